@@ -1,0 +1,98 @@
+"""Files that are either whole or absent: write to a temporary name beside the target, fsync, rename, fsync the folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+TEMPORARY = ".tmp-"  # what every unfinished file or folder has in its name
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside `path` that no other process uses; `remove_leftovers` finds it after a crash."""
+    return path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def atomic_open(path: Path, mode: str = "wb", permissions: int = 0o666) -> Iterator[IO[Any]]:
+    """Open a file that appears under `path` only if the block ends without an exception.
+
+    Raises OSError as the write does; then the temporary file is gone and `path` is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(path)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, permissions)
+    try:
+        encoding = None if "b" in mode else "utf-8"
+        with os.fdopen(handle, mode, encoding=encoding) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    fsync_folder(path.parent)
+
+
+def write_text(path: Path, text: str, permissions: int = 0o666) -> None:
+    """Write a small text file whole or not at all."""
+    with atomic_open(path, "w", permissions) as file:
+        file.write(text)
+
+
+def write_json(path: Path, value: object, permissions: int = 0o666) -> None:
+    """Write one JSON document, indented for people, whole or not at all."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", permissions)
+
+
+def read_json(path: Path) -> Any:
+    """Read one JSON document. Raises FileNotFoundError or json.JSONDecodeError."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def publish_folder(temporary: Path, target: Path) -> None:
+    """Rename a finished folder into place and make that durable. `target` must not exist."""
+    fsync_folder(temporary)
+    os.rename(temporary, target)
+    fsync_folder(target.parent)
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Delete what crashed writers left in `folder` (call it under the lock of whoever writes there)."""
+    gone = [p for p in folder.glob(f"*{TEMPORARY}*")] if folder.is_dir() else []
+    for path in gone:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    return gone
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_tree(root: Path, names: list[str]) -> str:
+    """Hex SHA-256 over names and contents of files below `root`, independent of times and owners."""
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        content = (root / name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()

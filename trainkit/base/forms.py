@@ -1,0 +1,33 @@
+"""The JSON forms: every document names its schema and version, `{"schema": "run/1", ...}`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.errors import ConfigError
+
+
+def document(schema: str, **values: Any) -> dict[str, Any]:
+    """A versioned document."""
+    return {"schema": schema, **values}
+
+
+def expect(value: Any, schema: str, path: Path) -> dict[str, Any]:
+    """Check that a document read from `path` is of the form `schema`. Raises ConfigError naming what it is instead."""
+    found = value.get("schema") if isinstance(value, dict) else None
+    if found != schema:
+        raise ConfigError(f"{path} holds {found!r}, not {schema!r}", hint="it was written by another version of trainkit, or it is another file")
+    return dict(value)
+
+
+def canonical(value: Any) -> str:
+    """One spelling for equal values: what is hashed and compared."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def utc_now() -> str:
+    """Now, as ISO 8601 in UTC with milliseconds."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,59 @@
+"""Locks between processes: flock on a file that says who holds it. The kernel frees it when the holder dies."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Busy(Exception):
+    """The lock is held; `holder` is what its holder wrote about itself (empty if it wrote nothing yet)."""
+
+    def __init__(self, path: Path, holder: dict[str, Any]) -> None:
+        super().__init__(f"{path} is locked by {holder or 'another process'}")
+        self.path, self.holder = path, holder
+
+
+def _read_holder(handle: int) -> dict[str, Any]:
+    try:
+        value = json.loads(os.pread(handle, 65536, 0) or b"{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+@contextlib.contextmanager
+def locked(path: Path, holder: dict[str, Any], *, wait: bool = True, on_wait: Callable[[dict[str, Any]], None] | None = None) -> Iterator[None]:
+    """Hold an exclusive lock for the block.
+
+    Args:
+        path: the lock file; it is left behind, empty, because removing it would race.
+        holder: what a waiter is told about us, pid added.
+        wait: wait for the holder, or raise Busy.
+        on_wait: called once with the holder's words before waiting.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            current = _read_holder(handle)
+            if not wait:
+                raise Busy(path, current) from None
+            if on_wait:
+                on_wait(current)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        words = {"pid": os.getpid(), "since": time.time(), **holder}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(words).encode(), 0)
+        yield
+        os.ftruncate(handle, 0)
+    finally:
+        os.close(handle)

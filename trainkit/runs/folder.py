@@ -1,0 +1,118 @@
+"""The run folder: where everything about one run lies. Paths only; who writes what is said beside each."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class AttemptFolder:
+    """attempts/N of a run."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    @property
+    def events(self) -> Path:
+        """What happened, one object a line (supervisor)."""
+        return self.path / "events.jsonl"
+
+    def log(self, rank: int) -> Path:
+        """stdout and stderr of a rank (supervisor)."""
+        return self.path / "logs" / f"{rank}.log"
+
+    def error(self, rank: int) -> Path:
+        """Why a rank failed (the rank)."""
+        return self.path / "errors" / f"{rank}.json"
+
+    def heartbeat(self, rank: int) -> Path:
+        """Where a rank is: step, phase, time; phase "done" is its word of success (the rank)."""
+        return self.path / "heartbeat" / f"{rank}.json"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """<root>/runs/<job>/<id>."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def job_name(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def root(self) -> Path:
+        """The folder that holds runs/, code/, data/ and stamps/."""
+        return self.path.parent.parent.parent
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def origin(self) -> Path:
+        """Where the run comes from: commit, diff, versions, environment."""
+        return self.path / "origin.json"
+
+    @property
+    def diff(self) -> Path:
+        """Uncommitted changes of the project when the run started."""
+        return self.path / "origin.diff"
+
+    @property
+    def world(self) -> Path:
+        return self.path / "launch" / "world.json"
+
+    @property
+    def code(self) -> Path:
+        """Link to the code snapshot the ranks run."""
+        return self.path / "code"
+
+    @property
+    def metrics(self) -> Path:
+        """One object a logged step (rank 0)."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """step-00000100/manifest.json and its files."""
+        return self.path / "checkpoints"
+
+    def attempt(self, number: int) -> AttemptFolder:
+        return AttemptFolder(self.path / "attempts" / str(number))
+
+    def attempts(self) -> list[AttemptFolder]:
+        """Attempts in order."""
+        folder = self.path / "attempts"
+        numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+        return [self.attempt(n) for n in numbers]
+
+
+def new_run_folder(root: Path, job: str) -> RunFolder:
+    """Make an empty run folder with an id that sorts by time, `20261120-104500-3fa9`."""
+    while True:
+        name = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2)
+        path = root / "runs" / job / name
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return RunFolder(path)
