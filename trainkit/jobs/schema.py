@@ -1,51 +1,68 @@
 """What an experiment is: the tables of jobs.toml and the resolved Job, as frozen pydantic models.
 
 Key names are Megatron's for models and training and Slurm's for clusters. Every field has one line of help: it becomes
-the JSON schema that editors use. Keys of features that are still to come are `Planned`: setting one is refused with
-words, never ignored.
+the JSON schema that editors use. What is still to come stands in `planned` (keys) and `ToCome` (values): using it is
+refused with words, never ignored.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
 
 
-def _refuse(value: Any) -> Any:
-    raise PydanticCustomError("planned", "is planned but not in this version of trainkit; remove it")
+@dataclass(frozen=True)
+class ToCome:
+    """Values of a key that a later version will take."""
+
+    values: Container[object]
 
 
-Planned = Annotated[Any, AfterValidator(_refuse)]
+_ABOVE_ONE = ToCome(range(2, 2**31))
+_VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*"
+Strings = Annotated[tuple[str, ...], Field(strict=False)]  # not strict: TOML and JSON have lists, not tuples
+SecretNames = Annotated[tuple[Annotated[str, Field(pattern=_VARIABLE + r"\??$")], ...], Field(strict=False)]
+Environment = dict[Annotated[str, Field(pattern=_VARIABLE + "$")], str]
+
+
+def _wrong(key: str, message: str) -> PydanticCustomError:
+    """An error of a rule between keys, reported where `key` was written."""
+    return PydanticCustomError("rule", "{message}", {"key": key, "message": message})
+
+
+def _needs(key: str, message: str) -> PydanticCustomError:
+    """As `_wrong`, for a rule that something is missing: not asked of a table that others extend."""
+    return PydanticCustomError("needs", "{message}", {"key": key, "message": message})
 
 
 class Table(BaseModel):
     """A table of jobs.toml: immutable, unknown keys refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    planned: ClassVar[tuple[str, ...]] = ()  # keys that a later version will take
 
 
 class Cluster(Table):
     """Where jobs run."""
 
+    planned = ("hostfile", "prolog", "slurm", "stages", "filesystems", "retry", "spares")
+
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    launcher: Literal["local"] = Field("local", description="how ranks are started; ssh, pdsh and slurm are to come")
+    launcher: Annotated[Literal["local"], ToCome(("ssh", "pdsh", "slurm"))] = Field(
+        "local", description="how ranks are started; ssh, pdsh and slurm are to come"
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="what ranks compute on")
     gpus_per_node: int = Field(0, ge=0, description="GPUs of one node")
     ranks_per_node: int | None = Field(None, ge=1, description="processes a node; by default gpus_per_node, at least 1")
     root: str | None = Field(None, description="folder for runs, code snapshots and data; by default that of jobs.toml")
-    env: dict[str, str] = Field(default_factory=dict, description="environment variables of every rank")
-    secrets: tuple[str, ...] = Field((), description="names of secret variables taken from the caller's environment; '?' at the end: optional")
-    hostfile: Planned = None
-    prolog: Planned = None
-    slurm: Planned = None
-    stages: Planned = None
-    filesystems: Planned = None
-    retry: Planned = None
-    spares: Planned = None
+    env: Environment = Field(default_factory=dict, description="environment variables of every rank")
+    secrets: SecretNames = Field((), description="names of secret variables taken from the caller's environment; '?' at the end: optional")
 
 
 class Tokenizer(Table):
@@ -55,35 +72,39 @@ class Tokenizer(Table):
     type: Literal["bpe", "file"] = Field("bpe", description="bpe: a byte-level BPE trained on the dataset; file: a tokenizer.json")
     vocab_size: int | None = Field(None, ge=257, le=2**31 - 1, description="ids of the trained BPE, the end-of-document id included")
     path: str | None = Field(None, description="type = file: the tokenizer.json, relative to the folder of jobs.toml")
+    training_bytes: int = Field(2**27, ge=1, description="characters of text that a BPE is trained on, from the start of the corpus")
     eod_token: str = Field("<|endoftext|>", min_length=1, description="the token that ends every document")
 
     @model_validator(mode="after")
     def _complete(self) -> Tokenizer:
         if self.type == "bpe" and self.vocab_size is None:
-            raise PydanticCustomError("needs", "type = 'bpe' needs vocab_size")
+            raise _needs("type", "type = 'bpe' needs vocab_size")
         if self.type == "file" and self.path is None:
-            raise PydanticCustomError("needs", "type = 'file' needs path")
+            raise _needs("type", "type = 'file' needs path")
         return self
 
 
 class Dataset(Table):
     """A corpus, its tokenizer and its split."""
 
+    planned = ("on_error",)
+
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     source: Literal["stdlib", "files", "mock"] = Field(description="stdlib: Python's own source files; files: local .jsonl or .jsonl.zst; mock: random tokens")
-    paths: tuple[str, ...] = Field((), description="source = files: files or glob patterns, relative to the folder of jobs.toml")
+    paths: Strings = Field((), description="source = files: files or glob patterns, relative to the folder of jobs.toml")
     text_key: str = Field("text", min_length=1, description="the key of a JSON line that holds the text")
     tokenizer: Tokenizer | None = Field(None, description="name of a [tokenizers.X] table")
     split: str = Field("969,30,1", pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){0,2}$", description="weights of train, valid and test, as Megatron's --split")
     shard_bytes: int = Field(2**22, ge=2**16, description="text bytes of one shard that source = stdlib writes")
-    on_error: Planned = None
 
     @model_validator(mode="after")
     def _complete(self) -> Dataset:
         if self.source == "files" and not self.paths:
-            raise PydanticCustomError("needs", "source = 'files' needs paths")
+            raise _needs("source", "source = 'files' needs paths")
         if self.source != "mock" and self.tokenizer is None:
-            raise PydanticCustomError("needs", f"source = '{self.source}' needs tokenizer")
+            raise _needs("source", f"source = '{self.source}' needs tokenizer")
+        if float(self.split.split(",")[0]) == 0:
+            raise _wrong("split", f"split '{self.split}' leaves no tokens to train on")
         return self
 
 
@@ -91,7 +112,7 @@ class Model(Table):
     """The shape of a model."""
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    family: Literal["gpt", "gpt-neox", "llama"] = Field("gpt", description="gpt: learned positions, LayerNorm, GELU, tied embeddings")
+    family: Annotated[Literal["gpt"], ToCome(("gpt-neox", "llama"))] = Field("gpt", description="gpt: learned positions, LayerNorm, GELU, tied embeddings")
     num_layers: int = Field(ge=1, description="transformer blocks")
     hidden_size: int = Field(ge=1, description="width of the residual stream")
     num_attention_heads: int = Field(ge=1, description="attention heads; must divide hidden_size")
@@ -106,18 +127,20 @@ class Model(Table):
     @model_validator(mode="after")
     def _divides(self) -> Model:
         if self.hidden_size % self.num_attention_heads:
-            raise PydanticCustomError("heads", f"hidden_size {self.hidden_size} does not divide by num_attention_heads {self.num_attention_heads}")
+            raise _wrong("num_attention_heads", f"hidden_size {self.hidden_size} does not divide by num_attention_heads {self.num_attention_heads}")
         if self.max_position_embeddings is not None and self.max_position_embeddings < self.seq_length:
-            raise PydanticCustomError("positions", f"max_position_embeddings {self.max_position_embeddings} is below seq_length {self.seq_length}")
+            raise _wrong("max_position_embeddings", f"max_position_embeddings {self.max_position_embeddings} is below seq_length {self.seq_length}")
         return self
 
 
 class Parallelism(Table):
     """How the ranks share the work. Data-parallel size is what remains of the world."""
 
-    tensor_model_parallel_size: Literal[1] = Field(1, description="tensor-parallel size; above 1 is to come")
-    pipeline_model_parallel_size: Literal[1] = Field(1, description="pipeline stages; above 1 is to come")
-    zero_stage: Literal[1] = Field(1, description="1: parameters gathered once, gradients reduced at the last micro-batch, optimizer state sharded")
+    tensor_model_parallel_size: Annotated[int, _ABOVE_ONE] = Field(1, ge=1, le=1, description="tensor-parallel size; above 1 is to come")
+    pipeline_model_parallel_size: Annotated[int, _ABOVE_ONE] = Field(1, ge=1, le=1, description="pipeline stages; above 1 is to come")
+    zero_stage: Annotated[int, ToCome((0, 2, 3))] = Field(
+        1, ge=1, le=1, description="1: parameters gathered once, gradients reduced at the last micro-batch, optimizer state sharded"
+    )
 
 
 class Training(Table):
@@ -129,16 +152,18 @@ class Training(Table):
     train_iters: int = Field(ge=1, description="optimizer steps")
     lr: float = Field(ge=0, description="highest learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    lr_decay_style: Literal["cosine"] = Field("cosine", description="shape of the decay")
+    lr_decay_style: Annotated[Literal["cosine"], ToCome(("constant", "linear", "inverse-square-root", "WSD"))] = Field(
+        "cosine", description="shape of the decay"
+    )
     lr_decay_iters: int | None = Field(None, ge=1, description="steps until min_lr is reached; by default train_iters")
     lr_warmup_iters: int = Field(0, ge=0, description="steps of linear warmup")
-    optimizer: Literal["adam"] = Field("adam", description="adam: AdamW")
+    optimizer: Annotated[Literal["adam"], ToCome(("sgd",))] = Field("adam", description="adam: AdamW")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay; not on biases and norms")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
     adam_eps: float = Field(1e-8, gt=0, description="epsilon of Adam")
     clip_grad: float = Field(1.0, ge=0, description="highest global gradient norm; 0: no clipping")
-    precision: Literal["fp32"] = Field("fp32", description="arithmetic; bf16 and fp16 are to come")
+    precision: Annotated[Literal["fp32"], ToCome(("bf16", "fp16"))] = Field("fp32", description="arithmetic; bf16 and fp16 are to come")
     seed: int = Field(1234, ge=0, lt=2**63, description="seeds initial weights and the order of samples")
     log_interval: int = Field(1, ge=1, description="steps between log lines and rows of metrics.jsonl")
     eval_interval: int | None = Field(None, ge=1, description="steps between evaluations; one is always made at the end")
@@ -148,9 +173,9 @@ class Training(Table):
     @model_validator(mode="after")
     def _consistent(self) -> Training:
         if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
-            raise PydanticCustomError("batch", "global_batch_size and gradient_accumulation_steps are both given; one is derived from the other")
+            raise _wrong("gradient_accumulation_steps", "global_batch_size and gradient_accumulation_steps are both given; one is derived from the other")
         if self.min_lr > self.lr:
-            raise PydanticCustomError("lr", f"min_lr {self.min_lr} is above lr {self.lr}")
+            raise _wrong("min_lr", f"min_lr {self.min_lr} is above lr {self.lr}")
         return self
 
 
@@ -170,27 +195,31 @@ class Generate(Table):
 class Job(Table):
     """One experiment, complete: after `trainkit.jobs` nobody reads jobs.toml or the environment again."""
 
+    planned = ("engine_args", "container", "retry", "resume", "sample_order", "kernels", "precompile", "profile", "init_from")
+
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     description: str = Field("", description="one line: what it is and where it comes from")
-    engine: Literal["native"] = Field("native", description="what is executed; gpt-neox, megatron-lm, nemo and neuronx-nemo are to come")
+    engine: Annotated[Literal["native"], ToCome(("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo"))] = Field(
+        "native", description="what is executed; gpt-neox, megatron-lm, nemo and neuronx-nemo are to come"
+    )
     cluster: Cluster = Field(description="name of a [clusters.X] table")
     model: Model = Field(description="name of a [models.X] table")
     dataset: Dataset = Field(description="name of a [datasets.X] table, or 'mock'")
-    nodes: int = Field(1, ge=1, le=1, description="nodes; above 1 is to come")
+    nodes: Annotated[int, _ABOVE_ONE] = Field(1, ge=1, le=1, description="nodes; above 1 is to come")
     parallelism: Parallelism = Field(default_factory=Parallelism)
     training: Training
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     generate: Generate = Field(default_factory=Generate)
-    env: dict[str, str] = Field(default_factory=dict, description="environment variables of every rank, over the cluster's")
-    engine_args: Planned = None
-    container: Planned = None
-    retry: Planned = None
-    resume: Planned = None
-    sample_order: Planned = None
-    kernels: Planned = None
-    precompile: Planned = None
-    profile: Planned = None
-    init_from: Planned = None
+    env: Environment = Field(default_factory=dict, description="environment variables of every rank, over the cluster's")
+
+    @model_validator(mode="after")
+    def _has_vocabulary(self) -> Job:
+        tokenizer, vocab_size = self.dataset.tokenizer, self.model.vocab_size
+        if tokenizer is None and vocab_size is None:
+            raise _needs("dataset.name", f"dataset '{self.dataset.name}' has no tokenizer, so model '{self.model.name}' needs vocab_size")
+        if tokenizer and tokenizer.vocab_size and vocab_size and vocab_size < tokenizer.vocab_size:
+            raise _wrong("model.vocab_size", f"model.vocab_size {vocab_size} is below dataset.tokenizer.vocab_size {tokenizer.vocab_size}")
+        return self
 
     @property
     def ranks_per_node(self) -> int:
@@ -222,6 +251,13 @@ class Job(Table):
         return max(1, self.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size))
 
 
+class Defaults(Table):
+    """The [defaults] table of jobs.toml."""
+
+    job: str | None = Field(None, description="the job that tasks without one serve")
+
+
 TABLES: dict[str, type[Table]] = {"clusters": Cluster, "tokenizers": Tokenizer, "datasets": Dataset, "models": Model, "jobs": Job}
+REFERENCES = {"jobs": {"cluster": "clusters", "model": "models", "dataset": "datasets"}, "datasets": {"tokenizer": "tokenizers"}}
 PLANNED_TABLES = ("engines", "containers", "devices", "include")
 MOCK_DATASET = {"source": "mock", "split": "90,10,0"}

@@ -1,0 +1,1 @@
+"""What must be done first: freshness, stamps, order."""

@@ -1,0 +1,24 @@
+"""The C++ extensions; everything else about the package stands in pyproject.toml."""
+
+import runpy
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+csrc_sha256 = runpy.run_path(str(ROOT / "trainkit" / "base" / "install.py"))["csrc_sha256"]
+
+setup(
+    ext_modules=[
+        Pybind11Extension(
+            "trainkit._index",
+            ["csrc/index/bindings.cpp"],
+            depends=["csrc/index/permutation.h"],
+            cxx_std=17,
+            extra_compile_args=["-O3"],
+            define_macros=[("TRAINKIT_CSRC_SHA256", f'"{csrc_sha256(ROOT)}"')],
+        )
+    ],
+    options={"build_ext": {"force": True}},  # the compiled-in hash covers all of csrc; file times do not
+)

@@ -1,0 +1,143 @@
+"""Fixtures for tests that run the real tasks in a project of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TASKS = "from trainkit.cli.tasks import namespace\n"
+JOBS = """
+[defaults]
+job = "text"
+
+[clusters.here]
+ranks_per_node = 2
+
+[tokenizers.bpe]
+type = "bpe"
+vocab_size = 300
+
+[datasets.lines]
+source = "files"
+paths = ["corpus/*.jsonl"]
+tokenizer = "bpe"
+split = "80,20,0"
+
+[models.tiny]
+num_layers = 2
+hidden_size = 32
+num_attention_heads = 2
+seq_length = 16
+
+[models.tiny-mock]
+extends = "tiny"
+vocab_size = 128
+
+[jobs.text]
+cluster = "here"
+model = "tiny"
+dataset = "lines"
+training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 20, lr = 1e-2, lr_warmup_iters = 2, eval_iters = 1, save_interval = 5 }
+generate = { prompt = "the ", max_new_tokens = 8 }
+
+[jobs.random]
+cluster = "here"
+model = "tiny-mock"
+dataset = "mock"
+training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 30, lr = 1e-2, lr_warmup_iters = 2, eval_iters = 1, eval_interval = 10, save_interval = 5 }
+"""
+
+
+@dataclass
+class Project:
+    """A folder with tasks.py and jobs.toml, as a user has one."""
+
+    path: Path
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """The caller's environment; slots of its own, so that tests run side by side."""
+        temporary = self.path / "tmp"
+        temporary.mkdir(exist_ok=True)
+        return {**os.environ, "TMPDIR": str(temporary), "COLUMNS": "200", **more}
+
+    def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
+        """Start `invoke WORDS...` in a session of its own."""
+        argv = [sys.executable, "-m", "invoke", *words]
+        return subprocess.Popen(
+            argv, cwd=self.path, env=self.environment(**more), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def invoke(self, *words: str, exit: int = 0, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
+        """Run `invoke WORDS...`; fails unless it ends with `exit`. No task may ever show a traceback."""
+        process = self.start(*words, **more)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail(f"invoke {' '.join(words)} took over {timeout} s\n{out}\n{err}")
+        assert process.returncode == exit, f"invoke {' '.join(words)} ended with {process.returncode}, not {exit}\n{out}\n{err}"
+        assert "Traceback" not in err, err
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def document(self, *words: str, exit: int = 0, **more: str) -> dict[str, Any]:
+        """The one JSON document that `invoke WORDS... --json` prints."""
+        value = json.loads(self.invoke(*words, "--json", exit=exit, **more).stdout)
+        assert isinstance(value, dict)
+        return value
+
+    def runs(self) -> list[Path]:
+        """Run folders, oldest first."""
+        return sorted((p for p in (self.path / "runs").glob("*/*") if (p / "job.json").is_file()), key=lambda p: p.name)
+
+    def metrics(self, run: Path) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl."""
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    def losses(self, run: Path) -> dict[int, float]:
+        """{step: training loss}; every step once."""
+        rows = [r for r in self.metrics(run) if "eval" not in r]
+        losses = {r["step"]: r["lm_loss"] for r in rows}
+        assert len(losses) == len(rows), "a step was logged twice"
+        return losses
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    """A project with a small text corpus, a job on it, and a job on random tokens."""
+    (tmp_path / "tasks.py").write_text(TASKS)
+    (tmp_path / "jobs.toml").write_text(JOBS)
+    (tmp_path / "corpus").mkdir()
+    for shard in range(2):
+        lines = [json.dumps({"text": f"the quick brown fox number {i} of shard {shard} jumps over the lazy dog and then rests"}) for i in range(150)]
+        (tmp_path / "corpus" / f"part-{shard}.jsonl").write_text("\n".join(lines) + "\n")
+    return Project(tmp_path)
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
+    """Poll until `condition()` is true and return its value; fail after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    pytest.fail(f"waited {timeout} s for {what}")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,49 @@
+"""Where demo's text comes from, and shards of it."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.base.errors import ConfigError
+from trainkit.data.corpus import read_documents, write_documents
+from trainkit.data.sources.stdlib import Stdlib, source_files
+from trainkit.jobs.schema import Dataset, Tokenizer
+
+DATASET = Dataset(name="d", source="stdlib", tokenizer=Tokenizer(name="t", vocab_size=300))
+
+
+def test_every_source_file_is_in_one_shard_in_order(tmp_path: Path) -> None:
+    shards = Stdlib().shards(DATASET, tmp_path)
+    files = [name for shard in shards for name in shard.recipe["files"]]
+    assert files == source_files(Path(sysconfig.get_path("stdlib")))
+    assert len(files) > 300 and files == sorted(files)
+    assert not any({"site-packages", "test", "__pycache__"} & set(Path(f).parts) for f in files)
+    assert all(s.size <= DATASET.shard_bytes or len(s.recipe["files"]) == 1 for s in shards)
+
+
+def test_what_is_not_text_is_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("print(1)\n")
+    (tmp_path / "b.py").write_bytes(b"")
+    (tmp_path / "c.py").write_bytes(b"\xff\xfe")
+    path = tmp_path / "shard.jsonl.zst"
+    result = Stdlib().write({"folder": str(tmp_path), "files": ["a.py", "b.py", "c.py"]}, path, "text")
+    assert result == {"documents": 1, "text_bytes": 9, "left_out": {"not_utf8": 1, "empty": 1}}
+    assert [d.text for d in read_documents(path, "text")] == ["print(1)\n"]
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20))
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    path = tmp_path_factory.mktemp("corpus") / "shard.jsonl.zst"
+    assert write_documents(path, texts, "body") == (len(texts), sum(len(t.encode()) for t in texts))
+    assert [d.text for d in read_documents(path, "body")] == texts
+
+
+def test_another_ending_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a,b")
+    with pytest.raises(ConfigError, match=r"ends in none of \.jsonl, \.jsonl\.zst"):
+        list(read_documents(tmp_path / "x.csv", "text"))

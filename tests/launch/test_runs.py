@@ -1,0 +1,267 @@
+"""Whole runs on this machine through the real tasks: record, resume, kills, signals, two at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project, alive, wait_for
+
+STATUS_KEYS = {"schema", "run", "job", "state", "step", "attempt", "folder", "exit", "class", "root_cause", "survivors", "next"}
+METRIC_KEYS = {"step", "consumed_samples", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "elapsed_ms", "tokens_per_second"}
+LOG_LINE = re.compile(
+    r"iteration +(\d+)/ +30 \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): [\d.]+ \| learning rate: \S+ \| global batch size: +8 \| "
+    r"lm loss: \S+ \| loss scale: 1\.0 \| grad norm: \S+ \| number of skipped iterations: +0 \| number of nan iterations: +0 \|"
+)
+
+
+def events(run: Path, attempt: int = 1) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / f"attempts/{attempt}/events.jsonl").read_text().splitlines()]
+
+
+def rank_pids(project: Project, attempt: int = 1) -> dict[int, int]:
+    """Pids of the newest run's ranks once all have been started."""
+
+    def started() -> dict[int, int]:
+        runs = project.runs()
+        path = runs[-1] / f"attempts/{attempt}/events.jsonl" if runs else None
+        if path is None or not path.exists() or '"go"' not in path.read_text():
+            return {}
+        return {e["rank"]: e["pid"] for e in events(runs[-1], attempt) if e["event"] == "rank_started"}
+
+    pids = wait_for(started, "the ranks to start")
+    assert isinstance(pids, dict)
+    return pids
+
+
+def wait_for_step(project: Project, step: int) -> None:
+    path = project.runs()[-1] / "metrics.jsonl"
+    wait_for(lambda: path.exists() and any(f'"step": {s},' in path.read_text() for s in range(step, step + 5)), f"step {step}")
+
+
+def slow_down(project: Project, train_iters: int = 4000) -> None:
+    """Make the job on random tokens last, so that there is time to kill it."""
+    path = project.path / "jobs.toml"
+    path.write_text(path.read_text().replace("train_iters = 30", f"train_iters = {train_iters}"))
+
+
+def test_a_whole_run_and_all_it_leaves(project: Project) -> None:
+    before = project.document("runs")
+    assert before == {"schema": "runs/1", "runs": []}
+    done = project.document("train", "random")
+    assert set(done) >= STATUS_KEYS and done["state"] == "succeeded" and done["exit"] == 0 and done["class"] == "success" and done["survivors"] == []
+    (run,) = project.runs()
+    rows = [r for r in project.metrics(run) if "eval" not in r]
+    assert [r["step"] for r in rows] == list(range(1, 31)) and all(set(r) >= METRIC_KEYS for r in rows)
+    assert [r["consumed_samples"] for r in rows] == [8 * s for s in range(1, 31)]
+    assert [(r["step"], r["eval"]) for r in project.metrics(run) if "eval" in r] == [(s, "valid") for s in (0, 10, 20, 30)]
+    log = (run / "attempts/1/logs/0.log").read_text()
+    assert [int(m) for m in LOG_LINE.findall(log)] == list(range(1, 31))
+    listed = project.document("runs")["runs"]
+    assert listed == [{"run": run.name, "job": "random", "state": "succeeded", "step": 30, "attempt": 1, "folder": str(run)}]
+    assert project.document("status", "last") == project.document("status", run.name[:12]) == project.document("status", "random") == done
+    for name in ("job.json", "plan.json", "origin.json", "launch/world.json", "launch/inputs.json", "code/trainkit/train/main.py", "attempts/1/heartbeat/1.json"):
+        assert (run / name).is_file(), name
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000025", "step-00000030"]
+    assert json.loads((run / "origin.json").read_text())["packages"]["torch"]
+    assert "iteration       30/" in project.invoke("logs", "last").stdout
+    assert project.invoke("resume", "last").stdout.endswith("there is nothing to resume\n")
+    text = project.invoke("status", "last").stdout
+    assert "succeeded" in text and "step 30 of 30" in text
+
+
+def test_tensorboard_reads_what_the_run_wrote(project: Project) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    project.invoke("train", "random")
+    (run,) = project.runs()
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    losses = {e.step: e.value for e in board.Scalars("lm loss")}
+    assert losses == pytest.approx(project.losses(run), rel=1e-6)
+    assert "--logdir" in project.invoke("tensorboard", "--dry-run").stdout
+
+
+def test_text_job_from_raw_text_to_a_sample(project: Project) -> None:
+    out = project.invoke("train", "text").stdout
+    assert "a sample from the model" in out and "before" in out and "invoke generate" in out and "tokens/s" in out
+    (run,) = project.runs()
+    evaluations = [r["lm_loss"] for r in project.metrics(run) if "eval" in r]
+    assert evaluations[-1] < evaluations[0] - 1
+    greedy = project.document("generate", "last", "--prompt", "the quick", "--temperature", "0", "--max-new-tokens", "4")
+    assert greedy["text"].startswith("the quick") and len(greedy["text"]) > len("the quick")
+    assert project.document("report", "last", "--picture", "loss.svg")["loss"]["last"] == evaluations[-1]
+    assert (project.path / "loss.svg").read_text().startswith("<?xml")
+    again = project.invoke("train", "text").stdout
+    assert "prep-data lines--bpe is fresh because nothing changed since" in again
+
+
+def test_sigkill_of_everything_then_resume_is_bit_equal(project: Project) -> None:
+    project.invoke("train", "random")
+    expected = project.losses(project.runs()[0])
+    dice = random.Random(os.getpid())
+    process = project.start("train", "random")
+    pids = rank_pids(project)
+    time.sleep(dice.uniform(2.0, 5.0))
+    for pid in (process.pid, *pids.values()):
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=20)
+    run = project.runs()[-1]
+    if project.document("status", "last")["state"] != "succeeded":
+        with open(run / "metrics.jsonl", "a") as torn:
+            torn.write('{"step": 31, "lm_lo')
+        assert project.document("status", "last")["class"] == "infra"
+        assert project.document("resume", "last")["attempt"] == 2
+    assert project.losses(run) == expected
+
+
+def test_killed_twice_between_checkpoints(project: Project) -> None:
+    """Ranks stopped at known steps rather than at random moments: before the first checkpoint, and after one."""
+    slow_down(project, 60)
+    project.invoke("train", "random")
+    expected = project.losses(project.runs()[0])
+    process = project.start("train", "random")
+    for attempt, step in ((1, 2), (2, 17)):
+        rank_pids(project, attempt)
+        wait_for_step(project, step)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=20)
+        process = project.start("resume", "last")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert project.losses(project.runs()[-1]) == expected
+
+
+def test_death_of_the_supervisor_takes_the_ranks(project: Project) -> None:
+    slow_down(project)
+    process = project.start("train", "random")
+    pids = rank_pids(project)
+    wait_for_step(project, 1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: not any(alive(pid) for pid in pids.values()), "the ranks to die", timeout=5)
+    status = project.document("status", "last")
+    assert (status["state"], status["class"], status["exit"]) == ("failed", "infra", 10)
+    assert "is gone" in status["root_cause"]["message"]
+
+
+def test_one_killed_rank_stops_its_peers_and_is_named(project: Project) -> None:
+    slow_down(project)
+    process = project.start("train", "random")
+    pids = rank_pids(project)
+    wait_for_step(project, 1)
+    os.kill(pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10 and process.returncode == 10, err
+    assert not any(alive(pid) for pid in pids.values())
+    status = project.document("status", "last")
+    assert (status["state"], status["class"]) == ("failed", "infra")
+    assert status["root_cause"]["rank"] == 1 and status["root_cause"]["signal"] == "SIGKILL"
+    assert "rank 1" in out and "invoke resume" in out
+
+
+@pytest.mark.parametrize(("number", "code", "state"), [(signal.SIGINT, 130, "cancelled"), (signal.SIGTERM, 12, "preempted"), (signal.SIGHUP, 12, "preempted")])
+def test_one_signal_saves_at_the_step_and_stops(project: Project, number: signal.Signals, code: int, state: str) -> None:
+    slow_down(project)
+    process = project.start("train", "random")
+    pids = rank_pids(project)
+    wait_for_step(project, 7)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == code and "Traceback" not in err, out + err
+    assert not any(alive(pid) for pid in pids.values())
+    status = project.document("status", "last")
+    assert status["state"] == state and status["exit"] == code
+    run = project.runs()[-1]
+    assert f"step-{status['step']:08d}" in {p.name for p in (run / "checkpoints").iterdir()}
+
+
+def test_two_signals_stop_at_once(project: Project) -> None:
+    slow_down(project)
+    process = project.start("train", "random")
+    pids = rank_pids(project)
+    os.kill(pids[0], signal.SIGSTOP)  # a rank that will never reach the end of its step
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert not any(alive(pid) for pid in pids.values())
+
+
+def test_a_second_run_on_the_same_slots_is_refused_by_name(project: Project) -> None:
+    slow_down(project)
+    process = project.start("train", "random")
+    rank_pids(project)
+    first = project.runs()[-1].name
+    refused = project.invoke("train", "random", exit=17)
+    assert first in refused.stderr and "--share" in refused.stderr
+    assert first in project.invoke("resume", "last", exit=17).stderr
+    assert len(project.runs()) == 1 and len(list((project.path / "runs/random").iterdir())) == 1
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+
+
+def test_the_same_losses_on_1_2_and_4_ranks(project: Project) -> None:
+    for ranks in (1, 2, 4):
+        project.invoke("train", "random", "--set", f"cluster.ranks_per_node={ranks}")
+    one, two, four = ([r for r in project.metrics(run) if "eval" not in r] for run in project.runs())
+    for a, b, c in zip(one, two, four, strict=True):
+        assert a["batch_checksum"] == b["batch_checksum"] == c["batch_checksum"], "another layout saw other samples"
+        assert a["lm_loss"] == pytest.approx(b["lm_loss"], abs=1e-4) and a["lm_loss"] == pytest.approx(c["lm_loss"], abs=1e-4)
+    assert len({r["batch_checksum"] for r in one}) == 30
+
+
+def test_secrets_reach_the_ranks_and_no_file(project: Project) -> None:
+    path = project.path / "jobs.toml"
+    path.write_text(path.read_text().replace("[clusters.here]", '[clusters.here]\nsecrets = ["MY_API", "MAYBE?"]'))
+    assert "MY_API" in project.invoke("train", "random", exit=3).stderr
+    value = "hunter2-$(touch x)-'\"`"
+    project.invoke("train", "random", MY_API=value)
+    for file in project.path.rglob("*"):
+        if file.is_file() and "__pycache__" not in file.parts:
+            assert b"hunter2" not in file.read_bytes(), file
+    world = json.loads((project.runs()[-1] / "launch/world.json").read_text())
+    assert world["command"]["secret_names"] == ["MY_API", "MAYBE?"]
+
+
+def test_data_that_changed_is_no_ground_to_resume_on(project: Project) -> None:
+    path = project.path / "jobs.toml"
+    path.write_text(path.read_text().replace("train_iters = 20", "train_iters = 4000"))
+    process = project.start("train", "text")
+    rank_pids(project)
+    wait_for_step(project, 1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    (project.path / "data/lines/bpe/lines_text_document.bin").touch()
+    refused = project.invoke("resume", "last", exit=5)
+    assert "lines_text_document.bin has changed since run" in refused.stderr
+
+
+def test_a_bin_that_does_not_fit_its_idx(project: Project) -> None:
+    project.invoke("prep-data")
+    data = project.path / "data/lines/bpe/lines_text_document.bin"
+    stamp = project.path / "stamps/prep-data/lines--bpe.json"
+    data.write_bytes(data.read_bytes()[:-2])
+    value = json.loads(stamp.read_text())  # as if the disk had eaten the end: the stamp still fits
+    status = data.stat()
+    value["outputs"] = [[str(data), status.st_size, status.st_mtime_ns] if o[0] == str(data) else o for o in value["outputs"]]
+    stamp.write_text(json.dumps(value))
+    failed = project.invoke("train", "text", exit=6)
+    assert "lines_text_document" in failed.stdout
+
+
+def test_an_infeasible_plan_says_everything(project: Project) -> None:
+    failed = project.invoke("train", "random", "--set", "training.global_batch_size=9", exit=4)
+    assert "global_batch_size 9 does not divide" in failed.stderr and "nearest: 8 or 12" in failed.stderr
+    assert not project.runs()

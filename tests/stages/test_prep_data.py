@@ -1,0 +1,158 @@
+"""prep-data through the real task: freshness and its words, restarts, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Project, wait_for
+from trainkit.data.indexed import IndexedDataset
+
+DATA = Path("data/lines/bpe")
+
+
+def output(project: Project) -> dict[str, bytes]:
+    """Name and content of everything training reads."""
+    folder = project.path / DATA
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.is_file()}
+
+
+def test_makes_tokens_and_then_nothing_twice(project: Project) -> None:
+    first = project.invoke("prep-data")
+    assert "stale because it was never made here" in first.stdout
+    before = {p: p.stat().st_mtime_ns for p in (project.path / DATA).iterdir()}
+    assert {p.name for p in before} == {"tokenizer.json", "dataset.json", "lines_text_document.bin", "lines_text_document.idx"}
+    again = project.invoke("prep-data")
+    assert "fresh because nothing changed since" in again.stdout
+    assert before == {p: p.stat().st_mtime_ns for p in (project.path / DATA).iterdir()}
+    manifest = json.loads((project.path / DATA / "dataset.json").read_text())
+    tokens = IndexedDataset(project.path / DATA / "lines_text_document")
+    assert manifest["schema"] == "dataset/1" and manifest["documents"] == 300 and manifest["tokens"] == tokens.num_tokens
+    assert all(tokens[i][-1] == manifest["eod_id"] for i in range(len(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        (lambda p: p.joinpath("jobs.toml").write_text(p.joinpath("jobs.toml").read_text().replace("vocab_size = 300", "vocab_size = 301")), "tokenizers.bpe.vocab_size changed from 300 to 301"),
+        (lambda p: (p / "corpus/part-0.jsonl").open("a").write('{"text": "more"}\n'), "corpus/part-0.jsonl changed"),
+        (lambda p: (p / DATA / "lines_text_document.bin").write_bytes(b"12"), "lines_text_document.bin changed"),
+        (lambda p: (p / DATA / "lines_text_document.idx").unlink(), "lines_text_document.idx is missing"),
+        (lambda p: (p / "corpus/part-2.jsonl").write_text('{"text": "a new shard"}\n'), "the number of inputs changed"),
+    ],
+)
+def test_says_why_it_is_stale(project: Project, change: object, because: str) -> None:
+    project.invoke("prep-data")
+    assert callable(change)
+    change(project.path)
+    dry = project.invoke("prep-data", "--dry-run")
+    assert because in dry.stdout and "would run" in dry.stdout
+    stale = project.invoke("train", "text", "--no-stages", exit=5)
+    assert because in stale.stderr
+    assert because in project.invoke("prep-data").stdout
+    assert "fresh" in project.invoke("prep-data").stdout
+
+
+def test_dry_run_writes_nothing(project: Project) -> None:
+    project.environment()  # makes its tmp folder
+    before = sorted(project.path.rglob("*"))
+    for words in (["prep-data", "--dry-run"], ["--dry", "prep-data"], ["train", "text", "--dry-run"], ["--dry", "train", "text"]):
+        assert "would run" in project.invoke(*words).stdout
+    after = [p for p in sorted(project.path.rglob("*")) if "__pycache__" not in p.parts]
+    assert before == after
+
+
+def test_killed_at_random_moments_ends_in_the_same_bytes(project: Project) -> None:
+    project.invoke("prep-data")
+    expected = output(project)
+    dice = random.Random(7)
+    for _ in range(6):
+        process = project.start("prep-data", "--force")
+        time.sleep(dice.uniform(0.05, 1.6))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    project.invoke("prep-data")
+    assert output(project) == expected
+    assert not list(project.path.rglob("*.tmp-*"))
+
+
+def test_ctrl_c_leaves_nothing_half_done_and_no_worker(project: Project) -> None:
+    rows = [json.dumps({"text": " ".join(f"word{i * j % 9973}" for j in range(300))}) for i in range(3000)]
+    (project.path / "corpus" / "part-9.jsonl").write_text("\n".join(rows))
+    process = project.start("prep-data")
+    specs = project.path / "stamps/prep-data/lines--bpe.units"
+    wait_for(lambda: list(specs.glob("*.spec.json")), "a unit to start")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Traceback" not in err and err.count("\n") <= 2
+    assert not (project.path / "stamps/prep-data/lines--bpe.json").exists()
+    spec = str(specs)
+    assert not [p for p in Path("/proc").glob("[0-9]*") if spec in _command_line(p)]
+    project.invoke("prep-data")
+    assert "fresh" in project.invoke("prep-data").stdout
+
+
+def _command_line(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_two_at_once_the_second_waits_and_finds_it_fresh(project: Project) -> None:
+    both = [project.start("prep-data") for _ in range(2)]
+    texts = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], texts
+    outs = sorted(out for out, _ in texts)
+    assert sum("units done" in out for out in outs) == 1, outs
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": "cut', "part-1.jsonl:2: is not JSON"),
+        ('{"body": "x"}', "part-1.jsonl:2: has no text under the key 'text' (found keys 'body')"),
+        ('{"text": null}', "part-1.jsonl:2: has no text under the key 'text'"),
+        ('["text"]', "part-1.jsonl:2: has no text under the key 'text' (found list)"),
+        ('{"text": "\\ud800"}', "part-1.jsonl:2: holds a lone surrogate"),
+    ],
+)
+def test_a_bad_line_is_named(project: Project, line: str, words: str) -> None:
+    (project.path / "corpus/part-1.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    failed = project.invoke("prep-data", exit=6)
+    assert words in failed.stderr
+    error = project.document("prep-data", exit=6)
+    assert error["schema"] == "error/1" and error["exit"] == 6 and error["problems"][0]["line"] == 2
+    assert not (project.path / "stamps/prep-data/lines--bpe.json").exists()
+
+
+def test_blank_lines_empty_documents_and_no_last_newline_are_legal(project: Project) -> None:
+    (project.path / "corpus/part-1.jsonl").write_text('\n{"text": "one"}\n\n   \n{"text": ""}\n{"text": "two"}')
+    project.invoke("prep-data")
+    manifest = json.loads((project.path / DATA / "dataset.json").read_text())
+    assert (manifest["documents"], manifest["empty_documents"], manifest["sequences"]) == (153, 1, 152)
+    tokens = IndexedDataset(project.path / DATA / "lines_text_document")
+    assert len(tokens.document_indices) == 154
+
+
+def test_a_truncated_zst_is_named(project: Project) -> None:
+    import zstandard
+
+    whole = zstandard.compress(b'{"text": "hello"}\n' * 100000)
+    (project.path / "corpus/part-1.jsonl.zst").write_bytes(whole[: len(whole) // 2])
+    text = project.path / "jobs.toml"
+    text.write_text(text.read_text().replace('"corpus/*.jsonl"', '"corpus/*"'))
+    assert "part-1.jsonl.zst" in project.invoke("prep-data", exit=6).stderr
+
+
+def test_no_input_is_an_error(project: Project) -> None:
+    for path in (project.path / "corpus").iterdir():
+        path.unlink()
+    assert "matches no file" in project.invoke("prep-data", exit=6).stderr

@@ -1,0 +1,56 @@
+"""What a stage's worker process is: `python -m MODULE SPEC.json`, JSON lines on stdout, an exit code.
+
+Lines a unit prints: {"progress": done, "total": all} while it works, then {"result": {...}} or {"error": {...}}.
+Its log (stderr) is for people.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import read_json
+from trainkit.base.process import die_with_parent
+
+Progress = Callable[[int, int], None]
+PARENT_VARIABLE = "TRAINKIT_PARENT_PID"  # the process whose death ends this one
+
+
+def _say(**line: Any) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+class _Throttle:
+    """Passes progress on at most ten times a second."""
+
+    def __init__(self) -> None:
+        self.last = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self.last >= 0.1 or done >= total:
+            self.last = now
+            _say(progress=done, total=total)
+
+
+def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None:
+    """Read the spec named on the command line, do the work, report, exit."""
+    if PARENT_VARIABLE in os.environ:
+        die_with_parent(int(os.environ[PARENT_VARIABLE]))
+    try:
+        _say(result=work(read_json(Path(sys.argv[1])), _Throttle()))
+    except TrainkitError as error:
+        _say(error={"problems": error.problems(), "exit": int(error.exit)})
+        sys.exit(int(error.exit))
+    except OSError as error:
+        what = error.strerror or str(error)
+        where = f" {error.filename}" if error.filename else ""
+        _say(error={"problems": [{"message": f"{what}:{where or ' while reading or writing'}", "hint": ""}], "exit": int(Exit.STAGE_FAILED)})
+        sys.exit(int(Exit.STAGE_FAILED))

@@ -1,0 +1,19 @@
+"""The tasks after training: generate."""
+
+from __future__ import annotations
+
+from trainkit.base.forms import document
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.jobs.load import find_root
+from trainkit.runs.record import find_run
+
+
+def generate(talk: Talk, words: str, prompt: str, max_new_tokens: int, temperature: float, top_k: int, seed: int) -> Answer:
+    """The task `generate`."""
+    from trainkit.train.generate import generate as write
+
+    run = find_run(find_root(talk.folder), words)
+    text = write(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    if not talk.json:
+        talk.say(text)
+    return Answer(document("generate/1", run=run.id, prompt=prompt, text=text))

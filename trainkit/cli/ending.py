@@ -1,0 +1,77 @@
+"""What `train` and `resume` print when an attempt has ended."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from trainkit.cli.wrapper import Talk
+from trainkit.jobs.schema import Job
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import Record
+from trainkit.runs.summary import summarize
+
+LOG_LINES = 15
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a text file; none where there is no file. Reads at most the lines' worth into memory."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return [line.rstrip("\n") for line in collections.deque(file, maxlen=count)]
+    except FileNotFoundError:
+        return []
+
+
+def facts_table(run: RunFolder) -> Table:
+    """Losses, speed, places: two columns."""
+    summary = summarize(run)
+    table = Table.grid(padding=(0, 2))
+    losses = summary.losses()
+    if losses:
+        table.add_row(losses[0], f"[bold]{losses[1]:.4f}[/] before, [bold]{losses[2]:.4f}[/] after")
+    if summary.tokens_per_second:
+        tokens = f"{summary.tokens_per_second:,.0f} tokens/s (median step)"
+        table.add_row("speed", tokens)
+    table.add_row("run folder", str(run.path))
+    table.add_row("metrics", f"{run.metrics.name}, {run.tensorboard.name}/")
+    newest = sorted(p.name for p in run.checkpoints.glob("step-*") if p.name[5:].isdigit()) if run.checkpoints.is_dir() else []
+    table.add_row("checkpoints", ", ".join(newest) or "none")
+    table.add_row("logs", f"attempts/{len(run.attempts())}/logs/")
+    return table
+
+
+def _print_sample(talk: Talk, run: RunFolder, job: Job) -> None:
+    if job.dataset.source == "mock":
+        return
+    from trainkit.train.generate import generate  # imports torch: not before training has ended
+
+    text = generate(run, job.generate.prompt, max_new_tokens=job.generate.max_new_tokens, temperature=0.8, top_k=50, seed=job.training.seed)
+    talk.console.print(Panel(Text(text), title="a sample from the model", title_align="left"))
+
+
+def _print_failure(talk: Talk, record: Record) -> None:
+    cause = record.root_cause or {}
+    where = f" on rank {cause['rank']} ({cause['host']})" if "rank" in cause else ""
+    text = Text(f"{record.state}, exit {record.exit}, class {record.failure_class}{where}: {cause.get('message', 'no reason is recorded')}")
+    talk.console.print(text, style="red" if record.state == "failed" else "yellow")
+    if "log" in cause and record.state == "failed":
+        talk.say(f"last lines of {cause['log']}:")
+        for line in last_lines(Path(cause["log"]), LOG_LINES):
+            talk.say(f"  {line}")
+
+
+def print_ending(talk: Talk, run: RunFolder, job: Job, record: Record) -> None:
+    """Success: facts, a sample, what to try next. Otherwise: what failed where, and what to do."""
+    if record.state == "succeeded":
+        talk.console.print(facts_table(run))
+        _print_sample(talk, run, job)
+    else:
+        _print_failure(talk, record)
+    talk.say("next:")
+    for task in record.next_tasks():
+        talk.say(f"  {task}")

@@ -1,0 +1,33 @@
+"""The task for trainkit's own checkout: test."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import invoke
+
+import trainkit
+from trainkit.base.errors import ConfigError
+from trainkit.base.install import CHECKOUT_FILES
+
+NEEDED = ("pytest", "ruff", "mypy", "hypothesis", "xdist")
+
+
+def test(*, slow: bool, k: str, lint: bool) -> None:
+    """Ruff, mypy, pytest, in the checkout this package was installed from; the first failure ends it."""
+    root = os.path.dirname(os.path.dirname(trainkit.__file__))
+    if not all(os.path.exists(os.path.join(root, name)) for name in (*CHECKOUT_FILES, "tests")):
+        raise ConfigError(f"trainkit is installed in {root}, which is no checkout with tests", hint="clone the project and run ./inv test there")
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the test extra is not installed ({', '.join(missing)} missing)", hint="./inv test installs it; or pip install -e '.[test]' -c constraints.txt")
+    checks = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]] if lint else []
+    pytest = ["pytest", "-n", str(len(os.sched_getaffinity(0))), "--dist", "worksteal", *(["-k", k] if k else []), *([] if slow else ["-m", "not slow"])]
+    for words in [*checks, pytest]:
+        print(f"$ {' '.join(words)}", flush=True)
+        code = subprocess.run([sys.executable, "-m", *words], cwd=root, check=False).returncode
+        if code:
+            raise invoke.Exit(code=code)

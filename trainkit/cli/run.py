@@ -1,0 +1,116 @@
+"""The tasks that run: train, resume."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import read_json
+from trainkit.base.forms import document
+from trainkit.cli.ending import print_ending
+from trainkit.cli.prepare import STAGES, bring_up_to_date, load_jobs
+from trainkit.cli.progress import TrainingView
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.data.paths import DataFolder
+from trainkit.engines import ENGINES
+from trainkit.jobs.load import find_root, read_job
+from trainkit.jobs.schema import Job
+from trainkit.launch.outcome import Outcome
+from trainkit.launch.start import Watch, resume_run, start_run
+from trainkit.launch.world import secret_values
+from trainkit.plan.make import Plan, make_plan
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import find_run, read_record
+from trainkit.stages.run import needs_of, refuse_stale
+
+
+def _checked_plan(job: Job, vocab_size: int | None = None) -> Plan:
+    """The plan. Raises TrainkitError (exit 4) with every objection."""
+    plan = make_plan(job, vocab_size)
+    if not plan.feasible:
+        raise TrainkitError("; ".join(f"{o.key}: {o.message}" for o in plan.objections), exit=Exit.PLAN)
+    return plan
+
+
+def _vocab_size(job: Job) -> int | None:
+    """The vocabulary of prepared data."""
+    if job.dataset.tokenizer is None:
+        return None
+    manifest = DataFolder(Path(job.cluster.root or "."), job.dataset).manifest
+    return int(read_json(manifest)["vocab_size"]) if manifest.is_file() else None
+
+
+def _print_plan(talk: Talk, plan: Plan, job: Job) -> None:
+    size = f"{plan.parameters / 1e6:,.2f} million parameters" if plan.parameters else "parameters known when the tokenizer is"
+    batch = f"{plan.global_batch_size} x {job.model.seq_length} tokens ({plan.gradient_accumulation_steps} micro-batches of {job.training.micro_batch_size})"
+    ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} on {job.cluster.device}"
+    talk.console.print(f"[bold]{job.name}[/]: {size}, {ranks}, {job.training.train_iters} steps of {batch} = {plan.tokens / 1e6:,.2f} million tokens")
+
+
+def _dry_run(talk: Talk, job: Job, plan: Plan) -> Answer:
+    run = RunFolder(Path(job.cluster.root or ".") / "runs" / job.name / "RUN")
+    command = ENGINES[job.engine].command(job, run, 1)
+    for rank in range(job.world_size):
+        talk.say(f"would start rank {rank}: {shlex.join(command.argv)}")
+    for name, value in command.env.items():
+        talk.say(f"  with {name}={value}")
+    for name in command.secret_names:
+        talk.say(f"  with {name} from the environment")
+    return Answer(document("dry-run/1", plan=plan.to_json(), command=command.to_json()))
+
+
+def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bool) -> Answer:
+    """The task `train`."""
+    jobs = load_jobs(talk)
+    resolved = jobs.resolve(name, sets)
+    job = resolved.job
+    plan = _checked_plan(job)
+    secret_values(job.cluster.secrets, os.environ)
+    _print_plan(talk, plan, job)
+    root = Path(job.cluster.root or ".")
+    needs = needs_of(job, STAGES)
+    if stages:
+        bring_up_to_date(talk, needs, root)
+    else:
+        refuse_stale(needs, root)
+    plan = _checked_plan(job, _vocab_size(job))
+    if talk.dry_run:
+        return _dry_run(talk, job, plan)
+    view = TrainingView(talk.console, job.training.train_iters)
+    try:
+        run, outcome = start_run(resolved, plan, needs, jobs.root, Watch(view.begin, view.tick, view.notice), share=share)
+    finally:
+        view.end()
+    return _finish(talk, run, job, outcome)
+
+
+def resume(talk: Talk, words: str, *, share: bool) -> Answer:
+    """The task `resume`."""
+    run = find_run(find_root(talk.folder), words)
+    record, job = read_record(run), read_job(run.job)
+    if record.state == "running":
+        raise TrainkitError(f"run {run.id} is still running (attempt {record.attempt}, step {record.step})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}")
+    if record.state == "succeeded":
+        talk.say(f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is nothing to resume")
+        return Answer(record.to_json())
+    if talk.dry_run:
+        talk.say(f"would go on with run {run.id} in {run.path}, attempt {record.attempt + 1}, from its newest valid checkpoint")
+        return Answer(record.to_json())
+    talk.say(f"run {run.id} was {record.state} at step {record.step}; going on as attempt {record.attempt + 1}")
+    view = TrainingView(talk.console, job.training.train_iters)
+    try:
+        outcome = resume_run(run, job, Watch(view.begin, view.tick, view.notice), share=share)
+    finally:
+        view.end()
+    return _finish(talk, run, job, outcome)
+
+
+def _finish(talk: Talk, run: RunFolder, job: Job, outcome: Outcome) -> Answer:
+    record = read_record(run)
+    print_ending(talk, run, job, record)
+    value: dict[str, Any] = record.to_json()
+    return Answer(value, outcome.exit)

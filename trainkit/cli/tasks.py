@@ -1,0 +1,147 @@
+"""The Invoke tasks. Each parses its words and calls one function; what that needs is imported only then.
+
+A repository of your own gets them with one line in its tasks.py: `from trainkit.cli.tasks import namespace`.
+"""
+
+from __future__ import annotations
+
+from invoke import Collection
+
+from trainkit.cli.wrapper import Answer, Talk, make_task
+
+JOB = {"job": "a job of jobs.toml"}
+RUN = {"run": "an id, a unique beginning of one, a job's name (its newest run), or last"}
+SET = {"set": "a.b=value: override a value of the resolved job; may be repeated"}
+FORCE = {"force": "do it even if it is fresh"}
+
+
+@make_task(reports=True)
+def jobs(talk: Talk) -> Answer:
+    """List the jobs of jobs.toml."""
+    from trainkit.cli import look
+
+    return look.jobs(talk)
+
+
+@make_task(positional=["job"], iterable=["set"], help={**JOB, **SET, "explain": "say where this one key's value comes from"}, reports=True)
+def show(talk: Talk, job: str, explain: str = "", set: list[str] | None = None) -> Answer:
+    """Print a resolved job with the origin of every value."""
+    from trainkit.cli import look
+
+    return look.show(talk, job, explain, set or [])
+
+
+@make_task(reports=True)
+def check(talk: Talk) -> Answer:
+    """Check every table and every job of jobs.toml, all problems at once."""
+    from trainkit.cli import look
+
+    return look.check(talk)
+
+
+@make_task(help=FORCE, reports=True, dry=True)
+def build(talk: Talk, force: bool = False) -> Answer:
+    """Compile the C++ extensions if their source changed."""
+    from trainkit.cli import prepare
+
+    return prepare.build(talk, force=force)
+
+
+@make_task(help={"dataset": "a dataset of jobs.toml (with the tokenizer of its table)", "job": "prepare what this job needs", **FORCE}, reports=True, dry=True)
+def prep_data(talk: Talk, dataset: str = "", job: str = "", force: bool = False) -> Answer:
+    """Turn text into tokens; without words, for the job named in [defaults]."""
+    from trainkit.cli import prepare
+
+    return prepare.prep_data(talk, dataset, job, force=force)
+
+
+@make_task(
+    positional=["job"],
+    iterable=["set"],
+    help={**JOB, **SET, "no-stages": "fail (exit 5) instead of preparing what is stale", "share": "run beside another run on this host's slots"},
+    reports=True,
+    dry=True,
+)
+def train(talk: Talk, job: str, set: list[str] | None = None, no_stages: bool = False, share: bool = False) -> Answer:
+    """Prepare what is stale, then train a job and follow it."""
+    from trainkit.cli import run
+
+    return run.train(talk, job, set or [], stages=not no_stages, share=share)
+
+
+@make_task(positional=["run"], help={**RUN, "share": "run beside another run on this host's slots"}, reports=True, dry=True)
+def resume(talk: Talk, run: str, share: bool = False) -> Answer:
+    """Go on with a run from its newest valid checkpoint."""
+    from trainkit.cli import run as runner
+
+    return runner.resume(talk, run, share=share)
+
+
+@make_task(help={"job": "only this job's"}, reports=True)
+def runs(talk: Talk, job: str = "") -> Answer:
+    """List runs, oldest first."""
+    from trainkit.cli import follow
+
+    return follow.runs(talk, job)
+
+
+@make_task(positional=["run"], help=RUN, reports=True)
+def status(talk: Talk, run: str) -> Answer:
+    """Say how a run is doing, or how it ended and what to do next."""
+    from trainkit.cli import follow
+
+    return follow.status(talk, run)
+
+
+@make_task(positional=["run"], help={**RUN, "rank": "whose log", "attempt": "which attempt; 0: the newest", "follow": "go on printing until the run ends", "lines": "how many of the last lines; 0: all"})
+def logs(talk: Talk, run: str, rank: int = 0, attempt: int = 0, follow: bool = False, lines: int = 50) -> None:
+    """Print a rank's log."""
+    from trainkit.cli import follow as follower
+
+    follower.logs(talk, run, rank, attempt, follow=follow, lines=lines)
+
+
+@make_task(help={"run": "only this run", "port": "the port to listen on"}, dry=True)
+def tensorboard(talk: Talk, run: str = "", port: int = 6006) -> None:
+    """Open TensorBoard over all runs."""
+    from trainkit.cli import follow
+
+    follow.tensorboard(talk, run, port)
+
+
+@make_task(positional=["run"], help={**RUN, "picture": "also draw the loss curve into this .svg or .png (needs the extra `report`)"}, reports=True)
+def report(talk: Talk, run: str, picture: str = "") -> Answer:
+    """Sum a run up: losses, speed, attempts, where everything lies."""
+    from trainkit.cli import follow
+
+    return follow.report(talk, run, picture)
+
+
+@make_task(
+    positional=["run"],
+    help={
+        **RUN,
+        "prompt": "text to go on from",
+        "max-new-tokens": "tokens to add",
+        "temperature": "0: always the likeliest token",
+        "top-k": "sample among so many likeliest tokens; 0: all",
+        "seed": "of the sampling",
+    },
+    reports=True,
+)
+def generate(talk: Talk, run: str, prompt: str = "", max_new_tokens: int = 64, temperature: float = 0.8, top_k: int = 50, seed: int = 0) -> Answer:
+    """Let a trained model write."""
+    from trainkit.cli import after
+
+    return after.generate(talk, run, prompt, max_new_tokens, temperature, top_k, seed)
+
+
+@make_task(help={"slow": "the slow tests too", "k": "pytest's -k: only tests whose names match", "no-lint": "only pytest"})
+def test(talk: Talk, slow: bool = False, k: str = "", no_lint: bool = False) -> None:
+    """Run ruff, the type checker and the tests of this checkout."""
+    from trainkit.cli import project
+
+    project.test(slow=slow, k=k, lint=not no_lint)
+
+
+namespace = Collection(jobs, show, check, build, prep_data, train, resume, runs, status, logs, tensorboard, report, generate, test)

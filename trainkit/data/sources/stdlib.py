@@ -1,0 +1,64 @@
+"""source = "stdlib": the source files of Python's standard library, one document a file. Real text that every machine has."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainkit.data.corpus import write_documents
+from trainkit.data.sources.contract import Shard
+from trainkit.jobs.schema import Dataset
+
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+def source_files(stdlib: Path) -> list[str]:
+    """Relative names of *.py files below `stdlib`, sorted, without installed packages, tests and caches."""
+    names = []
+    for folder, folders, files in os.walk(stdlib):
+        folders[:] = [f for f in folders if f not in LEFT_OUT]
+        names += [os.path.relpath(os.path.join(folder, f), stdlib) for f in files if f.endswith(".py")]
+    return sorted(names)
+
+
+class Stdlib:
+    """Cuts the sorted files into shards of about `shard_bytes` and writes each like a downloaded corpus."""
+
+    def identity(self, dataset: Dataset) -> dict[str, str]:
+        return {"python_version": platform.python_version()}
+
+    def shards(self, dataset: Dataset, corpus: Path) -> list[Shard]:
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        groups: list[tuple[list[str], int]] = []
+        for name in source_files(stdlib):
+            size = (stdlib / name).stat().st_size
+            if not groups or groups[-1][1] + size > dataset.shard_bytes:
+                groups.append(([], 0))
+            names, total = groups[-1]
+            groups[-1] = ([*names, name], total + size)
+        return [
+            Shard(f"{i:05d}", corpus / f"shard-{i:05d}.jsonl.zst", size, {"folder": str(stdlib), "files": names})
+            for i, (names, size) in enumerate(groups)
+        ]
+
+    def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
+        left_out = {"not_utf8": 0, "empty": 0}
+
+        def texts() -> Iterator[str]:
+            for name in recipe["files"]:
+                try:
+                    text = (Path(recipe["folder"]) / name).read_bytes().decode("utf-8")
+                except UnicodeDecodeError:
+                    left_out["not_utf8"] += 1
+                    continue
+                if text:
+                    yield text
+                else:
+                    left_out["empty"] += 1
+
+        documents, size = write_documents(path, texts(), text_key)
+        return {"documents": documents, "text_bytes": size, "left_out": left_out}

@@ -1,0 +1,52 @@
+"""What an engine gives the launcher: a command, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from trainkit.jobs.schema import Job
+from trainkit.runs.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is to be executed. It travels in launch/world.json, never through a shell.
+
+    Args:
+        argv: the program and its words, the same on every rank.
+        env: environment variables the engine adds.
+        secret_names: variables whose values come from the caller's environment and are written nowhere.
+        cwd: the working folder.
+        files: small files to write below the run folder before the start, by relative name.
+        ranks_per_node: processes a node.
+        spawn: who starts the ranks of a node: the agent ("per_rank") or the program itself ("per_node").
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    secret_names: tuple[str, ...]
+    cwd: Path
+    files: Mapping[str, str] = field(default_factory=dict)
+    ranks_per_node: int = 1
+    spawn: Literal["per_rank", "per_node"] = "per_rank"
+
+    def to_json(self) -> dict[str, Any]:
+        """As kept in world.json."""
+        return {
+            "argv": list(self.argv),
+            "env": dict(self.env),
+            "secret_names": list(self.secret_names),
+            "cwd": str(self.cwd),
+            "ranks_per_node": self.ranks_per_node,
+            "spawn": self.spawn,
+        }
+
+
+class Engine(Protocol):
+    """One value of `jobs.X.engine`."""
+
+    def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
+        """The command of one attempt."""

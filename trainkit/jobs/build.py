@@ -1,0 +1,165 @@
+"""Putting one table together: its layers, its references replaced by the tables they name, its paths made absolute."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from trainkit.base.errors import Place, Problem
+from trainkit.jobs.layers import Findings, compose, interpolate, overlay
+from trainkit.jobs.locate import KeyPath
+from trainkit.jobs.origins import BUILT_IN, SET, Origin, Section
+from trainkit.jobs.schema import MOCK_DATASET, NAME, PLANNED_TABLES, REFERENCES, TABLES, Defaults, Table
+from trainkit.jobs.words import NAME_RULE, NOT_YET, choices, complaints, in_words, key_of
+
+_PATHS = {"clusters": "root", "datasets": "paths", "tokenizers": "path"}
+_MOCK = Section(BUILT_IN, ("datasets", "mock"), {key: Origin(value, BUILT_IN) for key, value in MOCK_DATASET.items()})
+
+T = TypeVar("T", bound=Table)
+
+
+@dataclass(frozen=True)
+class Builder:
+    """The document and what its values may refer to.
+
+    Args:
+        root: the folder of jobs.toml.
+        document: jobs.toml and jobs.local.toml.
+        environ: where ${host:VAR} is looked up.
+    """
+
+    root: Path
+    document: Section
+    environ: Mapping[str, str]
+
+    def tables(self, kind: str) -> dict[str, Section]:
+        """The tables of a kind, as written."""
+        group = self.document.entries.get(kind)
+        return dict(group.sections()) if isinstance(group, Section) else {}
+
+    def build(self, kind: str, name: str, sets: Sequence[tuple[tuple[str, ...], Origin]], findings: Findings, at: KeyPath = ()) -> Section:
+        """A table as the schema's model of it wants it. What is wrong is added to `findings`; the result may then be incomplete.
+
+        Args:
+            kind: "clusters", "jobs", ...
+            name: an existing table of that kind.
+            sets: overrides, each with its path below this table.
+            findings: where problems go.
+            at: where the table will be in the job.
+        """
+        tables = self._referable(kind)
+        references = REFERENCES.get(kind, {})
+        if not re.fullmatch(NAME, name):
+            findings.add(f"'{name}' cannot name a table of [{kind}]", tables[name].place, NAME_RULE)
+            findings.settled.add((*at, "name"))
+        section = self._filled_in(kind, compose(tables, name, findings, at))
+        for path, origin in sets:
+            if len(path) == 1 or path[0] not in references:
+                section = overlay(section, path, origin)
+        if "name" in section.entries:
+            findings.add(f"'{key_of(section.entries['name'])}' cannot be set: a table is named by its header", section.entries["name"].place, "remove it")
+        section = interpolate(section, self.environ, findings, at).with_entry("name", Origin(name, section.place, (*section.path, "name")))
+        section = self._absolute(section, _PATHS.get(kind, ""))
+        for key, other in references.items():
+            below = [(path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 1]
+            section = self._refer(section, key, other, below, findings, (*at, key))
+        return section
+
+    def _referable(self, kind: str) -> dict[str, Section]:
+        tables = self.tables(kind)
+        return {"mock": _MOCK, **tables} if kind == "datasets" else tables
+
+    def _filled_in(self, kind: str, section: Section) -> Section:
+        """`section` over the defaults that only this checkout knows."""
+        if kind != "clusters":
+            return section
+        return section.over(Section(BUILT_IN, section.path, {"root": Origin(str(self.root), BUILT_IN)}))
+
+    def _refer(self, section: Section, key: str, kind: str, sets: list[tuple[tuple[str, ...], Origin]], findings: Findings, at: KeyPath) -> Section:
+        """`section` with the name under `key` replaced by the table it names."""
+        node = section.entries.get(key)
+        if node is None:
+            for _, origin in sets:
+                findings.add(f"{key_of(origin)} has no table to go to: {'.'.join(map(str, at))} is not given", SET, f"add --set {'.'.join(map(str, at))}=NAME")
+            return section
+        name, known = (node.value if isinstance(node, Origin) else {}), self._referable(kind)
+        if at in findings.settled:
+            return section
+        if not isinstance(node, Origin) or not isinstance(name, str):
+            findings.add(f"{key_of(node)}: expected the name of a [{kind}.X] table, got {in_words(name)}", node.place, choices("", known))
+        elif name not in known:
+            findings.add(f"{key_of(node)} = '{name}' names no [{kind}.X] table", node.place, choices(name, known))
+        else:
+            table = self.build(kind, name, sets, findings, at)
+            return section.with_entry(key, table.with_entry("name", node))
+        findings.settled.add(at)
+        return section
+
+    def _absolute(self, section: Section, key: str) -> Section:
+        """`section` with the path or paths under `key` made absolute; what is no path is left to the schema."""
+        node = section.entries.get(key)
+        if not isinstance(node, Origin):
+            return section
+        if isinstance(node.value, list):
+            return section.with_entry(key, replace(node, value=[self._path(item) for item in node.value]))
+        return section.with_entry(key, replace(node, value=self._path(node.value)))
+
+    def _path(self, value: object) -> object:
+        return os.path.abspath(self.root / os.path.expanduser(value)) if isinstance(value, str) and value else value
+
+    def outline_problems(self) -> list[Problem]:
+        """What is wrong at the top level: unknown tables, and [defaults]."""
+        findings = Findings()
+        for key, node in self.document.entries.items():
+            if key in PLANNED_TABLES:
+                findings.add(f"[{key}] {NOT_YET}", node.place, "remove it")
+            elif key not in TABLES and key != "defaults":
+                what = f"table [{key}]" if isinstance(node, Section) else f"key '{key}' at the top level"
+                findings.add(f"unknown {what}", node.place, choices(key, [*TABLES, "defaults"]))
+            elif not isinstance(node, Section):
+                findings.add(f"{key}: expected tables such as [{key}.NAME], got {in_words(node.value)}", node.place)
+        defaults = self.document.entries.get("defaults")
+        if isinstance(defaults, Section):
+            validate(Defaults, defaults, findings)
+            job = defaults.entries.get("job")
+            if isinstance(job, Origin) and isinstance(job.value, str) and job.value not in self.tables("jobs"):
+                findings.add(f"defaults.job = '{job.value}' names no [jobs.X] table", job.place, choices(job.value, self.tables("jobs")))
+        return findings.problems
+
+    def stray_problems(self) -> list[Problem]:
+        """Values where a table of a kind should be: jobs.demo = 3."""
+        groups = [group for kind, group in self.document.sections() if kind in TABLES]
+        strays = [node for group in groups for node in group.entries.values() if isinstance(node, Origin)]
+        return [Problem(f"{key_of(node)}: expected a table, got {in_words(node.value)}", node.place) for node in strays]
+
+    def extended(self, kind: str) -> set[str]:
+        """The tables of a kind that others extend: they need not be complete."""
+        names: set[str] = set()
+        for section in self.tables(kind).values():
+            value = section.value("extends")
+            names |= {name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)}
+        return names
+
+
+def validate(model: type[T], section: Section, findings: Findings) -> T | None:
+    """The schema's model of a table, or None with what is wrong added to `findings`."""
+    try:
+        return model.model_validate(section.plain())
+    except ValidationError as error:
+        for loc, kind, problem in complaints(error, model, section):
+            prefixes = {loc[:depth] for depth in range(len(loc) + 1)}
+            settled = prefixes & findings.settled or (kind in ("missing", "needs") and prefixes & findings.partial)
+            if not settled:
+                findings.problems.append(problem)
+        return None
+
+
+def in_order(problems: list[Problem]) -> list[Problem]:
+    """Each problem once, by file and line."""
+    return sorted(dict.fromkeys(problems), key=lambda problem: problem.place or Place(""))

@@ -1,0 +1,204 @@
+"""The layers a table is made of: jobs.toml, jobs.local.toml over it, `extends` below it, --set on top, ${...} last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from trainkit.base.errors import ConfigError, Place, Problem
+from trainkit.jobs.locate import KeyPath, Spot, parse
+from trainkit.jobs.origins import SET, Origin, Section
+from trainkit.jobs.words import choices, in_words
+
+JOBS_FILE = "jobs.toml"
+LOCAL_FILE = "jobs.local.toml"
+
+
+@dataclass
+class Findings:
+    """Problems found while a table is put together, and what need not be complained about again.
+
+    Args:
+        problems: what was found.
+        settled: places in the table (key paths) below which the schema's complaints only repeat a problem.
+        partial: places below which missing keys are not complained about.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    settled: set[KeyPath] = field(default_factory=set)
+    partial: set[KeyPath] = field(default_factory=set)
+
+    def add(self, message: str, place: Place, hint: str = "") -> None:
+        self.problems.append(Problem(message, place, hint))
+
+
+def read(root: Path) -> Section:
+    """jobs.toml of `root` with jobs.local.toml, where there is one, laid over it. Raises ConfigError."""
+    document = _read_file(root / JOBS_FILE)
+    if (root / LOCAL_FILE).exists():
+        document = _read_file(root / LOCAL_FILE).over(document, keep_place=True)
+    return document
+
+
+def _read_file(path: Path) -> Section:
+    try:
+        data = path.read_bytes()
+        values, spots = parse(data.decode("utf-8"), path.name)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError([Problem("not UTF-8, as TOML must be", Place(path.name, line))]) from None
+    return _section(values, (), spots, path.name)
+
+
+def _section(values: Mapping[str, Any], path: tuple[str, ...], spots: Mapping[KeyPath, Spot], file: str) -> Section:
+    """A parsed table with places. A table without a line of its own (the document itself) stands at line 1."""
+    entries: dict[str, Section | Origin] = {}
+    for key, value in values.items():
+        inner = (*path, key)
+        entries[key] = _section(value, inner, spots, file) if isinstance(value, dict) else Origin(value, Place(file, spots[inner].line), inner)
+    return Section(Place(file, spots[path].line if path else 1), path, entries)
+
+
+def compose(tables: Mapping[str, Section], name: str, findings: Findings, at: KeyPath) -> Section:
+    """A table with what it extends below it.
+
+    Each table of the chain is laid down once, after all that it extends; of several bases a later one lies over an earlier.
+
+    Args:
+        tables: the tables of that kind.
+        name: which one.
+        findings: where a missing base or a circle is reported.
+        at: where the table will be in the job.
+    """
+    order = _bases_first(tables, name, findings, at)
+    whole = tables[order[0]].without("extends")
+    for higher in order[1:]:
+        whole = tables[higher].without("extends").over(whole)
+    return whole
+
+
+def _bases_first(tables: Mapping[str, Section], name: str, findings: Findings, at: KeyPath) -> list[str]:
+    order: list[str] = []
+
+    def fail(message: str, place: Place, hint: str = "") -> None:
+        findings.add(message, place, hint)
+        findings.partial.add(at)
+
+    def visit(current: str, chain: tuple[str, ...]) -> None:
+        extends = tables[current].entries.get("extends")
+        header = f"[{'.'.join(tables[current].path)}]"
+        if isinstance(extends, Section):
+            fail(f"{header} extends: expected a table's name or an array of names, got a table", extends.place)
+            extends = None
+        for base in _names(extends):
+            assert extends
+            if not isinstance(base, str):
+                fail(f"{header} extends: expected a table's name or an array of names, got {in_words(base)}", extends.place)
+            elif base not in tables:
+                fail(f"{header} extends '{base}', which names no [{tables[current].path[0]}.X] table", extends.place, choices(base, tables))
+            elif base in (*chain, current):
+                circle = (*chain, current)[(*chain, current).index(base) :]
+                first = circle.index(min(circle))  # the same words wherever one enters the circle
+                words = " -> ".join([*circle[first:], *circle[: first + 1]])
+                fail(f"extends goes round in a circle: {words}", min(tables[t].entries["extends"].place for t in circle))
+            elif base not in order:
+                visit(base, (*chain, current))
+        order.append(current)
+
+    visit(name, ())
+    return order
+
+
+def _names(extends: Origin | None) -> list[Any]:
+    if extends is None:
+        return []
+    return extends.value if isinstance(extends.value, list) else [extends.value]
+
+
+def parse_sets(words: Sequence[str]) -> list[Origin]:
+    """`--set a.b=value` as origins: the value as TOML reads it, else as a string. Raises ConfigError for all malformed ones."""
+    origins, problems = [], []
+    for word in words:
+        key, equals, text = word.partition("=")
+        path = tuple(part.strip() for part in key.split("."))
+        if not equals or not all(path):
+            problems.append(Problem(f"'{word}' is no KEY=VALUE", SET, "for example --set training.lr=1e-4"))
+        else:
+            origins.append(Origin(_parse_value(text), SET, path))
+    if problems:
+        raise ConfigError(problems)
+    return origins
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        values = tomli.loads(f"value = {text}")
+    except (tomli.TOMLDecodeError, RecursionError):
+        return text
+    return values["value"] if len(values) == 1 else text
+
+
+def overlay(section: Section, path: tuple[str, ...], origin: Origin) -> Section:
+    """`section` with `origin` laid over it at `path`."""
+    node: Section | Origin = _as_section(origin, origin.path) if isinstance(origin.value, dict) else origin
+    for depth in range(len(path) - 1, -1, -1):
+        above = origin.path[: len(origin.path) - len(path) + depth]
+        node = Section(origin.place, above, {path[depth]: node})
+    assert isinstance(node, Section)
+    return node.over(section, keep_place=True)
+
+
+def _as_section(origin: Origin, path: tuple[str, ...]) -> Section:
+    entries: dict[str, Section | Origin] = {}
+    for key, value in origin.value.items():
+        inner = Origin(value, origin.place, (*path, key))
+        entries[key] = _as_section(inner, inner.path) if isinstance(value, dict) else inner
+    return Section(origin.place, path, entries)
+
+
+_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+_HOST = re.compile(r"host:([A-Za-z_][A-Za-z0-9_]*)")
+_NODE = re.compile(r"node:[A-Za-z_][A-Za-z0-9_]*")
+
+
+def interpolate(section: Section, environ: Mapping[str, str], findings: Findings, at: KeyPath) -> Section:
+    """`section` with every ${host:VAR} replaced from `environ`; ${node:VAR} stays, and only inside `env`."""
+    entries: dict[str, Section | Origin] = {}
+    for key, node in section.entries.items():
+        if isinstance(node, Section):
+            entries[key] = interpolate(node, environ, findings, (*at, key))
+            continue
+        known = len(findings.problems)
+        entries[key] = replace(node, value=_filled(node.value, node, environ, findings, in_env=at[-1:] == ("env",)))
+        if len(findings.problems) > known:
+            findings.settled.add((*at, key))
+    return replace(section, entries=entries)
+
+
+def _filled(value: Any, origin: Origin, environ: Mapping[str, str], findings: Findings, in_env: bool) -> Any:
+    if isinstance(value, list):
+        return [_filled(item, origin, environ, findings, in_env) for item in value]
+    if not isinstance(value, str):
+        return value
+    key = ".".join(origin.path)
+
+    def fill(match: re.Match[str]) -> str:
+        host = _HOST.fullmatch(match[1])
+        if host and host[1] in environ:
+            return environ[host[1]]
+        if host:
+            findings.add(f"{key}: the environment has no variable {host[1]} for {match[0]}", origin.place, f"export {host[1]}=... first")
+        elif not _NODE.fullmatch(match[1]):
+            findings.add(f"{key}: '{match[0]}' is neither ${{host:VAR}} (filled in here) nor ${{node:VAR}} (left for the node)", origin.place)
+        elif not in_env:
+            findings.add(f"{key}: '{match[0]}' may stand in env only; here nothing replaces it", origin.place, "${host:VAR} is filled in where you type")
+        return match[0]
+
+    return _VARIABLE.sub(fill, value)

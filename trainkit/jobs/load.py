@@ -1,0 +1,122 @@
+"""From a folder with a jobs.toml to its jobs: listed, checked, resolved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError, Problem
+from trainkit.jobs.build import Builder, in_order, validate
+from trainkit.jobs.layers import JOBS_FILE, Findings, compose, parse_sets, read
+from trainkit.jobs.origins import Section
+from trainkit.jobs.resolved import Resolved, origins_of
+from trainkit.jobs.schema import TABLES, Job
+from trainkit.jobs.words import choices
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the jobs listing, as written; what is not given is empty."""
+
+    name: str
+    engine: str
+    cluster: str
+    model: str
+    dataset: str
+    nodes: int | str
+    description: str
+
+
+class Jobs:
+    """The experiments of one jobs.toml. Made by `load`."""
+
+    def __init__(self, root: Path, builder: Builder) -> None:
+        self.root = root
+        self._builder = builder
+
+    def names(self) -> list[str]:
+        """The jobs, as ordered in the file."""
+        return list(self._builder.tables("jobs"))
+
+    @property
+    def default_job(self) -> str | None:
+        """The job that tasks without one serve: [defaults] job."""
+        defaults = dict(self._builder.document.sections()).get("defaults")
+        name = defaults.value("job") if defaults else None
+        return name if isinstance(name, str) else None
+
+    def describe(self) -> list[Row]:
+        """The listing. Answers for broken jobs too; `check` says what is wrong with them."""
+        tables = self._builder.tables("jobs")
+        return [_row(name, compose(tables, name, Findings(), ())) for name in tables]
+
+    def check(self) -> list[Problem]:
+        """Everything that is wrong in any table of any kind, by file and line. A table that others extend may be incomplete."""
+        problems = self._builder.outline_problems() + self._builder.stray_problems()
+        for kind, model in TABLES.items():
+            extended = self._builder.extended(kind)
+            for name in self._builder.tables(kind):
+                findings = Findings(partial={()} if name in extended else set())
+                validate(model, self._builder.build(kind, name, (), findings), findings)
+                problems += findings.problems
+        return in_order(problems)
+
+    def resolve(self, name: str, sets: Sequence[str] = ()) -> Resolved:
+        """The job `name` with every value and its origin.
+
+        Args:
+            name: a [jobs.X] table.
+            sets: overrides, "training.lr=1e-4"; the highest layer.
+
+        Raises ConfigError with everything that is wrong with that job or with the top level of the file.
+        """
+        if name not in self.names():
+            raise ConfigError(f"{JOBS_FILE} in {self.root} has no job '{name}'", hint=choices(name, self.names()))
+        overrides = [(origin.path, origin) for origin in parse_sets(sets)]
+        findings = Findings(self._builder.outline_problems())
+        section = self._builder.build("jobs", name, overrides, findings)
+        job = validate(Job, section, findings)
+        if findings.problems or job is None:
+            raise ConfigError(in_order(findings.problems))
+        return Resolved(job, dict(origins_of(job, section)))
+
+
+def _row(name: str, job: Section) -> Row:
+    def given(key: str) -> str:
+        value = job.value(key)
+        return "" if value is None else str(value)
+
+    nodes = job.value("nodes")
+    return Row(
+        name=name,
+        engine=given("engine") or Job.model_fields["engine"].default,
+        cluster=given("cluster"),
+        model=given("model"),
+        dataset=given("dataset"),
+        nodes=nodes if isinstance(nodes, int) else given("nodes") or Job.model_fields["nodes"].default,
+        description=given("description"),
+    )
+
+
+def find_root(start: Path) -> Path:
+    """The nearest folder with a jobs.toml, from `start` upward. Raises ConfigError."""
+    start = start.absolute()
+    for folder in (start, *start.parents):
+        if (folder / JOBS_FILE).is_file():
+            return folder
+    raise ConfigError(f"no {JOBS_FILE} in {start} or any folder above it", hint="go to the checkout whose experiments you want")
+
+
+def load(root: Path, environ: Mapping[str, str] = os.environ) -> Jobs:
+    """Read jobs.toml and jobs.local.toml of a folder.
+
+    Args:
+        root: the folder.
+        environ: where ${host:VAR} is looked up.
+
+    Raises ConfigError where a file cannot be read or is no TOML.
+    """
+    root = root.absolute()
+    return Jobs(root, Builder(root, read(root), environ))

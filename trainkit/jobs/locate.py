@@ -1,0 +1,164 @@
+"""Where things stand in a TOML document. tomli gives values without positions; this gives positions without values."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from typing import Any, NamedTuple
+
+import tomli
+
+from trainkit.base.errors import ConfigError, Place, Problem
+
+KeyPath = tuple[str | int, ...]
+
+
+class Spot(NamedTuple):
+    """Line and column, both from 1."""
+
+    line: int
+    column: int
+
+
+def parse(text: str, file: str) -> tuple[dict[str, Any], dict[KeyPath, Spot]]:
+    """The values of a TOML document and the spot of every key, table and array element in it.
+
+    Args:
+        text: the document.
+        file: its name, for errors.
+
+    Raises ConfigError with the line where the document is no TOML.
+    """
+    try:
+        return tomli.loads(text), locate(text)
+    except tomli.TOMLDecodeError as error:
+        problem = Problem(f"not TOML: {error.msg} (column {error.colno})", Place(file, error.lineno))
+    except RecursionError:
+        problem = Problem("arrays or tables are nested too deeply", Place(file))
+    raise ConfigError([problem])
+
+
+def locate(text: str) -> dict[KeyPath, Spot]:
+    """Map each key path of a valid document to where its key (of an array element: its value) begins.
+
+    A table has the spot of its own header, or of its first mention where it has none.
+    """
+    return _Scanner(text.replace("\r\n", "\n")).document()
+
+
+_SPACE = re.compile(r"[ \t]*")
+_BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
+_KEY = re.compile(r"""[A-Za-z0-9_-]+|"(?:[^"\\]|\\.)*"|'[^']*'""")
+_SCALAR = re.compile(
+    r'''"""(?:[^\\]|\\.)*?""""{0,2}'''  # a multi-line string may end in up to two quotes of its own
+    r"""|'''.*?''''{0,2}"""
+    r'''|"(?:[^"\\]|\\.)*"'''
+    r"""|'[^']*'"""
+    r"""|\d{4}-\d\d-\d\d[ ]\d[^\s,\]}#]*"""  # a date and its time may be parted by a space
+    r"""|[^\s,\]}#]+""",
+    re.DOTALL,
+)
+
+
+class _Scanner:
+    """One pass over a document that tomli has accepted; so nothing is checked twice."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+        self.newlines = [match.start() for match in re.finditer("\n", text)]
+        self.spots: dict[KeyPath, Spot] = {}
+        self.elements: dict[KeyPath, int] = {}  # the newest element of each array of tables
+
+    def document(self) -> dict[KeyPath, Spot]:
+        table: KeyPath = ()
+        while self._skip(_BLANK) < len(self.text):
+            if self.text[self.at] == "[":
+                table = self._header()
+            else:
+                self._pair(table)
+        return self.spots
+
+    def _skip(self, pattern: re.Pattern[str]) -> int:
+        self.at = self._match(pattern).end()
+        return self.at
+
+    def _match(self, pattern: re.Pattern[str]) -> re.Match[str]:
+        match = pattern.match(self.text, self.at)
+        assert match, f"the locator lost its way at offset {self.at}"
+        return match
+
+    def _spot(self, offset: int) -> Spot:
+        before = bisect.bisect_left(self.newlines, offset)
+        return Spot(before + 1, offset - (self.newlines[before - 1] if before else -1))
+
+    def _key(self) -> list[tuple[str, int]]:
+        """The parts of a dotted key, each with its offset."""
+        parts = []
+        while True:
+            start = self._skip(_SPACE)
+            part = self._match(_KEY).group()
+            self.at += len(part)
+            parts.append((_unquote(part), start))
+            self._skip(_SPACE)
+            if not self.text.startswith(".", self.at):
+                return parts
+            self.at += 1
+
+    def _header(self) -> KeyPath:
+        """[a.b] or [[a.b]]: returns the path that the keys below it have."""
+        start, double = self.at, self.text.startswith("[[", self.at)
+        self.at += 2 if double else 1
+        parts = self._key()
+        self.at += 2 if double else 1
+        path: KeyPath = ()
+        for name, offset in parts[:-1]:
+            path = self._enter(path, name, offset)
+        name, offset = parts[-1]
+        if double:
+            self.spots.setdefault((*path, name), self._spot(offset))
+            number = self.elements.get((*path, name), -1) + 1
+            self.elements[(*path, name)] = number
+            path = (*path, name, number)
+            self.spots[path] = self._spot(start)
+        else:
+            path = (*path, name)
+            self.spots[path] = self._spot(offset)
+        return path
+
+    def _enter(self, path: KeyPath, name: str, offset: int) -> KeyPath:
+        """The path of a table that is passed through; of an array of tables, its newest element."""
+        path = (*path, name)
+        self.spots.setdefault(path, self._spot(offset))
+        return (*path, self.elements[path]) if path in self.elements else path
+
+    def _pair(self, path: KeyPath) -> None:
+        for name, offset in self._key():
+            path = (*path, name)
+            self.spots.setdefault(path, self._spot(offset))
+        self.at += 1  # the equals sign
+        self._skip(_SPACE)
+        self._value(path)
+
+    def _value(self, path: KeyPath) -> None:
+        opening = self.text[self.at]
+        if opening not in "[{":
+            self._skip(_SCALAR)
+            return
+        self.at += 1
+        number = 0
+        while self.text[self._skip(_BLANK)] not in "]}":
+            if self.text[self.at] == ",":
+                self.at += 1
+            elif opening == "{":
+                self._pair(path)
+            else:
+                self.spots[(*path, number)] = self._spot(self.at)
+                self._value((*path, number))
+                number += 1
+        self.at += 1
+
+
+def _unquote(part: str) -> str:
+    if part[0] == '"':
+        return str(tomli.loads(f"key = {part}")["key"])
+    return part.strip("'")

@@ -1,0 +1,82 @@
+"""The resolved job: complete, frozen, each value with its origin; and as job.json, the file that travels to the ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainkit.base.errors import ConfigError, Place, Problem
+from trainkit.base.files import write_json
+from trainkit.base.forms import document, expect
+from trainkit.jobs.origins import BUILT_IN, Origin, Section
+from trainkit.jobs.schema import Job, Table
+
+SCHEMA = "job/1"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A job and where its values come from.
+
+    Args:
+        job: the job.
+        origins: by resolved path, "training.lr"; one for every value, in the schema's order.
+    """
+
+    job: Job
+    origins: dict[str, Origin]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document job/1."""
+        origins = {path: origin.to_json() for path, origin in self.origins.items()}
+        return document(SCHEMA, job=self.job.model_dump(mode="json"), origins=origins)
+
+
+def origins_of(table: Table, section: Section, above: str = "") -> Iterator[tuple[str, Origin]]:
+    """The origin of every value of `table`, which was made from `section`; built-in defaults included."""
+    for key, field in type(table).model_fields.items():
+        value, node, path = getattr(table, key), section.entries.get(key), above + key
+        inner = node if isinstance(node, Section) else Section(section.place)
+        if isinstance(value, Table):
+            yield from origins_of(value, inner, f"{path}.")
+        elif isinstance(value, dict):
+            yield from ((f"{path}.{name}", origin) for name, origin in inner.entries.items() if isinstance(origin, Origin))
+        else:
+            default = None if field.is_required() or key == "name" else Origin(field.get_default(call_default_factory=True), BUILT_IN)
+            yield path, _origin(value, node if isinstance(node, Origin) else None, default)
+
+
+def _origin(value: Any, written: Origin | None, default: Origin | None) -> Origin:
+    """A value's origin: where it was written, over the built-in default."""
+    if written is None:
+        assert default, "the schema lets no required value be absent"
+        return default
+    origin = replace(written, value=value)
+    known = any(each.place == BUILT_IN for each in (written, *written.overrode))
+    return origin if known or default is None else origin.over(default)
+
+
+def write_job(path: Path, resolved: Resolved) -> None:
+    """Write job.json, whole or not at all."""
+    write_json(path, resolved.to_json())
+
+
+def read_job(path: Path) -> Job:
+    """Read job.json; needs neither jobs.toml nor the environment. Raises ConfigError where it is no job of this version."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    try:
+        return Job.model_validate(expect(value, SCHEMA, path).get("job"))
+    except ValidationError as error:
+        wrong = [(".".join(map(str, found["loc"])) or "job", found["msg"]) for found in error.errors(include_url=False)]
+    hint = "it was written by another version of trainkit, or by hand"
+    raise ConfigError([Problem(f"{key}: {message}", Place(str(path)), hint) for key, message in wrong])

@@ -1,0 +1,159 @@
+"""The supervisor of one attempt: starts the ranks of this host, watches, stops all at the first bad exit, records the truth."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from trainkit.base.errors import Exit
+from trainkit.base.process import identity, reap, running, start, stop
+from trainkit.base.redact import Redactor
+from trainkit.launch.outcome import Outcome, RankEnd, judge_outcome, said_done
+from trainkit.launch.world import rank_environment
+from trainkit.runs.folder import AttemptFolder
+from trainkit.runs.record import EventLog
+
+POLL_SECONDS = 0.05
+ECHO_SECONDS = 0.5  # how long peers of a failed rank have to write down their own view before they are stopped
+GRACE_SECONDS = 3.0  # TERM to KILL
+TEARDOWN_SECONDS = 20.0  # from a rank's word of success to the end of its process
+
+
+class Interrupts:
+    """Counts what asks the supervisor to stop: Ctrl-C, TERM, and the hang-up of a closed terminal."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: signal.Signals | None = None
+
+    def _heard(self, number: int, frame: object) -> None:
+        self.count += 1
+        self.first = self.first or signal.Signals(number)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Interrupts]:
+        """Take the three signals for the block; afterwards they are as before."""
+        before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _pump(source: IO[bytes], log: Path, redactor: Redactor) -> None:
+    """Copy a rank's output to its log, line by line, without secrets."""
+    with open(log, "ab", buffering=0) as target:
+        for line in source:
+            target.write(redactor.bytes(line))
+
+
+class Supervisor:
+    """One attempt on this host.
+
+    Args:
+        world: the form world/1.
+        attempt: where events, logs, errors and heartbeats go.
+        secrets: values that only the ranks' environment holds.
+        tick: called some twenty times a second while the ranks run; for progress.
+        notice: called with one line when the supervisor does something a person should know.
+    """
+
+    def __init__(
+        self, world: Mapping[str, Any], attempt: AttemptFolder, secrets: Mapping[str, str], tick: Callable[[], None], notice: Callable[[str], None]
+    ) -> None:
+        self.world, self.attempt, self.secrets, self.tick, self.notice = world, attempt, secrets, tick, notice
+        self.events = EventLog(attempt)
+        self.children: dict[int, subprocess.Popen[bytes]] = {}
+        self.ends: list[RankEnd] = []
+        self.pumps: list[threading.Thread] = []
+
+    def record_start(self) -> None:
+        """Write the first event: from now on the run's state hangs on this process's life."""
+        self.events.write("started", run=self.world["run"], attempt=self.attempt.number, supervisor=identity().as_dict(), world_size=self.world["world_size"])
+
+    def run(self, interrupts: Interrupts) -> Outcome:
+        """Start the ranks, follow them to their end and record it. Never leaves a process behind."""
+        try:
+            self._start()
+            self._watch(interrupts)
+            outcome = None
+        except OSError as error:
+            outcome = Outcome(Exit.START, "infra", {"message": f"could not start all ranks: {error}"})
+        finally:
+            survivors = self._stop_all("the supervisor ends")
+            for pump in self.pumps:
+                pump.join(timeout=5)
+        outcome = outcome or judge_outcome(self.attempt, self.ends, self.world["world_size"], interrupts.first)
+        self.events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, survivors=survivors, **{"class": outcome.failure_class})
+        self.events.close()
+        return outcome
+
+    def _start(self) -> None:
+        node, command = self.world["nodes"][0], self.world["command"]
+        redactor = Redactor(self.secrets.values())
+        for folder in (self.attempt.log(0).parent, self.attempt.error(0).parent, self.attempt.heartbeat(0).parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        for local_rank, rank in enumerate(node["ranks"]):
+            environment = rank_environment(self.world, 0, local_rank, self.attempt, identity().pid, self.secrets)
+            child = start(command["argv"], env=environment, cwd=Path(command["cwd"]), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            self.children[rank] = child
+            assert child.stdout is not None
+            pump = threading.Thread(target=_pump, args=(child.stdout, self.attempt.log(rank), redactor), daemon=True)
+            pump.start()
+            self.pumps.append(pump)
+            self.events.write("rank_started", rank=rank, host=node["host"], pid=child.pid)
+        self.events.write("go")
+
+    def _watch(self, interrupts: Interrupts) -> None:
+        heeded = 0
+        deadline: float | None = None
+        while self.children:
+            for rank in [r for r, child in self.children.items() if not running(child)]:
+                end = self._ended(rank, stopped=False)
+                if end.code == 0 or said_done(self.attempt, rank):
+                    deadline = deadline or time.monotonic() + TEARDOWN_SECONDS
+                elif end.code != Exit.PREEMPTED:
+                    deadline = min(deadline or float("inf"), time.monotonic() + ECHO_SECONDS)
+            if deadline is not None and time.monotonic() > deadline and self.children:
+                self._stop_all("a rank has ended and its peers go on")
+            if interrupts.count > heeded:
+                heeded = interrupts.count
+                self._heed(heeded)
+            self.tick()
+            time.sleep(POLL_SECONDS)
+
+    def _heed(self, times: int) -> None:
+        if times == 1:
+            self.notice("saving at the end of this step, then stopping; Ctrl-C again stops at once")
+            self.events.write("saving", ranks=sorted(self.children))
+            for child in self.children.values():
+                if running(child):
+                    child.send_signal(signal.SIGUSR1)
+        else:
+            self._stop_all("it was asked to stop at once")
+
+    def _ended(self, rank: int, *, stopped: bool) -> RankEnd:
+        child = self.children.pop(rank)
+        end = RankEnd(rank, self.world["nodes"][0]["host"], reap(child), time.time(), stopped)
+        self.ends.append(end)
+        self.events.write("rank_ended", rank=rank, code=end.code, stopped=stopped, done=said_done(self.attempt, rank))
+        return end
+
+    def _stop_all(self, reason: str) -> list[dict[str, Any]]:
+        """TERM, KILL after the grace; returns what outlived that."""
+        if not self.children:
+            return []
+        self.events.write("stopping", reason=reason, ranks=sorted(self.children))
+        outlived = set(stop(list(self.children.values()), GRACE_SECONDS))
+        survivors = [{"rank": rank, "pid": child.pid, "host": self.world["nodes"][0]["host"]} for rank, child in self.children.items() if child.pid in outlived]
+        for rank in [r for r, child in self.children.items() if child.pid not in outlived]:
+            self._ended(rank, stopped=True)
+        self.children.clear()
+        return survivors

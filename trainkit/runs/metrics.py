@@ -1,0 +1,63 @@
+"""metrics.jsonl: one JSON object a line, appended by rank 0. A last line without its newline is torn and does not count."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.files import atomic_open
+
+Row = dict[str, Any]
+
+
+def _parse(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows, in order; training rows, and rows of evaluations with the key `eval`. Empty where there is no file."""
+    return [row for line in _whole_lines(path) if (row := _parse(line)) is not None]
+
+
+def cut(path: Path, step: int) -> None:
+    """Take back the rows of steps after `step`, and what is torn, so that a resumed run writes them anew. Whole or not at all."""
+    kept = [line + b"\n" for line in _whole_lines(path) if (row := _parse(line)) is not None and row["step"] <= step]
+    content = b"".join(kept)
+    if path.exists() and path.stat().st_size != len(content):
+        with atomic_open(path) as file:
+            file.write(content)
+
+
+class MetricsTail:
+    """Follows the file while it grows, by polling; survives its being cut."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def new_rows(self) -> list[Row]:
+        """The rows that have been completed since the last call; never waits."""
+        try:
+            with open(self.path, "rb") as file:
+                # A cut keeps the beginning as it was, so what was read of it stays read.
+                self._offset = min(self._offset, os.fstat(file.fileno()).st_size)
+                file.seek(self._offset)
+                lines = file.read().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        whole = [line for line in lines if line.endswith(b"\n")]
+        self._offset += sum(map(len, whole))
+        return [row for line in whole if (row := _parse(line)) is not None]

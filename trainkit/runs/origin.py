@@ -1,0 +1,71 @@
+"""Where a run comes from: commit, uncommitted changes, versions, environment. Secrets by name only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.files import write_json, write_text
+from trainkit.base.forms import document, utc_now
+from trainkit.base.redact import Redactor
+from trainkit.runs.folder import RunFolder
+
+DIFF_LIMIT = 2**24  # bytes of uncommitted changes kept; more is no change but data
+HIDDEN = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH", "COOKIE")
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git prints, or None where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, timeout=30, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+
+
+def package_versions() -> dict[str, str]:
+    """Every installed distribution and its version."""
+    return dict(sorted((d.metadata["Name"], d.version) for d in importlib.metadata.distributions() if d.metadata["Name"]))
+
+
+def printable_environment(environment: Mapping[str, str], secret_names: Iterable[str]) -> dict[str, str | None]:
+    """The environment with values of secrets, named ones and what looks like one, left out (None)."""
+    names = set(secret_names)
+    return {k: None if k in names or any(word in k.upper() for word in HIDDEN) else v for k, v in sorted(environment.items())}
+
+
+def write_origin(run: RunFolder, project: Path, code_sha256: str, secrets: Mapping[str, str]) -> None:
+    """Write origin.json and, where the project is a git checkout with uncommitted changes, origin.diff.
+
+    `secrets` are names and values; the values are written nowhere, not even where the diff holds them.
+    """
+    redactor = Redactor(secrets.values())
+    diff = _git(project, "diff", "HEAD", "--no-color", "--no-ext-diff")
+    kept = diff is not None and 0 < len(diff) <= DIFF_LIMIT
+    if diff is not None and kept:
+        write_text(run.diff, redactor.text(diff))
+    commit = _git(project, "rev-parse", "HEAD")
+    untracked = _git(project, "ls-files", "--others", "--exclude-standard")
+    value: dict[str, Any] = document(
+        "origin/1",
+        started=utc_now(),
+        project=str(project),
+        git_commit=commit.strip() if commit else None,
+        git_diff=run.diff.name if kept else None,
+        git_diff_bytes=len(diff) if diff is not None else None,
+        git_untracked=untracked.splitlines()[:1000] if untracked is not None else None,
+        code_sha256=code_sha256,
+        host=platform.node(),
+        platform=platform.platform(),
+        python=sys.version.split()[0],
+        executable=sys.executable,
+        packages=package_versions(),
+        environment={k: v and redactor.text(v) for k, v in printable_environment(os.environ, secrets).items()},
+    )
+    write_json(run.origin, value, permissions=0o600)

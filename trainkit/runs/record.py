@@ -1,0 +1,165 @@
+"""What happened to a run: events are appended by the supervisor, the state is read from them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.forms import document, utc_now
+from trainkit.base.process import Identity, is_alive
+from trainkit.runs.folder import AttemptFolder, RunFolder
+
+State = Literal["queued", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"]
+FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
+_STATE_OF_CLASS: dict[str, State] = {"success": "succeeded", "cancelled": "cancelled", "preempted": "preempted"}
+
+
+class EventLog:
+    """Appends events to attempts/N/events.jsonl, each durable before the call returns."""
+
+    def __init__(self, attempt: AttemptFolder) -> None:
+        attempt.path.mkdir(parents=True, exist_ok=True)
+        self._handle = os.open(attempt.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def write(self, event: str, **values: Any) -> None:
+        line = json.dumps({"time": utc_now(), "event": event, **values}, ensure_ascii=False) + "\n"
+        os.write(self._handle, line.encode())
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+def read_events(attempt: AttemptFolder) -> list[dict[str, Any]]:
+    """All whole events of an attempt, in order; a torn last line is left out."""
+    try:
+        text = attempt.events.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    events = []
+    for line in text.split("\n")[:-1]:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as its folder tells it."""
+
+    run: RunFolder
+    state: State
+    step: int
+    attempt: int
+    exit: int | None
+    failure_class: FailureClass | None
+    root_cause: dict[str, Any] | None
+    survivors: list[dict[str, Any]]
+
+    def row(self) -> dict[str, Any]:
+        """The keys of one entry of `runs --json`."""
+        return {
+            "run": self.run.id,
+            "job": self.run.job_name,
+            "state": self.state,
+            "step": self.step,
+            "attempt": self.attempt,
+            "folder": str(self.run.path),
+        }
+
+    def next_tasks(self) -> list[str]:
+        """Tasks worth trying now, likeliest first."""
+        run = self.run.id
+        if self.state == "succeeded":
+            return [f'invoke generate {run} --prompt "..."', f"invoke report {run}", "invoke tensorboard"]
+        if self.state in ("failed", "cancelled", "preempted"):
+            return [f"invoke resume {run}", f"invoke logs {run}"]
+        return [f"invoke logs {run} --follow"]
+
+    def to_json(self) -> dict[str, Any]:
+        """The form run/1."""
+        return document(
+            "run/1",
+            **self.row(),
+            exit=self.exit,
+            root_cause=self.root_cause,
+            survivors=self.survivors,
+            next=self.next_tasks(),
+            **{"class": self.failure_class},
+        )
+
+
+def last_step(run: RunFolder) -> int:
+    """The newest step in metrics.jsonl, read from the file's end; 0 where nothing was logged."""
+    try:
+        with open(run.metrics, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 65536))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0
+
+
+def read_record(run: RunFolder) -> Record:
+    """The state of a run now. A run whose supervisor is gone without a word is failed, class infra."""
+    attempts = run.attempts()
+    number = attempts[-1].number if attempts else 0
+    events = read_events(attempts[-1]) if attempts else []
+    step = last_step(run)
+    started = next((e for e in events if e["event"] == "started"), None)
+    ended = next((e for e in reversed(events) if e["event"] == "ended"), None)
+    if ended is not None:
+        state = _STATE_OF_CLASS.get(ended["class"], "failed")
+        return Record(run, state, step, number, ended["exit"], ended["class"], ended["root_cause"], ended["survivors"])
+    if started is None:
+        return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", {"message": "it never started: whoever made it is gone"}, [])
+    alive = is_alive(Identity(**started["supervisor"]))
+    if alive is None:
+        return Record(run, "unknown", step, number, None, None, None, [])
+    if alive:
+        return Record(run, "running", step, number, None, None, None, [])
+    cause = {"message": f"the supervisor (pid {started['supervisor']['pid']} on {started['supervisor']['host']}) is gone and left no word"}
+    return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", cause, [])
+
+
+def all_runs(root: Path) -> list[RunFolder]:
+    """Every run below <root>/runs, oldest first."""
+    folder = root / "runs"
+    if not folder.is_dir():
+        return []
+    found = [RunFolder(run) for job in folder.iterdir() if job.is_dir() for run in job.iterdir() if (run / "job.json").is_file()]
+    return sorted(found, key=lambda run: run.id)
+
+
+def find_run(root: Path, words: str) -> RunFolder:
+    """The run `words` means: an id, a unique prefix of one, a job's name (its newest run), or "last".
+
+    Raises ConfigError (exit 3) where there is none or more than one.
+    """
+    runs = all_runs(root)
+    if not runs:
+        raise ConfigError(f"there are no runs in {root / 'runs'}", hint="start one: invoke train JOB")
+    if words == "last":
+        return runs[-1]
+    matches = [run for run in runs if run.id == words] or [run for run in runs if run.id.startswith(words)]
+    if len(matches) > 1:
+        raise ConfigError(f"{words!r} is the beginning of {len(matches)} runs: {', '.join(run.id for run in matches[:8])}")
+    if matches:
+        return matches[0]
+    of_job = [run for run in runs if run.job_name == words]
+    if of_job:
+        return of_job[-1]
+    raise ConfigError(f"no run and no job with runs is called {words!r}", hint="invoke runs lists them; `last` is the newest")
+

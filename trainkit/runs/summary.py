@@ -1,0 +1,60 @@
+"""A run in numbers, from its metrics."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.base.forms import document
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import read_rows
+from trainkit.runs.record import read_record
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Losses before and after, speed, and what lies where. None where nothing was logged yet."""
+
+    run: RunFolder
+    rows: list[dict[str, Any]]
+
+    @property
+    def training(self) -> list[dict[str, Any]]:
+        """Rows of training steps."""
+        return [r for r in self.rows if "eval" not in r]
+
+    def evaluations(self, split: str = "valid") -> list[dict[str, Any]]:
+        """Rows of evaluations on one split."""
+        return [r for r in self.rows if r.get("eval") == split]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median over logged steps, all ranks together."""
+        values = [r["tokens_per_second"] for r in self.training]
+        return statistics.median(values) if values else None
+
+    def losses(self) -> tuple[str, float, float] | None:
+        """(what was measured, first, last): the validation loss where there is one, else the training loss."""
+        evaluations = self.evaluations()
+        for what, rows in (("validation loss", evaluations), ("training loss", self.training)):
+            if len(rows) > 1:
+                return what, rows[0]["lm_loss"], rows[-1]["lm_loss"]
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """The form report/1."""
+        losses = self.losses()
+        return document(
+            "report/1",
+            **read_record(self.run).row(),
+            loss=losses and {"of": losses[0], "first": losses[1], "last": losses[2]},
+            tokens_per_second=self.tokens_per_second,
+            consumed_samples=self.training[-1]["consumed_samples"] if self.training else 0,
+            seconds=sum(r["elapsed_ms"] for r in self.training) / 1000,
+        )
+
+
+def summarize(run: RunFolder) -> Summary:
+    """Read a run's metrics."""
+    return Summary(run, read_rows(run.metrics))

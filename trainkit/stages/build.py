@@ -1,0 +1,64 @@
+"""The stage build: the C++ extension is the one its source says. As a program: the unit that compiles it.
+
+In a checkout the hash of csrc/ is compared with the one compiled into `trainkit._index`; in an installed package there is
+nothing to compile, only to check.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import trainkit
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.install import csrc_sha256, install
+from trainkit.base.unit import Progress, run_unit
+from trainkit.jobs.schema import Job
+from trainkit.stages.contract import Need, Unit
+
+CHECKOUT = Path(trainkit.__file__).parent.parent
+
+
+def compiled_sha256() -> str:
+    """The csrc hash inside the extension that a new process would import; "" where none can be.
+
+    Asked of another process: this one must not map a file that is about to be replaced.
+    """
+    code = "import trainkit._index as i; print(i.csrc_sha256)"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _evidence() -> tuple[bool, str]:
+    compiled = compiled_sha256()
+    if compiled == csrc_sha256(CHECKOUT):
+        return True, f"the extension was compiled from this source ({compiled[:12]})"
+    return False, "the source in csrc/ changed since the extension was compiled" if compiled else "the extension was never compiled"
+
+
+class Build:
+    """The extension every job needs."""
+
+    name = "build"
+
+    def need(self, job: Job | None, stamps: Path) -> Need | None:
+        if not (CHECKOUT / "csrc").is_dir():
+            if not compiled_sha256():
+                raise TrainkitError("the installed trainkit has no working C++ extension", exit=Exit.STAGE_FAILED, hint="install it again: pip install --force-reinstall trainkit")
+            return None
+        unit = Unit("compile", (sys.executable, "-I", "-m", "trainkit.stages.build"), {"root": str(CHECKOUT), "csrc": csrc_sha256(CHECKOUT)})
+        return Need(self.name, "index", 1, {"csrc": unit.spec["csrc"]}, (), (), (unit,), evidence=_evidence)
+
+
+def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Install the checkout into the running environment, which compiles the extension."""
+    install(Path(spec["root"]), [], Path(sys.executable))
+    if compiled_sha256() != csrc_sha256(Path(spec["root"])):
+        raise TrainkitError("the extension was built but does not load as built from csrc/", exit=Exit.STAGE_FAILED)
+    return {}
+
+
+if __name__ == "__main__":
+    run_unit(work)

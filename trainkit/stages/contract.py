@@ -1,0 +1,70 @@
+"""What a stage is: something that must be done before training, and knows when it need not be done again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainkit.jobs.schema import Job
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one worker does: a shard, a build, a graph. The same unit runs here, on a host of a run, or as a task of a Slurm array.
+
+    Args:
+        name: unique in its stage; file-name safe.
+        argv: the program; the path of the spec's JSON file is appended.
+        spec: everything the work depends on. A unit is fresh while its spec and outputs are those of its last success.
+        outputs: files it leaves behind.
+        after: names of units that must have succeeded before.
+        size: relative cost, for balance and progress.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    spec: Mapping[str, Any]
+    outputs: tuple[Path, ...] = ()
+    after: tuple[str, ...] = ()
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Need:
+    """A stage as one job needs it, worked out once.
+
+    Args:
+        stage: "build", "prep-data", ...
+        name: what it makes; with `stage` it names the stamp and the lock.
+        version: trainkit's own version of the stage: raised when its outputs change for the same settings.
+        settings: flat, printable; a difference makes the stage stale, and the first one is the *because*.
+        inputs: files read from outside the stage, judged by size and time.
+        outputs: files it makes.
+        units: the work, in an order that respects `after`.
+        scratch: outputs of units that nobody needs once the stage has succeeded; deleted then.
+        evidence: for outputs that say themselves what they were made from: (fresh, because), instead of the stamp.
+    """
+
+    stage: str
+    name: str
+    version: int
+    settings: Mapping[str, Any]
+    inputs: tuple[Path, ...]
+    outputs: tuple[Path, ...]
+    units: tuple[Unit, ...] = field(repr=False)
+    scratch: tuple[Path, ...] = ()
+    evidence: Callable[[], tuple[bool, str]] | None = None
+
+
+class Stage(Protocol):
+    """One kind of preparation."""
+
+    name: str
+
+    def need(self, job: Job, stamps: Path) -> Need | None:
+        """What `job` needs of this stage, or None. Reads only; raises ConfigError (exit 6) where that is already hopeless.
+
+        `stamps` is the folder of this stage's stamps: a unit may read the result another unit left there.
+        """

@@ -1,0 +1,120 @@
+"""The stage prep-data: text shards, tokenizer, token shards, one .bin/.idx."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainkit.data.paths import DataFolder
+from trainkit.data.sources import SOURCES, Shard
+from trainkit.jobs.schema import Dataset, Job, Tokenizer
+from trainkit.stages.contract import Need, Unit
+from trainkit.stages.stamps import file_identity, unit_stamp_path
+
+VERSION = 1
+
+
+def _module(name: str) -> tuple[str, ...]:
+    return (sys.executable, "-I", "-m", name)
+
+
+def _flat(prefix: str, value: dict[str, Any]) -> dict[str, Any]:
+    """{"tokenizer": {"type": ..}} as {"datasets.X.tokenizer.type": ..}: the words of the *because*."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat.update(_flat(f"{prefix}.{key}", item) if isinstance(item, dict) else {f"{prefix}.{key}": item})
+    return flat
+
+
+class PrepData:
+    """Prepares the dataset of a job. Mock data needs nothing."""
+
+    name = "prep-data"
+
+    def need(self, job: Job, stamps: Path) -> Need | None:
+        dataset, tokenizer = job.dataset, job.dataset.tokenizer
+        if dataset.source == "mock" or tokenizer is None:
+            return None
+        source = SOURCES[dataset.source]
+        folder = DataFolder(Path(job.cluster.root or "."), dataset)
+        shards = source.shards(dataset, folder.corpus)
+        name = f"{dataset.name}--{tokenizer.name}"
+        units, scratch = _Units(dataset, tokenizer, folder, shards, name, stamps).all()
+        settings = {
+            # the split is cut at run time; changing it makes no token stale
+            **_flat(f"datasets.{dataset.name}", dataset.model_dump(mode="json", exclude={"name", "split", "tokenizer"}, exclude_none=True)),
+            **_flat(f"tokenizers.{tokenizer.name}", tokenizer.model_dump(mode="json", exclude={"name"}, exclude_none=True)),
+            **source.identity(dataset),
+        }
+        inputs = [s.path for s in shards if not s.recipe] + ([Path(tokenizer.path)] if tokenizer.path else [])
+        outputs = (folder.tokenizer, folder.prefix.with_suffix(".bin"), folder.prefix.with_suffix(".idx"), folder.manifest)
+        return Need(self.name, name, VERSION, settings, tuple(inputs), outputs, units, scratch)
+
+
+class _Units:
+    """The units of one dataset under one tokenizer."""
+
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, folder: DataFolder, shards: list[Shard], name: str, stamps: Path) -> None:
+        self.dataset, self.tokenizer, self.folder, self.shards, self.name, self.stamps = dataset, tokenizer, folder, shards, name, stamps
+
+    def all(self) -> tuple[tuple[Unit, ...], tuple[Path, ...]]:
+        """(units in order, scratch files)."""
+        text = [self._text(s) for s in self.shards if s.recipe]
+        train = self._tokenizer(tuple(u.name for u in text))
+        tokens = [self._tokens(s) for s in self.shards]
+        scratch = tuple(path for unit in tokens for path in unit.outputs)
+        return (*text, train, *tokens, self._merge(text, tokens)), scratch
+
+    def _text(self, shard: Shard) -> Unit:
+        spec = {
+            "do": "text",
+            "source": self.dataset.source,
+            "identity": SOURCES[self.dataset.source].identity(self.dataset),
+            "recipe": shard.recipe,
+            "path": str(shard.path),
+            "text_key": self.dataset.text_key,
+        }
+        return Unit(f"text-{shard.name}", _module("trainkit.data.shard"), spec, (shard.path,), size=shard.size)
+
+    def _tokenizer(self, after: tuple[str, ...]) -> Unit:
+        spec = {
+            **self.tokenizer.model_dump(mode="json", exclude={"name"}),
+            "tokenizer": str(self.folder.tokenizer),
+            "text_key": self.dataset.text_key,
+            "shards": [str(s.path) for s in self.shards],
+            "total_bytes": sum(s.size for s in self.shards),
+            "given": [file_identity(s.path) for s in self.shards if not s.recipe],
+        }
+        if self.tokenizer.path:
+            spec |= {"given": file_identity(Path(self.tokenizer.path)), "shards": []}
+        return Unit("tokenizer", _module("trainkit.data.tokenizer"), spec, (self.folder.tokenizer,), after, spec["total_bytes"])
+
+    def _tokens(self, shard: Shard) -> Unit:
+        prefix = self.folder.shards / shard.name
+        spec = {
+            "do": "tokens",
+            "shard": str(shard.path),
+            "given": None if shard.recipe else file_identity(shard.path),
+            "size": shard.size,
+            "text_key": self.dataset.text_key,
+            "tokenizer": str(self.folder.tokenizer),
+            "eod_token": self.tokenizer.eod_token,
+            "prefix": str(prefix),
+        }
+        return Unit(f"tokens-{shard.name}", _module("trainkit.data.shard"), spec, (prefix.with_suffix(".bin"), prefix.with_suffix(".idx")), ("tokenizer",), shard.size)
+
+    def _merge(self, text: list[Unit], tokens: list[Unit]) -> Unit:
+        prefix = self.folder.prefix
+        spec = {
+            "name": self.dataset.name,
+            "tokenizer": str(self.folder.tokenizer),
+            "eod_token": self.tokenizer.eod_token,
+            "shards": [u.spec["prefix"] for u in tokens],
+            "text_stamps": [str(unit_stamp_path(self.stamps, self.name, u.name)) for u in text],
+            "token_stamps": [str(unit_stamp_path(self.stamps, self.name, u.name)) for u in tokens],
+            "prefix": str(prefix),
+            "manifest": str(self.folder.manifest),
+        }
+        outputs = (prefix.with_suffix(".bin"), prefix.with_suffix(".idx"), self.folder.manifest)
+        return Unit("merge", _module("trainkit.data.merge"), spec, outputs, tuple(u.name for u in tokens))

@@ -1,0 +1,105 @@
+"""Bringing stages up to date: judge, lock, run the units that are missing, stamp."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import remove_leftovers
+from trainkit.base.locks import locked
+from trainkit.jobs.schema import Job
+from trainkit.stages.contract import Need, Stage, Unit
+from trainkit.stages.stamps import Verdict, input_identities, judge, stamp_path, unit_folder, unit_is_fresh, write_stamp
+
+
+class Reporter(Protocol):
+    """Who tells the person what happens."""
+
+    def verdict(self, verdict: Verdict) -> None:
+        """A stage was judged."""
+
+    def waiting(self, need: Need, holder: str) -> None:
+        """Another process holds the stage's lock."""
+
+    def started(self, need: Need, units: Sequence[Unit]) -> None:
+        """These units are about to run."""
+
+    def progress(self, unit: Unit, fraction: float) -> None:
+        """A unit has done so much of its work."""
+
+    def finished(self, need: Need) -> None:
+        """All units of the stage have succeeded, or it was given up."""
+
+
+# Runs units in the order their `after` asks for and stamps each that succeeds; raises TrainkitError on the first failure.
+Executor = Callable[[Need, Sequence[Unit], Path, Reporter], None]
+
+
+def stamps_folder(root: Path, stage: str) -> Path:
+    """<root>/stamps/<stage>."""
+    return root / "stamps" / stage
+
+
+def needs_of(job: Job, stages: Sequence[Stage]) -> list[Need]:
+    """What `job` needs, in order."""
+    root = Path(job.cluster.root or ".")
+    found = [stage.need(job, stamps_folder(root, stage.name)) for stage in stages]
+    return [need for need in found if need is not None]
+
+
+def missing_units(need: Need, stamps: Path, *, force: bool) -> list[Unit]:
+    """Units to run: stale ones, and those that come after one that is run."""
+    missing: dict[str, Unit] = {}
+    for unit in need.units:
+        if force or any(name in missing for name in unit.after) or not unit_is_fresh(need, unit, stamps):
+            missing[unit.name] = unit
+    return list(missing.values())
+
+
+def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *, force: bool = False) -> Verdict:
+    """Bring one stage up to date and return what was found before. Two callers at once: the second waits and finds it fresh."""
+    stamps = stamps_folder(root, need.stage)
+
+    def waits(holder: dict[str, object]) -> None:
+        reporter.waiting(need, f"pid {holder.get('pid', '?')}")
+
+    verdict = judge(need, stamps, force=force)
+    if verdict.fresh:
+        reporter.verdict(verdict)
+        return verdict
+    with locked(stamps / f"{need.name}.lock", {"stage": need.stage, "name": need.name}, on_wait=waits):
+        verdict = judge(need, stamps, force=force)
+        reporter.verdict(verdict)
+        if not verdict.fresh:
+            stamp_path(stamps, need).unlink(missing_ok=True)
+            for folder in sorted({path.parent for unit in need.units for path in unit.outputs}):
+                remove_leftovers(folder)
+            _run(need, stamps, execute, reporter, force)
+    return verdict
+
+
+def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, force: bool) -> None:
+    inputs = input_identities(need)
+    units = missing_units(need, stamps, force=force)
+    unit_folder(stamps, need.name).mkdir(parents=True, exist_ok=True)
+    reporter.started(need, units)
+    try:
+        execute(need, units, stamps, reporter)
+    finally:
+        reporter.finished(need)
+    write_stamp(need, stamps, inputs)
+    for path in need.scratch:
+        path.unlink(missing_ok=True)
+    for folder in {path.parent for path in need.scratch}:
+        if folder.is_dir() and not any(folder.iterdir()):
+            shutil.rmtree(folder)
+
+
+def refuse_stale(needs: Sequence[Need], root: Path) -> None:
+    """`--no-stages`: raise (exit 5) naming every stage that is stale and why."""
+    stale = [v for v in (judge(need, stamps_folder(root, need.stage)) for need in needs) if not v.fresh]
+    if stale:
+        raise TrainkitError("; ".join(map(str, stale)), exit=Exit.STAGE_STALE, hint="run it without --no-stages, or `invoke prep-data` and `invoke build` first")

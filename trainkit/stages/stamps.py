@@ -1,0 +1,138 @@
+"""Freshness: stamps/<stage>/<name>.json says what an output was made from, and every verdict says because of what."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.files import read_json, write_json
+from trainkit.base.forms import canonical, document, utc_now
+from trainkit.stages.contract import Need, Unit
+
+SCHEMA = "stamp/1"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Fresh or stale, and why."""
+
+    stage: str
+    name: str
+    fresh: bool
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.name}: {'fresh' if self.fresh else 'stale'} because {self.because}"
+
+
+def stamp_path(stamps: Path, need: Need) -> Path:
+    """The stage's stamp below `stamps` (<root>/stamps/<stage>)."""
+    return stamps / f"{need.name}.json"
+
+
+def unit_folder(stamps: Path, name: str) -> Path:
+    """Specs, stamps and logs of the units of stage output `name`."""
+    return stamps / f"{name}.units"
+
+
+def unit_stamp_path(stamps: Path, name: str, unit: str) -> Path:
+    """Where a unit's result is kept."""
+    return unit_folder(stamps, name) / f"{unit}.json"
+
+
+def file_identity(path: Path) -> list[Any] | None:
+    """[path, size, mtime in ns], or None where there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return [str(path), status.st_size, status.st_mtime_ns]
+
+
+def _identities(paths: Iterable[Path]) -> list[list[Any] | None]:
+    return [file_identity(p) for p in paths]
+
+
+def _read_stamp(path: Path) -> dict[str, Any] | None:
+    """A stamp, or None where there is none that can be trusted."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) and value.get("schema") == SCHEMA else None
+
+
+def _changed_file(kind: str, paths: tuple[Path, ...], recorded: object) -> str | None:
+    if not isinstance(recorded, list) or len(recorded) != len(paths):
+        return f"the number of {kind}s changed"
+    for path, old in zip(paths, recorded, strict=True):
+        new = file_identity(path)
+        if new is None:
+            return f"{kind} {path} is missing"
+        if new != old:
+            return f"{kind} {path} changed"
+    return None
+
+
+def _changed_setting(old: object, new: Mapping[str, Any]) -> str | None:
+    if not isinstance(old, dict):
+        return "its stamp cannot be read"
+    for key in sorted({*old, *new}):
+        if canonical(old.get(key)) != canonical(new.get(key)):
+            return f"{key} changed from {json.dumps(old.get(key))} to {json.dumps(new.get(key))}"
+    return None
+
+
+def judge(need: Need, stamps: Path, *, force: bool = False) -> Verdict:
+    """Whether the stage's outputs are those of the settings and inputs at hand."""
+    fresh, because = (False, "--force was given") if force else need.evidence() if need.evidence else _judge_stamp(need, _read_stamp(stamp_path(stamps, need)))
+    return Verdict(need.stage, need.name, fresh, because)
+
+
+def _judge_stamp(need: Need, stamp: dict[str, Any] | None) -> tuple[bool, str]:
+    if stamp is None:
+        return False, "it was never made here"
+    if stamp.get("version") != need.version:
+        return False, f"trainkit's version of it changed from {stamp.get('version')} to {need.version}"
+    because = (
+        _changed_setting(stamp.get("settings"), need.settings)
+        or _changed_file("input", need.inputs, stamp.get("inputs"))
+        or _changed_file("output", need.outputs, stamp.get("outputs"))
+    )
+    return (False, because) if because else (True, f"nothing changed since {stamp.get('made')}")
+
+
+def write_stamp(need: Need, stamps: Path, inputs: list[Any]) -> None:
+    """Record success. `inputs` are the identities seen before the work began: a file changed meanwhile makes it stale."""
+    value = document(
+        SCHEMA, stage=need.stage, name=need.name, version=need.version, settings=dict(need.settings), inputs=inputs, outputs=_identities(need.outputs), made=utc_now()
+    )
+    write_json(stamp_path(stamps, need), value)
+
+
+def input_identities(need: Need) -> list[Any]:
+    """Identities of the stage's inputs now."""
+    return _identities(need.inputs)
+
+
+def spec_digest(need: Need, unit: Unit) -> str:
+    """What a unit's freshness hangs on, besides its outputs: its words, and the trainkit version of the stage."""
+    return hashlib.sha256(canonical([need.version, list(unit.argv[1:]), dict(unit.spec)]).encode()).hexdigest()
+
+
+def unit_is_fresh(need: Need, unit: Unit, stamps: Path) -> bool:
+    """Whether the unit's last success was with this very spec and its outputs are untouched."""
+    stamp = _read_stamp(unit_stamp_path(stamps, need.name, unit.name))
+    if stamp is None or stamp.get("spec") != spec_digest(need, unit):
+        return False
+    return _changed_file("output", unit.outputs, stamp.get("outputs")) is None
+
+
+def write_unit_stamp(need: Need, unit: Unit, stamps: Path, result: dict[str, Any]) -> None:
+    """Record a unit's success and what it reported."""
+    value = document(SCHEMA, unit=unit.name, spec=spec_digest(need, unit), outputs=_identities(unit.outputs), result=result, made=utc_now())
+    write_json(unit_stamp_path(stamps, need.name, unit.name), value)

@@ -1,0 +1,70 @@
+"""Data parallelism from outside the model: process group, mesh and ZeRO stage 1 by fully_shard, the same code for one rank and for many."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from trainkit.train.model import GPT
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among the ranks."""
+
+    rank: int
+    size: int
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """From torch's standard variables RANK, WORLD_SIZE and LOCAL_RANK."""
+        return cls(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ["LOCAL_RANK"]))
+
+
+def join(world: World, device_type: str) -> tuple[torch.device, DeviceMesh]:
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT; returns this rank's device and the one-dimensional mesh of all ranks."""
+    if device_type == "cuda":
+        device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", rank=world.rank, world_size=world.size, device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
+    return device, init_device_mesh(device_type, (world.size,), mesh_dim_names=("dp",))
+
+
+def shard(model: GPT, mesh: DeviceMesh) -> FSDPModule:
+    """Apply ZeRO stage 1 in place: each block, and the rest of the model, is one unit of communication.
+
+    Gradients are summed, never averaged: the loss of a micro-batch is divided by the number of micro-batches of the whole
+    global batch instead, so that its gradient is the same number in every layout.
+    """
+    for module in (*model.layers.values(), model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    root = cast(FSDPModule, model)
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    return root
+
+
+def prepare_backward(model: FSDPModule, *, last: bool) -> None:
+    """Call before each micro-batch. Whole gradients accumulate until the `last`, which reduces them and frees gathered parameters."""
+    model.set_is_last_backward(last)
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+
+
+def release(model: FSDPModule) -> None:
+    """Free the parameters that a forward without a backward left gathered."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()

@@ -1,0 +1,46 @@
+"""What a rank says about itself while it lives: a small file that is replaced, never half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+from trainkit.base.files import temporary_name, write_text
+from trainkit.base.forms import document
+
+Phase = Literal["start", "load", "train", "eval", "save", "done"]
+INTERVAL = 0.5  # seconds between two beats of one phase
+
+
+class Heartbeat:
+    """Where this rank is. "done" is its word of success and durable; the rest may be lost with the machine.
+
+    Args:
+        path: the file, None for a rank that nobody watches.
+        rank: this rank.
+    """
+
+    def __init__(self, path: Path | None, rank: int) -> None:
+        self.path, self.rank = path, rank
+        self.step = 0
+        self.phase: Phase | None = None
+        self._last = 0.0
+
+    def beat(self, phase: Phase, step: int) -> None:
+        """Say it; at most two times a second while the phase stays the same."""
+        now = time.time()
+        if phase == self.phase and now - self._last < INTERVAL:
+            return
+        self.phase, self.step, self._last = phase, step, now
+        if self.path is None:
+            return
+        text = json.dumps(document("heartbeat/1", rank=self.rank, pid=os.getpid(), step=step, phase=phase, time=now))
+        if phase == "done":
+            write_text(self.path, text)
+            return
+        temporary = temporary_name(self.path)
+        temporary.write_text(text)
+        temporary.replace(self.path)

@@ -1,0 +1,107 @@
+"""The program of one rank: python -I <snapshot>/trainkit/train/main.py RUN_FOLDER --attempt N.
+
+Who it is comes in torch's standard variables; TORCHELASTIC_ERROR_FILE and TRAINKIT_HEARTBEAT_FILE say where to report. Exit
+codes: 0; 12 told to stop, and saved; a TrainkitError's own; 9 for any other exception.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+TOLD = {signal.SIGTERM, signal.SIGUSR1}
+
+
+def listen(stop: threading.Event) -> None:
+    """Take TERM and USR1 in a thread of their own. Must run before torch starts threads: they inherit the blocked signals.
+
+    TERM from our parent, which knows what it does, ends the process at once. Any other TERM (a scheduler's) and USR1 ask
+    for a checkpoint at the end of the step.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
+
+    def wait() -> None:
+        while True:
+            info = signal.sigwaitinfo(TOLD)
+            if info.si_signo == signal.SIGTERM and info.si_pid == os.getppid():
+                os._exit(128 + signal.SIGTERM)
+            stop.set()
+
+    threading.Thread(target=wait, daemon=True, name="signals").start()
+
+
+def record_error(error: BaseException, code: int, step: int) -> None:
+    """Write why this rank fails, where its starter asked for it. torchelastic reads `message` and `timestamp` of the same file."""
+    from trainkit.base.files import write_json
+    from trainkit.base.forms import document, utc_now
+
+    words = {"type": type(error).__name__, "message": str(error), "traceback": "".join(traceback.format_exception(error))}
+    where = {"rank": int(os.environ.get("RANK", "0")), "host": os.uname().nodename, "step": step}
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        write_json(Path(path), document("rank-error/1", **where, time=utc_now(), timestamp=int(time.time()), exit=code, **words))
+
+
+def run_rank(run_folder: Path) -> int:
+    """Train as this rank; returns the exit code. A failure is on stderr and in the error file by then."""
+    stop = threading.Event()
+    listen(stop)
+    from trainkit.base.errors import Exit, TrainkitError
+    from trainkit.train.heartbeat import Heartbeat
+
+    watched = os.environ.get("TRAINKIT_HEARTBEAT_FILE")
+    heartbeat = Heartbeat(Path(watched) if watched else None, int(os.environ["RANK"]))
+    try:
+        heartbeat.beat("start", 0)
+        from trainkit.jobs.resolved import read_job
+        from trainkit.runs.folder import RunFolder
+        from trainkit.train.data_parallel import World
+        from trainkit.train.loop import Trainer
+
+        run = RunFolder(run_folder)
+        trainer = Trainer(read_job(run.job), run, World.from_environment(), heartbeat, stop)
+        ended = trainer.train()
+        if ended == Exit.DONE:
+            heartbeat.beat("done", trainer.step)
+        return int(ended)
+    except TrainkitError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        record_error(error, int(error.exit), heartbeat.step)
+        return int(error.exit)
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        traceback.print_exc()
+        record_error(error, int(Exit.RANK_USER), heartbeat.step)
+        return int(Exit.RANK_USER)
+
+
+def leave(code: int) -> None:
+    """End the process. Gloo's threads may abort a finalizing interpreter after all work is done, so the interpreter is not finalized."""
+    if code in (0, 12):
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the snapshot this file is part of
+    from trainkit.base.process import die_with_parent
+    from trainkit.base.unit import PARENT_VARIABLE
+
+    if parent := os.environ.get(PARENT_VARIABLE):
+        die_with_parent(int(parent))
+    parser = argparse.ArgumentParser(description="One rank of the native engine.")
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    leave(run_rank(parser.parse_args().run_folder))
+
+
+if __name__ == "__main__":
+    main()

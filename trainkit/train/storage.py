@@ -1,0 +1,191 @@
+"""The tensors of a checkpoint on disk: a storage of our own for torch.distributed.checkpoint (DCP).
+
+DCP plans who writes and who reads which part of which tensor; these classes hold the bytes: one data file a rank, hashed and
+fsynced by its writer, and metadata that is JSON. DCP's own storage pickles its metadata; nothing here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, Metadata, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
+DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}
+Numbers = tuple[NonNegativeInt, ...]
+
+
+class Form(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class DataFile(Form):
+    """One file of a checkpoint. `path` is a plain name inside the checkpoint's folder."""
+
+    path: str
+    bytes: NonNegativeInt
+    xxh128: str
+
+
+class Chunk(Form):
+    """A box of a tensor, row-major at `start` of a file."""
+
+    offsets: Numbers
+    sizes: Numbers
+    file: str
+    start: NonNegativeInt
+    bytes: NonNegativeInt
+
+
+class TensorEntry(Form):
+    """One tensor by its global shape, and the boxes that cover it."""
+
+    shape: Numbers
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class TensorSavePlanner(DefaultSavePlanner):
+    """Plans tensors only; a rank whose shard is empty plans nothing for it."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = SavePlan([item for item in plan.items if 0 not in _box(item).sizes], plan.storage_data, plan.planner_data)
+        return self.plan
+
+
+class TensorLoadPlanner(DefaultLoadPlanner):
+    """Refuses anything but tensors: DCP's own would unpickle the rest."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: object) -> None:
+        raise TypeError(f"{read_item.dest_index.fqn} is no tensor; a checkpoint holds only tensors")
+
+
+def _box(item: WriteItem) -> ChunkStorageMetadata:
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+        raise TypeError(f"{item.index.fqn} is no tensor; a checkpoint holds only tensors")
+    return item.tensor_data.chunk
+
+
+class Writer(StorageWriter):
+    """Writes this rank's parts into `folder`/rank-NNNNN.bin. After a save, `files` and `tensors` hold the manifest's tables on rank 0."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.name = folder, f"rank-{rank:05d}.bin"
+        self.files: list[DataFile] = []
+        self.tensors: dict[str, TensorEntry] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write all planned parts one after another; raises OSError as the disk does."""
+        if not plan.items:
+            return _done([])
+        digest, parts = xxhash.xxh3_128(), []
+        with open(self.folder / self.name, "xb") as file:
+            for item in plan.items:
+                part = cast(torch.Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
+                padding = bytes(-file.tell() % ALIGNMENT)
+                data = memoryview(part.flatten().view(torch.uint8).numpy())
+                box, start = _box(item), file.tell() + len(padding)
+                for piece in (padding, data):
+                    file.write(piece)
+                    digest.update(piece)
+                parts.append((item.index, Chunk(offsets=tuple(box.offsets), sizes=tuple(box.sizes), file=self.name, start=start, bytes=len(data))))
+            file.flush()
+            os.fsync(file.fileno())
+            written = DataFile(path=self.name, bytes=file.tell(), xxh128=digest.hexdigest())
+        return _done([WriteResult(index, chunk.bytes, (chunk, written)) for index, chunk in parts])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Collect all ranks' results (rank 0)."""
+        chunks: dict[str, list[Chunk]] = {}
+        files: dict[str, DataFile] = {}
+        for result in (r for of_rank in results for r in of_rank):
+            chunk, written = result.storage_data
+            chunks.setdefault(result.index.fqn, []).append(chunk)
+            files[written.path] = written
+        self.files = sorted(files.values(), key=lambda f: f.path)
+        for name, entry in sorted(metadata.state_dict_metadata.items()):
+            assert isinstance(entry, TensorStorageMetadata), name  # the planner lets nothing else pass
+            self.tensors[name] = TensorEntry(shape=tuple(entry.size), dtype=str(entry.properties.dtype).removeprefix("torch."), chunks=tuple(chunks[name]))
+
+
+class Reader(StorageReader):
+    """Reads parts of the tensors of a checked manifest from `folder`, mapping the files: only pages that are needed are read."""
+
+    def __init__(self, folder: Path, tensors: dict[str, TensorEntry]) -> None:
+        self.folder, self.tensors = folder, tensors
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        def entry(tensor: TensorEntry) -> TensorStorageMetadata:
+            boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
+            return TensorStorageMetadata(TensorProperties(dtype=DTYPES[tensor.dtype]), torch.Size(tensor.shape), boxes)
+
+        return Metadata({name: entry(tensor) for name, tensor in self.tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.chunks = {MetadataIndex(name, c.offsets): c for name, tensor in self.tensors.items() for c in tensor.chunks}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy every planned overlap straight into the tensor that asked for it."""
+        mapped: dict[str, torch.Tensor] = {}
+        for item in plan.items:
+            if item.type != LoadItemType.TENSOR:
+                raise TypeError(f"{item.dest_index.fqn} is no tensor; a checkpoint holds only tensors")
+            chunk, dtype = self.chunks[item.storage_index], DTYPES[self.tensors[item.storage_index.fqn].dtype]
+            if chunk.file not in mapped:  # copy-on-write: torch wants writable memory, the file stays as it is
+                mapped[chunk.file] = torch.from_numpy(np.memmap(self.folder / chunk.file, dtype=np.uint8, mode="c"))
+            saved = mapped[chunk.file][chunk.start : chunk.start + chunk.bytes].view(dtype).view(chunk.sizes)
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                saved = saved.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(saved)
+            planner.commit_tensor(item, target)
+        return _done(None)
