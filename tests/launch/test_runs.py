@@ -136,8 +136,8 @@ def test_killed_twice_between_checkpoints(project: Project) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=20)
         process = project.start("resume", "last")
-    process.communicate(timeout=60)
-    assert process.returncode == 0
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
     assert project.losses(project.runs()[-1]) == expected
 
 

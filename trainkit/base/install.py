@@ -1,13 +1,308 @@
-"""Installs this checkout into an environment (first form; being written)."""
+"""Installs this checkout into an environment, once for every change of what it is made from.
 
+`inv` runs this file by path before anything is installed (`python3 -I -S trainkit/base/install.py ensure [EXTRA ...]`), setup.py loads
+`csrc_sha256` from it, the build stage imports `install`. So it imports the standard library only, and of that little on the fast path.
+
+What counts as installed is said by one file, `.venv/trainkit-install.json`: the fingerprint of everything the installation depends on.
+It is gone while pip runs and written when pip has succeeded. Who installs holds a lock on `.venv.lock` with its words in it; words that are
+still there when the next one gets the lock mean that the former died at work: then .venv is made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
 import hashlib
+import json
+import os
+import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+CHECKOUT_FILES = ("pyproject.toml", "setup.py", "constraints.txt")
+EXIT_FAILED, EXIT_INTERRUPTED = 6, 130  # as trainkit.base.errors.Exit; this file cannot import it
+TAIL = 30  # of pip's lines shown when it fails
+
+
+class InstallError(Exception):
+    """The installation failed; the text says why and what to do. Exit code 6."""
+
+
+def _say(text: str) -> None:
+    print(f"trainkit: {text}", file=sys.stderr, flush=True)
+
+
+def _hash_files(root: Path, names: Collection[str]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        content = (root / name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def csrc_sha256(root: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(p for p in (root / "csrc").rglob("*") if p.is_file()):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
+    """Hex SHA-256 over the names and contents of all files below csrc/."""
+    names = [os.path.relpath(os.path.join(folder, name), root) for folder, _, files in os.walk(root / "csrc") for name in files]
+    return _hash_files(root, names)
+
+
+def fingerprint(root: Path, extras: Collection[str]) -> str:
+    """What an installation depends on, as one hash: the files that describe it, csrc/, this file, the folder, Python's ABI, the extras."""
+    files = _hash_files(root, [*CHECKOUT_FILES, "trainkit/base/install.py"])
+    parts = [files, csrc_sha256(root), os.path.realpath(root), sys.implementation.cache_tag, os.uname().machine, *sorted(set(extras))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _stamp(root: Path) -> Path:
+    return root / ".venv" / "trainkit-install.json"
+
+
+def _python(root: Path) -> Path:
+    return root / ".venv" / "bin" / "python"
+
+
+def _recorded_extras(root: Path) -> set[str] | None:
+    """The extras of a finished installation that is of this fingerprint, or None."""
+    try:
+        stamp = json.loads(_stamp(root).read_bytes())
+        extras = {str(e) for e in stamp["extras"]}
+        return extras if stamp["fingerprint"] == fingerprint(root, extras) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _fresh(root: Path, extras: Collection[str]) -> bool:
+    recorded = _recorded_extras(root)
+    return recorded is not None and recorded.issuperset(extras) and os.access(_python(root), os.X_OK)
+
+
+def _write_stamp(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _locked(root: Path, environment: str) -> Iterator[tuple[int, bool]]:
+    """Hold the lock; gives its file descriptor, and whether the former holder died while it changed the same environment."""
+    import fcntl
+
+    handle = os.open(root / ".venv.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"process {_holder(handle).get('pid', '?')} is installing this checkout; waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        died = _holder(handle).get("environment") == environment
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps({"pid": os.getpid(), "environment": environment}).encode(), 0)
+        try:
+            yield handle, died
+        except InstallError:  # pip has undone what it did
+            os.ftruncate(handle, 0)
+            raise
+        os.ftruncate(handle, 0)
+    finally:
+        os.close(handle)
+
+
+def _holder(handle: int) -> dict[str, object]:
+    try:
+        return dict(json.loads(os.pread(handle, 65536, 0)))
+    except (ValueError, TypeError):
+        return {}
+
+
+def missing_tools() -> list[str]:
+    """What the extension cannot be compiled without and is not here, each with the way to get it."""
+    import shlex
+    import shutil
+    import sysconfig
+
+    missing = []
+    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")[0]  # as setuptools chooses it
+    if shutil.which(compiler) is None:
+        missing.append(f"a C++ compiler (looked for {compiler}): apt-get install g++, or dnf install gcc-c++")
+    folders = [sysconfig.get_path("include"), *os.environ.get("CPATH", "").split(os.pathsep)]
+    if not any((Path(folder) / "Python.h").is_file() for folder in folders if folder):
+        missing.append(f"Python's headers (looked for {folders[0]}/Python.h): apt-get install python3-dev, or dnf install python3-devel")
+    return missing
+
+
+def _require_tools() -> None:
+    missing = missing_tools()
+    if missing:
+        raise InstallError("the C++ extension cannot be compiled here; missing:\n" + "\n".join(f"  - {m}" for m in missing))
+
+
+def pip_command(extras: Collection[str], python: Path) -> list[str]:
+    """What `install` runs in the checkout's folder."""
+    target = f".[{','.join(sorted(set(extras)))}]" if extras else "."
+    return [str(python), "-P", "-m", "pip", "install", "--disable-pip-version-check", "-e", target, "-c", "constraints.txt"]
+
+
+class _Progress:
+    """pip's output on stderr: one changing line on a terminal, else only the lines that say what takes long."""
+
+    LONG = ("Installing build dependencies", "Building editable", "Installing collected packages", "Successfully")
+
+    def __init__(self) -> None:
+        self.terminal = sys.stderr.isatty()
+
+    def show(self, line: str) -> None:
+        text = " ".join(line.split())
+        if self.terminal:
+            width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
+            print(f"\r\033[K{f'  {text}'[:width]}", end="", file=sys.stderr, flush=True)
+        elif text.startswith(self.LONG) or (text.startswith("Downloading") and text.endswith((" MB)", " GB)"))):
+            print(f"  {text[:150]}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _run(command: list[str], root: Path, lock: int) -> None:
+    """Run a step of the installation. It inherits the lock: should we be killed, nobody else begins before it has ended too.
+
+    Raises InstallError with its last lines if it fails.
+    """
+    import signal
+    import subprocess
+    from collections import deque
+
+    tail: deque[str] = deque(maxlen=TAIL)
+    progress = _Progress()
+    child = subprocess.Popen(
+        command, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(lock,), start_new_session=True
+    )
+    try:
+        assert child.stdout is not None
+        for raw in child.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            if line:
+                tail.append(line)
+                progress.show(line)
+        code = child.wait()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(child.pid, signal.SIGINT)  # pip removes its temporary files
+            child.wait(timeout=5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        raise
+    finally:
+        progress.end()
+    if code:
+        lines = "\n".join(f"  | {line}" for line in tail)
+        raise InstallError(
+            f"the installation failed (exit code {code}); the last lines of {' '.join(command)} in {root}:\n{lines}\n  The next ./inv tries again."
+        )
+
+
+def _install(root: Path, extras: Collection[str], python: Path, lock: int) -> None:
+    """Run pip; the stamp of .venv is away meanwhile, and comes back as it was if pip fails."""
+    import time
+
+    ours = os.path.realpath(python.parent) == os.path.realpath(_python(root).parent)
+    stamp, former = _stamp(root), b""
+    if ours and stamp.exists():
+        former = stamp.read_bytes()
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            extras = {*extras, *json.loads(former)["extras"]}
+        stamp.unlink()
+    content = json.dumps({"schema": "install/1", "fingerprint": fingerprint(root, extras), "extras": sorted(set(extras))}, indent=1).encode()
+    command = pip_command(extras, python)
+    _say(f"installing {command[-3]} into {python.parent.parent} with pip; the first time this takes minutes")
+    began = time.monotonic()
+    try:
+        _run(command, root, lock)
+    except InstallError:
+        if former:
+            _write_stamp(stamp, former)
+        raise
+    if ours:
+        _write_stamp(stamp, content)
+    _say(f"installed in {time.monotonic() - began:.0f} s")
+
+
+def install(root: Path, extras: Collection[str], python: Path) -> None:
+    """Install the checkout `root`, editable and with its extension compiled, into the environment of `python`.
+
+    Waits for another installation of the same checkout. If the environment is the checkout's own .venv, `ensure` finds it fresh afterwards.
+
+    Raises:
+        InstallError: a compiler or header is missing, or pip failed.
+    """
+    _require_tools()
+    with _locked(root, str(python.parent.parent)) as (lock, _):
+        _install(root, extras, python, lock)
+
+
+def _works(python: Path) -> bool:
+    """Whether the environment's Python starts, is of our ABI and has pip."""
+    import subprocess
+
+    code = "import sys, pip; print(sys.implementation.cache_tag)"
+    try:
+        done = subprocess.run([str(python), "-I", "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    except OSError:
+        return False
+    return done.returncode == 0 and done.stdout.strip() == sys.implementation.cache_tag
+
+
+def _make_venv(root: Path, lock: int) -> None:
+    import importlib.util
+
+    base = str(getattr(sys, "_base_executable", sys.executable))  # not the Python of the .venv that is about to be cleared
+    if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
+        raise InstallError(f"{base} cannot make an environment; missing:\n  - its venv module: apt-get install python3-venv")
+    _say(f"making .venv with {base} (Python {sys.version.split()[0]})")
+    _run([base, "-I", "-m", "venv", "--clear", str(root / ".venv")], root, lock)
+
+
+def ensure(root: Path, extras: Collection[str]) -> None:
+    """Have a .venv with this checkout and at least these extras in it; does nothing if it is fresh.
+
+    Raises InstallError as `install` does.
+    """
+    if _fresh(root, extras):
+        return
+    _require_tools()
+    with _locked(root, str(root / ".venv")) as (lock, died):
+        if _fresh(root, extras):  # who held the lock has done it
+            return
+        if died or not _works(_python(root)):
+            if (root / ".venv").exists():
+                _say(".venv is unfinished" if died else ".venv has no working Python of this version with pip; it is made anew")
+            _make_venv(root, lock)
+        _install(root, extras, _python(root), lock)
+
+
+def main(argv: list[str]) -> int:
+    """`ensure [EXTRA ...]` for the checkout this file lies in; returns the exit code."""
+    if argv[:1] != ["ensure"]:
+        _say("usage: install.py ensure [EXTRA ...]")
+        return 1
+    try:
+        if sys.version_info < (3, 11):  # noqa: UP036  .venv may be somebody's older one
+            raise InstallError(f"{sys.executable} is Python {sys.version.split()[0]}, 3.11 or newer is needed; delete .venv if it is in there")
+        ensure(Path(__file__).resolve().parents[2], argv[1:])
+    except InstallError as error:
+        _say(str(error))
+        return EXIT_FAILED
+    except OSError as error:
+        _say(f"the installation failed: {error}")
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        _say("interrupted; the next ./inv begins the installation anew")
+        return EXIT_INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

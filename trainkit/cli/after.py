@@ -13,7 +13,7 @@ def generate(talk: Talk, words: str, prompt: str, max_new_tokens: int, temperatu
     from trainkit.train.generate import generate as write
 
     run = find_run(find_root(talk.folder), words)
-    text = write(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    text = prompt + write(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
     if not talk.json:
         talk.say(text)
     return Answer(document("generate/1", run=run.id, prompt=prompt, text=text))

@@ -50,8 +50,9 @@ def _print_sample(talk: Talk, run: RunFolder, job: Job) -> None:
         return
     from trainkit.train.generate import generate  # imports torch: not before training has ended
 
-    text = generate(run, job.generate.prompt, max_new_tokens=job.generate.max_new_tokens, temperature=0.8, top_k=50, seed=job.training.seed)
-    talk.console.print(Panel(Text(text), title="a sample from the model", title_align="left"))
+    prompt = job.generate.prompt
+    text = generate(run, prompt, max_new_tokens=job.generate.max_new_tokens, temperature=0.8, top_k=50, seed=job.training.seed)
+    talk.console.print(Panel(Text(prompt + text), title="a sample from the model", title_align="left"))
 
 
 def _print_failure(talk: Talk, record: Record) -> None:

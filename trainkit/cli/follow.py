@@ -13,7 +13,8 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.forms import document
 from trainkit.cli.ending import facts_table, last_lines
 from trainkit.cli.wrapper import Answer, Talk
-from trainkit.jobs.load import find_root, read_job
+from trainkit.jobs.load import find_root
+from trainkit.jobs.resolved import read_job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.picture import draw_losses
 from trainkit.runs.record import Record, all_runs, find_run, read_record

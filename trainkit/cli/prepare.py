@@ -8,9 +8,10 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.forms import document
+from trainkit.cli.jobs import load_jobs
 from trainkit.cli.progress import StageReporter
 from trainkit.cli.wrapper import Answer, Talk
-from trainkit.jobs.load import Jobs, find_root, load
+from trainkit.jobs.load import Jobs, find_root
 from trainkit.jobs.schema import Job
 from trainkit.stages.build import Build
 from trainkit.stages.contract import Need, Stage
@@ -20,11 +21,6 @@ from trainkit.stages.run import make_fresh, missing_units, stamps_folder
 from trainkit.stages.stamps import Verdict, judge
 
 STAGES: tuple[Stage, ...] = (Build(), PrepData())
-
-
-def load_jobs(talk: Talk) -> Jobs:
-    """The jobs.toml at or above the current folder."""
-    return load(find_root(talk.folder))
 
 
 def bring_up_to_date(talk: Talk, needs: Sequence[Need], root: Path, *, force: bool = False) -> list[Verdict]:

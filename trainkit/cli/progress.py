@@ -51,9 +51,9 @@ class StageReporter:
         self.bar.update(self.bar.task_ids[0], completed=sum(self.sizes[n] * f for n, f in self.done.items()), description=working)
 
     def finished(self, need: Need) -> None:
-        if self.bar is not None:
+        if self.bar is not None and self.bar.live.is_started:
             self.bar.stop()
-            self.bar = None
+        self.bar = None
         if all(f == 1 for f in self.done.values()):
             self.console.print(f"  {need.stage}: {len(self.done)} units done in {time.monotonic() - self.began:.1f} s")
 
@@ -106,5 +106,5 @@ class TrainingView:
         """Take in the last rows and take the bar away."""
         self.last_look = 0.0
         self.tick()
-        if self.bar is not None:
+        if self.bar is not None and self.bar.live.is_started:
             self.bar.stop()

@@ -12,12 +12,14 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import read_json
 from trainkit.base.forms import document
 from trainkit.cli.ending import print_ending
-from trainkit.cli.prepare import STAGES, bring_up_to_date, load_jobs
+from trainkit.cli.jobs import load_jobs
+from trainkit.cli.prepare import STAGES, bring_up_to_date
 from trainkit.cli.progress import TrainingView
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.data.paths import DataFolder
 from trainkit.engines import ENGINES
-from trainkit.jobs.load import find_root, read_job
+from trainkit.jobs.load import find_root
+from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.outcome import Outcome
 from trainkit.launch.start import Watch, resume_run, start_run

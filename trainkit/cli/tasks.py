@@ -18,25 +18,25 @@ FORCE = {"force": "do it even if it is fresh"}
 @make_task(reports=True)
 def jobs(talk: Talk) -> Answer:
     """List the jobs of jobs.toml."""
-    from trainkit.cli import look
+    from trainkit.cli import jobs as lister
 
-    return look.jobs(talk)
+    return lister.jobs(talk)
 
 
 @make_task(positional=["job"], iterable=["set"], help={**JOB, **SET, "explain": "say where this one key's value comes from"}, reports=True)
 def show(talk: Talk, job: str, explain: str = "", set: list[str] | None = None) -> Answer:
     """Print a resolved job with the origin of every value."""
-    from trainkit.cli import look
+    from trainkit.cli import jobs as lister
 
-    return look.show(talk, job, explain, set or [])
+    return lister.show(talk, job, explain, set or [])
 
 
 @make_task(reports=True)
 def check(talk: Talk) -> Answer:
     """Check every table and every job of jobs.toml, all problems at once."""
-    from trainkit.cli import look
+    from trainkit.cli import jobs as lister
 
-    return look.check(talk)
+    return lister.check(talk)
 
 
 @make_task(help=FORCE, reports=True, dry=True)

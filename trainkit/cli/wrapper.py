@@ -29,7 +29,7 @@ COMMON_HELP = {"json": "print one JSON document on stdout, prose on stderr", "dr
 
 @dataclass(frozen=True)
 class Talk:
-    """How a task speaks: what it was asked for, and where its words go."""
+    """How a task speaks: what it was asked for, and where its words go. `folder` is that of tasks.py."""
 
     json: bool
     dry_run: bool
@@ -78,7 +78,10 @@ def make_task(
 
         @functools.wraps(body)
         def run(context: invoke.Context, **values: Any) -> None:
-            talk = Talk(json=bool(values.pop("json", False)), dry_run=bool(values.pop("dry_run", False)) or (dry and bool(context.config.run.dry)), folder=Path.cwd())
+            dry_run = bool(values.pop("dry_run", False)) or (dry and bool(context.config.run.dry))
+            # Invoke keeps the folder of the tasks.py it found only here
+            folder = Path(context.config._project_prefix or os.curdir).absolute()
+            talk = Talk(json=bool(values.pop("json", False)), dry_run=dry_run, folder=folder)
             _refuse_flag_words(body, {n: values[n] for n in positional})
             _call(talk, lambda: body(talk, **{n: values[n] for n in words}))
 

@@ -44,12 +44,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
-def choices(word: str, known: Iterable[str]) -> str:
-    """A hint: the nearest known word, else all of them."""
+def choices(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """A hint: the nearest known word, with `prefix` before it, else all known words."""
     words = sorted(known)
     close = nearest(word, words)
     if close:
-        return f"did you mean '{close}'?"
+        return f"did you mean '{prefix}{close}'?"
     return f"known: {', '.join(words)}" if words else "there is none"
 
 
@@ -177,8 +177,7 @@ def _unknown_key(spot: _Spot) -> Problem:
         known.append("extends")
     table = key.rpartition(".")[0]
     if spot.place == SET:  # its paths are those of the resolved job
-        prefix = f"{table}." if table else ""
-        return Problem(f"unknown key '{key}'", SET, choices(key, [prefix + name for name in known]))
+        return Problem(f"unknown key '{key}'", SET, choices(spot.key, known, prefix=f"{table}." if table else ""))
     message = f"unknown key '{spot.key}' in [{table}]"
     if spot.is_dotted_name() and not nearest(spot.key, known):
         return Problem(message, spot.place, f"if [{key}] was meant as a name: {NAME_RULE}, without dots; for example [{table}-{spot.key}]")

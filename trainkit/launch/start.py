@@ -14,7 +14,7 @@ from trainkit.base.files import read_json, write_json, write_text
 from trainkit.base.forms import document, expect
 from trainkit.base.locks import Busy, locked
 from trainkit.engines import ENGINES
-from trainkit.jobs.load import Resolved, write_job
+from trainkit.jobs.resolved import Resolved, write_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.outcome import Outcome
 from trainkit.launch.slots import locked_slots

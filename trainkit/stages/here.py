@@ -98,3 +98,5 @@ def _collect(worker: _Worker, need: Need, stamps: Path) -> None:
     if code != 0 or worker.result is None:
         raise worker.failure(code)
     write_unit_stamp(need, worker.unit, stamps, worker.result)
+    if worker.log.stat().st_size == 0:
+        worker.log.unlink()

@@ -22,7 +22,7 @@ from pydantic import Field, NonNegativeInt, ValidationError
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, write_text
-from trainkit.train.storage import ALIGNMENT, DTYPES, DataFile, Form, Reader, TensorEntry, TensorLoadPlanner, TensorSavePlanner, Writer
+from trainkit.train.storage import ALIGNMENT, DTYPE_NAMES, DTYPES, DataFile, Form, Reader, TensorEntry, TensorLoadPlanner, TensorSavePlanner, Writer
 
 MANIFEST = "manifest.json"
 FINISHED = re.compile(r"step-(\d{8,})")
@@ -215,8 +215,9 @@ def load(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
     saved = checkpoint.manifest.tensors
     problems = [f"{name} is not in it" for name in tensors if name not in saved]
     for name, tensor in tensors.items():
-        if name in saved and (tuple(tensor.shape), tensor.dtype) != (saved[name].shape, DTYPES[saved[name].dtype]):
-            problems.append(f"{name} is {list(saved[name].shape)} {saved[name].dtype} there, {list(tensor.shape)} {tensor.dtype} here")
+        here = tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
+        if name in saved and (there := (saved[name].shape, saved[name].dtype)) != here:
+            problems.append(f"{name} is {list(there[0])} {there[1]} there, {list(here[0])} {here[1]} here")
     problems += [f"{name} is not in the model" for name in saved if name.startswith("model.") and name not in tensors]
     if problems:
         raise TrainkitError(f"{checkpoint.folder} is a checkpoint of another model:\n  " + "\n  ".join(problems[:20]), exit=Exit.CONFIG)

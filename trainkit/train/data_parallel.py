@@ -9,7 +9,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainkit.train.model import GPT
 
@@ -44,10 +44,13 @@ def shard(model: GPT, mesh: DeviceMesh) -> FSDPModule:
     """Apply ZeRO stage 1 in place: each block, and the rest of the model, is one unit of communication.
 
     Gradients are summed, never averaged: the loss of a micro-batch is divided by the number of micro-batches of the whole
-    global batch instead, so that its gradient is the same number in every layout.
+    global batch instead, so that its gradient is the same number in every layout. On the CPU they are summed in fp64 and rounded
+    once: the order of the sum, which the layout decides, then leaves no trace, where in fp32 Adam makes 4e-5 of it in the loss
+    after 80 steps of `demo`. On a GPU they are summed in fp32.
     """
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if mesh.device_type == "cpu" else torch.float32)
     for module in (*model.layers.values(), model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     root = cast(FSDPModule, model)
     for unit in root.modules():
         if isinstance(unit, FSDPModule):

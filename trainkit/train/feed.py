@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -18,13 +19,18 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.files import read_json
 from trainkit.base.forms import expect
 from trainkit.data.indexed import IndexedDataset
-from trainkit.data.order import MockSamples, NativeSamples, SampleOrder
+from trainkit.data.order import MockSamples, NativeSamples, SampleOrder, Samples
 from trainkit.data.paths import DataFolder
 from trainkit.jobs.schema import Job
 from trainkit.train.data_parallel import World
 
-MOCK_SAMPLES = {"train": 2**20, "valid": 2**12}
 Split = Literal["train", "valid"]
+MOCK: dict[Split, tuple[int, int]] = {"train": (0, 2**20), "valid": (1, 2**12)}  # what is added to the seed, and samples of an epoch
+
+
+def data_folder(job: Job) -> DataFolder:
+    """Where the tokens and the tokenizer of the job's dataset lie."""
+    return DataFolder(Path(job.cluster.root or "."), job.dataset)
 
 
 def vocab_size(job: Job) -> int:
@@ -32,9 +38,8 @@ def vocab_size(job: Job) -> int:
 
     Raises ConfigError where none is known, or the tokenizer has more ids than the model.
     """
-    manifest = DataFolder(job.cluster.root, job.dataset).manifest if job.dataset.tokenizer else None
     known = job.dataset.tokenizer.vocab_size if job.dataset.tokenizer else None
-    if manifest is not None and manifest.is_file():
+    if job.dataset.tokenizer and (manifest := data_folder(job).manifest).is_file():
         known = int(expect(read_json(manifest), "dataset/1", manifest)["vocab_size"])
     rows = job.model.vocab_size or known
     if rows is None:
@@ -63,6 +68,19 @@ def micro_batches(consumed: int, global_batch: int, micro_batch: int, world: Wor
     return [range(start, start + micro_batch) for start in starts]
 
 
+def _samples(job: Job, split: Split, vocab: int) -> Samples:
+    """One split of the job's dataset. Raises ConfigError where it holds no sample, before training rather than at the first evaluation."""
+    length = job.model.seq_length
+    if job.dataset.source == "mock":
+        salt, count = MOCK[split]
+        return MockSamples(vocab, length, job.training.seed + salt, count)
+    samples = NativeSamples(IndexedDataset(data_folder(job).prefix), job.dataset.split, split, length)
+    if samples.num_samples == 0:
+        where = f"datasets.{job.dataset.name}.split ({job.dataset.split!r})"
+        raise ConfigError(f"{where} leaves the {split} split no sample of {length} tokens", hint="give it more weight, shorten seq_length, or set eval_iters = 0")
+    return samples
+
+
 class Feed:
     """The micro-batches of one split for one rank."""
 
@@ -70,16 +88,8 @@ class Feed:
         self.world, self.device, self.split = world, device, split
         self.length, self.vocab = job.model.seq_length, vocab_size(job)
         self.micro_batch, self.global_batch = job.training.micro_batch_size, job.global_batch_size
-        if job.dataset.source == "mock":
-            self.datasets = [MockSamples(self.vocab, self.length, job.training.seed, MOCK_SAMPLES[split])]
-        else:
-            self.datasets = [NativeSamples(IndexedDataset(DataFolder(job.cluster.root, job.dataset).prefix), job.dataset.split, split, self.length)]
-        if not any(dataset.num_samples for dataset in self.datasets):
-            raise ConfigError(
-                f"the {split} split of dataset {job.dataset.name!r} has no sample of {self.length} tokens",
-                hint=f"give it more weight in datasets.{job.dataset.name}.split ({job.dataset.split!r}), shorten seq_length, or set eval_iters = 0",
-            )
-        self.order = SampleOrder(self.datasets, [1.0], split, self.length, job.training.seed)
+        self.datasets = [_samples(job, split, self.vocab)]
+        self.order = SampleOrder(self.datasets, None, split, self.length, job.training.seed)
 
     def read(self, consumed: int) -> Iterator[Batch]:
         """This rank's micro-batches of the global batch that begins after `consumed` samples. Raises ConfigError for an id beyond the vocabulary."""

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.data.paths import DataFolder
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.train import checkpoint
+from trainkit.train.feed import data_folder
 from trainkit.train.model import GPT
 
 
@@ -80,7 +80,7 @@ def _tokenizer(job: Job) -> tuple[Tokenizer, int]:
     """The tokenizer of the job's dataset, and the id that ends a document."""
     if job.dataset.tokenizer is None:
         raise ConfigError(f"dataset {job.dataset.name or 'mock'!r} is random tokens without a tokenizer: there is no text to generate")
-    path = DataFolder(job.cluster.root, job.dataset).tokenizer
+    path = data_folder(job).tokenizer
     if not path.is_file():
         raise ConfigError(f"the tokenizer of dataset {job.dataset.name!r} is gone: {path}", hint="run prep-data again")
     tokenizer = Tokenizer.from_file(str(path))

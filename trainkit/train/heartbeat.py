@@ -28,13 +28,15 @@ class Heartbeat:
         self.step = 0
         self.phase: Phase | None = None
         self._last = 0.0
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
 
     def beat(self, phase: Phase, step: int) -> None:
         """Say it; at most two times a second while the phase stays the same."""
-        now = time.time()
+        self.step, now = step, time.time()
         if phase == self.phase and now - self._last < INTERVAL:
             return
-        self.phase, self.step, self._last = phase, step, now
+        self.phase, self._last = phase, now
         if self.path is None:
             return
         text = json.dumps(document("heartbeat/1", rank=self.rank, pid=os.getpid(), step=step, phase=phase, time=now))

@@ -130,9 +130,8 @@ class Trainer:
         One reduction and one wait for the device a step: everything the ranks must agree on is in one vector.
         """
         loss, checksum = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        batches = list(self.train_feed.read(self.consumed_samples))
-        for m, batch in enumerate(batches):
-            data_parallel.prepare_backward(self.sharded, last=m == len(batches) - 1)
+        for m, batch in enumerate(self.train_feed.read(self.consumed_samples), start=1):
+            data_parallel.prepare_backward(self.sharded, last=m * self.world.size == self.micro_batches)
             batch_loss = token_loss(self.model(batch.tokens_BS), batch.labels_BS) / self.micro_batches
             batch_loss.backward()  # type: ignore[no-untyped-call]
             loss += batch_loss.detach()

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
-DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int64": torch.int64}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Numbers = tuple[NonNegativeInt, ...]
 
 
@@ -142,7 +143,7 @@ class Writer(StorageWriter):
         self.files = sorted(files.values(), key=lambda f: f.path)
         for name, entry in sorted(metadata.state_dict_metadata.items()):
             assert isinstance(entry, TensorStorageMetadata), name  # the planner lets nothing else pass
-            self.tensors[name] = TensorEntry(shape=tuple(entry.size), dtype=str(entry.properties.dtype).removeprefix("torch."), chunks=tuple(chunks[name]))
+            self.tensors[name] = TensorEntry(shape=tuple(entry.size), dtype=DTYPE_NAMES[entry.properties.dtype], chunks=tuple(chunks[name]))
 
 
 class Reader(StorageReader):

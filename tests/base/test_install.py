@@ -1,0 +1,301 @@
+"""The installer: what makes an installation stale, two at once, and being stopped. pip itself is a fake here; the README's test runs the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainkit.base import install as installer
+from trainkit.base.install import InstallError, csrc_sha256, ensure, fingerprint, install, missing_tools, pip_command
+
+ROOT = Path(__file__).resolve().parents[2]
+Commands = list[list[str]]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The files of a checkout that an installation depends on, and a .venv/bin/python that does nothing."""
+    root = tmp_path / "a clone"
+    for name in (*installer.CHECKOUT_FILES, "csrc/index/a.cpp", "csrc/index/a.h", "trainkit/base/install.py", "inv"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"# {name}\n")
+    shutil.copy(ROOT / "trainkit" / "base" / "install.py", root / "trainkit" / "base" / "install.py")
+    shutil.copy(ROOT / "inv", root / "inv")
+    return root
+
+
+def _fake_python(root: Path, body: str = "exit 0") -> None:
+    """Put a shell script where .venv's Python is looked for."""
+    python = root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(f"#!/bin/sh\n{body}\n")
+    python.chmod(0o755)
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """What would have been run; `venv` makes the fake Python, pip does nothing."""
+    run: Commands = []
+
+    def fake(command: list[str], root: Path, lock: int) -> None:
+        run.append(command)
+        if "venv" in command:
+            _fake_python(root, f"echo {sys.implementation.cache_tag}")
+        elif command[0].startswith(str(root)):
+            assert not (root / ".venv" / "trainkit-install.json").exists(), "nothing may count as installed while pip runs"
+
+    monkeypatch.setattr(installer, "_run", fake)
+    monkeypatch.setattr(installer, "missing_tools", list)
+    return run
+
+
+def _steps(commands: Commands) -> list[str]:
+    return [command[command.index("-m") + 1] for command in commands]
+
+
+def _rewrite(name: str) -> Callable[[Path], object]:
+    return lambda root: (root / name).write_text("changed")
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    **{name: _rewrite(name) for name in (*installer.CHECKOUT_FILES, "csrc/index/a.h", "trainkit/base/install.py")},
+    "a new source": lambda root: (root / "csrc" / "kernels.cpp").write_text(""),
+    "a removed source": lambda root: (root / "csrc" / "index" / "a.h").unlink(),
+    "a renamed source": lambda root: (root / "csrc" / "index" / "a.h").rename(root / "csrc" / "index" / "b.h"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_input_changes_the_fingerprint(change: str, checkout: Path, commands: Commands) -> None:
+    before = fingerprint(checkout, [])
+    ensure(checkout, [])
+    CHANGES[change](checkout)
+    assert fingerprint(checkout, []) != before
+    ensure(checkout, [])
+    assert _steps(commands) == ["venv", "pip", "pip"]
+
+
+def test_the_fingerprint_knows_extras_folder_and_python(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(checkout, ["report", "test"])
+    assert fingerprint(checkout, ["test", "report", "test"]) == before
+    moved = checkout.rename(checkout.with_name("moved"))  # an editable installation names its folder
+    assert len({before, fingerprint(moved, ["report", "test"]), fingerprint(moved, ["test"]), fingerprint(moved, [])}) == 4
+    before = fingerprint(moved, [])
+    os.utime(moved / "setup.py", (0, 0))
+    assert fingerprint(moved, []) == before
+    monkeypatch.setattr(sys.implementation, "cache_tag", "cpython-399")
+    assert fingerprint(moved, []) != before
+
+
+def test_csrc_hash_is_about_csrc_only(checkout: Path) -> None:
+    before = csrc_sha256(checkout)
+    (checkout / "setup.py").write_text("changed")
+    assert csrc_sha256(checkout) == before
+    (checkout / "csrc" / "index" / "a.cpp").write_text("changed")
+    assert csrc_sha256(checkout) != before
+
+
+def test_extras_are_added_once_and_kept(checkout: Path, commands: Commands) -> None:
+    for extras in ([], ["test"], [], ["test"]):
+        ensure(checkout, extras)
+    assert _steps(commands) == ["venv", "pip", "pip"]
+    assert commands[-1] == pip_command(["test"], checkout / ".venv" / "bin" / "python")
+    (checkout / "setup.py").write_text("changed")
+    ensure(checkout, [])
+    assert ".[test]" in commands[-1]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"extras": 1, "fingerprint": "x"}', '{"extras": [], "fingerprint": "x"}'])
+def test_a_damaged_stamp_is_not_fresh(content: str, checkout: Path, commands: Commands) -> None:
+    ensure(checkout, [])
+    (checkout / ".venv" / "trainkit-install.json").write_text(content)
+    ensure(checkout, [])
+    assert _steps(commands) == ["venv", "pip", "pip"]
+
+
+def test_a_broken_python_is_replaced(checkout: Path, commands: Commands, capfd: pytest.CaptureFixture[str]) -> None:
+    ensure(checkout, [])
+    _fake_python(checkout, "exit 1")
+    (checkout / ".venv" / "trainkit-install.json").unlink()
+    ensure(checkout, [])
+    assert _steps(commands) == ["venv", "pip", "venv", "pip"]
+    assert ".venv has no working Python" in capfd.readouterr().err
+
+
+def test_a_failed_pip_leaves_what_was_before(checkout: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    ensure(checkout, [])
+    stamp = (checkout / ".venv" / "trainkit-install.json").read_bytes()
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise InstallError("no network")
+
+        patch.setattr(installer, "_run", fail)
+        with pytest.raises(InstallError):
+            ensure(checkout, ["test"])
+    assert (checkout / ".venv" / "trainkit-install.json").read_bytes() == stamp
+    ensure(checkout, [])
+    assert _steps(commands) == ["venv", "pip"]
+
+
+def test_the_build_stage_renews_the_stamp_of_its_own_venv_only(checkout: Path, commands: Commands, tmp_path: Path) -> None:
+    ensure(checkout, ["test"])
+    (checkout / "csrc" / "index" / "a.cpp").write_text("changed")
+    install(checkout, [], checkout / ".venv" / "bin" / "python")
+    ensure(checkout, ["test"])
+    assert _steps(commands) == ["venv", "pip", "pip"]
+    elsewhere = tmp_path / "elsewhere" / "bin" / "python"
+    install(checkout, [], elsewhere)
+    assert commands[-1][0] == str(elsewhere)
+    assert not elsewhere.parent.parent.exists()
+    ensure(checkout, ["test"])
+    assert len(commands) == 4
+
+
+def test_pips_last_words_are_shown(checkout: Path) -> None:
+    script = "import sys; [print('line', i) for i in range(100)]; print('no space left', file=sys.stderr); sys.exit(3)"
+    with open(checkout / ".venv.lock", "w") as lock, pytest.raises(InstallError) as caught:
+        installer._run([sys.executable, "-c", script], checkout, lock.fileno())
+    assert "exit code 3" in str(caught.value)
+    assert "| line 99\n  | no space left\n" in str(caught.value)
+    assert "line 50" not in str(caught.value)
+
+
+def test_a_missing_compiler_or_header_is_said_before_pip(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
+    monkeypatch.delenv("CPATH", raising=False)
+    compiler, headers = missing_tools()
+    assert "looked for no-such-compiler): apt-get install g++" in compiler
+    assert "looked for /nowhere/Python.h): apt-get install python3-dev" in headers
+    with pytest.raises(InstallError, match="cannot be compiled here"):
+        ensure(checkout, [])
+    assert not (checkout / ".venv").exists()
+
+
+# -- as a program, by path, with pip replaced by a script --------------------------------------------------------------
+
+PIP = """case "$*" in
+*"import sys, pip"*) echo {tag} ;;
+*"-m pip"*) echo started >> "{root}/log"; {body}; echo ended >> "{root}/log" ;;
+esac"""
+
+
+def _start(root: Path) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-I", "-S", str(root / "trainkit" / "base" / "install.py"), "ensure"]
+    env = {**os.environ, "CXX": "true"}
+    return subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def _wait_for(root: Path, word: str) -> None:
+    deadline = time.monotonic() + 20
+    while word not in (root / "log").read_text() if (root / "log").exists() else True:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _words(root: Path) -> list[str]:
+    return (root / "log").read_text().split()
+
+
+def _fake_pip(root: Path, body: str) -> None:
+    _fake_python(root, PIP.format(tag=sys.implementation.cache_tag, root=root, body=body))
+
+
+def test_two_first_uses_at_once_wait_for_one_another(checkout: Path) -> None:
+    _fake_pip(checkout, "sleep 0.5")
+    first = _start(checkout)
+    _wait_for(checkout, "started")
+    second = _start(checkout)
+    (_, first_words), (_, second_words) = first.communicate(timeout=30), second.communicate(timeout=30)
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert second_words == f"trainkit: process {first.pid} is installing this checkout; waiting for it\n"
+    assert "waiting" not in first_words
+    assert _words(checkout) == ["started", "ended"]
+
+
+def test_a_failed_pip_ends_with_6_and_one_message(checkout: Path) -> None:
+    _fake_pip(checkout, "echo could not find torch; exit 1")
+    child = _start(checkout)
+    _, words = child.communicate(timeout=30)
+    assert child.returncode == 6
+    assert words.count("trainkit: the installation failed (exit code 1)") == 1
+    assert "  | could not find torch" in words
+    assert "Traceback" not in words
+    assert not (checkout / ".venv" / "trainkit-install.json").exists()
+
+
+def test_ctrl_c_ends_with_130_and_one_line(checkout: Path) -> None:
+    _fake_pip(checkout, "sleep 20")
+    child = _start(checkout)
+    _wait_for(checkout, "started")
+    os.killpg(child.pid, signal.SIGINT)
+    _, words = child.communicate(timeout=10)
+    assert child.returncode == 130
+    assert words.splitlines()[1:] == ["trainkit: interrupted; the next ./inv begins the installation anew"]
+    assert _words(checkout) == ["started"]
+    assert not (checkout / ".venv" / "trainkit-install.json").exists()
+
+
+def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(checkout: Path, commands: Commands, capfd: pytest.CaptureFixture[str]) -> None:
+    _fake_pip(checkout, "sleep 1")
+    child = _start(checkout)
+    _wait_for(checkout, "started")
+    child.kill()
+    child.communicate(timeout=10)
+    assert not (checkout / ".venv" / "trainkit-install.json").exists()
+    ensure(checkout, [])  # begins when the killed one's pip has ended, and starts from an empty .venv
+    assert _words(checkout) == ["started", "ended"]
+    assert _steps(commands) == ["venv", "pip"]
+    assert ".venv is unfinished" in capfd.readouterr().err
+    assert json.loads((checkout / ".venv" / "trainkit-install.json").read_text())["extras"] == []
+
+
+# -- inv ---------------------------------------------------------------------------------------------------------------
+
+
+def _inv(root: Path, *words: str, path: str | None = None, through: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "CXX": "true", **({} if path is None else {"PATH": path})}
+    return subprocess.run([str(through or root / "inv"), *words], cwd=root.parent, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_inv_passes_words_and_folder_on_through_links(checkout: Path, tmp_path: Path) -> None:
+    real = sys.executable
+    body = f'case "$*" in *install.py*) exec "{real}" "$@" ;; *invoke*) pwd; for w in "$@"; do echo "[$w]"; done; exit 7 ;; esac'
+    _fake_pip(checkout, "true")
+    script = checkout / ".venv" / "bin" / "python"
+    script.write_text(script.read_text() + body + "\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "link").symlink_to("../a clone/inv")
+    (tmp_path / "inv").symlink_to(tmp_path / "bin" / "link")
+    done = _inv(checkout, "train", "a b", "--set", "x=*", through=tmp_path / "inv")
+    assert done.stdout.splitlines() == [str(tmp_path), "[-P]", "[-m]", "[invoke]", "[--search-root]", f"[{checkout}]", "[train]", "[a b]", "[--set]", "[x=*]"]
+    assert done.returncode == 7
+    assert json.loads((checkout / ".venv" / "trainkit-install.json").read_text())["extras"] == []
+    _inv(checkout, "test")
+    assert json.loads((checkout / ".venv" / "trainkit-install.json").read_text())["extras"] == ["test"]
+
+
+def test_inv_says_which_pythons_it_looked_for(checkout: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("dirname", "readlink", "head"):
+        (tools / name).symlink_to(shutil.which(name) or "")
+    old = tools / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2\nexit 1\n')
+    old.chmod(0o755)
+    done = _inv(checkout, "jobs", path=str(tools))
+    assert done.returncode == 3
+    assert f"python3: {old} is Python 3.9.2" in done.stderr
+    assert "python3.12: not found" in done.stderr
+    assert "needs Python 3.11 or newer" in done.stderr

@@ -1,0 +1,109 @@
+"""`jobs` and `show`: what is printed is true, and the TOML can be read again."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import tomli
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from trainkit.base.errors import ConfigError
+from trainkit.cli.look import explain, explain_text, jobs_document, print_jobs, show_document, show_toml
+from trainkit.jobs.load import Jobs, load
+from trainkit.jobs.resolved import Resolved
+
+TEXT = """\
+[defaults]
+job = "demo"
+[clusters.here]
+env = { "A" = "1" }
+[models.tiny]
+num_layers = 2
+hidden_size = 64
+num_attention_heads = 4
+seq_length = 64
+vocab_size = 512
+[jobs.demo]
+description = "a [small] one"
+cluster = "here"
+model = "tiny"
+dataset = "mock"
+training = { train_iters = 20, lr = 1e-3 }
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Jobs:
+    (tmp_path / "jobs.toml").write_text(TEXT)
+    return load(tmp_path, {})
+
+
+def test_the_listing(jobs: Jobs) -> None:
+    row = {"name": "demo", "engine": "native", "cluster": "here", "model": "tiny", "dataset": "mock", "nodes": 1, "description": "a [small] one"}
+    assert jobs_document(jobs) == {"schema": "jobs/1", "root": str(jobs.root), "default": "demo", "jobs": [row]}
+    screen = io.StringIO()
+    print_jobs(jobs, Console(file=screen, width=120))
+    assert "demo *" in screen.getvalue() and "a [small] one" in screen.getvalue()
+
+
+def without_none(value: object) -> object:
+    return {key: without_none(item) for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+def test_toml_carries_origins(jobs: Jobs) -> None:
+    lines = show_toml(jobs.resolve("demo", ["training.seed=7"])).splitlines()
+    found = {line.split("  ")[0]: line.rpartition("# ")[2] for line in lines}
+    assert found["lr = 0.001"] == "jobs.toml:16"
+    assert found["seed = 7"] == "--set"
+    assert found["num_layers = 2"] == "jobs.toml:6"
+    assert found["clip_grad = 1.0"] == "built-in default"
+    assert found["# lr_decay_iters is not set"] == "built-in default"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(lr=st.floats(0, 1e300), prompt=st.text())
+def test_toml_can_be_read_again(lr: float, prompt: str, jobs: Jobs) -> None:
+    resolved = jobs.resolve("demo", [f"training.lr={lr!r}"])
+    job = resolved.job.model_copy(update={"generate": resolved.job.generate.model_copy(update={"prompt": prompt})})
+    assert tomli.loads(show_toml(Resolved(job, resolved.origins))) == without_none(job.model_dump(mode="json"))
+
+
+def test_json_is_the_job_document(jobs: Jobs) -> None:
+    document = json.loads(json.dumps(show_document(jobs.resolve("demo"))))
+    assert (document["schema"], document["job"]["training"]["lr"]) == ("job/1", 0.001)
+
+
+def test_explain(jobs: Jobs) -> None:
+    resolved = jobs.resolve("demo", ["training.seed=7", "cluster=here"])
+    assert explain(resolved, "training.seed") == {
+        "schema": "explain/1",
+        "job": "demo",
+        "key": "training.seed",
+        "value": 7,
+        "place": "--set",
+        "overrode": [{"value": 1234, "place": "built-in default"}],
+    }
+    assert explain_text(resolved, "training.seed") == "training.seed = 7     --set\ntraining.seed = 1234  built-in default  overridden"
+    assert explain_text(resolved, "cluster") == 'cluster = "here"  --set\ncluster = "here"  jobs.toml:13  overridden'
+    assert explain_text(resolved, "model.ffn_hidden_size") == "model.ffn_hidden_size is not set  built-in default"
+    assert explain_text(resolved, "cluster.env.A") == 'cluster.env.A = "1"  jobs.toml:4'
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("training.lrr", "did you mean 'training.lr'?"),
+        ("lr", "did you mean 'training.lr'?"),
+        ("checkpoint", "its keys: checkpoint.keep_last"),
+        ("zzz", "keys begin with: checkpoint, cluster, dataset, "),
+    ],
+)
+def test_explain_of_no_key(key: str, hint: str, jobs: Jobs) -> None:
+    with pytest.raises(ConfigError) as caught:
+        explain(jobs.resolve("demo"), key)
+    assert caught.value.list[0].hint.startswith(hint)

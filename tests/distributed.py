@@ -1,0 +1,77 @@
+"""Run a function on several ranks: real processes, a free port, a timeout, and the children's tracebacks in the failure."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environments(world_size: int) -> list[dict[str, str]]:
+    """torch's variables for every rank of a world on this machine, one thread each."""
+    shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    return [{**os.environ, **shared, **meeting, **ranks} for ranks in own]
+
+
+def finish(children: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
+    """Wait for all to end and return their exit codes. What still runs after `timeout` seconds, or after a failed peer's last words, is killed."""
+    deadline = time.monotonic() + timeout
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        if any(child.poll() not in (None, 0) for child in children):
+            deadline = min(deadline, time.monotonic() + 10)
+        time.sleep(0.02)
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+    return [child.wait() for child in children]
+
+
+def run_ranks(world_size: int, target: str, *args: Any, timeout: float = 120) -> list[Any]:
+    """Call "module:function" with `args` on every rank of a new world; returns their results in rank order.
+
+    Raises AssertionError with every rank's output if one fails or is not done after `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, children = Path(name), []
+        (folder / "call").write_bytes(pickle.dumps((target, args)))
+        for rank, environment in enumerate(rank_environments(world_size)):
+            with open(folder / f"{rank}.log", "wb") as log:
+                argv = [sys.executable, "-m", "tests.distributed", str(folder)]
+                children.append(subprocess.Popen(argv, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+        codes = finish(children, timeout)
+        if any(codes):
+            logs = [f"--- rank {rank}, exit {code}\n{(folder / f'{rank}.log').read_text()}" for rank, code in enumerate(codes)]
+            raise AssertionError(f"{target} on {world_size} ranks failed:\n" + "\n".join(logs))
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]
+
+
+def _child(folder: Path) -> None:
+    target, args = pickle.loads((folder / "call").read_bytes())
+    module, _, function = target.partition(":")
+    result = getattr(importlib.import_module(module), function)(*args)
+    (folder / f"{os.environ['RANK']}.result").write_bytes(pickle.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads may abort a finalizing interpreter
+
+
+if __name__ == "__main__":
+    _child(Path(sys.argv[1]))

@@ -1,0 +1,48 @@
+"""metrics.jsonl survives torn lines, being cut and being followed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainkit.runs.metrics import MetricsTail, cut, read_rows
+
+
+def rows(*steps: int) -> str:
+    return "".join(json.dumps({"step": step, "lm_loss": 1 / (step + 1)}) + "\n" for step in steps)
+
+
+@pytest.mark.parametrize("torn", ["", "{", '{"step": 3', '{"step": 3, "lm_loss": 0.25}', "\0\0\0\n", "[1]\n", '"step"\n', '{"lm_loss": 1}\n'])
+def test_a_torn_end_does_not_count_and_is_cut(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(rows(0, 1, 2) + torn)
+    assert [row["step"] for row in read_rows(path)] == [0, 1, 2]
+    cut(path, 2)
+    assert path.read_text() == rows(0, 1, 2)
+    cut(path, 1)
+    assert path.read_text() == rows(0, 1)
+    cut(path, -1)
+    assert path.read_text() == ""
+
+
+def test_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    cut(path, 5)
+    assert not path.exists() and read_rows(path) == [] and MetricsTail(path).new_rows() == []
+
+
+def test_a_tail_sees_every_row_once_and_outlives_a_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    path.write_text(rows(0, 1) + '{"step": 2')
+    assert [row["step"] for row in tail.new_rows()] == [0, 1]
+    assert tail.new_rows() == []
+    path.write_text(rows(0, 1, 2, 3))
+    assert [row["step"] for row in tail.new_rows()] == [2, 3]
+    cut(path, 1)
+    assert tail.new_rows() == []
+    with open(path, "a") as file:
+        file.write(rows(2, 3, 4))
+    assert [row["step"] for row in tail.new_rows()] == [2, 3, 4]

@@ -1,0 +1,43 @@
+"""README.md is run: its shell blocks in order, in a fresh clone, as a new user would. The full demo runs here, and only here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEST_COMMAND = "./inv test"
+
+
+def commands() -> list[str]:
+    """Lines of README's ```sh blocks, comments cut off, without the test command and the clone itself."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith(("#", "git clone", "cd ")) and line != TEST_COMMAND]
+
+
+def test_the_readme_names_both_commands() -> None:
+    assert "./inv train demo" in commands()
+    assert TEST_COMMAND in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout to clone")
+def test_its_commands_work_in_a_fresh_clone(tmp_path: Path) -> None:
+    clone = tmp_path / "trainkit"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("VIRTUAL_ENV", "PYTEST", "COV", "PYTHON"))}
+    environment = keep | {"TMPDIR": str(tmp_path), "COLUMNS": "160"}
+    for line in commands():
+        done = subprocess.run(["bash", "-ec", line], cwd=clone, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, f"{line} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    (run,) = clone.glob("runs/demo/*")
+    evaluations = [r["lm_loss"] for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "eval" in r]
+    assert evaluations[0] > 8 and evaluations[-1] < 5
+    again = subprocess.run(["./inv", "prep-data"], cwd=clone, env=environment, capture_output=True, text=True, check=True)
+    assert "fresh because nothing changed since" in again.stdout and "fresh because the extension was compiled from this source" in again.stdout

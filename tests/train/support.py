@@ -1,0 +1,94 @@
+"""A tiny job, its run folder, and what the ranks of the multi-process tests do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
+
+from tests.distributed import ROOT, rank_environments
+from trainkit.jobs.schema import Checkpoint, Cluster, Dataset, Job, Model, Training
+from trainkit.runs.folder import RunFolder
+from trainkit.train.checkpoint import folder_of, load, open_checkpoint
+from trainkit.train.data_parallel import World
+from trainkit.train.heartbeat import Heartbeat
+from trainkit.train.loop import Trainer
+
+Arrays = dict[str, NDArray[Any]]
+MODEL = Model(name="tiny", num_layers=2, hidden_size=18, num_attention_heads=3, seq_length=16, vocab_size=301)  # 18 and 301 divide by nothing used here
+TRAINING: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 12, "lr": 1e-2, "lr_warmup_iters": 3, "clip_grad": 0.5, "eval_iters": 1}
+
+
+def tiny_job(ranks: int, root: Path, **training: Any) -> Job:
+    """Random tokens through a tiny model."""
+    return Job(
+        name="tiny",
+        cluster=Cluster(name="here", ranks_per_node=ranks, root=str(root)),
+        model=MODEL,
+        dataset=Dataset(name="mock", source="mock", split="90,10,0"),
+        training=Training(**{**TRAINING, **training}),
+        checkpoint=Checkpoint(keep_last=2),
+    )
+
+
+def new_run(job: Job) -> RunFolder:
+    """The job's run folder with job.json in it."""
+    run = RunFolder(Path(str(job.cluster.root)) / "runs" / job.name / "one")
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.job.write_text(json.dumps({"schema": "job/1", "job": job.model_dump(mode="json"), "origins": {}}))
+    return run
+
+
+def start_ranks(run: RunFolder, ranks: int) -> list[subprocess.Popen[bytes]]:
+    """The rank's program itself, as the launcher starts it."""
+    attempt, children = run.attempt(1), []
+    for rank, environment in enumerate(rank_environments(ranks)):
+        attempt.log(rank).parent.mkdir(parents=True, exist_ok=True)
+        reports = {"TORCHELASTIC_ERROR_FILE": str(attempt.error(rank)), "TRAINKIT_HEARTBEAT_FILE": str(attempt.heartbeat(rank))}
+        argv = [sys.executable, "-I", str(ROOT / "trainkit/train/main.py"), str(run.path), "--attempt", "1"]
+        with open(attempt.log(rank), "ab") as log:
+            children.append(subprocess.Popen(argv, env=environment | reports, stdout=log, stderr=subprocess.STDOUT))
+    return children
+
+
+def whole(tensor: torch.Tensor) -> NDArray[Any]:
+    """A tensor gathered from all ranks."""
+    full = cast(torch.Tensor, tensor.full_tensor()) if isinstance(tensor, DTensor) else tensor  # type: ignore[no-untyped-call]
+    return full.detach().clone().numpy()
+
+
+def _trainer(root: Path) -> Trainer:
+    world = World.from_environment()
+    job = tiny_job(world.size, root)
+    run = new_run(job) if world.rank == 0 else RunFolder(root / "runs/tiny/one")
+    return Trainer(job, run, world, Heartbeat(None, world.rank), threading.Event())
+
+
+def first_step_then_save(root: Path, other: Path | None) -> dict[str, Any]:
+    """Weights, gradients and norm of step 1; then three steps and a checkpoint of them, with all it should hold; then what `other`, a checkpoint, holds."""
+    trainer = _trainer(root)
+    weights = {name: whole(p) for name, p in trainer.parameters.items()}
+    loss, norm, checksum, _ = trainer._gradients()
+    gradients = {name: whole(p.grad) for name, p in trainer.parameters.items() if p.grad is not None}
+    trainer.optimizer.zero_grad()
+    for _ in range(3):
+        trainer.train_step()
+    trainer.save()
+    saved = {name: whole(t) for name, t in trainer.tensors().items()}
+    folder = folder_of(trainer.run.checkpoints, 3)
+    load(open_checkpoint(other or folder), trainer.tensors())
+    loaded = {name: whole(t) for name, t in trainer.tensors().items()}
+    return {"weights": weights, "loss": loss, "norm": norm, "checksum": checksum, "gradients": gradients, "saved": saved, "loaded": loaded, "folder": folder}
+
+
+def same(left: Arrays, right: Arrays) -> bool:
+    """Equal names, shapes and bits."""
+    return left.keys() == right.keys() and all(left[k].shape == right[k].shape and np.array_equal(left[k], right[k]) for k in left)

@@ -1,0 +1,179 @@
+"""Checkpoints that lie are found out; nothing in one is ever executed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.support import MODEL, Arrays, whole
+from trainkit.base.errors import TrainkitError
+from trainkit.train import checkpoint
+from trainkit.train.checkpoint import MANIFEST, Damaged, newest_valid, open_checkpoint, prune, verify
+from trainkit.train.model import GPT
+from trainkit.train.storage import Reader, TensorSavePlanner, Writer
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def step_folder(folder: Path) -> Path:
+    return folder / "step-00000003"
+
+
+def change_manifest(folder: Path, change: Change) -> None:
+    path = step_folder(folder) / MANIFEST
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def copy_as(folder: Path, step: int) -> Path:
+    """A later checkpoint with the same tensors."""
+    other = Path(shutil.copytree(step_folder(folder), folder / f"step-{step:08d}"))
+    document = json.loads((other / MANIFEST).read_text())
+    (other / MANIFEST).write_text(json.dumps(document | {"step": step}))
+    return other
+
+
+def load_model(folder: Path, rows: int = 301) -> GPT:
+    module = GPT(MODEL, rows)
+    checkpoint.load(open_checkpoint(folder), {f"model.{n}": p.detach() for n, p in module.named_parameters()})
+    return module
+
+
+def test_manifest_has_the_form_of_the_design(saved_folder: Path) -> None:
+    document = json.loads((step_folder(saved_folder) / MANIFEST).read_text())
+    assert list(document) == ["schema", "step", "consumed_samples", "files", "tensors", "layout", "job", "versions", "state"]
+    assert (document["schema"], document["step"], document["consumed_samples"]) == ("checkpoint/1", 3, 24)
+    assert [f["path"] for f in document["files"]] == ["rank-00000.bin", "rank-00001.bin"]
+    entry = document["tensors"]["model.embed_tokens.weight"]
+    assert (entry["shape"], entry["dtype"], [c["sizes"] for c in entry["chunks"]]) == ([301, 18], "float32", [[151, 18], [150, 18]])
+    assert document["layout"]["data_parallel_size"] == 2 and document["job"]["name"] == "tiny"
+    assert verify(step_folder(saved_folder)) == []
+
+
+def test_one_process_loads_without_a_group_and_without_pickle(saved_folder: Path, worlds: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("unpickled")
+
+    hostile = pickle.dumps(print)
+    (step_folder(saved_folder) / ".metadata").write_bytes(hostile)
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, never)
+    monkeypatch.setattr(torch, "load", never)
+    saved: Arrays = worlds[2][0]["saved"]
+    for name, parameter in load_model(step_folder(saved_folder)).named_parameters():
+        assert (whole(parameter) == saved[f"model.{name}"]).all()
+
+
+def test_another_model_is_refused_by_name(saved_folder: Path) -> None:
+    with pytest.raises(TrainkitError, match=r"embed_tokens.weight is \[301, 18\] float32 there, \[300, 18\] float32 here") as error:
+        load_model(step_folder(saved_folder), rows=300)
+    assert error.value.exit == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.update(schema="checkpoint/2"), "schema"),
+        (lambda d: d.update(step=4), "says step 4"),
+        (lambda d: d.update(step="3"), "step"),
+        (lambda d: d.pop("tensors"), "tensors"),
+        (lambda d: d["files"][0].update(path="../rank-00000.bin"), "no plain file name"),
+        (lambda d: d["files"][0].update(path="/etc/hostname"), "no plain file name"),
+        (lambda d: d["files"][0].update(path=".."), "no plain file name"),
+        (lambda d: d["files"][0].update(path="rank-00009.bin"), "missing"),
+        (lambda d: d["files"][1].update(bytes=7), "not 7"),
+        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"].pop(), "do not make up"),
+        (lambda d: d["tensors"]["model.final_norm.bias"].update(dtype="object"), "unknown dtype"),
+        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(file="../x"), "does not fit"),
+        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(start=2**40), "does not fit"),
+        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(start=-64), "start"),
+        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(offsets=[10]), "does not fit"),
+        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(sizes=[8]), "does not fit"),
+        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(sizes=[3, 3]), "does not fit"),
+    ],
+)
+def test_hostile_manifests(saved_folder: Path, change: Change, words: str) -> None:
+    change_manifest(saved_folder, change)
+    with pytest.raises(Damaged, match=words):
+        open_checkpoint(step_folder(saved_folder))
+    assert verify(step_folder(saved_folder), hashes=False)
+
+
+@pytest.mark.parametrize("damage", ["torn", "empty", "no manifest", "truncated", "gone", "symlink"])
+def test_damage_is_named_and_passed_over(saved_folder: Path, damage: str) -> None:
+    newer = copy_as(saved_folder, 9)
+    data, manifest = newer / "rank-00001.bin", newer / MANIFEST
+    if damage == "torn":
+        manifest.write_bytes(manifest.read_bytes()[:500])
+    elif damage == "empty":
+        manifest.write_bytes(b"")
+    elif damage == "no manifest":
+        manifest.unlink()
+    elif damage == "truncated":
+        data.write_bytes(data.read_bytes()[:-1])
+    elif damage == "gone":
+        data.unlink()
+    else:
+        data.rename(saved_folder / "elsewhere")
+        data.symlink_to(saved_folder / "elsewhere")
+    told: list[str] = []
+    found = newest_valid(saved_folder, told.append)
+    assert found is not None and found.manifest.step == 3
+    assert len(told) == 1 and str(newer) in told[0] and (MANIFEST in told[0] or "rank-00001.bin" in told[0])
+    shutil.rmtree(step_folder(saved_folder))
+    with pytest.raises(TrainkitError, match="none of the 1") as error:
+        newest_valid(saved_folder, told.append)
+    assert error.value.exit == 16
+
+
+def test_a_flipped_bit_is_found_by_its_hash(saved_folder: Path) -> None:
+    data = step_folder(saved_folder) / "rank-00000.bin"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert verify(step_folder(saved_folder), hashes=False) == []
+    assert verify(step_folder(saved_folder)) == [f"rank-00000.bin does not have the hash {open_checkpoint(step_folder(saved_folder)).manifest.files[0].xxh128}"]
+
+
+def test_what_is_unfinished_or_foreign_is_no_checkpoint(tmp_path: Path, saved_folder: Path) -> None:
+    assert newest_valid(tmp_path / "none", pytest.fail) is None
+    shutil.copytree(step_folder(saved_folder), saved_folder / "step-00000009.tmp")
+    (saved_folder / "notes").mkdir()
+    found = newest_valid(saved_folder, pytest.fail)
+    assert found is not None and found.manifest.step == 3
+
+
+def test_prune_counts_manifests_only(saved_folder: Path) -> None:
+    for step in (5, 7, 100_000_000):
+        copy_as(saved_folder, step)
+    (saved_folder / "step-00000006").mkdir()
+    (saved_folder / "step-00000008.tmp").mkdir()
+    prune(saved_folder, keep_last=2)
+    assert {p.name for p in saved_folder.iterdir()} == {"step-00000007", "step-100000000", "step-00000006", "step-00000008.tmp"}
+
+
+def test_only_tensors_are_planned(tmp_path: Path) -> None:
+    planner = TensorSavePlanner()
+    planner.set_up_planner({"x": {"not": "a tensor"}}, is_coordinator=True)
+    with pytest.raises(TypeError, match="x is no tensor"):
+        planner.create_local_plan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_every_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    source = {"a": torch.arange(21).reshape(3, 7).to(dtype).T, "b": torch.arange(5).to(dtype)}
+    writer = Writer(tmp_path, 0)
+    dcp.save(source, storage_writer=writer, planner=TensorSavePlanner(), no_dist=True)
+    target = {name: torch.zeros_like(value) for name, value in source.items()}
+    dcp.load(target, storage_reader=Reader(tmp_path, writer.tensors), no_dist=True)
+    assert all(torch.equal(target[name], source[name]) for name in source)
