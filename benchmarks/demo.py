@@ -44,7 +44,8 @@ class PeakMemory:
     """Highest resident set (VmHWM) of the ranks of the newest run, read while they live."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.peak, self.ended = folder, {}, threading.Event()
+        self.folder, self.ended = folder, threading.Event()
+        self.peak: dict[int, float] = {}
         self.thread = threading.Thread(target=self._watch)
         self.thread.start()
 
@@ -114,7 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, help="clone into this folder, which must not exist, and leave it")
     arguments = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}")
+    print(
+        f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for what, value, target in measure(arguments.keep or Path(folder) / "clone"):
             print(f"{what:36s} {value:28s} {target}")

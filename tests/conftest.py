@@ -74,7 +74,14 @@ class Project:
         """Start `invoke WORDS...` in a session of its own."""
         argv = [sys.executable, "-m", "invoke", *words]
         return subprocess.Popen(
-            argv, cwd=self.path, env=self.environment(**more), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            argv,
+            cwd=self.path,
+            env=self.environment(**more),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def invoke(self, *words: str, exit: int = 0, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
@@ -90,9 +97,9 @@ class Project:
         assert "Traceback" not in err, err
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-    def document(self, *words: str, exit: int = 0, **more: str) -> dict[str, Any]:
+    def document(self, *words: str, exit: int = 0) -> dict[str, Any]:
         """The one JSON document that `invoke WORDS... --json` prints."""
-        value = json.loads(self.invoke(*words, "--json", exit=exit, **more).stdout)
+        value = json.loads(self.invoke(*words, "--json", exit=exit).stdout)
         assert isinstance(value, dict)
         return value
 

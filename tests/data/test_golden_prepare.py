@@ -36,7 +36,8 @@ training = { train_iters = 1, lr = 1e-3 }
 
 def gpt2_tokenizer(data: Path) -> Tokenizer:
     """GPT-2's tokenizer from its vocabulary and merges."""
-    merges = [tuple(line.split()) for line in (data / "gpt2-merges.txt").read_text().splitlines() if line and not line.startswith("#version")]
+    lines = [line.split() for line in (data / "gpt2-merges.txt").read_text().splitlines() if line and not line.startswith("#version")]
+    merges = [(left, right) for left, right in lines]
     tokenizer = Tokenizer(models.BPE(json.loads((data / "gpt2-vocab.json").read_text()), merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -92,9 +92,9 @@ def test_what_is_missing_beside_a_base_is_asked_where_the_table_is(checkout: Che
 def test_the_local_file_adds_jobs_and_its_mistakes_carry_its_name(checkout: Checkout) -> None:
     jobs = checkout(local="[jobs.mine]\nextends = 'demo'\n[jobs.demo.training]\nlr = 'x'\n")
     assert jobs.names() == ["demo", "mine"]
-    assert refused(jobs) == refused(jobs, "mine") == [
-        "jobs.local.toml:4: jobs.demo.training.lr: expected a number, got the string 'x'\n  highest learning rate"
-    ]
+    assert (
+        refused(jobs) == refused(jobs, "mine") == ["jobs.local.toml:4: jobs.demo.training.lr: expected a number, got the string 'x'\n  highest learning rate"]
+    )
 
 
 def test_set_switches_references_and_reaches_into_them(checkout: Checkout) -> None:

@@ -171,6 +171,12 @@ def test_what_is_planned_is_refused_with_words(case: str, checkout: Checkout) ->
     assert f": {subject} is planned, but not in this version of trainkit\n  " in words
 
 
+@pytest.mark.parametrize(("value", "got"), [("1.5", "the number 1.5"), ("'2'", "the string '2'"), ("true", "the boolean true")])
+def test_only_an_integer_is_a_planned_number_of_nodes(value: str, got: str, checkout: Checkout) -> None:
+    (words,) = refused(checkout(), sets=[f"nodes={value}"])
+    assert words.startswith(f"--set: nodes: expected an integer, got {got}")
+
+
 def test_allowed_values_are_listed(checkout: Checkout) -> None:
     (words,) = refused(checkout(GOOD.replace("ranks_per_node = 2", 'device = "tpu"')))
     assert words == "jobs.toml:2: clusters.here.device: expected 'cpu' or 'cuda', got the string 'tpu'"

@@ -27,15 +27,15 @@ def events(run: Path, attempt: int = 1) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / f"attempts/{attempt}/events.jsonl").read_text().splitlines()]
 
 
-def rank_pids(project: Project, attempt: int = 1) -> dict[int, int]:
-    """Pids of the newest run's ranks once all have been started."""
+def rank_pids(project: Project, attempt: int = 1, runs: int = 1) -> dict[int, int]:
+    """Pids of the newest run's ranks once there are so many runs and all ranks of this attempt have been started."""
 
     def started() -> dict[int, int]:
-        runs = project.runs()
-        path = runs[-1] / f"attempts/{attempt}/events.jsonl" if runs else None
+        found = project.runs()
+        path = found[-1] / f"attempts/{attempt}/events.jsonl" if len(found) >= runs else None
         if path is None or not path.exists() or '"go"' not in path.read_text():
             return {}
-        return {e["rank"]: e["pid"] for e in events(runs[-1], attempt) if e["event"] == "rank_started"}
+        return {e["rank"]: e["pid"] for e in events(found[-1], attempt) if e["event"] == "rank_started"}
 
     pids = wait_for(started, "the ranks to start")
     assert isinstance(pids, dict)
@@ -68,7 +68,15 @@ def test_a_whole_run_and_all_it_leaves(project: Project) -> None:
     listed = project.document("runs")["runs"]
     assert listed == [{"run": run.name, "job": "random", "state": "succeeded", "step": 30, "attempt": 1, "folder": str(run)}]
     assert project.document("status", "last") == project.document("status", run.name[:12]) == project.document("status", "random") == done
-    for name in ("job.json", "plan.json", "origin.json", "launch/world.json", "launch/inputs.json", "code/trainkit/train/main.py", "attempts/1/heartbeat/1.json"):
+    for name in (
+        "job.json",
+        "plan.json",
+        "origin.json",
+        "launch/world.json",
+        "launch/inputs.json",
+        "code/trainkit/train/main.py",
+        "attempts/1/heartbeat/1.json",
+    ):
         assert (run / name).is_file(), name
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000025", "step-00000030"]
     assert json.loads((run / "origin.json").read_text())["packages"]["torch"]
@@ -109,7 +117,7 @@ def test_sigkill_of_everything_then_resume_is_bit_equal(project: Project) -> Non
     expected = project.losses(project.runs()[0])
     dice = random.Random(os.getpid())
     process = project.start("train", "random")
-    pids = rank_pids(project)
+    pids = rank_pids(project, runs=2)
     time.sleep(dice.uniform(2.0, 5.0))
     for pid in (process.pid, *pids.values()):
         if alive(pid):
@@ -131,7 +139,7 @@ def test_killed_twice_between_checkpoints(project: Project) -> None:
     expected = project.losses(project.runs()[0])
     process = project.start("train", "random")
     for attempt, step in ((1, 2), (2, 17)):
-        rank_pids(project, attempt)
+        rank_pids(project, attempt, runs=2)
         wait_for_step(project, step)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=20)

@@ -15,7 +15,7 @@ from trainkit.launch.snapshot import take_snapshot
 from trainkit.launch.world import allocate_local, free_port, rank_environment, secret_values, world_document
 from trainkit.runs.folder import AttemptFolder, RunFolder
 
-HOSTILE = {"A": "it's \"quoted\" `id` $HOME $(id) %h %n %%", "B": 'a\nb\t{"a": 1} ü 漢字', "C": ""}
+HOSTILE = {"A": 'it\'s "quoted" `id` $HOME $(id) %h %n %%', "B": 'a\nb\t{"a": 1} ü 漢字', "C": ""}
 
 
 def test_environment_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

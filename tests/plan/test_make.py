@@ -40,13 +40,17 @@ def job(ranks: int, **training: int) -> Job:
         cluster=Cluster(name="c", ranks_per_node=ranks),
         model=Model(name="m", num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=16),
         dataset=Dataset(name="mock", source="mock"),
-        training=Training(train_iters=10, lr=1e-3, **training),
+        training=Training.model_validate({"train_iters": 10, "lr": 1e-3, **training}),
     )
 
 
 @pytest.mark.parametrize(
     ("ranks", "training", "batch", "steps"),
-    [(2, {"micro_batch_size": 2, "global_batch_size": 8}, 8, 2), (2, {"micro_batch_size": 2, "gradient_accumulation_steps": 3}, 12, 3), (4, {"micro_batch_size": 2}, 8, 1)],
+    [
+        (2, {"micro_batch_size": 2, "global_batch_size": 8}, 8, 2),
+        (2, {"micro_batch_size": 2, "gradient_accumulation_steps": 3}, 12, 3),
+        (4, {"micro_batch_size": 2}, 8, 1),
+    ],
 )
 def test_one_of_batch_and_accumulation_follows_from_the_other(ranks: int, training: dict[str, int], batch: int, steps: int) -> None:
     plan = make_plan(job(ranks, **training))

@@ -40,7 +40,10 @@ def test_makes_tokens_and_then_nothing_twice(project: Project) -> None:
 @pytest.mark.parametrize(
     ("change", "because"),
     [
-        (lambda p: p.joinpath("jobs.toml").write_text(p.joinpath("jobs.toml").read_text().replace("vocab_size = 300", "vocab_size = 301")), "tokenizers.bpe.vocab_size changed from 300 to 301"),
+        (
+            lambda p: p.joinpath("jobs.toml").write_text(p.joinpath("jobs.toml").read_text().replace("vocab_size = 300", "vocab_size = 301")),
+            "tokenizers.bpe.vocab_size changed from 300 to 301",
+        ),
         (lambda p: (p / "corpus/part-0.jsonl").open("a").write('{"text": "more"}\n'), "corpus/part-0.jsonl changed"),
         (lambda p: (p / DATA / "lines_text_document.bin").write_bytes(b"12"), "lines_text_document.bin changed"),
         (lambda p: (p / DATA / "lines_text_document.idx").unlink(), "lines_text_document.idx is missing"),

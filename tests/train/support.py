@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,15 @@ from trainkit.train.loop import Trainer
 
 Arrays = dict[str, NDArray[Any]]
 MODEL = Model(name="tiny", num_layers=2, hidden_size=18, num_attention_heads=3, seq_length=16, vocab_size=301)  # 18 and 301 divide by nothing used here
-TRAINING: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 12, "lr": 1e-2, "lr_warmup_iters": 3, "clip_grad": 0.5, "eval_iters": 1}
+TRAINING: dict[str, Any] = {
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 12,
+    "lr": 1e-2,
+    "lr_warmup_iters": 3,
+    "clip_grad": 0.5,
+    "eval_iters": 1,
+}
 
 
 def tiny_job(ranks: int, root: Path, **training: Any) -> Job:
@@ -61,7 +69,7 @@ def start_ranks(run: RunFolder, ranks: int) -> list[subprocess.Popen[bytes]]:
 
 def whole(tensor: torch.Tensor) -> NDArray[Any]:
     """A tensor gathered from all ranks."""
-    full = cast(torch.Tensor, tensor.full_tensor()) if isinstance(tensor, DTensor) else tensor  # type: ignore[no-untyped-call]
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone().numpy()
 
 

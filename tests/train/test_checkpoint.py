@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from tests.train.support import MODEL, Arrays, whole
 from trainkit.base.errors import TrainkitError
@@ -151,13 +153,17 @@ def test_what_is_unfinished_or_foreign_is_no_checkpoint(tmp_path: Path, saved_fo
     assert found is not None and found.manifest.step == 3
 
 
-def test_prune_counts_manifests_only(saved_folder: Path) -> None:
+def test_prune_counts_valid_ones_only(saved_folder: Path) -> None:
+    """Above all, a damaged newest one must not cost the newest valid one its life."""
     for step in (5, 7, 100_000_000):
         copy_as(saved_folder, step)
+    (copy_as(saved_folder, 200_000_000) / "rank-00000.bin").write_bytes(b"")
     (saved_folder / "step-00000006").mkdir()
     (saved_folder / "step-00000008.tmp").mkdir()
     prune(saved_folder, keep_last=2)
-    assert {p.name for p in saved_folder.iterdir()} == {"step-00000007", "step-100000000", "step-00000006", "step-00000008.tmp"}
+    assert {p.name for p in saved_folder.iterdir()} == {"step-00000007", "step-100000000", "step-00000006", "step-00000008.tmp", "step-200000000"}
+    prune(saved_folder, keep_last=1)
+    assert not (saved_folder / "step-00000007").exists() and (saved_folder / "step-100000000").exists()
 
 
 def test_only_tensors_are_planned(tmp_path: Path) -> None:
@@ -167,13 +173,12 @@ def test_only_tensors_are_planned(tmp_path: Path) -> None:
         planner.create_local_plan()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
 def test_every_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
     source = {"a": torch.arange(21).reshape(3, 7).to(dtype).T, "b": torch.arange(5).to(dtype)}
     writer = Writer(tmp_path, 0)
-    dcp.save(source, storage_writer=writer, planner=TensorSavePlanner(), no_dist=True)
+    write_tensors(source, storage_writer=writer, planner=TensorSavePlanner(), no_dist=True)
     target = {name: torch.zeros_like(value) for name, value in source.items()}
-    dcp.load(target, storage_reader=Reader(tmp_path, writer.tensors), no_dist=True)
+    read_tensors(target, storage_reader=Reader(tmp_path, writer.tensors), no_dist=True)
     assert all(torch.equal(target[name], source[name]) for name in source)

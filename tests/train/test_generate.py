@@ -28,7 +28,9 @@ def run(tmp_path: Path, saved_folder: Path) -> RunFolder:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(["def a(b): return b " * 99], trainers.BpeTrainer(vocab_size=301, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        ["def a(b): return b " * 99], trainers.BpeTrainer(vocab_size=301, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    )
     path = data_folder(job).tokenizer
     path.parent.mkdir(parents=True)
     tokenizer.save(str(path))

@@ -51,8 +51,20 @@ def test_logits_equal_transformers_gpt2(tied: bool) -> None:
     torch.manual_seed(0)
     for parameter in ours.parameters():  # biases and norms too
         nn.init.normal_(parameter, std=0.3)
-    names = {"ln_1": "attention_norm", "attn.c_attn": "attention.qkv", "attn.c_proj": "attention.out", "ln_2": "mlp_norm", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
-    weights = {"wte.weight": ours.embed_tokens.weight, "wpe.weight": ours.embed_positions.weight, "ln_f.weight": ours.final_norm.weight, "ln_f.bias": ours.final_norm.bias}
+    names = {
+        "ln_1": "attention_norm",
+        "attn.c_attn": "attention.qkv",
+        "attn.c_proj": "attention.out",
+        "ln_2": "mlp_norm",
+        "mlp.c_fc": "mlp.up",
+        "mlp.c_proj": "mlp.down",
+    }
+    weights = {
+        "wte.weight": ours.embed_tokens.weight,
+        "wpe.weight": ours.embed_positions.weight,
+        "ln_f.weight": ours.final_norm.weight,
+        "ln_f.bias": ours.final_norm.bias,
+    }
     for i, block in ours.layers.items():
         for name, mine in names.items():
             part = block.get_submodule(mine)

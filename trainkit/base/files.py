@@ -76,7 +76,7 @@ def publish_folder(temporary: Path, target: Path) -> None:
 
 def remove_leftovers(folder: Path) -> list[Path]:
     """Delete what crashed writers left in `folder` (call it under the lock of whoever writes there)."""
-    gone = [p for p in folder.glob(f"*{TEMPORARY}*")] if folder.is_dir() else []
+    gone = list(folder.glob(f"*{TEMPORARY}*")) if folder.is_dir() else []
     for path in gone:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     return gone

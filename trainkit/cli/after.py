@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainkit.base.forms import document
+from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
-from trainkit.jobs.load import find_root
 from trainkit.runs.record import find_run
 
 
@@ -12,7 +12,7 @@ def generate(talk: Talk, words: str, prompt: str, max_new_tokens: int, temperatu
     """The task `generate`."""
     from trainkit.train.generate import generate as write
 
-    run = find_run(find_root(talk.folder), words)
+    run = find_run(load_jobs(talk).roots(), words)
     text = prompt + write(run, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
     if not talk.json:
         talk.say(text)

@@ -12,8 +12,8 @@ from rich.table import Table
 from trainkit.base.errors import ConfigError
 from trainkit.base.forms import document
 from trainkit.cli.ending import facts_table, last_lines
+from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
-from trainkit.jobs.load import find_root
 from trainkit.jobs.resolved import read_job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.picture import draw_losses
@@ -23,14 +23,9 @@ from trainkit.runs.summary import summarize
 COLOURS = {"succeeded": "green", "running": "cyan", "failed": "red", "cancelled": "yellow", "preempted": "yellow"}
 
 
-def roots_of(talk: Talk) -> Path:
-    """Where runs lie: the folder of jobs.toml."""
-    return find_root(talk.folder)
-
-
 def runs(talk: Talk, job: str) -> Answer:
     """The task `runs`."""
-    records = [read_record(run) for run in all_runs(roots_of(talk)) if not job or run.job_name == job]
+    records = [read_record(run) for run in all_runs(load_jobs(talk).roots()) if not job or run.job_name == job]
     table = Table("run", "job", "state", "step", "attempt", box=None, pad_edge=False)
     for record in records:
         colour = COLOURS.get(record.state, "white")
@@ -42,7 +37,7 @@ def runs(talk: Talk, job: str) -> Answer:
 
 def status(talk: Talk, words: str) -> Answer:
     """The task `status`."""
-    run = find_run(roots_of(talk), words)
+    run = find_run(load_jobs(talk).roots(), words)
     record = read_record(run)
     if not talk.json:
         _print_status(talk, run, record)
@@ -65,7 +60,7 @@ def _print_status(talk: Talk, run: RunFolder, record: Record) -> None:
 
 def logs(talk: Talk, words: str, rank: int, attempt: int, *, follow: bool, lines: int) -> None:
     """The task `logs`."""
-    run = find_run(roots_of(talk), words)
+    run = find_run(load_jobs(talk).roots(), words)
     attempts = run.attempts()
     chosen = [a for a in attempts if a.number == attempt] if attempt else attempts[-1:]
     if not chosen:
@@ -96,8 +91,8 @@ def _follow(talk: Talk, run: RunFolder, path: Path) -> None:
 
 def tensorboard(talk: Talk, words: str, port: int) -> None:
     """The task `tensorboard`: becomes TensorBoard."""
-    root = roots_of(talk)
-    folder = find_run(root, words).tensorboard if words else root / "runs"
+    roots = load_jobs(talk).roots()
+    folder = find_run(roots, words).tensorboard if words else roots[0] / "runs"
     argv = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", str(port), "--host", "localhost"]
     if talk.dry_run:
         talk.say(" ".join(argv))
@@ -107,7 +102,7 @@ def tensorboard(talk: Talk, words: str, port: int) -> None:
 
 def report(talk: Talk, words: str, picture: str) -> Answer:
     """The task `report`."""
-    run = find_run(roots_of(talk), words)
+    run = find_run(load_jobs(talk).roots(), words)
     if picture:
         draw_losses(run, Path(picture))
         talk.say(f"drew {picture}")

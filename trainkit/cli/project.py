@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-import invoke
+from invoke.exceptions import Exit as Leave
 
 import trainkit
 from trainkit.base.errors import ConfigError
@@ -23,11 +23,13 @@ def test(*, slow: bool, k: str, lint: bool) -> None:
         raise ConfigError(f"trainkit is installed in {root}, which is no checkout with tests", hint="clone the project and run ./inv test there")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the test extra is not installed ({', '.join(missing)} missing)", hint="./inv test installs it; or pip install -e '.[test]' -c constraints.txt")
+        raise ConfigError(
+            f"the test extra is not installed ({', '.join(missing)} missing)", hint="./inv test installs it; or pip install -e '.[test]' -c constraints.txt"
+        )
     checks = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]] if lint else []
     pytest = ["pytest", "-n", str(len(os.sched_getaffinity(0))), "--dist", "worksteal", *(["-k", k] if k else []), *([] if slow else ["-m", "not slow"])]
     for words in [*checks, pytest]:
         print(f"$ {' '.join(words)}", flush=True)
         code = subprocess.run([sys.executable, "-m", *words], cwd=root, check=False).returncode
         if code:
-            raise invoke.Exit(code=code)
+            raise Leave(code=code)

@@ -18,7 +18,6 @@ from trainkit.cli.progress import TrainingView
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.data.paths import DataFolder
 from trainkit.engines import ENGINES
-from trainkit.jobs.load import find_root
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.outcome import Outcome
@@ -92,10 +91,12 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
 
 def resume(talk: Talk, words: str, *, share: bool) -> Answer:
     """The task `resume`."""
-    run = find_run(find_root(talk.folder), words)
+    run = find_run(load_jobs(talk).roots(), words)
     record, job = read_record(run), read_job(run.job)
     if record.state == "running":
-        raise TrainkitError(f"run {run.id} is still running (attempt {record.attempt}, step {record.step})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}")
+        raise TrainkitError(
+            f"run {run.id} is still running (attempt {record.attempt}, step {record.step})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}"
+        )
     if record.state == "succeeded":
         talk.say(f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is nothing to resume")
         return Answer(record.to_json())

@@ -5,7 +5,7 @@ A repository of your own gets them with one line in its tasks.py: `from trainkit
 
 from __future__ import annotations
 
-from invoke import Collection
+from invoke.collection import Collection
 
 from trainkit.cli.wrapper import Answer, Talk, make_task
 
@@ -93,7 +93,16 @@ def status(talk: Talk, run: str) -> Answer:
     return follow.status(talk, run)
 
 
-@make_task(positional=["run"], help={**RUN, "rank": "whose log", "attempt": "which attempt; 0: the newest", "follow": "go on printing until the run ends", "lines": "how many of the last lines; 0: all"})
+@make_task(
+    positional=["run"],
+    help={
+        **RUN,
+        "rank": "whose log",
+        "attempt": "which attempt; 0: the newest",
+        "follow": "go on printing until the run ends",
+        "lines": "how many of the last lines; 0: all",
+    },
+)
 def logs(talk: Talk, run: str, rank: int = 0, attempt: int = 0, follow: bool = False, lines: int = 50) -> None:
     """Print a rank's log."""
     from trainkit.cli import follow as follower

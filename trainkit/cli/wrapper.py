@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import invoke
+from invoke.context import Context
+from invoke.exceptions import Exit as Leave
+from invoke.tasks import Task
 
 from trainkit.base.errors import Exit, TrainkitError
 
@@ -59,8 +61,8 @@ Body = Callable[..., Answer | None]
 
 
 def make_task(
-    *, positional: Iterable[str] = (), iterable: Iterable[str] = (), help: dict[str, str] | None = None, reports: bool = False, dry: bool = False, name: str | None = None
-) -> Callable[[Body], invoke.Task[Any]]:
+    *, positional: Iterable[str] = (), iterable: Iterable[str] = (), help: dict[str, str] | None = None, reports: bool = False, dry: bool = False
+) -> Callable[[Body], Task[Any]]:
     """Turn a function (Talk, words...) into an Invoke task.
 
     Args:
@@ -71,13 +73,13 @@ def make_task(
         dry: the task takes `--dry-run`, and `invoke --dry` means the same.
     """
 
-    def decorate(body: Body) -> invoke.Task[Any]:
+    def decorate(body: Body) -> Task[Any]:
         own = list(inspect.signature(body).parameters.values())[1:]
         words = [p.name for p in own]
         extra = [n for n, wanted in (("json", reports), ("dry_run", dry)) if wanted]
 
         @functools.wraps(body)
-        def run(context: invoke.Context, **values: Any) -> None:
+        def run(context: Context, **values: Any) -> None:
             dry_run = bool(values.pop("dry_run", False)) or (dry and bool(context.config.run.dry))
             # Invoke keeps the folder of the tasks.py it found only here
             folder = Path(context.config._project_prefix or os.curdir).absolute()
@@ -89,8 +91,7 @@ def make_task(
         parameters = [inspect.Parameter("context", keyword), *own, *(inspect.Parameter(n, keyword, default=False) for n in extra)]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Invoke reads
         texts = {**{n.replace("_", "-"): COMMON_HELP[n.replace("_", "-")] for n in extra}, **(help or {})}
-        task: invoke.Task[Any] = invoke.task(run, name=name, positional=list(positional), iterable=list(iterable), help=texts, auto_shortflags=False)
-        return task
+        return Task(run, positional=list(positional), iterable=list(iterable), help=texts, auto_shortflags=False)
 
     return decorate
 
@@ -99,8 +100,8 @@ def _refuse_flag_words(body: Body, words: dict[str, str]) -> None:
     """Invoke takes `train --help` as "train the job called --help"."""
     for name, word in words.items():
         if word.startswith("-"):
-            task = body.__name__.replace("_", "-")
-            raise invoke.Exit(f"error: {task} needs a {name.upper()} before {word!r}\n  for its help: invoke --help {task}", code=Exit.USAGE)
+            verb = body.__name__.replace("_", "-")
+            raise Leave(f"error: {verb} needs a {name.upper()} before {word!r}\n  for its help: invoke --help {verb}", code=Exit.USAGE)
 
 
 def _call(talk: Talk, body: Callable[[], Answer | None]) -> None:
@@ -109,22 +110,22 @@ def _call(talk: Talk, body: Callable[[], Answer | None]) -> None:
     except TrainkitError as error:
         if talk.json:
             print(json.dumps({"schema": "error/1", "exit": int(error.exit), "problems": error.problems()}, ensure_ascii=False))
-        raise invoke.Exit(f"error: {error}", code=int(error.exit)) from None
+        raise Leave(f"error: {error}", code=int(error.exit)) from None
     except KeyboardInterrupt:
-        raise invoke.Exit("interrupted; what was finished is kept", code=Exit.INTERRUPTED) from None
+        raise Leave("interrupted; what was finished is kept", code=Exit.INTERRUPTED) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: `invoke runs | head`
-        raise invoke.Exit(code=128 + signal.SIGPIPE) from None
+        raise Leave(code=128 + signal.SIGPIPE) from None
     except OSError as error:
-        raise invoke.Exit(f"error: {error.strerror or error}: {error.filename or ''}", code=Exit.STAGE_FAILED) from None
-    except invoke.Exit:
+        raise Leave(f"error: {error.strerror or error}: {error.filename or ''}", code=Exit.STAGE_FAILED) from None
+    except Leave:
         raise
     except Exception:
         traceback.print_exc()
-        raise invoke.Exit("error: this is a bug in trainkit; please report it with the lines above", code=Exit.BUG) from None
+        raise Leave("error: this is a bug in trainkit; please report it with the lines above", code=Exit.BUG) from None
     if answer is None:
         return
     if talk.json:
         print(json.dumps(answer.document, ensure_ascii=False))
     if answer.exit:
-        raise invoke.Exit(code=int(answer.exit))
+        raise Leave(code=int(answer.exit))

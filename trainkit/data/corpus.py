@@ -37,7 +37,7 @@ def _lines(path: Path) -> Iterator[bytes]:
             return
         reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
         try:
-            yield from io.BufferedReader(reader, 2**20)  # type: ignore[arg-type]  # the stub lacks RawIOBase
+            yield from io.BufferedReader(reader, 2**20)
         except zstandard.ZstdError as error:
             raise _bad(path, 0, f"is no whole zstandard file: {error}", "fetch or write it again") from None
 

@@ -30,8 +30,7 @@ def json_schema() -> dict[str, Any]:
             properties[key] = {"description": properties[key]["description"], "type": "string"}
         properties["extends"] = _EXTENDS
     groups: dict[str, Any] = {
-        kind: {"type": "object", "propertyNames": {"pattern": NAME}, "additionalProperties": {"$ref": _REF + model.__name__}}
-        for kind, model in TABLES.items()
+        kind: {"type": "object", "propertyNames": {"pattern": NAME}, "additionalProperties": {"$ref": _REF + model.__name__}} for kind, model in TABLES.items()
     }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",

@@ -47,6 +47,12 @@ class Jobs:
         name = defaults.value("job") if defaults else None
         return name if isinstance(name, str) else None
 
+    def roots(self) -> list[Path]:
+        """Folders that runs may lie in: that of jobs.toml first, then every cluster's root."""
+        clusters = [self._builder.build("clusters", name, (), Findings()) for name in self._builder.tables("clusters")]
+        given = [Path(root) for root in (cluster.value("root") for cluster in clusters) if isinstance(root, str)]
+        return list(dict.fromkeys([self.root, *given]))
+
     def describe(self) -> list[Row]:
         """The listing. Answers for broken jobs too; `check` says what is wrong with them."""
         tables = self._builder.tables("jobs")

@@ -7,7 +7,6 @@ refused with words, never ignored.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -19,12 +18,19 @@ NAME = r"^[a-z0-9][a-z0-9_-]*$"
 
 @dataclass(frozen=True)
 class ToCome:
-    """Values of a key that a later version will take."""
+    """Values of a key that a later version will take: those listed, and integers above a limit."""
 
-    values: Container[object]
+    values: tuple[str | int, ...] = ()
+    above: int | None = None
+
+    def includes(self, value: object) -> bool:
+        """Whether `value` is one of them."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value in self.values or (self.above is not None and value > self.above)
+        return isinstance(value, str) and value in self.values
 
 
-_ABOVE_ONE = ToCome(range(2, 2**31))
+_ABOVE_ONE = ToCome(above=1)
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*"
 Strings = Annotated[tuple[str, ...], Field(strict=False)]  # not strict: TOML and JSON have lists, not tuples
 SecretNames = Annotated[tuple[Annotated[str, Field(pattern=_VARIABLE + r"\??$")], ...], Field(strict=False)]

@@ -151,7 +151,7 @@ def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
     key = key_of(spot.node) if spot.node else ".".join(str(part) for part in found["loc"])
     later = next((entry for entry in spot.field.metadata if isinstance(entry, ToCome)), None) if spot.field else None
     allowed = _allowed(spot.field)
-    if later and not isinstance(value, bool) and value in later.values:
+    if later and later.includes(value):
         return Problem(f"{key} = {_toml(value)} {NOT_YET}", spot.place, f"in this version: {allowed}")
     hint = spot.field.description or "" if spot.field else ""
     if kind in _EXPECTED:

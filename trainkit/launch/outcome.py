@@ -12,7 +12,16 @@ from trainkit.runs.folder import AttemptFolder
 from trainkit.runs.record import FailureClass
 
 # What a rank says when a peer died under it: never the root cause while another rank says something else.
-PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "[c10d]", "connectFullMesh", "gloo/transport", "ProcessGroup")
+PEER_WORDS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "[c10d]",
+    "connectFullMesh",
+    "gloo/transport",
+    "ProcessGroup",
+)
 
 
 @dataclass(frozen=True)

@@ -40,5 +40,7 @@ def locked_slots(job: Job, run: RunFolder, *, share: bool) -> Iterator[None]:
                 stack.enter_context(locked(folder / f"{name}.lock", {"run": run.id, "folder": str(run.path)}, wait=False))
             except Busy as busy:
                 who = f"run {busy.holder.get('run', 'unknown')} (pid {busy.holder.get('pid', '?')}, {busy.holder.get('folder', '?')})"
-                raise TrainkitError(f"{name} of this host is taken by {who}", exit=Exit.HOSTS_BUSY, hint="wait for it, stop it, or run beside it with --share") from None
+                raise TrainkitError(
+                    f"{name} of this host is taken by {who}", exit=Exit.HOSTS_BUSY, hint="wait for it, stop it, or run beside it with --share"
+                ) from None
         yield

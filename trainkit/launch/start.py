@@ -110,4 +110,6 @@ def _attempt(run: RunFolder, job: Job, watch: Watch, secrets: Mapping[str, str])
                 watch.begin(run)
                 return supervisor.run(interrupts)
     except Busy as busy:
-        raise TrainkitError(f"run {run.id} is running already (pid {busy.holder.get('pid', '?')})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}") from None
+        raise TrainkitError(
+            f"run {run.id} is running already (pid {busy.holder.get('pid', '?')})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}"
+        ) from None

@@ -69,7 +69,9 @@ def secret_values(names: tuple[str, ...], environment: Mapping[str, str]) -> dic
     """Values of the named secrets. Raises ConfigError naming every one that must be there and is not; "NAME?" may be absent."""
     missing = [n for n in names if not n.endswith("?") and n not in environment]
     if missing:
-        raise ConfigError(f"secrets not in the environment: {', '.join(missing)}", hint="export them, or write NAME? in clusters.X.secrets where one is optional")
+        raise ConfigError(
+            f"secrets not in the environment: {', '.join(missing)}", hint="export them, or write NAME? in clusters.X.secrets where one is optional"
+        )
     plain = [n.rstrip("?") for n in names]
     return {n: environment[n] for n in plain if n in environment}
 
@@ -89,7 +91,9 @@ def world_document(run: RunFolder, attempt: int, command: Command, allocation: A
     )
 
 
-def rank_environment(world: Mapping[str, Any], node_rank: int, local_rank: int, attempt: AttemptFolder, parent_pid: int, secrets: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(
+    world: Mapping[str, Any], node_rank: int, local_rank: int, attempt: AttemptFolder, parent_pid: int, secrets: Mapping[str, str]
+) -> dict[str, str]:
     """The whole environment of one rank: what is passed on, the command's, torch's variables, and where to report.
 
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are torchrun's
@@ -113,4 +117,3 @@ def rank_environment(world: Mapping[str, Any], node_rank: int, local_rank: int, 
     }
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if world["master_addr"] == "127.0.0.1" else {}
     return {**world["passed_on"], **loopback, **world["command"]["env"], **secrets, **own}
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -134,32 +135,28 @@ def read_record(run: RunFolder) -> Record:
     return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", cause, [])
 
 
-def all_runs(root: Path) -> list[RunFolder]:
-    """Every run below <root>/runs, oldest first."""
-    folder = root / "runs"
-    if not folder.is_dir():
-        return []
-    found = [RunFolder(run) for job in folder.iterdir() if job.is_dir() for run in job.iterdir() if (run / "job.json").is_file()]
+def all_runs(roots: Iterable[Path]) -> list[RunFolder]:
+    """Every run below ROOT/runs of any root, oldest first."""
+    jobs = [job for root in roots if (root / "runs").is_dir() for job in (root / "runs").iterdir() if job.is_dir()]
+    found = [RunFolder(run) for job in jobs for run in job.iterdir() if (run / "job.json").is_file()]
     return sorted(found, key=lambda run: run.id)
 
 
-def find_run(root: Path, words: str) -> RunFolder:
+def find_run(roots: Sequence[Path], words: str) -> RunFolder:
     """The run `words` means: an id, a unique prefix of one, a job's name (its newest run), or "last".
 
     Raises ConfigError (exit 3) where there is none or more than one.
     """
-    runs = all_runs(root)
+    runs = all_runs(roots)
     if not runs:
-        raise ConfigError(f"there are no runs in {root / 'runs'}", hint="start one: invoke train JOB")
+        raise ConfigError(f"there are no runs in {' or '.join(str(root / 'runs') for root in roots)}", hint="start one: invoke train JOB")
     if words == "last":
         return runs[-1]
-    matches = [run for run in runs if run.id == words] or [run for run in runs if run.id.startswith(words)]
+    matches = (
+        [run for run in runs if run.id == words] or [run for run in runs if run.job_name == words][-1:] or [run for run in runs if run.id.startswith(words)]
+    )
     if len(matches) > 1:
         raise ConfigError(f"{words!r} is the beginning of {len(matches)} runs: {', '.join(run.id for run in matches[:8])}")
-    if matches:
-        return matches[0]
-    of_job = [run for run in runs if run.job_name == words]
-    if of_job:
-        return of_job[-1]
-    raise ConfigError(f"no run and no job with runs is called {words!r}", hint="invoke runs lists them; `last` is the newest")
-
+    if not matches:
+        raise ConfigError(f"no run and no job with runs is called {words!r}", hint="invoke runs lists them; `last` is the newest")
+    return matches[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.install import csrc_sha256, install
+from trainkit.base.install import InstallError, csrc_sha256, install
 from trainkit.base.unit import Progress, run_unit
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Unit
@@ -46,7 +46,11 @@ class Build:
     def need(self, job: Job | None, stamps: Path) -> Need | None:
         if not (CHECKOUT / "csrc").is_dir():
             if not compiled_sha256():
-                raise TrainkitError("the installed trainkit has no working C++ extension", exit=Exit.STAGE_FAILED, hint="install it again: pip install --force-reinstall trainkit")
+                raise TrainkitError(
+                    "the installed trainkit has no working C++ extension",
+                    exit=Exit.STAGE_FAILED,
+                    hint="install it again: pip install --force-reinstall trainkit",
+                )
             return None
         unit = Unit("compile", (sys.executable, "-I", "-m", "trainkit.stages.build"), {"root": str(CHECKOUT), "csrc": csrc_sha256(CHECKOUT)})
         return Need(self.name, "index", 1, {"csrc": unit.spec["csrc"]}, (), (), (unit,), evidence=_evidence)
@@ -54,7 +58,10 @@ class Build:
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Install the checkout into the running environment, which compiles the extension."""
-    install(Path(spec["root"]), [], Path(sys.executable))
+    try:
+        install(Path(spec["root"]), [], Path(sys.executable))
+    except InstallError as error:
+        raise TrainkitError(str(error), exit=Exit.STAGE_FAILED) from None
     if compiled_sha256() != csrc_sha256(Path(spec["root"])):
         raise TrainkitError("the extension was built but does not load as built from csrc/", exit=Exit.STAGE_FAILED)
     return {}

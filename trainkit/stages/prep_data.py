@@ -102,7 +102,9 @@ class _Units:
             "eod_token": self.tokenizer.eod_token,
             "prefix": str(prefix),
         }
-        return Unit(f"tokens-{shard.name}", _module("trainkit.data.shard"), spec, (prefix.with_suffix(".bin"), prefix.with_suffix(".idx")), ("tokenizer",), shard.size)
+        return Unit(
+            f"tokens-{shard.name}", _module("trainkit.data.shard"), spec, (prefix.with_suffix(".bin"), prefix.with_suffix(".idx")), ("tokenizer",), shard.size
+        )
 
     def _merge(self, text: list[Unit], tokens: list[Unit]) -> Unit:
         prefix = self.folder.prefix

@@ -102,4 +102,6 @@ def refuse_stale(needs: Sequence[Need], root: Path) -> None:
     """`--no-stages`: raise (exit 5) naming every stage that is stale and why."""
     stale = [v for v in (judge(need, stamps_folder(root, need.stage)) for need in needs) if not v.fresh]
     if stale:
-        raise TrainkitError("; ".join(map(str, stale)), exit=Exit.STAGE_STALE, hint="run it without --no-stages, or `invoke prep-data` and `invoke build` first")
+        raise TrainkitError(
+            "; ".join(map(str, stale)), exit=Exit.STAGE_STALE, hint="run it without --no-stages, or `invoke prep-data` and `invoke build` first"
+        )

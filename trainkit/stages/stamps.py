@@ -109,7 +109,14 @@ def _judge_stamp(need: Need, stamp: dict[str, Any] | None) -> tuple[bool, str]:
 def write_stamp(need: Need, stamps: Path, inputs: list[Any]) -> None:
     """Record success. `inputs` are the identities seen before the work began: a file changed meanwhile makes it stale."""
     value = document(
-        SCHEMA, stage=need.stage, name=need.name, version=need.version, settings=dict(need.settings), inputs=inputs, outputs=_identities(need.outputs), made=utc_now()
+        SCHEMA,
+        stage=need.stage,
+        name=need.name,
+        version=need.version,
+        settings=dict(need.settings),
+        inputs=inputs,
+        outputs=_identities(need.outputs),
+        made=utc_now(),
     )
     write_json(stamp_path(stamps, need), value)
 

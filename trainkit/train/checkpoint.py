@@ -15,9 +15,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
 from pydantic import Field, NonNegativeInt, ValidationError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
@@ -183,14 +185,20 @@ def save(
     dist.barrier()
     writer = Writer(temporary, rank)
     try:
-        dcp.save(tensors, storage_writer=writer, planner=TensorSavePlanner())
-    except dcp.CheckpointException as error:
+        write_tensors(tensors, storage_writer=writer, planner=TensorSavePlanner())
+    except CheckpointException as error:
         who, (reason, _) = next(iter(error.failures.items()))
         raise TrainkitError(f"rank {who} could not write checkpoint {target}: {reason!r}", exit=Exit.RANK_INFRA) from error
     if rank == 0:
-        versions = {"trainkit": trainkit.__version__, "torch": torch.__version__, "python": platform.python_version()}
         manifest = Manifest(
-            step=step, consumed_samples=consumed_samples, files=tuple(writer.files), tensors=writer.tensors, layout=layout, job=job, versions=versions, state=state
+            step=step,
+            consumed_samples=consumed_samples,
+            files=tuple(writer.files),
+            tensors=writer.tensors,
+            layout=layout,
+            job=job,
+            versions={"trainkit": trainkit.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            state=state,
         )
         write_text(temporary / MANIFEST, json.dumps(manifest.model_dump(mode="json", by_alias=True), separators=(",", ":")))
         if target.exists():  # only a damaged one that resume passed over can be in the way
@@ -200,9 +208,12 @@ def save(
 
 
 def prune(checkpoints: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints with a manifest. One is renamed first: it is never half there under its name."""
-    whole = [folder for folder in finished(checkpoints) if (folder / MANIFEST).is_file()]
-    for folder in whole[:-keep_last]:
+    """Delete all but the newest `keep_last` valid checkpoints, by their manifests and sizes.
+
+    Damaged ones neither count nor go: a person may want to look. One that goes is renamed first, so that it is never half there.
+    """
+    valid = [folder for folder in finished(checkpoints) if not verify(folder, hashes=False)]
+    for folder in valid[:-keep_last]:
         shutil.rmtree(folder.rename(folder.with_name(folder.name + UNFINISHED)))
 
 
@@ -223,4 +234,4 @@ def load(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         raise TrainkitError(f"{checkpoint.folder} is a checkpoint of another model:\n  " + "\n  ".join(problems[:20]), exit=Exit.CONFIG)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
-        dcp.load(tensors, storage_reader=Reader(checkpoint.folder, saved), planner=TensorLoadPlanner(), no_dist=not dist.is_initialized())
+        read_tensors(tensors, storage_reader=Reader(checkpoint.folder, saved), planner=TensorLoadPlanner(), no_dist=not dist.is_initialized())

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -51,12 +52,10 @@ def shard(model: GPT, mesh: DeviceMesh) -> FSDPModule:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if mesh.device_type == "cpu" else torch.float32)
     for module in (*model.layers.values(), model):
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    root = cast(FSDPModule, model)
-    for unit in root.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-    return root
+        unit = cast(FSDPModule, module)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    return cast(FSDPModule, model)
 
 
 def prepare_backward(model: FSDPModule, *, last: bool) -> None:
@@ -66,7 +65,7 @@ def prepare_backward(model: FSDPModule, *, last: bool) -> None:
     model.set_reshard_after_backward(last)
 
 
-def release(model: FSDPModule) -> None:
+def release(model: nn.Module) -> None:
     """Free the parameters that a forward without a backward left gathered."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):

@@ -77,7 +77,8 @@ def _samples(job: Job, split: Split, vocab: int) -> Samples:
     samples = NativeSamples(IndexedDataset(data_folder(job).prefix), job.dataset.split, split, length)
     if samples.num_samples == 0:
         where = f"datasets.{job.dataset.name}.split ({job.dataset.split!r})"
-        raise ConfigError(f"{where} leaves the {split} split no sample of {length} tokens", hint="give it more weight, shorten seq_length, or set eval_iters = 0")
+        hint = "give it more weight, shorten seq_length, or set eval_iters = 0"
+        raise ConfigError(f"{where} leaves the {split} split no sample of {length} tokens", hint=hint)
     return samples
 
 
@@ -101,6 +102,6 @@ class Feed:
                 self.datasets[dataset_G[at]].read(int(number_G[at]), row)
             if (highest := int(samples.max())) >= self.vocab or samples.min() < 0:
                 raise ConfigError(f"token id {highest} in samples {positions} of {self.split}, but the vocabulary has {self.vocab}", hint="run prep-data anew")
-            checksum = sum(xxhash.xxh32_intdigest(row) for row in samples)
+            checksum = sum(int(xxhash.xxh32_intdigest(row.tobytes())) for row in samples)
             tokens = torch.from_numpy(samples).to(self.device)
             yield Batch(tokens[:, :-1], tokens[:, 1:], checksum)

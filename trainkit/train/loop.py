@@ -44,6 +44,7 @@ class Trainer:
     """
 
     def __init__(self, job: Job, run: RunFolder, world: World, heartbeat: Heartbeat, stop: threading.Event) -> None:
+        heartbeat.beat("load", 0)
         check_layout(job, world)
         self.job, self.run, self.world, self.heartbeat, self.stop = job, run, world, heartbeat, stop
         self.device, mesh = data_parallel.join(world, job.cluster.device)
@@ -76,7 +77,7 @@ class Trainer:
         if (found := int(step)) >= 0:
             saved = checkpoint.open_checkpoint(checkpoint.folder_of(self.run.checkpoints, found))
             checkpoint.load(saved, self.tensors())
-            set_steps(self.optimizer, found)
+            set_steps(self.optimizer, int(saved.manifest.state["optimizer_steps"]))
             self.step, self.consumed_samples = found, saved.manifest.consumed_samples
 
     def train(self) -> Exit:
@@ -172,7 +173,7 @@ class Trainer:
         for i in range(iters):
             for batch in self.valid_feed.read(i * self.job.global_batch_size):
                 loss += token_loss(self.model(batch.tokens_BS), batch.labels_BS)
-        data_parallel.release(self.sharded)
+        data_parallel.release(self.model)
         dist.all_reduce(loss)
         if self.reporter:
             mean = float(loss) / (iters * self.micro_batches)

@@ -57,7 +57,8 @@ class Block(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
-        return x_BSH + self.mlp(self.mlp_norm(x_BSH))
+        x_BSH = x_BSH + self.mlp(self.mlp_norm(x_BSH))
+        return x_BSH
 
 
 class GPT(nn.Module):

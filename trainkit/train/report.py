@@ -27,7 +27,7 @@ class Reporter:
         cut(run.metrics, step)
         self.job = job
         self.metrics = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115  (stays open for the run)
-        self.board = SummaryWriter(str(run.tensorboard), purge_step=step + 1)  # type: ignore[no-untyped-call]
+        self.board = SummaryWriter(str(run.tensorboard), purge_step=step + 1)
 
     def step(self, row: dict[str, Any]) -> None:
         """One training row: to the metrics, to TensorBoard under Megatron's names, and as its log line to stdout."""
@@ -58,16 +58,16 @@ class Reporter:
     def sync(self) -> None:
         """Make everything reported so far durable: a checkpoint must not know more than the metrics."""
         os.fsync(self.metrics.fileno())
-        self.board.flush()  # type: ignore[no-untyped-call]
+        self.board.flush()
 
     def close(self) -> None:
         self.sync()
         self.metrics.close()
-        self.board.close()  # type: ignore[no-untyped-call]
+        self.board.close()
 
     def _append(self, row: dict[str, Any]) -> None:
         self.metrics.write(json.dumps(row) + "\n")
         self.metrics.flush()
 
     def _scalar(self, tag: str, value: float, step: int) -> None:
-        self.board.add_scalar(tag, value, step)  # type: ignore[no-untyped-call]
+        self.board.add_scalar(tag, value, step)

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, Metadata, StorageReader, StorageWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
@@ -121,7 +121,7 @@ class Writer(StorageWriter):
             for item in plan.items:
                 part = cast(torch.Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
                 padding = bytes(-file.tell() % ALIGNMENT)
-                data = memoryview(part.flatten().view(torch.uint8).numpy())
+                data = part.flatten().view(torch.uint8).numpy().data
                 box, start = _box(item), file.tell() + len(padding)
                 for piece in (padding, data):
                     file.write(piece)

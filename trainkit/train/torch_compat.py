@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -13,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 def local_part(tensor: Tensor) -> Tensor:
     """The elements this rank holds, sharing storage: the local shard of a DTensor, else the tensor itself."""
     tensor = tensor.detach()
-    return cast(Tensor, tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:

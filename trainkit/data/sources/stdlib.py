@@ -40,10 +40,7 @@ class Stdlib:
                 groups.append(([], 0))
             names, total = groups[-1]
             groups[-1] = ([*names, name], total + size)
-        return [
-            Shard(f"{i:05d}", corpus / f"shard-{i:05d}.jsonl.zst", size, {"folder": str(stdlib), "files": names})
-            for i, (names, size) in enumerate(groups)
-        ]
+        return [Shard(f"{i:05d}", corpus / f"shard-{i:05d}.jsonl.zst", size, {"folder": str(stdlib), "files": names}) for i, (names, size) in enumerate(groups)]
 
     def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
         left_out = {"not_utf8": 0, "empty": 0}

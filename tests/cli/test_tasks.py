@@ -1,0 +1,111 @@
+"""The command line as a person meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TASKS, Project
+
+TASK_NAMES = ["build", "check", "generate", "jobs", "logs", "prep-data", "report", "resume", "runs", "show", "status", "tensorboard", "test", "train"]
+
+
+def test_the_surface_is_frozen(project: Project) -> None:
+    listed = json.loads(project.invoke("--list", "--list-format=json").stdout)
+    assert sorted(task["name"] for task in listed["tasks"]) == TASK_NAMES
+    assert all(task["help"] for task in listed["tasks"])
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_every_task_has_help(project: Project, task: str) -> None:
+    out = project.invoke("--help", task).stdout
+    assert "Docstring:" in out and f" {task} " in out
+
+
+def test_a_flag_is_no_job(project: Project) -> None:
+    refused = project.invoke("train", "--help", exit=1)
+    assert refused.stderr == "error: train needs a JOB before '--help'\n  for its help: invoke --help train\n"
+    assert project.invoke("prep-data", "--dri-run", exit=1)
+
+
+def test_an_unknown_job_names_the_nearest(project: Project) -> None:
+    refused = project.invoke("train", "txt", exit=3)
+    assert "has no job 'txt'" in refused.stderr and "'text'" in refused.stderr and refused.stdout == ""
+    error = project.document("train", "txt", exit=3)
+    assert error["schema"] == "error/1" and error["exit"] == 3 and "txt" in error["problems"][0]["message"]
+
+
+def test_every_mistake_is_told_at_once_with_file_and_line(project: Project) -> None:
+    path = project.path / "jobs.toml"
+    text = (
+        path.read_text()
+        .replace("num_layers = 2", 'num_layers = "2"')
+        .replace("lr_warmup_iters = 2, eval_iters = 1, save_interval", "lr_warmupiters = 2, eval_iters = 1, save_interval")
+    )
+    path.write_text(text)
+    lines = text.splitlines()
+    layer, warmup = (
+        1 + next(i for i, line in enumerate(lines) if 'num_layers = "2"' in line),
+        1 + next(i for i, line in enumerate(lines) if "lr_warmupiters" in line),
+    )
+    for words in (["check"], ["train", "text"], ["show", "text"]):
+        refused = project.invoke(*words, exit=3).stderr
+        assert f"jobs.toml:{layer}: " in refused and f"jobs.toml:{warmup}: " in refused and "'lr_warmup_iters'" in refused
+    assert not (project.path / "runs").exists() and not (project.path / "data").exists()
+
+
+def test_broken_toml_and_no_toml(project: Project, tmp_path: Path) -> None:
+    (project.path / "jobs.toml").write_text("[jobs.a\n")
+    assert "jobs.toml:1" in project.invoke("jobs", exit=3).stderr
+    (project.path / "jobs.toml").unlink()
+    assert "no jobs.toml" in project.invoke("jobs", exit=3).stderr
+
+
+def test_json_is_one_document_and_prose_is_on_stderr(project: Project) -> None:
+    for words, schema in (
+        (["jobs"], "jobs/1"),
+        (["show", "text"], "job/1"),
+        (["show", "text", "--explain", "training.lr"], "explain/1"),
+        (["check"], "check/1"),
+        (["runs"], "runs/1"),
+        (["build"], "stages/1"),
+        (["prep-data"], "stages/1"),
+        (["train", "text", "--dry-run"], "dry-run/1"),
+    ):
+        assert project.document(*words)["schema"] == schema
+
+
+def test_bare_prep_data_serves_the_default_job_and_says_so(project: Project) -> None:
+    assert "for the job text, named in [defaults]" in project.invoke("prep-data").stdout
+    assert "mock data needs no preparation" in project.invoke("prep-data", "--job", "random").stdout
+    path = project.path / "jobs.toml"
+    path.write_text(path.read_text().replace('[defaults]\njob = "text"', ""))
+    assert "--job" in project.invoke("prep-data", exit=3).stderr
+
+
+def test_runs_that_are_not_there(project: Project) -> None:
+    assert "there are no runs" in project.invoke("status", "last", exit=3).stderr
+    for words in (["status", "x"], ["logs", "x"], ["resume", "x"], ["generate", "x"], ["report", "x"]):
+        project.invoke(*words, exit=3)
+
+
+def test_from_a_subfolder_and_from_elsewhere(project: Project) -> None:
+    below = project.path / "corpus"
+    for folder, words in ((below, []), (Path("/"), ["--search-root", str(project.path)])):
+        done = subprocess.run([sys.executable, "-m", "invoke", *words, "jobs", "--json"], cwd=folder, capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["root"] == str(project.path)
+
+
+def test_a_closed_pipe_is_no_error(project: Project) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m invoke show text | true"], cwd=project.path, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr and "Error" not in done.stderr
+
+
+def test_tasks_file_is_one_line() -> None:
+    assert TASKS.count("\n") == 1
