@@ -54,7 +54,7 @@ generate = { prompt = "the ", max_new_tokens = 8 }
 cluster = "here"
 model = "tiny-mock"
 dataset = "mock"
-training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 30, lr = 1e-2, lr_warmup_iters = 2, eval_iters = 1, eval_interval = 10, save_interval = 5 }
+training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 30, lr = 1e-2, eval_iters = 1, eval_interval = 10, save_interval = 5 }
 """
 
 
@@ -72,17 +72,8 @@ class Project:
 
     def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
         """Start `invoke WORDS...` in a session of its own."""
-        argv = [sys.executable, "-m", "invoke", *words]
-        return subprocess.Popen(
-            argv,
-            cwd=self.path,
-            env=self.environment(**more),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        argv, pipe, env = [sys.executable, "-m", "invoke", *words], subprocess.PIPE, self.environment(**more)
+        return subprocess.Popen(argv, cwd=self.path, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
     def invoke(self, *words: str, exit: int = 0, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
         """Run `invoke WORDS...`; fails unless it ends with `exit`. No task may ever show a traceback."""

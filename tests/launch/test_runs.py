@@ -230,6 +230,24 @@ def test_the_same_losses_on_1_2_and_4_ranks(project: Project) -> None:
     assert len({r["batch_checksum"] for r in one}) == 30
 
 
+def test_resumed_on_another_number_of_ranks(project: Project) -> None:
+    project.invoke("train", "random")
+    slow_down(project)
+    process = project.start("train", "random", "--set", "training.train_iters=30")
+    rank_pids(project, runs=2)
+    wait_for_step(project, 6)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert "training.seed cannot change" in project.invoke("resume", "last", "--set", "training.seed=1", exit=3).stderr
+    project.invoke("resume", "last", "--set", "cluster.ranks_per_node=4")
+    whole, split = ({r["step"]: r for r in project.metrics(run) if "eval" not in r} for run in project.runs())
+    assert list(whole) == list(split) and len(split) == 30
+    for step, row in split.items():
+        assert row["batch_checksum"] == whole[step]["batch_checksum"] and row["lm_loss"] == pytest.approx(whole[step]["lm_loss"], abs=1e-4)
+    job = json.loads((project.runs()[-1] / "job.json").read_text())
+    assert job["job"]["cluster"]["ranks_per_node"] == 4 and job["origins"]["cluster.ranks_per_node"]["place"] == "--set"
+
+
 def test_secrets_reach_the_ranks_and_no_file(project: Project) -> None:
     path = project.path / "jobs.toml"
     path.write_text(path.read_text().replace("[clusters.here]", '[clusters.here]\nsecrets = ["MY_API", "MAYBE?"]'))

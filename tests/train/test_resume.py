@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.distributed import finish
 from tests.train.support import new_run, start_ranks, tiny_job
@@ -71,6 +72,9 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert finish(start_ranks(broken, 2), 100) == [0, 0]
     assert facts(broken) == facts(whole)
     assert not list(broken.checkpoints.glob("*.tmp"))
+    board = EventAccumulator(str(broken.tensorboard)).Reload()
+    assert [event.step for event in board.Scalars("lm loss")] == list(range(1, 13))
+    assert [event.step for event in board.Scalars("lm loss validation")] == [0, 4, 8, 12]
 
 
 def test_usr1_saves_at_the_step_and_term_from_the_parent_does_not(tmp_path: Path) -> None:

@@ -92,8 +92,10 @@ def _follow(talk: Talk, run: RunFolder, path: Path) -> None:
 def tensorboard(talk: Talk, words: str, port: int) -> None:
     """The task `tensorboard`: becomes TensorBoard."""
     roots = load_jobs(talk).roots()
-    folder = find_run(roots, words).tensorboard if words else roots[0] / "runs"
-    argv = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", str(port), "--host", "localhost"]
+    where = ["--logdir", str(find_run(roots, words).tensorboard if words else roots[0] / "runs")]
+    if not words and len(roots) > 1:
+        where = ["--logdir_spec", ",".join(f"{root.name}:{root / 'runs'}" for root in roots)]
+    argv = [sys.executable, "-m", "tensorboard.main", *where, "--port", str(port), "--host", "localhost"]
     if talk.dry_run:
         talk.say(" ".join(argv))
         return

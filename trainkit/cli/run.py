@@ -18,7 +18,7 @@ from trainkit.cli.progress import TrainingView
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.data.paths import DataFolder
 from trainkit.engines import ENGINES
-from trainkit.jobs.resolved import read_job
+from trainkit.jobs.change import changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.outcome import Outcome
 from trainkit.launch.start import Watch, resume_run, start_run
@@ -89,15 +89,17 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     return _finish(talk, run, job, outcome)
 
 
-def resume(talk: Talk, words: str, *, share: bool) -> Answer:
+def resume(talk: Talk, words: str, sets: Sequence[str], *, share: bool) -> Answer:
     """The task `resume`."""
     run = find_run(load_jobs(talk).roots(), words)
-    record, job = read_record(run), read_job(run.job)
+    record = read_record(run)
+    changed, job = changed_job(run.job, sets)
     if record.state == "running":
         raise TrainkitError(
             f"run {run.id} is still running (attempt {record.attempt}, step {record.step})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}"
         )
-    if record.state == "succeeded":
+    _checked_plan(job, _vocab_size(job))
+    if record.state == "succeeded" and record.step >= job.training.train_iters:
         talk.say(f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is nothing to resume")
         return Answer(record.to_json())
     if talk.dry_run:
@@ -106,7 +108,7 @@ def resume(talk: Talk, words: str, *, share: bool) -> Answer:
     talk.say(f"run {run.id} was {record.state} at step {record.step}; going on as attempt {record.attempt + 1}")
     view = TrainingView(talk.console, job.training.train_iters)
     try:
-        outcome = resume_run(run, job, Watch(view.begin, view.tick, view.notice), share=share)
+        outcome = resume_run(run, job, changed, Watch(view.begin, view.tick, view.notice), share=share)
     finally:
         view.end()
     return _finish(talk, run, job, outcome)

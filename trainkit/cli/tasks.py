@@ -69,12 +69,18 @@ def train(talk: Talk, job: str, set: list[str] | None = None, no_stages: bool = 
     return run.train(talk, job, set or [], stages=not no_stages, share=share)
 
 
-@make_task(positional=["run"], help={**RUN, "share": "run beside another run on this host's slots"}, reports=True, dry=True)
-def resume(talk: Talk, run: str, share: bool = False) -> Answer:
-    """Go on with a run from its newest valid checkpoint."""
+@make_task(
+    positional=["run"],
+    iterable=["set"],
+    help={**RUN, "set": "a.b=value: change the number of ranks, intervals or length; may be repeated", "share": "run beside another run on this host's slots"},
+    reports=True,
+    dry=True,
+)
+def resume(talk: Talk, run: str, set: list[str] | None = None, share: bool = False) -> Answer:
+    """Go on with a run from its newest valid checkpoint, on the same or another number of ranks."""
     from trainkit.cli import run as runner
 
-    return runner.resume(talk, run, share=share)
+    return runner.resume(talk, run, set or [], share=share)
 
 
 @make_task(help={"job": "only this job's"}, reports=True)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
@@ -14,6 +15,7 @@ from trainkit.base.files import read_json, write_json, write_text
 from trainkit.base.forms import document, expect
 from trainkit.base.locks import Busy, locked
 from trainkit.engines import ENGINES
+from trainkit.jobs.change import write_changed_job
 from trainkit.jobs.resolved import Resolved, write_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.outcome import Outcome
@@ -62,14 +64,15 @@ def start_run(resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Pa
             shutil.rmtree(run.path)
 
 
-def resume_run(run: RunFolder, job: Job, watch: Watch, *, share: bool) -> Outcome:
-    """Follow the next attempt of a run to the end.
+def resume_run(run: RunFolder, job: Job, document: dict[str, Any], watch: Watch, *, share: bool) -> Outcome:
+    """Follow the next attempt of a run to the end. `document` is the job.json it goes on with.
 
     Raises TrainkitError: 17 if it is running or the host's slots are taken, 5 if its data changed, 3 if a secret is missing.
     """
     refuse_other_inputs(run)
     secrets = secret_values(job.cluster.secrets, os.environ)
     with locked_slots(job, run, share=share):
+        write_changed_job(run.job, document)
         return _attempt(run, job, watch, secrets)
 
 

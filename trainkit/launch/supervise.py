@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import threading
@@ -22,7 +23,7 @@ from trainkit.runs.record import EventLog
 POLL_SECONDS = 0.05
 ECHO_SECONDS = 0.5  # how long peers of a failed rank have to write down their own view before they are stopped
 GRACE_SECONDS = 3.0  # TERM to KILL
-TEARDOWN_SECONDS = 20.0  # from a rank's word of success to the end of its process
+TEARDOWN_SECONDS = 20.0  # from the good end of one rank to that of the last: they all end at the same step
 
 
 class Interrupts:
@@ -113,15 +114,13 @@ class Supervisor:
 
     def _watch(self, interrupts: Interrupts) -> None:
         heeded = 0
-        deadline: float | None = None
+        deadline = float("inf")  # when ranks that still run are stopped
         while self.children:
             for rank in [r for r, child in self.children.items() if not running(child)]:
                 end = self._ended(rank, stopped=False)
-                if end.code == 0 or said_done(self.attempt, rank):
-                    deadline = deadline or time.monotonic() + TEARDOWN_SECONDS
-                elif end.code != Exit.PREEMPTED:
-                    deadline = min(deadline or float("inf"), time.monotonic() + ECHO_SECONDS)
-            if deadline is not None and time.monotonic() > deadline and self.children:
+                well = end.code in (Exit.DONE, Exit.PREEMPTED) or said_done(self.attempt, rank)
+                deadline = min(deadline, time.monotonic() + (TEARDOWN_SECONDS if well else ECHO_SECONDS))
+            if time.monotonic() > deadline:
                 self._stop_all("a rank has ended and its peers go on")
             if interrupts.count > heeded:
                 heeded = interrupts.count
@@ -135,7 +134,7 @@ class Supervisor:
             self.events.write("saving", ranks=sorted(self.children))
             for child in self.children.values():
                 if running(child):
-                    child.send_signal(signal.SIGUSR1)
+                    os.kill(child.pid, signal.SIGUSR1)  # send_signal would reap it
         else:
             self._stop_all("it was asked to stop at once")
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -83,8 +84,5 @@ def _tokenizer(job: Job) -> tuple[Tokenizer, int]:
     path = data_folder(job).tokenizer
     if not path.is_file():
         raise ConfigError(f"the tokenizer of dataset {job.dataset.name!r} is gone: {path}", hint="run prep-data again")
-    tokenizer = Tokenizer.from_file(str(path))
-    end = tokenizer.token_to_id(job.dataset.tokenizer.eod_token)
-    if end is None:
-        raise ConfigError(f"{path} has no token {job.dataset.tokenizer.eod_token!r}")
-    return tokenizer, int(end)
+    tokenizer = load_tokenizer(path)
+    return tokenizer, end_of_document(tokenizer, job.dataset.tokenizer.eod_token, path)

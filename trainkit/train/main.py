@@ -7,6 +7,7 @@ codes: 0; 12 told to stop, and saved; a TrainkitError's own; 9 for any other exc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -43,7 +44,9 @@ def record_error(error: BaseException, code: int, step: int) -> None:
 
     words = {"type": type(error).__name__, "message": str(error), "traceback": "".join(traceback.format_exception(error))}
     where = {"rank": int(os.environ.get("RANK", "0")), "host": os.uname().nodename, "step": step}
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return
+    with contextlib.suppress(OSError):  # a full disk must not hide the error itself, which is on stderr
         write_json(Path(path), document("rank-error/1", **where, time=utc_now(), timestamp=int(time.time()), exit=code, **words))
 
 

@@ -1,0 +1,67 @@
+"""What may be changed when a run goes on: how it is laid out, reported and kept, and how long it lasts; never which samples it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.files import read_json, write_json
+from trainkit.base.forms import expect
+from trainkit.jobs.layers import parse_sets
+from trainkit.jobs.origins import SET
+from trainkit.jobs.resolved import SCHEMA, read_job
+from trainkit.jobs.schema import Job
+from trainkit.jobs.words import choices
+
+CHANGEABLE = (
+    "cluster.ranks_per_node",
+    "training.micro_batch_size",
+    "training.train_iters",
+    "training.log_interval",
+    "training.eval_interval",
+    "training.eval_iters",
+    "training.save_interval",
+    "checkpoint.keep_last",
+    "generate.prompt",
+    "generate.max_new_tokens",
+)
+
+
+def changed_job(path: Path, sets: Sequence[str]) -> tuple[dict[str, Any], Job]:
+    """The job of job.json with overrides laid over it: (document job/1, job). Nothing is written.
+
+    The global batch stays what it was, even where it was derived from the number of ranks.
+
+    Raises ConfigError for a key that may not change once a run has begun, and for a value the schema refuses.
+    """
+    job = read_job(path)
+    document = expect(read_json(path), SCHEMA, path)
+    values, origins = document["job"], document["origins"]
+    if sets:
+        values["training"] |= {"global_batch_size": job.global_batch_size, "gradient_accumulation_steps": None}
+    problems = []
+    for origin in parse_sets(sets):
+        key = ".".join(origin.path)
+        if key not in CHANGEABLE:
+            problems.append(Problem(f"{key} cannot change once a run has begun", SET, choices(key, CHANGEABLE)))
+            continue
+        table, name = origin.path
+        values[table][name] = origin.value
+        former = origins[key]
+        overrode = [{"value": former["value"], "place": former["place"]}, *former["overrode"]]
+        origins[key] = {"value": origin.value, "place": str(SET), "overrode": overrode}
+    if problems:
+        raise ConfigError(problems)
+    try:
+        return document, Job.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError([Problem(f"{'.'.join(map(str, e['loc']))}: {e['msg']}", SET) for e in error.errors(include_url=False)]) from None
+
+
+def write_changed_job(path: Path, document: dict[str, Any]) -> None:
+    """Write the changed job.json, whole or not at all."""
+    write_json(path, document)
