@@ -73,8 +73,9 @@ class TrainingView:
         self.last_look = 0.0
 
     def begin(self, run: RunFolder) -> None:
-        """Start following; called before the ranks start."""
+        """Start following; called before the ranks start. What an earlier attempt has logged is not told again."""
         self.tail = MetricsTail(run.metrics)
+        self.tail.new_rows()
         self.console.print(f"run [bold]{run.id}[/] in {run.path}")
         columns = TextColumn("[bold]train[/]"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
         self.bar = Progress(*columns, console=self.console)
