@@ -109,3 +109,25 @@ def test_a_closed_pipe_is_no_error(project: Project) -> None:
 
 def test_tasks_file_is_one_line() -> None:
     assert TASKS.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["logs", "last", "--rank", "abc"], "--rank takes a whole number, not 'abc'"),
+        (["logs", "last", "--lines", "-1"], "--lines -1: the lowest is 0"),
+        (["generate", "last", "--max-new-tokens", "0"], "--max-new-tokens 0: the lowest is 1"),
+        (["generate", "last", "--temperature", "warm"], "--temperature takes a number"),
+        (["generate", "last", "--seed", "99999999999999999999"], "--seed"),
+        (["tensorboard", "--port", "x"], "--port takes a whole number"),
+    ],
+)
+def test_a_bad_number_is_one_line(project: Project, words: list[str], said: str) -> None:
+    refused = project.invoke(*words, exit=1)
+    assert said in refused.stderr and refused.stderr.count("\n") == 1
+
+
+def test_a_root_that_cannot_be_written(project: Project) -> None:
+    (project.path / "runs").write_text("a file where a folder should be")
+    error = project.document("train", "random", exit=6)
+    assert error["schema"] == "error/1" and "runs" in error["problems"][0]["message"]

@@ -54,19 +54,19 @@ def test_exit_0_without_a_word_is_not_success(attempt: AttemptFolder) -> None:
 
 
 def test_users_exception_is_told_from_its_echo(attempt: AttemptFolder) -> None:
-    error(attempt, 0, message="[../gloo/transport/tcp/pair.cc] Connection closed by peer", exit=9)
+    error(attempt, 0, type="RuntimeError", message="[../gloo/transport/tcp/pair.cc] Connection closed by peer", exit=9)
     error(attempt, 1, message="division by zero", exit=9)
     assert judged(attempt, ends(9, 9)) == (9, "user", 1)
 
 
 def test_a_signal_nobody_of_us_sent_is_infrastructure(attempt: AttemptFolder) -> None:
-    error(attempt, 0, message="Connection reset by peer", exit=9)
+    error(attempt, 0, type="DistNetworkError", message="Connection reset by peer", exit=9)
     assert judged(attempt, ends(9, -signal.SIGKILL)) == (10, "infra", 1)
     assert judged(attempt, ends(-signal.SIGSEGV, -signal.SIGTERM, stopped=(1,))) == (10, "infra", 0)
 
 
 def test_only_echoes_is_infrastructure(attempt: AttemptFolder) -> None:
-    error(attempt, 0, message="Connection closed by peer", exit=9)
+    error(attempt, 0, type="RuntimeError", message="Connection closed by peer", exit=9)
     assert judged(attempt, ends(9, -signal.SIGKILL, stopped=(1,))) == (10, "infra", 0)
 
 
@@ -86,3 +86,8 @@ def test_saved_on_request(attempt: AttemptFolder) -> None:
     assert judged(attempt, ends(12, 12), signal.SIGINT) == (130, "cancelled", None)
     assert judged(attempt, ends(-signal.SIGUSR1, -signal.SIGUSR1), signal.SIGINT) == (130, "cancelled", None)
     assert judged(attempt, ends(-signal.SIGKILL, -signal.SIGKILL, stopped=(0, 1)), signal.SIGINT) == (130, "cancelled", None)
+
+
+def test_a_users_own_broken_connection_is_the_users(attempt: AttemptFolder) -> None:
+    error(attempt, 0, type="ConnectionRefusedError", message="[Errno 111] Connection refused", exit=9)
+    assert judged(attempt, ends(9, -signal.SIGKILL, stopped=(1,))) == (9, "user", 0)

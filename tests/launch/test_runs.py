@@ -7,6 +7,9 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -113,23 +116,22 @@ def test_text_job_from_raw_text_to_a_sample(project: Project) -> None:
 
 
 def test_sigkill_of_everything_then_resume_is_bit_equal(project: Project) -> None:
+    slow_down(project, 60)
     project.invoke("train", "random")
     expected = project.losses(project.runs()[0])
-    dice = random.Random(os.getpid())
+    step = random.Random(os.getpid()).randrange(1, 40)
     process = project.start("train", "random")
     pids = rank_pids(project, runs=2)
-    time.sleep(dice.uniform(2.0, 5.0))
+    wait_for_step(project, step)
     for pid in (process.pid, *pids.values()):
-        if alive(pid):
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=20)
     run = project.runs()[-1]
-    if project.document("status", "last")["state"] != "succeeded":
-        with open(run / "metrics.jsonl", "a") as torn:
-            torn.write('{"step": 31, "lm_lo')
-        assert project.document("status", "last")["class"] == "infra"
-        assert project.document("resume", "last")["attempt"] == 2
-    assert project.losses(run) == expected
+    assert project.document("status", "last")["class"] == "infra", f"killed at step {step}"
+    with open(run / "metrics.jsonl", "a") as torn:
+        torn.write('{"step": 31, "lm_lo')
+    assert project.document("resume", "last")["attempt"] == 2
+    assert project.losses(run) == expected, f"killed at step {step}"
 
 
 def test_killed_twice_between_checkpoints(project: Project) -> None:
@@ -285,6 +287,60 @@ def test_a_bin_that_does_not_fit_its_idx(project: Project) -> None:
     stamp.write_text(json.dumps(value))
     failed = project.invoke("train", "text", exit=6)
     assert "lines_text_document" in failed.stdout
+
+
+def test_a_damaged_checkpoint_is_passed_over_loudly(project: Project) -> None:
+    slow_down(project, 60)
+    project.invoke("train", "random")
+    expected = project.losses(project.runs()[0])
+    process = project.start("train", "random")
+    rank_pids(project, runs=2)
+    wait_for_step(project, 22)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    run = project.runs()[-1]
+    newest = sorted((run / "checkpoints").glob("step-????????"))[-1] / "rank-00000.bin"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    project.invoke("resume", "last")
+    assert "passed over" in (run / "attempts/2/logs/0.log").read_text() and "rank-00000.bin" in (run / "attempts/2/logs/0.log").read_text()
+    assert project.losses(run) == expected
+
+
+def test_a_closed_terminal_and_a_reader_that_goes(project: Project) -> None:
+    """The run is no worse for it: saved and exit 12, or finished."""
+    slow_down(project)
+    main, second = os.openpty()
+    argv = [sys.executable, "-m", "invoke", "train", "random"]
+    process = subprocess.Popen(argv, cwd=project.path, env=project.environment(), stdin=second, stdout=second, stderr=second, start_new_session=True)
+    os.close(second)
+    drain = threading.Thread(target=lambda: [None for _ in iter(lambda: read_or_end(main), b"")], daemon=True)
+    drain.start()
+    rank_pids(project)
+    wait_for_step(project, 3)
+    process.send_signal(signal.SIGHUP)  # as the kernel does for the session of a terminal that closes
+    os.close(main)
+    assert process.wait(timeout=30) == 12
+    status = project.document("status", "last")
+    assert status["state"] == "preempted" and status["step"] >= 3
+    shell = f"{sys.executable} -m invoke train random --set training.train_iters=30 | head -n 3"  # the plan, build, the run's name
+    subprocess.run(["bash", "-c", shell], cwd=project.path, env=project.environment(), check=False, capture_output=True, timeout=60)
+    wait_for(lambda: len(project.runs()) == 2 and project.document("status", "last")["state"] == "succeeded", "the run to finish without its reader")
+
+
+def read_or_end(handle: int) -> bytes:
+    try:
+        return os.read(handle, 65536)
+    except OSError:
+        return b""
+
+
+def test_an_environment_that_is_no_utf8(project: Project) -> None:
+    environment = {os.fsencode(k): os.fsencode(v) for k, v in project.environment().items()} | {b"NAME": b"Jos\xe9", b"PYTHONIOENCODING": b"ascii"}
+    done = subprocess.run([sys.executable, "-m", "invoke", "train", "text"], cwd=project.path, env=environment, capture_output=True, check=False, timeout=120)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+    assert json.loads((project.runs()[-1] / "origin.json").read_text())["environment"]["NAME"] == "Jos\udce9"
 
 
 def test_an_infeasible_plan_says_everything(project: Project) -> None:

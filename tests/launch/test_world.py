@@ -50,7 +50,9 @@ def test_a_taken_port_is_passed_over() -> None:
 
 
 def test_secrets_are_all_named_at_once() -> None:
-    assert secret_values(("A", "B?", "C?"), {"A": "1", "C": "3", "D": "4"}) == {"A": "1", "C": "3"}
+    assert secret_values(("A", "B?", "C?"), {"A": "123456", "B": "", "C": "345678", "D": "4"}) == {"A": "123456", "C": "345678"}
+    with pytest.raises(ConfigError, match="fewer than 6 characters"):
+        secret_values(("A",), {"A": "12345"})
     with pytest.raises(ConfigError, match="A, B") as caught:
         secret_values(("A", "B", "C?"), {})
     assert caught.value.exit == Exit.CONFIG

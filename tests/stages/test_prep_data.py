@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from tests.conftest import Project, wait_for
 from trainkit.data.indexed import IndexedDataset
@@ -95,7 +97,7 @@ def test_ctrl_c_leaves_nothing_half_done_and_no_worker(project: Project) -> None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130 and "Traceback" not in err and err.count("\n") <= 2
-    assert not (project.path / "stamps/prep-data/lines--bpe.json").exists()
+    assert "was interrupted" in project.invoke("prep-data", "--dry-run").stdout
     spec = str(specs)
     assert not [p for p in Path("/proc").glob("[0-9]*") if spec in _command_line(p)]
     project.invoke("prep-data")
@@ -133,7 +135,7 @@ def test_a_bad_line_is_named(project: Project, line: str, words: str) -> None:
     assert words in failed.stderr
     error = project.document("prep-data", exit=6)
     assert error["schema"] == "error/1" and error["exit"] == 6 and error["problems"][0]["line"] == 2
-    assert not (project.path / "stamps/prep-data/lines--bpe.json").exists()
+    assert "unfinished" in json.loads((project.path / "stamps/prep-data/lines--bpe.json").read_text())
 
 
 def test_blank_lines_empty_documents_and_no_last_newline_are_legal(project: Project) -> None:
@@ -145,13 +147,15 @@ def test_blank_lines_empty_documents_and_no_last_newline_are_legal(project: Proj
     assert len(tokens.document_indices) == 154
 
 
-def test_a_truncated_zst_is_named(project: Project) -> None:
-    import zstandard
-
-    whole = zstandard.compress(b'{"text": "hello"}\n' * 100000)
-    (project.path / "corpus/part-1.jsonl.zst").write_bytes(whole[: len(whole) // 2])
-    text = project.path / "jobs.toml"
-    text.write_text(text.read_text().replace('"corpus/*.jsonl"', '"corpus/*"'))
+@pytest.mark.parametrize("lines", [10, 5000, 300000])
+def test_a_truncated_zst_is_named(project: Project, lines: int) -> None:
+    """Cut anywhere, between two lines too: what is left must not pass for the whole."""
+    dice = random.Random(lines)
+    text = b"".join(b'{"text": "%d"}\n' % dice.getrandbits(60) for _ in range(lines))
+    whole = zstandard.compress(text)
+    (project.path / "corpus/part-1.jsonl.zst").write_bytes(whole[: len(whole) - 5])
+    config = project.path / "jobs.toml"
+    config.write_text(config.read_text().replace('"corpus/*.jsonl"', '"corpus/*"'))
     assert "part-1.jsonl.zst" in project.invoke("prep-data", exit=6).stderr
 
 
@@ -159,3 +163,54 @@ def test_no_input_is_an_error(project: Project) -> None:
     for path in (project.path / "corpus").iterdir():
         path.unlink()
     assert "matches no file" in project.invoke("prep-data", exit=6).stderr
+
+
+def test_interrupted_after_a_change_never_passes_old_tokens_off_as_new(project: Project) -> None:
+    """Ctrl-C while merge runs, after the tokenizer was made anew: the next call must tokenize again what is stale."""
+    project.invoke("prep-data")
+    old = output(project)
+    config = project.path / "jobs.toml"
+    config.write_text(config.read_text().replace("vocab_size = 300", "vocab_size = 280"))
+    fresh = Project(project.path.parent / "fresh")
+    shutil.copytree(project.path, fresh.path, ignore=shutil.ignore_patterns("data", "stamps", "tmp"))
+    fresh.invoke("prep-data")
+    for unit in ("tokenizer", "tokens-00000", "merge"):
+        spec, began = project.path / f"stamps/prep-data/lines--bpe.units/{unit}.spec.json", time.time()
+        process = project.start("prep-data")
+        while process.poll() is None and not (spec.exists() and spec.stat().st_mtime > began):
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert "was interrupted" in project.invoke("prep-data", "--dry-run").stdout
+    assert "was interrupted (then it was stale because" in project.invoke("prep-data").stdout
+    assert output(project) == output(fresh) != old
+
+
+def test_a_dataset_needs_no_job(project: Project) -> None:
+    path = project.path / "jobs.toml"
+    path.write_text(path.read_text().replace('[defaults]\njob = "text"', ""))
+    project.invoke("prep-data", "--dataset", "lines")
+    assert (project.path / DATA / "dataset.json").is_file()
+    assert "has no dataset 'lins'" in project.invoke("prep-data", "--dataset", "lins", exit=3).stderr
+
+
+def test_what_does_not_matter_makes_nothing_stale(project: Project) -> None:
+    project.invoke("prep-data")
+    path = project.path / "jobs.toml"
+    path.write_text(
+        path.read_text().replace('"corpus/*.jsonl"', '"corpus/part-*.jsonl"').replace('split = "80,20,0"', 'split = "70,30,0"\nshard_bytes = 100000')
+    )
+    assert "is fresh because nothing changed" in project.invoke("prep-data").stdout
+
+
+def test_a_folder_with_brackets_and_spaces(project: Project) -> None:
+    odd = Project(project.path.parent / "my [exp] ünï")
+    shutil.copytree(project.path, odd.path)
+    odd.invoke("prep-data")
+    assert (odd.path / DATA / "dataset.json").is_file()
+
+
+@pytest.mark.parametrize("line", ["[" * 100000, '{"text": ' + "1" * 5000 + "}"])
+def test_hostile_json_is_named(project: Project, line: str) -> None:
+    (project.path / "corpus/part-1.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    assert "part-1.jsonl:2: " in project.invoke("prep-data", exit=6).stderr

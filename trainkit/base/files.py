@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +17,8 @@ TEMPORARY = ".tmp-"  # what every unfinished file or folder has in its name
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` that no other process uses; `remove_leftovers` finds it after a crash."""
-    return path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
+    """A name beside `path` that no other process of any host uses; `remove_leftovers` finds it after a crash."""
+    return path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def fsync_folder(folder: Path) -> None:
@@ -58,8 +60,14 @@ def write_text(path: Path, text: str, permissions: int = 0o666) -> None:
 
 
 def write_json(path: Path, value: object, permissions: int = 0o666) -> None:
-    """Write one JSON document, indented for people, whole or not at all."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", permissions)
+    """Write one JSON document, indented for people, whole or not at all.
+
+    Texts from the system may hold bytes that are no UTF-8 (surrogates in Python); only then everything is escaped.
+    """
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+        text = json.dumps(value, indent=1)
+    write_text(path, text + "\n", permissions)
 
 
 def read_json(path: Path) -> Any:
@@ -74,12 +82,10 @@ def publish_folder(temporary: Path, target: Path) -> None:
     fsync_folder(target.parent)
 
 
-def remove_leftovers(folder: Path) -> list[Path]:
-    """Delete what crashed writers left in `folder` (call it under the lock of whoever writes there)."""
-    gone = list(folder.glob(f"*{TEMPORARY}*")) if folder.is_dir() else []
-    for path in gone:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-    return gone
+def remove_leftovers(path: Path) -> None:
+    """Delete what crashed writers of `path` left beside it (call it under the lock of whoever writes there)."""
+    for leftover in path.parent.glob(f"{glob.escape(path.name)}{TEMPORARY}*"):
+        shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink(missing_ok=True)
 
 
 def sha256_file(path: Path) -> str:

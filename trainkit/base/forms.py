@@ -23,6 +23,17 @@ def expect(value: Any, schema: str, path: Path) -> dict[str, Any]:
     return dict(value)
 
 
+def read_form(path: Path, schema: str) -> dict[str, Any]:
+    """Read a document of the form `schema`. Raises ConfigError where the file is missing, is no JSON or is of another form."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    return expect(value, schema, path)
+
+
 def canonical(value: Any) -> str:
     """One spelling for equal values: what is hashed and compared."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -44,8 +45,11 @@ def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None
     """Read the spec named on the command line, do the work, report, exit."""
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what the work has begun is undone
     try:
         _say(result=work(read_json(Path(sys.argv[1])), _Throttle()))
+    except KeyboardInterrupt:
+        sys.exit(int(Exit.INTERRUPTED))
     except TrainkitError as error:
         _say(error={"problems": error.problems(), "exit": int(error.exit)})
         sys.exit(int(error.exit))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 from pathlib import Path
 
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import Talk, command_word
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import Record
@@ -37,7 +38,7 @@ def facts_table(run: RunFolder) -> Table:
     if summary.tokens_per_second:
         tokens = f"{summary.tokens_per_second:,.0f} tokens/s (median step)"
         table.add_row("speed", tokens)
-    table.add_row("run folder", str(run.path))
+    table.add_row("run folder", escape(str(run.path)))
     table.add_row("metrics", f"{run.metrics.name}, {run.tensorboard.name}/")
     newest = sorted(p.name for p in run.checkpoints.glob("step-*") if p.name[5:].isdigit()) if run.checkpoints.is_dir() else []
     table.add_row("checkpoints", ", ".join(newest) or "none")
@@ -73,6 +74,11 @@ def print_ending(talk: Talk, run: RunFolder, job: Job, record: Record) -> None:
         _print_sample(talk, run, job)
     else:
         _print_failure(talk, record)
+    print_next(talk, record)
+
+
+def print_next(talk: Talk, record: Record) -> None:
+    """What is worth trying now."""
     talk.say("next:")
     for task in record.next_tasks():
-        talk.say(f"  {task}")
+        talk.say(f"  {task.replace('invoke', command_word(), 1)}")

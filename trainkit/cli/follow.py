@@ -11,7 +11,7 @@ from rich.table import Table
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.forms import document
-from trainkit.cli.ending import facts_table, last_lines
+from trainkit.cli.ending import facts_table, last_lines, print_next
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
@@ -53,9 +53,7 @@ def _print_status(talk: Talk, run: RunFolder, record: Record) -> None:
     for survivor in record.survivors:
         talk.say(f"left behind: rank {survivor['rank']}, pid {survivor['pid']} on {survivor['host']}")
     talk.console.print(facts_table(run))
-    talk.say("next:")
-    for task in record.next_tasks():
-        talk.say(f"  {task}")
+    print_next(talk, record)
 
 
 def logs(talk: Talk, words: str, rank: int, attempt: int, *, follow: bool, lines: int) -> None:

@@ -11,12 +11,11 @@ from trainkit.base.forms import document
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.progress import StageReporter
 from trainkit.cli.wrapper import Answer, Talk
-from trainkit.jobs.load import Jobs, find_root
-from trainkit.jobs.schema import Job
+from trainkit.jobs.load import find_root
 from trainkit.stages.build import Build
 from trainkit.stages.contract import Need, Stage
 from trainkit.stages.here import execute_here
-from trainkit.stages.prep_data import PrepData
+from trainkit.stages.prep_data import PrepData, need_of_dataset
 from trainkit.stages.run import make_fresh, missing_units, stamps_folder
 from trainkit.stages.stamps import Verdict, judge
 
@@ -49,24 +48,23 @@ def build(talk: Talk, *, force: bool) -> Answer:
     return _answer(talk, bring_up_to_date(talk, [need] if need else [], root, force=force))
 
 
-def _job_of(talk: Talk, jobs: Jobs, dataset: str, job: str) -> Job:
-    name = job or jobs.default_job
-    if name is None:
-        raise ConfigError("neither --job nor [defaults] job says what to prepare for", hint=f"jobs: {', '.join(jobs.names())}")
-    if not job:
-        talk.say(f"for the job {name}, named in [defaults]" if not dataset else f"for the dataset {dataset}")
-    return jobs.resolve(name, [f"dataset={dataset}"] if dataset else []).job
-
-
 def prep_data(talk: Talk, dataset: str, job: str, *, force: bool) -> Answer:
-    """The task `prep-data`: the data of a job or of one dataset, and nothing else forced."""
-    resolved = _job_of(talk, load_jobs(talk), dataset, job)
-    root = Path(resolved.cluster.root or ".")
-    verdicts = []
-    for stage in STAGES:
-        need = stage.need(resolved, stamps_folder(root, stage.name))
-        if need is not None:
-            verdicts += bring_up_to_date(talk, [need], root, force=force and need.stage == "prep-data")
-    if resolved.dataset.source == "mock":
+    """The task `prep-data`: the data of a job, or of one dataset below the root of that job (without a job, of this checkout)."""
+    jobs = load_jobs(talk)
+    name = job or jobs.default_job
+    if name is None and not dataset:
+        raise ConfigError("neither --job nor --dataset nor [defaults] job says what to prepare", hint=f"jobs: {', '.join(jobs.names())}")
+    if not job and not dataset:
+        talk.say(f"for the job {name}, named in [defaults]")
+    resolved = jobs.resolve(name).job if name and (job or not dataset) else None
+    wanted = jobs.dataset(dataset) if dataset else resolved.dataset if resolved else None
+    assert wanted is not None
+    root = Path(resolved.cluster.root or ".") if resolved else jobs.root
+    needs = [Build().need(None, stamps_folder(root, Build.name)), need_of_dataset(wanted, root, stamps_folder(root, PrepData.name))]
+    if needs[1] is None:
         talk.say("mock data needs no preparation")
+    verdicts = []
+    for need in needs:
+        if need is not None:
+            verdicts += bring_up_to_date(talk, [need], root, force=force and need.stage == PrepData.name)
     return _answer(talk, verdicts)

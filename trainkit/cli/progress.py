@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from trainkit.runs.folder import RunFolder
@@ -28,10 +30,10 @@ class StageReporter:
 
     def verdict(self, verdict: Verdict) -> None:
         mark = "[green]fresh[/]" if verdict.fresh else "[yellow]stale[/]"
-        self.console.print(f"{verdict.stage} [bold]{verdict.name}[/] is {mark} because {_plain(verdict.because)}")
+        self.console.print(f"{verdict.stage} [bold]{verdict.name}[/] is {mark} because {escape(verdict.because)}")
 
     def waiting(self, need: Need, holder: str) -> None:
-        self.console.print(f"{need.stage} [bold]{need.name}[/]: waiting for {holder}, which is making it")
+        self.console.print(f"{need.stage} [bold]{need.name}[/]: waiting for {escape(holder)}, which is making it")
 
     def started(self, need: Need, units: Sequence[Unit]) -> None:
         self.sizes = {u.name: max(1, u.size) for u in units}
@@ -58,10 +60,6 @@ class StageReporter:
             self.console.print(f"  {need.stage}: {len(self.done)} units done in {time.monotonic() - self.began:.1f} s")
 
 
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
-
-
 class TrainingView:
     """Follows metrics.jsonl of a run: a bar on a terminal, now and then a line elsewhere."""
 
@@ -76,7 +74,7 @@ class TrainingView:
         """Start following; called before the ranks start. What an earlier attempt has logged is not told again."""
         self.tail = MetricsTail(run.metrics)
         self.tail.new_rows()
-        self.console.print(f"run [bold]{run.id}[/] in {run.path}")
+        self.console.print(f"run [bold]{run.id}[/] in {escape(str(run.path))}")
         columns = TextColumn("[bold]train[/]"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
         self.bar = Progress(*columns, console=self.console)
         self.bar.add_task("starting the ranks", total=self.train_iters)
@@ -101,11 +99,12 @@ class TrainingView:
 
     def notice(self, text: str) -> None:
         """A line that must not be lost in the bar."""
-        self.console.print(f"[yellow]{_plain(text)}[/]")
+        self.console.print(f"[yellow]{escape(text)}[/]")
 
     def end(self) -> None:
         """Take in the last rows and take the bar away."""
         self.last_look = 0.0
-        self.tick()
-        if self.bar is not None and self.bar.live.is_started:
-            self.bar.stop()
+        with contextlib.suppress(OSError, SystemExit):  # the terminal may be gone
+            self.tick()
+            if self.bar is not None and self.bar.live.is_started:
+                self.bar.stop()

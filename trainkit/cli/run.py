@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import read_json
-from trainkit.base.forms import document
+from trainkit.base.forms import document, read_form
 from trainkit.cli.ending import print_ending
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.prepare import STAGES, bring_up_to_date
@@ -21,7 +20,7 @@ from trainkit.engines import ENGINES
 from trainkit.jobs.change import changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.outcome import Outcome
-from trainkit.launch.start import Watch, resume_run, start_run
+from trainkit.launch.start import Watch, refuse_other_inputs, resume_run, start_run
 from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan, make_plan
 from trainkit.runs.folder import RunFolder
@@ -42,7 +41,7 @@ def _vocab_size(job: Job) -> int | None:
     if job.dataset.tokenizer is None:
         return None
     manifest = DataFolder(Path(job.cluster.root or "."), job.dataset).manifest
-    return int(read_json(manifest)["vocab_size"]) if manifest.is_file() else None
+    return int(read_form(manifest, "dataset/1")["vocab_size"]) if manifest.is_file() else None
 
 
 def _print_plan(talk: Talk, plan: Plan, job: Job) -> None:
@@ -98,6 +97,10 @@ def resume(talk: Talk, words: str, sets: Sequence[str], *, share: bool) -> Answe
         raise TrainkitError(
             f"run {run.id} is still running (attempt {record.attempt}, step {record.step})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}"
         )
+    if record.state == "unknown":
+        hint = "ask there; if that host is gone for good, delete the attempt's events.jsonl"
+        raise TrainkitError(f"run {run.id} was started on another host, which cannot be asked from here", exit=Exit.CONTACT_LOST, hint=hint)
+    refuse_other_inputs(run)
     _checked_plan(job, _vocab_size(job))
     if record.state == "succeeded" and record.step >= job.training.train_iters:
         talk.say(f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is nothing to resume")
@@ -116,6 +119,6 @@ def resume(talk: Talk, words: str, sets: Sequence[str], *, share: bool) -> Answe
 
 def _finish(talk: Talk, run: RunFolder, job: Job, outcome: Outcome) -> Answer:
     record = read_record(run)
-    print_ending(talk, run, job, record)
-    value: dict[str, Any] = record.to_json()
-    return Answer(value, outcome.exit)
+    with contextlib.suppress(OSError, SystemExit):  # a terminal that is gone does not change how the run ended
+        print_ending(talk, run, job, record)
+    return Answer(record.to_json(), outcome.exit)

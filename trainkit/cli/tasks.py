@@ -108,6 +108,7 @@ def status(talk: Talk, run: str) -> Answer:
         "follow": "go on printing until the run ends",
         "lines": "how many of the last lines; 0: all",
     },
+    at_least={"rank": 0, "attempt": 0, "lines": 0},
 )
 def logs(talk: Talk, run: str, rank: int = 0, attempt: int = 0, follow: bool = False, lines: int = 50) -> None:
     """Print a rank's log."""
@@ -143,6 +144,7 @@ def report(talk: Talk, run: str, picture: str = "") -> Answer:
         "seed": "of the sampling",
     },
     reports=True,
+    at_least={"max_new_tokens": 1, "temperature": 0, "top_k": 0, "seed": 0},
 )
 def generate(talk: Talk, run: str, prompt: str = "", max_new_tokens: int = 64, temperature: float = 0.8, top_k: int = 50, seed: int = 0) -> Answer:
     """Let a trained model write."""

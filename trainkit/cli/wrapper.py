@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import json
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,12 @@ class Talk:
         print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
 
 
+def command_word() -> str:
+    """How the person runs tasks: through the wrapper of a checkout's own .venv, or invoke itself."""
+    root = Path(sys.prefix).parent
+    return "./inv" if Path(sys.prefix).name == ".venv" and (root / "inv").is_file() else "invoke"
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a task's function returns: the document of `--json`, and the exit code."""
@@ -61,7 +68,13 @@ Body = Callable[..., Answer | None]
 
 
 def make_task(
-    *, positional: Iterable[str] = (), iterable: Iterable[str] = (), help: dict[str, str] | None = None, reports: bool = False, dry: bool = False
+    *,
+    positional: Iterable[str] = (),
+    iterable: Iterable[str] = (),
+    help: dict[str, str] | None = None,
+    reports: bool = False,
+    dry: bool = False,
+    at_least: Mapping[str, float] | None = None,
 ) -> Callable[[Body], Task[Any]]:
     """Turn a function (Talk, words...) into an Invoke task.
 
@@ -71,6 +84,7 @@ def make_task(
         help: a line for each parameter, by its flag's name.
         reports: the task takes `--json`.
         dry: the task takes `--dry-run`, and `invoke --dry` means the same.
+        at_least: the lowest value of a number.
     """
 
     def decorate(body: Body) -> Task[Any]:
@@ -85,10 +99,11 @@ def make_task(
             folder = Path(context.config._project_prefix or os.curdir).absolute()
             talk = Talk(json=bool(values.pop("json", False)), dry_run=dry_run, folder=folder)
             _refuse_flag_words(body, {n: values[n] for n in positional})
-            _call(talk, lambda: body(talk, **{n: values[n] for n in words}))
+            given = _numbers({n: values[n] for n in words}, own, at_least or {})
+            _call(talk, lambda: body(talk, **given))
 
         keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [inspect.Parameter("context", keyword), *own, *(inspect.Parameter(n, keyword, default=False) for n in extra)]
+        parameters = [inspect.Parameter("context", keyword), *map(_as_word, own), *(inspect.Parameter(n, keyword, default=False) for n in extra)]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Invoke reads
         texts = {**{n.replace("_", "-"): COMMON_HELP[n.replace("_", "-")] for n in extra}, **(help or {})}
         return Task(run, positional=list(positional), iterable=list(iterable), help=texts, auto_shortflags=False)
@@ -104,28 +119,59 @@ def _refuse_flag_words(body: Body, words: dict[str, str]) -> None:
             raise Leave(f"error: {verb} needs a {name.upper()} before {word!r}\n  for its help: invoke --help {verb}", code=Exit.USAGE)
 
 
+def _as_word(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A number flag as Invoke is shown it: a word."""
+    return parameter.replace(default=str(parameter.default)) if type(parameter.default) in (int, float) else parameter
+
+
+def _numbers(values: dict[str, Any], parameters: Iterable[inspect.Parameter], at_least: Mapping[str, float]) -> dict[str, Any]:
+    """Words of number flags as numbers: Invoke's own conversion ends in a traceback."""
+    found = dict(values)
+    for parameter in parameters:
+        kind, word, flag = type(parameter.default), values[parameter.name], f"--{parameter.name.replace('_', '-')}"
+        if kind not in (int, float):
+            continue
+        try:
+            found[parameter.name] = number = kind(word)
+        except ValueError:
+            raise Leave(f"error: {flag} takes a {'whole ' if kind is int else ''}number, not {word!r}", code=Exit.USAGE) from None
+        if not at_least.get(parameter.name, number) <= number < 2**63:
+            raise Leave(f"error: {flag} {word}: the lowest is {at_least.get(parameter.name, 0)}", code=Exit.USAGE)
+    return found
+
+
+def _say_error(talk: Talk, message: str, exit: Exit, problems: list[dict[str, object]] | None = None) -> Leave:
+    """The exception that ends the task with this message; under `--json` the document is printed as well."""
+    if talk.json:
+        plain = [{"message": message, "hint": "", "file": None, "line": None}]
+        print(json.dumps({"schema": "error/1", "exit": int(exit), "problems": problems or plain}))
+    return Leave(message, code=int(exit))
+
+
 def _call(talk: Talk, body: Callable[[], Answer | None]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 still gets all that it can show
     try:
         answer = body()
     except TrainkitError as error:
-        if talk.json:
-            print(json.dumps({"schema": "error/1", "exit": int(error.exit), "problems": error.problems()}, ensure_ascii=False))
-        raise Leave(f"error: {error}", code=int(error.exit)) from None
+        raise _say_error(talk, f"error: {error}", error.exit, error.problems()) from None
     except KeyboardInterrupt:
-        raise Leave("interrupted; what was finished is kept", code=Exit.INTERRUPTED) from None
+        raise _say_error(talk, "interrupted; what was finished is kept", Exit.INTERRUPTED) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: `invoke runs | head`
         raise Leave(code=128 + signal.SIGPIPE) from None
     except OSError as error:
-        raise Leave(f"error: {error.strerror or error}: {error.filename or ''}", code=Exit.STAGE_FAILED) from None
+        where = f": {error.filename}" if error.filename else ""
+        raise _say_error(talk, f"error: {error.strerror or error}{where}", Exit.STAGE_FAILED) from None
     except Leave:
         raise
     except Exception:
         traceback.print_exc()
-        raise Leave("error: this is a bug in trainkit; please report it with the lines above", code=Exit.BUG) from None
+        raise _say_error(talk, "error: this is a bug in trainkit; please report it with the lines above", Exit.BUG) from None
     if answer is None:
         return
     if talk.json:
-        print(json.dumps(answer.document, ensure_ascii=False))
+        print(json.dumps(answer.document))
     if answer.exit:
         raise Leave(code=int(answer.exit))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,18 +27,37 @@ def _bad(path: Path, line: int, message: str, hint: str = "") -> ConfigError:
     return ConfigError([Problem(message, Place(str(path), line), hint)], exit=Exit.STAGE_FAILED)
 
 
+def _blocks(path: Path) -> Iterator[bytes]:
+    """A file's bytes, decompressed. A zstandard file may hold several frames; each must be whole."""
+    with open(path, "rb") as raw:
+        if not path.name.endswith(".zst"):
+            yield from iter(lambda: raw.read(2**20), b"")
+            return
+        frame = None
+        try:
+            for block in iter(lambda: raw.read(2**16), b""):
+                rest = block
+                while rest:
+                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                    yield frame.decompress(rest)
+                    rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        except zstandard.ZstdError as error:
+            raise _bad(path, 0, f"is no zstandard file: {error}", "fetch or write it again") from None
+        if frame is not None:
+            raise _bad(path, 0, "is a truncated zstandard file: its last frame has no end", "fetch or write it again")
+
+
 def _lines(path: Path) -> Iterator[bytes]:
     if not path.name.endswith(READABLE):
         raise _bad(path, 0, f"cannot be read as text: its name ends in none of {', '.join(READABLE)}")
-    with open(path, "rb") as raw:
-        if not path.name.endswith(".zst"):
-            yield from raw
-            return
-        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        try:
-            yield from io.BufferedReader(reader, 2**20)
-        except zstandard.ZstdError as error:
-            raise _bad(path, 0, f"is no whole zstandard file: {error}", "fetch or write it again") from None
+    rest: list[bytes] = []  # pieces of a line that is not at its end yet
+    for block in _blocks(path):
+        first, *lines = block.split(b"\n")
+        rest.append(first)
+        for line in lines:
+            yield b"".join(rest)
+            rest = [line]
+    yield b"".join(rest)
 
 
 def read_documents(path: Path, text_key: str) -> Iterator[Document]:
@@ -52,7 +70,7 @@ def read_documents(path: Path, text_key: str) -> Iterator[Document]:
             continue
         try:
             value = json.loads(line)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also a number of 5,000 digits, and brackets 5,000 deep
             raise _bad(path, number, f"is not JSON: {error}: {line[:80]!r}") from None
         text = value.get(text_key) if isinstance(value, dict) else None
         if not isinstance(text, str):

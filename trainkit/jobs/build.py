@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -107,11 +108,17 @@ class Builder:
         if not isinstance(node, Origin):
             return section
         if isinstance(node.value, list):
-            return section.with_entry(key, replace(node, value=[self._path(item) for item in node.value]))
+            return section.with_entry(key, replace(node, value=[self._pattern(item) for item in node.value]))
         return section.with_entry(key, replace(node, value=self._path(node.value)))
 
     def _path(self, value: object) -> object:
         return os.path.abspath(self.root / os.path.expanduser(value)) if isinstance(value, str) and value else value
+
+    def _pattern(self, value: object) -> object:
+        """A glob pattern made absolute: brackets in the folder's own name are no pattern."""
+        if not isinstance(value, str) or not value:
+            return value
+        return os.path.normpath(os.path.join(glob.escape(str(self.root)), os.path.expanduser(value)))
 
     def outline_problems(self) -> list[Problem]:
         """What is wrong at the top level: unknown tables, and [defaults]."""

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainkit.base.errors import ConfigError, Problem
-from trainkit.base.files import read_json, write_json
-from trainkit.base.forms import expect
+from trainkit.base.files import write_json
+from trainkit.base.forms import read_form
 from trainkit.jobs.layers import parse_sets
 from trainkit.jobs.origins import SET
 from trainkit.jobs.resolved import SCHEMA, read_job
@@ -39,7 +39,7 @@ def changed_job(path: Path, sets: Sequence[str]) -> tuple[dict[str, Any], Job]:
     Raises ConfigError for a key that may not change once a run has begun, and for a value the schema refuses.
     """
     job = read_job(path)
-    document = expect(read_json(path), SCHEMA, path)
+    document = read_form(path, SCHEMA)
     values, origins = document["job"], document["origins"]
     if sets:
         values["training"] |= {"global_batch_size": job.global_batch_size, "gradient_accumulation_steps": None}

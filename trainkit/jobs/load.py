@@ -12,7 +12,7 @@ from trainkit.jobs.build import Builder, in_order, validate
 from trainkit.jobs.layers import JOBS_FILE, Findings, compose, parse_sets, read
 from trainkit.jobs.origins import Section
 from trainkit.jobs.resolved import Resolved, origins_of
-from trainkit.jobs.schema import TABLES, Job
+from trainkit.jobs.schema import TABLES, Dataset, Job
 from trainkit.jobs.words import choices
 
 
@@ -68,6 +68,17 @@ class Jobs:
                 validate(model, self._builder.build(kind, name, (), findings), findings)
                 problems += findings.problems
         return in_order(problems)
+
+    def dataset(self, name: str) -> Dataset:
+        """A dataset with its tokenizer, apart from any job. Raises ConfigError with everything that is wrong with it."""
+        known = self._builder.tables("datasets")
+        if name not in known:
+            raise ConfigError(f"{JOBS_FILE} in {self.root} has no dataset '{name}'", hint=choices(name, known))
+        findings = Findings(self._builder.outline_problems())
+        dataset = validate(Dataset, self._builder.build("datasets", name, (), findings), findings)
+        if findings.problems or dataset is None:
+            raise ConfigError(in_order(findings.problems))
+        return dataset
 
     def resolve(self, name: str, sets: Sequence[str] = ()) -> Resolved:
         """The job `name` with every value and its origin.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 
 from trainkit.base.errors import ConfigError, Place, Problem
 from trainkit.base.files import write_json
-from trainkit.base.forms import document, expect
+from trainkit.base.forms import document, read_form
 from trainkit.jobs.origins import BUILT_IN, Origin, Section
 from trainkit.jobs.schema import Job, Table
 
@@ -68,14 +67,9 @@ def write_job(path: Path, resolved: Resolved) -> None:
 
 def read_job(path: Path) -> Job:
     """Read job.json; needs neither jobs.toml nor the environment. Raises ConfigError where it is no job of this version."""
+    value = read_form(path, SCHEMA)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
-    try:
-        return Job.model_validate(expect(value, SCHEMA, path).get("job"))
+        return Job.model_validate(value.get("job"))
     except ValidationError as error:
         wrong = [(".".join(map(str, found["loc"])) or "job", found["msg"]) for found in error.errors(include_url=False)]
     hint = "it was written by another version of trainkit, or by hand"

@@ -12,6 +12,7 @@ from trainkit.runs.folder import AttemptFolder
 from trainkit.runs.record import FailureClass
 
 # What a rank says when a peer died under it: never the root cause while another rank says something else.
+PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
 PEER_WORDS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -72,7 +73,8 @@ def _cause(attempt: AttemptFolder, end: RankEnd) -> dict[str, Any]:
 
 
 def _is_echo(cause: dict[str, Any]) -> bool:
-    return "signal" not in cause and any(word in str(cause.get("message", "")) for word in PEER_WORDS)
+    of_gloo = cause.get("type") == "RuntimeError" and any(word in str(cause.get("message", "")) for word in PEER_WORDS)
+    return of_gloo or cause.get("type") in PEER_TYPES
 
 
 def judge_outcome(attempt: AttemptFolder, ends: list[RankEnd], world_size: int, asked: signal.Signals | None) -> Outcome:

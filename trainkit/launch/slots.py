@@ -23,7 +23,8 @@ def slot_names(job: Job) -> list[str]:
     """The slots the job takes on this host: "cpu", or one a GPU, by the numbers CUDA_VISIBLE_DEVICES gives them (the ranks see it too)."""
     if job.cluster.device == "cpu":
         return ["cpu"]
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    seen = {**os.environ, **job.cluster.env, **job.env}.get("CUDA_VISIBLE_DEVICES", "")
+    visible = [name.strip() for name in seen.split(",") if name.strip()]
     return [f"gpu{name}" for name in (visible or map(str, range(job.ranks_per_node)))][: job.ranks_per_node]
 
 

@@ -9,8 +9,9 @@ import os
 import shutil
 from pathlib import Path
 
-from trainkit.base.files import publish_folder, sha256_tree, temporary_name, write_text
+from trainkit.base.files import atomic_open, publish_folder, sha256_tree, temporary_name, write_text
 
+COMPLETE = "complete"  # the file that makes a folder a snapshot
 COPIED = (".py", ".so", ".pyi", ".typed")
 
 
@@ -32,26 +33,25 @@ def take_snapshot(package: Path, code: Path) -> tuple[str, Path]:
     """
     names = package_files(package)
     digest = sha256_tree(package.parent, names)
-    target = code / digest
-    if (target / "complete").is_file():
-        return digest, target
+    if (code / digest / COMPLETE).is_file():
+        return digest, code / digest
     code.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_name(target)
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_name(code / "new")
     for name in names:
-        copy = temporary / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(package.parent / name, copy)
-    write_text(temporary / "complete", digest + "\n")
+        with atomic_open(temporary / name) as copy:
+            copy.write((package.parent / name).read_bytes())
+    digest = sha256_tree(temporary, names)  # of what was copied: a file may have been edited meanwhile
+    write_text(temporary / COMPLETE, digest + "\n")
+    target = code / digest
     try:
         publish_folder(temporary, target)
     except OSError:
-        if not (target / "complete").is_file():
+        if not (target / COMPLETE).is_file():
             raise
         shutil.rmtree(temporary)  # another run published the same content first
     return digest, target
 
 
 def link_code(snapshot: Path, link: Path) -> None:
-    """Make the run's `code` link, relative so that the root may be moved."""
+    """Make the run's `code` link, relative: nodes may mount the root elsewhere."""
     link.symlink_to(os.path.relpath(snapshot, link.parent))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import read_json, write_json, write_text
-from trainkit.base.forms import document, expect
+from trainkit.base.files import write_json, write_text
+from trainkit.base.forms import document, read_form
 from trainkit.base.locks import Busy, locked
 from trainkit.engines import ENGINES
 from trainkit.jobs.change import write_changed_job
@@ -56,7 +57,7 @@ def start_run(resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Pa
     secrets = secret_values(job.cluster.secrets, os.environ)
     run = new_run_folder(Path(job.cluster.root or "."), job.name)
     try:
-        with locked_slots(job, run, share=share):
+        with _locked_run(run), locked_slots(job, run, share=share):
             _fill(run, resolved, plan, needs, project, secrets)
             return run, _attempt(run, job, watch, secrets)
     finally:
@@ -67,11 +68,10 @@ def start_run(resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Pa
 def resume_run(run: RunFolder, job: Job, document: dict[str, Any], watch: Watch, *, share: bool) -> Outcome:
     """Follow the next attempt of a run to the end. `document` is the job.json it goes on with.
 
-    Raises TrainkitError: 17 if it is running or the host's slots are taken, 5 if its data changed, 3 if a secret is missing.
+    Raises TrainkitError: 17 if it is running or the host's slots are taken, 3 if a secret is missing.
     """
-    refuse_other_inputs(run)
     secrets = secret_values(job.cluster.secrets, os.environ)
-    with locked_slots(job, run, share=share):
+    with _locked_run(run), locked_slots(job, run, share=share):
         write_changed_job(run.job, document)
         return _attempt(run, job, watch, secrets)
 
@@ -90,7 +90,7 @@ def _fill(run: RunFolder, resolved: Resolved, plan: Plan, needs: Sequence[Need],
 def refuse_other_inputs(run: RunFolder) -> None:
     """Raise (exit 5) if a file that the run's samples come from is not the one it began with: its losses would jump."""
     path = run.path / "launch" / "inputs.json"
-    for old in expect(read_json(path), "inputs/1", path)["files"]:
+    for old in read_form(path, "inputs/1")["files"]:
         new = file_identity(Path(old[0]))
         if new != old:
             what = "is missing" if new is None else "has changed"
@@ -98,21 +98,27 @@ def refuse_other_inputs(run: RunFolder) -> None:
             raise TrainkitError(message, exit=Exit.STAGE_STALE, hint="put the file back, or start a new run with invoke train")
 
 
-def _attempt(run: RunFolder, job: Job, watch: Watch, secrets: Mapping[str, str]) -> Outcome:
+@contextlib.contextmanager
+def _locked_run(run: RunFolder) -> Iterator[None]:
+    """Hold the run's lock: one supervisor a run. Raises TrainkitError (exit 17) where another holds it."""
     try:
         with locked(run.path / "lock", {"run": run.id}, wait=False):
-            number = max((a.number for a in run.attempts()), default=0) + 1
-            command = ENGINES[job.engine].command(job, run, number)
-            for name, text in command.files.items():
-                write_text(run.path / name, text)
-            world = world_document(run, number, command, allocate_local(command, f"{run.id}/{number}"))
-            write_json(run.world, world)
-            with Interrupts().listening() as interrupts:
-                supervisor = Supervisor(world, run.attempt(number), secrets, watch.tick, watch.notice)
-                supervisor.record_start()
-                watch.begin(run)
-                return supervisor.run(interrupts)
+            yield
     except Busy as busy:
         raise TrainkitError(
             f"run {run.id} is running already (pid {busy.holder.get('pid', '?')})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}"
         ) from None
+
+
+def _attempt(run: RunFolder, job: Job, watch: Watch, secrets: Mapping[str, str]) -> Outcome:
+    number = max((a.number for a in run.attempts()), default=0) + 1
+    command = ENGINES[job.engine].command(job, run, number)
+    for name, text in command.files.items():
+        write_text(run.path / name, text)
+    world = world_document(run, number, command, allocate_local(command, f"{run.id}/{number}"))
+    write_json(run.world, world)
+    with Interrupts().listening() as interrupts:
+        supervisor = Supervisor(world, run.attempt(number), secrets, watch.tick, watch.notice)
+        supervisor.record_start()
+        supervisor.show(lambda: watch.begin(run))
+        return supervisor.run(interrupts)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainkit.base.errors import Exit
+from trainkit.base.files import read_json, write_json
 from trainkit.base.process import identity, reap, running, start, stop
 from trainkit.base.redact import Redactor
 from trainkit.launch.outcome import Outcome, RankEnd, judge_outcome, said_done
@@ -40,7 +41,8 @@ class Interrupts:
     @contextlib.contextmanager
     def listening(self) -> Iterator[Interrupts]:
         """Take the three signals for the block; afterwards they are as before."""
-        before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        heeded = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # nohup's wish
+        before = {number: signal.signal(number, self._heard) for number in heeded}
         try:
             yield self
         finally:
@@ -49,10 +51,12 @@ class Interrupts:
 
 
 def _pump(source: IO[bytes], log: Path, redactor: Redactor) -> None:
-    """Copy a rank's output to its log, line by line, without secrets."""
-    with open(log, "ab", buffering=0) as target:
+    """Copy a rank's output to its log, line by line, without secrets. A disk that takes no more must not stop the rank: its pipe is read on."""
+    with open(log, "ab") as target:
         for line in source:
-            target.write(redactor.bytes(line))
+            with contextlib.suppress(OSError):
+                target.write(redactor.bytes(line))
+                target.flush()
 
 
 class Supervisor:
@@ -74,6 +78,8 @@ class Supervisor:
         self.children: dict[int, subprocess.Popen[bytes]] = {}
         self.ends: list[RankEnd] = []
         self.pumps: list[threading.Thread] = []
+        self.redactor = Redactor(secrets.values())
+        self.viewing = True
 
     def record_start(self) -> None:
         """Write the first event: from now on the run's state hangs on this process's life."""
@@ -81,24 +87,54 @@ class Supervisor:
 
     def run(self, interrupts: Interrupts) -> Outcome:
         """Start the ranks, follow them to their end and record it. Never leaves a process behind."""
+        outcome: Outcome | None = None
         try:
-            self._start()
-            self._watch(interrupts)
-            outcome = None
-        except OSError as error:
-            outcome = Outcome(Exit.START, "infra", {"message": f"could not start all ranks: {error}"})
+            outcome = self._start()
+            if outcome is None:
+                self._watch(interrupts)
+        except BaseException as error:
+            outcome = Outcome(Exit.BUG, "infra", {"message": f"the supervisor failed: {type(error).__name__}: {error}"})
+            raise
         finally:
             survivors = self._stop_all("the supervisor ends")
             for pump in self.pumps:
                 pump.join(timeout=5)
-        outcome = outcome or judge_outcome(self.attempt, self.ends, self.world["world_size"], interrupts.first)
-        self.events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, survivors=survivors, **{"class": outcome.failure_class})
-        self.events.close()
+            self._redact_errors()
+            outcome = outcome or judge_outcome(self.attempt, self.ends, self.world["world_size"], interrupts.first)
+            self.events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, survivors=survivors, **{"class": outcome.failure_class})
+            self.events.close()
         return outcome
 
-    def _start(self) -> None:
+    def show(self, view: Callable[[], None]) -> None:
+        """Call a view. One that fails (a closed terminal, a reader that has gone) is called no more; the run goes on."""
+        if not self.viewing:
+            return
+        try:
+            view()
+        except (Exception, SystemExit) as error:  # rich raises SystemExit where the pipe is closed
+            self.viewing = False
+            self.events.write("view_lost", reason=f"{type(error).__name__}: {error}")
+
+    def _redact_errors(self) -> None:
+        """Take secrets out of what the ranks wrote down about their failures."""
+        for rank in self.world["nodes"][0]["ranks"]:
+            path = self.attempt.error(rank)
+            with contextlib.suppress(OSError, ValueError):
+                value = read_json(path)
+                clean = self.redactor.value(value)
+                if clean != value:
+                    write_json(path, clean)
+
+    def _start(self) -> Outcome | None:
+        """Start the ranks; returns the outcome where one could not be started."""
+        try:
+            self._start_ranks()
+        except OSError as error:
+            return Outcome(Exit.START, "infra", {"message": f"could not start all ranks: {error}"})
+        return None
+
+    def _start_ranks(self) -> None:
         node, command = self.world["nodes"][0], self.world["command"]
-        redactor = Redactor(self.secrets.values())
         for folder in (self.attempt.log(0).parent, self.attempt.error(0).parent, self.attempt.heartbeat(0).parent):
             folder.mkdir(parents=True, exist_ok=True)
         for local_rank, rank in enumerate(node["ranks"]):
@@ -106,7 +142,7 @@ class Supervisor:
             child = start(command["argv"], env=environment, cwd=Path(command["cwd"]), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             self.children[rank] = child
             assert child.stdout is not None
-            pump = threading.Thread(target=_pump, args=(child.stdout, self.attempt.log(rank), redactor), daemon=True)
+            pump = threading.Thread(target=_pump, args=(child.stdout, self.attempt.log(rank), self.redactor), daemon=True)
             pump.start()
             self.pumps.append(pump)
             self.events.write("rank_started", rank=rank, host=node["host"], pid=child.pid)
@@ -125,12 +161,12 @@ class Supervisor:
             if interrupts.count > heeded:
                 heeded = interrupts.count
                 self._heed(heeded)
-            self.tick()
+            self.show(self.tick)
             time.sleep(POLL_SECONDS)
 
     def _heed(self, times: int) -> None:
         if times == 1:
-            self.notice("saving at the end of this step, then stopping; Ctrl-C again stops at once")
+            self.show(lambda: self.notice("saving at the end of this step, then stopping; Ctrl-C again stops at once"))
             self.events.write("saving", ranks=sorted(self.children))
             for child in self.children.values():
                 if running(child):

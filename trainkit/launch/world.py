@@ -11,6 +11,7 @@ from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.forms import document
+from trainkit.base.redact import SHORTEST
 from trainkit.base.unit import PARENT_VARIABLE
 from trainkit.engines.contract import Command
 from trainkit.runs.folder import AttemptFolder, RunFolder
@@ -66,14 +67,20 @@ def allocate_local(command: Command, seed: str) -> Allocation:
 
 
 def secret_values(names: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
-    """Values of the named secrets. Raises ConfigError naming every one that must be there and is not; "NAME?" may be absent."""
-    missing = [n for n in names if not n.endswith("?") and n not in environment]
+    """Values of the named secrets.
+
+    Raises ConfigError naming every one that must be there and is not ("NAME?" may be absent), and every one too short to be kept out of logs.
+    """
+    missing = [n for n in names if not n.endswith("?") and not environment.get(n)]
+    short = [n for n in names if 0 < len(environment.get(n.rstrip("?"), "")) < SHORTEST]
+    if short:
+        raise ConfigError(f"secrets of fewer than {SHORTEST} characters cannot be kept out of logs: {', '.join(short)}")
     if missing:
         raise ConfigError(
             f"secrets not in the environment: {', '.join(missing)}", hint="export them, or write NAME? in clusters.X.secrets where one is optional"
         )
     plain = [n.rstrip("?") for n in names]
-    return {n: environment[n] for n in plain if n in environment}
+    return {n: environment[n] for n in plain if environment.get(n)}
 
 
 def world_document(run: RunFolder, attempt: int, command: Command, allocation: Allocation) -> dict[str, Any]:

@@ -85,9 +85,9 @@ def _objections(job: Job) -> list[Objection]:
 
 
 def make_plan(job: Job, vocab_size: int | None = None) -> Plan:
-    """Plan `job`. `vocab_size` is that of its prepared tokenizer where neither the model nor the tokenizer's table names one."""
+    """Plan `job`. `vocab_size` is that of its prepared tokenizer: a BPE trained on little text stays below what its table asks for."""
     tokenizer = job.dataset.tokenizer
-    vocab = job.model.vocab_size or (tokenizer.vocab_size if tokenizer else None) or vocab_size
+    vocab = job.model.vocab_size or vocab_size or (tokenizer.vocab_size if tokenizer else None)
     parameters = parameters_of(job.model, vocab) if vocab else None
     return Plan(
         job=job.name,

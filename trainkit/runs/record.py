@@ -27,8 +27,9 @@ class EventLog:
         self._handle = os.open(attempt.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def write(self, event: str, **values: Any) -> None:
-        line = json.dumps({"time": utc_now(), "event": event, **values}, ensure_ascii=False) + "\n"
-        os.write(self._handle, line.encode())
+        rest = json.dumps({"time": utc_now(), "event": event, **values}).encode() + b"\n"
+        while rest:
+            rest = rest[os.write(self._handle, rest) :]
         os.fsync(self._handle)
 
     def close(self) -> None:
@@ -137,9 +138,17 @@ def read_record(run: RunFolder) -> Record:
 
 def all_runs(roots: Iterable[Path]) -> list[RunFolder]:
     """Every run below ROOT/runs of any root, oldest first."""
-    jobs = [job for root in roots if (root / "runs").is_dir() for job in (root / "runs").iterdir() if job.is_dir()]
-    found = [RunFolder(run) for job in jobs for run in job.iterdir() if (run / "job.json").is_file()]
+    found = [run for root in roots for run in _runs_below(root)]
     return sorted(found, key=lambda run: run.id)
+
+
+def _runs_below(root: Path) -> list[RunFolder]:
+    """Runs of one root; none where it is another cluster's and not to be read from here."""
+    try:
+        jobs = [job for job in (root / "runs").iterdir() if job.is_dir()] if (root / "runs").is_dir() else []
+        return [RunFolder(run) for job in jobs for run in job.iterdir() if (run / "job.json").is_file()]
+    except PermissionError:
+        return []
 
 
 def find_run(roots: Sequence[Path], words: str) -> RunFolder:

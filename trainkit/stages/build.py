@@ -53,7 +53,7 @@ class Build:
                 )
             return None
         unit = Unit("compile", (sys.executable, "-I", "-m", "trainkit.stages.build"), {"root": str(CHECKOUT), "csrc": csrc_sha256(CHECKOUT)})
-        return Need(self.name, "index", 1, {"csrc": unit.spec["csrc"]}, (), (), (unit,), evidence=_evidence)
+        return Need(self.name, "index", "index", 1, {"csrc": unit.spec["csrc"]}, (), (), (unit,), evidence=_evidence)
 
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:

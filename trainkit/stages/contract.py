@@ -37,7 +37,8 @@ class Need:
 
     Args:
         stage: "build", "prep-data", ...
-        name: what it makes; with `stage` it names the stamp and the lock.
+        name: what it makes; with `stage` it names the stamp.
+        lock: held while it is made; the same for all that write into the same folders.
         version: trainkit's own version of the stage: raised when its outputs change for the same settings.
         settings: flat, printable; a difference makes the stage stale, and the first one is the *because*.
         inputs: files read from outside the stage, judged by size and time.
@@ -49,6 +50,7 @@ class Need:
 
     stage: str
     name: str
+    lock: str
     version: int
     settings: Mapping[str, Any]
     inputs: tuple[Path, ...]

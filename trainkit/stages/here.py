@@ -20,6 +20,7 @@ from trainkit.stages.run import Reporter
 from trainkit.stages.stamps import unit_folder, write_unit_stamp
 
 POLL_SECONDS = 0.05
+GRACE_SECONDS = 8.0  # pip takes its time to undo what it has done; other units end at once
 
 
 class _Worker:
@@ -49,6 +50,8 @@ class _Worker:
                 said = json.loads(line)
             except ValueError:
                 continue  # some library's print; the unit's own lines are all JSON
+            if not isinstance(said, dict):
+                continue
             if "progress" in said:
                 self.fraction = said["progress"] / max(1, said["total"])
             self.result, self.error = said.get("result", self.result), said.get("error", self.error)
@@ -87,7 +90,7 @@ def execute_here(need: Need, units: Sequence[Unit], stamps: Path, reporter: Repo
                 for worker in workers.values():
                     reporter.progress(worker.unit, worker.fraction)
         finally:
-            stop([w.child for w in workers.values()])
+            stop([w.child for w in workers.values()], GRACE_SECONDS)
 
 
 def _collect(worker: _Worker, need: Need, stamps: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.data.paths import DataFolder
-from trainkit.data.sources import SOURCES, Shard
+from trainkit.data.sources import SOURCES, Shard, Source
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.stamps import file_identity, unit_stamp_path
@@ -27,29 +27,39 @@ def _flat(prefix: str, value: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def _settings(dataset: Dataset, tokenizer: Tokenizer, source: Source) -> dict[str, Any]:
+    """What the tokens depend on. The split is cut at run time; the files that `paths` matches are inputs, however they were matched."""
+    irrelevant = {"name", "split", "tokenizer", "paths"} | (set() if dataset.source == "stdlib" else {"shard_bytes"})
+    return {
+        **_flat(f"datasets.{dataset.name}", dataset.model_dump(mode="json", exclude=irrelevant, exclude_none=True)),
+        **_flat(f"tokenizers.{tokenizer.name}", tokenizer.model_dump(mode="json", exclude={"name"}, exclude_none=True)),
+        **source.identity(dataset),
+    }
+
+
+def need_of_dataset(dataset: Dataset, root: Path, stamps: Path) -> Need | None:
+    """What it takes to have the tokens of `dataset` below `root`; None for mock data."""
+    tokenizer = dataset.tokenizer
+    if dataset.source == "mock" or tokenizer is None:
+        return None
+    source = SOURCES[dataset.source]
+    folder = DataFolder(root, dataset)
+    shards = source.shards(dataset, folder.corpus)
+    name = f"{dataset.name}--{tokenizer.name}"
+    units, scratch = _Units(dataset, tokenizer, folder, shards, name, stamps).all()
+    inputs = [s.path for s in shards if not s.recipe] + ([Path(tokenizer.path)] if tokenizer.path else [])
+    outputs = (folder.tokenizer, folder.prefix.with_suffix(".bin"), folder.prefix.with_suffix(".idx"), folder.manifest)
+    # the lock is the dataset's: two tokenizers share its corpus folder
+    return Need(PrepData.name, name, dataset.name, VERSION, _settings(dataset, tokenizer, source), tuple(inputs), outputs, units, scratch)
+
+
 class PrepData:
     """Prepares the dataset of a job. Mock data needs nothing."""
 
     name = "prep-data"
 
     def need(self, job: Job, stamps: Path) -> Need | None:
-        dataset, tokenizer = job.dataset, job.dataset.tokenizer
-        if dataset.source == "mock" or tokenizer is None:
-            return None
-        source = SOURCES[dataset.source]
-        folder = DataFolder(Path(job.cluster.root or "."), dataset)
-        shards = source.shards(dataset, folder.corpus)
-        name = f"{dataset.name}--{tokenizer.name}"
-        units, scratch = _Units(dataset, tokenizer, folder, shards, name, stamps).all()
-        settings = {
-            # the split is cut at run time; changing it makes no token stale
-            **_flat(f"datasets.{dataset.name}", dataset.model_dump(mode="json", exclude={"name", "split", "tokenizer"}, exclude_none=True)),
-            **_flat(f"tokenizers.{tokenizer.name}", tokenizer.model_dump(mode="json", exclude={"name"}, exclude_none=True)),
-            **source.identity(dataset),
-        }
-        inputs = [s.path for s in shards if not s.recipe] + ([Path(tokenizer.path)] if tokenizer.path else [])
-        outputs = (folder.tokenizer, folder.prefix.with_suffix(".bin"), folder.prefix.with_suffix(".idx"), folder.manifest)
-        return Need(self.name, name, VERSION, settings, tuple(inputs), outputs, units, scratch)
+        return need_of_dataset(job.dataset, Path(job.cluster.root or "."), stamps)
 
 
 class _Units:

@@ -12,7 +12,7 @@ from trainkit.base.files import remove_leftovers
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Stage, Unit
-from trainkit.stages.stamps import Verdict, input_identities, judge, stamp_path, unit_folder, unit_is_fresh, write_stamp
+from trainkit.stages.stamps import Verdict, input_identities, judge, unit_folder, unit_is_fresh, unit_stamp_path, write_stamp, write_unfinished
 
 
 class Reporter(Protocol):
@@ -70,13 +70,13 @@ def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *,
     if verdict.fresh:
         reporter.verdict(verdict)
         return verdict
-    with locked(stamps / f"{need.name}.lock", {"stage": need.stage, "name": need.name}, on_wait=waits):
+    with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, on_wait=waits):
         verdict = judge(need, stamps, force=force)
         reporter.verdict(verdict)
         if not verdict.fresh:
-            stamp_path(stamps, need).unlink(missing_ok=True)
-            for folder in sorted({path.parent for unit in need.units for path in unit.outputs}):
-                remove_leftovers(folder)
+            write_unfinished(need, stamps, verdict.because)
+            for path in [path for unit in need.units for path in unit.outputs]:
+                remove_leftovers(path)
             _run(need, stamps, execute, reporter, force)
     return verdict
 
@@ -85,6 +85,8 @@ def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, force:
     inputs = input_identities(need)
     units = missing_units(need, stamps, force=force)
     unit_folder(stamps, need.name).mkdir(parents=True, exist_ok=True)
+    for unit in units:  # one that is cut short must not leave those after it looking fresh
+        unit_stamp_path(stamps, need.name, unit.name).unlink(missing_ok=True)
     reporter.started(need, units)
     try:
         execute(need, units, stamps, reporter)

@@ -96,6 +96,8 @@ def judge(need: Need, stamps: Path, *, force: bool = False) -> Verdict:
 def _judge_stamp(need: Need, stamp: dict[str, Any] | None) -> tuple[bool, str]:
     if stamp is None:
         return False, "it was never made here"
+    if "unfinished" in stamp:
+        return False, f"its making was interrupted (then it was stale because {stamp['unfinished']})"
     if stamp.get("version") != need.version:
         return False, f"trainkit's version of it changed from {stamp.get('version')} to {need.version}"
     because = (
@@ -104,6 +106,11 @@ def _judge_stamp(need: Need, stamp: dict[str, Any] | None) -> tuple[bool, str]:
         or _changed_file("output", need.outputs, stamp.get("outputs"))
     )
     return (False, because) if because else (True, f"nothing changed since {stamp.get('made')}")
+
+
+def write_unfinished(need: Need, stamps: Path, because: str) -> None:
+    """Record that the stage's outputs are being made: until `write_stamp`, nothing there counts as fresh."""
+    write_json(stamp_path(stamps, need), document(SCHEMA, stage=need.stage, name=need.name, unfinished=because))
 
 
 def write_stamp(need: Need, stamps: Path, inputs: list[Any]) -> None:

@@ -142,7 +142,7 @@ def _xxh128(path: Path) -> str:
 
 
 def newest_valid(checkpoints: Path, on_damage: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that can be read, None where there is none at all.
+    """The newest checkpoint whose manifest, sizes and hashes are right, None where there is none at all.
 
     Args:
         checkpoints: the run's folder of checkpoints; unfinished ones in it are not looked at.
@@ -153,10 +153,10 @@ def newest_valid(checkpoints: Path, on_damage: Callable[[str], None]) -> Checkpo
     """
     folders = finished(checkpoints)
     for folder in reversed(folders):
-        try:
+        problems = verify(folder)
+        if not problems:
             return open_checkpoint(folder)
-        except Damaged as damaged:
-            on_damage(damaged.message)
+        on_damage(Damaged(folder, problems).message)
     if folders:
         raise TrainkitError(
             f"none of the {len(folders)} checkpoints in {checkpoints} is valid",

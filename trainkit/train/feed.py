@@ -16,8 +16,7 @@ import xxhash
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError
-from trainkit.base.files import read_json
-from trainkit.base.forms import expect
+from trainkit.base.forms import read_form
 from trainkit.data.indexed import IndexedDataset
 from trainkit.data.order import MockSamples, NativeSamples, SampleOrder, Samples
 from trainkit.data.paths import DataFolder
@@ -40,7 +39,7 @@ def vocab_size(job: Job) -> int:
     """
     known = job.dataset.tokenizer.vocab_size if job.dataset.tokenizer else None
     if job.dataset.tokenizer and (manifest := data_folder(job).manifest).is_file():
-        known = int(expect(read_json(manifest), "dataset/1", manifest)["vocab_size"])
+        known = int(read_form(manifest, "dataset/1")["vocab_size"])
     rows = job.model.vocab_size or known
     if rows is None:
         raise ConfigError(f"nobody says how large the vocabulary of model {job.model.name!r} is", hint=f"set models.{job.model.name}.vocab_size")

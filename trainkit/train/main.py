@@ -1,13 +1,14 @@
 """The program of one rank: python -I <snapshot>/trainkit/train/main.py RUN_FOLDER --attempt N.
 
 Who it is comes in torch's standard variables; TORCHELASTIC_ERROR_FILE and TRAINKIT_HEARTBEAT_FILE say where to report. Exit
-codes: 0; 12 told to stop, and saved; a TrainkitError's own; 9 for any other exception.
+codes: 0; 12 told to stop, and saved; a TrainkitError's own; 10 for a full or failing disk and the like; 9 for any other exception.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
+MACHINE_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EADDRINUSE, errno.ENOMEM}
 TOLD = {signal.SIGTERM, signal.SIGUSR1}
 
 
@@ -78,8 +80,9 @@ def run_rank(run_folder: Path) -> int:
         return int(error.exit)
     except BaseException as error:  # torch's CheckpointException is no Exception
         traceback.print_exc()
-        record_error(error, int(Exit.RANK_USER), heartbeat.step)
-        return int(Exit.RANK_USER)
+        code = Exit.RANK_INFRA if isinstance(error, OSError) and error.errno in MACHINE_FAULTS else Exit.RANK_USER
+        record_error(error, int(code), heartbeat.step)
+        return int(code)
 
 
 def leave(code: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.corpus import write_documents
 from trainkit.data.sources.contract import Shard
 from trainkit.jobs.schema import Dataset
@@ -18,8 +19,12 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 def source_files(stdlib: Path) -> list[str]:
     """Relative names of *.py files below `stdlib`, sorted, without installed packages, tests and caches."""
+
+    def give_up(error: OSError) -> None:
+        raise error  # os.walk would leave the folder out without a word
+
     names = []
-    for folder, folders, files in os.walk(stdlib):
+    for folder, folders, files in os.walk(stdlib, onerror=give_up):
         folders[:] = [f for f in folders if f not in LEFT_OUT]
         names += [os.path.relpath(os.path.join(folder, f), stdlib) for f in files if f.endswith(".py")]
     return sorted(names)
@@ -40,6 +45,9 @@ class Stdlib:
                 groups.append(([], 0))
             names, total = groups[-1]
             groups[-1] = ([*names, name], total + size)
+        if not groups:
+            hint = "install Python's standard library as source, or use another dataset"
+            raise ConfigError(f"{stdlib} holds no Python source file", exit=Exit.STAGE_FAILED, hint=hint)
         return [Shard(f"{i:05d}", corpus / f"shard-{i:05d}.jsonl.zst", size, {"folder": str(stdlib), "files": names}) for i, (names, size) in enumerate(groups)]
 
     def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
