@@ -109,7 +109,7 @@ def test_text_job_from_raw_text_to_a_sample(project: Project) -> None:
     assert evaluations[-1] < evaluations[0] - 1
     greedy = project.document("generate", "last", "--prompt", "the quick", "--temperature", "0", "--max-new-tokens", "4")
     assert greedy["text"].startswith("the quick") and len(greedy["text"]) > len("the quick")
-    assert project.document("report", "last", "--picture", "loss.svg")["loss"]["last"] == evaluations[-1]
+    assert project.document("report", "last", "--picture", "loss.svg")["validation_loss"]["last"] == evaluations[-1]
     assert (project.path / "loss.svg").read_text().startswith("<?xml")
     again = project.invoke("train", "text").stdout
     assert "prep-data lines--bpe is fresh because nothing changed since" in again

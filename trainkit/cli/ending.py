@@ -32,9 +32,9 @@ def facts_table(run: RunFolder) -> Table:
     """Losses, speed, places: two columns."""
     summary = summarize(run)
     table = Table.grid(padding=(0, 2))
-    losses = summary.losses()
-    if losses:
-        table.add_row(losses[0], f"[bold]{losses[1]:.4f}[/] before, [bold]{losses[2]:.4f}[/] after")
+    for what, losses in (("training loss", summary.training_loss()), ("validation loss", summary.validation_loss())):
+        if losses:
+            table.add_row(what, f"[bold]{losses[0]:.4f}[/] before, [bold]{losses[1]:.4f}[/] after")
     if summary.tokens_per_second:
         tokens = f"{summary.tokens_per_second:,.0f} tokens/s (median step)"
         table.add_row("speed", tokens)

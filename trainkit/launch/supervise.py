@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,13 +51,14 @@ class Interrupts:
                 signal.signal(number, handler)
 
 
-def _pump(source: IO[bytes], log: Path, redactor: Redactor) -> None:
+def _pump(source: IO[bytes], log: FileIO, redactor: Redactor) -> None:
     """Copy a rank's output to its log, line by line, without secrets. A disk that takes no more must not stop the rank: its pipe is read on."""
-    with open(log, "ab") as target:
+    with log:
         for line in source:
+            rest = redactor.bytes(line)
             with contextlib.suppress(OSError):
-                target.write(redactor.bytes(line))
-                target.flush()
+                while rest:
+                    rest = rest[log.write(rest) :]
 
 
 class Supervisor:
@@ -139,10 +141,11 @@ class Supervisor:
             folder.mkdir(parents=True, exist_ok=True)
         for local_rank, rank in enumerate(node["ranks"]):
             environment = rank_environment(self.world, 0, local_rank, self.attempt, identity().pid, self.secrets)
+            log = FileIO(self.attempt.log(rank), "a")
             child = start(command["argv"], env=environment, cwd=Path(command["cwd"]), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             self.children[rank] = child
             assert child.stdout is not None
-            pump = threading.Thread(target=_pump, args=(child.stdout, self.attempt.log(rank), self.redactor), daemon=True)
+            pump = threading.Thread(target=_pump, args=(child.stdout, log, self.redactor), daemon=True)
             pump.start()
             self.pumps.append(pump)
             self.events.write("rank_started", rank=rank, host=node["host"], pid=child.pid)

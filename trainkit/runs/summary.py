@@ -34,21 +34,25 @@ class Summary:
         values = [r["tokens_per_second"] for r in self.training]
         return statistics.median(values) if values else None
 
-    def losses(self) -> tuple[str, float, float] | None:
-        """(what was measured, first, last): the validation loss where there is one, else the training loss."""
-        evaluations = self.evaluations()
-        for what, rows in (("validation loss", evaluations), ("training loss", self.training)):
-            if len(rows) > 1:
-                return what, rows[0]["lm_loss"], rows[-1]["lm_loss"]
-        return None
+    def training_loss(self) -> tuple[float, float] | None:
+        """(first, last): the first logged step's, and the mean of the last tenth of them: single batches are noisy."""
+        losses = [r["lm_loss"] for r in self.training]
+        return (losses[0], statistics.fmean(losses[-max(1, len(losses) // 10) :])) if losses else None
+
+    def validation_loss(self) -> tuple[float, float] | None:
+        """(first, last) evaluation on the valid split."""
+        losses = [r["lm_loss"] for r in self.evaluations()]
+        return (losses[0], losses[-1]) if losses else None
 
     def to_json(self) -> dict[str, Any]:
         """The form report/1."""
-        losses = self.losses()
+        first_and_last = ("first", "last")
+        training, validation = self.training_loss(), self.validation_loss()
         return document(
             "report/1",
             **read_record(self.run).row(),
-            loss=losses and {"of": losses[0], "first": losses[1], "last": losses[2]},
+            training_loss=training and dict(zip(first_and_last, training, strict=True)),
+            validation_loss=validation and dict(zip(first_and_last, validation, strict=True)),
             tokens_per_second=self.tokens_per_second,
             consumed_samples=self.training[-1]["consumed_samples"] if self.training else 0,
             seconds=sum(r["elapsed_ms"] for r in self.training) / 1000,
