@@ -122,7 +122,7 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout: float = 120.0) -> Any:
     """Poll until `condition()` is true and return its value; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

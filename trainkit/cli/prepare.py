@@ -45,6 +45,8 @@ def build(talk: Talk, *, force: bool) -> Answer:
     """The task `build`."""
     root = find_root(talk.folder)
     need = Build().need(None, stamps_folder(root, "build"))
+    if need is None:
+        talk.say("trainkit is installed, not a checkout: its extension is there and works, nothing is to be built")
     return _answer(talk, bring_up_to_date(talk, [need] if need else [], root, force=force))
 
 

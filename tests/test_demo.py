@@ -1,0 +1,24 @@
+"""The demo itself, at its full size, on 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Project
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_same_samples_and_losses_on_1_2_and_4_ranks(project: Project) -> None:
+    shutil.copy(ROOT / "jobs.toml", project.path / "jobs.toml")
+    for ranks in (1, 2, 4):
+        project.invoke("train", "demo", "--set", f"cluster.ranks_per_node={ranks}", timeout=1200)
+    one, two, four = map(project.metrics, project.runs())
+    for a, b, c in zip(one, two, four, strict=True):
+        assert a.get("batch_checksum") == b.get("batch_checksum") == c.get("batch_checksum")
+        assert b["lm_loss"] == pytest.approx(a["lm_loss"], abs=1e-4) and c["lm_loss"] == pytest.approx(a["lm_loss"], abs=1e-4)
