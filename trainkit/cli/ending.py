@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trainkit.cli.wrapper import Talk, command_word
+from trainkit.cli.wrapper import Talk
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import Record
@@ -81,4 +81,4 @@ def print_next(talk: Talk, record: Record) -> None:
     """What is worth trying now."""
     talk.say("next:")
     for task in record.next_tasks():
-        talk.say(f"  {task.replace('invoke', command_word(), 1)}")
+        talk.say(f"  {task.replace('invoke', talk.command, 1)}")

@@ -38,6 +38,12 @@ class Talk:
     dry_run: bool
     folder: Path
 
+    @property
+    def command(self) -> str:
+        """How the person runs tasks here: by the wrapper of this checkout's own .venv, or by invoke itself."""
+        wrapped = Path(sys.prefix) == self.folder.resolve() / ".venv" and (self.folder / "inv").is_file()
+        return "./inv" if wrapped else "invoke"
+
     @functools.cached_property
     def console(self) -> Console:
         """For prose and tables: stdout, or stderr under `--json`."""
@@ -48,12 +54,6 @@ class Talk:
     def say(self, text: str = "") -> None:
         """One line of plain prose."""
         print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
-
-
-def command_word() -> str:
-    """How the person runs tasks: through the wrapper of a checkout's own .venv, or invoke itself."""
-    root = Path(sys.prefix).parent
-    return "./inv" if Path(sys.prefix).name == ".venv" and (root / "inv").is_file() else "invoke"
 
 
 @dataclass(frozen=True)
