@@ -11,7 +11,23 @@ import pytest
 
 from tests.conftest import TASKS, Project
 
-TASK_NAMES = ["build", "check", "generate", "jobs", "logs", "prep-data", "report", "resume", "runs", "show", "status", "tensorboard", "test", "train"]
+TASK_NAMES = [
+    "build",
+    "check",
+    "evaluate",
+    "generate",
+    "jobs",
+    "logs",
+    "prep-data",
+    "report",
+    "resume",
+    "runs",
+    "show",
+    "status",
+    "tensorboard",
+    "test",
+    "train",
+]
 
 
 def test_the_surface_is_frozen(project: Project) -> None:

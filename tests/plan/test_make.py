@@ -1,40 +1,19 @@
-"""The plan's arithmetic against published counts and by hand."""
+"""What a plan says, and what it objects to."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 
-from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
-from trainkit.plan.make import make_plan, model_flops_per_token_of, parameters_of
-
-# Narayanan et al. 2021 (arXiv:2104.04473), table 1: layers, hidden size, printed billions; vocabulary 51,200, 2,048 positions.
-PUBLISHED = [
-    (24, 2304, 1.7),
-    (30, 3072, 3.6),
-    (36, 4096, 7.5),
-    (40, 6144, 18.4),
-    (48, 8192, 39.1),
-    (60, 10240, 76.1),
-    (80, 12288, 145.6),
-    (96, 16384, 310.1),
-    (105, 20480, 529.6),
-    (128, 25600, 1008.0),
-]
+from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Profile, Training
+from trainkit.plan.batch import consumed_after
+from trainkit.plan.make import make_plan
 
 
-@pytest.mark.parametrize(("layers", "hidden", "billions"), PUBLISHED)
-def test_published_parameter_counts(layers: int, hidden: int, billions: float) -> None:
-    model = Model(num_layers=layers, hidden_size=hidden, num_attention_heads=hidden // 64, seq_length=2048)
-    assert parameters_of(model, 51200) / 1e9 == pytest.approx(billions, abs=0.06)
-
-
-def test_flops_are_three_times_the_matmuls_of_forward() -> None:
-    model = Model(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=16, ffn_hidden_size=24)
-    per_layer = 2 * 8 * 24 + 2 * 8 * 8 + 2 * 2 * 8 * 24 + 2 * 2 * 8 * 16 / 2  # qkv, out, mlp, scores and values over half the sequence
-    assert model_flops_per_token_of(model, 100) == 3 * (2 * per_layer + 2 * 8 * 100)
-
-
-def job(ranks: int, **training: int) -> Job:
+def job(ranks: int, **training: Any) -> Job:
     return Job(
         name="j",
         cluster=Cluster(name="c", ranks_per_node=ranks),
@@ -63,3 +42,37 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do() -> N
     plan = make_plan(job(3, micro_batch_size=2, global_batch_size=16))
     assert not plan.feasible and "nearest: 12 or 18" in plan.objections[0].message
     assert plan.to_json()["objections"][0]["key"] == "training.global_batch_size"
+
+
+def test_every_batch_of_a_ramp_must_divide() -> None:
+    ramp = {"micro_batch_size": 2, "global_batch_size": 24, "train_iters": 40}
+    plan = make_plan(job(2, **ramp, rampup_batch_size=[4, 4, 120]))
+    assert plan.feasible and plan.tokens == consumed_after(job(2, **ramp, rampup_batch_size=[4, 4, 120]), 40) * 4 < 40 * 24 * 4
+    (objection,) = make_plan(job(2, **ramp, rampup_batch_size=[6, 2, 120])).objections
+    assert objection.key == "training.rampup_batch_size" and "6, 10, 14, 18 and 1 more" in objection.message
+    assert "multiples of 4" in objection.message
+
+
+def test_the_checkpoint_is_as_large_as_the_optimizer_makes_it() -> None:
+    sizes = [make_plan(job(1, **keys)) for keys in ({}, {"optimizer": "sgd"}, {"optimizer": "sgd", "sgd_momentum": 0.0})]
+    assert [plan.checkpoint_bytes for plan in sizes] == [k * plan.parameters for k, plan in zip((12, 8, 4), sizes, strict=True) if plan.parameters]
+
+
+def test_recomputation_costs_the_hardware() -> None:
+    plain, full = make_plan(job(1)), make_plan(job(1, recompute_granularity="full"))
+    assert plain.model_flops_per_token == plain.hardware_flops_per_token == full.model_flops_per_token
+    assert full.hardware_flops_per_token is not None and plain.hardware_flops_per_token is not None
+    assert full.hardware_flops_per_token > plain.hardware_flops_per_token
+
+
+def test_all_objections_come_at_once() -> None:
+    wrong = job(3, global_batch_size=16).model_copy(update={"profile": Profile(start=11, stop=12, ranks=(0, 3, 4))})
+    wrong = wrong.model_copy(update={"cluster": Cluster(name="c", ranks_per_node=3, device="cuda", gpus_per_node=2)})
+    plan = make_plan(wrong, vocab_size=17)
+    assert [o.key for o in plan.objections] == ["training.global_batch_size", "model.vocab_size", "cluster.ranks_per_node", "profile.start", "profile.ranks"]
+    assert "17 ids" in plan.objections[1].message and "ranks 3, 4: the world has ranks 0 to 2" in plan.objections[4].message
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, trainkit.plan.make, trainkit.plan.batch; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +22,7 @@ from trainkit.train.checkpoint import folder_of, load, open_checkpoint
 from trainkit.train.data_parallel import World
 from trainkit.train.heartbeat import Heartbeat
 from trainkit.train.loop import Trainer
+from trainkit.train.optimizer import local_gradients, squared_norm
 
 Arrays = dict[str, NDArray[Any]]
 MODEL = Model(name="tiny", num_layers=2, hidden_size=18, num_attention_heads=3, seq_length=16, vocab_size=301)  # 18 and 301 divide by nothing used here
@@ -83,18 +85,22 @@ def _trainer(root: Path) -> Trainer:
 def first_step_then_save(root: Path, other: Path | None) -> dict[str, Any]:
     """Weights, gradients and norm of step 1; then three steps and a checkpoint of them, with all it should hold; then what `other`, a checkpoint, holds."""
     trainer = _trainer(root)
-    weights = {name: whole(p) for name, p in trainer.parameters.items()}
-    loss, norm, checksum, _ = trainer._gradients()
-    gradients = {name: whole(p.grad) for name, p in trainer.parameters.items() if p.grad is not None}
-    trainer.optimizer.zero_grad()
+    maker = trainer.maker
+    weights = {name: whole(p) for name, p in maker.parameters.items()}
+    entropy, tokens, checksum = maker._backward(trainer.train_feed.read(0, 8), 8)
+    sums = torch.stack([entropy, tokens.double(), squared_norm(local_gradients(maker.parameters.values())), torch.tensor(checksum, dtype=torch.float64)])
+    dist.all_reduce(sums)
+    first = {"loss": float(sums[0] / sums[1]), "norm": float(sums[2].sqrt()), "checksum": int(sums[3])}
+    gradients = {name: whole(p.grad) for name, p in maker.parameters.items() if p.grad is not None}
+    maker.optimizer.zero_grad()
     for _ in range(3):
         trainer.train_step()
     trainer.save()
-    saved = {name: whole(t) for name, t in trainer.tensors().items()}
+    saved = {name: whole(t) for name, t in maker.tensors().items()}
     folder = folder_of(trainer.run.checkpoints, 3)
-    load(open_checkpoint(other or folder), trainer.tensors())
-    loaded = {name: whole(t) for name, t in trainer.tensors().items()}
-    return {"weights": weights, "loss": loss, "norm": norm, "checksum": checksum, "gradients": gradients, "saved": saved, "loaded": loaded, "folder": folder}
+    load(open_checkpoint(other or folder), maker.tensors())
+    loaded = {name: whole(t) for name, t in maker.tensors().items()}
+    return {**first, "weights": weights, "gradients": gradients, "saved": saved, "loaded": loaded, "folder": folder}
 
 
 def same(left: Arrays, right: Arrays) -> bool:

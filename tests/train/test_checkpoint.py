@@ -18,7 +18,7 @@ from tests.train.support import MODEL, Arrays, whole
 from trainkit.base.errors import TrainkitError
 from trainkit.train import checkpoint
 from trainkit.train.checkpoint import MANIFEST, Damaged, newest_valid, open_checkpoint, prune, verify
-from trainkit.train.model import GPT
+from trainkit.train.model import Transformer
 from trainkit.train.storage import Reader, TensorSavePlanner, Writer
 
 Change = Callable[[dict[str, Any]], Any]
@@ -44,7 +44,7 @@ def copy_as(folder: Path, step: int) -> Path:
 
 
 def load_model(folder: Path, rows: int = 301) -> GPT:
-    module = GPT(MODEL, rows)
+    module = Transformer(MODEL, rows)
     checkpoint.load(open_checkpoint(folder), {f"model.{n}": p.detach() for n, p in module.named_parameters()})
     return module
 

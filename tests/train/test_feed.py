@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from trainkit.base.errors import ConfigError
 from trainkit.data.indexed import IndexedWriter
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.train.data_parallel import World
-from trainkit.train.feed import Feed, data_folder, micro_batches, vocab_size
+from trainkit.train.feed import Feed, data_folder, document_bounds, micro_batches, positions_within, vocab_size
+from trainkit.train.loss import NO_LABEL
 
 CPU = torch.device("cpu")
 
@@ -35,7 +37,7 @@ def test_global_batch_is_split_as_megatron_does(ranks: int, micro: int, count: i
 def test_any_layout_reads_the_same_samples(ranks: int, micro: int, tmp_path: Path) -> None:
     def tokens(ranks: int, micro: int, consumed: int) -> tuple[list[tuple[int, ...]], int]:
         job = tiny_job(ranks, tmp_path, micro_batch_size=micro)
-        batches = [b for rank in range(ranks) for b in Feed(job, "train", World(rank, ranks), CPU).read(consumed)]
+        batches = [b for rank in range(ranks) for b in Feed(job, job.dataset, "train", World(rank, ranks), CPU).read(consumed, 8)]
         rows = [tuple(row) for b in batches for row in torch.cat([b.tokens_BS, b.labels_BS[:, -1:]], 1).tolist()]
         assert all(torch.equal(b.tokens_BS[:, 1:], b.labels_BS[:, :-1]) for b in batches)
         return sorted(rows), sum(b.checksum for b in batches)
@@ -66,12 +68,57 @@ def test_vocabulary_comes_from_the_model_the_tokenizer_or_the_data(tmp_path: Pat
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    feed = Feed(text_job(tmp_path, list(range(300)) * 2, rows=299, split="1"), "train", World(0, 1), CPU)
+    job = text_job(tmp_path, list(range(300)) * 2, rows=299, split="1")
+    feed = Feed(job, job.dataset, "train", World(0, 1), CPU)
     with pytest.raises(ConfigError, match=r"token id 299 .* 299"):
         for consumed in range(0, 40, 8):  # more than an epoch
-            list(feed.read(consumed))
+            list(feed.read(consumed, 8))
 
 
 def test_a_split_without_a_sample_is_refused(tmp_path: Path) -> None:
+    job = text_job(tmp_path, list(range(100)), rows=299, split="1,0")
     with pytest.raises(ConfigError, match="valid split"):
-        Feed(text_job(tmp_path, list(range(100)), rows=299, split="1,0"), "valid", World(0, 1), CPU)
+        Feed(job, job.dataset, "valid", World(0, 1), CPU)
+
+
+END = 7
+
+
+@given(st.lists(st.lists(st.sampled_from([1, 2, END]), min_size=6, max_size=6), min_size=1, max_size=4))
+def test_documents_and_positions_are_megatrons(rows: list[list[int]]) -> None:
+    """Against Megatron-LM's rule, token by token: what follows an end token is a new document whose positions begin at 0."""
+    inputs = np.array(rows)
+    bounds = document_bounds(inputs, END)
+    expected, begins = [], []
+    for b, row in enumerate(rows):
+        position = 0
+        for s, token in enumerate(row):
+            if position == 0:
+                begins.append(b * 6 + s)
+            expected.append(position)
+            position = 0 if token == END else position + 1
+    assert bounds.tolist() == [*begins, inputs.size]
+    assert positions_within(bounds, inputs.shape).ravel().tolist() == expected
+
+
+def test_documents_reach_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = text_job(tmp_path, ([END] + [5] * 9) * 20, rows=299, split="1")
+    monkeypatch.setattr("trainkit.train.feed._end_token", lambda job, dataset: END)
+    keys = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
+    job = job.model_copy(update={"training": job.training.model_copy(update=keys)})
+    for batch in Feed(job, job.dataset, "train", World(0, 1), CPU).read(0, 8):
+        ends = batch.tokens_BS == END
+        assert ends.any() and ((batch.labels_BS == NO_LABEL) == ends).all()
+        assert batch.documents is not None and batch.positions_BS is not None
+        bounds = batch.documents.bounds
+        assert bounds[-1] == batch.tokens_BS.numel() and batch.documents.longest == max(b - a for a, b in pairwise(bounds)) <= 10
+        assert batch.documents.bounds_D.tolist() == list(bounds) and batch.documents.bounds_D.dtype == torch.int32
+        starts = torch.zeros(batch.tokens_BS.numel(), dtype=torch.bool)
+        starts[list(bounds[:-1])] = True
+        assert ((batch.positions_BS.flatten() == 0) == starts).all()
+
+
+def test_random_tokens_have_no_documents(tmp_path: Path) -> None:
+    job = tiny_job(1, tmp_path, eod_mask_loss=True)
+    with pytest.raises(ConfigError, match="eod_mask_loss needs documents; dataset 'mock'"):
+        Feed(job, job.dataset, "train", World(0, 1), CPU)

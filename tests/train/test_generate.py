@@ -1,74 +1,232 @@
-"""Text from a checkpoint, whatever layout wrote it."""
+"""Text from a checkpoint: the cache changes nothing, transformers writes the same, and no prompt depends on another."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.train.support import new_run, tiny_job
+from tests.train.peers import CASES, ONE_OF_EACH, beside, random_model, random_tokens
+from tests.train.support import tiny_job
+from tests.trained import EOD, MODEL, new_run, prepare, text_job, write_checkpoint
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.jobs.schema import Dataset
-from trainkit.jobs.schema import Tokenizer as TokenizerTable
+from trainkit.jobs.schema import Cluster, Dataset
 from trainkit.runs.folder import RunFolder
-from trainkit.train import checkpoint
-from trainkit.train.feed import data_folder
-from trainkit.train.generate import generate, load_model, sample
+from trainkit.train.checkpoint import open_checkpoint
+from trainkit.train.generate import Generation, Reading, continuation, generate
+from trainkit.train.sampling import Sampling
+from trainkit.train.trained import choose_checkpoint, choose_device, load_model
+
+GREEDY = Sampling(temperature=0)
+NEVER = -1  # no token ends a document
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", CASES)
+def test_the_cache_changes_no_logit(case: str, dtype: torch.dtype) -> None:
+    model = random_model(CASES[case], dtype).eval()
+    ids_1S = random_tokens(1, model.shape.positions)
+    expected_SV = model(ids_1S)[0]
+    reading, ids = Reading(model), ids_1S[0].tolist()
+    for start, end, piece in ((0, 7, 3), (7, 8, 512), (8, 12, 4), *((i, i + 1, 512) for i in range(12, len(ids)))):
+        logits_V = reading.read(ids[start:end], piece)
+        torch.testing.assert_close(logits_V, expected_SV[end - 1], rtol=0, atol=TOLERANCE[dtype])
+
+
+@settings(deadline=None, max_examples=30)
+@given(cuts=st.lists(st.integers(1, 23), max_size=6, unique=True).map(sorted), piece=st.integers(1, 30), case=st.sampled_from(ONE_OF_EACH))
+def test_any_cut_of_a_text_gives_the_same(cuts: list[int], piece: int, case: str) -> None:
+    model = random_model(CASES[case], torch.float64).eval()
+    ids = random_tokens(1, 24)[0].tolist()
+    reading = Reading(model, 24)
+    for start, end in zip([0, *cuts], [*cuts, 24], strict=True):
+        logits_V = reading.read(ids[start:end], piece)
+    torch.testing.assert_close(logits_V, model(torch.tensor([ids]))[0, -1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_equals_transformers(case: str) -> None:
+    shape, ours, theirs = beside(case, torch.float32)
+    prompt_1S = random_tokens(1, 6, seed=3)
+    new = shape.positions - 6
+    words = {"max_new_tokens": new, "do_sample": False, "use_cache": True, "attention_mask": torch.ones_like(prompt_1S), "pad_token_id": 0}
+    expected = theirs.generate(prompt_1S, **words)[0, 6:].tolist()
+    found = continuation(ours, prompt_1S[0].tolist(), GREEDY, max_new_tokens=new, end=NEVER)
+    assert found == expected and len(found) == new
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH)
+def test_the_window_slides(case: str) -> None:
+    """Beyond its positions the model sees the last of them only, as if the text began there."""
+    model = random_model(CASES[case], torch.float64).eval()
+    window = model.shape.positions
+    for prompt in (random_tokens(1, window - 3)[0].tolist(), random_tokens(1, window + 9)[0].tolist()):
+        ids = continuation(model, prompt, GREEDY, max_new_tokens=8, end=NEVER)
+        text = [*prompt, *ids]
+        for i in range(8):
+            seen = text[: len(prompt) + i][-window:]
+            assert ids[i] == int(model(torch.tensor([seen]))[0, -1].argmax())
+
+
+def test_it_ends_with_the_document() -> None:
+    model = random_model(CASES["gpt"]).eval()
+    prompt = random_tokens(1, 5)[0].tolist()
+    ids = continuation(model, prompt, Sampling(seed=4), max_new_tokens=12, end=NEVER)
+    assert len(ids) == 12
+    end = ids[5]
+    assert continuation(model, prompt, Sampling(seed=4), max_new_tokens=12, end=end) == ids[: ids.index(end)]
+
+
+def test_a_document_apart_does_not_see_the_end_of_the_one_before() -> None:
+    model = random_model(CASES["gpt"], torch.float64).eval()
+    end = 11
+    first, second = continuation(model, [end], GREEDY, max_new_tokens=2, end=end, apart=True)
+    assert first == int(model(torch.tensor([[end]]))[0, -1].argmax())
+    alone_V, together_V = (model(torch.tensor([ids]))[0, -1] for ids in ([first], [end, first]))
+    assert second == int(alone_V.argmax()) and not torch.allclose(alone_V, together_V)
 
 
 @pytest.fixture
-def run(tmp_path: Path, saved_folder: Path) -> RunFolder:
-    """A run on text whose checkpoint two ranks wrote."""
-    table = TokenizerTable(name="t", type="bpe", vocab_size=301)
-    job = tiny_job(2, tmp_path).model_copy(update={"dataset": Dataset(name="words", source="files", paths=("x",), tokenizer=table)})
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        ["def a(b): return b " * 99], trainers.BpeTrainer(vocab_size=301, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
-    )
-    path = data_folder(job).tokenizer
-    path.parent.mkdir(parents=True)
-    tokenizer.save(str(path))
+def run(tmp_path: Path) -> RunFolder:
+    """A run on text with checkpoints of steps 3 and 5, of different weights."""
+    job = text_job(tmp_path)
+    prepare(tmp_path, job.dataset)
     run = new_run(job)
-    shutil.copytree(saved_folder, run.checkpoints)
+    for step in (3, 5):
+        write_checkpoint(run, random_model(MODEL, seed=step, vocab=301), step)
     return run
 
 
+def texts(run: RunFolder, prompts: list[str], sampling: Sampling = GREEDY, step: int = 0) -> list[str]:
+    return [g.text for g in generate(run, prompts, sampling, max_new_tokens=12, step=step)[1]]
+
+
 def test_text_is_reproducible(run: RunFolder) -> None:
-    options = {"max_new_tokens": 12, "top_k": 0}
-    greedy = generate(run, "def ", temperature=0.0, seed=1, **options)
-    assert greedy and greedy == generate(run, "def ", temperature=0.0, seed=2, **options)
-    warm = [generate(run, "def ", temperature=1.0, seed=seed, **options) for seed in (1, 1, 2)]
+    (greedy,) = texts(run, ["def "])
+    assert greedy.startswith("def ") and greedy != "def "
+    assert texts(run, ["def "], Sampling(temperature=0, seed=2)) == texts(run, ["def "], Sampling(temperature=1.0, top_k=1, seed=5)) == [greedy]
+    assert texts(run, ["def "], Sampling(temperature=1.0, top_p=1e-9, seed=5)) == [greedy]
+    warm = [texts(run, ["def "], Sampling(temperature=1.0, top_k=0, seed=seed)) for seed in (1, 1, 2)]
     assert warm[0] == warm[1] != warm[2]
-    assert generate(run, "def ", temperature=1.0, seed=5, max_new_tokens=12, top_k=1) == greedy
-    assert isinstance(generate(run, "", temperature=0.0, seed=1, **options), str)
 
 
-def test_greedy_takes_the_likeliest_token_of_the_window(run: RunFolder) -> None:
-    newest = checkpoint.newest_valid(run.checkpoints, pytest.fail)
-    assert newest is not None
-    model = load_model(tiny_job(2, run.root), newest)
-    prompt = list(range(1, 31))  # longer than the 16 positions
-    ids = sample(model, prompt, 16, 5, temperature=0.0, top_k=0, seed=0, end=-1)
-    assert len(ids) == 5
-    for i, token in enumerate(ids):
-        assert token == int(model(torch.tensor([(prompt + ids[:i])[-16:]]))[0, -1].argmax())
-    assert sample(model, prompt, 16, 5, temperature=0.0, top_k=0, seed=0, end=ids[2]) == ids[: ids.index(ids[2])]
+def test_no_prompt_depends_on_another(run: RunFolder) -> None:
+    prompts = ["def ", "", "größer", "def f1(ä, b):\n    return ä ** 1 + b  # 日本語 and beyond the sixteen positions", "def "]
+    sampling = Sampling(temperature=1.0, top_k=0, seed=7)
+    together = texts(run, prompts, sampling)
+    assert together == [texts(run, [prompt], sampling)[0] for prompt in prompts]
+    assert all(text.startswith(prompt) for text, prompt in zip(together, prompts, strict=True)) and together[0] == together[4]
+
+
+def test_any_checkpoint_of_the_run(run: RunFolder) -> None:
+    assert texts(run, ["def "], step=5) == texts(run, ["def "]) != texts(run, ["def "], step=3)
+    assert [generate(run, [""], GREEDY, max_new_tokens=1, step=step)[0] for step in (0, 3)] == [5, 3]
+    with pytest.raises(TrainkitError, match=r"no checkpoint of step 4\n  it has those of steps 3, 5") as error:
+        texts(run, ["def "], step=4)
+    assert error.value.exit == 16
+
+
+def test_a_damaged_checkpoint(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run.checkpoints / "step-00000005/rank-00000.bin"
+    file.write_bytes(b"\1" + file.read_bytes()[1:])
+    with pytest.raises(TrainkitError, match=r"rank-00000\.bin does not have the hash") as error:
+        texts(run, ["def "], step=5)
+    assert error.value.exit == 16
+    assert generate(run, ["def "], GREEDY, max_new_tokens=1)[0] == 3  # the newest that is whole
+    assert "passed over: checkpoint" in capsys.readouterr().err
+
+
+def test_counts_and_the_end_of_a_document(run: RunFolder, tmp_path: Path) -> None:
+    """A model that knows one token: the one that ends a document, and then another."""
+    model = random_model(MODEL, vocab=301)
+    for token, count in ((0, 0), (5, 12)):  # EOD has id 0
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+            model.final_norm.weight.fill_(1.0)  # type: ignore[operator]
+            model.embed_tokens.weight.fill_(1.0)
+            assert model.head is not None
+            model.head.weight[token] = 1.0
+        shutil.rmtree(run.checkpoints)
+        write_checkpoint(run, model, 1)
+        _, found = generate(run, ["def "], GREEDY, max_new_tokens=12)
+        assert found[0].tokens == count
+        assert count or found == [Generation("def ", "def ", 0)]
+    assert EOD not in found[0].text
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_model_is_read_in_the_precision_it_was_trained_in(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
+    job = text_job(tmp_path, MODEL.model_copy(update={"hidden_dropout": 0.5, "attention_dropout": 0.5}), precision=precision)
+    prepare(tmp_path, job.dataset)
+    run = new_run(job)
+    weights = random_model(MODEL, vocab=301)
+    write_checkpoint(run, weights, 2)
+    model = load_model(job, choose_checkpoint(run), torch.device("cpu"), dtype)
+    assert not model.training  # no dropout
+    for name, p in model.named_parameters():
+        assert p.dtype == dtype and not p.requires_grad
+        assert torch.equal(p, dict(weights.named_parameters())[name].to(dtype))
+    assert texts(run, ["def "]) == texts(run, ["def "])
 
 
 def test_what_cannot_generate_says_why(run: RunFolder, tmp_path: Path) -> None:
-    options = {"max_new_tokens": 1, "temperature": 0.0, "top_k": 0, "seed": 0}
-    with pytest.raises(ConfigError, match="random tokens"):
-        generate(new_run(tiny_job(2, tmp_path / "mock")), "a", **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no Unicode"):
+        texts(run, ["a", "\udcff"])
+    broken = random_model(MODEL, vocab=301)
+    with torch.no_grad():
+        broken.final_norm.weight.fill_(math.nan)  # type: ignore[operator]
+    write_checkpoint(run, broken, 9)
+    with pytest.raises(TrainkitError, match="highest logit is nan") as error:
+        texts(run, ["a"])
+    assert error.value.exit == 9
     shutil.rmtree(run.checkpoints)
     with pytest.raises(TrainkitError, match="no checkpoint yet") as error:
-        generate(run, "a", **options)  # type: ignore[arg-type]
+        texts(run, ["a"])
     assert error.value.exit == 16
     next(run.root.glob("data/*/*/tokenizer.json")).unlink()
     with pytest.raises(ConfigError, match="is gone"):
-        generate(run, "a", **options)  # type: ignore[arg-type]
+        texts(run, ["a"])
+    mock = text_job(tmp_path / "mock").model_copy(update={"dataset": Dataset(name="mock", source="mock")})
+    with pytest.raises(ConfigError, match="random tokens"):
+        texts(new_run(mock), ["a"])
+
+
+def test_a_checkpoint_that_two_ranks_wrote(saved_folder: Path, worlds: dict[int, list[dict[str, Any]]]) -> None:
+    model = load_model(tiny_job(2, saved_folder), open_checkpoint(saved_folder / "step-00000003"), torch.device("cpu"), torch.float32)
+    for name, p in model.named_parameters():
+        assert np.array_equal(p.numpy(), worlds[2][0]["saved"][f"model.{name}"])
+
+
+def test_a_checkpoint_of_another_model(run: RunFolder) -> None:
+    saved = open_checkpoint(run.checkpoints / "step-00000005")
+    other = text_job(run.root, MODEL.model_copy(update={"num_layers": 3, "ffn_hidden_size": 24}))
+    with pytest.raises(TrainkitError, match=r"another model:\n(.*\n)*.*layers\.2\.attention\.qkv\.weight is not in it") as error:
+        load_model(other, saved, torch.device("cpu"), torch.float32)
+    assert error.value.exit == 3 and "model.layers.0.mlp.down.weight is [16, 64] float32 there, [16, 24] float32 here" in str(error.value)
+    headless = saved.manifest.model_copy(update={"tensors": {}})
+    with pytest.raises(TrainkitError, match=r"model\.embed_tokens\.weight is not in it"):
+        load_model(other, type(saved)(saved.folder, headless), torch.device("cpu"), torch.float32)
+
+
+def test_no_device_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = text_job(tmp_path)
+    there = here.model_copy(update={"cluster": Cluster(name="gpus", device="h100-sxm-80gb", root=str(tmp_path))})
+    assert choose_device(here).type == choose_device(there, "cpu").type == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"no CUDA device, which job 'words' computes on \(clusters.gpus.device\)\n  --device cpu"):
+        choose_device(there)
+    with pytest.raises(ConfigError, match="this machine has no CUDA device\n"):
+        choose_device(here, "cuda")
+    with pytest.raises(ConfigError, match="'gpu' is neither cpu nor cuda"):
+        choose_device(here, "gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device(there).type == "cuda"

@@ -1,106 +1,284 @@
-"""The model against its formula and against transformers' GPT-2."""
+"""The three families against transformers' models, and what must hold for every language model."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from tests.train.support import MODEL
-from trainkit.base.errors import ConfigError
+from tests.train.peers import CASES, ONE_OF_EACH, POSITIONS, VOCAB, beside, documents_of, random_model, random_tokens, transformers_model
 from trainkit.jobs.schema import Model
-from trainkit.train.initialize import initial_value, initialize
-from trainkit.train.model import GPT, token_loss
+from trainkit.train import attention
+from trainkit.train.attention import KeyValueCache
+from trainkit.train.loss import Labels, Losses
+from trainkit.train.model import Block, Transformer, build_on_meta
 
 
-def built(model: Model, rows: int) -> GPT:
-    with torch.device("meta"):
-        module = GPT(model, rows)
-    initialize(module, model, seed=1, device=torch.device("cpu"))
-    return module
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_logits_equal_transformers(name: str) -> None:
+    """Samples as long as there are positions. fp32: transformers' model as it is. fp64: its fp32 islands widened, so that a wrong epsilon, GELU or
+    frequency shows however little it does."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        model, ours, theirs = beside(name, dtype)
+        tokens_BS = random_tokens(2, model.positions)
+        logits_BSV = ours(tokens_BS)
+        assert logits_BSV.shape == (2, model.positions, VOCAB) and logits_BSV.dtype == dtype
+        assert 0.3 < logits_BSV.std() < 3  # so that the tolerance means something
+        torch.testing.assert_close(logits_BSV, theirs(tokens_BS).logits, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_16_bits_are_as_exact_as_transformers(name: str, dtype: torch.dtype) -> None:
+    """Weights cast to 16 bits, as mixed precision computes: no farther from the fp32 logits than transformers' model in the same numbers."""
+    model, ours, theirs = beside(name, torch.float32)
+    tokens_BS = random_tokens(4, model.positions)
+    exact_BSV = ours(tokens_BS)
+    off, theirs_off = ((m.to(dtype)(tokens_BS) - exact_BSV).float().std() for m in (ours, Logits(theirs)))
+    assert 0 < off < 1.1 * theirs_off
+
+
+class Logits(nn.Module):
+    """transformers' model, called as ours is."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.theirs = theirs
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        logits_BSV: Tensor = self.theirs(tokens_BS).logits
+        return logits_BSV
+
+
+GPT2 = {"family": "gpt", "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024}
+NEOX_20B = {"family": "gpt-neox", "num_layers": 44, "hidden_size": 6144, "num_attention_heads": 64, "seq_length": 2048}
+GPT_175B = {"family": "gpt", "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048}
+LLAMA_8B = {"family": "llama", "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 8192}
+LLAMA_8B |= {"num_query_groups": 8, "ffn_hidden_size": 14336, "rotary_base": 500000.0}
 
 
 @pytest.mark.parametrize(
-    ("layers", "hidden", "heads", "vocab", "positions", "named"),
-    [(4, 256, 4, 4096, 256, None), (12, 768, 12, 50257, 1024, 124_439_808), (96, 12288, 96, 50257, 2048, 174_604_259_328)],
+    ("shape", "vocab", "count"),
+    [
+        (GPT2, 50257, 124_439_808),
+        (NEOX_20B, 50432, 20_554_567_680),
+        (LLAMA_8B, 128256, 8_030_261_248),
+        (GPT_175B, 50257, 174_604_259_328),
+    ],
+    ids=["gpt2", "neox-20b", "llama-3-8b", "gpt-175b"],
 )
-def test_parameter_count(layers: int, hidden: int, heads: int, vocab: int, positions: int, named: int | None) -> None:
-    """Tied: L(12h^2 + 13h) + 2h + Vh + Ph. GPT-2 small has 124,439,808; the 175B shape is built on meta at once."""
-    model = Model(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=positions)
-    with torch.device("meta"):
-        count = sum(p.numel() for p in GPT(model, vocab).parameters())
-        untied = sum(p.numel() for p in GPT(model.model_copy(update={"untie_embeddings_and_output_weights": True}), vocab).parameters())
-    formula = layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden + vocab * hidden + positions * hidden
-    assert count == (named or formula) == formula
-    assert untied == formula + vocab * hidden
+def test_parameters_of_published_models(shape: dict[str, Any], vocab: int, count: int) -> None:
+    """The published models' counts (175B: the formula's), without memory for any of them."""
+    module = build_on_meta(Model(**shape), vocab)
+    tensors = [*module.parameters(), *module.buffers()]
+    assert all(t.is_meta for t in tensors)
+    assert sum(t.numel() for t in tensors) == count
 
 
-def test_other_families_are_refused() -> None:
-    with pytest.raises(ConfigError, match="llama"):
-        GPT(MODEL.model_copy(update={"family": "llama"}), 10)
+@pytest.mark.parametrize("name", CASES)
+def test_names_and_shapes(name: str) -> None:
+    """As checkpoints, initialization and the layouts know them; vocabulary and positions unpadded."""
+    model = CASES[name]
+    h, f, kv = model.hidden_size, model.ffn_width, model.query_groups * model.head_size
+    q = model.num_attention_heads * model.head_size
+    bias = model.family != "llama"
+    up = {"mlp.gate_up": (2 * f, h)} if model.family == "llama" else {"mlp.up": (f, h)}
+    matrices = {"attention.qkv": (q + 2 * kv, h), "attention.out": (h, q), **up, "mlp.down": (h, f)}
+    norms = ["final_norm"] + [f"layers.{i}.{n}" for i in range(model.num_layers) for n in ("attention_norm", "mlp_norm")]
+    expected: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCAB, h)}
+    expected |= {"embed_positions.weight": (model.positions, h)} if model.family == "gpt" else {}
+    expected |= {"head.weight": (VOCAB, h)} if model.untied else {}
+    for norm in norms:
+        if not (model.gpt_j_tied and "mlp_norm" in norm):
+            expected |= {f"{norm}.weight": (h,)} | ({f"{norm}.bias": (h,)} if bias else {})
+    for i in range(model.num_layers):
+        for matrix, shape in matrices.items():
+            expected |= {f"layers.{i}.{matrix}.weight": shape} | ({f"layers.{i}.{matrix}.bias": shape[:1]} if bias else {})
+    assert {n: tuple(p.shape) for n, p in build_on_meta(model, VOCAB).named_parameters()} == expected
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_equal_transformers_gpt2(tied: bool) -> None:
-    """Same weights, same logits; in fp64, so that a wrong epsilon or GELU shows."""
-    transformers = pytest.importorskip("transformers")
-    model = MODEL.model_copy(update={"untie_embeddings_and_output_weights": not tied})
-    ours = built(model, 301).double()
-    sizes = {"n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_attention_heads, "n_positions": model.seq_length}
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=301, **sizes, tie_word_embeddings=tied)).double().eval()
-    torch.manual_seed(0)
-    for parameter in ours.parameters():  # biases and norms too
-        nn.init.normal_(parameter, std=0.3)
-    names = {
-        "ln_1": "attention_norm",
-        "attn.c_attn": "attention.qkv",
-        "attn.c_proj": "attention.out",
-        "ln_2": "mlp_norm",
-        "mlp.c_fc": "mlp.up",
-        "mlp.c_proj": "mlp.down",
-    }
-    weights = {
-        "wte.weight": ours.embed_tokens.weight,
-        "wpe.weight": ours.embed_positions.weight,
-        "ln_f.weight": ours.final_norm.weight,
-        "ln_f.bias": ours.final_norm.bias,
-    }
-    for i, block in ours.layers.items():
-        for name, mine in names.items():
-            part = block.get_submodule(mine)
-            weights[f"h.{i}.{name}.weight"] = part.weight.T if isinstance(part, nn.Linear) else part.weight  # type: ignore[assignment]
-            weights[f"h.{i}.{name}.bias"] = part.bias  # type: ignore[assignment]
-    theirs.transformer.load_state_dict(weights)
-    if ours.head is not None:
-        theirs.lm_head.load_state_dict({"weight": ours.head.weight})
-    tokens_BS = torch.randint(0, 301, (3, 16))
-    torch.testing.assert_close(ours(tokens_BS), theirs(tokens_BS).logits, rtol=1e-10, atol=1e-10)
-
-
-def test_a_token_does_not_see_the_next() -> None:
-    module = built(MODEL, 301)
-    tokens_BS = torch.randint(0, 301, (1, 16))
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+@torch.no_grad()
+def test_a_token_does_not_see_the_next(name: str) -> None:
+    ours = random_model(CASES[name], torch.float64).eval()
+    tokens_BS = random_tokens(1, POSITIONS)
     changed_BS = tokens_BS.clone()
-    changed_BS[0, 9] = (changed_BS[0, 9] + 1) % 301
-    before, after = module(tokens_BS), module(changed_BS)
-    torch.testing.assert_close(before[:, :9], after[:, :9])
-    assert not torch.allclose(before[:, 9:], after[:, 9:])
+    changed_BS[0, 9] = (changed_BS[0, 9] + 1) % VOCAB
+    before, after = ours(tokens_BS), ours(changed_BS)
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-14)
+    assert (before - after)[:, 9:].abs().amax(-1).min() > 1e-6  # and every later one does
 
 
-def test_loss_is_at_least_fp32() -> None:
-    logits = torch.zeros(1, 2, 301, dtype=torch.bfloat16)
-    assert token_loss(logits, torch.zeros(1, 2, dtype=torch.int64)).item() == pytest.approx(5.70711, abs=1e-5)
-    assert token_loss(logits.double(), torch.zeros(1, 2, dtype=torch.int64)).dtype == torch.float64
+@pytest.mark.parametrize("name", ["gpt", "neox", "neox-one-norm", "llama-3-groups", "llama-3.1"])
+@settings(max_examples=8, deadline=None)
+@given(cuts=st.sets(st.integers(1, 11)), seed=st.integers(0, 9))
+@torch.no_grad()
+def test_a_cache_in_any_split(name: str, cuts: set[int], seed: int) -> None:
+    """A text read in parts of any length gives the logits that it gives read at once."""
+    model = CASES[name]
+    ours = random_model(model, torch.float64, seed).eval()
+    tokens_BS = random_tokens(2, 12, seed)
+    shape = {"batch": 2, "groups": model.query_groups, "capacity": 12, "head_size": model.head_size}
+    caches = [KeyValueCache(**shape, dtype=torch.float64, device=torch.device("cpu")) for _ in range(model.num_layers)]
+    starts = [0, *sorted(cuts), 12]
+    parts = [ours(tokens_BS[:, a:b], caches=caches) for a, b in pairwise(starts)]
+    assert all(cache.length == 12 for cache in caches)
+    torch.testing.assert_close(torch.cat(parts, 1), ours(tokens_BS), rtol=1e-12, atol=1e-12)
 
 
-def test_initial_values_depend_on_seed_and_name() -> None:
-    module = built(MODEL, 301)
-    values = dict(module.named_parameters())
-    for name, value in values.items():
-        torch.testing.assert_close(value.detach(), initial_value(name, tuple(value.shape), MODEL, 1), rtol=0, atol=0)
-    assert not torch.equal(values["layers.0.mlp.up.weight"], values["layers.1.mlp.up.weight"])
-    assert not torch.equal(initial_value("head.weight", (9, 9), MODEL, 1), initial_value("head.weight", (9, 9), MODEL, 2))
-    assert values["layers.0.attention.qkv.bias"].abs().max() == 0 and values["final_norm.weight"].min() == 1
-    wide = (400, 400)
-    assert initial_value("layers.0.mlp.up.weight", wide, MODEL, 1).std().item() == pytest.approx(0.02, rel=0.02)
-    assert initial_value("layers.0.mlp.down.weight", wide, MODEL, 1).std().item() == pytest.approx(0.02 / (2 * MODEL.num_layers) ** 0.5, rel=0.02)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_documents_are_read_as_if_alone(name: str) -> None:
+    """With attention kept within documents and positions that begin anew, logits, loss and gradients are those of each document by itself."""
+    model = CASES[name]
+    ours = random_model(model, torch.float64).eval()
+    tokens_BS, labels_BS = random_tokens(2, 12), random_tokens(2, 12, seed=2)
+    bounds = [0, 1, 8, 12, 14, 24]
+    spans = list(pairwise(bounds))
+    positions_BS = torch.cat([torch.arange(b - a) for a, b in spans]).view(2, 12)
+    told = {"positions_BS": positions_BS, "documents": documents_of(*bounds)}
+    alone = [ours(tokens_BS.view(1, -1)[:, a:b]) for a, b in spans]
+    torch.testing.assert_close(ours(tokens_BS, **told).view(1, 24, -1), torch.cat(alone, 1), rtol=1e-12, atol=1e-12)
+
+    whole = ours(tokens_BS, Labels(labels_BS), **told)
+    torch.autograd.backward(whole.objective)
+    gradients = {n: p.grad for n, p in ours.named_parameters()}
+    ours.zero_grad()
+    parts = [ours(tokens_BS.view(1, -1)[:, a:b], Labels(labels_BS.view(1, -1)[:, a:b])) for a, b in spans]
+    for part in parts:
+        torch.autograd.backward(part.objective)
+    assert sum(p.cross_entropy.item() for p in parts) == pytest.approx(whole.cross_entropy.item(), rel=1e-12)
+    for n, parameter in ours.named_parameters():
+        torch.testing.assert_close(gradients[n], parameter.grad, rtol=1e-11, atol=1e-11, msg=n)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_positions_are_counted_from_0(name: str) -> None:
+    model = CASES[name]
+    ours, tokens_BS = random_model(model, torch.float64).eval(), random_tokens(2, 12)
+    plain = ours(tokens_BS)
+    assert torch.equal(plain, ours(tokens_BS, positions_BS=torch.arange(12)))
+    torch.testing.assert_close(plain, ours(tokens_BS, positions_BS=torch.arange(12).expand(2, 12)), rtol=1e-13, atol=1e-13)
+    moved = ours(tokens_BS, positions_BS=torch.arange(12) + 5)
+    assert torch.allclose(plain, moved, rtol=1e-10, atol=1e-10) == (model.family != "gpt")  # rotary positions know distances only
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_padding_of_the_vocabulary_never_matters(name: str, multiple: int) -> None:
+    """128 is the default of all other tests."""
+    model = CASES[name]
+    tokens_BS, labels_BS = random_tokens(2, 6), random_tokens(2, 6, seed=2)
+    found = []
+    for shape in (model, model.model_copy(update={"make_vocab_size_divisible_by": multiple})):
+        ours = random_model(shape, torch.float64).eval()
+        losses = ours(tokens_BS, Labels(labels_BS))
+        assert isinstance(losses, Losses)
+        torch.autograd.backward(losses.objective)
+        found.append([ours(tokens_BS), losses.cross_entropy, *(p.grad for p in ours.parameters())])
+    assert found[0][0].shape == (2, 6, VOCAB)
+    for padded, other in zip(*found, strict=True):
+        torch.testing.assert_close(padded, other, rtol=1e-12, atol=1e-12)
+
+
+def dropping(family: str, **changes: Any) -> Transformer:
+    """A model with dropout and enough numbers to count."""
+    shape = {"family": family, "num_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64, **changes}
+    return random_model(Model(**shape))
+
+
+def share_dropped(before: Tensor, after: Tensor, rate: float) -> float:
+    """The part of `before` that is 0 in `after`; the rest must be before / (1 - rate)."""
+    kept = after != 0
+    torch.testing.assert_close(after[kept], (before / (1 - rate))[kept], rtol=1e-3, atol=1e-4)
+    return 1 - kept.float().mean().item()
+
+
+def seen(module: nn.Module, tokens_BS: Tensor, *names: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """(first input, output) of submodules."""
+    found: dict[str, tuple[Tensor, Tensor]] = dict.fromkeys(names, (tokens_BS, tokens_BS))
+
+    def hook(name: str) -> Any:
+        return lambda _, inputs, output: found.__setitem__(name, (inputs[0].detach(), output.detach()))
+
+    handles = [module.get_submodule(name).register_forward_hook(hook(name)) for name in names]
+    module(tokens_BS)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("family", ["gpt", "gpt-neox", "llama"])
+def test_hidden_dropout(family: str) -> None:
+    """In training the embeddings, and what attention and MLP add to the residual stream, lose a fifth of their numbers."""
+    rate, parallel = 0.2, family == "gpt-neox"
+    module = dropping(family, hidden_dropout=rate, gpt_j_residual=False if parallel else None)
+    tokens_BS = random_tokens(4, 64)
+    torch.manual_seed(0)
+    names = ("layers.0.attention_norm", "layers.0.attention", "layers.0.mlp_norm", "layers.0.mlp", "layers.0")
+    norm, attended, mlp_norm, mlp, block = seen(module.train(), tokens_BS, *names).values()
+    positions = module.embed_positions.weight if module.embed_positions is not None else 0
+    shares = [
+        share_dropped(module.embed_tokens(tokens_BS) + positions, norm[0], rate),
+        share_dropped(attended[1], mlp_norm[0] - norm[0], rate),
+        share_dropped(mlp[1], block[1] - mlp_norm[0], rate),
+    ]
+    assert shares == pytest.approx([rate] * 3, abs=0.01)  # of 32768 numbers each
+
+
+def test_hidden_dropout_of_a_parallel_block() -> None:
+    """Attention and MLP side by side: each has its own."""
+    rate = 0.2
+    module = dropping("gpt-neox", hidden_dropout=rate)
+    block = module.layers["0"]
+    assert isinstance(block, Block) and block.parallel
+    torch.manual_seed(0)
+    for silent in (block.attention.out, block.mlp.down):
+        assert isinstance(silent, nn.Linear)
+        weight, bias = silent.weight.detach().clone(), silent.bias.detach().clone()
+        with torch.no_grad():
+            silent.weight.zero_()
+            silent.bias.zero_()
+        found = seen(module.train(), random_tokens(4, 64), "layers.0", "layers.0.attention", "layers.0.mlp")
+        (x, y), added = found["layers.0"], found["layers.0.attention"][1] + found["layers.0.mlp"][1]
+        assert share_dropped(added, y - x, rate) == pytest.approx(rate, abs=0.01)
+        with torch.no_grad():
+            silent.weight.copy_(weight)
+            silent.bias.copy_(bias)
+
+
+@pytest.mark.parametrize("family", ["gpt", "gpt-neox", "llama"])
+@pytest.mark.parametrize("kind", ["hidden_dropout", "attention_dropout"])
+@torch.no_grad()
+def test_dropout_is_for_training_only(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: None, dropout: float) -> Tensor:
+        rates.append(dropout)
+        return attention.attend(q, k, v, documents, dropout)
+
+    monkeypatch.setattr("trainkit.train.model.attend", attend)
+    module, without = dropping(family, **{kind: 0.2}), dropping(family)
+    tokens_BS = random_tokens(2, 64)
+    torch.manual_seed(0)
+    first, second = module.train()(tokens_BS), module(tokens_BS)
+    assert not torch.allclose(first, second)
+    torch.testing.assert_close(module.eval()(tokens_BS), without.train()(tokens_BS))
+    rate = 0.2 if kind == "attention_dropout" else 0.0
+    assert rates == [rate, rate, 0.0, 0.0]
+
+
+def test_transformers_model_is_widened() -> None:
+    """The comparison in fp64 rests on it: transformers' own norms and tables are no better than fp32."""
+    _, ours, widened = beside("llama-3-groups", torch.float64)
+    as_it_is = transformers_model(CASES["llama-3-groups"], torch.float64)
+    as_it_is.load_state_dict(widened.state_dict())
+    tokens_BS = random_tokens(1, POSITIONS)
+    apart = (ours(tokens_BS) - as_it_is(tokens_BS).logits).abs().max()
+    assert 1e-9 < apart < 1e-5

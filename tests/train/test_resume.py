@@ -19,6 +19,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 from trainkit.train.checkpoint import finished, verify
 
+TIMED = {"elapsed_ms", "tokens_per_second", "samples_per_second", "model_tflops", "hardware_tflops", "times_ms", "memory_bytes"}
 LOG_LINE = re.compile(
     r" iteration +(\d+)/ +12 \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): \d+\.\d \| learning rate: \d\.\d{6}E[+-]\d\d \|"
     r" global batch size: +8 \| lm loss: \d\.\d{6}E[+-]\d\d \| loss scale: 1\.0 \| grad norm: \d+\.\d{3} \|"
@@ -28,7 +29,7 @@ LOG_LINE = re.compile(
 
 def facts(run: RunFolder) -> list[dict[str, Any]]:
     """Rows without what time decides."""
-    return [{k: v for k, v in row.items() if k not in ("elapsed_ms", "tokens_per_second")} for row in read_rows(run.metrics)]
+    return [{k: v for k, v in row.items() if k not in TIMED} for row in read_rows(run.metrics)]
 
 
 def wait_for(what: Callable[[], object], timeout: float = 60) -> None:

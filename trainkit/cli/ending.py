@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from trainkit.base.errors import TrainkitError
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -50,10 +51,14 @@ def _print_sample(talk: Talk, run: RunFolder, job: Job) -> None:
     if job.dataset.source == "mock":
         return
     from trainkit.train.generate import generate  # imports torch: not before training has ended
+    from trainkit.train.sampling import Sampling
 
-    prompt = job.generate.prompt
-    text = generate(run, prompt, max_new_tokens=job.generate.max_new_tokens, temperature=0.8, top_k=50, seed=job.training.seed)
-    talk.console.print(Panel(Text(prompt + text), title="a sample from the model", title_align="left"))
+    try:
+        _, (sample,) = generate(run, [job.generate.prompt], Sampling(seed=job.training.seed), max_new_tokens=job.generate.max_new_tokens)
+    except TrainkitError as error:  # a host without the ranks' devices, say: training succeeded all the same
+        talk.say(f"no sample from the model: {error}")
+        return
+    talk.console.print(Panel(Text(sample.text), title="a sample from the model", title_align="left"))
 
 
 def _print_failure(talk: Talk, record: Record) -> None:

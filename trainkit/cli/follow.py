@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from trainkit.base.errors import ConfigError
@@ -15,6 +16,7 @@ from trainkit.cli.ending import facts_table, last_lines, print_next
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
+from trainkit.runs.devices import DeviceView, Gpu, look_at_devices
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.picture import draw_losses
 from trainkit.runs.record import Record, all_runs, find_run, read_record
@@ -39,12 +41,40 @@ def status(talk: Talk, words: str) -> Answer:
     """The task `status`."""
     run = find_run(load_jobs(talk).roots(), words)
     record = read_record(run)
+    view = look_at_devices(run, read_job(run.job).cluster.device_type) if record.state == "running" else DeviceView([])
     if not talk.json:
-        _print_status(talk, run, record)
-    return Answer(record.to_json())
+        _print_status(talk, run, record, view)
+    return Answer({**record.to_json(), **view.to_json()})
 
 
-def _print_status(talk: Talk, run: RunFolder, record: Record) -> None:
+def _bytes(size: int | None) -> str:
+    return "?" if size is None else f"{size / 2**30:,.2f} GiB"
+
+
+def _figure(value: float | None, unit: str) -> str:
+    return "?" if value is None else f"{value:.0f}{unit}"
+
+
+def _gpu_cells(gpu: Gpu | None) -> list[str]:
+    if gpu is None:
+        return ["?"] * 5
+    used = f"{_bytes(gpu.memory_used_bytes)} of {_bytes(gpu.memory_total_bytes)}"
+    watts, heat = _figure(gpu.power_watts, " W"), _figure(gpu.temperature_celsius, " C")
+    return [escape(f"{gpu.index}: {gpu.name}"), _figure(gpu.utilization_percent, "%"), used, watts, heat]
+
+
+def devices_table(view: DeviceView) -> Table:
+    """A row a rank; columns of GPUs where any was seen."""
+    gpus = any(rank.gpu for rank in view.ranks)
+    headings = ["rank", "pid", "CPU", "threads", "memory", *(["GPU", "busy", "GPU memory", "power", "heat"] if gpus else [])]
+    table = Table(*headings, box=None, pad_edge=False)
+    for rank in view.ranks:
+        cells = [str(rank.rank), str(rank.pid), f"{rank.cpu_percent:.0f}%", str(rank.threads), _bytes(rank.resident_bytes)]
+        table.add_row(*cells, *(_gpu_cells(rank.gpu) if gpus else []))
+    return table
+
+
+def _print_status(talk: Talk, run: RunFolder, record: Record, view: DeviceView) -> None:
     colour = COLOURS.get(record.state, "white")
     iters = read_job(run.job).training.train_iters
     talk.console.print(f"[bold]{run.id}[/] ({run.job_name}): [{colour}]{record.state}[/], step {record.step} of {iters}, attempt {record.attempt}")
@@ -53,6 +83,10 @@ def _print_status(talk: Talk, run: RunFolder, record: Record) -> None:
     for survivor in record.survivors:
         talk.say(f"left behind: rank {survivor['rank']}, pid {survivor['pid']} on {survivor['host']}")
     talk.console.print(facts_table(run))
+    if view.ranks:
+        talk.console.print(devices_table(view))
+    if view.note:
+        talk.say(view.note)
     print_next(talk, record)
 
 
@@ -106,6 +140,11 @@ def report(talk: Talk, words: str, picture: str) -> Answer:
     if picture:
         draw_losses(run, Path(picture))
         talk.say(f"drew {picture}")
+    summary = summarize(run)
     if not talk.json:
-        _print_status(talk, run, read_record(run))
-    return Answer(summarize(run).to_json())
+        _print_status(talk, run, read_record(run), DeviceView([]))
+        if (tflops := summary.median("model_tflops")) is not None:
+            mfu = summary.median("mfu")
+            used = "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}% of {summary.peak}"
+            talk.say(f"{tflops:.3g} model TFLOP/s per device (median step), {used}")
+    return Answer(summary.to_json())

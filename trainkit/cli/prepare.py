@@ -18,8 +18,9 @@ from trainkit.stages.here import execute_here
 from trainkit.stages.prep_data import PrepData, need_of_dataset
 from trainkit.stages.run import make_fresh, missing_units, stamps_folder
 from trainkit.stages.stamps import Verdict, judge
+from trainkit.stages.weights import Weights
 
-STAGES: tuple[Stage, ...] = (Build(), PrepData())
+STAGES: tuple[Stage, ...] = (Build(), PrepData(), Weights())
 
 
 def bring_up_to_date(talk: Talk, needs: Sequence[Need], root: Path, *, force: bool = False) -> list[Verdict]:
@@ -44,14 +45,14 @@ def _answer(talk: Talk, verdicts: Sequence[Verdict]) -> Answer:
 def build(talk: Talk, *, force: bool) -> Answer:
     """The task `build`."""
     root = find_root(talk.folder)
-    need = Build().need(None, stamps_folder(root, "build"))
-    if need is None:
+    needs = Build().needs(None, stamps_folder(root, "build"))
+    if not needs:
         talk.say("trainkit is installed, not a checkout: its extension is there and works, nothing is to be built")
-    return _answer(talk, bring_up_to_date(talk, [need] if need else [], root, force=force))
+    return _answer(talk, bring_up_to_date(talk, needs, root, force=force))
 
 
 def prep_data(talk: Talk, dataset: str, job: str, *, force: bool) -> Answer:
-    """The task `prep-data`: the data of a job, or of one dataset below the root of that job (without a job, of this checkout)."""
+    """The task `prep-data`: data and beginning weights of a job, or one dataset below the root of that job (without a job, of this checkout)."""
     jobs = load_jobs(talk)
     name = job or jobs.default_job
     if name is None and not dataset:
@@ -59,14 +60,17 @@ def prep_data(talk: Talk, dataset: str, job: str, *, force: bool) -> Answer:
     if not job and not dataset:
         talk.say(f"for the job {name}, named in [defaults]")
     resolved = jobs.resolve(name).job if name and (job or not dataset) else None
-    wanted = jobs.dataset(dataset) if dataset else resolved.dataset if resolved else None
-    assert wanted is not None
     root = Path(resolved.cluster.root or ".") if resolved else jobs.root
-    needs = [Build().need(None, stamps_folder(root, Build.name)), need_of_dataset(wanted, root, stamps_folder(root, PrepData.name))]
-    if needs[1] is None:
+    stamps = stamps_folder(root, PrepData.name)
+    if dataset:
+        need = need_of_dataset(jobs.dataset(dataset), root, stamps)
+        needs = [need] if need else []
+    else:
+        assert resolved is not None
+        needs = PrepData().needs(resolved, stamps)
+    if not needs:
         talk.say("mock data needs no preparation")
-    verdicts = []
-    for need in needs:
-        if need is not None:
-            verdicts += bring_up_to_date(talk, [need], root, force=force and need.stage == PrepData.name)
-    return _answer(talk, verdicts)
+    if resolved is not None and not dataset:
+        needs = [*needs, *Weights().needs(resolved, stamps_folder(root, Weights.name))]
+    verdicts = bring_up_to_date(talk, Build().needs(None, stamps_folder(root, Build.name)), root)
+    return _answer(talk, verdicts + bring_up_to_date(talk, needs, root, force=force))

@@ -91,7 +91,8 @@ class TrainingView:
             if "eval" in row:
                 self.console.print(f"  step {row['step']}: {row['eval']} loss {row['lm_loss']:.4f}")
                 continue
-            text = f"loss {row['lm_loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
+            loss = "not finite" if row["lm_loss"] is None else f"{row['lm_loss']:.4f}"
+            text = f"loss {loss}  {row['tokens_per_second']:,.0f} tokens/s"
             self.bar.update(self.bar.task_ids[0], completed=row["step"], description=text)
             if not self.console.is_terminal and (now - self.last_line > LINE_SECONDS or row["step"] == self.train_iters):
                 self.last_line = now

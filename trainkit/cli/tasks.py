@@ -13,6 +13,8 @@ JOB = {"job": "a job of jobs.toml"}
 RUN = {"run": "an id, a unique beginning of one, a job's name (its newest run), or last"}
 SET = {"set": "a.b=value: override a value of the resolved job; may be repeated"}
 FORCE = {"force": "do it even if it is fresh"}
+STEP = {"step": "of the checkpoint; 0: the newest valid one"}
+DEVICE = {"device": "cpu or cuda; by default what the job's cluster computes on"}
 
 
 @make_task(reports=True)
@@ -135,22 +137,81 @@ def report(talk: Talk, run: str, picture: str = "") -> Answer:
 
 @make_task(
     positional=["run"],
+    iterable=["prompt"],
     help={
         **RUN,
-        "prompt": "text to go on from",
+        "prompt": "text to go on from; may be repeated; without any, the model begins a document",
+        "prompts-file": 'more prompts, one a line: a JSON string, or an object {"prompt": "..."}',
         "max-new-tokens": "tokens to add",
         "temperature": "0: always the likeliest token",
         "top-k": "sample among so many likeliest tokens; 0: all",
-        "seed": "of the sampling",
+        "top-p": "sample among the fewest likeliest tokens with this probability together; 1: all",
+        "seed": "of the sampling; every prompt begins with it anew",
+        **STEP,
+        **DEVICE,
     },
     reports=True,
-    at_least={"max_new_tokens": 1, "temperature": 0, "top_k": 0, "seed": 0},
+    at_least={"max_new_tokens": 1, "temperature": 0, "top_k": 0, "top_p": 0, "seed": 0, "step": 0},
 )
-def generate(talk: Talk, run: str, prompt: str = "", max_new_tokens: int = 64, temperature: float = 0.8, top_k: int = 50, seed: int = 0) -> Answer:
-    """Let a trained model write."""
+def generate(
+    talk: Talk,
+    run: str,
+    prompt: list[str] | None = None,
+    prompts_file: str = "",
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    seed: int = 0,
+    step: int = 0,
+    device: str = "",
+) -> Answer:
+    """Let a trained model write. It sees the last tokens that its positions have room for."""
     from trainkit.cli import after
 
-    return after.generate(talk, run, prompt, max_new_tokens, temperature, top_k, seed)
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    return after.generate(talk, run, prompt or [], prompts_file, sampling, max_new_tokens=max_new_tokens, step=step, device=device)
+
+
+@make_task(
+    positional=["run"],
+    help={
+        **RUN,
+        "dataset": "a dataset of jobs.toml that has the run's tokenizer; by default the run's own",
+        "split": "train, valid or test",
+        "samples": "the first so many samples of seq_length tokens; 0: all",
+        **STEP,
+        **DEVICE,
+    },
+    reports=True,
+    dry=True,
+    at_least={"samples": 0, "step": 0},
+)
+def evaluate(talk: Talk, run: str, dataset: str = "", split: str = "valid", samples: int = 0, step: int = 0, device: str = "") -> Answer:
+    """Measure a trained model's loss, perplexity and bits per byte on a dataset."""
+    from trainkit.cli import after
+
+    return after.evaluate(talk, run, dataset, split, samples, step, device)
+
+
+@make_task(
+    positional=["run"],
+    help={
+        **RUN,
+        "format": "hf: safetensors, config and tokenizer, as transformers' from_pretrained loads them",
+        "to": "the folder to write; it must not be there yet",
+        "dtype": "of the weights: fp32, bf16 or fp16",
+        "shard-gb": "tensors of one file at most, in GB",
+        **STEP,
+    },
+    reports=True,
+    at_least={"step": 0, "shard_gb": 1e-6},
+)
+def export(talk: Talk, run: str, format: str = "hf", to: str = "", step: int = 0, dtype: str = "fp32", shard_gb: float = 5.0) -> Answer:
+    """Write a run's weights for other programs."""
+    from trainkit.cli import export as exporter
+
+    return exporter.export(talk, run, format, to, step, dtype, shard_gb)
 
 
 @make_task(help={"slow": "the slow tests too", "k": "pytest's -k: only tests whose names match", "no-lint": "only pytest"})
@@ -161,4 +222,4 @@ def test(talk: Talk, slow: bool = False, k: str = "", no_lint: bool = False) -> 
     project.test(slow=slow, k=k, lint=not no_lint)
 
 
-namespace = Collection(jobs, show, check, build, prep_data, train, resume, runs, status, logs, tensorboard, report, generate, test)
+namespace = Collection(jobs, show, check, build, prep_data, train, resume, runs, status, logs, tensorboard, report, generate, evaluate, export, test)

@@ -16,10 +16,10 @@ from trainkit.base.errors import Place, Problem
 from trainkit.jobs.layers import Findings, compose, interpolate, overlay
 from trainkit.jobs.locate import KeyPath
 from trainkit.jobs.origins import BUILT_IN, SET, Origin, Section
-from trainkit.jobs.schema import MOCK_DATASET, NAME, PLANNED_TABLES, REFERENCES, TABLES, Defaults, Table
+from trainkit.jobs.schema import MOCK_DATASET, NAME, PLANNED_TABLES, REFERENCES, TABLES, TABLES_OF_REFERENCES, Defaults, Table
 from trainkit.jobs.words import NAME_RULE, NOT_YET, choices, complaints, in_words, key_of
 
-_PATHS = {"clusters": "root", "datasets": "paths", "tokenizers": "path"}
+_PATHS = {"clusters": "root", "datasets": "paths", "tokenizers": "path", "jobs": "init_from"}
 _MOCK = Section(BUILT_IN, ("datasets", "mock"), {key: Origin(value, BUILT_IN) for key, value in MOCK_DATASET.items()})
 
 T = TypeVar("T", bound=Table)
@@ -55,13 +55,13 @@ class Builder:
             at: where the table will be in the job.
         """
         tables = self._referable(kind)
-        references = REFERENCES.get(kind, {})
+        references, groups = REFERENCES.get(kind, {}), TABLES_OF_REFERENCES.get(kind, {})
         if not re.fullmatch(NAME, name):
             findings.add(f"'{name}' cannot name a table of [{kind}]", tables[name].place, NAME_RULE)
             findings.settled.add((*at, "name"))
         section = self._filled_in(kind, compose(tables, name, findings, at))
         for path, origin in sets:
-            if len(path) == 1 or path[0] not in references:
+            if len(path) == 1 or (path[0] not in references and (path[0] not in groups or len(path) == 2)):
                 section = overlay(section, path, origin)
         if "name" in section.entries:
             findings.add(f"'{key_of(section.entries['name'])}' cannot be set: a table is named by its header", section.entries["name"].place, "remove it")
@@ -70,7 +70,24 @@ class Builder:
         for key, other in references.items():
             below = [(path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 1]
             section = self._refer(section, key, other, below, findings, (*at, key))
+        for key, other in groups.items():
+            below = [(path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 2]
+            section = self._refer_all(section, key, other, below, findings, (*at, key))
         return section
+
+    def _refer_all(self, section: Section, key: str, kind: str, sets: list[tuple[tuple[str, ...], Origin]], findings: Findings, at: KeyPath) -> Section:
+        """`section` with every name in the table under `key` replaced by the table it names."""
+        group = section.entries.get(key)
+        known = set(group.entries) if isinstance(group, Section) else set()
+        for path, origin in sets:
+            if path[0] not in known:
+                findings.add(f"{key_of(origin)} has no table to go to: {'.'.join(map(str, at))}.{path[0]} is not given", SET, f"add --set {'.'.join(map(str, at))}.{path[0]}=NAME")
+        if not isinstance(group, Section):
+            return section
+        for name in list(group.entries):
+            below = [(path[1:], origin) for path, origin in sets if path[0] == name]
+            group = self._refer(group, name, kind, below, findings, (*at, name))
+        return section.with_entry(key, group)
 
     def _referable(self, kind: str) -> dict[str, Section]:
         tables = self.tables(kind)
@@ -112,7 +129,9 @@ class Builder:
         return section.with_entry(key, replace(node, value=self._path(node.value)))
 
     def _path(self, value: object) -> object:
-        return os.path.abspath(self.root / os.path.expanduser(value)) if isinstance(value, str) and value else value
+        if not isinstance(value, str) or not value or value.startswith("hf:"):  # a model of the hub, in jobs.X.init_from
+            return value
+        return os.path.abspath(self.root / os.path.expanduser(value))
 
     def _pattern(self, value: object) -> object:
         """A glob pattern made absolute: brackets in the folder's own name are no pattern."""

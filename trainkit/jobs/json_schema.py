@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from trainkit.jobs.schema import NAME, REFERENCES, TABLES, Defaults, Table
+from trainkit.jobs.schema import NAME, REFERENCES, TABLES, TABLES_OF_REFERENCES, Defaults, Table
 
 _REF = "#/definitions/"
 _STRING_LIST = {"type": "array", "items": {"type": "string"}}
@@ -28,6 +28,9 @@ def json_schema() -> dict[str, Any]:
         del properties["name"]
         for key in REFERENCES.get(kind, {}):
             properties[key] = {"description": properties[key]["description"], "type": "string"}
+        for key in TABLES_OF_REFERENCES.get(kind, {}):
+            names = {"propertyNames": {"pattern": NAME}, "additionalProperties": {"type": "string"}}
+            properties[key] = {"description": properties[key]["description"], "type": "object", **names}
         properties["extends"] = _EXTENDS
     groups: dict[str, Any] = {
         kind: {"type": "object", "propertyNames": {"pattern": NAME}, "additionalProperties": {"$ref": _REF + model.__name__}} for kind, model in TABLES.items()

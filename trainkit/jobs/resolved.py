@@ -43,6 +43,11 @@ def origins_of(table: Table, section: Section, above: str = "") -> Iterator[tupl
         inner = node if isinstance(node, Section) else Section(section.place)
         if isinstance(value, Table):
             yield from origins_of(value, inner, f"{path}.")
+        elif isinstance(value, dict) and any(isinstance(item, Table) for item in value.values()):
+            for name, item in value.items():
+                node = inner.entries[name]
+                assert isinstance(node, Section)
+                yield from origins_of(item, node, f"{path}.{name}.")
         elif isinstance(value, dict):
             yield from ((f"{path}.{name}", origin) for name, origin in inner.entries.items() if isinstance(origin, Origin))
         else:

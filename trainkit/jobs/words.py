@@ -112,9 +112,12 @@ class _Spot:
             if isinstance(part, int) or part == "[key]" or not isinstance(self.node, Section):
                 break  # inside an array, or about a key of `env`: the whole value is as near as it gets
             inner = _table_of(self.field) if self.field else self.model
+            named = _named_tables(self.field)
             self.section, self.key, self.above = self.node, part, loc[:depth]
             self.node = self.section.entries.get(part)
-            if inner:
+            if named:
+                self.model, self.field = named, None
+            elif inner:
                 self.model, self.field = inner, inner.model_fields.get(part)
 
     @property
@@ -134,6 +137,14 @@ def _table_of(field: FieldInfo) -> type[Table] | None:
     """The model of a key that holds a table."""
     options = typing.get_args(field.annotation) if isinstance(field.annotation, types.UnionType) else (field.annotation,)
     return next((option for option in options if isinstance(option, type) and issubclass(option, Table)), None)
+
+
+def _named_tables(field: FieldInfo | None) -> type[Table] | None:
+    """The model of the tables in a key that holds tables by name."""
+    if field is None or typing.get_origin(field.annotation) is not dict:
+        return None
+    _, kind = typing.get_args(field.annotation)
+    return kind if isinstance(kind, type) and issubclass(kind, Table) else None
 
 
 def _problem(found: ErrorDetails, spot: _Spot) -> Problem:

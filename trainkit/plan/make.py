@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from trainkit.base.forms import document
-from trainkit.jobs.schema import Job, Model
+from trainkit.jobs.schema import Job, Training
+from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of, parameters_of
+from trainkit.plan.batch import batch_sizes, consumed_after
 
-CHECKPOINT_BYTES_PER_PARAMETER = 12  # native engine: fp32 weight and the two moments of Adam
+MANY = 4  # batch sizes named in one message
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,10 @@ class Objection:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a job. `parameters` and what follows from it are None while the vocabulary is unknown."""
+    """The plan of a job. `parameters` and what follows from it are None while the vocabulary is unknown.
+
+    `global_batch_size` is that of a step after the ramp-up, if there is one; `tokens` counts the smaller batches before.
+    """
 
     job: str
     world_size: int
@@ -33,6 +39,7 @@ class Plan:
     vocab_size: int | None
     parameters: int | None
     model_flops_per_token: int | None
+    hardware_flops_per_token: int | None
     checkpoint_bytes: int | None
     objections: tuple[Objection, ...]
 
@@ -46,42 +53,49 @@ class Plan:
         return document("plan/1", **{**vars(self), "feasible": self.feasible, "objections": objections})
 
 
-def parameters_of(model: Model, vocab_size: int) -> int:
-    """Parameters of the gpt family: N = L(4h^2 + 2hf + 9h + f) + Vh + s_max h + 2h, with a head of Vh more when untied.
-
-    With f = 4h this is L(12h^2 + 13h) + Vh + s_max h + 2h: the published L(12h^2 + 13h) + Vh + s_max h (Narayanan et al. 2021,
-    arXiv:2104.04473, eq. 2) and the final LayerNorm's 2h.
-    """
-    layers, h = model.num_layers, model.hidden_size
-    f = model.ffn_hidden_size or 4 * h
-    positions = model.max_position_embeddings or model.seq_length
-    heads = 2 if model.untie_embeddings_and_output_weights else 1
-    return layers * (4 * h * h + 2 * h * f + 9 * h + f) + heads * vocab_size * h + positions * h + 2 * h
+def checkpoint_bytes_per_parameter(training: Training) -> int:
+    """The fp32 weight and the fp32 state that the optimizer keeps of it: two moments of Adam, one momentum of SGD."""
+    state = 2 if training.optimizer == "adam" else 1 if training.sgd_momentum else 0
+    return 4 * (1 + state)
 
 
-def model_flops_per_token_of(model: Model, vocab_size: int) -> int:
-    """Matmul FLOPs of forward and backward per token, attention counted causally: 3 (L (8h^2 + 4hf + 2sh) + 2hV).
-
-    Backward is twice forward; elementwise work and recomputation are not counted.
-    """
-    layers, h = model.num_layers, model.hidden_size
-    f = model.ffn_hidden_size or 4 * h
-    return 3 * (layers * (8 * h * h + 4 * h * f + 2 * model.seq_length * h) + 2 * h * vocab_size)
-
-
-def _objections(job: Job) -> list[Objection]:
-    found = []
-    t, dp = job.training, job.data_parallel_size
-    quantum = t.micro_batch_size * dp
-    if t.global_batch_size is not None and t.global_batch_size % quantum:
-        below = t.global_batch_size // quantum * quantum
+def _batch_objections(job: Job) -> Iterator[Objection]:
+    """Every batch that a step may have must divide; of a ramp each size that does not is named."""
+    micro, dp = job.training.micro_batch_size, job.data_parallel_size
+    quantum = micro * dp
+    product = f"micro_batch_size {micro} x data-parallel size {dp}"
+    *growing, whole = batch_sizes(job)
+    if whole % quantum:
+        below = whole // quantum * quantum
         near = " or ".join(str(b) for b in (below, below + quantum) if b)
-        message = f"global_batch_size {t.global_batch_size} does not divide by micro_batch_size {t.micro_batch_size} x data-parallel size {dp}; nearest: {near}"
-        found.append(Objection("batch-not-divisible", "training.global_batch_size", message))
-    if job.cluster.device == "cuda" and job.ranks_per_node > job.cluster.gpus_per_node:
+        yield Objection("batch-not-divisible", "training.global_batch_size", f"global_batch_size {whole} does not divide by {product}; nearest: {near}")
+    if wrong := [size for size in growing if size % quantum]:
+        sizes = ", ".join(map(str, wrong[:MANY])) + (f" and {len(wrong) - MANY} more" if len(wrong) > MANY else "")
+        message = f"rampup_batch_size passes through {sizes}, which {product} does not divide; start and increment must be multiples of {quantum}"
+        yield Objection("ramp-not-divisible", "training.rampup_batch_size", message)
+
+
+def _profile_objections(job: Job) -> Iterator[Objection]:
+    """A profile that would never be taken."""
+    if job.profile is None:
+        return
+    if job.profile.start > job.training.train_iters:
+        message = f"profile.start {job.profile.start} is beyond train_iters {job.training.train_iters}"
+        yield Objection("profile-beyond-end", "profile.start", message)
+    if beyond := [rank for rank in job.profile.ranks if rank >= job.world_size]:
+        yield Objection("profile-of-no-rank", "profile.ranks", f"profile.ranks {', '.join(map(str, beyond))}: the world has ranks 0 to {job.world_size - 1}")
+
+
+def _objections(job: Job, tokenizer_size: int | None) -> Iterator[Objection]:
+    yield from _batch_objections(job)
+    rows = job.model.vocab_size
+    if rows and tokenizer_size and tokenizer_size > rows:
+        message = f"the prepared tokenizer has {tokenizer_size} ids, model {job.model.name!r} only {rows}"
+        yield Objection("vocabulary-too-small", "model.vocab_size", message)
+    if job.cluster.device_type == "cuda" and job.ranks_per_node > job.cluster.gpus_per_node:
         message = f"{job.ranks_per_node} ranks a node for {job.cluster.gpus_per_node} GPUs (cluster.gpus_per_node)"
-        found.append(Objection("more-ranks-than-gpus", "cluster.ranks_per_node", message))
-    return found
+        yield Objection("more-ranks-than-gpus", "cluster.ranks_per_node", message)
+    yield from _profile_objections(job)
 
 
 def make_plan(job: Job, vocab_size: int | None = None) -> Plan:
@@ -95,10 +109,11 @@ def make_plan(job: Job, vocab_size: int | None = None) -> Plan:
         data_parallel_size=job.data_parallel_size,
         gradient_accumulation_steps=job.gradient_accumulation_steps,
         global_batch_size=job.global_batch_size,
-        tokens=job.training.train_iters * job.global_batch_size * job.model.seq_length,
+        tokens=consumed_after(job, job.training.train_iters) * job.model.seq_length,
         vocab_size=vocab,
         parameters=parameters,
         model_flops_per_token=model_flops_per_token_of(job.model, vocab) if vocab else None,
-        checkpoint_bytes=CHECKPOINT_BYTES_PER_PARAMETER * parameters if parameters else None,
-        objections=tuple(_objections(job)),
+        hardware_flops_per_token=hardware_flops_per_token_of(job.model, vocab, job.training) if vocab else None,
+        checkpoint_bytes=checkpoint_bytes_per_parameter(job.training) * parameters if parameters else None,
+        objections=tuple(_objections(job, vocab_size)),
     )

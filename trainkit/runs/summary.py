@@ -31,17 +31,33 @@ class Summary:
     @property
     def tokens_per_second(self) -> float | None:
         """Median over logged steps, all ranks together."""
-        values = [r["tokens_per_second"] for r in self.training]
+        return self.median("tokens_per_second")
+
+    def median(self, key: str) -> float | None:
+        """Median over the logged steps that have a number there."""
+        values = [r[key] for r in self.training if r.get(key) is not None]
         return statistics.median(values) if values else None
 
+    @property
+    def training_seconds(self) -> float:
+        """Time of all steps up to the last row: each row has the mean of the steps since the row before."""
+        before = [0, *(r["step"] for r in self.training)]
+        return sum(r["elapsed_ms"] * (r["step"] - last) for r, last in zip(self.training, before, strict=False)) / 1000
+
+    @property
+    def peak(self) -> str | None:
+        """What MFU was measured against last."""
+        return next((r["peak"] for r in reversed(self.training) if r.get("peak")), None)
+
     def training_loss(self) -> tuple[float, float] | None:
-        """(first, last): the first logged step's, and the mean of the last tenth of them: single batches are noisy."""
-        losses = [r["lm_loss"] for r in self.training]
+        """(first, last): the first logged step's, and the mean of the last tenth of them: single batches are noisy. Losses that are not finite
+        (null in the metrics) do not count."""
+        losses = [r["lm_loss"] for r in self.training if r["lm_loss"] is not None]
         return (losses[0], statistics.fmean(losses[-max(1, len(losses) // 10) :])) if losses else None
 
     def validation_loss(self) -> tuple[float, float] | None:
-        """(first, last) evaluation on the valid split."""
-        losses = [r["lm_loss"] for r in self.evaluations()]
+        """(first, last) evaluation on the valid split of the job's own dataset."""
+        losses = [r["lm_loss"] for r in self.evaluations() if r["lm_loss"] is not None]
         return (losses[0], losses[-1]) if losses else None
 
     def to_json(self) -> dict[str, Any]:
@@ -54,8 +70,14 @@ class Summary:
             training_loss=training and dict(zip(first_and_last, training, strict=True)),
             validation_loss=validation and dict(zip(first_and_last, validation, strict=True)),
             tokens_per_second=self.tokens_per_second,
+            model_tflops=self.median("model_tflops"),
+            mfu=self.median("mfu"),
+            hfu=self.median("hfu"),
+            peak=self.peak,
+            skipped_iterations=sum(r.get("skipped_iterations", 0) for r in self.training),
+            nan_iterations=sum(r.get("nan_iterations", 0) for r in self.training),
             consumed_samples=self.training[-1]["consumed_samples"] if self.training else 0,
-            seconds=sum(r["elapsed_ms"] for r in self.training) / 1000,
+            seconds=self.training_seconds,
         )
 
 

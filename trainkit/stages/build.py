@@ -43,7 +43,7 @@ class Build:
 
     name = "build"
 
-    def need(self, job: Job | None, stamps: Path) -> Need | None:
+    def needs(self, job: Job | None, stamps: Path) -> list[Need]:
         if not (CHECKOUT / "csrc").is_dir():
             if not compiled_sha256():
                 raise TrainkitError(
@@ -51,9 +51,9 @@ class Build:
                     exit=Exit.STAGE_FAILED,
                     hint="install it again: pip install --force-reinstall trainkit",
                 )
-            return None
+            return []
         unit = Unit("compile", (sys.executable, "-I", "-m", "trainkit.stages.build"), {"root": str(CHECKOUT), "csrc": csrc_sha256(CHECKOUT)})
-        return Need(self.name, "index", "index", 1, {"csrc": unit.spec["csrc"]}, (), (), (unit,), evidence=_evidence)
+        return [Need(self.name, "index", "index", 1, {"csrc": unit.spec["csrc"]}, (), (), (unit,), evidence=_evidence)]
 
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:

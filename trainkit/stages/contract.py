@@ -65,8 +65,8 @@ class Stage(Protocol):
 
     name: str
 
-    def need(self, job: Job, stamps: Path) -> Need | None:
-        """What `job` needs of this stage, or None. Reads only; raises ConfigError (exit 6) where that is already hopeless.
+    def needs(self, job: Job, stamps: Path) -> list[Need]:
+        """What `job` needs of this stage. Reads only; raises ConfigError (exit 6) where that is already hopeless.
 
         `stamps` is the folder of this stage's stamps: a unit may read the result another unit left there.
         """

@@ -54,12 +54,14 @@ def need_of_dataset(dataset: Dataset, root: Path, stamps: Path) -> Need | None:
 
 
 class PrepData:
-    """Prepares the dataset of a job. Mock data needs nothing."""
+    """Prepares the dataset of a job and its further validation sets. Mock data needs nothing."""
 
     name = "prep-data"
 
-    def need(self, job: Job, stamps: Path) -> Need | None:
-        return need_of_dataset(job.dataset, Path(job.cluster.root or "."), stamps)
+    def needs(self, job: Job, stamps: Path) -> list[Need]:
+        datasets = {dataset.name: dataset for dataset in (job.dataset, *job.validation.values())}  # each once
+        found = [need_of_dataset(dataset, Path(job.cluster.root or "."), stamps) for dataset in datasets.values()]
+        return [need for need in found if need is not None]
 
 
 class _Units:

@@ -46,8 +46,7 @@ def stamps_folder(root: Path, stage: str) -> Path:
 def needs_of(job: Job, stages: Sequence[Stage]) -> list[Need]:
     """What `job` needs, in order."""
     root = Path(job.cluster.root or ".")
-    found = [stage.need(job, stamps_folder(root, stage.name)) for stage in stages]
-    return [need for need in found if need is not None]
+    return [need for stage in stages for need in stage.needs(job, stamps_folder(root, stage.name))]
 
 
 def missing_units(need: Need, stamps: Path, *, force: bool) -> list[Unit]:

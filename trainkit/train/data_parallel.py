@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainkit.train.model import GPT
+from trainkit.train.model import Transformer
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,20 @@ def join(world: World, device_type: str) -> tuple[torch.device, DeviceMesh]:
     return device, init_device_mesh(device_type, (world.size,), mesh_dim_names=("dp",))
 
 
-def shard(model: GPT, mesh: DeviceMesh) -> FSDPModule:
+COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shard(model: Transformer, mesh: DeviceMesh, precision: Literal["fp32", "bf16", "fp16"] = "fp32") -> FSDPModule:
     """Apply ZeRO stage 1 in place: each block, and the rest of the model, is one unit of communication.
 
-    Gradients are summed, never averaged: the loss of a micro-batch is divided by the number of micro-batches of the whole
-    global batch instead, so that its gradient is the same number in every layout. On the CPU they are summed in fp64 and rounded
-    once: the order of the sum, which the layout decides, then leaves no trace, where in fp32 Adam makes 4e-5 of it in the loss
-    after 80 steps of `demo`. On a GPU they are summed in fp32.
+    Parameters are fp32 at rest, the optimizer's master weights; what is gathered for computing is in `precision`.
+
+    Gradients are summed, never averaged: the loss of a micro-batch is divided by the number of tokens of the whole global batch instead, so
+    that its gradient is the same number in every layout. On the CPU they are summed in fp64 and rounded once: the order of the sum, which
+    the layout decides, then leaves no trace, where in fp32 Adam makes 4e-5 of it in the loss after 80 steps of `demo`. On a GPU they are
+    summed in fp32.
     """
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if mesh.device_type == "cpu" else torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=COMPUTE[precision], reduce_dtype=torch.float64 if mesh.device_type == "cpu" else torch.float32)
     for module in (*model.layers.values(), model):
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         unit = cast(FSDPModule, module)

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError
@@ -20,16 +21,19 @@ from trainkit.base.forms import read_form
 from trainkit.data.indexed import IndexedDataset
 from trainkit.data.order import MockSamples, NativeSamples, SampleOrder, Samples
 from trainkit.data.paths import DataFolder
-from trainkit.jobs.schema import Job
+from trainkit.data.tokenizer import end_of_document, load_tokenizer
+from trainkit.jobs.schema import Dataset, Job
+from trainkit.train.attention import Documents
 from trainkit.train.data_parallel import World
+from trainkit.train.loss import NO_LABEL
 
 Split = Literal["train", "valid"]
 MOCK: dict[Split, tuple[int, int]] = {"train": (0, 2**20), "valid": (1, 2**12)}  # what is added to the seed, and samples of an epoch
 
 
-def data_folder(job: Job) -> DataFolder:
-    """Where the tokens and the tokenizer of the job's dataset lie."""
-    return DataFolder(Path(job.cluster.root or "."), job.dataset)
+def data_folder(job: Job, dataset: Dataset | None = None) -> DataFolder:
+    """Where the tokens and the tokenizer of a dataset of the job lie, by default of its own."""
+    return DataFolder(Path(job.cluster.root or "."), dataset or job.dataset)
 
 
 def vocab_size(job: Job) -> int:
@@ -50,11 +54,17 @@ def vocab_size(job: Job) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank; label s is the token after token s. `checksum` is the sum of xxh32 over its samples' tokens."""
+    """One micro-batch of one rank; label s is the token after token s. `checksum` is the sum of xxh32 over its samples' tokens.
+
+    `position` is its first sample's in the order of samples. `positions_BS` and `documents` are there where the job asks for them.
+    """
 
     tokens_BS: Tensor
     labels_BS: Tensor
     checksum: int
+    position: int
+    positions_BS: Tensor | None = None
+    documents: Documents | None = None
 
 
 def micro_batches(consumed: int, global_batch: int, micro_batch: int, world: World) -> list[range]:
@@ -67,40 +77,91 @@ def micro_batches(consumed: int, global_batch: int, micro_batch: int, world: Wor
     return [range(start, start + micro_batch) for start in starts]
 
 
-def _samples(job: Job, split: Split, vocab: int) -> Samples:
-    """One split of the job's dataset. Raises ConfigError where it holds no sample, before training rather than at the first evaluation."""
+def document_bounds(inputs_BS: NDArray[np.int64], end: int) -> NDArray[np.int64]:
+    """0, where every further sample or document begins, and B * S: a document ends with its end-of-document token `end`."""
+    after = inputs_BS.ravel() == end
+    after[inputs_BS.shape[1] - 1 :: inputs_BS.shape[1]] = True  # a sample begins something new whatever it ends with
+    return np.concatenate([[0], np.flatnonzero(after) + 1])
+
+
+def positions_within(bounds: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Position of every token in its document (as Megatron-LM's reset_position_ids: the end token is its document's last)."""
+    starts = np.repeat(bounds[:-1], np.diff(bounds))
+    positions: NDArray[np.int64] = (np.arange(bounds[-1]) - starts).reshape(shape)
+    return positions
+
+
+def _samples(job: Job, dataset: Dataset, split: Split, vocab: int) -> Samples:
+    """One split of a dataset. Raises ConfigError where it holds no sample, before training rather than at the first evaluation."""
     length = job.model.seq_length
-    if job.dataset.source == "mock":
+    if dataset.source == "mock":
         salt, count = MOCK[split]
         return MockSamples(vocab, length, job.training.seed + salt, count)
-    samples = NativeSamples(IndexedDataset(data_folder(job).prefix), job.dataset.split, split, length)
+    samples = NativeSamples(IndexedDataset(data_folder(job, dataset).prefix), dataset.split, split, length)
     if samples.num_samples == 0:
-        where = f"datasets.{job.dataset.name}.split ({job.dataset.split!r})"
+        where = f"datasets.{dataset.name}.split ({dataset.split!r})"
         hint = "give it more weight, shorten seq_length, or set eval_iters = 0"
         raise ConfigError(f"{where} leaves the {split} split no sample of {length} tokens", hint=hint)
     return samples
 
 
+def _end_token(job: Job, dataset: Dataset) -> int | None:
+    """The id that ends a document, where an option of the job needs it. Raises ConfigError for data without documents."""
+    t = job.training
+    asked = [key for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(t, key)]
+    if not asked:
+        return None
+    if dataset.tokenizer is None:
+        raise ConfigError(f"training.{asked[0]} needs documents; dataset {dataset.name!r} is random tokens without any")
+    path = data_folder(job, dataset).tokenizer
+    return end_of_document(load_tokenizer(path), dataset.tokenizer.eod_token, path)
+
+
 class Feed:
-    """The micro-batches of one split for one rank."""
+    """The micro-batches of one split for one rank.
 
-    def __init__(self, job: Job, split: Split, world: World, device: torch.device) -> None:
-        self.world, self.device, self.split = world, device, split
+    Args:
+        job: the job.
+        dataset: its dataset, or one of its further validation sets.
+        split: which part of it.
+        world: whose micro-batches.
+        device: where they go.
+    """
+
+    def __init__(self, job: Job, dataset: Dataset, split: Split, world: World, device: torch.device) -> None:
+        self.world, self.device, self.split, self.training = world, device, split, job.training
+        self.name = dataset.name
         self.length, self.vocab = job.model.seq_length, vocab_size(job)
-        self.micro_batch, self.global_batch = job.training.micro_batch_size, job.global_batch_size
-        self.datasets = [_samples(job, split, self.vocab)]
+        self.micro_batch = job.training.micro_batch_size
+        self.datasets = [_samples(job, dataset, split, self.vocab)]
         self.order = SampleOrder(self.datasets, None, split, self.length, job.training.seed)
+        self.end = _end_token(job, dataset)
 
-    def read(self, consumed: int) -> Iterator[Batch]:
-        """This rank's micro-batches of the global batch that begins after `consumed` samples. Raises ConfigError for an id beyond the vocabulary."""
-        dataset_G, number_G = self.order.window(consumed, self.global_batch)
-        for positions in micro_batches(consumed, self.global_batch, self.micro_batch, self.world):
+    def read(self, consumed: int, global_batch: int) -> Iterator[Batch]:
+        """This rank's micro-batches of the global batch of so many samples that begins after `consumed`. Raises ConfigError for an id beyond the vocabulary."""
+        dataset_G, number_G = self.order.window(consumed, global_batch)
+        for positions in micro_batches(consumed, global_batch, self.micro_batch, self.world):
             samples = np.empty((len(positions), self.length + 1), dtype=np.int64)
             for row, position in zip(samples, positions, strict=True):
                 at = position - consumed
                 self.datasets[dataset_G[at]].read(int(number_G[at]), row)
             if (highest := int(samples.max())) >= self.vocab or samples.min() < 0:
-                raise ConfigError(f"token id {highest} in samples {positions} of {self.split}, but the vocabulary has {self.vocab}", hint="run prep-data anew")
-            checksum = sum(int(xxhash.xxh32_intdigest(row.tobytes())) for row in samples)
-            tokens = torch.from_numpy(samples).to(self.device)
-            yield Batch(tokens[:, :-1], tokens[:, 1:], checksum)
+                where = f"samples {positions} of {self.split} of dataset {self.name!r}"
+                raise ConfigError(f"token id {highest} in {where}, but the vocabulary has {self.vocab}", hint="run prep-data anew")
+            yield self._batch(samples, positions.start)
+
+    def _batch(self, samples: NDArray[np.int64], position: int) -> Batch:
+        checksum = sum(int(xxhash.xxh32_intdigest(row.tobytes())) for row in samples)
+        inputs, labels = samples[:, :-1], samples[:, 1:]
+        positions, documents = None, None
+        if self.end is not None:
+            bounds = document_bounds(inputs, self.end)
+            if self.training.reset_position_ids:
+                positions = torch.from_numpy(positions_within(bounds, inputs.shape)).to(self.device)
+            if self.training.reset_attention_mask:
+                bounds_D = torch.from_numpy(bounds.astype(np.int32)).to(self.device)
+                documents = Documents(tuple(bounds.tolist()), bounds_D, int(np.diff(bounds).max()))
+            if self.training.eod_mask_loss:
+                labels = np.where(inputs == self.end, NO_LABEL, labels)
+        tokens_BS, labels_BS = (torch.from_numpy(np.ascontiguousarray(part)).to(self.device) for part in (inputs, labels))
+        return Batch(tokens_BS, labels_BS, checksum, position, positions, documents)

@@ -1,88 +1,130 @@
-"""Text from a run's newest checkpoint, in one process.
+"""Text from a run's checkpoint, in one process: one prompt after another, one token at a time over a cache of keys and values.
 
-Shapes: B = 1, S tokens so far, V vocabulary.
+Prompts are not batched: a matrix product of another height rounds otherwise, and what a prompt gives would then depend on its neighbours.
+
+Shapes: B = 1, S tokens that are read at once, V vocabulary.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.data.tokenizer import end_of_document, load_tokenizer
+from trainkit.base.errors import ConfigError
 from trainkit.jobs.resolved import read_job
-from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
-from trainkit.train import checkpoint
-from trainkit.train.feed import data_folder
-from trainkit.train.model import GPT
+from trainkit.train.attention import KeyValueCache
+from trainkit.train.model import Transformer
+from trainkit.train.sampling import Sampling, choose
+from trainkit.train.trained import PRECISIONS, choose_checkpoint, choose_device, load_model, load_own_tokenizer
+
+PIECE = 512  # tokens of a prompt read at once: bounds the memory of their logits
 
 
-def generate(run: RunFolder, prompt: str, *, max_new_tokens: int, temperature: float, top_k: int, seed: int) -> str:
-    """What the model writes after `prompt`, without the prompt; it ends early at the end of a document.
+@dataclass(frozen=True)
+class Generation:
+    """A prompt and what the model went on with.
+
+    Args:
+        prompt: as given.
+        text: the prompt and what follows.
+        tokens: how many follow.
+    """
+
+    prompt: str
+    text: str
+    tokens: int
+
+
+def generate(
+    run: RunFolder, prompts: Sequence[str], sampling: Sampling, *, max_new_tokens: int, step: int = 0, device: str = ""
+) -> tuple[int, list[Generation]]:
+    """(step of the checkpoint, what the model writes after each prompt); it ends early at the end of a document.
 
     Args:
         run: the run, with at least one checkpoint.
-        prompt: the text to go on from; empty: the beginning of a document.
-        max_new_tokens: how many tokens at most.
-        temperature: 0: always the likeliest token; else logits are divided by it.
-        top_k: sample among the k likeliest only; 0: among all.
-        seed: of the samples.
+        prompts: the texts to go on from; an empty one: the beginning of a document. A prompt's text depends on no other prompt.
+        sampling: how tokens are drawn.
+        max_new_tokens: how many tokens at most, of each.
+        step: of the checkpoint; 0: the newest valid one.
+        device: "cpu" or "cuda"; empty: what the job computes on.
 
     Raises:
-        ConfigError: exit 3, the run has mock data, or its tokenizer is gone.
-        TrainkitError: exit 16, no valid checkpoint.
+        ConfigError: exit 3, a prompt is no Unicode, the run has mock data, its tokenizer is gone, or this machine lacks the device.
+        TrainkitError: exit 16, no such checkpoint; exit 9, the logits are not finite.
     """
+    for prompt in prompts:
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise ConfigError(f"prompt {prompt!r} is no Unicode text: it holds half of a surrogate pair, or bytes that are not UTF-8")
     job = read_job(run.job)
-    tokenizer, end = _tokenizer(job)
-    newest = checkpoint.newest_valid(run.checkpoints, lambda words: print(f"WARNING: passed over: {words}", file=sys.stderr))
-    if newest is None:
-        raise TrainkitError(f"run {run.id} has no checkpoint yet", exit=Exit.NO_CHECKPOINT, hint="the first is written after training.save_interval steps")
-    model = load_model(job, newest)
-    ids = tokenizer.encode(prompt).ids or [end]
-    new = sample(model, ids, job.model.seq_length, max_new_tokens, temperature, top_k, seed, end)
-    return str(tokenizer.decode(new))
+    tokenizer, end = load_own_tokenizer(job)
+    on, saved = choose_device(job, device), choose_checkpoint(run, step)
+    model = load_model(job, saved, on, PRECISIONS[job.training.precision])
+    found = []
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]  # as prep-data encodes
+        new = continuation(model, ids, sampling, max_new_tokens=max_new_tokens, end=end, apart=job.training.reset_attention_mask)
+        # Decoded together: a decoder may treat the first token of a text in its own way.
+        text = tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
+        found.append(Generation(prompt, prompt + text, len(new)))
+    return saved.manifest.step, found
 
 
-def load_model(job: Job, saved: checkpoint.Checkpoint) -> GPT:
-    """The whole model of a checkpoint on the CPU, whatever layout wrote it."""
-    rows = saved.manifest.tensors["model.embed_tokens.weight"].shape[0]
-    with torch.device("meta"):
-        model = GPT(job.model, rows)
-    model.to_empty(device="cpu")
-    checkpoint.load(saved, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
-    return model
+class Reading:
+    """What a model has read of one text. It sees the last `model.positions` tokens: once the text is longer, each further token moves that
+    window, every position in it changes, and it is read anew.
+
+    Args:
+        model: in the state of evaluation.
+        capacity: tokens of the text, if it is known to be shorter than the window.
+    """
+
+    def __init__(self, model: Transformer, capacity: int | None = None) -> None:
+        shape, weight = model.shape, model.embed_tokens.weight
+        self.model, self.window = model, min(shape.positions, capacity or shape.positions)
+        self.ids: list[int] = []
+        self.caches = [
+            KeyValueCache(1, shape.query_groups, self.window, shape.head_size, dtype=weight.dtype, device=weight.device) for _ in range(shape.num_layers)
+        ]
+
+    def forget(self) -> None:
+        """Begin another text."""
+        self.ids = []
+        for cache in self.caches:
+            cache.length = 0
+
+    @torch.inference_mode()
+    def read(self, ids: Sequence[int], piece: int = PIECE) -> Tensor:
+        """Read on by at least one token, `piece` at a time; the logits of what follows the last, (V)."""
+        self.ids += ids
+        if len(self.ids) > self.window:
+            ids = self.ids[-self.window :]
+            self.forget()
+            self.ids += ids
+        device = self.caches[0].k_BGTD.device
+        for start in range(0, len(ids), piece):
+            logits_BSV: Tensor = self.model(torch.tensor([ids[start : start + piece]], device=device), caches=self.caches)
+        return logits_BSV[0, -1]
 
 
-@torch.inference_mode()
-def sample(model: GPT, prompt: list[int], window: int, max_new_tokens: int, temperature: float, top_k: int, seed: int, end: int) -> list[int]:
-    """Ids that follow `prompt`, at most `max_new_tokens`, up to `end`. The model sees the last `window` tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = list(prompt)
-    for _ in range(max_new_tokens):
-        logits_V = model(torch.tensor([ids[-window:]]))[0, -1]
-        if (following := _choose(logits_V, temperature, top_k, generator)) == end:
+def continuation(model: Transformer, prompt: Sequence[int], sampling: Sampling, *, max_new_tokens: int, end: int, apart: bool = False) -> list[int]:
+    """Ids that follow `prompt`, which has at least one: at most `max_new_tokens`, up to `end`, which is not among them.
+
+    `apart`: the model was trained on documents that do not see each other, so that one begins without the `end` of the one before.
+    """
+    generator = torch.Generator().manual_seed(sampling.seed)
+    reading = Reading(model, len(prompt) + max_new_tokens)
+    new: list[int] = []
+    following: Sequence[int] = prompt
+    while len(new) < max_new_tokens:
+        token = choose(reading.read(following), sampling, generator)
+        if token == end:
             break
-        ids.append(following)
-    return ids[len(prompt) :]
-
-
-def _choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits_V.argmax())
-    likeliest, ids = (logits_V / temperature).topk(min(top_k or len(logits_V), len(logits_V)))
-    return int(ids[torch.multinomial(likeliest.softmax(-1), 1, generator=generator)])
-
-
-def _tokenizer(job: Job) -> tuple[Tokenizer, int]:
-    """The tokenizer of the job's dataset, and the id that ends a document."""
-    if job.dataset.tokenizer is None:
-        raise ConfigError(f"dataset {job.dataset.name or 'mock'!r} is random tokens without a tokenizer: there is no text to generate")
-    path = data_folder(job).tokenizer
-    if not path.is_file():
-        raise ConfigError(f"the tokenizer of dataset {job.dataset.name!r} is gone: {path}", hint="run prep-data again")
-    tokenizer = load_tokenizer(path)
-    return tokenizer, end_of_document(tokenizer, job.dataset.tokenizer.eod_token, path)
+        if apart and reading.ids[-1] == end:
+            reading.forget()
+        new.append(token)
+        following = [token]
+    return new

@@ -14,28 +14,38 @@ from trainkit.train.torch_compat import local_part, local_slices
 OUTPUT_PROJECTIONS = ("attention.out.weight", "mlp.down.weight")  # what is added to the residual stream
 
 
-def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) -> Tensor:
-    """The whole initial value of one parameter, fp32 on the CPU.
+def deviation(method: str, model: Model) -> float:
+    """Standard deviation of initial weights.
 
-    Biases are 0, norms 1, weights N(0, init_method_std); output projections have the deviation divided by
-    sqrt(2 * num_layers), since as many are summed in the residual stream (GPT-2; Megatron's scaled_init_method_normal).
+    normal: init_method_std. scaled: init_method_std / sqrt(2 * num_layers), since as many outputs are summed in the residual stream (GPT-2;
+    Megatron's scaled_init_method_normal). small_init: sqrt(2 / (5 * hidden_size)) (Nguyen & Salazar 2019). wang_init: 2 / (num_layers *
+    sqrt(hidden_size)) (Wang 2021). The last two as GPT-NeoX has them, megatron/model/init_functions.py.
     """
+    layers, hidden = model.num_layers, model.hidden_size
+    return {
+        "normal": model.init_method_std,
+        "scaled": model.init_method_std / math.sqrt(2 * layers),
+        "small_init": math.sqrt(2 / (5 * hidden)),
+        "wang_init": 2 / (layers * math.sqrt(hidden)),
+    }[method]
+
+
+def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) -> Tensor:
+    """The whole initial value of one parameter, fp32 on the CPU: biases 0, norms 1, weights normal by `output_layer_init_method` for output
+    projections and `init_method` for all others, embeddings and head included."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
-    std = model.init_method_std
-    if name.endswith(OUTPUT_PROJECTIONS):
-        std /= math.sqrt(2 * model.num_layers)
+    std = deviation(model.output_layer_init_method if name.endswith(OUTPUT_PROJECTIONS) else model.init_method, model)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(shape, generator=generator) * std
 
 
 @torch.no_grad()
-def initialize(module: nn.Module, model: Model, seed: int, device: torch.device) -> None:
-    """Give a module built on the meta device storage and its initial weights, one parameter at a time; sharded ones keep only their part."""
-    module.to_empty(device=device)
+def initialize(module: nn.Module, model: Model, seed: int) -> None:
+    """Fill a module that has storage with its initial weights, one parameter at a time; sharded ones keep only their part."""
     for name, parameter in module.named_parameters():
         whole = initial_value(name, tuple(parameter.shape), model, seed)
         local_part(parameter).copy_(whole[local_slices(parameter)])

@@ -1,10 +1,12 @@
-"""What rank 0 writes while it trains: metrics.jsonl, TensorBoard and Megatron's log line."""
+"""What rank 0 writes while it trains: metrics.jsonl, TensorBoard, Weights & Biases and Megatron's log lines."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -12,6 +14,59 @@ from torch.utils.tensorboard import SummaryWriter
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import cut
+from trainkit.train.wandb_log import open_wandb
+
+# Megatron-LM's names (training/training.py, training_log) and units: seconds, TFLOP/s of one device
+TAGS = {
+    "lm loss": "lm_loss",
+    "learning-rate": "learning_rate",
+    "grad-norm": "grad_norm",
+    "loss-scale": "loss_scale",
+    "batch-size": "global_batch_size",
+    "throughput": "model_tflops",
+    "tokens-per-second": "tokens_per_second",
+    "mfu": "mfu",
+    "hfu": "hfu",
+}
+HIGHEST_EXPONENT = 20.0  # Megatron's limit on what a perplexity is computed of
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with null for every number that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Tags and values for TensorBoard of a training row; what is not known or not finite is left out."""
+    found = {tag: row[key] for tag, key in TAGS.items()}
+    found["iteration-time"] = row["elapsed_ms"] / 1000
+    found |= {f"{phase}-time": milliseconds / 1000 for phase, milliseconds in row["times_ms"].items()}
+    found |= {f"mem-{kind.replace('_', '-')}-bytes": size for kind, size in row["memory_bytes"].items()}
+    for tag, value in found.items():
+        if value is not None and math.isfinite(value):
+            yield tag, value
+
+
+def log_line(row: dict[str, Any], train_iters: int) -> str:
+    """Megatron's log line of a training row; after it, what Megatron prints under --log-throughput, and MFU (HFU, where it differs)."""
+    percent = {key: "n/a" if row[key] is None else f"{100 * row[key]:.1f}%" for key in ("mfu", "hfu")}
+    recomputed = row["hardware_tflops"] != row["model_tflops"]
+    return (
+        f" iteration {row['step']:8d}/{train_iters:8d} |"
+        f" consumed samples: {row['consumed_samples']:12d} |"
+        f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
+        f" learning rate: {row['learning_rate']:.6E} |"
+        f" global batch size: {row['global_batch_size']:5d} |"
+        f" lm loss: {row['lm_loss']:.6E} |"
+        f" loss scale: {row['loss_scale']:.1f} |"
+        f" grad norm: {row['grad_norm']:.3f} |"
+        f" number of skipped iterations: {row['skipped_iterations']:3d} |"
+        f" number of nan iterations: {row['nan_iterations']:3d} |"
+        f" throughput per device (TFLOP/s): {row['model_tflops']:.3f} |"
+        f" MFU: {percent['mfu']} |" + (f" HFU: {percent['hfu']} |" if recomputed else "")
+    )
 
 
 class Reporter:
@@ -21,38 +76,48 @@ class Reporter:
         run: the run folder.
         job: the job.
         step: the step training goes on from; -1: from the very beginning.
+
+    Raises ConfigError where the job wants Weights & Biases and it cannot be had.
     """
 
     def __init__(self, run: RunFolder, job: Job, step: int) -> None:
+        self.wandb = open_wandb(job, run)
         cut(run.metrics, step)
         self.job = job
         self.metrics = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115  (stays open for the run)
         self.board = SummaryWriter(str(run.tensorboard), purge_step=step + 1)
+        self.named_peak = False
 
     def step(self, row: dict[str, Any]) -> None:
-        """One training row: to the metrics, to TensorBoard under Megatron's names, and as its log line to stdout."""
+        """One training row (docs/run-folder.md): to the metrics, to TensorBoard under Megatron's names, to W&B, and as log lines to stdout.
+
+        The line of times has rank 0's own, where Megatron's has the least and the most of all ranks.
+        """
         self._append(row)
-        for tag, key in (("lm loss", "lm_loss"), ("learning-rate", "learning_rate"), ("grad-norm", "grad_norm"), ("loss-scale", "loss_scale")):
-            self._scalar(tag, row[key], row["step"])
-        sys.stdout.write(
-            f" iteration {row['step']:8d}/{self.job.training.train_iters:8d} |"
-            f" consumed samples: {row['consumed_samples']:12d} |"
-            f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
-            f" learning rate: {row['learning_rate']:.6E} |"
-            f" global batch size: {self.job.global_batch_size:5d} |"
-            f" lm loss: {row['lm_loss']:.6E} |"
-            f" loss scale: {row['loss_scale']:.1f} |"
-            f" grad norm: {row['grad_norm']:.3f} |"
-            f" number of skipped iterations: {0:3d} |"
-            f" number of nan iterations: {0:3d} |\n"
-        )
+        for tag, value in scalars(row):
+            self.board.add_scalar(tag, value, row["step"])
+        if self.wandb:
+            self.wandb.step(row)
+        if not self.named_peak:
+            self.named_peak = True
+            unknown = f"n/a: no peak is known of device {self.job.cluster.device!r} in {self.job.training.precision}"
+            sys.stdout.write(f" MFU is measured against {row['peak'] or unknown}\n")
+        times = "".join(f" {phase}: {milliseconds:.2f} |" for phase, milliseconds in row["times_ms"].items())
+        sys.stdout.write(f"{log_line(row, self.job.training.train_iters)}\n time (ms) |{times}\n")
         sys.stdout.flush()
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        """One row of an evaluation."""
+        """One row of an evaluation; the job's own validation set is called `valid`."""
         self._append(row)
-        self._scalar("lm loss validation", row["lm_loss"], row["step"])
-        sys.stdout.write(f" validation loss at iteration {row['step']} | lm loss value: {row['lm_loss']:.6E} |\n")
+        own = row["eval"] == "valid"
+        perplexity = math.exp(min(HIGHEST_EXPONENT, row["lm_loss"]))
+        for tag, value in (("lm loss validation", row["lm_loss"]), ("lm loss validation ppl", perplexity)):
+            if math.isfinite(value):
+                self.board.add_scalar(tag if own else f"{tag} {row['eval']}", value, row["step"])
+        if self.wandb:
+            self.wandb.evaluation(row)
+        where = "" if own else f" on {row['eval']}"
+        sys.stdout.write(f" validation loss at iteration {row['step']}{where} | lm loss value: {row['lm_loss']:.6E} | lm loss PPL: {perplexity:.6E} |\n")
         sys.stdout.flush()
 
     def sync(self) -> None:
@@ -64,10 +129,9 @@ class Reporter:
         self.sync()
         self.metrics.close()
         self.board.close()
+        if self.wandb:
+            self.wandb.close()
 
     def _append(self, row: dict[str, Any]) -> None:
-        self.metrics.write(json.dumps(row) + "\n")
+        self.metrics.write(json.dumps(finite(row), allow_nan=False) + "\n")
         self.metrics.flush()
-
-    def _scalar(self, tag: str, value: float, step: int) -> None:
-        self.board.add_scalar(tag, value, step)

@@ -1,6 +1,9 @@
-"""The private names of torch that the trainer leans on, in one place. Works with 2.11 to 2.13."""
+"""The private and the moving names of torch that the trainer leans on, in one place. Works with 2.11 to 2.13."""
 
 from __future__ import annotations
+
+import inspect
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,6 +25,45 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + n) for start, n in zip(offsets, sizes, strict=True))
 
 
-def scale_in_place(tensors: list[Tensor], factor: float) -> None:
-    """Multiply all tensors by one number, in few kernels."""
-    torch._foreach_mul_(tensors, factor)
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """`local`, a tensor over what this rank holds of `parameter`, as a tensor of the parameter's global shape, sharing storage."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def fused_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """2-norms in fp64, few kernels for all tensors: on CUDA torch.linalg.vector_norm would first make an fp64 copy of each."""
+    return cast(list[Tensor], torch._foreach_norm(tensors, 2, dtype=torch.float64))
+
+
+def scale_in_place(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply all tensors by one number, shape (), in few kernels and without waiting for the device."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def causal_varlen_attention(q_NAD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bounds_D: Tensor, longest: int) -> Tensor:
+    """Causal attention within the documents between `bounds_D` (int32, CUDA): torch's variable-length kernel, whose words for "causal" and
+    for grouped queries changed between versions."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    words: dict[str, object] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if k_NGD.shape[1] != q_NAD.shape[1]:
+        if "enable_gqa" in known:
+            words["enable_gqa"] = True
+        else:
+            k_NGD, v_NGD = (t.repeat_interleave(q_NAD.shape[1] // t.shape[1], dim=1) for t in (k_NGD, v_NGD))
+    return cast(Tensor, varlen_attn(q_NAD, k_NGD, v_NGD, bounds_D, bounds_D, longest, longest, **words))  # type: ignore[arg-type]
+
+
+def compile_cache_counts() -> str:
+    """What torch.compile found in its caches, for the log."""
+    from torch._dynamo.utils import counters
+
+    wanted = {"fxgraph_cache_hit": "graph hits", "fxgraph_cache_miss": "graph misses"}
+    counted = [f"{words} {counters['inductor'][key]}" for key, words in wanted.items()]
+    counted += [f"autograd {what} {counters['aot_autograd'][f'autograd_cache_{what}']}" for what in ("hit", "miss")]
+    return ", ".join(counted)

@@ -1,0 +1,162 @@
+"""The task export: a run's checkpoint becomes a folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.conftest import Project
+from trainkit.base.errors import TrainkitError
+from trainkit.cli.export import export
+from trainkit.cli.wrapper import Talk
+from trainkit.data.paths import DataFolder
+from trainkit.data.tokenizer import train_bpe
+from trainkit.jobs.load import load
+from trainkit.jobs.resolved import write_job
+from trainkit.runs.folder import RunFolder
+from trainkit.train import checkpoint
+from trainkit.train.initialize import initial_value
+from trainkit.train.model import Transformer, build_on_meta
+
+RUN = "20260101-000000-0000"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """A world of one, in which checkpoints are saved."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def make_run(project: Project, job_name: str) -> tuple[RunFolder, dict[int, Transformer]]:
+    """A run of a job with two checkpoints, and the models in them; with the tokenizer of its dataset."""
+    resolved = load(project.path).resolve(job_name)
+    job, run = resolved.job, RunFolder(project.path / "runs" / job_name / RUN)
+    run.path.mkdir(parents=True)
+    rows = job.model.vocab_size
+    if job.dataset.tokenizer:
+        tokenizer = train_bpe(iter(["the quick brown fox jumps over the lazy dog"] * 9), 300, "<|endoftext|>")
+        path = DataFolder(project.path, job.dataset).tokenizer
+        path.parent.mkdir(parents=True)
+        tokenizer.save(str(path))
+        rows = tokenizer.get_vocab_size()
+    assert rows is not None
+    models = {}
+    for step in (5, 10):
+        models[step] = module = build_on_meta(job.model, rows).to_empty(device="cpu")
+        for name, p in module.named_parameters():
+            with torch.no_grad():
+                p.copy_(initial_value(name, tuple(p.shape), job.model, step))
+        tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
+        checkpoint.save(run.checkpoints, tensors, step=step, consumed_samples=0, layout={}, job=job.model_dump(mode="json"), state={})
+    write_job(run.job, resolved)
+    return run, models
+
+
+def call(project: Project, **words: Any) -> dict[str, Any]:
+    """The task's function, in this process."""
+    asked = {"words": RUN, "format": "hf", "to": str(project.path / "out"), "step": 0, "dtype": "fp32", "shard_gb": 5.0, **words}
+    answer = export(Talk(json=True, dry_run=False, folder=project.path), **asked)
+    return answer.document
+
+
+def refusal(project: Project, **words: Any) -> TrainkitError:
+    with pytest.raises(TrainkitError) as error:
+        call(project, **words)
+    return error.value
+
+
+def same_logits(folder: Path, model: Transformer) -> None:
+    import transformers
+
+    tokens_BS = torch.arange(12).reshape(1, 12)
+    there = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.testing.assert_close(there(tokens_BS).logits, model(tokens_BS), rtol=1e-5, atol=1e-5)
+
+
+def test_the_task(project: Project) -> None:
+    """As a person types it: relative folder, tokenizer beside the weights, one document; then the same again, refused."""
+    import transformers
+
+    _, models = make_run(project, "text")
+    document = project.document("export", "last", "--format", "hf", "--to", "out/hf")
+    assert document == {
+        "schema": "export/1",
+        "run": RUN,
+        "step": 10,
+        "format": "hf",
+        "folder": str(project.path / "out/hf"),
+        "dtype": "fp32",
+        "parameters": sum(p.numel() for p in models[10].parameters()),
+        "bytes": 4 * sum(p.numel() for p in models[10].parameters()),
+        "files": ["model.safetensors"],
+        "tokenizer": True,
+    }
+    same_logits(project.path / "out/hf", models[10])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(project.path / "out/hf")
+    assert tokenizer.decode(tokenizer("the lazy fox")["input_ids"]) == "the lazy fox" and tokenizer.eos_token == "<|endoftext|>"
+    error = project.document("export", "last", "--to", "out/hf", exit=3)
+    assert "is there already" in error["problems"][0]["message"]
+
+
+@torch.no_grad()
+def test_step_dtype_and_shards(project: Project) -> None:
+    _, models = make_run(project, "random")
+    assert call(project, step=5)["step"] == 5
+    same_logits(project.path / "out", models[5])
+    document = call(project, to=str(project.path / "small"), dtype="bf16", shard_gb=2e-5)
+    assert document["bytes"] == 2 * document["parameters"] and len(document["files"]) > 2 and not document["tokenizer"]
+    assert not (project.path / "small/tokenizer.json").exists()
+    same_logits(project.path / "small", models[10].bfloat16().float())
+
+
+def test_bad_words_are_told_at_once(project: Project) -> None:
+    make_run(project, "random")
+    error = refusal(project, format="onnx", dtype="int8", to="")
+    assert error.exit == 3
+    for words in ("--format 'onnx' is none of: hf", "--dtype 'int8' is none of: fp32, bf16, fp16", "--to DIR is missing"):
+        assert words in str(error)
+    assert refusal(project, words="nobody").exit == 3
+
+
+def test_no_valid_checkpoint(project: Project) -> None:
+    run, _ = make_run(project, "random")
+    error = refusal(project, step=7)
+    assert error.exit == 16 and "no checkpoint of step 7" in error.message and "5, 10" in error.hint
+    (checkpoint.folder_of(run.checkpoints, 10) / "rank-00000.bin").write_bytes(b"")
+    assert refusal(project, step=10).exit == 16
+    assert call(project)["step"] == 5  # the newest that is valid
+    (checkpoint.folder_of(run.checkpoints, 5) / "rank-00000.bin").write_bytes(b"")
+    assert refusal(project, to=str(project.path / "other")).exit == 16
+    assert not (project.path / "other").exists()
+
+
+def test_a_tokenizer_that_is_gone_or_another(project: Project, capfd: pytest.CaptureFixture[str]) -> None:
+    run, _ = make_run(project, "text")
+    path = DataFolder(project.path, load(project.path).resolve("text").job.dataset).tokenizer
+    (run.path / "launch").mkdir()
+    (run.path / "launch/inputs.json").write_text(json.dumps({"schema": "inputs/1", "files": [[str(path), 1, 1]]}))
+    call(project)
+    assert "has changed since run" in capfd.readouterr().err
+    path.unlink()
+    error = refusal(project, to=str(project.path / "other"))
+    assert error.exit == 3 and "is gone" in str(error) and not (project.path / "other").exists()
+
+
+def test_beginning_weights_are_checked_with_the_data(project: Project) -> None:
+    """What a run exported is what another begins with; a model it does not fit is refused before anything starts."""
+    make_run(project, "random")
+    call(project)
+    path = project.path / "jobs.toml"
+    path.write_text(path.read_text() + '\n[jobs.on]\nextends = "random"\ninit_from = "out"\n')
+    assert project.document("prep-data", "--job", "on")["schema"] == "stages/1"
+    error = project.document("train", "on", "--set", "model.num_layers=3", "--dry-run", exit=3)
+    assert "n_layer is 2 there, 3 for this job" in error["problems"][0]["message"]
+    assert error["problems"][0]["file"] == str(project.path / "out/config.json")

@@ -1,0 +1,112 @@
+"""What two ranks do when gradients go wrong on one of them: run by test_policies.py in one spawn."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.train.support import new_run, tiny_job, whole
+from trainkit.base.errors import TrainkitError
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import read_rows
+from trainkit.train import data_parallel
+from trainkit.train.data_parallel import World
+from trainkit.train.feed import Batch
+from trainkit.train.heartbeat import Heartbeat
+from trainkit.train.loop import Trainer
+from trainkit.train.torch_compat import local_part
+
+OVERFLOWS = (2, 3, 4, 9, 10, 16)  # steps of the fp16 table
+
+
+def trainer(root: Path, **training: Any) -> Trainer:
+    """A trainer of this rank, going on with what lies in `root`."""
+    world = World.from_environment()
+    job = tiny_job(world.size, root, eval_iters=0, **training)
+    run = RunFolder(root / "runs/tiny/one")
+    if world.rank == 0:
+        new_run(job)
+    return Trainer(job, run, world, Heartbeat(None, world.rank), threading.Event())
+
+
+def spoil(made: Trainer, wrong: Callable[[Trainer], None], steps: Iterable[int]) -> None:
+    """Call `wrong` between backward and update, on the second rank only, in the given steps of this trainer's own counting."""
+    backward, count, when = made.maker._backward, [made.step], set(steps)
+
+    def spoilt(batches: Iterable[Batch], samples: int) -> tuple[Tensor, Tensor, int]:
+        result = backward(batches, samples)
+        count[0] += 1
+        if count[0] in when and made.world.rank == 1:
+            wrong(made)
+        return result
+
+    made.maker._backward = spoilt  # type: ignore[method-assign]
+
+
+def infinite_gradient(made: Trainer) -> None:
+    """One element of one shard."""
+    local_part(made.maker.parameters["layers.0.mlp.up.weight"].grad).view(-1)[3] = torch.inf  # type: ignore[arg-type]
+
+
+def ended(made: Trainer) -> dict[str, Any]:
+    """Train to the end or to the error; what is left."""
+    try:
+        error, code = "", int(made.train())
+    except TrainkitError as raised:
+        error, code = raised.message, int(raised.exit)
+    weights = {name: whole(p) for name, p in made.maker.parameters.items()}
+    found = {"error": error, "code": code, "step": made.step, "consumed": made.consumed_samples, "weights": weights, "rows": read_rows(made.run.metrics)}
+    return found
+
+
+def fp16_table(root: Path) -> dict[str, Any]:
+    """Step by step, with forced overflows; stopped at step 11, saved, and gone on with by another trainer."""
+    keys = {"precision": "fp16", "initial_loss_scale": 1024.0, "min_loss_scale": 256.0, "loss_scale_window": 4, "train_iters": 18, "clip_grad": 0.0}
+    table = []
+    for first, last in ((0, 11), (11, 18)):
+        made = trainer(root, **keys)
+        assert made.step == first
+        spoil(made, infinite_gradient, OVERFLOWS)
+        while made.step < last:
+            before = {name: whole(p) for name, p in made.maker.parameters.items()}
+            made.train_step()
+            made.settle(all=True)
+            changed = any((whole(p) != before[name]).any() for name, p in made.maker.parameters.items())
+            state = made.maker.scale.state()
+            table.append((made.step, state["scale"], state["growth_tracker"], state["hysteresis_tracker"], made.maker.optimizer.applied_steps(), changed))
+        made.save()
+    return {"table": table, "rows": read_rows(made.run.metrics)}
+
+
+def scenarios(root: Path) -> dict[str, Any]:
+    """All of them, one after another, in one process group: the port of a former one may not be free at once."""
+    data_parallel.join = functools.cache(data_parallel.join)
+    found: dict[str, Any] = {"fp16": fp16_table(root / "fp16")}
+    keys = {"train_iters": 10, "save_interval": 4}
+
+    def run(name: str, wrong: Callable[[Trainer], None], steps: Iterable[int], **training: Any) -> None:
+        made = trainer(root / name, **{**keys, **training})
+        spoil(made, wrong, steps)
+        found[name] = ended(made)
+
+    def blow_up(made: Trainer) -> None:
+        with torch.no_grad():
+            for p in made.maker.parameters.values():
+                local_part(p).mul_(30)
+
+    run("stop", infinite_gradient, [6])
+    run("skip", infinite_gradient, [6])
+    run("skip", infinite_gradient, [6], on_nan="skip")
+    run("too-many", infinite_gradient, [5, 6, 7], on_nan="skip", max_skipped_in_a_row=2)
+    run("rollback", infinite_gradient, [6], on_nan="rollback")
+    run("no-checkpoint", infinite_gradient, [2], on_nan="rollback")
+    run("used-up", infinite_gradient, [6, 8, 10], on_nan="rollback", max_rollbacks=2)
+    run("spike", blow_up, [6], on_spike="rollback", spike_window=3, spike_factor=1.5)
+    run("ignored", blow_up, [6], spike_window=3, spike_factor=1.5)
+    return found

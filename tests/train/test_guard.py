@@ -1,0 +1,72 @@
+"""The guard's judgement of single steps, against a plain reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainkit.jobs.schema import Training
+from trainkit.train.guard import Guard
+
+CPU = torch.device("cpu")
+NO, YES = torch.tensor(False), torch.tensor(True)
+
+
+def training(**keys: object) -> Training:
+    return Training.model_validate({"train_iters": 10, "lr": 1.0, "spike_window": 4, "spike_factor": 2.0, **keys})
+
+
+def judge(guard: Guard, loss: float, norm: float = 1.0, may_overflow: torch.Tensor = NO) -> tuple[float, ...]:
+    verdict = guard.judge(torch.tensor(loss, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64), may_overflow)
+    return tuple(float(part) for part in verdict)
+
+
+@pytest.mark.parametrize("loss,norm", [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf), (1.0, math.nan)])
+def test_what_is_not_finite_is_never_applied(loss: float, norm: float) -> None:
+    guard = Guard(training(), CPU)
+    assert judge(guard, loss, norm) == (1, 0, 1, 0)  # skip, overflow, nan, spike
+    assert int(guard.skipped_in_a_row) == 1
+    assert judge(guard, loss, norm, YES) == (1, 1, 0, 0)  # the loss scale's affair
+    assert int(guard.skipped_in_a_row) == 0
+    assert int(guard.seen) == 0 and float(guard.mean) == 0
+
+
+def test_a_spike_needs_a_full_window_and_a_policy() -> None:
+    guard = Guard(training(on_spike="skip"), CPU)
+    for _ in range(3):
+        assert judge(guard, 1.0) == (0, 0, 0, 0)
+    assert judge(guard, 50.0) == (0, 0, 0, 0)  # the window was not full
+    guard = Guard(training(on_spike="skip"), CPU)
+    for _ in range(4):
+        judge(guard, 1.0)
+    assert judge(guard, 2.0) == (0, 0, 0, 0)  # exactly the factor is none
+    mean = float(guard.mean)
+    assert mean == 1.25
+    assert judge(guard, 2.51) == (1, 0, 0, 1)
+    assert float(guard.mean) == mean  # a spike does not move the mean that finds spikes
+    ignoring = Guard(training(), CPU)
+    for loss in (1.0, 1.0, 1.0, 1.0, 1.0, 99.0):
+        assert judge(ignoring, loss) == (0, 0, 0, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([1.0, 1.5, 1.9, 3.0, 10.0, math.nan]), max_size=40), st.integers(0, 40))
+def test_as_a_plain_loop_and_across_save_and_load(losses: list[float], cut: int) -> None:
+    guard = Guard(training(on_spike="skip"), CPU)
+    mean, seen, row = 0.0, 0, 0
+    for i, loss in enumerate(losses):
+        if i == cut:
+            state = guard.state()
+            guard = Guard(training(on_spike="skip"), CPU)
+            guard.load(state)
+        nan = math.isnan(loss)
+        spike = not nan and seen >= 4 and loss > 2 * mean
+        assert judge(guard, loss) == (float(nan or spike), 0, float(nan), float(spike))
+        row = row + 1 if nan or spike else 0
+        if not (nan or spike):
+            mean, seen = mean + (loss - mean) / min(seen + 1, 4), seen + 1
+        assert guard.state() == {"guard_mean": pytest.approx(mean, rel=1e-12), "guard_seen": seen, "guard_skipped_in_a_row": row}

@@ -1,0 +1,99 @@
+"""Recomputation and compilation change memory and time, never a number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainkit.jobs.schema import Model, Training
+from trainkit.train.loss import Labels
+from trainkit.train.model import Transformer, build_on_meta
+from trainkit.train.recompute import wrap_blocks
+
+SIZES = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+VOCAB = 61
+
+
+class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def built(family: str, dtype: torch.dtype, training: dict[str, Any], **keys: Any) -> Transformer:
+    model = Model.model_validate({**SIZES, "family": family, **keys})
+    module = build_on_meta(model, VOCAB).to_empty(device="cpu").to(dtype)
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    wrap_blocks(module, model, Training.model_validate({"train_iters": 1, "lr": 1.0, **training}))
+    return module
+
+
+def gradients(module: Transformer) -> list[torch.Tensor]:
+    tokens_BS = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(7)  # dropout
+    losses = module(tokens_BS, Labels(tokens_BS.roll(-1, 1), scale=1 / 32))
+    losses.objective.backward()
+    return [losses.cross_entropy, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+MODES: list[dict[str, Any]] = [{"recompute_granularity": "full"}, {"recompute_granularity": "full", "recompute_every": 2}, {"recompute_granularity": "selective"}]
+
+
+@pytest.mark.parametrize("family", ["gpt", "gpt-neox", "llama"])
+@pytest.mark.parametrize("mode", MODES, ids=["full", "every-2nd", "selective"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_losses_and_gradients_are_the_same(family: str, mode: dict[str, Any], dropout: float) -> None:
+    drops = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    plain = gradients(built(family, torch.float64, {}, **drops))
+    again = gradients(built(family, torch.float64, mode, **drops))
+    assert len(plain) == len(again) > 10
+    for ours, theirs in zip(again, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_computed_twice() -> None:
+    """Full: every product of a recomputed block once more; selective: none of them, but the rest."""
+
+    def counts(mode: dict[str, Any]) -> Counter[str]:
+        module = built("gpt", torch.float32, mode)
+        with Count() as count:
+            gradients(module)
+        counted: Counter[str] = count.counts
+        return counted
+
+    none, full, second, selective = (counts(mode) for mode in ({}, *MODES))
+    products, attention = "addmm", "_scaled_dot_product_flash_attention_for_cpu"
+    assert none[products] == 12 and none[attention] == 3  # 4 projections a block
+    # the last product of a block is needed by nobody in backward, so torch stops before it
+    assert full[products] - none[products] == 9 and full[attention] == 6
+    assert second[products] - none[products] == 6 and second[attention] == 5  # blocks 0 and 2
+    assert selective[products] == none[products] and selective[attention] == none[attention]
+    assert selective["gelu"] == full["gelu"] == 2 * none["gelu"]
+
+
+def test_names_of_parameters_stay() -> None:
+    wrapped, plain = built("llama", torch.float32, MODES[0]), built("llama", torch.float32, {})
+    assert [n for n, _ in wrapped.named_parameters()] == [n for n, _ in plain.named_parameters()]
+
+
+def test_compiled_blocks_give_the_same() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = gradients(built("llama", torch.float32, {}, num_query_groups=2))
+    compiled = gradients(built("llama", torch.float32, {"compile": True, **MODES[0]}, num_query_groups=2))
+    for ours, theirs in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # one graph serves all blocks

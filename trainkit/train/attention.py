@@ -1,0 +1,96 @@
+"""Causal attention: over whole samples, within documents, or over a cache of what was read before.
+
+Shapes: B samples, S tokens of a sample, T tokens so far (S without a cache), A heads, G heads of keys and values (A is a multiple of G), D
+channels of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainkit.train.torch_compat import causal_varlen_attention
+
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents begin in a micro-batch whose samples lie one after another: a token sees its own document only.
+
+    Args:
+        bounds: 0, the start of every further document or sample, and B * S.
+        bounds_D: the same as int32 on the device.
+        longest: tokens of the longest document.
+    """
+
+    bounds: tuple[int, ...]
+    bounds_D: Tensor
+    longest: int
+
+
+class KeyValueCache:
+    """Keys and values of one layer for the tokens read so far, in memory that is there from the start.
+
+    Args:
+        batch: B.
+        groups: G.
+        capacity: the most tokens it will hold.
+        head_size: D.
+    """
+
+    def __init__(self, batch: int, groups: int, capacity: int, head_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.length = 0
+        self.k_BGTD = torch.empty(batch, groups, capacity, head_size, dtype=dtype, device=device)
+        self.v_BGTD = torch.empty_like(self.k_BGTD)
+
+    def extend(self, k_BGSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Add S tokens; returns all keys and values so far, (B, G, T, D) each."""
+        end = self.length + k_BGSD.shape[2]
+        if end > self.k_BGTD.shape[2]:
+            raise ValueError(f"{end} tokens do not fit a cache of {self.k_BGTD.shape[2]}")
+        self.k_BGTD[:, :, self.length : end] = k_BGSD
+        self.v_BGTD[:, :, self.length : end] = v_BGSD
+        self.length = end
+        return self.k_BGTD[:, :, :end], self.v_BGTD[:, :, :end]
+
+
+def attend(q_BASD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents: Documents | None, dropout: float) -> Tensor:
+    """Softmax attention, scaled by 1 / sqrt(D): (B, A, S, D). Query s is token T - S + s and sees the tokens up to its own.
+
+    Args:
+        documents: keep it within documents; then T must be S. By the variable-length kernel for 16-bit numbers on CUDA, which has no
+            dropout; else document by document.
+        dropout: probability with which an attention weight is dropped.
+    """
+    if documents is not None:
+        if q_BASD.is_cuda and q_BASD.dtype in VARLEN_DTYPES and dropout == 0:
+            return _varlen(q_BASD, k_BGTD, v_BGTD, documents)
+        return _document_by_document(q_BASD, k_BGTD, v_BGTD, documents, dropout)
+    gqa = q_BASD.shape[1] != k_BGTD.shape[1]
+    queries, tokens = q_BASD.shape[2], k_BGTD.shape[2]
+    if queries in (1, tokens):
+        return F.scaled_dot_product_attention(q_BASD, k_BGTD, v_BGTD, dropout_p=dropout, is_causal=queries == tokens, enable_gqa=gqa)
+    seen_ST = torch.ones(queries, tokens, dtype=torch.bool, device=q_BASD.device).tril(tokens - queries)
+    return F.scaled_dot_product_attention(q_BASD, k_BGTD, v_BGTD, attn_mask=seen_ST, dropout_p=dropout, enable_gqa=gqa)
+
+
+def _document_by_document(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: Documents, dropout: float) -> Tensor:
+    """One attention a document: no kernel for the CPU takes documents of several lengths at once."""
+    length, gqa = q_BASD.shape[2], q_BASD.shape[1] != k_BGSD.shape[1]
+    parts: list[list[Tensor]] = [[] for _ in q_BASD]
+    for start, end in zip(documents.bounds, documents.bounds[1:], strict=False):
+        b, inside = start // length, slice(start % length, start % length + end - start)
+        q, k, v = (t[b : b + 1, :, inside] for t in (q_BASD, k_BGSD, v_BGSD))
+        parts[b].append(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa))
+    return torch.cat([torch.cat(of_sample, dim=2) for of_sample in parts])
+
+
+def _varlen(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: Documents) -> Tensor:
+    """All documents in one kernel, as one sequence of B * S tokens."""
+    q_NAD, k_NGD, v_NGD = (t.transpose(1, 2).flatten(0, 1) for t in (q_BASD, k_BGSD, v_BGSD))
+    y_NAD = causal_varlen_attention(q_NAD, k_NGD, v_NGD, documents.bounds_D, documents.longest)
+    return y_NAD.reshape(q_BASD.shape[0], -1, *y_NAD.shape[1:]).transpose(1, 2)

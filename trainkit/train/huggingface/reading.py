@@ -1,0 +1,72 @@
+"""Weights from a Hugging Face folder into a model's parameters, each rank reading only the rows it holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from trainkit.base.errors import ConfigError
+from trainkit.jobs.schema import Model
+from trainkit.train.huggingface.folder import Stored, open_weights, problems_of
+from trainkit.train.huggingface.names import FAMILIES, Piece, table
+
+if TYPE_CHECKING:  # torch is imported where weights are read: stages import this package too
+    from torch import Tensor, nn
+
+
+def load_weights(folder: Path, parameters: Mapping[str, nn.Parameter], model: Model) -> None:
+    """Fill parameters, sharded or not, with the weights of a Hugging Face folder; fp16 and bf16 become the parameters' dtype.
+
+    Everything is checked before the first weight is written. Files are mapped and read part by part: never more than one tensor is in memory.
+
+    Args:
+        folder: config.json and safetensors.
+        parameters: all of the model's, by name, on their device.
+        model: its shape.
+
+    Raises:
+        ConfigError: exit 3, the folder is not of this model; all reasons.
+    """
+    import torch
+
+    from trainkit.train.torch_compat import local_part, local_slices
+
+    rows = parameters["embed_tokens.weight"].shape[0]
+    weights = open_weights(folder, FAMILIES[model.family])
+    if problems := problems_of(folder, weights, model, rows):
+        raise ConfigError(problems)
+    entries = table(model, rows)
+    with torch.no_grad(), _Files() as files:
+        for name, parameter in parameters.items():
+            target, box = local_part(parameter), local_slices(parameter)
+            for piece in entries[name].pieces if target.numel() else ():
+                start, stop = max(piece.start, box[0].start), min(piece.start + piece.rows, box[0].stop)
+                if start < stop:
+                    target[start - box[0].start : stop - box[0].start].copy_(files.read(weights.tensors[piece.source], piece, start, stop, box[1:]))
+
+
+class _Files:
+    """Opens safetensors files as they are needed, and closes them together."""
+
+    def __init__(self) -> None:
+        self._stack, self._open = contextlib.ExitStack(), dict[Path, Any]()
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def read(self, stored: Stored, piece: Piece, start: int, stop: int, columns: tuple[slice, ...]) -> Tensor:
+        """Rows [start, stop) of our tensor, which lie in `piece`; of their columns, those given."""
+        if stored.file not in self._open:
+            self._open[stored.file] = self._stack.enter_context(safe_open(stored.file, framework="pt"))
+        first = piece.source_start - piece.start
+        rows = slice(first + start, first + stop)
+        part = self._open[stored.file].get_slice(stored.name)
+        found: Tensor = part[(*columns, rows)].T if piece.transposed else part[(rows, *columns)]
+        return found

@@ -1,0 +1,129 @@
+"""The head and its loss in one: logits live a chunk at a time, and their gradient is made while they are there.
+
+Shapes: N tokens of a micro-batch, C tokens of a chunk, H hidden size, V vocabulary, P vocabulary padded for the product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_BYTES = 2**28  # of one chunk's logits in fp32
+NO_LABEL = -100  # a token without a loss
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a loss is taken of.
+
+    Args:
+        labels_BS: the token after each, or NO_LABEL.
+        z_loss: weight of logsumexp(logits)**2 in the loss that is minimized (PaLM, arXiv:2204.02311, section 5).
+        scale: factor of the gradient alone, a scalar on the device or a number: 1 / tokens of the global batch, times the loss scale of
+            fp16. It enters before the gradient is rounded to 16 bits, where it must be.
+    """
+
+    labels_BS: Tensor
+    z_loss: float = 0.0
+    scale: Tensor | float = 1.0
+
+
+class Losses(NamedTuple):
+    """Sums over the tokens of a micro-batch, in fp32 or wider. (A tuple, so that fully_shard finds the tensors in it.)
+
+    Args:
+        objective: what to call backward on: its gradient is that of scale * (cross-entropy + z_loss term), its value has no meaning.
+        cross_entropy: in nats.
+        tokens: how many have a label, int64.
+    """
+
+    objective: Tensor
+    cross_entropy: Tensor
+    tokens: Tensor
+
+
+def padded(weight_VH: Tensor, multiple: int) -> Tensor:
+    """W with rows of zeros up to a multiple of `multiple`; itself where none are missing, for F.pad would copy it."""
+    missing = -weight_VH.shape[0] % multiple
+    return F.pad(weight_VH, (0, 0, 0, missing)) if missing else weight_VH
+
+
+def padded_linear(x_NH: Tensor, weight_VH: Tensor, multiple: int) -> Tensor:
+    """x W^T as (N, V). The product has V rounded up to `multiple` columns, which kernels like; the padding is cut off again."""
+    return F.linear(x_NH, padded(weight_VH, multiple))[..., : weight_VH.shape[0]]
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Cross-entropy of softmax(x W^T), with the gradients of x and W computed in forward, chunk by chunk; W's summed in fp32 or wider.
+
+    `learning`: whether there will be a backward; inside of forward nothing tells.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, z_loss: float, scale: Tensor | float, multiple: int, learning: bool
+    ) -> tuple[Tensor, Tensor]:
+        vocab, wide = weight_VH.shape[0], torch.promote_types(x_NH.dtype, torch.float32)
+        weight_PH = padded(weight_VH, multiple)
+        dx_NH = torch.empty_like(x_NH) if learning else None
+        dweight_PH = torch.zeros(weight_PH.shape, dtype=wide, device=x_NH.device) if learning else None
+        entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
+        chunk = max(1, CHUNK_BYTES // (4 * weight_PH.shape[0]))
+        for start in range(0, len(x_NH), chunk):
+            inside = slice(start, start + chunk)
+            dlogits_CP, part = _chunk(x_NH[inside], weight_PH, labels_N[inside], vocab, z_loss, scale, learning)
+            entropy += part
+            if dx_NH is not None and dweight_PH is not None:
+                torch.mm(dlogits_CP, weight_PH, out=dx_NH[inside])
+                if wide == x_NH.dtype:
+                    dweight_PH.addmm_(dlogits_CP.T, x_NH[inside])
+                else:
+                    dweight_PH += dlogits_CP.T @ x_NH[inside]
+            del dlogits_CP  # before the next chunk is made
+        if dx_NH is not None and dweight_PH is not None:
+            ctx.save_for_backward(dx_NH, dweight_PH[:vocab].to(weight_VH.dtype))
+        ctx.mark_non_differentiable(entropy)
+        return entropy.new_zeros((), dtype=wide), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """`upstream` is 1: the objective is what backward is called on. Raises RuntimeError where the gradient would be differentiated again:
+        it is a constant to autograd."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("the gradient of the loss cannot be differentiated: call backward without create_graph")
+        dx_NH, dweight_VH = ctx.saved_tensors
+        return dx_NH, dweight_VH, None, None, None, None, None
+
+
+def _chunk(x_CH: Tensor, weight_PH: Tensor, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor | float, learning: bool) -> tuple[Tensor, Tensor]:
+    """(scaled gradient of the chunk's logits in x's dtype, padding included and 0; the chunk's summed cross-entropy)."""
+    wide = torch.promote_types(x_CH.dtype, torch.float32)
+    logits_CP = F.linear(x_CH, weight_PH).to(wide)
+    logits_CP[:, vocab:] = -torch.inf
+    counted_C = labels_C != NO_LABEL
+    targets_C1 = labels_C.clamp(min=0)[:, None]
+    target_C = logits_CP.gather(1, targets_C1)[:, 0]
+    highest_C1 = logits_CP.amax(1, keepdim=True)
+    exp_CP = logits_CP.sub_(highest_C1).exp_()
+    sum_C1 = exp_CP.sum(1, keepdim=True)
+    logsum_C = (highest_C1 + sum_C1.log())[:, 0]
+    entropy = torch.where(counted_C, logsum_C - target_C, 0.0).sum(dtype=torch.float64)
+    if not learning:
+        return exp_CP, entropy
+    factor_C = counted_C * torch.as_tensor(scale, dtype=wide, device=x_CH.device)
+    # d/dlogits of logsum - target + z * logsum**2 = softmax * (1 + 2 z logsum) - onehot
+    exp_CP.mul_((factor_C * (1 + 2 * z_loss * logsum_C) / sum_C1[:, 0])[:, None])
+    exp_CP.scatter_add_(1, targets_C1, -factor_C[:, None])
+    return exp_CP.to(x_CH.dtype), entropy
+
+
+def head_loss(x_BSH: Tensor, weight_VH: Tensor, labels: Labels, multiple: int) -> Losses:
+    """The loss of a whole micro-batch. Softmax and sums run in fp32 or wider; see `Labels` and `Losses`."""
+    labels_N = labels.labels_BS.flatten()
+    learning = torch.is_grad_enabled() and (x_BSH.requires_grad or weight_VH.requires_grad)
+    objective, entropy = _HeadLoss.apply(x_BSH.flatten(0, 1), weight_VH, labels_N, labels.z_loss, labels.scale, multiple, learning)  # type: ignore[no-untyped-call]
+    return Losses(objective, entropy, (labels_N != NO_LABEL).sum())

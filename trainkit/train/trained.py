@@ -1,0 +1,85 @@
+"""A trained model read back by one process: which checkpoint, on which device, in which precision, and the tokenizer it was trained with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.data.paths import DataFolder
+from trainkit.data.tokenizer import end_of_document, load_tokenizer
+from trainkit.jobs.schema import Job
+from trainkit.runs.folder import RunFolder
+from trainkit.train import checkpoint
+from trainkit.train.model import Transformer, build_on_meta
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_checkpoint(run: RunFolder, step: int = 0) -> checkpoint.Checkpoint:
+    """The run's checkpoint of `step`, whole and with the right hashes; 0: the newest valid one, and every newer one passed over is named on stderr.
+
+    Raises:
+        TrainkitError: exit 16, there is none, or that of `step` is damaged.
+    """
+    steps = [int(folder.name[5:]) for folder in checkpoint.finished(run.checkpoints)]
+    if not steps:
+        raise TrainkitError(f"run {run.id} has no checkpoint yet", exit=Exit.NO_CHECKPOINT, hint="the first is written after training.save_interval steps")
+    if step and step not in steps:
+        hint = f"it has those of steps {', '.join(map(str, steps))}; older ones go as checkpoint.keep_last says"
+        raise TrainkitError(f"run {run.id} has no checkpoint of step {step}", exit=Exit.NO_CHECKPOINT, hint=hint)
+    if not step:
+        newest = checkpoint.newest_valid(run.checkpoints, lambda words: print(f"WARNING: passed over: {words}", file=sys.stderr))
+        assert newest is not None, "there are checkpoints: the newest valid one or an error"
+        return newest
+    folder = checkpoint.folder_of(run.checkpoints, step)
+    if problems := checkpoint.verify(folder):
+        raise checkpoint.Damaged(folder, problems)
+    return checkpoint.open_checkpoint(folder)
+
+
+def choose_device(job: Job, words: str = "") -> torch.device:
+    """The device `words` name, "cpu" or "cuda"; without words, the kind that the job's cluster computes on.
+
+    Raises ConfigError for other words, and where this machine has no such device: nothing falls back to the CPU by itself.
+    """
+    kind = words or job.cluster.device_type
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"device {kind!r} is neither cpu nor cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        why = "" if words else f", which job {job.name!r} computes on (clusters.{job.cluster.name}.device)"
+        raise ConfigError(f"this machine has no CUDA device{why}", hint="--device cpu computes on the CPU")
+    return torch.device(kind)
+
+
+def vocabulary(saved: checkpoint.Checkpoint) -> int:
+    """Rows of the embedding. Raises TrainkitError (exit 3) where the checkpoint has none."""
+    name = "model.embed_tokens.weight"
+    if name not in saved.manifest.tensors:
+        raise TrainkitError(f"{saved.folder} is a checkpoint of another model: {name} is not in it", exit=Exit.CONFIG)
+    return int(saved.manifest.tensors[name].shape[0])
+
+
+def load_model(job: Job, saved: checkpoint.Checkpoint, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """The whole model of a checkpoint, whatever layout wrote it: for reading only, without dropout, weights cast to `dtype` as training casts them.
+
+    Raises TrainkitError (exit 3) where the checkpoint is of another model.
+    """
+    model = build_on_meta(job.model, vocabulary(saved))
+    model.to_empty(device="cpu")
+    checkpoint.load(saved, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
+    return model.to(device, dtype).eval().requires_grad_(False)
+
+
+def load_own_tokenizer(job: Job) -> tuple[Tokenizer, int]:
+    """The tokenizer of the job's dataset, and the id that ends a document. Raises ConfigError: the job has random tokens, or the file is gone."""
+    if job.dataset.tokenizer is None:
+        raise ConfigError(f"dataset {job.dataset.name or 'mock'!r} is random tokens without a tokenizer: there is no text")
+    path = DataFolder(Path(job.cluster.root or "."), job.dataset).tokenizer
+    if not path.is_file():
+        raise ConfigError(f"the tokenizer of dataset {job.dataset.name!r} is gone: {path}", hint="run prep-data again")
+    tokenizer = load_tokenizer(path)
+    return tokenizer, end_of_document(tokenizer, job.dataset.tokenizer.eod_token, path)

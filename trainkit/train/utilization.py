@@ -1,0 +1,59 @@
+"""How much of the device is used: model and hardware FLOP/s, MFU and HFU."""
+
+from __future__ import annotations
+
+import torch
+
+from trainkit.jobs.devices import DEVICES, Device, reported_device
+from trainkit.jobs.schema import Job
+from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
+
+
+def device_row(wanted: str, reported: str | None) -> Device | None:
+    """The row of the device table that peaks are taken from; None where it is not known for sure.
+
+    Args:
+        wanted: cluster.device.
+        reported: what torch calls the GPU; None without one.
+
+    A row that the job names holds for a GPU whose name the table does not know. Where torch's name belongs to another row, neither is believed.
+    """
+    found = reported_device(reported) if reported else None
+    named = DEVICES.get(wanted)
+    if named is None or found is None:
+        return named or found
+    return named if named == found else None
+
+
+class Utilization:
+    """FLOP/s per device from tokens/s of the whole world.
+
+    Args:
+        job: the job.
+        vocab_size: rows of the embedding.
+        device: this rank's device.
+
+    `peak` names what MFU and HFU are measured against, "989.4 TFLOP/s (H200 SXM 141 GB, bf16)"; None where the device or its peak at the job's
+    precision is unknown. Then there is no MFU: a peak is never guessed.
+    """
+
+    def __init__(self, job: Job, vocab_size: int, device: torch.device) -> None:
+        self.world_size = job.world_size
+        self.model_flops = model_flops_per_token_of(job.model, vocab_size)
+        self.hardware_flops = hardware_flops_per_token_of(job.model, vocab_size, job.training)
+        precision = job.training.precision
+        row = device_row(job.cluster.device, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+        self.peak_tflops = row.peak_tflops.get(precision) if row else None
+        self.peak = f"{self.peak_tflops:g} TFLOP/s ({row.label}, {precision})" if row and self.peak_tflops else None
+
+    def of(self, tokens_per_second: float) -> dict[str, float | str | None]:
+        """Keys of a row of metrics: TFLOP/s per device that the model needs and that the hardware does, and both as parts of the peak (0 to 1)."""
+        model, hardware = (tokens_per_second * flops / self.world_size / 1e12 for flops in (self.model_flops, self.hardware_flops))
+        peak = self.peak_tflops
+        return {
+            "model_tflops": model,
+            "hardware_tflops": hardware,
+            "mfu": model / peak if peak else None,
+            "hfu": hardware / peak if peak else None,
+            "peak": self.peak,
+        }
