@@ -91,6 +91,18 @@ def test_equals_cross_entropy(batch: int, length: int, hidden: int, vocab: int, 
     assert not losses.cross_entropy.requires_grad  # a value for the log
 
 
+@settings(max_examples=200, deadline=None)
+@given(tokens=st.integers(1, 20_000), columns=st.integers(1, 200_000), limit=st.integers(1, 2**28))
+def test_chunks(tokens: int, columns: int, limit: int) -> None:
+    """Every token in one chunk; of one size but the last; no larger than the limit but for one token, or rounding up to 256 of them."""
+    with mock.patch.object(loss, "CHUNK_BYTES", limit):
+        sizes = [len(range(tokens)[inside]) for inside in loss._chunks(tokens, columns)]
+    assert sum(sizes) == tokens and set(sizes[:-1]) <= {sizes[0]} and 0 < sizes[-1] <= sizes[0]
+    most = max(1, limit // (4 * columns))
+    assert sizes[0] <= most + (255 if most > 256 else 0)
+    assert len(sizes) <= -(-tokens // most)
+
+
 def test_z_loss_is_no_part_of_the_cross_entropy() -> None:
     x_BSH, weight_VH, labels_BS = inputs(2, 5, 4, 11)
     without, with_z = (ours(x_BSH, weight_VH, Labels(labels_BS, z)) for z in (0.0, 0.5))

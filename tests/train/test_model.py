@@ -187,6 +187,21 @@ def test_padding_of_the_vocabulary_never_matters(name: str, multiple: int) -> No
         torch.testing.assert_close(padded, other, rtol=1e-12, atol=1e-12)
 
 
+def test_the_product_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without labels, to the multiple that the model names."""
+    multiples = []
+
+    def padded(weight_VH: Tensor, multiple: int) -> Tensor:
+        multiples.append(multiple)
+        return weight_VH
+
+    monkeypatch.setattr("trainkit.train.loss.padded", padded)
+    ours = random_model(CASES["gpt"].model_copy(update={"make_vocab_size_divisible_by": 8}))
+    ours(random_tokens(1, 4))
+    ours(random_tokens(1, 4), Labels(random_tokens(1, 4)))
+    assert multiples == [8, 8]
+
+
 def dropping(family: str, **changes: Any) -> Transformer:
     """A model with dropout and enough numbers to count."""
     shape = {"family": family, "num_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64, **changes}

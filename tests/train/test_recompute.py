@@ -96,4 +96,4 @@ def test_compiled_blocks_give_the_same() -> None:
     compiled = gradients(built("llama", torch.float32, {"compile": True, **MODES[0]}, num_query_groups=2))
     for ours, theirs in zip(compiled, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # one graph serves all blocks
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one serves all blocks, one is the loss

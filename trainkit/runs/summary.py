@@ -35,14 +35,15 @@ class Summary:
 
     def median(self, key: str) -> float | None:
         """Median over the logged steps that have a number there."""
-        values = [r[key] for r in self.training if r.get(key) is not None]
+        values = [float(r[key]) for r in self.training if r.get(key) is not None]
         return statistics.median(values) if values else None
 
     @property
     def training_seconds(self) -> float:
         """Time of all steps up to the last row: each row has the mean of the steps since the row before."""
         before = [0, *(r["step"] for r in self.training)]
-        return sum(r["elapsed_ms"] * (r["step"] - last) for r, last in zip(self.training, before, strict=False)) / 1000
+        milliseconds: float = sum(r["elapsed_ms"] * (r["step"] - last) for r, last in zip(self.training, before, strict=False))
+        return milliseconds / 1000
 
     @property
     def peak(self) -> str | None:

@@ -5,6 +5,7 @@ Shapes: N tokens of a micro-batch, C tokens of a chunk, H hidden size, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_BYTES = 2**28  # of one chunk's logits in fp32
+SoftmaxLoss = Callable[[Tensor, Tensor, int, float, Tensor, bool], tuple[Tensor, Tensor]]
 NO_LABEL = -100  # a token without a loss
 
 
@@ -65,17 +67,16 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, z_loss: float, scale: Tensor | float, multiple: int, learning: bool
+        ctx: Any, x_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, labels: Labels, multiple: int, learning: bool, softmax: SoftmaxLoss
     ) -> tuple[Tensor, Tensor]:
         vocab, wide = weight_VH.shape[0], torch.promote_types(x_NH.dtype, torch.float32)
         weight_PH = padded(weight_VH, multiple)
         dx_NH = torch.empty_like(x_NH) if learning else None
         dweight_PH = torch.zeros(weight_PH.shape, dtype=wide, device=x_NH.device) if learning else None
         entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
-        chunk = max(1, CHUNK_BYTES // (4 * weight_PH.shape[0]))
-        for start in range(0, len(x_NH), chunk):
-            inside = slice(start, start + chunk)
-            dlogits_CP, part = _chunk(x_NH[inside], weight_PH, labels_N[inside], vocab, z_loss, scale, learning)
+        scale = torch.as_tensor(labels.scale, dtype=wide, device=x_NH.device)
+        for inside in _chunks(len(x_NH), weight_PH.shape[0]):
+            dlogits_CP, part = softmax(F.linear(x_NH[inside], weight_PH), labels_N[inside], vocab, labels.z_loss, scale, learning)
             entropy += part
             if dx_NH is not None and dweight_PH is not None:
                 torch.mm(dlogits_CP, weight_PH, out=dx_NH[inside])
@@ -99,10 +100,21 @@ class _HeadLoss(torch.autograd.Function):
         return dx_NH, dweight_VH, None, None, None, None, None
 
 
-def _chunk(x_CH: Tensor, weight_PH: Tensor, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor | float, learning: bool) -> tuple[Tensor, Tensor]:
-    """(scaled gradient of the chunk's logits in x's dtype, padding included and 0; the chunk's summed cross-entropy)."""
-    wide = torch.promote_types(x_CH.dtype, torch.float32)
-    logits_CP = F.linear(x_CH, weight_PH).to(wide)
+def _chunks(tokens: int, padded_vocab: int) -> Iterator[slice]:
+    """Tokens in equal chunks whose logits take about CHUNK_BYTES in fp32; multiples of 256 where there are so many."""
+    most = max(1, CHUNK_BYTES // (4 * padded_vocab))
+    size = -(-tokens // -(-tokens // most))
+    size += -size % 256 if size > 256 else 0
+    return (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def softmax_loss(logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor, learning: bool) -> tuple[Tensor, Tensor]:
+    """(scaled gradient of the chunk's logits in their dtype, padding included and 0; the chunk's summed cross-entropy). The logits are used up.
+
+    All of the loss but its matrix products: memory traffic alone, which a compiler makes one kernel of.
+    """
+    dtype, wide = logits_CP.dtype, torch.promote_types(logits_CP.dtype, torch.float32)
+    logits_CP = logits_CP.to(wide)
     logits_CP[:, vocab:] = -torch.inf
     counted_C = labels_C != NO_LABEL
     targets_C1 = labels_C.clamp(min=0)[:, None]
@@ -114,16 +126,19 @@ def _chunk(x_CH: Tensor, weight_PH: Tensor, labels_C: Tensor, vocab: int, z_loss
     entropy = torch.where(counted_C, logsum_C - target_C, 0.0).sum(dtype=torch.float64)
     if not learning:
         return exp_CP, entropy
-    factor_C = counted_C * torch.as_tensor(scale, dtype=wide, device=x_CH.device)
+    factor_C = counted_C * scale
     # d/dlogits of logsum - target + z * logsum**2 = softmax * (1 + 2 z logsum) - onehot
     exp_CP.mul_((factor_C * (1 + 2 * z_loss * logsum_C) / sum_C1[:, 0])[:, None])
     exp_CP.scatter_add_(1, targets_C1, -factor_C[:, None])
-    return exp_CP.to(x_CH.dtype), entropy
+    return exp_CP.to(dtype), entropy
 
 
-def head_loss(x_BSH: Tensor, weight_VH: Tensor, labels: Labels, multiple: int) -> Losses:
-    """The loss of a whole micro-batch. Softmax and sums run in fp32 or wider; see `Labels` and `Losses`."""
+def head_loss(x_BSH: Tensor, weight_VH: Tensor, labels: Labels, multiple: int, softmax: SoftmaxLoss = softmax_loss) -> Losses:
+    """The loss of a whole micro-batch. Softmax and sums run in fp32 or wider; see `Labels` and `Losses`.
+
+    `softmax` is `softmax_loss`, or what a compiler made of it.
+    """
     labels_N = labels.labels_BS.flatten()
     learning = torch.is_grad_enabled() and (x_BSH.requires_grad or weight_VH.requires_grad)
-    objective, entropy = _HeadLoss.apply(x_BSH.flatten(0, 1), weight_VH, labels_N, labels.z_loss, labels.scale, multiple, learning)  # type: ignore[no-untyped-call]
+    objective, entropy = _HeadLoss.apply(x_BSH.flatten(0, 1), weight_VH, labels_N, labels, multiple, learning, softmax)  # type: ignore[no-untyped-call]
     return Losses(objective, entropy, (labels_N != NO_LABEL).sum())

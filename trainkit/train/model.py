@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model
 from trainkit.train.attention import Documents, KeyValueCache, attend
-from trainkit.train.loss import Labels, Losses, head_loss, padded_linear
+from trainkit.train.loss import Labels, Losses, head_loss, padded_linear, softmax_loss
 from trainkit.train.rotary import rotate, tables
 
 
@@ -126,6 +126,7 @@ class Transformer(nn.Module):
     def __init__(self, model: Model, vocab_size: int) -> None:
         super().__init__()
         self.shape = model
+        self.softmax_loss = softmax_loss
         self.embed_tokens = nn.Embedding(vocab_size, model.hidden_size)
         self.embed_positions = nn.Embedding(model.positions, model.hidden_size) if model.family == "gpt" else None
         # A dict, not a list: a layer keeps its global number when a pipeline stage holds only some of them.
@@ -165,7 +166,7 @@ class Transformer(nn.Module):
         x_BSH = self.final_norm(x_BSH)
         weight_VH = self.embed_tokens.weight if self.head is None else self.head.weight
         multiple = self.shape.make_vocab_size_divisible_by
-        return padded_linear(x_BSH, weight_VH, multiple) if labels is None else head_loss(x_BSH, weight_VH, labels, multiple)
+        return padded_linear(x_BSH, weight_VH, multiple) if labels is None else head_loss(x_BSH, weight_VH, labels, multiple, self.softmax_loss)
 
 
 def build_on_meta(model: Model, vocab_size: int) -> Transformer:

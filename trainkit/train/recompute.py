@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainkit.jobs.schema import Model, Training
+from trainkit.train.loss import softmax_loss
 from trainkit.train.model import Block, Context, Transformer
 
 Mode = Literal["none", "full", "selective"]
@@ -57,10 +58,12 @@ def run_block(block: Block, mode: Mode, random: bool, x_BSH: Tensor, context: Co
 
 
 def wrap_blocks(module: Transformer, model: Model, training: Training) -> None:
-    """Make every block recompute and compile as `training` asks. Names of parameters stay as they are. Call it before fully_shard."""
+    """Make every block recompute and compile as `training` asks, and the loss compile with them. Names of parameters stay as they are. Call it before fully_shard."""
     if training.recompute_granularity == "none" and not training.compile:
         return
     run: Callable[..., Tensor] = torch.compile(run_block, fullgraph=True) if training.compile else run_block
+    if training.compile:
+        module.softmax_loss = torch.compile(softmax_loss, fullgraph=True)
     random = model.hidden_dropout > 0 or model.attention_dropout > 0
     for block in module.layers.values():
         assert isinstance(block, Block)

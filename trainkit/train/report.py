@@ -110,7 +110,7 @@ class Reporter:
         """One row of an evaluation; the job's own validation set is called `valid`."""
         self._append(row)
         own = row["eval"] == "valid"
-        perplexity = math.exp(min(HIGHEST_EXPONENT, row["lm_loss"]))
+        perplexity = math.exp(min(row["lm_loss"], HIGHEST_EXPONENT))  # in this order NaN stays NaN
         for tag, value in (("lm loss validation", row["lm_loss"]), ("lm loss validation ppl", perplexity)):
             if math.isfinite(value):
                 self.board.add_scalar(tag if own else f"{tag} {row['eval']}", value, row["step"])

@@ -15,7 +15,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.origin import printable_environment
 
 KEY = "WANDB_API_KEY"
-INIT_SECONDS = 60.0
+INIT_SECONDS = 30.0
 FINISH_SECONDS = 60.0
 
 
@@ -91,7 +91,8 @@ class WandbLog:
         )
         where = {"project": job.wandb.project, "entity": job.wandb.entity, "group": job.wandb.group, "mode": job.wandb.mode, "dir": str(run.path)}
         config = printable_config(job, os.environ)
-        self.run = package.init(id=run.id, name=f"{job.name}-{run.id}", resume="allow", config=config, settings=settings, **where)
+        resume = "allow" if job.wandb.mode == "online" else None  # files of several attempts are put together by `wandb sync`
+        self.run = package.init(id=run.id, name=f"{job.name}-{run.id}", resume=resume, config=config, settings=settings, **where)
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 

@@ -1,0 +1,90 @@
+"""Phases are timed by step, and steps that are not finished are not waited for."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainkit.train.timers import Phase, Timers
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("trainkit.train.timers.time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def spend(self, timers: Timers, phase: Phase, seconds: float) -> None:
+        with timers(phase):
+            self.now += seconds
+        self.now += 1000.0  # between phases nothing is counted
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_mean_of_the_steps_that_are_asked_for(clock: Clock) -> None:
+    timers = Timers(CPU)
+    for step in (1, 2, 3):
+        for _ in range(2):  # micro-batches
+            clock.spend(timers, "forward", 0.010 * step)
+            clock.spend(timers, "backward", 0.020 * step)
+        clock.spend(timers, "optimizer", 0.001)
+        if step == 2:
+            clock.spend(timers, "evaluation", 0.5)
+    assert timers.take(2) == pytest.approx({"forward": 30.0, "backward": 60.0, "optimizer": 1.0})
+    third = timers.take(1)
+    assert third == pytest.approx({"forward": 60.0, "backward": 120.0, "optimizer": 1.0, "evaluation": 500.0})  # the evaluation came after step 2
+    assert list(third) == ["forward", "backward", "optimizer", "evaluation"]
+    assert timers.take(1) == {}
+
+
+def test_steps_that_are_undone_are_forgotten(clock: Clock) -> None:
+    timers = Timers(CPU)
+    clock.spend(timers, "optimizer", 9.0)
+    timers.begin("forward")
+    timers.forget()
+    clock.spend(timers, "optimizer", 0.002)
+    assert timers.take(1) == pytest.approx({"optimizer": 2.0})
+
+
+def test_a_phase_ends_with_its_block_whatever_happens(clock: Clock) -> None:
+    timers = Timers(CPU)
+    with pytest.raises(KeyError), timers("data"):
+        clock.now += 0.004
+        raise KeyError
+    clock.spend(timers, "optimizer", 0.0)
+    assert timers.take(1) == pytest.approx({"data": 4.0, "optimizer": 0.0})
+
+
+def test_no_phase_within_another() -> None:
+    timers = Timers(CPU)
+    with timers("forward"), pytest.raises(RuntimeError, match="'data' begins within phase 'forward'"):
+        timers.begin("data")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda_the_device_is_timed_and_not_waited_for() -> None:
+    timers = Timers(torch.device("cuda", 0))
+    product = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    with timers("forward"):
+        for _ in range(20):
+            product = product @ product
+    with timers("optimizer"):
+        pass
+    queued = 1000 * (time.perf_counter() - began)
+    torch.cuda.synchronize()
+    passed = 1000 * (time.perf_counter() - began)
+    taken = timers.take(1)
+    assert queued < passed / 2
+    assert taken["forward"] == pytest.approx(passed, rel=0.3) and taken["optimizer"] < 1

@@ -1,0 +1,147 @@
+"""Weights & Biases gets the metrics under the run's id and no secret, and can break without breaking training."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.train.support import new_run, tiny_job
+from trainkit.base.errors import ConfigError
+from trainkit.jobs.schema import Cluster, Job, Wandb
+from trainkit.runs.folder import RunFolder
+from trainkit.train import wandb_log
+from trainkit.train.wandb_log import KEY, WandbLog, open_wandb
+
+SECRET = "e5f0c2a94b7d"
+ROW = {"step": 3, "lm_loss": 2.5, "mfu": None, "peak": "n/a", "times_ms": {"forward": 1.5}, "memory_bytes": {"parameters": 400}}
+
+
+class Double:
+    """Stands for the package and its run: keeps what it is told; `breaks` names the call that raises."""
+
+    def __init__(self, breaks: str = "") -> None:
+        self.breaks, self.began, self.rows, self.axes, self.calls = breaks, {}, [], [], []  # type: tuple[str, dict[str, Any], list[dict[str, Any]], list[Any], list[str]]
+        self.Settings = SimpleNamespace
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.breaks:
+            raise ConnectionError(f"{name} is down")
+
+    def init(self, **words: Any) -> Double:
+        self._called("init")
+        self.began = words
+        return self
+
+    def define_metric(self, name: str, **words: Any) -> None:
+        self.axes.append((name, words))
+
+    def log(self, values: dict[str, Any]) -> None:
+        self._called("log")
+        self.rows.append(values)
+
+    def finish(self) -> None:
+        self._called("finish")
+
+
+def job(root: Path, **wandb: Any) -> Job:
+    secrets = {"secrets": (KEY, "OTHER_NAME?", "ABSENT?"), "env": {"NCCL_DEBUG": "INFO", "MY_TOKEN": "abcdefgh", "OTHER_NAME": "zyxwvuts"}}
+    cluster = Cluster(name="here", root=str(root), **secrets)  # type: ignore[arg-type]
+    asked = Wandb(**{"project": "papers", "mode": "offline", **wandb})
+    return tiny_job(1, root).model_copy(update={"cluster": cluster, "wandb": asked, "description": f"by mistake: {SECRET}"})
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setenv(KEY, SECRET)
+    return new_run(tiny_job(1, tmp_path))
+
+
+def test_a_job_that_asks_for_none(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert open_wandb(tiny_job(1, tmp_path), run) is None
+
+
+def test_what_is_missing_is_named(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"wandb is not installed[\s\S]*trainkit\[wandb\]"):
+        open_wandb(job(tmp_path), run)
+    monkeypatch.setitem(sys.modules, "wandb", Double())  # type: ignore[arg-type]
+    monkeypatch.delenv(KEY)
+    with pytest.raises(ConfigError, match=rf'have no {KEY}[\s\S]*clusters.here.secrets = \["{KEY}"\]'):
+        open_wandb(job(tmp_path, mode="online"), run)
+    assert open_wandb(job(tmp_path), run) is not None  # offline needs none
+
+
+@pytest.mark.parametrize(("mode", "resume"), [("online", "allow"), ("offline", None)])
+def test_what_it_is_sent(run: RunFolder, tmp_path: Path, mode: str, resume: str | None) -> None:
+    double = Double()
+    log = WandbLog(double, job(tmp_path, mode=mode, entity="us", group="g"), run)
+    log.step(ROW)
+    log.evaluation({"step": 3, "consumed_samples": 24, "eval": "books", "lm_loss": 2.0})
+    log.close()
+    log.close()
+    began = double.began
+    assert (began["id"], began["resume"], began["mode"], began["dir"]) == (run.id, resume, mode, str(run.path))
+    assert (began["project"], began["entity"], began["group"]) == ("papers", "us", "g")
+    assert began["config"]["training"]["lr"] == 1e-2
+    assert began["config"]["cluster"]["env"] == {"NCCL_DEBUG": "INFO", "MY_TOKEN": None, "OTHER_NAME": None}
+    assert began["config"]["description"] == "by mistake: ***" and SECRET not in str(began)
+    assert double.axes == [("step", {}), ("*", {"step_metric": "step"})]
+    assert double.rows == [
+        {"step": 3, "lm_loss": 2.5, "times_ms/forward": 1.5, "memory_bytes/parameters": 400},
+        {"step": 3, "consumed_samples": 24, "validation/books/lm_loss": 2.0},
+    ]
+    assert double.calls == ["init", "log", "log", "finish"]
+
+
+@pytest.mark.parametrize(("breaks", "calls"), [("init", ["init"]), ("log", ["init", "log", "finish"]), ("finish", ["init", "log", "log", "finish"])])
+def test_it_breaks_and_training_goes_on(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], breaks: str, calls: list[str]) -> None:
+    double = Double(breaks)
+    log = WandbLog(double, job(tmp_path), run)
+    log.step(ROW)
+    log.step(ROW)
+    log.close()
+    assert double.calls == calls
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1 and f"ConnectionError: {breaks} is down; training goes on" in warnings[0]
+
+
+def test_it_is_not_waited_for_for_ever(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(wandb_log, "FINISH_SECONDS", 0.02)
+    over = threading.Event()
+    double = Double()
+    monkeypatch.setattr(double, "finish", over.wait)
+    log = WandbLog(double, job(tmp_path), run)
+    log.close()
+    over.set()
+    assert "not all was sent" in capsys.readouterr().err
+
+
+def test_the_real_package_without_a_network(run: RunFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Twice, as after a crash: the same id, the same steps again. Nothing but the job and the metrics is in its files."""
+    pytest.importorskip("wandb")
+    for _ in range(2):
+        log = open_wandb(job(tmp_path), run)
+        assert log is not None
+        log.step(ROW)
+        log.evaluation({"step": 3, "consumed_samples": 24, "eval": "valid", "lm_loss": 2.0})
+        log.close()
+        assert not log.failed
+    assert capfd.readouterr() == ("", "")
+    folders = sorted((run.path / "wandb").glob(f"offline-run-*-{run.id}*"))
+    assert len(folders) == 2
+    for folder in folders:
+        (journal,) = folder.glob("*.wandb")
+        content = journal.read_bytes()
+        for word in ("papers", "times_ms/forward", "validation/valid/lm_loss", "NCCL_DEBUG"):
+            assert word.encode() in content, word
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        for word in (SECRET, "abcdefgh", "zyxwvuts"):
+            assert not [path for path in files if word.encode() in path.read_bytes()], word
+        assert {path.suffix for path in files} == {".wandb", ".log"}  # no code, packages, metadata
