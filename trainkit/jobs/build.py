@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -16,13 +16,20 @@ from trainkit.base.errors import Place, Problem
 from trainkit.jobs.layers import Findings, compose, interpolate, overlay
 from trainkit.jobs.locate import KeyPath
 from trainkit.jobs.origins import BUILT_IN, SET, Origin, Section
-from trainkit.jobs.schema import MOCK_DATASET, NAME, PLANNED_TABLES, REFERENCES, TABLES, TABLES_OF_REFERENCES, Defaults, Table
-from trainkit.jobs.words import NAME_RULE, NOT_YET, choices, complaints, in_words, key_of
+from trainkit.jobs.schema import BUILT_IN_TABLES, NAME, REFERENCES, TABLES, TABLES_OF_REFERENCES, Defaults, Table
+from trainkit.jobs.words import NAME_RULE, choices, complaints, in_words, key_of
 
 _PATHS = {"clusters": "root", "datasets": "paths", "tokenizers": "path", "jobs": "init_from"}
-_MOCK = Section(BUILT_IN, ("datasets", "mock"), {key: Origin(value, BUILT_IN) for key, value in MOCK_DATASET.items()})
 
 T = TypeVar("T", bound=Table)
+
+
+def _built_in(path: tuple[str, ...], values: Mapping[str, Any]) -> Section:
+    """A table that comes with trainkit."""
+    entries: dict[str, Section | Origin] = {}
+    for key, value in values.items():
+        entries[key] = _built_in((*path, key), value) if isinstance(value, dict) else Origin(value, BUILT_IN, (*path, key))
+    return Section(BUILT_IN, path, entries)
 
 
 @dataclass(frozen=True)
@@ -91,13 +98,17 @@ class Builder:
 
     def _referable(self, kind: str) -> dict[str, Section]:
         tables = self.tables(kind)
-        return {"mock": _MOCK, **tables} if kind == "datasets" else tables
+        given = {name: _built_in((kind, name), values) for name, values in BUILT_IN_TABLES.get(kind, {}).items()}
+        # a row of the same name lies over the one that comes with trainkit; a dataset called mock is one's own
+        own = {name: table.over(given[name]) if kind == "devices" and name in given else table for name, table in tables.items()}
+        return {**given, **own}
 
     def _filled_in(self, kind: str, section: Section) -> Section:
         """`section` over the defaults that only this checkout knows."""
         if kind != "clusters":
             return section
-        return section.over(Section(BUILT_IN, section.path, {"root": Origin(str(self.root), BUILT_IN)}))
+        defaults = {"root": str(self.root), "device": "cpu"}
+        return section.over(_built_in(section.path, defaults))
 
     def _refer(self, section: Section, key: str, kind: str, sets: list[tuple[tuple[str, ...], Origin]], findings: Findings, at: KeyPath) -> Section:
         """`section` with the name under `key` replaced by the table it names."""
@@ -143,9 +154,7 @@ class Builder:
         """What is wrong at the top level: unknown tables, and [defaults]."""
         findings = Findings()
         for key, node in self.document.entries.items():
-            if key in PLANNED_TABLES:
-                findings.add(f"[{key}] {NOT_YET}", node.place, "remove it")
-            elif key not in TABLES and key != "defaults":
+            if key not in TABLES and key != "defaults":
                 what = f"table [{key}]" if isinstance(node, Section) else f"key '{key}' at the top level"
                 findings.add(f"unknown {what}", node.place, choices(key, [*TABLES, "defaults"]))
             elif not isinstance(node, Section):

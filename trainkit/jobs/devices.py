@@ -1,43 +1,74 @@
-"""What accelerators can do: the peaks that MFU is measured against. Figures are the makers' data sheets, dense, without sparsity."""
+"""What accelerators can do: the device table. Rows of jobs.toml, [devices.X], lie over these."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from trainkit.jobs.table import NAME, Strings, Table
+
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
-@dataclass(frozen=True)
-class Device:
-    """One row of the device table.
+class Device(Table):
+    """One kind of device. Figures are the makers' data sheets: dense, without sparsity; memory as the maker counts it, in GiB or 1e9 bytes."""
 
-    Args:
-        label: what people call it.
-        reported_as: what torch.cuda.get_device_name calls it, as parts of that name that must all be there.
-        memory_bytes: its memory.
-        peak_tflops: matmul TFLOP/s by precision.
-        memory_gb_per_second: memory bandwidth, 1e9 bytes a second.
-    """
-
-    label: str
-    reported_as: tuple[str, ...]
-    memory_bytes: int
-    peak_tflops: dict[str, float]
-    memory_gb_per_second: float
+    name: str = Field("", pattern=NAME, description="the table's name, filled in")
+    kind: Literal["cpu", "cuda", "neuron"] = Field("cuda", description="torch's name for it; neuron: AWS Trainium, for engines that run there")
+    label: str = Field("", description="what people call it")
+    reported_as: Strings = Field((), description="parts of the name torch.cuda.get_device_name gives, all of which must be there")
+    memory_bytes: int | None = Field(None, ge=1, description="its memory; not given: unknown, and nothing is said of what fits")
+    peak_tflops: dict[Precision, float] = Field(default_factory=dict, description="matmul TFLOP/s by precision; not given: no MFU")
+    memory_gb_per_second: float | None = Field(None, gt=0, description="memory bandwidth, 1e9 bytes a second")
+    link_gb_per_second: float | None = Field(None, gt=0, description="to the other devices of its node, one way, 1e9 bytes a second")
 
 
-GIB = 2**30
-DEVICES: dict[str, Device] = {
-    "v100-sxm-16gb": Device("V100 SXM2 16 GB", ("V100-SXM2-16GB",), 16 * GIB, {"fp16": 125.0, "fp32": 15.7}, 900),
-    "v100-sxm-32gb": Device("V100 SXM2 32 GB", ("V100-SXM2-32GB",), 32 * GIB, {"fp16": 125.0, "fp32": 15.7}, 900),
-    "a100-sxm-40gb": Device("A100 SXM4 40 GB", ("A100-SXM4-40GB",), 40 * GIB, {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5}, 1555),
-    "a100-sxm-80gb": Device("A100 SXM4 80 GB", ("A100-SXM4-80GB",), 80 * GIB, {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5}, 2039),
-    "h100-sxm-80gb": Device("H100 SXM5 80 GB", ("H100 80GB HBM3",), 80 * GIB, {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9}, 3350),
-    "h200-sxm-141gb": Device("H200 SXM 141 GB", ("H200",), 141 * 10**9, {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9}, 4800),
-    "b200-sxm-192gb": Device("B200 SXM 192 GB", ("B200",), 192 * 10**9, {"bf16": 2250.0, "fp16": 2250.0, "fp32": 80.0}, 8000),
-    "a6000-48gb": Device("RTX A6000 48 GB", ("RTX A6000",), 48 * GIB, {"bf16": 154.8, "fp16": 154.8, "fp32": 38.7}, 768),
-    "l40s-48gb": Device("L40S 48 GB", ("L40S",), 48 * GIB, {"bf16": 362.05, "fp16": 362.05, "fp32": 91.6}, 864),
+GIB, GB = 2**30, 10**9
+
+
+def _gpu(label: str, reported: str, memory: int, half: float, single: float, bandwidth: float, link: float, *, bf16: bool = True) -> dict[str, Any]:
+    peaks = {"fp16": half, "fp32": single} | ({"bf16": half} if bf16 else {})
+    return {
+        "label": label,
+        "reported_as": [reported],
+        "memory_bytes": memory,
+        "peak_tflops": peaks,
+        "memory_gb_per_second": bandwidth,
+        "link_gb_per_second": link,
+    }
+
+
+# The rows that come with trainkit, as a jobs.toml would write them. cuda is any GPU: of it nothing is known before torch has named it.
+BUILT_IN_DEVICES: dict[str, dict[str, Any]] = {
+    "cpu": {"kind": "cpu", "label": "CPU"},
+    "cuda": {"label": "a CUDA GPU"},
+    "v100-sxm-16gb": _gpu("V100 SXM2 16 GB", "V100-SXM2-16GB", 16 * GIB, 125.0, 15.7, 900.0, 150.0, bf16=False),
+    "v100-sxm-32gb": _gpu("V100 SXM2 32 GB", "V100-SXM2-32GB", 32 * GIB, 125.0, 15.7, 900.0, 150.0, bf16=False),
+    "a100-sxm-40gb": _gpu("A100 SXM4 40 GB", "A100-SXM4-40GB", 40 * GIB, 312.0, 19.5, 1555.0, 300.0),
+    "a100-sxm-80gb": _gpu("A100 SXM4 80 GB", "A100-SXM4-80GB", 80 * GIB, 312.0, 19.5, 2039.0, 300.0),
+    "h100-sxm-80gb": _gpu("H100 SXM5 80 GB", "H100 80GB HBM3", 80 * GIB, 989.4, 66.9, 3350.0, 450.0),
+    "h200-sxm-141gb": _gpu("H200 SXM 141 GB", "H200", 141 * GB, 989.4, 66.9, 4800.0, 450.0),
+    "b200-sxm-192gb": _gpu("B200 SXM 192 GB", "B200", 192 * GB, 2250.0, 80.0, 8000.0, 900.0),
+    "a6000-48gb": _gpu("RTX A6000 48 GB", "RTX A6000", 48 * GIB, 154.8, 38.7, 768.0, 56.25),
+    "l40s-48gb": _gpu("L40S 48 GB", "L40S", 48 * GIB, 362.05, 91.6, 864.0, 32.0),
+    "trn1-core": {
+        "kind": "neuron",
+        "label": "one NeuronCore-v2 of trn1",
+        "memory_bytes": 16 * GIB,
+        "peak_tflops": {"bf16": 95.0, "fp16": 95.0, "fp32": 23.75},
+        "memory_gb_per_second": 410.0,
+        "link_gb_per_second": 192.0,
+    },
 }
 
 
+def built_in_device(name: str) -> Device:
+    """A row that comes with trainkit. Raises KeyError for another."""
+    return Device(name=name, **BUILT_IN_DEVICES[name])
+
+
 def reported_device(name: str) -> Device | None:
-    """The row of a device by the name torch gives it; None for one that is not in the table, never a guess."""
-    return next((row for row in DEVICES.values() if all(part in name for part in row.reported_as)), None)
+    """The row that comes with trainkit of a GPU by the name torch gives it; None for one that is not in the table, never a guess."""
+    parts = {row: values.get("reported_as", ()) for row, values in BUILT_IN_DEVICES.items()}
+    return next((built_in_device(row) for row, wanted in parts.items() if wanted and all(part in name for part in wanted)), None)

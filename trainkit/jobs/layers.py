@@ -38,23 +38,57 @@ class Findings:
 
 
 def read(root: Path) -> Section:
-    """jobs.toml of `root` with jobs.local.toml, where there is one, laid over it. Raises ConfigError."""
-    document = _read_file(root / JOBS_FILE)
+    """jobs.toml of `root` with the files it includes, and jobs.local.toml, where there is one, laid over them. Raises ConfigError."""
+    document = _included(root, _read_file(root / JOBS_FILE))
     if (root / LOCAL_FILE).exists():
         document = _read_file(root / LOCAL_FILE).over(document, keep_place=True)
     return document
 
 
-def _read_file(path: Path) -> Section:
+def _included(root: Path, document: Section) -> Section:
+    """`document` with the tables of the files that its `include` matches; each table stands in one file only."""
+    include = document.entries.get("include")
+    if include is None:
+        return document
+    patterns = include.value if isinstance(include, Origin) and isinstance(include.value, list) else [None]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError([Problem("include: expected an array of file patterns", include.place, 'for example include = ["jobs/*.toml"]')])
+    document, problems = document.without("include"), []
+    for pattern in patterns:
+        paths = sorted(path for path in root.glob(pattern) if path.is_file())
+        if not paths:
+            problems.append(Problem(f"include: no file matches '{pattern}'", include.place))
+        for path in paths:
+            part = _read_file(path, str(path.relative_to(root)))
+            problems += _twice(document, part)
+            document = document.over(part, keep_place=True)
+    if problems:
+        raise ConfigError(problems)
+    return document
+
+
+def _twice(document: Section, part: Section) -> list[Problem]:
+    """Tables of `part` that `document` has already."""
+    known = {(kind, name): node.place for kind, group in document.sections() for name, node in group.entries.items()}
+    return [
+        Problem(f"[{kind}.{name}] is at {known[kind, name]} already", node.place, "a table stands in one file; extends lays one over another")
+        for kind, group in part.sections()
+        for name, node in group.entries.items()
+        if (kind, name) in known
+    ]
+
+
+def _read_file(path: Path, shown: str = "") -> Section:
+    shown = shown or path.name
     try:
         data = path.read_bytes()
-        values, spots = parse(data.decode("utf-8"), path.name)
+        values, spots = parse(data.decode("utf-8"), shown)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError([Problem("not UTF-8, as TOML must be", Place(path.name, line))]) from None
-    return _section(values, (), spots, path.name)
+        raise ConfigError([Problem("not UTF-8, as TOML must be", Place(shown, line))]) from None
+    return _section(values, (), spots, shown)
 
 
 def _section(values: Mapping[str, Any], path: tuple[str, ...], spots: Mapping[KeyPath, Spot], file: str) -> Section:

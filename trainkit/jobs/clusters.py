@@ -1,0 +1,58 @@
+"""Where jobs run. Key names are Slurm's, where it has one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainkit.jobs.devices import Device, built_in_device
+from trainkit.jobs.table import NAME, Environment, SecretNames, Strings, Table
+
+TIME = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$|^\d+(:\d{2}){0,2}$"  # Slurm's forms of --time
+
+
+class StagePlace(Table):
+    """Where the units of one stage run on a cluster."""
+
+    partition: str | None = Field(None, description="Slurm partition; by default the cluster's")
+    nodes: int = Field(1, ge=1, description="nodes the units are spread over")
+    tasks_per_node: int = Field(1, ge=1, description="units that run side by side on a node")
+    time: str | None = Field(None, pattern=TIME, description="time limit of one unit, as Slurm writes it")
+
+
+class Filesystem(Table):
+    """A file system that nodes share."""
+
+    path: str | None = Field(None, description="where it is mounted")
+    capacity_bytes: int | None = Field(None, ge=1, description="its size, or this project's quota")
+    write_gib_per_second: float | None = Field(None, gt=0, description="aggregate bandwidth of writing, 2**30 bytes a second")
+    read_gib_per_second: float | None = Field(None, gt=0, description="aggregate bandwidth of reading, 2**30 bytes a second")
+
+
+class Cluster(Table):
+    """Where jobs run."""
+
+    planned = ("retry", "spares")
+
+    name: str = Field("", pattern=NAME, description="the table's name, filled in")
+    launcher: Literal["local", "ssh", "pdsh", "slurm"] = Field("local", description="how ranks are started")
+    device: Device = Field(default_factory=lambda: built_in_device("cpu"), description="name of a row of the device table: cpu, cuda (any GPU), h100-sxm-80gb, ...")
+    hostfile: str | None = Field(None, description="ssh, pdsh: the file that lists hosts and their slots")
+    prolog: Strings = Field((), description="shell lines that a node must run before anything else (modules, venv)")
+    slurm: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | int | bool] = Field(default_factory=dict, description="long options of sbatch")
+    stages: dict[Annotated[str, Field(pattern=NAME)], StagePlace] = Field(default_factory=dict, description="where stages run, by their names")
+    filesystems: dict[Annotated[str, Field(pattern=NAME)], Filesystem] = Field(default_factory=dict, description="shared file systems, by names of your own")
+    gpus_per_node: int = Field(0, ge=0, description="GPUs (or cores of another accelerator) of one node")
+    max_nodes: int | None = Field(None, ge=1, description="nodes there are")
+    ranks_per_node: int | None = Field(None, ge=1, description="processes a node; by default gpus_per_node, at least 1")
+    network_gb_per_second: float | None = Field(None, gt=0, description="of one node to the others, one way, 1e9 bytes a second")
+    root: str | None = Field(None, description="folder for runs, code snapshots and data; by default that of jobs.toml")
+    hub_endpoint: str | None = Field(None, pattern=r"^https?://[^@\s]+$", description="where hf:NAME is fetched from; by default the public hub")
+    env: Environment = Field(default_factory=dict, description="environment variables of every rank")
+    secrets: SecretNames = Field((), description="names of secret variables taken from the caller's environment; '?' at the end: optional")
+
+    @property
+    def device_type(self) -> Literal["cpu", "cuda", "neuron"]:
+        """torch's name for the kind of device."""
+        return self.device.kind

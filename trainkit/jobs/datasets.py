@@ -1,0 +1,79 @@
+"""What a model reads: datasets and their tokenizers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from trainkit.jobs.table import NAME, Strings, Table, needs, wrong
+
+
+class Tokenizer(Table):
+    """How text becomes ids."""
+
+    name: str = Field("", pattern=NAME, description="the table's name, filled in")
+    type: Literal["bpe", "file", "gpt2"] = Field(
+        "bpe", description="bpe: a byte-level BPE trained on the dataset; file: a tokenizer.json; gpt2: a vocabulary and a file of merges"
+    )
+    vocab_size: int | None = Field(None, ge=257, le=2**31 - 1, description="ids, the end-of-document id included; of a bpe: how many are trained")
+    path: str | None = Field(None, description="type = file: the tokenizer.json, relative to the folder of jobs.toml")
+    vocab_file: str | None = Field(None, description="type = gpt2: the vocabulary, vocab.json")
+    merge_file: str | None = Field(None, description="type = gpt2: the merges, merges.txt")
+    url: str | None = Field(None, description="where path is published")
+    vocab_url: str | None = Field(None, description="where vocab_file is published")
+    merge_url: str | None = Field(None, description="where merge_file is published")
+    training_bytes: int = Field(2**27, ge=1, description="characters of text that a BPE is trained on, from the start of the corpus")
+    eod_token: str = Field("<|endoftext|>", min_length=1, description="the token that ends every document")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Tokenizer:
+        if self.type == "bpe" and self.vocab_size is None:
+            raise needs("type", "type = 'bpe' needs vocab_size")
+        if self.type == "file" and self.path is None:
+            raise needs("type", "type = 'file' needs path")
+        if self.type == "gpt2" and (self.vocab_file is None or self.merge_file is None):
+            raise needs("type", "type = 'gpt2' needs vocab_file and merge_file")
+        if self.merge_file is not None and self.merge_file.endswith(".json"):
+            raise wrong("merge_file", f"merge_file '{self.merge_file}' is a vocabulary (.json), not a file of merges (merges.txt)")
+        if self.vocab_file is not None and not self.vocab_file.endswith(".json"):
+            raise wrong("vocab_file", f"vocab_file '{self.vocab_file}' is no vocabulary (vocab.json)")
+        return self
+
+
+class Dataset(Table):
+    """A corpus, its tokenizer and its split."""
+
+    planned = ("on_error",)
+
+    name: str = Field("", pattern=NAME, description="the table's name, filled in")
+    source: Literal["stdlib", "files", "mock", "web", "indexed"] = Field(
+        description="stdlib: Python's own source files; files: local .jsonl or .jsonl.zst; mock: random tokens; web: fetched from urls; indexed: .bin/.idx"
+    )
+    urls: Strings = Field((), description="source = web or indexed: what is fetched; {00..29} stands for every number of a range")
+    prefixes: Strings = Field((), description="source = indexed: ready-made .bin/.idx pairs, without the ending")
+    documents: int | None = Field(None, ge=1, description="documents there are, as published")
+    download_bytes: int | None = Field(None, ge=1, description="bytes to be fetched, as published")
+    text_bytes: int | None = Field(None, ge=1, description="bytes of text, as published")
+    tokens: int | None = Field(None, ge=1, description="tokens under its tokenizer, as published or counted; plan counts epochs with it")
+    licence: str | None = Field(None, description="under what terms it may be used")
+    homepage: str | None = Field(None, description="where it is described")
+    paths: Strings = Field((), description="source = files: files or glob patterns, relative to the folder of jobs.toml")
+    text_key: str = Field("text", min_length=1, description="the key of a JSON line that holds the text")
+    tokenizer: Tokenizer | None = Field(None, description="name of a [tokenizers.X] table")
+    split: str = Field("969,30,1", pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){0,2}$", description="weights of train, valid and test, as Megatron's --split")
+    shard_bytes: int = Field(2**22, ge=2**16, description="text bytes of one shard that source = stdlib writes")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Dataset:
+        if self.source == "files" and not self.paths:
+            raise needs("source", "source = 'files' needs paths")
+        if self.source == "web" and not self.urls:
+            raise needs("source", "source = 'web' needs urls")
+        if self.source == "indexed" and not (self.prefixes or self.urls):
+            raise needs("source", "source = 'indexed' needs prefixes or urls")
+        if self.source != "mock" and self.tokenizer is None:
+            raise needs("source", f"source = '{self.source}' needs tokenizer")
+        if float(self.split.split(",")[0]) == 0:
+            raise wrong("split", f"split '{self.split}' leaves no tokens to train on")
+        return self

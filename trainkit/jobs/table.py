@@ -1,0 +1,49 @@
+"""What all tables of jobs.toml share: the base model, errors of rules between keys, kinds of values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+NAME = r"^[a-z0-9][a-z0-9_-]*$"
+
+
+@dataclass(frozen=True)
+class ToCome:
+    """Values of a key that a later version will take: those listed, and integers above a limit."""
+
+    values: tuple[str | int, ...] = ()
+    above: int | None = None
+
+    def includes(self, value: object) -> bool:
+        """Whether `value` is one of them."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value in self.values or (self.above is not None and value > self.above)
+        return isinstance(value, str) and value in self.values
+
+
+ABOVE_ONE = ToCome(above=1)
+VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*"
+Strings = Annotated[tuple[str, ...], Field(strict=False)]  # not strict: TOML and JSON have lists, not tuples
+SecretNames = Annotated[tuple[Annotated[str, Field(pattern=VARIABLE + r"\??$")], ...], Field(strict=False)]
+Environment = dict[Annotated[str, Field(pattern=VARIABLE + "$")], str]
+
+
+def wrong(key: str, message: str) -> PydanticCustomError:
+    """An error of a rule between keys, reported where `key` was written."""
+    return PydanticCustomError("rule", "{message}", {"key": key, "message": message})
+
+
+def needs(key: str, message: str) -> PydanticCustomError:
+    """As `wrong`, for a rule that something is missing: not asked of a table that others extend."""
+    return PydanticCustomError("needs", "{message}", {"key": key, "message": message})
+
+
+class Table(BaseModel):
+    """A table of jobs.toml: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    planned: ClassVar[tuple[str, ...]] = ()  # keys that a later version will take
