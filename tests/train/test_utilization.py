@@ -11,7 +11,7 @@ from torch import nn
 from trainkit.jobs.devices import DEVICES
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
-from trainkit.train.memory import Memory, memory_by_kind, resident_memory
+from trainkit.train.memory import Memory, resident_memory
 from trainkit.train.utilization import Utilization, device_row
 
 CPU = torch.device("cpu")
@@ -59,6 +59,10 @@ def test_precisions_have_peaks_of_their_own() -> None:
         ("cpu", None, None),
         ("cuda", "NVIDIA H100 80GB HBM3", "h100-sxm-80gb"),
         ("cuda", "Somebody's GPU", None),
+        ("cuda", "NVIDIA H200", "h200-sxm-141gb"),
+        ("cuda", "NVIDIA GH200 480GB", None),
+        ("cuda", "NVIDIA GB200", None),
+        ("cuda", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("a100-sxm-40gb", "NVIDIA A100-SXM4-40GB", "a100-sxm-40gb"),
         ("a100-sxm-40gb", "A100 of a cloud", "a100-sxm-40gb"),
         ("a100-sxm-40gb", "NVIDIA H100 80GB HBM3", None),
@@ -71,7 +75,7 @@ def test_the_row_of_a_device(wanted: str, reported: str | None, row: str | None)
 def test_memory_by_kind() -> None:
     module = nn.Linear(7, 5)
     moments = [torch.zeros(5, 7), torch.zeros(5, 7, dtype=torch.float64), torch.zeros(5)]
-    found = memory_by_kind(dict(module.named_parameters()), moments, CPU)
+    found = Memory(dict(module.named_parameters()), moments, CPU).now()
     assert (found["parameters"], found["gradients"], found["optimizer"]) == (160, 160, 140 + 280 + 20)
     assert found["max_resident"] >= found["resident"] > 2**20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -39,5 +40,10 @@ DEVICES: dict[str, Device] = {
 
 
 def reported_device(name: str) -> Device | None:
-    """The row of a device by the name torch gives it; None for one that is not in the table, never a guess."""
-    return next((row for row in DEVICES.values() if all(part in name for part in row.reported_as)), None)
+    """The row of a device by the name torch gives it; None for one that is not in the table, never a guess.
+
+    Names are compared by whole words, since a GH200 is no H200. A slice of a GPU (MIG) has not its peak.
+    """
+    if re.search(r"\bMIG\b", name):
+        return None
+    return next((row for row in DEVICES.values() if all(re.search(rf"(?<!\w){re.escape(part)}(?!\w)", name) for part in row.reported_as)), None)
