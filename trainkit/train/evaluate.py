@@ -172,7 +172,7 @@ def evaluate(
     nats, tokens = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device)
     for batch in windows.batches(count):
         labels_N = batch.labels_BS.flatten().cpu().numpy()  # before the model is called: its text is counted while the device works
-        losses = model(batch.tokens_BS, Labels(batch.labels_BS), positions_BS=batch.positions_BS)
+        losses = model(batch.tokens_BS, Labels(batch.labels_BS), positions_BS=batch.positions_BS, documents=batch.documents)
         nats += losses.cross_entropy
         tokens += losses.tokens
         text.add(labels_N[labels_N != NO_LABEL])
