@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from tests.conftest import Project
 from trainkit.base.errors import TrainkitError
@@ -30,7 +32,7 @@ RUN = "20260101-000000-0000"
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
     """A world of one, in which checkpoints are saved."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     yield
     dist.destroy_process_group()
 
@@ -74,7 +76,7 @@ def refusal(project: Project, **words: Any) -> TrainkitError:
 
 
 def same_logits(folder: Path, model: Transformer) -> None:
-    import transformers
+    transformers: Any = importlib.import_module("transformers")
 
     tokens_BS = torch.arange(12).reshape(1, 12)
     there = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -83,7 +85,7 @@ def same_logits(folder: Path, model: Transformer) -> None:
 
 def test_the_task(project: Project) -> None:
     """As a person types it: relative folder, tokenizer beside the weights, one document; then the same again, refused."""
-    import transformers
+    transformers: Any = importlib.import_module("transformers")
 
     _, models = make_run(project, "text")
     document = project.document("export", "last", "--format", "hf", "--to", "out/hf")

@@ -101,7 +101,7 @@ def test_set_switches_references_and_reaches_into_them(checkout: Checkout) -> No
     jobs = checkout(GOOD + "[clusters.gpus]\ndevice = 'cuda'\ngpus_per_node = 8\n")
     resolved = jobs.resolve("demo", ["cluster=gpus", "cluster.ranks_per_node=4", "model.num_layers=3", "env.A='1'", "dataset.split=80,10,10"])
     job = resolved.job
-    assert (job.cluster.name, job.cluster.device, job.cluster.gpus_per_node, job.cluster.ranks_per_node) == ("gpus", "cuda", 8, 4)
+    assert (job.cluster.name, job.cluster.device.name, job.cluster.gpus_per_node, job.cluster.ranks_per_node) == ("gpus", "cuda", 8, 4)
     assert (job.model.num_layers, job.env, job.dataset.split) == (3, {"A": "1"}, "80,10,10")
     assert history(resolved, "cluster.name") == [("gpus", "--set"), ("here", "jobs.toml:12")]
     assert history(resolved, "model.num_layers") == [(3, "--set"), (2, "jobs.toml:5")]
@@ -122,7 +122,8 @@ def test_set_of_a_whole_table_merges(checkout: Checkout) -> None:
         ("training.lr.x=1", "--set: training.lr: expected a number, got a table\n  highest learning rate"),
         ("env.A=1", "--set: env.A: expected a string, got the integer 1\n  for a string: --set 'env.A=\"1\"'"),
         ("model=tinny", "--set: model = 'tinny' names no [models.X] table\n  did you mean 'tiny'?"),
-        ("nodes=2", "--set: nodes = 2 is planned, but not in this version of trainkit\n  in this version: 1"),
+        ("nodes=0", "--set: nodes = 0 must be at least 1\n  nodes"),
+        ("cluster.device=h200-sxm-141", "--set: cluster.device = 'h200-sxm-141' names no [devices.X] table\n  did you mean 'h200-sxm-141gb'?"),
         ("cluster.name=x", "--set: 'cluster.name' cannot be set: a table is named by its header\n  remove it"),
         ("training", "--set: 'training' is no KEY=VALUE\n  for example --set training.lr=1e-4"),
         ("a..b=1", "--set: 'a..b=1' is no KEY=VALUE\n  for example --set training.lr=1e-4"),

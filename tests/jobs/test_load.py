@@ -152,13 +152,9 @@ def test_bad_input(case: str, checkout: Checkout) -> None:
 
 
 PLANNED = {
-    "launcher": ("ranks_per_node = 2", 'launcher = "pdsh"', "clusters.here.launcher = 'pdsh'"),
-    "hostfile": ("ranks_per_node = 2", 'hostfile = "/job/hostfile"', "clusters.here.hostfile"),
-    "engine": ('model = "tiny"', 'model = "tiny"\nengine = "nemo"', "jobs.demo.engine = 'nemo'"),
-    "nodes": ('model = "tiny"', 'model = "tiny"\nnodes = 2', "jobs.demo.nodes = 2"),
-    "tensor": ('model = "tiny"', 'model = "tiny"\nparallelism.tensor_model_parallel_size = 2', "jobs.demo.parallelism.tensor_model_parallel_size = 2"),
-    "zero": ('model = "tiny"', 'model = "tiny"\nparallelism.zero_stage = 0', "jobs.demo.parallelism.zero_stage = 0"),
-    "table": ("[clusters.here]", "[containers.x]\n[clusters.here]", "[containers]"),
+    "retry": ("ranks_per_node = 2", "retry = 2", "clusters.here.retry"),
+    "spares": ("ranks_per_node = 2", "spares = 1", "clusters.here.spares"),
+    "kernels": ('model = "tiny"', 'model = "tiny"\nkernels = "x"', "jobs.demo.kernels"),
 }
 
 
@@ -170,7 +166,7 @@ def test_what_is_planned_is_refused_with_words(case: str, checkout: Checkout) ->
 
 
 @pytest.mark.parametrize(("value", "got"), [("1.5", "the number 1.5"), ("'2'", "the string '2'"), ("true", "the boolean true")])
-def test_only_an_integer_is_a_planned_number_of_nodes(value: str, got: str, checkout: Checkout) -> None:
+def test_only_an_integer_is_a_number_of_nodes(value: str, got: str, checkout: Checkout) -> None:
     (words,) = refused(checkout(), sets=[f"nodes={value}"])
     assert words.startswith(f"--set: nodes: expected an integer, got {got}")
 
@@ -178,8 +174,8 @@ def test_only_an_integer_is_a_planned_number_of_nodes(value: str, got: str, chec
 def test_allowed_values_are_listed(checkout: Checkout) -> None:
     (words,) = refused(checkout(GOOD.replace("lr = 1e-3", 'lr = 1e-3\nprecision = "fp8"')))
     assert words == "jobs.toml:19: jobs.demo.training.precision: expected 'fp32', 'bf16' or 'fp16', got the string 'fp8'"
-    (words,) = refused(checkout(GOOD.replace("ranks_per_node = 2", 'device = "tpu"')))
-    assert words.startswith("jobs.toml:2: clusters.here: device 'tpu' is not in the device table: cpu, cuda, v100-sxm-16gb, ")
+    (words,) = refused(checkout(GOOD.replace("ranks_per_node = 2", 'device = "mi300x"')))
+    assert words.startswith("jobs.toml:2: clusters.here.device = 'mi300x' names no [devices.X] table\n  known: a100-sxm-40gb, ")
 
 
 def test_two_mistakes_are_told_at_once_by_line(checkout: Checkout) -> None:

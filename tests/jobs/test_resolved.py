@@ -72,7 +72,7 @@ def test_ranks_read_a_job_without_tomli(checkout: Checkout, tmp_path: Path) -> N
         ("[]", "holds None, not 'job/1'"),
         ('{"schema": "job/2"}', "holds 'job/2', not 'job/1'"),
         ('{"schema": "job/1"}', "job: "),
-        ('{"schema": "job/1", "job": {"name": "x", "nodes": 2}}', "nodes: "),
+        ('{"schema": "job/1", "job": {"name": "x", "nodes": 0}}', "nodes: "),
     ],
 )
 def test_a_file_that_is_no_job_is_refused(text: str, words: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Profile, Training
 from trainkit.plan.batch import consumed_after
 from trainkit.plan.make import make_plan
@@ -67,7 +68,7 @@ def test_recomputation_costs_the_hardware() -> None:
 
 def test_all_objections_come_at_once() -> None:
     wrong = job(3, global_batch_size=16).model_copy(update={"profile": Profile(start=11, stop=12, ranks=(0, 3, 4))})
-    wrong = wrong.model_copy(update={"cluster": Cluster(name="c", ranks_per_node=3, device="cuda", gpus_per_node=2)})
+    wrong = wrong.model_copy(update={"cluster": Cluster(name="c", ranks_per_node=3, device=built_in_device("cuda"), gpus_per_node=2)})
     plan = make_plan(wrong, vocab_size=17)
     assert [o.key for o in plan.objections] == ["training.global_batch_size", "model.vocab_size", "cluster.ranks_per_node", "profile.start", "profile.ranks"]
     assert "17 ids" in plan.objections[1].message and "ranks 3, 4: the world has ranks 0 to 2" in plan.objections[4].message

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.train.support import new_run, tiny_job, whole
 from trainkit.base.errors import TrainkitError
+from trainkit.jobs.schema import Model
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 from trainkit.train import data_parallel
@@ -25,10 +26,12 @@ from trainkit.train.torch_compat import local_part
 OVERFLOWS = (2, 3, 4, 9, 10, 16)  # steps of the fp16 table
 
 
-def trainer(root: Path, **training: Any) -> Trainer:
+def trainer(root: Path, model: dict[str, Any] | None = None, **training: Any) -> Trainer:
     """A trainer of this rank, going on with what lies in `root`."""
     world = World.from_environment()
-    job = tiny_job(world.size, root, eval_iters=0, **training)
+    job = tiny_job(world.size, root, **{"eval_iters": 0, **training})
+    more = {"second": job.dataset.model_copy(update={"split": "50,50,0"})} if job.training.eval_iters else {}
+    job = job.model_copy(update={"model": Model.model_validate({**job.model.model_dump(), **(model or {})}), "validation": more})
     run = RunFolder(root / "runs/tiny/one")
     if world.rank == 0:
         new_run(job)
@@ -84,10 +87,37 @@ def fp16_table(root: Path) -> dict[str, Any]:
     return {"table": table, "rows": read_rows(made.run.metrics)}
 
 
+def resumed(root: Path) -> dict[str, Any]:
+    """(weights after 6 steps without a break, after 3 and 3 by two trainers), for models and options whose state is more than weights."""
+    found = {}
+    drops = {"hidden_dropout": 0.2, "attention_dropout": 0.1}
+    neox = {"family": "gpt-neox", "hidden_size": 24, "rotary_percent": 0.5, **drops}
+    llama = {"family": "llama", "hidden_size": 24, "num_query_groups": 1, **drops}
+    for name, model, training in (
+        ("dropout", drops, {"recompute_granularity": "selective"}),
+        ("fp16", neox, {"precision": "fp16", "initial_loss_scale": 64.0, "loss_scale_window": 2}),
+        ("bf16-sgd", llama, {"precision": "bf16", "optimizer": "sgd", "recompute_granularity": "full", "rampup_batch_size": (4, 4, 16)}),
+    ):
+        weights = []
+        for parts, folder in (((6,), "whole"), ((3, 6), "broken")):
+            for last in parts:
+                made = trainer(root / f"{name}-{folder}", model, eval_iters=1, eval_interval=3, save_interval=3, train_iters=6, **training)
+                made.model.train()
+                while made.step < last:
+                    made.train_step()
+                    made.settle(all=True)
+                made.evaluate()
+                made.save()
+            weights.append({key: whole(tensor) for key, tensor in made.maker.tensors().items()})
+        evaluations = [row for row in read_rows(made.run.metrics) if "eval" in row]
+        found[name] = {"weights": weights, "evaluations": evaluations, "consumed": made.consumed_samples}
+    return found
+
+
 def scenarios(root: Path) -> dict[str, Any]:
     """All of them, one after another, in one process group: the port of a former one may not be free at once."""
     data_parallel.join = functools.cache(data_parallel.join)
-    found: dict[str, Any] = {"fp16": fp16_table(root / "fp16")}
+    found: dict[str, Any] = {"fp16": fp16_table(root / "fp16"), "resumed": resumed(root / "resumed")}
     keys = {"train_iters": 10, "save_interval": 4}
 
     def run(name: str, wrong: Callable[[Trainer], None], steps: Iterable[int], **training: Any) -> None:

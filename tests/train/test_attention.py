@@ -159,7 +159,7 @@ class Recorder:
 
 
 class OldKernel(Recorder):
-    """As in torch 2.10: is_causal, no grouped queries."""
+    """The older signature: is_causal, no grouped queries."""
 
     def __call__(
         self,
@@ -179,7 +179,7 @@ class OldKernel(Recorder):
 
 
 class NewKernel(Recorder):
-    """As in torch 2.13: window_size, enable_gqa."""
+    """The newer one: window_size, enable_gqa."""
 
     def __call__(
         self,

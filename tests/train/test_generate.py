@@ -17,6 +17,7 @@ from tests.train.peers import CASES, ONE_OF_EACH, beside, random_model, random_t
 from tests.train.support import tiny_job
 from tests.trained import EOD, MODEL, new_run, prepare, text_job, write_checkpoint
 from trainkit.base.errors import ConfigError, TrainkitError
+from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.schema import Cluster, Dataset
 from trainkit.runs.folder import RunFolder
 from trainkit.train.checkpoint import open_checkpoint
@@ -219,7 +220,7 @@ def test_a_checkpoint_of_another_model(run: RunFolder) -> None:
 
 def test_no_device_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = text_job(tmp_path)
-    there = here.model_copy(update={"cluster": Cluster(name="gpus", device="h100-sxm-80gb", root=str(tmp_path))})
+    there = here.model_copy(update={"cluster": Cluster(name="gpus", device=built_in_device("h100-sxm-80gb"), root=str(tmp_path))})
     assert choose_device(here).type == choose_device(there, "cpu").type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"no CUDA device, which job 'words' computes on \(clusters.gpus.device\)\n  --device cpu"):

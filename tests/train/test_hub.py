@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +20,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.distributed import free_port
+from tests.conftest import Project
+from tests.distributed import ROOT, free_port
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.stages import weights as stage
@@ -26,6 +30,8 @@ from trainkit.stages.here import execute_here
 from trainkit.stages.run import make_fresh, stamps_folder
 from trainkit.stages.stamps import judge
 from trainkit.stages.weights import Weights
+from trainkit.train.checkpoint import folder_of, open_checkpoint
+from trainkit.train.checkpoint import load as load_checkpoint
 from trainkit.train.huggingface import check_weights, weights_folder
 from trainkit.train.huggingface.config import to_hf_config
 from trainkit.train.huggingface.hub import Published, parse
@@ -139,7 +145,7 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A model as the hub has it: two shards and their index, a tokenizer, a pickle, and what nobody asked for."""
     folder = tmp_path_factory.mktemp("published")
     tensors = published(table(MODEL, 53))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, part in enumerate((list(tensors)[:9], list(tensors)[9:]), start=1):
         file = f"model-0000{i}-of-00002.safetensors"
         save_file({name: torch.full(tensors[name].shape, float(i)) for name in part}, folder / file, {"format": "pt"})
@@ -233,6 +239,9 @@ def test_what_is_lost_is_fetched_again_and_only_that(hub: Hub, model_files: dict
         verdict = make_fresh(need_of(asked), tmp_path, execute_here, Silent())
         assert not verdict.fresh and f"{lost} is missing or cut off" in verdict.because
         assert hub.downloads() == [lost.name] and lost.read_bytes() == model_files[lost.name]
+    moved = asked.model_copy(update={"cluster": asked.cluster.model_copy(update={"hub_endpoint": hub.url + "/"})})
+    verdict = judge(need_of(moved), stamps_folder(tmp_path, "weights"))
+    assert not verdict.fresh and "hub_endpoint changed from" in verdict.because
     shutil.rmtree(folder)
     assert "missing" in make_fresh(need_of(asked), tmp_path, execute_here, Silent()).because
     assert {p.name for p in weights_folder(asked).iterdir()} == WANTED
@@ -340,12 +349,12 @@ class TestRefused:
         assert weights_folder(asked).is_dir()
         assert all(SECRET.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
-    def test_the_callers_own_hub_variables_change_nothing(
-        self, hub: Hub, model_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-        hub.put("tiny", model_files)
-        assert fetch(job(tmp_path, "hf:tiny", hub)) == {"commit": FIRST}
+    def test_the_callers_own_hub_variable_is_not_asked(self) -> None:
+        """It is read when the library is imported, so another process is asked."""
+        code = "from trainkit.stages.weights import _Hub; print(_Hub({'endpoint': None, 'name': 'x', 'revision': 'main'}, None).api.endpoint)"
+        environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
+        assert done.stdout.startswith("https://") and "127.0.0.1" not in done.stdout
 
     def test_pickles_only(self, hub: Hub, model_files: dict[str, bytes], tmp_path: Path) -> None:
         hub.put("tiny", {name: content for name, content in model_files.items() if "safetensors" not in name})
@@ -398,6 +407,39 @@ def test_a_folder_is_looked_at_and_needs_nothing(hub: Hub, model_files: dict[str
     with pytest.raises(ConfigError, match="no such folder"):
         Weights().needs(job(tmp_path, str(tmp_path / "nowhere")), tmp_path)
     assert Weights().needs(job(tmp_path, "x").model_copy(update={"init_from": None}), tmp_path) == []
+
+
+def test_training_begins_with_what_the_hub_has(hub: Hub, model_files: dict[str, bytes], project: Project) -> None:
+    """The task itself: fetched before any rank starts, read by two ranks; one step at rate 0 later the checkpoint holds the hub's weights."""
+    hub.put("org/tiny", model_files)
+    path = project.path / "jobs.toml"
+    path.write_text(
+        path.read_text().replace("[clusters.here]", f'[clusters.here]\nhub_endpoint = "{hub.url}"')
+        + """
+[models.published]
+num_layers = 2
+hidden_size = 24
+num_attention_heads = 3
+seq_length = 16
+vocab_size = 53
+[jobs.on]
+extends = "random"
+model = "published"
+init_from = "hf:org/tiny"
+training = { train_iters = 1, lr = 0.0, eval_iters = 0 }
+"""
+    )
+    refused = project.document("train", "on", "--no-stages", exit=5)
+    assert "weights org--tiny--main: stale because it was never fetched" in refused["problems"][0]["message"]
+    assert project.document("train", "on")["state"] == "succeeded"
+    (run,) = project.runs()
+    saved = open_checkpoint(folder_of(run / "checkpoints", 1))
+    tensors = {name: torch.zeros(entry.shape) for name, entry in saved.manifest.tensors.items() if name.startswith("model.")}
+    load_checkpoint(saved, tensors)
+    second = json.loads(model_files["model.safetensors.index.json"])["weight_map"]
+    for name, entry in table(MODEL, 53).items():
+        value = 2.0 if second[entry.pieces[0].source].startswith("model-00002") else 1.0
+        assert torch.equal(tensors[f"model.{name}"], torch.full(entry.shape, value))
 
 
 def test_names() -> None:

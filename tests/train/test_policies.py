@@ -96,3 +96,17 @@ def test_a_spike_is_undone(ranks: list[dict[str, Any]]) -> None:
     assert (found["code"], found["step"], found["consumed"]) == (0, 10, 8 * (10 + 3))  # the blow in step 6 shows in the loss of step 7
     assert max(r["lm_loss"] for r in training_rows(found)) < 6 < max(r["lm_loss"] for r in training_rows(ignored))
     assert ignored["code"] == 0 and not math.isnan(training_rows(ignored)[-1]["lm_loss"])
+
+
+@pytest.mark.parametrize(("name", "consumed"), [("dropout", 48), ("fp16", 48), ("bf16-sgd", 4 + 4 + 4 + 4 + 8 + 8)])
+def test_resume_is_exact_with_dropout_in_every_precision(ranks: list[dict[str, Any]], name: str, consumed: int) -> None:
+    for rank in ranks:
+        straight, broken = rank["resumed"][name]["weights"]
+        assert same(straight, broken)
+        assert rank["resumed"][name]["consumed"] == consumed
+
+
+def test_every_validation_set_is_evaluated(ranks: list[dict[str, Any]]) -> None:
+    rows = ranks[0]["resumed"]["dropout"]["evaluations"]
+    assert [(row["step"], row["eval"]) for row in rows] == [(3, "valid"), (3, "second"), (6, "valid"), (6, "second")]
+    assert all(5 < row["lm_loss"] < 7 for row in rows)

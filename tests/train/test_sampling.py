@@ -85,7 +85,7 @@ def test_greedy_draws_nothing() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_broken_logits_are_named(broken: float, temperature: float) -> None:
-    with pytest.raises(TrainkitError, match="highest logit is (nan|inf)"):
+    with pytest.raises(TrainkitError, match=r"highest logit is (nan|inf)"):
         choose(torch.tensor([0.0, broken, 1.0]), Sampling(temperature), torch.Generator())
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainkit.train.timers import Phase, Timers
+from trainkit.train.timers import LAST, PHASES, Phase, Timers
 
 CPU = torch.device("cpu")
 
@@ -69,6 +69,37 @@ def test_no_phase_within_another() -> None:
     timers = Timers(CPU)
     with timers("forward"), pytest.raises(RuntimeError, match="'data' begins within phase 'forward'"):
         timers.begin("data")
+
+
+class Event:
+    """An event of a device that has not come further than `done`."""
+
+    queued, done = 0, 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.queued += 1
+        self.place = Event.queued
+
+    def elapsed_time(self, end: Event) -> float:
+        assert max(self.place, end.place) <= Event.done, "this would wait for the device"
+        return 10.0 * (end.place - self.place)
+
+
+def test_events_are_read_of_finished_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "queued", 0)
+    timers = Timers(torch.device("cuda", 0))
+    for _ in range(2):
+        for phase in PHASES[1], LAST:
+            with timers(phase):
+                pass
+    monkeypatch.setattr(Event, "done", 4)  # the first step is through, the second is not
+    assert timers.take(1) == {"forward": 10.0, "optimizer": 10.0}
+    monkeypatch.setattr(Event, "done", 8)
+    assert timers.take(1) == {"forward": 10.0, "optimizer": 10.0}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.jobs.devices import DEVICES
+from trainkit.jobs.devices import Device, built_in_device
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
-from trainkit.train.memory import Memory, memory_by_kind, resident_memory
+from trainkit.train.memory import Memory, resident_memory
 from trainkit.train.utilization import Utilization, device_row
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ LLAMA = Model(family="llama", num_layers=32, hidden_size=4096, num_attention_hea
 def job(device: str, ranks: int, **training: Any) -> Job:
     return Job(
         name="j",
-        cluster=Cluster(name="c", device=device, ranks_per_node=ranks, gpus_per_node=ranks if device != "cpu" else 0),
+        cluster=Cluster(name="c", device=built_in_device(device), ranks_per_node=ranks, gpus_per_node=ranks if device != "cpu" else 0),
         model=LLAMA.model_copy(update={"name": "m", "vocab_size": 128256}),
         dataset=Dataset(name="mock", source="mock"),
         training=Training.model_validate({"train_iters": 10, "lr": 1e-3, **training}),
@@ -59,19 +59,29 @@ def test_precisions_have_peaks_of_their_own() -> None:
         ("cpu", None, None),
         ("cuda", "NVIDIA H100 80GB HBM3", "h100-sxm-80gb"),
         ("cuda", "Somebody's GPU", None),
+        ("cuda", "NVIDIA H200", "h200-sxm-141gb"),
+        ("cuda", "NVIDIA GH200 480GB", None),
+        ("cuda", "NVIDIA GB200", None),
+        ("cuda", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("a100-sxm-40gb", "NVIDIA A100-SXM4-40GB", "a100-sxm-40gb"),
         ("a100-sxm-40gb", "A100 of a cloud", "a100-sxm-40gb"),
         ("a100-sxm-40gb", "NVIDIA H100 80GB HBM3", None),
     ],
 )
 def test_the_row_of_a_device(wanted: str, reported: str | None, row: str | None) -> None:
-    assert device_row(wanted, reported) == (DEVICES[row] if row else None)
+    assert device_row(built_in_device(wanted), reported) == (built_in_device(row) if row else None)
+
+
+def test_a_row_of_ones_own_is_believed_where_torch_says_the_same() -> None:
+    mine = Device(name="slow-h100", reported_as=("H100 80GB HBM3",), peak_tflops={"bf16": 700.0})
+    assert device_row(mine, "NVIDIA H100 80GB HBM3") is mine
+    assert device_row(mine, "NVIDIA H200") is None
 
 
 def test_memory_by_kind() -> None:
     module = nn.Linear(7, 5)
     moments = [torch.zeros(5, 7), torch.zeros(5, 7, dtype=torch.float64), torch.zeros(5)]
-    found = memory_by_kind(dict(module.named_parameters()), moments, CPU)
+    found = Memory(dict(module.named_parameters()), moments, CPU).now()
     assert (found["parameters"], found["gradients"], found["optimizer"]) == (160, 160, 140 + 280 + 20)
     assert found["max_resident"] >= found["resident"] > 2**20
 

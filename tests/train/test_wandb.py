@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Cluster, Job, Wandb
 from trainkit.runs.folder import RunFolder
 from trainkit.train import wandb_log
-from trainkit.train.wandb_log import KEY, WandbLog, open_wandb
+from trainkit.train.wandb_log import KEY, WandbLog, open_wandb, wandb_problems
 
 SECRET = "e5f0c2a94b7d"
 ROW = {"step": 3, "lm_loss": 2.5, "mfu": None, "peak": "n/a", "times_ms": {"forward": 1.5}, "memory_bytes": {"parameters": 400}}
@@ -24,8 +25,14 @@ ROW = {"step": 3, "lm_loss": 2.5, "mfu": None, "peak": "n/a", "times_ms": {"forw
 class Double:
     """Stands for the package and its run: keeps what it is told; `breaks` names the call that raises."""
 
+    __spec__ = importlib.util.find_spec("json")  # a package that is there
+
     def __init__(self, breaks: str = "") -> None:
-        self.breaks, self.began, self.rows, self.axes, self.calls = breaks, {}, [], [], []  # type: tuple[str, dict[str, Any], list[dict[str, Any]], list[Any], list[str]]
+        self.breaks = breaks
+        self.began: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.axes: list[tuple[str, dict[str, Any]]] = []
+        self.calls: list[str] = []
         self.Settings = SimpleNamespace
 
     def _called(self, name: str) -> None:
@@ -67,15 +74,17 @@ def test_a_job_that_asks_for_none(run: RunFolder, tmp_path: Path, monkeypatch: p
     assert open_wandb(tiny_job(1, tmp_path), run) is None
 
 
-def test_what_is_missing_is_named(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named_all_at_once(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"wandb is not installed[\s\S]*trainkit\[wandb\]"):
-        open_wandb(job(tmp_path), run)
-    monkeypatch.setitem(sys.modules, "wandb", Double())  # type: ignore[arg-type]
     monkeypatch.delenv(KEY)
-    with pytest.raises(ConfigError, match=rf'have no {KEY}[\s\S]*clusters.here.secrets = \["{KEY}"\]'):
+    with pytest.raises(ConfigError) as caught:
         open_wandb(job(tmp_path, mode="online"), run)
-    assert open_wandb(job(tmp_path), run) is not None  # offline needs none
+    package, key = caught.value.list
+    assert "wandb is not installed" in package.message and "trainkit[wandb]" in package.hint
+    assert f"have no {KEY}" in key.message and f'clusters.here.secrets = ["{KEY}"]' in key.hint
+    monkeypatch.setitem(sys.modules, "wandb", Double())
+    assert [problem.message for problem in wandb_problems(job(tmp_path, mode="online"))] == [key.message]
+    assert open_wandb(job(tmp_path), run) is not None  # offline needs no key
 
 
 @pytest.mark.parametrize(("mode", "resume"), [("online", "allow"), ("offline", None)])

@@ -4,8 +4,9 @@
 `csrc_sha256` from it, the build stage imports `install`. So it imports the standard library only, and of that little on the fast path.
 
 What counts as installed is said by one file, `.venv/trainkit-install.json`: the fingerprint of everything the installation depends on.
-It is gone while pip runs and written when pip has succeeded. Who installs holds a lock on `.venv.lock` with its words in it; words that are
-still there when the next one gets the lock mean that the former died at work: then .venv is made anew.
+It is gone while pip runs and written when pip has succeeded. Who installs holds a lock on `.venv.lock` with its words in it, the environment
+it is at; an environment that is still named there when the next one gets the lock was left half done: then it is made anew. The lock is one for
+all environments of a checkout: each installation compiles the extension in the same place.
 """
 
 from __future__ import annotations
@@ -46,34 +47,42 @@ def csrc_sha256(root: Path) -> str:
     return _hash_files(root, names)
 
 
-def fingerprint(root: Path, extras: Collection[str]) -> str:
+class Environment:
+    """A folder of a checkout with a Python of its own.
+
+    Args:
+        root: the checkout.
+        folder: the folder's name there.
+        pins: a file of the checkout with further packages, every one of them with its version. They are put in as they are listed, without what
+            they ask for themselves: so that packages whose bounds contradict each other may stand side by side.
+    """
+
+    def __init__(self, root: Path, folder: str = ".venv", pins: str = "") -> None:
+        self.root, self.folder, self.pins = root, folder, pins
+        self.path = root / folder
+        self.python, self.stamp = self.path / "bin" / "python", self.path / "trainkit-install.json"
+
+
+def fingerprint(root: Path, extras: Collection[str], pins: str = "") -> str:
     """What an installation depends on, as one hash: the files that describe it, csrc/, this file, the folder, Python's ABI, the extras."""
-    files = _hash_files(root, [*CHECKOUT_FILES, "trainkit/base/install.py"])
+    files = _hash_files(root, [*CHECKOUT_FILES, "trainkit/base/install.py", *([pins] if pins else [])])
     parts = [files, csrc_sha256(root), os.path.realpath(root), sys.implementation.cache_tag, os.uname().machine, *sorted(set(extras))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _stamp(root: Path) -> Path:
-    return root / ".venv" / "trainkit-install.json"
-
-
-def _python(root: Path) -> Path:
-    return root / ".venv" / "bin" / "python"
-
-
-def _recorded_extras(root: Path) -> set[str] | None:
+def _recorded_extras(environment: Environment) -> set[str] | None:
     """The extras of a finished installation that is of this fingerprint, or None."""
     try:
-        stamp = json.loads(_stamp(root).read_bytes())
+        stamp = json.loads(environment.stamp.read_bytes())
         extras = {str(e) for e in stamp["extras"]}
-        return extras if stamp["fingerprint"] == fingerprint(root, extras) else None
+        return extras if stamp["fingerprint"] == fingerprint(environment.root, extras, environment.pins) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _fresh(root: Path, extras: Collection[str]) -> bool:
-    recorded = _recorded_extras(root)
-    return recorded is not None and recorded.issuperset(extras) and os.access(_python(root), os.X_OK)
+def _fresh(environment: Environment, extras: Collection[str]) -> bool:
+    recorded = _recorded_extras(environment)
+    return recorded is not None and recorded.issuperset(extras) and os.access(environment.python, os.X_OK)
 
 
 def _write_stamp(path: Path, content: bytes) -> None:
@@ -97,15 +106,15 @@ def _locked(root: Path, environment: str) -> Iterator[tuple[int, bool]]:
         except BlockingIOError:
             _say(f"process {_holder(handle).get('pid', '?')} is installing this checkout; waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
-        died = _holder(handle).get("environment") == environment
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps({"pid": os.getpid(), "environment": environment}).encode(), 0)
+        unfinished = _unfinished(handle)
+        died = environment in unfinished
+        _write_words(handle, pid=os.getpid(), unfinished=sorted(unfinished | {environment}))
         try:
             yield handle, died
         except InstallError:  # pip has undone what it did
-            os.ftruncate(handle, 0)
+            _write_words(handle, unfinished=sorted(unfinished - {environment}))
             raise
-        os.ftruncate(handle, 0)
+        _write_words(handle, unfinished=sorted(unfinished - {environment}))
     finally:
         os.close(handle)
 
@@ -115,6 +124,17 @@ def _holder(handle: int) -> dict[str, object]:
         return dict(json.loads(os.pread(handle, 65536, 0)))
     except (ValueError, TypeError):
         return {}
+
+
+def _unfinished(handle: int) -> set[str]:
+    """Environments whose installation was begun and not ended."""
+    words = _holder(handle).get("unfinished")
+    return {str(w) for w in words} if isinstance(words, list) else set()
+
+
+def _write_words(handle: int, **words: object) -> None:
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(words).encode(), 0)
 
 
 def missing_tools() -> list[str]:
@@ -143,6 +163,11 @@ def pip_command(extras: Collection[str], python: Path) -> list[str]:
     """What `install` runs in the checkout's folder."""
     target = f".[{','.join(sorted(set(extras)))}]" if extras else "."
     return [str(python), "-P", "-m", "pip", "install", "--disable-pip-version-check", "-e", target, "-c", "constraints.txt"]
+
+
+def pins_command(pins: str, python: Path) -> list[str]:
+    """What puts the packages of an environment's `pins` into it, run in the checkout's folder."""
+    return [str(python), "-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "-r", pins, "-c", "constraints.txt"]
 
 
 class _Progress:
@@ -204,29 +229,32 @@ def _run(command: list[str], root: Path, lock: int) -> None:
         )
 
 
-def _install(root: Path, extras: Collection[str], python: Path, lock: int) -> None:
-    """Run pip; the stamp of .venv is away meanwhile, and comes back as it was if pip fails."""
+def _install(environment: Environment, extras: Collection[str], python: Path, lock: int) -> None:
+    """Run pip; the environment's stamp is away meanwhile, and comes back as it was if pip fails."""
     import time
 
-    ours = os.path.realpath(python.parent) == os.path.realpath(_python(root).parent)
-    stamp, former = _stamp(root), b""
+    ours = os.path.realpath(python.parent) == os.path.realpath(environment.python.parent)
+    root, stamp, former = environment.root, environment.stamp, b""
     if ours and stamp.exists():
         former = stamp.read_bytes()
         with contextlib.suppress(ValueError, KeyError, TypeError):
             extras = {*extras, *json.loads(former)["extras"]}
         stamp.unlink()
-    content = json.dumps({"schema": "install/1", "fingerprint": fingerprint(root, extras), "extras": sorted(set(extras))}, indent=1).encode()
+    words = {"schema": "install/1", "fingerprint": fingerprint(root, extras, environment.pins), "extras": sorted(set(extras))}
     command = pip_command(extras, python)
-    _say(f"installing {command[-3]} into {python.parent.parent} with pip; the first time this takes minutes")
+    what = command[-3] + (f" and {environment.pins}" if environment.pins else "")
+    _say(f"installing {what} into {python.parent.parent} with pip; the first time this takes minutes")
     began = time.monotonic()
     try:
         _run(command, root, lock)
+        if environment.pins:
+            _run(pins_command(environment.pins, python), root, lock)
     except InstallError:
         if former:
             _write_stamp(stamp, former)
         raise
     if ours:
-        _write_stamp(stamp, content)
+        _write_stamp(stamp, json.dumps(words, indent=1).encode())
     _say(f"installed in {time.monotonic() - began:.0f} s")
 
 
@@ -240,7 +268,7 @@ def install(root: Path, extras: Collection[str], python: Path) -> None:
     """
     _require_tools()
     with _locked(root, str(python.parent.parent)) as (lock, _):
-        _install(root, extras, python, lock)
+        _install(Environment(root), extras, python, lock)
 
 
 def _works(python: Path) -> bool:
@@ -255,32 +283,33 @@ def _works(python: Path) -> bool:
     return done.returncode == 0 and done.stdout.strip() == sys.implementation.cache_tag
 
 
-def _make_venv(root: Path, lock: int) -> None:
+def _make_venv(environment: Environment, lock: int) -> None:
     import importlib.util
 
     base = str(getattr(sys, "_base_executable", sys.executable))  # not the Python of the .venv that is about to be cleared
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         raise InstallError(f"{base} cannot make an environment; missing:\n  - its venv module: apt-get install python3-venv")
-    _say(f"making .venv with {base} (Python {sys.version.split()[0]})")
-    _run([base, "-I", "-m", "venv", "--clear", str(root / ".venv")], root, lock)
+    _say(f"making {environment.folder} with {base} (Python {sys.version.split()[0]})")
+    _run([base, "-I", "-m", "venv", "--clear", str(environment.path)], environment.root, lock)
 
 
-def ensure(root: Path, extras: Collection[str]) -> None:
-    """Have a .venv with this checkout and at least these extras in it; does nothing if it is fresh.
+def ensure(root: Path, extras: Collection[str], folder: str = ".venv", pins: str = "") -> None:
+    """Have an environment with this checkout and at least these extras in it; does nothing if it is fresh. See `Environment`.
 
     Raises InstallError as `install` does.
     """
-    if _fresh(root, extras):
+    environment = Environment(root, folder, pins)
+    if _fresh(environment, extras):
         return
     _require_tools()
-    with _locked(root, str(root / ".venv")) as (lock, died):
-        if _fresh(root, extras):  # who held the lock has done it
+    with _locked(root, str(environment.path)) as (lock, died):
+        if _fresh(environment, extras):  # who held the lock has done it
             return
-        if died or not _works(_python(root)):
-            if (root / ".venv").exists():
-                _say(".venv is unfinished" if died else ".venv has no working Python of this version with pip; it is made anew")
-            _make_venv(root, lock)
-        _install(root, extras, _python(root), lock)
+        if died or not _works(environment.python):
+            if environment.path.exists():
+                _say(f"{folder} is unfinished" if died else f"{folder} has no working Python of this version with pip; it is made anew")
+            _make_venv(environment, lock)
+        _install(environment, extras, environment.python, lock)
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The task for trainkit's own checkout: test."""
+"""The task test, and where trainkit's own checkout is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from invoke.exceptions import Exit as Leave
 
@@ -16,11 +17,17 @@ from trainkit.base.install import CHECKOUT_FILES
 NEEDED = ("pytest", "ruff", "mypy", "hypothesis", "xdist")
 
 
+def checkout(part: str) -> Path:
+    """The checkout this package was installed from, with its folder `part` in it. Raises ConfigError where it is none."""
+    root = Path(trainkit.__file__).parent.parent
+    if not all((root / name).exists() for name in (*CHECKOUT_FILES, part)):
+        raise ConfigError(f"trainkit is installed in {root}, which is no checkout with {part}", hint="clone the project and run ./inv there")
+    return root
+
+
 def test(*, slow: bool, k: str, lint: bool) -> None:
     """Ruff, mypy, pytest, in the checkout this package was installed from; the first failure ends it."""
-    root = os.path.dirname(os.path.dirname(trainkit.__file__))
-    if not all(os.path.exists(os.path.join(root, name)) for name in (*CHECKOUT_FILES, "tests")):
-        raise ConfigError(f"trainkit is installed in {root}, which is no checkout with tests", hint="clone the project and run ./inv test there")
+    root = checkout("tests")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

@@ -16,7 +16,7 @@ from trainkit.cli.prepare import STAGES, bring_up_to_date
 from trainkit.cli.progress import TrainingView
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.data.paths import DataFolder
-from trainkit.engines import ENGINES
+from trainkit.engines import ENGINES, refuse_unlaunchable
 from trainkit.jobs.change import changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.outcome import Outcome
@@ -47,7 +47,7 @@ def _vocab_size(job: Job) -> int | None:
 def _print_plan(talk: Talk, plan: Plan, job: Job) -> None:
     size = f"{plan.parameters / 1e6:,.2f} million parameters" if plan.parameters else "parameters known when the tokenizer is"
     batch = f"{plan.global_batch_size} x {job.model.seq_length} tokens ({plan.gradient_accumulation_steps} micro-batches of {job.training.micro_batch_size})"
-    ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} on {job.cluster.device}"
+    ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} on {job.cluster.device.name}"
     talk.console.print(f"[bold]{job.name}[/]: {size}, {ranks}, {job.training.train_iters} steps of {batch} = {plan.tokens / 1e6:,.2f} million tokens")
 
 
@@ -68,6 +68,7 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     jobs = load_jobs(talk)
     resolved = jobs.resolve(name, sets)
     job = resolved.job
+    refuse_unlaunchable(job)
     plan = _checked_plan(job)
     secret_values(job.cluster.secrets, os.environ)
     _print_plan(talk, plan, job)

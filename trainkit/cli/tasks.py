@@ -222,4 +222,20 @@ def test(talk: Talk, slow: bool = False, k: str = "", no_lint: bool = False) -> 
     project.test(slow=slow, k=k, lint=not no_lint)
 
 
-namespace = Collection(jobs, show, check, build, prep_data, train, resume, runs, status, logs, tensorboard, report, generate, evaluate, export, test)
+@make_task(
+    help={
+        "name": "only benchmarks/NAME.py",
+        "list": "say which there are and what they claim",
+        "quick": "what can be done in a minute",
+        "device": "what the benchmarks that know several run on: cpu or cuda",
+    },
+    reports=True,
+)
+def bench(talk: Talk, name: str = "", list: bool = False, quick: bool = False, device: str = "") -> Answer:
+    """Measure trainkit beside its peers (in .venv-bench, made at the first use)."""
+    from trainkit.cli import bench as runner
+
+    return runner.bench(talk, name, listing=list, quick=quick, device=device)
+
+
+namespace = Collection(jobs, show, check, build, prep_data, train, resume, runs, status, logs, tensorboard, report, generate, evaluate, export, test, bench)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from trainkit.base.errors import Problem
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 
@@ -47,6 +48,9 @@ class Command:
 
 class Engine(Protocol):
     """One value of `jobs.X.engine`."""
+
+    def problems(self, job: Job) -> list[Problem]:
+        """Why this version cannot launch `job`, though it can be planned; an empty list if it can."""
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         """The command of one attempt."""

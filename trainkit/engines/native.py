@@ -6,6 +6,7 @@ import os
 import sys
 
 from trainkit.engines.contract import Command
+from trainkit.base.errors import Problem
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 
@@ -13,8 +14,24 @@ from trainkit.runs.folder import RunFolder
 class Native:
     """One process a rank; the job travels as job.json in the run folder."""
 
+    def problems(self, job: Job) -> list[Problem]:
+        """What is planned for, and not launched yet."""
+        p, sets = job.parallelism, "--set "
+        asked = {
+            f"cluster.launcher = '{job.cluster.launcher}'": job.cluster.launcher != "local",
+            f"nodes = {job.nodes}": job.nodes > 1,
+            f"cluster.device = '{job.cluster.device.name}'": job.cluster.device_type == "neuron",
+            f"container = '{job.container.name if job.container else ''}'": job.container is not None,
+            f"parallelism.tensor_model_parallel_size = {p.tensor_model_parallel_size}": p.tensor_model_parallel_size > 1,
+            f"parallelism.pipeline_model_parallel_size = {p.pipeline_model_parallel_size}": p.pipeline_model_parallel_size > 1,
+            f"parallelism.zero_stage = {p.zero_stage}": p.zero_stage != 1,
+            "engine_args": bool(job.engine_args),
+        }
+        hint = f"`invoke plan {job.name}` plans it; to try it here: {sets}cluster=here and smaller degrees"
+        return [Problem(f"{what} is planned for, but not launched by this version of trainkit", hint=hint) for what, there in asked.items() if there]
+
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
-        threads = max(1, len(os.sched_getaffinity(0)) // job.ranks_per_node) if job.cluster.device == "cpu" else 1
+        threads = max(1, len(os.sched_getaffinity(0)) // job.ranks_per_node) if job.cluster.device_type == "cpu" else 1
         main = run.code / "trainkit" / "train" / "main.py"
         return Command(
             # -I: neither the working folder nor PYTHON* variables decide which code runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field
@@ -69,6 +70,14 @@ def built_in_device(name: str) -> Device:
 
 
 def reported_device(name: str) -> Device | None:
-    """The row that comes with trainkit of a GPU by the name torch gives it; None for one that is not in the table, never a guess."""
-    parts = {row: values.get("reported_as", ()) for row, values in BUILT_IN_DEVICES.items()}
-    return next((built_in_device(row) for row, wanted in parts.items() if wanted and all(part in name for part in wanted)), None)
+    """The row that comes with trainkit of a GPU by the name torch gives it; None for one that is not in the table, never a guess.
+
+    Names are compared by whole words, since a GH200 is no H200. A slice of a GPU (MIG) has not its peak.
+    """
+    return next((row for row in map(built_in_device, BUILT_IN_DEVICES) if row.reported_as and is_reported_as(row, name)), None)
+
+
+def is_reported_as(device: Device, name: str) -> bool:
+    """Whether torch's name of a GPU is that of this row."""
+    whole = not re.search(r"\bMIG\b", name)
+    return whole and all(re.search(rf"(?<!\w){re.escape(part)}(?!\w)", name) for part in device.reported_as)

@@ -1,8 +1,8 @@
 """What an experiment is: the tables of jobs.toml and the resolved Job, as frozen pydantic models.
 
 Key names are Megatron's for models and training and Slurm's for clusters. Every field has one line of help: it becomes
-the JSON schema that editors use. What is still to come stands in `planned` (keys) and `ToCome` (values): using it is
-refused with words, never ignored.
+the JSON schema that editors use. Keys that are still to come stand in `planned`: using one is refused
+with words, never ignored.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.datasets import Dataset, Tokenizer
 from trainkit.jobs.devices import BUILT_IN_DEVICES, Device
 from trainkit.jobs.models import Model, RopeScaling
-from trainkit.jobs.table import NAME, Environment, Strings, Table, ToCome, needs, wrong
+from trainkit.jobs.table import NAME, Environment, Strings, Table, needs, wrong
 from trainkit.jobs.training import Training
 
 __all__ = [  # the tables that other packages name
-    "NAME", "Checkpoint", "Cluster", "Dataset", "Defaults", "Generate", "Job", "Model", "Parallelism", "Profile", "RopeScaling", "Table", "ToCome",
+    "NAME", "Checkpoint", "Cluster", "Dataset", "Defaults", "Generate", "Job", "Model", "Parallelism", "Profile", "RopeScaling", "Table",
     "Tokenizer", "Training", "Wandb",
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,21 +10,6 @@ from pydantic_core import PydanticCustomError
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
 
 
-@dataclass(frozen=True)
-class ToCome:
-    """Values of a key that a later version will take: those listed, and integers above a limit."""
-
-    values: tuple[str | int, ...] = ()
-    above: int | None = None
-
-    def includes(self, value: object) -> bool:
-        """Whether `value` is one of them."""
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value in self.values or (self.above is not None and value > self.above)
-        return isinstance(value, str) and value in self.values
-
-
-ABOVE_ONE = ToCome(above=1)
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*"
 Strings = Annotated[tuple[str, ...], Field(strict=False)]  # not strict: TOML and JSON have lists, not tuples
 SecretNames = Annotated[tuple[Annotated[str, Field(pattern=VARIABLE + r"\??$")], ...], Field(strict=False)]

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from trainkit.base.errors import Place, Problem
 from trainkit.jobs.origins import SET, Origin, Section
-from trainkit.jobs.schema import REFERENCES, TABLES, Table, ToCome
+from trainkit.jobs.schema import REFERENCES, TABLES, Table
 
 NOT_YET = "is planned, but not in this version of trainkit"
 NAME_RULE = "names match [a-z0-9][a-z0-9_-]*"
@@ -160,10 +160,7 @@ def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
         about = key_of(spot.node or spot.section)
         return Problem(f"{about}: {context['message']}", (node or spot.node or spot.section).place)
     key = key_of(spot.node) if spot.node else ".".join(str(part) for part in found["loc"])
-    later = next((entry for entry in spot.field.metadata if isinstance(entry, ToCome)), None) if spot.field else None
     allowed = _allowed(spot.field)
-    if later and later.includes(value):
-        return Problem(f"{key} = {_toml(value)} {NOT_YET}", spot.place, f"in this version: {allowed}")
     hint = spot.field.description or "" if spot.field else ""
     if kind in _EXPECTED:
         return _wrong_type(key, kind, value, spot, hint)

@@ -21,7 +21,7 @@ def slots_folder() -> Path:
 
 def slot_names(job: Job) -> list[str]:
     """The slots the job takes on this host: "cpu", or one a GPU, by the numbers CUDA_VISIBLE_DEVICES gives them (the ranks see it too)."""
-    if job.cluster.device == "cpu":
+    if job.cluster.device_type == "cpu":
         return ["cpu"]
     seen = {**os.environ, **job.cluster.env, **job.env}.get("CUDA_VISIBLE_DEVICES", "")
     visible = [name.strip() for name in seen.split(",") if name.strip()]

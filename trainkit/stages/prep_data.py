@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.errors import ConfigError
 from trainkit.data.paths import DataFolder
 from trainkit.data.sources import SOURCES, Shard, Source
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
@@ -42,6 +43,9 @@ def need_of_dataset(dataset: Dataset, root: Path, stamps: Path) -> Need | None:
     tokenizer = dataset.tokenizer
     if dataset.source == "mock" or tokenizer is None:
         return None
+    if dataset.source not in SOURCES or tokenizer.type == "gpt2":
+        what = f"source = '{dataset.source}'" if dataset.source not in SOURCES else "a tokenizer of type = 'gpt2'"
+        raise ConfigError(f"dataset '{dataset.name}': {what} is planned for, but not prepared by this version of trainkit", hint="to try the job: --set dataset=mock")
     source = SOURCES[dataset.source]
     folder = DataFolder(root, dataset)
     shards = source.shards(dataset, folder.corpus)

@@ -16,13 +16,14 @@ from trainkit.train.initialize import initialize
 from trainkit.train.model import Transformer
 from trainkit.train.schedule import batch_sizes
 from trainkit.train.torch_compat import local_part
+from trainkit.train.wandb_log import wandb_problems
 
 MANY = 20  # tensors named in one message
 
 
 def refuse_what_cannot_run(job: Job, world: World) -> None:
     """Refuse a world, batches, a vocabulary or beginning weights that do not fit the job. Raises ConfigError with all that is wrong."""
-    problems = [*_layout_problems(job, world), *_told(lambda: vocab_size(job))]
+    problems = [*_layout_problems(job, world), *_told(lambda: vocab_size(job)), *wandb_problems(job)]
     if job.init_from and not problems:
         problems += _told(lambda: _check_init(job))
     if problems:

@@ -62,7 +62,9 @@ def generate(
     job = read_job(run.job)
     tokenizer, end = load_own_tokenizer(job)
     on, saved = choose_device(job, device), choose_checkpoint(run, step)
-    model = load_model(job, saved, on, PRECISIONS[job.training.precision])
+    # The head is not padded: for one row at a time that would copy its weight for every token, and no kernel gains by it.
+    bare = job.model_copy(update={"model": job.model.model_copy(update={"make_vocab_size_divisible_by": 1})})
+    model = load_model(bare, saved, on, PRECISIONS[job.training.precision])
     found = []
     for prompt in prompts:
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]  # as prep-data encodes

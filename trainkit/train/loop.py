@@ -20,7 +20,7 @@ from trainkit.train.data_parallel import World
 from trainkit.train.feed import Feed, vocab_size
 from trainkit.train.heartbeat import Heartbeat
 from trainkit.train.loss import Labels, Losses
-from trainkit.train.memory import memory_by_kind
+from trainkit.train.memory import Memory
 from trainkit.train.model import build_on_meta
 from trainkit.train.profiling import StepProfiler
 from trainkit.train.readback import Readback
@@ -87,6 +87,7 @@ class Trainer:
             begin_weights(job, self.model)
         self.readback: Readback[StepFacts] = Readback(self.device)
         self.utilization = Utilization(job, vocab, self.device)
+        self.memory = Memory(self.maker.parameters, self.maker.optimizer.state_tensors().values(), self.device)
         self.profiler = StepProfiler(job.profile, world.rank, run.path / "profile")
         self.reporter = Reporter(run, job, self.step or -1) if world.rank == 0 else None
         self.since = SinceLog()
@@ -143,7 +144,7 @@ class Trainer:
         values = self.maker.run(self.train_feed.read(self.consumed_samples, samples), samples, self.stop.is_set())
         if self.step == 0 and self.job.training.compile and self.reporter:
             print(f"compiled: {compile_cache_counts()}", flush=True)
-        self.profiler.after(self.step + 1)
+        self.since.began += self.profiler.after(self.step + 1)
         self.step += 1
         self.consumed_samples += samples
         self.readback.push(StepFacts(self.step, self.consumed_samples, samples), values)
@@ -186,6 +187,7 @@ class Trainer:
         if rollbacks >= t.max_rollbacks:
             raise TrainkitError(f"{why}; max_rollbacks {t.max_rollbacks} are used up", exit=Exit.RANK_USER, hint="lower training.lr")
         self.readback.forget()
+        self.timers.forget()
         self.heartbeat.beat("load", self.step)
         if self.reporter:
             self.reporter.close()
@@ -227,7 +229,7 @@ class Trainer:
             **self.utilization.of(tokens_per_second),
             "batch_checksum": int(values.checksum),
             "times_ms": times,
-            "memory_bytes": memory_by_kind(self.maker.parameters, self.maker.optimizer.state_tensors().values(), self.device),
+            "memory_bytes": self.memory.now(),
         }
         self.reporter.step(row)
 

@@ -49,8 +49,3 @@ class Memory:
         peaks = {"max_allocated": torch.cuda.max_memory_allocated(self.device), "max_reserved": torch.cuda.max_memory_reserved(self.device)}
         torch.cuda.reset_peak_memory_stats(self.device)
         return self._states | peaks
-
-
-def memory_by_kind(parameters: dict[str, nn.Parameter], optimizer_tensors: Iterable[Tensor], device: torch.device) -> dict[str, int]:
-    """`Memory` looked at once."""
-    return Memory(parameters, optimizer_tensors, device).now()

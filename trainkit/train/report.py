@@ -100,7 +100,7 @@ class Reporter:
             self.wandb.step(row)
         if not self.named_peak:
             self.named_peak = True
-            unknown = f"n/a: no peak is known of device {self.job.cluster.device!r} in {self.job.training.precision}"
+            unknown = f"n/a: no peak is known of device {self.job.cluster.device.name!r} in {self.job.training.precision}"
             sys.stdout.write(f" MFU is measured against {row['peak'] or unknown}\n")
         times = "".join(f" {phase}: {milliseconds:.2f} |" for phase, milliseconds in row["times_ms"].items())
         sys.stdout.write(f"{log_line(row, self.job.training.train_iters)}\n time (ms) |{times}\n")

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from trainkit.jobs.devices import DEVICES, Device, reported_device
+from trainkit.jobs.devices import Device, is_reported_as, reported_device
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
 
 
-def device_row(wanted: str, reported: str | None) -> Device | None:
+def device_row(wanted: Device, reported: str | None) -> Device | None:
     """The row of the device table that peaks are taken from; None where it is not known for sure.
 
     Args:
-        wanted: cluster.device.
+        wanted: cluster.device; one without peaks (cpu, cuda) is no row to believe.
         reported: what torch calls the GPU; None without one.
 
     A row that the job names holds for a GPU whose name the table does not know. Where torch's name belongs to another row, neither is believed.
     """
     found = reported_device(reported) if reported else None
-    named = DEVICES.get(wanted)
-    if named is None or found is None:
-        return named or found
-    return named if named == found else None
+    if not wanted.peak_tflops or found is None:
+        return wanted if wanted.peak_tflops else found
+    own = bool(reported and wanted.reported_as) and is_reported_as(wanted, reported or "")
+    return wanted if own or wanted.name == found.name else None
 
 
 class Utilization:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import ConfigError, Problem
 from trainkit.base.redact import Redactor
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -19,20 +20,27 @@ INIT_SECONDS = 30.0
 FINISH_SECONDS = 60.0
 
 
-def open_wandb(job: Job, run: RunFolder) -> WandbLog | None:
-    """The W&B run of a run, begun or gone on with; None where the job asks for none.
-
-    Raises ConfigError where the package, or in mode online the key, is missing.
-    """
+def wandb_problems(job: Job) -> list[Problem]:
+    """Why a job that asks for Weights & Biases cannot have it: the package, or in mode online the key, is missing. Asks no network."""
     if job.wandb is None:
-        return None
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError("the job reports to Weights & Biases, but wandb is not installed", hint="pip install 'trainkit[wandb]', or leave out wandb") from None
+        return []
+    found = []
+    if importlib.util.find_spec("wandb") is None:
+        found.append(Problem("the job reports to Weights & Biases, but wandb is not installed", hint="pip install 'trainkit[wandb]', or leave out wandb"))
     if job.wandb.mode == "online" and not os.environ.get(KEY):
         way = f'export {KEY} and name it in clusters.{job.cluster.name}.secrets = ["{KEY}"], or set wandb.mode = "offline"'
-        raise ConfigError(f"the job reports to Weights & Biases, but its ranks have no {KEY}", hint=way)
+        found.append(Problem(f"the job reports to Weights & Biases, but its ranks have no {KEY}", hint=way))
+    return found
+
+
+def open_wandb(job: Job, run: RunFolder) -> WandbLog | None:
+    """The W&B run of a run, begun or gone on with; None where the job asks for none. Raises ConfigError with `wandb_problems`."""
+    if job.wandb is None:
+        return None
+    if problems := wandb_problems(job):
+        raise ConfigError(problems)
+    import wandb
+
     return WandbLog(wandb, job, run)
 
 

@@ -44,7 +44,7 @@ def parse(init_from: str) -> Published | Path:
     if not init_from.startswith(SCHEME):
         return Path(init_from)
     match = _NAME.fullmatch(init_from.removeprefix(SCHEME))
-    if match is None or "--" in match["name"] or ".." in init_from:  # the hub allows neither; the first keeps folders apart
+    if match is None or "--" in match["name"]:  # the hub allows no "--", which keeps folders apart
         raise ConfigError(
             f"init_from = {init_from!r} names no model of a hub", hint="hf:NAME or hf:ORGANIZATION/NAME, with @REVISION for a branch, tag or commit"
         )
