@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.jobs.jobs_toml import GOOD, Checkout, refused
-from trainkit.base.errors import Place
+from trainkit.base.errors import ConfigError, Place
 from trainkit.jobs.layers import parse_sets
 from trainkit.jobs.origins import Origin, Section
 from trainkit.jobs.resolved import Resolved
@@ -210,3 +210,42 @@ def test_merging_is_what_it_says_and_associative(a: dict[str, Any], b: dict[str,
     low, middle, high = section(a, "a"), section(b, "b"), section(c, "c")
     assert high.over(middle.over(low)).plain() == merged(merged(a, b), c)
     assert middle.over(low, keep_place=True).place == low.place
+
+
+INCLUDED = "[models.more]\nextends = 'tiny'\nnum_layers = 5\n"
+
+
+def test_included_files_add_tables_that_know_their_file(checkout: Checkout, tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/more.toml").write_text(INCLUDED)
+    jobs = checkout('include = ["jobs/*.toml"]\n' + GOOD)
+    resolved = jobs.resolve("demo", ["model=more"])
+    assert resolved.job.model.num_layers == 5
+    assert str(resolved.origins["model.num_layers"].place) == "jobs/more.toml:3"
+    assert jobs.check() == []
+
+
+@pytest.mark.parametrize(
+    ("include", "more", "words"),
+    [
+        ('include = "jobs/more.toml"', INCLUDED, "jobs.toml:1: include: expected an array of file patterns"),
+        ("include = [3]", INCLUDED, "jobs.toml:1: include: expected an array of file patterns"),
+        ('include = ["jobs/*.tml"]', INCLUDED, "jobs.toml:1: include: no file matches 'jobs/*.tml'"),
+        ('include = ["jobs/*.toml"]', "[models.tiny]\nnum_layers = 3\n", "jobs/more.toml:1: [models.tiny] is at jobs.toml:5 already"),
+        ('include = ["jobs/*.toml"]', "[models.tiny\n", "jobs/more.toml:1: "),
+    ],
+)
+def test_bad_includes(include: str, more: str, words: str, checkout: Checkout, tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir(exist_ok=True)
+    (tmp_path / "jobs/more.toml").write_text(more)
+    with pytest.raises(ConfigError) as caught:
+        checkout(f"{include}\n{GOOD}")
+    assert str(caught.value).startswith(words)
+
+
+def test_a_row_of_the_device_table_can_be_added_or_changed(checkout: Checkout) -> None:
+    text = GOOD + "[devices.h100-sxm-80gb]\nmemory_gb_per_second = 3000.0\n[devices.own]\nkind = 'cuda'\n"
+    jobs = checkout(text)
+    device = jobs.resolve("demo", ["cluster.device=h100-sxm-80gb"]).job.cluster.device
+    assert (device.memory_gb_per_second, device.peak_tflops["bf16"]) == (3000.0, 989.4)
+    assert jobs.resolve("demo", ["cluster.device=own"]).job.cluster.device.memory_bytes is None

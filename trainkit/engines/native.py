@@ -25,7 +25,6 @@ class Native:
             f"parallelism.tensor_model_parallel_size = {p.tensor_model_parallel_size}": p.tensor_model_parallel_size > 1,
             f"parallelism.pipeline_model_parallel_size = {p.pipeline_model_parallel_size}": p.pipeline_model_parallel_size > 1,
             f"parallelism.zero_stage = {p.zero_stage}": p.zero_stage != 1,
-            "engine_args": bool(job.engine_args),
         }
         hint = f"`invoke plan {job.name}` plans it; to try it here: {sets}cluster=here and smaller degrees"
         return [Problem(f"{what} is planned for, but not launched by this version of trainkit", hint=hint) for what, there in asked.items() if there]

@@ -19,7 +19,13 @@ from trainkit.jobs.origins import BUILT_IN, SET, Origin, Section
 from trainkit.jobs.schema import BUILT_IN_TABLES, NAME, REFERENCES, TABLES, TABLES_OF_REFERENCES, Defaults, Table
 from trainkit.jobs.words import NAME_RULE, choices, complaints, in_words, key_of
 
-_PATHS = {"clusters": "root", "datasets": "paths", "tokenizers": "path", "jobs": "init_from"}
+_PATHS = {  # keys that hold paths, relative to the folder of jobs.toml
+    "clusters": ("root", "hostfile"),
+    "datasets": ("paths", "prefixes"),
+    "tokenizers": ("path", "vocab_file", "merge_file"),
+    "containers": ("dockerfile",),
+    "jobs": ("init_from",),
+}
 
 T = TypeVar("T", bound=Table)
 
@@ -73,7 +79,8 @@ class Builder:
         if "name" in section.entries:
             findings.add(f"'{key_of(section.entries['name'])}' cannot be set: a table is named by its header", section.entries["name"].place, "remove it")
         section = interpolate(section, self.environ, findings, at).with_entry("name", Origin(name, section.place, (*section.path, "name")))
-        section = self._absolute(section, _PATHS.get(kind, ""))
+        for key in _PATHS.get(kind, ()):
+            section = self._absolute(section, key)
         for key, other in references.items():
             below = [(path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 1]
             section = self._refer(section, key, other, below, findings, (*at, key))
@@ -88,7 +95,8 @@ class Builder:
         known = set(group.entries) if isinstance(group, Section) else set()
         for path, origin in sets:
             if path[0] not in known:
-                findings.add(f"{key_of(origin)} has no table to go to: {'.'.join(map(str, at))}.{path[0]} is not given", SET, f"add --set {'.'.join(map(str, at))}.{path[0]}=NAME")
+                table = ".".join(map(str, (*at, path[0])))
+                findings.add(f"{key_of(origin)} has no table to go to: {table} is not given", SET, f"add --set {table}=NAME")
         if not isinstance(group, Section):
             return section
         for name in list(group.entries):

@@ -10,6 +10,7 @@ from trainkit.jobs.devices import Device, built_in_device
 from trainkit.jobs.table import NAME, Environment, SecretNames, Strings, Table
 
 TIME = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$|^\d+(:\d{2}){0,2}$"  # Slurm's forms of --time
+SlurmOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | int | bool]
 
 
 class StagePlace(Table):
@@ -37,10 +38,12 @@ class Cluster(Table):
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     launcher: Literal["local", "ssh", "pdsh", "slurm"] = Field("local", description="how ranks are started")
-    device: Device = Field(default_factory=lambda: built_in_device("cpu"), description="name of a row of the device table: cpu, cuda (any GPU), h100-sxm-80gb, ...")
+    device: Device = Field(
+        default_factory=lambda: built_in_device("cpu"), description="name of a row of the device table: cpu, cuda (any GPU), h100-sxm-80gb, ..."
+    )
     hostfile: str | None = Field(None, description="ssh, pdsh: the file that lists hosts and their slots")
     prolog: Strings = Field((), description="shell lines that a node must run before anything else (modules, venv)")
-    slurm: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | int | bool] = Field(default_factory=dict, description="long options of sbatch")
+    slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch")
     stages: dict[Annotated[str, Field(pattern=NAME)], StagePlace] = Field(default_factory=dict, description="where stages run, by their names")
     filesystems: dict[Annotated[str, Field(pattern=NAME)], Filesystem] = Field(default_factory=dict, description="shared file systems, by names of your own")
     gpus_per_node: int = Field(0, ge=0, description="GPUs (or cores of another accelerator) of one node")

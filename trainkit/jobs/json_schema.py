@@ -15,6 +15,7 @@ from trainkit.jobs.schema import NAME, REFERENCES, TABLES, TABLES_OF_REFERENCES,
 
 _REF = "#/definitions/"
 _STRING_LIST = {"type": "array", "items": {"type": "string"}}
+_INCLUDE = {"description": "file patterns: the tables of these files belong to this one", **_STRING_LIST}
 _EXTENDS = {"description": "tables of the same kind that lie below this one", "anyOf": [{"type": "string"}, _STRING_LIST]}
 
 
@@ -40,7 +41,7 @@ def json_schema() -> dict[str, Any]:
         "title": "jobs.toml of trainkit",
         "type": "object",
         "additionalProperties": False,
-        "properties": {"defaults": {"$ref": _REF + Defaults.__name__}, **groups},
+        "properties": {"include": _INCLUDE, "defaults": {"$ref": _REF + Defaults.__name__}, **groups},
         "definitions": definitions,
     }
 

@@ -50,8 +50,9 @@ def _included(root: Path, document: Section) -> Section:
     include = document.entries.get("include")
     if include is None:
         return document
-    patterns = include.value if isinstance(include, Origin) and isinstance(include.value, list) else [None]
-    if not all(isinstance(pattern, str) for pattern in patterns):
+    given = include.value if isinstance(include, Origin) else None
+    patterns = [item for item in given if isinstance(item, str)] if isinstance(given, list) else []
+    if not isinstance(given, list) or len(patterns) != len(given):
         raise ConfigError([Problem("include: expected an array of file patterns", include.place, 'for example include = ["jobs/*.toml"]')])
     document, problems = document.without("include"), []
     for pattern in patterns:
@@ -61,7 +62,7 @@ def _included(root: Path, document: Section) -> Section:
         for path in paths:
             part = _read_file(path, str(path.relative_to(root)))
             problems += _twice(document, part)
-            document = document.over(part, keep_place=True)
+            document = part.over(document, keep_place=True)  # no table is in both: only the order of the listing hangs on it
     if problems:
         raise ConfigError(problems)
     return document

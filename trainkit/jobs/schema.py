@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trainkit.jobs.clusters import Cluster
+from trainkit.jobs.clusters import Cluster, SlurmOptions
 from trainkit.jobs.datasets import Dataset, Tokenizer
 from trainkit.jobs.devices import BUILT_IN_DEVICES, Device
 from trainkit.jobs.models import Model, RopeScaling
@@ -19,8 +19,21 @@ from trainkit.jobs.table import NAME, Environment, Strings, Table, needs, wrong
 from trainkit.jobs.training import Training
 
 __all__ = [  # the tables that other packages name
-    "NAME", "Checkpoint", "Cluster", "Dataset", "Defaults", "Generate", "Job", "Model", "Parallelism", "Profile", "RopeScaling", "Table",
-    "Tokenizer", "Training", "Wandb",
+    "NAME",
+    "Checkpoint",
+    "Cluster",
+    "Dataset",
+    "Defaults",
+    "Generate",
+    "Job",
+    "Model",
+    "Parallelism",
+    "Profile",
+    "RopeScaling",
+    "Table",
+    "Tokenizer",
+    "Training",
+    "Wandb",
 ]
 
 
@@ -107,7 +120,9 @@ class Job(Table):
     engine: Literal["native", "gpt-neox", "megatron-lm", "nemo", "neuronx-nemo"] = Field(
         "native", description="what is executed; this version plans for all of them and launches native"
     )
-    engine_args: dict[str, str | int | float | bool] = Field(default_factory=dict, description="further options of an engine that is not native, by its own names")
+    engine_args: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="further options of an engine that is not native, by its own names; native has none and reads none"
+    )
     container: Container | None = Field(None, description="name of a [containers.X] table")
     cluster: Cluster = Field(description="name of a [clusters.X] table")
     model: Model = Field(description="name of a [models.X] table")
@@ -124,6 +139,7 @@ class Job(Table):
     profile: Profile | None = Field(None, description="profile a range of steps")
     wandb: Wandb | None = Field(None, description="report to Weights & Biases as well")
     env: Environment = Field(default_factory=dict, description="environment variables of every rank, over the cluster's")
+    slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch, over the cluster's")
 
     @model_validator(mode="after")
     def _validation_sets_share_the_tokenizer(self) -> Job:
@@ -132,9 +148,14 @@ class Job(Table):
                 raise wrong("validation.valid", "validation.valid: that name is taken by the job's own dataset")
             if dataset.tokenizer != self.dataset.tokenizer:
                 ours, theirs = (d.tokenizer.name if d.tokenizer else "none" for d in (self.dataset, dataset))
-                raise wrong(f"validation.{name}", f"validation.{name}: tokenizer {theirs}, but dataset '{self.dataset.name}' has {ours}; losses cannot be compared")
+                raise wrong(
+                    f"validation.{name}", f"validation.{name}: tokenizer {theirs}, but dataset '{self.dataset.name}' has {ours}; losses cannot be compared"
+                )
             if dataset.tokenizer and dataset.tokenizer.type == "bpe" and dataset.name != self.dataset.name:
-                raise wrong(f"validation.{name}", f"validation.{name}: its tokenizer is trained on each dataset anew (type = 'bpe'); several datasets need type = 'file'")
+                raise wrong(
+                    f"validation.{name}",
+                    f"validation.{name}: its tokenizer is trained on each dataset anew (type = 'bpe'); several datasets need type = 'file'",
+                )
         return self
 
     @model_validator(mode="after")
@@ -152,15 +173,20 @@ class Job(Table):
         return self.cluster.ranks_per_node or max(1, self.cluster.gpus_per_node)
 
     @property
+    def sbatch_options(self) -> SlurmOptions:
+        """Long options of sbatch: the job's over the cluster's."""
+        return {**self.cluster.slurm, **self.slurm}
+
+    @property
     def world_size(self) -> int:
         """Ranks of the whole run."""
         return self.nodes * self.ranks_per_node
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks over tensor and pipeline degrees."""
+        """Ranks over tensor and pipeline degrees (at least 1, rounded down where the plan objects)."""
         p = self.parallelism
-        return self.world_size // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
+        return max(1, self.world_size // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size))
 
     @property
     def global_batch_size(self) -> int:
