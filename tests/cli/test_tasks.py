@@ -15,6 +15,7 @@ TASK_NAMES = [
     "build",
     "check",
     "evaluate",
+    "export",
     "generate",
     "jobs",
     "logs",

@@ -24,7 +24,10 @@ SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_leng
         ({"family": "gpt-neox", "rotary_percent": 0.01}, "0 of 16 channels would be rotated"),
         ({"hidden_size": 66}, "hidden_size 66 does not divide by num_attention_heads 4"),
         ({"max_position_embeddings": 8}, "max_position_embeddings 8 is below seq_length 16"),
-        ({"family": "llama", "rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}}, "high_freq_factor 4.0 is not above low_freq_factor 4.0"),
+        (
+            {"family": "llama", "rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}},
+            "high_freq_factor 4.0 is not above low_freq_factor 4.0",
+        ),
     ],
 )
 def test_what_a_family_does_not_have(keys: dict[str, object], words: str) -> None:
@@ -67,7 +70,9 @@ def test_training_options_that_contradict_each_other(keys: dict[str, object], wo
         Training.model_validate(values)
 
 
-VALIDATION = GOOD + """
+VALIDATION = (
+    GOOD
+    + """
 [datasets.other]
 source = "files"
 paths = ["x"]
@@ -77,10 +82,13 @@ tokenizer = "t"
 type = "bpe"
 vocab_size = 300
 """
+)
 
 
 def test_validation_sets(checkout: Checkout) -> None:
-    job = checkout(GOOD.replace('dataset = "mock"', 'dataset = "mock"\nvalidation = { second = "mock" }')).resolve("demo", ["validation.second.split='1,1'"]).job
+    job = (
+        checkout(GOOD.replace('dataset = "mock"', 'dataset = "mock"\nvalidation = { second = "mock" }')).resolve("demo", ["validation.second.split='1,1'"]).job
+    )
     assert {name: (d.name, d.split) for name, d in job.validation.items()} == {"second": ("mock", "1,1")}
     for line, words in (
         ('validation = { second = "mack" }', "jobs.demo.validation.second = 'mack' names no [datasets.X] table"),

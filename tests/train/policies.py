@@ -70,7 +70,14 @@ def ended(made: Trainer) -> dict[str, Any]:
 
 def fp16_table(root: Path) -> dict[str, Any]:
     """Step by step, with forced overflows; stopped at step 11, saved, and gone on with by another trainer."""
-    keys = {"precision": "fp16", "initial_loss_scale": 1024.0, "min_loss_scale": 256.0, "loss_scale_window": 4, "train_iters": 18, "clip_grad": 0.0}
+    keys: dict[str, Any] = {
+        "precision": "fp16",
+        "initial_loss_scale": 1024.0,
+        "min_loss_scale": 256.0,
+        "loss_scale_window": 4,
+        "train_iters": 18,
+        "clip_grad": 0.0,
+    }
     table = []
     for first, last in ((0, 11), (11, 18)):
         made = trainer(root, **keys)

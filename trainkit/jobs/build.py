@@ -81,7 +81,11 @@ class Builder:
         known = set(group.entries) if isinstance(group, Section) else set()
         for path, origin in sets:
             if path[0] not in known:
-                findings.add(f"{key_of(origin)} has no table to go to: {'.'.join(map(str, at))}.{path[0]} is not given", SET, f"add --set {'.'.join(map(str, at))}.{path[0]}=NAME")
+                findings.add(
+                    f"{key_of(origin)} has no table to go to: {'.'.join(map(str, at))}.{path[0]} is not given",
+                    SET,
+                    f"add --set {'.'.join(map(str, at))}.{path[0]}=NAME",
+                )
         if not isinstance(group, Section):
             return section
         for name in list(group.entries):

@@ -293,7 +293,9 @@ class Training(Table):
     min_loss_scale: float = Field(1.0, gt=0, description="fp16: the dynamic loss scale falls no lower")
     loss_scale_window: int = Field(1000, ge=1, description="fp16: steps without overflow after which the scale doubles")
     hysteresis: int = Field(2, ge=1, description="fp16: overflows before the scale halves")
-    on_nan: Literal["stop", "skip", "rollback"] = Field("stop", description="after a loss or gradient norm that is not finite; the weights are never touched by it")
+    on_nan: Literal["stop", "skip", "rollback"] = Field(
+        "stop", description="after a loss or gradient norm that is not finite; the weights are never touched by it"
+    )
     on_spike: Literal["ignore", "stop", "skip", "rollback"] = Field("ignore", description="after a loss above spike_factor times its running mean")
     spike_factor: float = Field(2.0, gt=1, description="how many times the running mean is a spike")
     spike_window: int = Field(128, ge=2, description="steps the running mean looks back; none is a spike before it is full")
@@ -425,9 +427,14 @@ class Job(Table):
                 raise _wrong("validation.valid", "validation.valid: that name is taken by the job's own dataset")
             if dataset.tokenizer != self.dataset.tokenizer:
                 ours, theirs = (d.tokenizer.name if d.tokenizer else "none" for d in (self.dataset, dataset))
-                raise _wrong(f"validation.{name}", f"validation.{name}: tokenizer {theirs}, but dataset '{self.dataset.name}' has {ours}; losses cannot be compared")
+                raise _wrong(
+                    f"validation.{name}", f"validation.{name}: tokenizer {theirs}, but dataset '{self.dataset.name}' has {ours}; losses cannot be compared"
+                )
             if dataset.tokenizer and dataset.tokenizer.type == "bpe" and dataset.name != self.dataset.name:
-                raise _wrong(f"validation.{name}", f"validation.{name}: its tokenizer is trained on each dataset anew (type = 'bpe'); several datasets need type = 'file'")
+                raise _wrong(
+                    f"validation.{name}",
+                    f"validation.{name}: its tokenizer is trained on each dataset anew (type = 'bpe'); several datasets need type = 'file'",
+                )
         return self
 
     @model_validator(mode="after")

@@ -69,7 +69,7 @@ class Trainer:
 
     def __init__(self, job: Job, run: RunFolder, world: World, heartbeat: Heartbeat, stop: threading.Event) -> None:
         heartbeat.beat("load", 0)
-        refuse_what_cannot_run(job, world)
+        refuse_what_cannot_run(job, world, begins=not checkpoint.finished(run.checkpoints))
         self.job, self.run, self.world, self.heartbeat, self.stop = job, run, world, heartbeat, stop
         self.device, mesh = data_parallel.join(world, job.cluster.device_type)
         vocab = vocab_size(job)

@@ -58,7 +58,10 @@ def run_block(block: Block, mode: Mode, random: bool, x_BSH: Tensor, context: Co
 
 
 def wrap_blocks(module: Transformer, model: Model, training: Training) -> None:
-    """Make every block recompute and compile as `training` asks, and the loss compile with them. Names of parameters stay as they are. Call it before fully_shard."""
+    """Make every block recompute and compile as `training` asks, and the loss compile with them. Call it before fully_shard.
+
+    Names of parameters stay as they are.
+    """
     if training.recompute_granularity == "none" and not training.compile:
         return
     run: Callable[..., Tensor] = torch.compile(run_block, fullgraph=True) if training.compile else run_block
