@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -102,7 +103,7 @@ class Worker:
         self.reader.start()
         self.seconds: list[float] = []
         self.peak = 0
-        self.about = self._answer()
+        self.about: dict[str, Any] = {}
 
     def _drain(self, stream: IO[str]) -> None:
         self.tail.extend(line.rstrip() for line in stream)
@@ -115,6 +116,10 @@ class Worker:
             self.reader.join(5)
             raise Failed("\n".join(f"    | {words}" for words in self.tail))
         return dict(json.loads(line))
+
+    def ready(self) -> None:
+        """Wait until it has taken its first steps."""
+        self.about = self._answer()
 
     def step(self, count: int = 1) -> None:
         """Have it take so many steps; `seconds` gets those of one."""
@@ -136,36 +141,51 @@ def contenders(case: Case, precision: str) -> list[str]:
     return ["trainkit", *(peers if case.peers else [])]
 
 
-def alternate(names: list[str], words: tuple[Any, ...], rounds: int) -> tuple[list[Worker], list[str]]:
-    """All of them side by side, in turns; (those that came through, what is to be said of the others)."""
-    workers, failures = [], []
-    for name in names:
-        try:
-            workers.append(Worker(name, *words))
-        except Failed as error:
-            failures.append(f"  {name} failed:\n{error}")
+class Field:
+    """Those who take part, until they fail.
+
+    Args:
+        workers: all of them.
+    """
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self.workers, self.failures = workers, list[str]()
+
+    def all(self, order: Iterable[Worker], do: Callable[[Worker], None]) -> None:
+        """Have each do something, in this order; who fails leaves."""
+        for worker in list(order):
+            try:
+                do(worker)
+            except Failed as error:
+                self.workers.remove(worker)
+                self.failures.append(f"  {worker.name} failed:\n{error}")
+
+
+def alternate(names: list[str], words: tuple[Any, ...], rounds: int) -> Field:
+    """All of them side by side, in turns."""
+    field = Field([Worker(name, *words) for name in names])
+    field.all(field.workers, Worker.ready)
     for i in range(rounds):
-        turn = i % max(1, len(workers))
-        for worker in workers[turn:] + workers[:turn]:
-            worker.step()
-    for worker in workers:
-        worker.end()
-    return workers, failures
+        turn = i % max(1, len(field.workers))
+        field.all(field.workers[turn:] + field.workers[:turn], Worker.step)
+    field.all(field.workers, Worker.end)
+    return field
 
 
-def one_by_one(names: list[str], words: tuple[Any, ...], rounds: int) -> tuple[list[Worker], list[str]]:
+def one_by_one(names: list[str], words: tuple[Any, ...], rounds: int) -> Field:
     """Each alone on the device: as many steps in a row as there are rounds, without a stop between them, three times."""
-    workers, failures = [], []
+
+    def run(worker: Worker) -> None:
+        worker.ready()
+        for _ in range(3):
+            worker.step(rounds)
+        worker.end()
+
+    field = Field([])
     for name in names:
-        try:
-            worker = Worker(name, *words)
-            for _ in range(3):
-                worker.step(rounds)
-            worker.end()
-            workers.append(worker)
-        except Failed as error:
-            failures.append(f"  {name} failed:\n{error}")
-    return workers, failures
+        field.workers.append(Worker(name, *words))
+        field.all(field.workers[-1:], run)
+    return field
 
 
 def gpu_peak(precision: str) -> tuple[float | None, int]:
@@ -222,14 +242,14 @@ def run_cell(case_name: str, precision: str, device: str, threads: int, rounds: 
     print(f"\n{what}; {how}", flush=True)
     words = (case, precision, device, threads)
     names = contenders(case, precision)
-    workers, failures = alternate([*names, "products"], words, rounds) if device == "cpu" else one_by_one(names, words, rounds)
-    rows = rows_of(workers, case_name, precision, device)
+    field = alternate([*names, "products"], words, rounds) if device == "cpu" else one_by_one(names, words, rounds)
+    rows = rows_of(field.workers, case_name, precision, device)
     show(rows, device)
     if not case.peers:
         print("  no peers: 16 bytes a parameter and a second copy of the weights in bf16 do not fit")
-    for failure in failures:
+    for failure in field.failures:
         print(failure)
-    return rows, not failures
+    return rows, not field.failures
 
 
 def too_small(case: Case) -> str:
@@ -275,7 +295,7 @@ def main() -> None:
         for precision in precisions:
             found, through = run_cell(name, precision, words.device, words.threads, words.rounds or rounds)
             rows, whole = rows + found, whole and through
-    print(f"\n{verdict(rows)}")
+    print(f"\n{verdict(rows)}{'' if whole else ', as far as they came through'}")
     if words.rows:
         words.rows.write_text(json.dumps(rows))
     sys.exit(not whole)

@@ -211,9 +211,10 @@ def litgpt_loop(case: Case, precision: str, device: str, *, pure: bool) -> Plain
     config, gpt, utils = (importlib.import_module(f"litgpt.{name}") for name in ("config", "model", "utils"))
     m = case.model
     shape = {"n_layer": m["num_layers"], "n_embd": m["hidden_size"], "n_head": m["num_attention_heads"], "block_size": m["seq_length"]}
-    like_gpt2 = {"parallel_residual": False, "rotary_percentage": 0.25, "gelu_approximate": "tanh", "padded_multiple": 128}
+    like_gpt2 = {"parallel_residual": False, "rotary_percentage": 0.25, "gelu_approximate": "tanh"}
+    vocab = {"vocab_size": m["vocab_size"], "padded_vocab_size": -(-m["vocab_size"] // 128) * 128}
     with torch.device(device):
-        model = gpt.GPT(config.Config(name="bench", vocab_size=m["vocab_size"], **shape, **like_gpt2)).train()
+        model = gpt.GPT(config.Config(name="bench", **vocab, **shape, **like_gpt2)).train()
     model.apply(model._init_weights)
     model.transformer.wte.weight = model.lm_head.weight
     model.to(torch.bfloat16 if pure else torch.float32)
@@ -222,7 +223,7 @@ def litgpt_loop(case: Case, precision: str, device: str, *, pure: bool) -> Plain
     def loss_of(tokens_BS: Any, labels_BS: Any) -> Any:
         return utils.chunked_cross_entropy(forward(tokens_BS), labels_BS)
 
-    return PlainLoop(case, device, model, model.config.padded_vocab_size, loss_of, autocast=precision == "bf16" and not pure)
+    return PlainLoop(case, device, model, vocab["padded_vocab_size"], loss_of, autocast=precision == "bf16" and not pure)
 
 
 class Products:
