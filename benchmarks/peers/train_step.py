@@ -183,7 +183,7 @@ class PlainLoop:
             torch.cuda.synchronize()
 
     def loss(self) -> float:
-        return float(self.last)
+        return float(self.last.detach())
 
 
 def transformers_loop(case: Case, precision: str, device: str, *, pure: bool) -> PlainLoop:

@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import TASKS, Project
 
 TASK_NAMES = [
+    "bench",
     "build",
     "check",
     "evaluate",
