@@ -1,4 +1,4 @@
-"""Numbers of finished steps on their way from the device to the host."""
+"""Numbers on their way between host and device, without either waiting for the other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`. To CUDA it goes from page-locked memory: a copy from any other waits until the device has done all it was told."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 @dataclass(frozen=True)

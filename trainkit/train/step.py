@@ -22,6 +22,7 @@ from trainkit.train.loss import Labels, Losses
 from trainkit.train.loss_scale import STATE as SCALE_STATE
 from trainkit.train.loss_scale import LossScale
 from trainkit.train.optimizer import Optimizer, divisor, local_gradients, squared_norm
+from trainkit.train.readback import to_device
 from trainkit.train.schedule import learning_rates
 from trainkit.train.timers import Timers
 
@@ -86,7 +87,7 @@ class Step:
         with self.timers("communication"):
             # In fp64 the checksums' sum is exact up to 2**21 samples a step.
             square = squared_norm(local_gradients(self.parameters.values()))
-            told = torch.tensor([checksum, stop], dtype=torch.float64, device=self.device)
+            told = to_device(torch.tensor([checksum, stop], dtype=torch.float64), self.device)
             agreed = torch.cat([torch.stack([entropy, tokens.double(), square]), told])
             dist.all_reduce(agreed)
         with self.timers("optimizer"):
