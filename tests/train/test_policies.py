@@ -91,6 +91,17 @@ def test_rollback_goes_on_after_the_bad_batch(ranks: list[dict[str, Any]]) -> No
     assert "max_rollbacks 2 are used up" in ranks[0]["used-up"]["error"] and ranks[0]["used-up"]["code"] == 9
 
 
+def test_a_device_that_answers_a_step_late(ranks: list[dict[str, Any]]) -> None:
+    """As on CUDA: one more step is under way when a bad one is found. It is undone with it, and nothing bad is ever saved."""
+    found = ranks[0]["late-rollback"]
+    assert (found["code"], found["step"], found["consumed"]) == (0, 10, 8 * (10 + 3))
+    assert [r["step"] for r in training_rows(found)] == list(range(1, 11))
+    assert all(r["nan_iterations"] == 0 for r in training_rows(found))
+    stopped = ranks[0]["late-stop"]
+    assert (stopped["code"], stopped["step"]) == (9, 8) and "step 8:" in stopped["error"]
+    assert stopped["saved"] == ["step-00000004"]
+
+
 def test_a_spike_is_undone(ranks: list[dict[str, Any]]) -> None:
     found, ignored = ranks[0]["spike"], ranks[0]["ignored"]
     assert (found["code"], found["step"], found["consumed"]) == (0, 10, 8 * (10 + 3))  # the blow in step 6 shows in the loss of step 7
