@@ -15,20 +15,31 @@ from trainkit.train.loop import Trainer
 from trainkit.train.readback import Readback
 
 
+def test_a_step_is_handed_out_before_the_next_is_waited_for() -> None:
+    """Else both would be logged at the time of the second."""
+    readback: Readback[int] = Readback(torch.device("cpu"))
+    for step in (1, 2):
+        readback.push(step, torch.tensor([float(step)]))
+    steps = readback.take(all=True)
+    assert next(steps) == (1, [1.0])
+    assert len(readback._pending) == 1
+    assert next(steps) == (2, [2.0])
+
+
 def test_order_and_delay() -> None:
     readback: Readback[int] = Readback(torch.device("cpu"))
     readback.push(1, torch.tensor([1.5, 2.0]))
-    assert readback.take() == [(1, [1.5, 2.0])]
+    assert list(readback.take()) == [(1, [1.5, 2.0])]
     readback.lag = 1  # as on CUDA
     readback.push(2, torch.tensor([2.0]))
-    assert readback.take() == []
+    assert list(readback.take()) == []
     readback.push(3, torch.tensor([3.0]))
-    assert readback.take() == [(2, [2.0])]
+    assert list(readback.take()) == [(2, [2.0])]
     readback.push(4, torch.tensor([4.0]))
-    assert readback.take(all=True) == [(3, [3.0]), (4, [4.0])]
+    assert list(readback.take(all=True)) == [(3, [3.0]), (4, [4.0])]
     readback.push(5, torch.tensor([5.0]))
     readback.forget()
-    assert readback.take(all=True) == []
+    assert list(readback.take(all=True)) == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

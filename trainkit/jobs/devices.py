@@ -12,7 +12,7 @@ class Device:
 
     Args:
         label: what people call it.
-        reported_as: what torch.cuda.get_device_name calls it, as parts of that name that must all be there.
+        reported_as: ends of the names that torch.cuda.get_device_name gives it.
         memory_bytes: its memory.
         peak_tflops: matmul TFLOP/s by precision.
         memory_gb_per_second: memory bandwidth, 1e9 bytes a second.
@@ -42,8 +42,6 @@ DEVICES: dict[str, Device] = {
 def reported_device(name: str) -> Device | None:
     """The row of a device by the name torch gives it; None for one that is not in the table, never a guess.
 
-    Names are compared by whole words, since a GH200 is no H200. A slice of a GPU (MIG) has not its peak.
+    The whole end of a name must agree: a GH200 or an H200 NVL is no H200, a slice of a GPU (MIG) has not its peak.
     """
-    if re.search(r"\bMIG\b", name):
-        return None
-    return next((row for row in DEVICES.values() if all(re.search(rf"(?<!\w){re.escape(part)}(?!\w)", name) for part in row.reported_as)), None)
+    return next((row for row in DEVICES.values() if any(re.search(rf"(?:^|\s){re.escape(end)}$", name) for end in row.reported_as)), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -45,15 +46,13 @@ class Readback(Generic[T]):
             values = host
         self._pending.append(_Pending(facts, values, arrived))
 
-    def take(self, *, all: bool = False) -> list[tuple[T, list[float]]]:
-        """The steps that are due, oldest first; with `all` every one, which waits for the device."""
-        taken = []
+    def take(self, *, all: bool = False) -> Iterator[tuple[T, list[float]]]:
+        """The steps that are due, oldest first, each when it is there; with `all` every one, which waits for the device."""
         while len(self._pending) > (0 if all else self.lag):
             pending = self._pending.popleft()
             if pending.arrived is not None:
                 pending.arrived.synchronize()
-            taken.append((pending.facts, pending.values.tolist()))
-        return taken
+            yield pending.facts, pending.values.tolist()
 
     def forget(self) -> None:
         """Drop what was not taken: those steps are undone."""

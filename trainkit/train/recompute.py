@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainkit.jobs.schema import Model, Training
 from trainkit.train.loss import softmax_loss
 from trainkit.train.model import Block, Context, Transformer
+from trainkit.train.torch_compat import varlen_operations
 
 Mode = Literal["none", "full", "selective"]
 
@@ -30,7 +31,7 @@ def kept_operations() -> list[Any]:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
     ]
-    return products + attention
+    return [*products, *attention, *varlen_operations()]
 
 
 def _policy(kept: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

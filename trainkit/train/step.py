@@ -105,7 +105,7 @@ class Step:
             with self.timers("data"):
                 batch = next(rest)
             if self.random:  # by position alone: a resumed run drops the same
-                torch.manual_seed((t.seed << 32) ^ batch.position)
+                torch.manual_seed(((t.seed << 32) ^ batch.position) % 2**64)
             data_parallel.prepare_backward(self.sharded, last=m + 1 == count)
             labels = Labels(batch.labels_BS, t.z_loss, scale)
             with self.timers("forward"):
@@ -130,7 +130,7 @@ class Step:
         self.optimizer.zero_grad()
         values = [loss, norm / scale, rate, scale, checksum, stops, *verdict[1:], self.guard.skipped_in_a_row]
         values = [value.double() for value in values]  # copies: what follows changes some in place
-        self.scale.update(verdict.overflow)
+        self.scale.update(verdict.overflow | verdict.nan)  # at the lowest scale this only begins the count of good steps anew
         return torch.stack(values)
 
     def tensors(self) -> dict[str, Tensor]:
