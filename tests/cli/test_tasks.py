@@ -12,9 +12,11 @@ import pytest
 from tests.conftest import TASKS, Project
 
 TASK_NAMES = [
+    "bench",
     "build",
     "check",
     "evaluate",
+    "export",
     "generate",
     "jobs",
     "logs",

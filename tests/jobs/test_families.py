@@ -100,3 +100,10 @@ def test_validation_sets(checkout: Checkout) -> None:
         assert len(found) == 1 and words in found[0], found
     (words,) = refused(checkout(), sets=["validation.x.split='1'"])
     assert "validation.x is not given" in words
+
+
+def test_documents_one_by_one_are_not_compiled(checkout: Checkout) -> None:
+    text = GOOD.replace("lr = 1e-3", "lr = 1e-3\ncompile = true\nreset_attention_mask = true")
+    (words,) = refused(checkout(text))
+    assert "training.compile with reset_attention_mask needs the variable-length kernel" in words
+    checkout(text).resolve("demo", ["cluster.device=cuda", "cluster.gpus_per_node=2", "training.precision=bf16"])

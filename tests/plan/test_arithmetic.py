@@ -60,7 +60,8 @@ def test_named_sizes(model: Model, vocab: int, count: int) -> None:
 
 @pytest.mark.parametrize(("layers", "hidden", "billions"), PUBLISHED)
 def test_published_parameter_counts(layers: int, hidden: int, billions: float) -> None:
-    assert parameters_of(shape("gpt", layers, hidden, hidden // 64, 2048), 51200) / 1e9 == pytest.approx(billions, abs=0.06)
+    """Equal after rounding to the printed digits."""
+    assert round(parameters_of(shape("gpt", layers, hidden, hidden // 64, 2048), 51200) / 1e9, 1) == billions
 
 
 @st.composite

@@ -17,6 +17,7 @@ from trainkit.jobs.schema import Model
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 from trainkit.train import data_parallel
+from trainkit.train.checkpoint import finished
 from trainkit.train.data_parallel import World
 from trainkit.train.feed import Batch
 from trainkit.train.heartbeat import Heartbeat
@@ -65,12 +66,19 @@ def ended(made: Trainer) -> dict[str, Any]:
         error, code = raised.message, int(raised.exit)
     weights = {name: whole(p) for name, p in made.maker.parameters.items()}
     found = {"error": error, "code": code, "step": made.step, "consumed": made.consumed_samples, "weights": weights, "rows": read_rows(made.run.metrics)}
-    return found
+    return found | {"saved": [folder.name for folder in finished(made.run.checkpoints)]}
 
 
 def fp16_table(root: Path) -> dict[str, Any]:
     """Step by step, with forced overflows; stopped at step 11, saved, and gone on with by another trainer."""
-    keys = {"precision": "fp16", "initial_loss_scale": 1024.0, "min_loss_scale": 256.0, "loss_scale_window": 4, "train_iters": 18, "clip_grad": 0.0}
+    keys: dict[str, Any] = {
+        "precision": "fp16",
+        "initial_loss_scale": 1024.0,
+        "min_loss_scale": 256.0,
+        "loss_scale_window": 4,
+        "train_iters": 18,
+        "clip_grad": 0.0,
+    }
     table = []
     for first, last in ((0, 11), (11, 18)):
         made = trainer(root, **keys)
@@ -120,8 +128,9 @@ def scenarios(root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"fp16": fp16_table(root / "fp16"), "resumed": resumed(root / "resumed")}
     keys = {"train_iters": 10, "save_interval": 4}
 
-    def run(name: str, wrong: Callable[[Trainer], None], steps: Iterable[int], **training: Any) -> None:
+    def run(name: str, wrong: Callable[[Trainer], None], steps: Iterable[int], *, lag: int = 0, **training: Any) -> None:
         made = trainer(root / name, **{**keys, **training})
+        made.readback.lag = lag
         spoil(made, wrong, steps)
         found[name] = ended(made)
 
@@ -135,6 +144,10 @@ def scenarios(root: Path) -> dict[str, Any]:
     run("skip", infinite_gradient, [6], on_nan="skip")
     run("too-many", infinite_gradient, [5, 6, 7], on_nan="skip", max_skipped_in_a_row=2)
     run("rollback", infinite_gradient, [6], on_nan="rollback")
+    run("late-rollback", infinite_gradient, [6], lag=1, on_nan="rollback")
+    run("late-stop", infinite_gradient, [8], lag=1)  # due to be saved at this very step
+    lowest = {"precision": "fp16", "initial_loss_scale": 256.0, "min_loss_scale": 256.0, "loss_scale_window": 4}
+    run("lowest", infinite_gradient, range(1, 7), on_nan="skip", **lowest)
     run("no-checkpoint", infinite_gradient, [2], on_nan="rollback")
     run("used-up", infinite_gradient, [6, 8, 10], on_nan="rollback", max_rollbacks=2)
     run("spike", blow_up, [6], on_spike="rollback", spike_window=3, spike_factor=1.5)

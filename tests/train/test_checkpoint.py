@@ -43,7 +43,7 @@ def copy_as(folder: Path, step: int) -> Path:
     return other
 
 
-def load_model(folder: Path, rows: int = 301) -> GPT:
+def load_model(folder: Path, rows: int = 301) -> Transformer:
     module = Transformer(MODEL, rows)
     checkpoint.load(open_checkpoint(folder), {f"model.{n}": p.detach() for n, p in module.named_parameters()})
     return module

@@ -30,8 +30,9 @@ def test_what_is_not_finite_is_never_applied(loss: float, norm: float) -> None:
     guard = Guard(training(), CPU)
     assert judge(guard, loss, norm) == (1, 0, 1, 0)  # skip, overflow, nan, spike
     assert int(guard.skipped_in_a_row) == 1
-    assert judge(guard, loss, norm, YES) == (1, 1, 0, 0)  # the loss scale's affair
-    assert int(guard.skipped_in_a_row) == 0
+    scale = math.isfinite(loss)  # a loss that is not finite is never the loss scale's affair
+    assert judge(guard, loss, norm, YES) == (1, scale, not scale, 0)
+    assert int(guard.skipped_in_a_row) == (0 if scale else 2)
     assert int(guard.seen) == 0 and float(guard.mean) == 0
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,209 +15,40 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
+from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.distributed import run_ranks
-from trainkit.base.errors import ConfigError, Problem
-from trainkit.jobs.schema import Model, RopeScaling
+from tests.train.hf_support import (
+    CASES,
+    COMMON,
+    TOKENS_BS,
+    VOCAB,
+    change_config,
+    change_tensors,
+    copied,
+    equal,
+    folders,
+    loaded,
+    one_rank,
+    ours,
+    said,
+    save,
+    shake,
+    theirs,
+    write,
+)
+from trainkit.base.errors import ConfigError
+from trainkit.jobs.schema import Model
 from trainkit.train import checkpoint
 from trainkit.train.huggingface import check_weights, load_weights
 from trainkit.train.huggingface.config import contradictions, to_hf_config
 from trainkit.train.huggingface.folder import open_weights
 from trainkit.train.huggingface.names import FAMILIES, published, table
-from trainkit.train.huggingface.writing import TokenizerFile, export
-from trainkit.train.model import Transformer, build_on_meta
+from trainkit.train.huggingface.writing import TokenizerFile
+from trainkit.train.model import build_on_meta
 
-VOCAB = 53  # divides by nothing used here
-COMMON: dict[str, Any] = {"name": "tiny", "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "seq_length": 16}
-LLAMA: dict[str, Any] = {**COMMON, "family": "llama", "num_attention_heads": 4, "hidden_size": 32, "ffn_hidden_size": 40}
-NEOX: dict[str, Any] = {**COMMON, "family": "gpt-neox", "hidden_size": 48}
-LLAMA3 = RopeScaling(type="llama3", factor=8.0, original_max_position_embeddings=8)
-# Our shape, and the same in transformers' words, written by hand.
-CASES: dict[str, tuple[Model, dict[str, Any]]] = {
-    "gpt": (Model(**COMMON), {"n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 3}),
-    "gpt-untied": (
-        Model(**COMMON, untie_embeddings_and_output_weights=True, gelu="exact", ffn_hidden_size=40, max_position_embeddings=20, layernorm_epsilon=1e-3),
-        {
-            "n_positions": 20,
-            "n_embd": 24,
-            "n_layer": 2,
-            "n_head": 3,
-            "n_inner": 40,
-            "activation_function": "gelu",
-            "tie_word_embeddings": False,
-            "layer_norm_epsilon": 1e-3,
-        },
-    ),
-    "gpt-neox": (Model(**NEOX), {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 192, "max_position_embeddings": 16}),
-    "gpt-neox-tied": (
-        Model(**NEOX, gpt_j_residual=False, untie_embeddings_and_output_weights=False, gelu="tanh", rotary_percent=0.5, rotary_base=500.0),
-        {
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 3,
-            "intermediate_size": 192,
-            "max_position_embeddings": 32,
-            "use_parallel_residual": False,
-            "tie_word_embeddings": True,
-            "hidden_act": "gelu_fast",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-        },
-    ),
-    "gpt-j-tied": (
-        Model(**NEOX, gpt_j_tied=True, rotary_percent=1.0, layernorm_epsilon=1e-3),
-        {
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 3,
-            "intermediate_size": 192,
-            "max_position_embeddings": 16,
-            "layer_norm_eps": 1e-3,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-        },
-    ),
-    "llama": (
-        Model(**LLAMA, rotary_base=300.0),
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 40,
-            "max_position_embeddings": 16,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
-        },
-    ),
-    "llama-tied-linear": (
-        Model(**LLAMA, num_query_groups=1, untie_embeddings_and_output_weights=False, rope_scaling=RopeScaling(type="linear", factor=4.0)),
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "intermediate_size": 40,
-            "max_position_embeddings": 16,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
-        },
-    ),
-    "llama-wide-llama3": (
-        Model(**LLAMA, num_query_groups=2, kv_channels=12, rope_scaling=LLAMA3, layernorm_epsilon=1e-3),
-        {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 12,
-            "intermediate_size": 40,
-            "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-3,
-            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8},
-        },
-    ),
-}
-TOKENS_BS = torch.randint(0, VOCAB, (3, 16), generator=torch.Generator().manual_seed(3))
-Weights = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """A world of one, in which checkpoints are saved."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
-    yield
-    dist.destroy_process_group()
-
-
-def shake(module: nn.Module) -> None:
-    """Random values everywhere, norms and biases too."""
-    torch.manual_seed(1)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.3)
-
-
-def ours(model: Model) -> Transformer:
-    module = build_on_meta(model, VOCAB)
-    module.to_empty(device="cpu")
-    shake(module)
-    return module
-
-
-def theirs(case: str) -> Any:
-    """A transformers model of the case, with random weights."""
-    transformers: Any = importlib.import_module("transformers")
-
-    model, words = CASES[case]
-    family = FAMILIES[model.family]
-    ids = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.AutoConfig.for_model(family.model_type, vocab_size=VOCAB, **ids, **words)
-    module = getattr(transformers, family.architecture)(config).eval()
-    shake(module)
-    if model.gpt_j_tied:
-        for layer in module.gpt_neox.layers:
-            layer.post_attention_layernorm.load_state_dict(layer.input_layernorm.state_dict())
-    return module
-
-
-def save(module: Transformer, folder: Path, step: int = 7) -> checkpoint.Checkpoint:
-    tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
-    checkpoint.save(folder, tensors, step=step, consumed_samples=0, layout={}, job={}, state={})
-    return checkpoint.open_checkpoint(checkpoint.folder_of(folder, step))
-
-
-def write(saved: checkpoint.Checkpoint, model: Model, target: Path, **more: Any) -> Any:
-    return export(saved, model, target, **{"dtype": "fp32", "shard_bytes": 10**9, "tokenizer": None, "about": {}, **more})
-
-
-def loaded(folder: Path, model: Model, rows: int = VOCAB) -> Transformer:
-    module = build_on_meta(model, rows)
-    module.to_empty(device="cpu")
-    load_weights(folder, dict(module.named_parameters()), model)
-    return module
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder that transformers saves for a case."""
-    made: dict[str, Path] = {}
-
-    def folder(case: str) -> Path:
-        if case not in made:
-            made[case] = tmp_path_factory.mktemp(case)
-            theirs(case).save_pretrained(made[case])
-        return made[case]
-
-    return folder
-
-
-@pytest.fixture
-def copied(folders: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of it, to change."""
-    return lambda case: Path(shutil.copytree(folders(case), tmp_path / case))
-
-
-def change_tensors(folder: Path, new: Callable[[Weights], Weights]) -> Path:
-    tensors = new(load_file(folder / "model.safetensors"))
-    save_file({name: t.contiguous().clone() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def change_config(folder: Path, **values: Any) -> Path:
-    """Set keys of config.json; None takes one away."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    return folder
-
-
-def said(problems: list[Problem]) -> str:
-    return "\n".join(map(str, problems))
-
-
-def equal(left: Tensor, right: Tensor) -> None:
-    torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+__all__ = ["copied", "folders", "one_rank"]  # fixtures
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -452,147 +282,6 @@ class TestVariants:
             family="llama", num_layers=32, hidden_size=4096, num_attention_heads=32, seq_length=2048, ffn_hidden_size=11008, layernorm_epsilon=1e-6
         )
         assert contradictions({"model_type": "llama", "vocab_size": 32000}, llama_7b, 32000) == []
-
-
-class TestRefused:
-    """Folders that are not the job's model, all reasons at once."""
-
-    def test_all_reasons_at_once(self, copied: Callable[[str], Path]) -> None:
-        folder = change_tensors(copied("llama"), lambda t: {n: v for n, v in t.items() if "o_proj" not in n} | {"model.layers.0.extra": torch.zeros(3)})
-        change_tensors(folder, lambda t: t | {"model.norm.weight": t["model.norm.weight"].double()})
-        change_config(folder, attention_bias=True, quantization_config={"bits": 4}, max_position_embeddings=8)
-        model = Model(**{**LLAMA, "ffn_hidden_size": 44, "num_query_groups": 2, "layernorm_epsilon": 1e-4, "rope_scaling": LLAMA3})
-        text = said(check_weights(folder, model, VOCAB + 1))
-        for words in (
-            "num_key_value_heads is 4 there, 2 for this job",
-            "set models.tiny.num_query_groups = 4",
-            "intermediate_size is 40 there, 44 for this job",
-            "rms_norm_eps is 1e-05 there, 0.0001 for this job",
-            "attention_bias is True there; family 'llama' has False only",
-            "quantized",
-            "vocab_size is 53 there, 54 for this job",
-            "set models.tiny.vocab_size = 53",
-            "it reads 8 tokens (max_position_embeddings), the job's samples have 16",
-            "theta of its rotary positions is 300.0, 10000.0 for this job",
-            "stretched",
-            "lacks model.layers.0.self_attn.o_proj.weight, model.layers.1.self_attn.o_proj.weight",
-            "has, and the job's model has not, model.layers.0.extra",
-            "model.layers.1.self_attn.k_proj.weight is [32, 32] there, [16, 32] in the job's model",
-            "model.layers.0.mlp.down_proj.weight is [32, 40] there, [32, 44] in the job's model",
-            "model.embed_tokens.weight is [53, 32] there, [54, 32] in the job's model",
-            "only F32, BF16, F16 are taken, not model.norm.weight (F64)",
-            f"{folder / 'config.json'}: ",
-        ):
-            assert words in text, f"{words}\n{text}"
-
-    def test_nothing_is_written_where_anything_is_wrong(self, copied: Callable[[str], Path]) -> None:
-        model = CASES["gpt"][0]
-        folder = change_tensors(copied("gpt"), lambda t: {n: v for n, v in t.items() if n != "transformer.ln_f.bias"})
-        module = ours(model)
-        before = {name: p.detach().clone() for name, p in module.named_parameters()}
-        with pytest.raises(ConfigError, match=r"lacks transformer\.ln_f\.bias") as error:
-            load_weights(folder, dict(module.named_parameters()), model)
-        assert error.value.exit == 3
-        assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
-
-    def test_pickles_are_never_read(self, copied: Callable[[str], Path], tmp_path: Path) -> None:
-        class Hostile:
-            def __reduce__(self) -> tuple[Any, ...]:
-                return Path.touch, (tmp_path / "executed",)
-
-        folder = copied("gpt")
-        (folder / "model.safetensors").unlink()
-        for name in ("pytorch_model.bin", "model.pt"):
-            (folder / name).write_bytes(pickle.dumps(Hostile()))
-        (problem,) = check_weights(folder, CASES["gpt"][0], VOCAB)
-        assert "pickles only (model.pt, pytorch_model.bin)" in problem.message and "save_pretrained" in problem.hint
-        with pytest.raises(ConfigError, match="not read"):
-            loaded(folder, CASES["gpt"][0])
-        assert not (tmp_path / "executed").exists()
-
-    def test_another_type(self, folders: Callable[[str], Path], copied: Callable[[str], Path]) -> None:
-        (problem,) = check_weights(folders("gpt-neox"), CASES["llama"][0], VOCAB)
-        assert "'gpt_neox'; family 'llama' is 'llama'" in problem.message and "family = 'gpt-neox'" in problem.hint
-        (problem,) = check_weights(change_config(copied("llama"), model_type="mistral"), CASES["llama"][0], VOCAB)
-        assert "'mistral'" in problem.message and "gpt2, gpt_neox, llama" in problem.hint
-
-    @pytest.mark.parametrize(
-        ("case", "values", "words"),
-        [
-            ("gpt", {"activation_function": "relu"}, "activation_function is 'relu' there"),
-            ("gpt", {"activation_function": "gelu"}, "gelu = 'exact'"),
-            ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
-            ("gpt", {"n_positions": 32}, "max_position_embeddings = 32"),
-            ("gpt", {"tie_word_embeddings": False}, "untie_embeddings_and_output_weights = true"),
-            ("gpt", {"n_embd": "wide"}, "n_embd is 'wide' there"),
-            ("gpt-neox", {"use_parallel_residual": False}, "gpt_j_residual = false"),
-            ("gpt-neox", {"attention_bias": False}, "attention_bias is False there"),
-            ("gpt-neox", {"hidden_act": "gelu_pytorch_tanh"}, "gelu = 'tanh'"),
-            ("gpt-neox", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}, "rotary_percent = 0.5"),
-            ("gpt-neox", {"rope_parameters": {"rope_theta": 9.0, "partial_rotary_factor": 0.25}}, "rotary_base = 9.0"),
-            ("gpt-neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "stretched by 'linear', which family 'gpt-neox' does not have"),
-            ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 300.0}}, "stretched by 'yarn'"),
-            ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}}, "rope_scaling = { type = 'linear', factor = 2.0 }"),
-            ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "cannot be said"),
-            ("llama", {"rope_parameters": 3}, "cannot be said"),
-            ("llama", {"head_dim": 4}, "kv_channels = 4"),
-            ("llama", {"mlp_bias": True}, "mlp_bias is True"),
-            ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu' there; family 'llama' has 'silu' only"),
-            ("llama", {"num_attention_heads": 0, "head_dim": None}, "makes no sense"),
-        ],
-    )
-    def test_every_contradiction_is_named(self, case: str, values: dict[str, Any], words: str, folders: Callable[[str], Path]) -> None:
-        config = json.loads((folders(case) / "config.json").read_text()) | values
-        found = contradictions(config, CASES[case][0], VOCAB)
-        assert len(found) <= 2 and words in said(found)
-
-    def test_broken_folders(self, copied: Callable[[str], Path], tmp_path: Path) -> None:
-        model, sharded = CASES["llama"][0], tmp_path / "sharded"
-        assert "no such folder" in said(check_weights(tmp_path / "nowhere", model, VOCAB))
-        assert "has no weights" in said(check_weights(tmp_path, model, VOCAB)) and "config.json: cannot be read" in said(check_weights(tmp_path, model, VOCAB))
-        torn = copied("llama")
-        data = (torn / "model.safetensors").read_bytes()
-        for content in (data[:-9], data[:50], b"", b"\xff" * 64):
-            (torn / "model.safetensors").write_bytes(content)
-            assert "cannot be read as safetensors" in said(check_weights(torn, model, VOCAB))
-        for text in ("{", "[]"):
-            (torn / "config.json").write_text(text)
-            assert "is no JSON" in said(check_weights(torn, model, VOCAB))
-        theirs("llama").save_pretrained(sharded, max_shard_size="20KB")
-        index = json.loads((sharded / "model.safetensors.index.json").read_text())
-        first = sorted(sharded.glob("model-*.safetensors"))[0]
-        shutil.copy(first, sharded / "again.safetensors")
-        change_index(sharded, index["weight_map"] | {"x": "again.safetensors"})
-        assert "once more" in said(check_weights(sharded, model, VOCAB))
-        change_index(sharded, index["weight_map"])
-        first.unlink()
-        text = said(check_weights(sharded, model, VOCAB))
-        assert f"{first}: is missing" in text and "lacks" in text
-        for hostile in ({}, {"x": "../elsewhere.safetensors"}, {"x": "/etc/hostname"}, {"x": 3}, {"x": "pytorch_model.bin"}):
-            change_index(sharded, hostile)
-            assert "does not map tensors" in said(check_weights(sharded, model, VOCAB))
-
-    def test_a_vocabulary_of_another_size_without_a_word_in_the_config(self, copied: Callable[[str], Path]) -> None:
-        folder = change_tensors(copied("gpt"), lambda t: t | {"transformer.wte.weight": t["transformer.wte.weight"][:-1]})
-        assert "transformer.wte.weight is [52, 24] there, [53, 24]" in said(check_weights(folder, CASES["gpt"][0], None))
-
-    @pytest.mark.parametrize(
-        ("model", "words"),
-        [
-            (Model(**COMMON, kv_channels=10), "kv_channels 10 cannot be said"),
-            (Model(**{**COMMON, "hidden_size": 25}, kv_channels=8), "no hidden_size 25 that does not divide by num_attention_heads 3"),
-            (Model(**{**LLAMA, "hidden_size": 30}, kv_channels=8), "no hidden_size 30"),
-        ],
-    )
-    def test_a_model_that_transformers_has_not(self, model: Model, words: str, tmp_path: Path) -> None:
-        saved = save(ours(model), tmp_path / "checkpoints")
-        with pytest.raises(ConfigError, match=words):
-            write(saved, model, tmp_path / "exported")
-        assert not (tmp_path / "exported").exists()
-
-
-def change_index(folder: Path, weight_map: dict[str, Any]) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 @st.composite

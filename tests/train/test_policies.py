@@ -51,6 +51,13 @@ def test_fp16_follows_megatrons_rule_across_a_resume(ranks: list[dict[str, Any]]
     assert rates[2] == rates[3] == rates[4] == rates[5] == pytest.approx(1e-2 / 3)  # a skipped step takes the schedule no further
 
 
+def test_a_scale_that_cannot_fall_does_not_grow_on_bad_steps(ranks: list[dict[str, Any]]) -> None:
+    rows = training_rows(ranks[0]["lowest"])
+    assert [r["nan_iterations"] for r in rows] == [1] * 6 + [0] * 4
+    assert [r["loss_scale"] for r in rows] == [256.0] * 10  # it doubles after the fourth good step, the tenth
+    assert ranks[0]["lowest"]["code"] == 0
+
+
 def training_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in found["rows"] if "eval" not in row]
 
@@ -89,6 +96,17 @@ def test_rollback_goes_on_after_the_bad_batch(ranks: list[dict[str, Any]]) -> No
     assert rows[4]["batch_checksum"] == straight[6]["batch_checksum"]  # step 5 now has the batch after the bad one
     assert "no checkpoint to roll back to" in ranks[0]["no-checkpoint"]["error"]
     assert "max_rollbacks 2 are used up" in ranks[0]["used-up"]["error"] and ranks[0]["used-up"]["code"] == 9
+
+
+def test_a_device_that_answers_a_step_late(ranks: list[dict[str, Any]]) -> None:
+    """As on CUDA: one more step is under way when a bad one is found. It is undone with it, and nothing bad is ever saved."""
+    found = ranks[0]["late-rollback"]
+    assert (found["code"], found["step"], found["consumed"]) == (0, 10, 8 * (10 + 3))
+    assert [r["step"] for r in training_rows(found)] == list(range(1, 11))
+    assert [(r["step"], r["rollbacks"]) for r in training_rows(found) if r["nan_iterations"]] == [(5, 1)]  # the bad step's own row is taken back
+    stopped = ranks[0]["late-stop"]
+    assert (stopped["code"], stopped["step"]) == (9, 8) and "step 8:" in stopped["error"]
+    assert stopped["saved"] == ["step-00000004"]
 
 
 def test_a_spike_is_undone(ranks: list[dict[str, Any]]) -> None:

@@ -49,7 +49,11 @@ def gradients(module: Transformer) -> list[torch.Tensor]:
     return [losses.cross_entropy, *(p.grad for p in module.parameters() if p.grad is not None)]
 
 
-MODES: list[dict[str, Any]] = [{"recompute_granularity": "full"}, {"recompute_granularity": "full", "recompute_every": 2}, {"recompute_granularity": "selective"}]
+MODES: list[dict[str, Any]] = [
+    {"recompute_granularity": "full"},
+    {"recompute_granularity": "full", "recompute_every": 2},
+    {"recompute_granularity": "selective"},
+]
 
 
 @pytest.mark.parametrize("family", ["gpt", "gpt-neox", "llama"])

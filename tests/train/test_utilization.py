@@ -62,6 +62,7 @@ def test_precisions_have_peaks_of_their_own() -> None:
         ("cuda", "NVIDIA H200", "h200-sxm-141gb"),
         ("cuda", "NVIDIA GH200 480GB", None),
         ("cuda", "NVIDIA GB200", None),
+        ("cuda", "NVIDIA H200 NVL", None),
         ("cuda", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("a100-sxm-40gb", "NVIDIA A100-SXM4-40GB", "a100-sxm-40gb"),
         ("a100-sxm-40gb", "A100 of a cloud", "a100-sxm-40gb"),

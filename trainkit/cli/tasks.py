@@ -41,6 +41,20 @@ def check(talk: Talk) -> Answer:
     return lister.check(talk)
 
 
+@make_task(
+    positional=["job"],
+    iterable=["set"],
+    help={**JOB, **SET, "nodes": "on so many nodes; 0: as the job says", "cluster": "on this cluster of jobs.toml"},
+    reports=True,
+    at_least={"nodes": 0},
+)
+def plan(talk: Talk, job: str, nodes: int = 0, cluster: str = "", set: list[str] | None = None) -> Answer:
+    """Say what a job will need and what is wrong with it, before anything runs; exit 4 when it cannot."""
+    from trainkit.cli import plan as planner
+
+    return planner.plan(talk, job, nodes, cluster, set or [])
+
+
 @make_task(help=FORCE, reports=True, dry=True)
 def build(talk: Talk, force: bool = False) -> Answer:
     """Compile the C++ extensions if their source changed."""
@@ -238,4 +252,7 @@ def bench(talk: Talk, name: str = "", list: bool = False, quick: bool = False, d
     return runner.bench(talk, name, listing=list, quick=quick, device=device)
 
 
-namespace = Collection(jobs, show, check, build, prep_data, train, resume, runs, status, logs, tensorboard, report, generate, evaluate, export, test, bench)
+namespace = Collection(
+    *(jobs, show, check, plan, build, prep_data, train, resume),
+    *(runs, status, logs, tensorboard, report, generate, evaluate, export, test, bench),
+)

@@ -18,7 +18,7 @@ class Device(Table):
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     kind: Literal["cpu", "cuda", "neuron"] = Field("cuda", description="torch's name for it; neuron: AWS Trainium, for engines that run there")
     label: str = Field("", description="what people call it")
-    reported_as: Strings = Field((), description="parts of the name torch.cuda.get_device_name gives, all of which must be there")
+    reported_as: Strings = Field((), description="ends of the names that torch.cuda.get_device_name gives it")
     memory_bytes: int | None = Field(None, ge=1, description="its memory; not given: unknown, and nothing is said of what fits")
     peak_tflops: dict[Precision, float] = Field(default_factory=dict, description="matmul TFLOP/s by precision; not given: no MFU")
     memory_gb_per_second: float | None = Field(None, gt=0, description="memory bandwidth, 1e9 bytes a second")
@@ -72,12 +72,11 @@ def built_in_device(name: str) -> Device:
 def reported_device(name: str) -> Device | None:
     """The row that comes with trainkit of a GPU by the name torch gives it; None for one that is not in the table, never a guess.
 
-    Names are compared by whole words, since a GH200 is no H200. A slice of a GPU (MIG) has not its peak.
+    The whole end of a name must agree: a GH200 or an H200 NVL is no H200, a slice of a GPU (MIG) has not its peak.
     """
-    return next((row for row in map(built_in_device, BUILT_IN_DEVICES) if row.reported_as and is_reported_as(row, name)), None)
+    return next((row for row in map(built_in_device, BUILT_IN_DEVICES) if is_reported_as(row, name)), None)
 
 
 def is_reported_as(device: Device, name: str) -> bool:
     """Whether torch's name of a GPU is that of this row."""
-    whole = not re.search(r"\bMIG\b", name)
-    return whole and all(re.search(rf"(?<!\w){re.escape(part)}(?!\w)", name) for part in device.reported_as)
+    return any(re.search(rf"(?:^|\s){re.escape(end)}$", name) for end in device.reported_as)

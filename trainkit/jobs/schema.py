@@ -159,6 +159,15 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
+    def _compiles(self) -> Job:
+        t = self.training
+        kernel = self.cluster.device_type == "cuda" and t.precision != "fp32" and self.model.attention_dropout == 0
+        if t.compile and t.reset_attention_mask and not kernel:
+            message = "training.compile with reset_attention_mask needs the variable-length kernel: a CUDA device, 16 bits and no attention_dropout"
+            raise wrong("training.compile", f"{message}; document by document, every batch would be compiled anew")
+        return self
+
+    @model_validator(mode="after")
     def _has_vocabulary(self) -> Job:
         tokenizer, vocab_size = self.dataset.tokenizer, self.model.vocab_size
         if tokenizer is None and vocab_size is None:

@@ -54,13 +54,17 @@ def recomputed_layers(model: Model, training: Training) -> int:
     return -(-model.num_layers // training.recompute_every) if training.recompute_granularity == "full" else 0
 
 
-def hardware_flops_per_token_of(model: Model, vocab_size: int, training: Training) -> int:
+def hardware_flops_per_token_of(model: Model, vocab_size: int, training: Training, *, native: bool = True) -> int:
     """As `model_flops_per_token_of`, and what recomputation does again.
 
     full: the forward of the blocks it is for, but for the last product (2HF) whose result backward does not need: torch stops before it. (Dropout
-    after it makes it needed, unless the block is compiled.) Published figures often count the whole forward.
-    selective: no products at all.
+    after it makes it needed, unless the block is compiled.) Published figures often count the whole forward, and so do we for engines that are not native.
+    selective: no products at all; of engines that are not native attention's two, 2SQ (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
     """
+    model_flops = model_flops_per_token_of(model, vocab_size)
+    if not native:
+        again = {"none": 0, "selective": 2 * model.seq_length * _widths(model)[1], "full": _layer_flops(model)}
+        return model_flops + model.num_layers * again[training.recompute_granularity]
     down = 2 * model.hidden_size * model.ffn_width
     kept = 0 if model.hidden_dropout > 0 and not training.compile else down
-    return model_flops_per_token_of(model, vocab_size) + recomputed_layers(model, training) * (_layer_flops(model) - kept)
+    return model_flops + recomputed_layers(model, training) * (_layer_flops(model) - kept)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, Place, Problem, TrainkitError
-from trainkit.base.files import write_json
+from trainkit.base.files import remove_leftovers, write_json
 from trainkit.base.process import reap, running, start, stop
 from trainkit.base.unit import PARENT_VARIABLE
 from trainkit.stages.contract import Need, Unit
@@ -28,6 +28,7 @@ class _Worker:
 
     def __init__(self, unit: Unit, folder: Path) -> None:
         spec, self.log = folder / f"{unit.name}.spec.json", folder / f"{unit.name}.log"
+        remove_leftovers(spec)
         write_json(spec, dict(unit.spec))
         self.unit, self.fraction, self._rest = unit, 0.0, b""
         self.result: dict[str, Any] | None = None

@@ -86,6 +86,7 @@ def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, force:
     unit_folder(stamps, need.name).mkdir(parents=True, exist_ok=True)
     for unit in units:  # one that is cut short must not leave those after it looking fresh
         unit_stamp_path(stamps, need.name, unit.name).unlink(missing_ok=True)
+        remove_leftovers(unit_stamp_path(stamps, need.name, unit.name))
     reporter.started(need, units)
     try:
         execute(need, units, stamps, reporter)

@@ -21,10 +21,13 @@ from trainkit.train.wandb_log import wandb_problems
 MANY = 20  # tensors named in one message
 
 
-def refuse_what_cannot_run(job: Job, world: World) -> None:
-    """Refuse a world, batches, a vocabulary or beginning weights that do not fit the job. Raises ConfigError with all that is wrong."""
+def refuse_what_cannot_run(job: Job, world: World, *, begins: bool) -> None:
+    """Refuse a world, batches, a vocabulary or beginning weights that do not fit the job. Raises ConfigError with all that is wrong.
+
+    `begins`: there is no checkpoint to go on from, so that init_from is needed.
+    """
     problems = [*_layout_problems(job, world), *_told(lambda: vocab_size(job)), *wandb_problems(job)]
-    if job.init_from and not problems:
+    if begins and job.init_from and not problems:
         problems += _told(lambda: _check_init(job))
     if problems:
         raise ConfigError(problems)

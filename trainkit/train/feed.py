@@ -26,6 +26,7 @@ from trainkit.jobs.schema import Dataset, Job
 from trainkit.train.attention import Documents
 from trainkit.train.data_parallel import World
 from trainkit.train.loss import NO_LABEL
+from trainkit.train.readback import to_device
 
 Split = Literal["train", "valid"]
 MOCK: dict[Split, tuple[int, int]] = {"train": (0, 2**20), "valid": (1, 2**12)}  # what is added to the seed, and samples of an epoch
@@ -157,11 +158,11 @@ class Feed:
         if self.end is not None:
             bounds = document_bounds(inputs, self.end)
             if self.training.reset_position_ids:
-                positions = torch.from_numpy(positions_within(bounds, inputs.shape)).to(self.device)
+                positions = to_device(torch.from_numpy(positions_within(bounds, inputs.shape)), self.device)
             if self.training.reset_attention_mask:
-                bounds_D = torch.from_numpy(bounds.astype(np.int32)).to(self.device)
+                bounds_D = to_device(torch.from_numpy(bounds.astype(np.int32)), self.device)
                 documents = Documents(tuple(bounds.tolist()), bounds_D, int(np.diff(bounds).max()))
             if self.training.eod_mask_loss:
                 labels = np.where(inputs == self.end, NO_LABEL, labels)
-        tokens_BS, labels_BS = (torch.from_numpy(np.ascontiguousarray(part)).to(self.device) for part in (inputs, labels))
+        tokens_BS, labels_BS = (to_device(torch.from_numpy(np.ascontiguousarray(part)), self.device) for part in (inputs, labels))
         return Batch(tokens_BS, labels_BS, checksum, position, positions, documents)

@@ -15,7 +15,7 @@ class Verdict(NamedTuple):
 
     Args:
         skip: 1.0 where the weights must stay as they are, fp32 (what fused optimizers call found_inf).
-        overflow: fp16: the loss scale was too large; nothing is wrong with the run.
+        overflow: fp16: gradients overflow though the loss is finite: the loss scale was too large; nothing is wrong with the run.
         nan: loss or gradient norm is not finite, and no loss scale is to blame.
         spike: the loss is above spike_factor times its running mean.
     """
@@ -49,7 +49,8 @@ class Guard:
         """
         window, factor = self.training.spike_window, self.training.spike_factor
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
-        overflow, nan = bad & may_overflow, bad & ~may_overflow
+        overflow = torch.isfinite(loss) & bad & may_overflow  # the loss itself carries no scale
+        nan = bad & ~overflow
         spike = ~bad & (self.seen >= window) & (loss > factor * self.mean) & self.heed_spikes
         skip = bad | spike
         weight = (self.seen + 1).clamp(max=window).double().reciprocal()

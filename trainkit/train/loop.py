@@ -54,7 +54,11 @@ class SinceLog:
 
 
 class RollBack(Exception):
-    """A step asks to go back to the last checkpoint; the words say why."""
+    """A step asks to go back to the last checkpoint; the words say why, `nan` whether it was not finite (else a spike)."""
+
+    def __init__(self, words: str, *, nan: bool) -> None:
+        super().__init__(words)
+        self.nan = nan
 
 
 class Trainer:
@@ -69,7 +73,7 @@ class Trainer:
 
     def __init__(self, job: Job, run: RunFolder, world: World, heartbeat: Heartbeat, stop: threading.Event) -> None:
         heartbeat.beat("load", 0)
-        refuse_what_cannot_run(job, world)
+        refuse_what_cannot_run(job, world, begins=not checkpoint.finished(run.checkpoints))
         self.job, self.run, self.world, self.heartbeat, self.stop = job, run, world, heartbeat, stop
         self.device, mesh = data_parallel.join(world, job.cluster.device_type)
         vocab = vocab_size(job)
@@ -90,7 +94,7 @@ class Trainer:
         self.memory = Memory(self.maker.parameters, self.maker.optimizer.state_tensors().values(), self.device)
         self.profiler = StepProfiler(job.profile, world.rank, run.path / "profile")
         self.reporter = Reporter(run, job, self.step or -1) if world.rank == 0 else None
-        self.since = SinceLog()
+        self.since, self.said_compiled = SinceLog(), False
 
     def _load_newest(self) -> bool:
         """Go on from the newest valid checkpoint that rank 0 finds; returns whether there is one."""
@@ -111,10 +115,20 @@ class Trainer:
 
     def train(self) -> Exit:
         """Train to the last step. Returns DONE, or PREEMPTED when told to stop: then the checkpoint of the step reached exists."""
+        try:
+            if self.step == 0:
+                self.evaluate()
+            self.since.began = time.perf_counter()
+            self._train()
+        finally:
+            self.profiler.close()
+            if self.reporter:
+                self.reporter.close()
+        return Exit.DONE if self.step >= self.job.training.train_iters else Exit.PREEMPTED
+
+    def _train(self) -> None:
+        """Steps, evaluations and checkpoints, to the last step or until told to stop."""
         t, stopping = self.job.training, False
-        if self.step == 0:
-            self.evaluate()
-        self.since.began = time.perf_counter()
         while self.step < t.train_iters and not stopping:
             self.train_step()
             last = self.step == t.train_iters
@@ -124,16 +138,13 @@ class Trainer:
                 stopping = self.settle(all=evaluating or saving)
                 stopping = (stopping and self.settle(all=True)) or stopping  # what is saved must have been judged
             except RollBack as why:
-                self._roll_back(str(why))
+                self._roll_back(why)
+                stopping = False  # who asked is heard again at the next step
                 continue
             if evaluating:
                 self.evaluate()  # before the save: whoever resumes from it finds this evaluation made
             if saving or stopping:
                 self.save()
-        self.profiler.close()
-        if self.reporter:
-            self.reporter.close()
-        return Exit.DONE if self.step >= t.train_iters else Exit.PREEMPTED
 
     def train_step(self) -> None:
         """Set one optimizer step going; `settle` looks at how it went."""
@@ -142,8 +153,9 @@ class Trainer:
         self.profiler.before(self.step + 1)
         samples = global_batch_size(self.job, self.consumed_samples)
         values = self.maker.run(self.train_feed.read(self.consumed_samples, samples), samples, self.stop.is_set())
-        if self.step == 0 and self.job.training.compile and self.reporter:
+        if self.job.training.compile and self.reporter and not self.said_compiled:
             print(f"compiled: {compile_cache_counts()}", flush=True)
+            self.said_compiled = True
         self.since.began += self.profiler.after(self.step + 1)
         self.step += 1
         self.consumed_samples += samples
@@ -171,7 +183,7 @@ class Trainer:
         jump = f", a spike above {t.spike_factor} x its mean" if values.spike else ""
         what = f"step {facts.step}: lm loss {values.loss}, gradient norm {values.norm}{jump}"
         if policy == "rollback":
-            raise RollBack(what)
+            raise RollBack(what, nan=bool(values.nan))
         if policy == "skip" and values.skipped_in_a_row <= t.max_skipped_in_a_row:
             if self.reporter:
                 print(f"WARNING: {what}; skipped", file=sys.stderr, flush=True)
@@ -179,9 +191,10 @@ class Trainer:
         why = f"{what}; training stops, this step has not touched the weights"
         if policy == "skip":
             why = f"{what}; {values.skipped_in_a_row:.0f} steps in a row were skipped (max_skipped_in_a_row {t.max_skipped_in_a_row})"
-        raise TrainkitError(why, exit=Exit.RANK_USER, hint="lower training.lr or lengthen lr_warmup_iters; `resume` goes on from the last checkpoint")
+        further = "`resume` goes on from the last checkpoint" if checkpoint.finished(self.run.checkpoints) else "no checkpoint was written yet"
+        raise TrainkitError(why, exit=Exit.RANK_USER, hint=f"lower training.lr or lengthen lr_warmup_iters; {further}")
 
-    def _roll_back(self, why: str) -> None:
+    def _roll_back(self, why: RollBack) -> None:
         """Go back to the last checkpoint and on with the samples after the bad ones (as PaLM did, arXiv:2204.02311, section 5.1)."""
         position, rollbacks, t = self.consumed_samples, self.rollbacks, self.job.training
         if rollbacks >= t.max_rollbacks:
@@ -191,13 +204,14 @@ class Trainer:
         self.heartbeat.beat("load", self.step)
         if self.reporter:
             self.reporter.close()
+            self.reporter = None
         if not self._load_newest():
             raise TrainkitError(f"{why}; there is no checkpoint to roll back to", exit=Exit.RANK_USER, hint="set training.save_interval, or on_nan = 'skip'")
         self.consumed_samples, self.rollbacks = position, rollbacks + 1
         if self.world.rank == 0:
             print(f"WARNING: {why}; rolled back to step {self.step}, going on with sample {position}", file=sys.stderr, flush=True)
             self.reporter = Reporter(self.run, self.job, self.step or -1)
-        self.since = SinceLog(began=time.perf_counter())
+        self.since = SinceLog(began=time.perf_counter(), skipped=1, nan=int(why.nan))  # the next row tells of it: its own is taken back
 
     def _log(self, facts: StepFacts, values: StepValues) -> None:
         """Add a step up, and report it where the interval says so."""
@@ -223,6 +237,7 @@ class Trainer:
             "loss_scale": values.scale,
             "skipped_iterations": since.skipped,
             "nan_iterations": since.nan,
+            "rollbacks": self.rollbacks,
             "elapsed_ms": 1000 * seconds / since.steps,
             "tokens_per_second": tokens_per_second,
             "samples_per_second": since.samples / seconds,

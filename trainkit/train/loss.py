@@ -1,11 +1,11 @@
 """The head and its loss in one: logits live a chunk at a time, and their gradient is made while they are there.
 
-Shapes: N tokens of a micro-batch, C tokens of a chunk, H hidden size, V vocabulary, P vocabulary padded for the product.
+Shapes: N tokens of a micro-batch, C tokens of a chunk, R tokens of a block, H hidden size, V vocabulary, P vocabulary padded for the product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_BYTES = 2**28  # of one chunk's logits in fp32
+BLOCK_BYTES = 2**20  # of the logits in fp32 that a CPU looks at at once: they stay in its cache
 SoftmaxLoss = Callable[[Tensor, Tensor, int, float, Tensor, bool], tuple[Tensor, Tensor]]
 NO_LABEL = -100  # a token without a loss
 
@@ -60,7 +61,8 @@ def padded_linear(x_NH: Tensor, weight_VH: Tensor, multiple: int) -> Tensor:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Cross-entropy of softmax(x W^T), with the gradients of x and W computed in forward, chunk by chunk; W's summed in fp32 or wider.
+    """Cross-entropy of softmax(x W^T), with the gradients of x and W computed in forward, chunk by chunk; W's of several chunks summed in fp32 or
+    wider.
 
     `learning`: whether there will be a backward; inside of forward nothing tells.
     """
@@ -72,15 +74,19 @@ class _HeadLoss(torch.autograd.Function):
         vocab, wide = weight_VH.shape[0], torch.promote_types(x_NH.dtype, torch.float32)
         weight_PH = padded(weight_VH, multiple)
         dx_NH = torch.empty_like(x_NH) if learning else None
-        dweight_PH = torch.zeros(weight_PH.shape, dtype=wide, device=x_NH.device) if learning else None
+        dweight_PH: Tensor | None = None
         entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
         scale = torch.as_tensor(labels.scale, dtype=wide, device=x_NH.device)
-        for inside in _chunks(len(x_NH), weight_PH.shape[0]):
-            dlogits_CP, part = softmax(F.linear(x_NH[inside], weight_PH), labels_N[inside], vocab, labels.z_loss, scale, learning)
+        chunks = _chunks(len(x_NH), weight_PH.shape[0])
+        for inside in chunks:
+            dlogits_CP, part = _in_blocks(softmax, F.linear(x_NH[inside], weight_PH), labels_N[inside], vocab, labels.z_loss, scale, learning)
             entropy += part
-            if dx_NH is not None and dweight_PH is not None:
+            if dx_NH is not None:
                 torch.mm(dlogits_CP, weight_PH, out=dx_NH[inside])
-                if wide == x_NH.dtype:
+                if dweight_PH is None:
+                    dweight_PH = dlogits_CP.T @ x_NH[inside]
+                    dweight_PH = dweight_PH.to(wide) if len(chunks) > 1 else dweight_PH
+                elif wide == x_NH.dtype:
                     dweight_PH.addmm_(dlogits_CP.T, x_NH[inside])
                 else:
                     dweight_PH += dlogits_CP.T @ x_NH[inside]
@@ -100,12 +106,26 @@ class _HeadLoss(torch.autograd.Function):
         return dx_NH, dweight_VH, None, None, None, None, None
 
 
-def _chunks(tokens: int, padded_vocab: int) -> Iterator[slice]:
+def _chunks(tokens: int, padded_vocab: int) -> list[slice]:
     """Tokens in equal chunks whose logits take about CHUNK_BYTES in fp32; multiples of 256 where there are so many."""
     most = max(1, CHUNK_BYTES // (4 * padded_vocab))
     size = -(-tokens // -(-tokens // most))
     size += -size % 256 if size > 256 else 0
-    return (slice(start, start + size) for start in range(0, tokens, size))
+    return [slice(start, start + size) for start in range(0, tokens, size)]
+
+
+def _in_blocks(softmax: SoftmaxLoss, logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor, learning: bool) -> tuple[Tensor, Tensor]:
+    """`softmax` of a chunk: on the CPU block by block, each of whose passes then finds it in the cache, the gradient in the logits' place."""
+    size = max(1, BLOCK_BYTES // (4 * logits_CP.shape[1]))
+    if logits_CP.device.type != "cpu" or len(logits_CP) <= size:
+        return softmax(logits_CP, labels_C, vocab, z_loss, scale, learning)
+    entropy = torch.zeros((), dtype=torch.float64)
+    for logits_RP, labels_R in zip(logits_CP.split(size), labels_C.split(size), strict=True):
+        dlogits_RP, part = softmax(logits_RP, labels_R, vocab, z_loss, scale, learning)
+        entropy += part
+        if learning and dlogits_RP.data_ptr() != logits_RP.data_ptr():
+            logits_RP.copy_(dlogits_RP)
+    return logits_CP, entropy
 
 
 def softmax_loss(logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor, learning: bool) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
-"""Numbers of finished steps on their way from the device to the host."""
+"""Numbers on their way between host and device, without either waiting for the other."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -10,6 +11,11 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`. To CUDA it goes from page-locked memory: a copy from any other waits until the device has done all it was told."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 @dataclass(frozen=True)
@@ -40,15 +46,13 @@ class Readback(Generic[T]):
             values = host
         self._pending.append(_Pending(facts, values, arrived))
 
-    def take(self, *, all: bool = False) -> list[tuple[T, list[float]]]:
-        """The steps that are due, oldest first; with `all` every one, which waits for the device."""
-        taken = []
+    def take(self, *, all: bool = False) -> Iterator[tuple[T, list[float]]]:
+        """The steps that are due, oldest first, each when it is there; with `all` every one, which waits for the device."""
         while len(self._pending) > (0 if all else self.lag):
             pending = self._pending.popleft()
             if pending.arrived is not None:
                 pending.arrived.synchronize()
-            taken.append((pending.facts, pending.values.tolist()))
-        return taken
+            yield pending.facts, pending.values.tolist()
 
     def forget(self) -> None:
         """Drop what was not taken: those steps are undone."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trainkit.jobs.schema import Model, Training
 from trainkit.train.loss import softmax_loss
 from trainkit.train.model import Block, Context, Transformer
+from trainkit.train.torch_compat import varlen_operations
 
 Mode = Literal["none", "full", "selective"]
 
@@ -30,7 +31,7 @@ def kept_operations() -> list[Any]:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
     ]
-    return products + attention
+    return [*products, *attention, *varlen_operations()]
 
 
 def _policy(kept: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -58,7 +59,10 @@ def run_block(block: Block, mode: Mode, random: bool, x_BSH: Tensor, context: Co
 
 
 def wrap_blocks(module: Transformer, model: Model, training: Training) -> None:
-    """Make every block recompute and compile as `training` asks, and the loss compile with them. Names of parameters stay as they are. Call it before fully_shard."""
+    """Make every block recompute and compile as `training` asks, and the loss compile with them. Call it before fully_shard.
+
+    Names of parameters stay as they are.
+    """
     if training.recompute_granularity == "none" and not training.compile:
         return
     run: Callable[..., Tensor] = torch.compile(run_block, fullgraph=True) if training.compile else run_block

@@ -22,6 +22,7 @@ from trainkit.train.loss import Labels, Losses
 from trainkit.train.loss_scale import STATE as SCALE_STATE
 from trainkit.train.loss_scale import LossScale
 from trainkit.train.optimizer import Optimizer, divisor, local_gradients, squared_norm
+from trainkit.train.readback import to_device
 from trainkit.train.schedule import learning_rates
 from trainkit.train.timers import Timers
 
@@ -86,7 +87,7 @@ class Step:
         with self.timers("communication"):
             # In fp64 the checksums' sum is exact up to 2**21 samples a step.
             square = squared_norm(local_gradients(self.parameters.values()))
-            told = torch.tensor([checksum, stop], dtype=torch.float64, device=self.device)
+            told = to_device(torch.tensor([checksum, stop], dtype=torch.float64), self.device)
             agreed = torch.cat([torch.stack([entropy, tokens.double(), square]), told])
             dist.all_reduce(agreed)
         with self.timers("optimizer"):
@@ -104,7 +105,7 @@ class Step:
             with self.timers("data"):
                 batch = next(rest)
             if self.random:  # by position alone: a resumed run drops the same
-                torch.manual_seed((t.seed << 32) ^ batch.position)
+                torch.manual_seed(((t.seed << 32) ^ batch.position) % 2**64)
             data_parallel.prepare_backward(self.sharded, last=m + 1 == count)
             labels = Labels(batch.labels_BS, t.z_loss, scale)
             with self.timers("forward"):
@@ -129,7 +130,7 @@ class Step:
         self.optimizer.zero_grad()
         values = [loss, norm / scale, rate, scale, checksum, stops, *verdict[1:], self.guard.skipped_in_a_row]
         values = [value.double() for value in values]  # copies: what follows changes some in place
-        self.scale.update(verdict.overflow)
+        self.scale.update(verdict.overflow | verdict.nan)  # at the lowest scale this only begins the count of good steps anew
         return torch.stack(values)
 
     def tensors(self) -> dict[str, Tensor]:

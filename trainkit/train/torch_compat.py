@@ -59,6 +59,15 @@ def causal_varlen_attention(q_NAD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bounds_
     return cast(Tensor, varlen_attn(q_NAD, k_NGD, v_NGD, bounds_D, bounds_D, longest, longest, **words))  # type: ignore[arg-type]
 
 
+def varlen_operations() -> list[object]:
+    """The operations of `causal_varlen_attention`, where this torch has them under their name."""
+    import torch.nn.attention.varlen  # registers them
+
+    operations = getattr(torch.ops, "torch_attn", None)
+    operation = getattr(operations, "_varlen_attn", None)
+    return [operation.default] if operation is not None else []
+
+
 def compile_cache_counts() -> str:
     """What torch.compile found in its caches, for the log."""
     from torch._dynamo.utils import counters

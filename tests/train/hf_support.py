@@ -1,0 +1,218 @@
+"""Hugging Face folders and models of theirs and ours, side by side: what test_huggingface*.py share."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from trainkit.base.errors import Problem
+from trainkit.jobs.schema import Model, RopeScaling
+from trainkit.train import checkpoint
+from trainkit.train.huggingface import load_weights
+from trainkit.train.huggingface.names import FAMILIES
+from trainkit.train.huggingface.writing import export
+from trainkit.train.model import Transformer, build_on_meta
+
+VOCAB = 53  # divides by nothing used here
+COMMON: dict[str, Any] = {"name": "tiny", "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "seq_length": 16}
+LLAMA: dict[str, Any] = {**COMMON, "family": "llama", "num_attention_heads": 4, "hidden_size": 32, "ffn_hidden_size": 40}
+NEOX: dict[str, Any] = {**COMMON, "family": "gpt-neox", "hidden_size": 48}
+LLAMA3 = RopeScaling(type="llama3", factor=8.0, original_max_position_embeddings=8)
+# Our shape, and the same in transformers' words, written by hand.
+CASES: dict[str, tuple[Model, dict[str, Any]]] = {
+    "gpt": (Model(**COMMON), {"n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 3}),
+    "gpt-untied": (
+        Model(**COMMON, untie_embeddings_and_output_weights=True, gelu="exact", ffn_hidden_size=40, max_position_embeddings=20, layernorm_epsilon=1e-3),
+        {
+            "n_positions": 20,
+            "n_embd": 24,
+            "n_layer": 2,
+            "n_head": 3,
+            "n_inner": 40,
+            "activation_function": "gelu",
+            "tie_word_embeddings": False,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
+    "gpt-neox": (Model(**NEOX), {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 192, "max_position_embeddings": 16}),
+    "gpt-neox-tied": (
+        Model(**NEOX, gpt_j_residual=False, untie_embeddings_and_output_weights=False, gelu="tanh", rotary_percent=0.5, rotary_base=500.0),
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "intermediate_size": 192,
+            "max_position_embeddings": 32,
+            "use_parallel_residual": False,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_fast",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gpt-j-tied": (
+        Model(**NEOX, gpt_j_tied=True, rotary_percent=1.0, layernorm_epsilon=1e-3),
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "intermediate_size": 192,
+            "max_position_embeddings": 16,
+            "layer_norm_eps": 1e-3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "llama": (
+        Model(**LLAMA, rotary_base=300.0),
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 40,
+            "max_position_embeddings": 16,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    ),
+    "llama-tied-linear": (
+        Model(**LLAMA, num_query_groups=1, untie_embeddings_and_output_weights=False, rope_scaling=RopeScaling(type="linear", factor=4.0)),
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "intermediate_size": 40,
+            "max_position_embeddings": 16,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+    ),
+    "llama-wide-llama3": (
+        Model(**LLAMA, num_query_groups=2, kv_channels=12, rope_scaling=LLAMA3, layernorm_epsilon=1e-3),
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "intermediate_size": 40,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-3,
+            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8},
+        },
+    ),
+}
+TOKENS_BS = torch.randint(0, VOCAB, (3, 16), generator=torch.Generator().manual_seed(3))
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """A world of one, in which checkpoints are saved."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def shake(module: nn.Module) -> None:
+    """Random values everywhere, norms and biases too."""
+    torch.manual_seed(1)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+
+
+def ours(model: Model) -> Transformer:
+    module = build_on_meta(model, VOCAB)
+    module.to_empty(device="cpu")
+    shake(module)
+    return module
+
+
+def theirs(case: str) -> Any:
+    """A transformers model of the case, with random weights."""
+    transformers: Any = importlib.import_module("transformers")
+
+    model, words = CASES[case]
+    family = FAMILIES[model.family]
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.AutoConfig.for_model(family.model_type, vocab_size=VOCAB, **ids, **words)
+    module = getattr(transformers, family.architecture)(config).eval()
+    shake(module)
+    if model.gpt_j_tied:
+        for layer in module.gpt_neox.layers:
+            layer.post_attention_layernorm.load_state_dict(layer.input_layernorm.state_dict())
+    return module
+
+
+def save(module: Transformer, folder: Path, step: int = 7) -> checkpoint.Checkpoint:
+    tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
+    checkpoint.save(folder, tensors, step=step, consumed_samples=0, layout={}, job={}, state={})
+    return checkpoint.open_checkpoint(checkpoint.folder_of(folder, step))
+
+
+def write(saved: checkpoint.Checkpoint, model: Model, target: Path, **more: Any) -> Any:
+    return export(saved, model, target, **{"dtype": "fp32", "shard_bytes": 10**9, "tokenizer": None, "about": {}, **more})
+
+
+def loaded(folder: Path, model: Model, rows: int = VOCAB) -> Transformer:
+    module = build_on_meta(model, rows)
+    module.to_empty(device="cpu")
+    load_weights(folder, dict(module.named_parameters()), model)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder that transformers saves for a case."""
+    made: dict[str, Path] = {}
+
+    def folder(case: str) -> Path:
+        if case not in made:
+            made[case] = tmp_path_factory.mktemp(case)
+            theirs(case).save_pretrained(made[case])
+        return made[case]
+
+    return folder
+
+
+@pytest.fixture
+def copied(folders: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of it, to change."""
+    return lambda case: Path(shutil.copytree(folders(case), tmp_path / case))
+
+
+def change_tensors(folder: Path, new: Callable[[Weights], Weights]) -> Path:
+    tensors = new(load_file(folder / "model.safetensors"))
+    save_file({name: t.contiguous().clone() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def change_config(folder: Path, **values: Any) -> Path:
+    """Set keys of config.json; None takes one away."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def said(problems: list[Problem]) -> str:
+    return "\n".join(map(str, problems))
+
+
+def equal(left: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+
+
+def change_index(folder: Path, weight_map: dict[str, Any]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -1,0 +1,176 @@
+"""What cannot be taken for weights of a model is refused before one is read, with all its reasons."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.hf_support import (
+    CASES,
+    COMMON,
+    LLAMA,
+    LLAMA3,
+    VOCAB,
+    change_config,
+    change_index,
+    change_tensors,
+    copied,
+    folders,
+    loaded,
+    one_rank,
+    ours,
+    said,
+    save,
+    theirs,
+    write,
+)
+from trainkit.base.errors import ConfigError
+from trainkit.jobs.schema import Model
+from trainkit.train.huggingface import check_weights, load_weights
+from trainkit.train.huggingface.config import contradictions
+
+__all__ = ["copied", "folders", "one_rank"]  # fixtures
+
+
+class TestRefused:
+    """Folders that are not the job's model, all reasons at once."""
+
+    def test_all_reasons_at_once(self, copied: Callable[[str], Path]) -> None:
+        folder = change_tensors(copied("llama"), lambda t: {n: v for n, v in t.items() if "o_proj" not in n} | {"model.layers.0.extra": torch.zeros(3)})
+        change_tensors(folder, lambda t: t | {"model.norm.weight": t["model.norm.weight"].double()})
+        change_config(folder, attention_bias=True, quantization_config={"bits": 4}, max_position_embeddings=8)
+        model = Model(**{**LLAMA, "ffn_hidden_size": 44, "num_query_groups": 2, "layernorm_epsilon": 1e-4, "rope_scaling": LLAMA3})
+        text = said(check_weights(folder, model, VOCAB + 1))
+        for words in (
+            "num_key_value_heads is 4 there, 2 for this job",
+            "set models.tiny.num_query_groups = 4",
+            "intermediate_size is 40 there, 44 for this job",
+            "rms_norm_eps is 1e-05 there, 0.0001 for this job",
+            "attention_bias is True there; family 'llama' has False only",
+            "quantized",
+            "vocab_size is 53 there, 54 for this job",
+            "set models.tiny.vocab_size = 53",
+            "it reads 8 tokens (max_position_embeddings), the job's samples have 16",
+            "theta of its rotary positions is 300.0, 10000.0 for this job",
+            "stretched",
+            "lacks model.layers.0.self_attn.o_proj.weight, model.layers.1.self_attn.o_proj.weight",
+            "has, and the job's model has not, model.layers.0.extra",
+            "model.layers.1.self_attn.k_proj.weight is [32, 32] there, [16, 32] in the job's model",
+            "model.layers.0.mlp.down_proj.weight is [32, 40] there, [32, 44] in the job's model",
+            "model.embed_tokens.weight is [53, 32] there, [54, 32] in the job's model",
+            "only F32, BF16, F16 are taken, not model.norm.weight (F64)",
+            f"{folder / 'config.json'}: ",
+        ):
+            assert words in text, f"{words}\n{text}"
+
+    def test_nothing_is_written_where_anything_is_wrong(self, copied: Callable[[str], Path]) -> None:
+        model = CASES["gpt"][0]
+        folder = change_tensors(copied("gpt"), lambda t: {n: v for n, v in t.items() if n != "transformer.ln_f.bias"})
+        module = ours(model)
+        before = {name: p.detach().clone() for name, p in module.named_parameters()}
+        with pytest.raises(ConfigError, match=r"lacks transformer\.ln_f\.bias") as error:
+            load_weights(folder, dict(module.named_parameters()), model)
+        assert error.value.exit == 3
+        assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+
+    def test_pickles_are_never_read(self, copied: Callable[[str], Path], tmp_path: Path) -> None:
+        class Hostile:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return Path.touch, (tmp_path / "executed",)
+
+        folder = copied("gpt")
+        (folder / "model.safetensors").unlink()
+        for name in ("pytorch_model.bin", "model.pt"):
+            (folder / name).write_bytes(pickle.dumps(Hostile()))
+        (problem,) = check_weights(folder, CASES["gpt"][0], VOCAB)
+        assert "pickles only (model.pt, pytorch_model.bin)" in problem.message and "save_pretrained" in problem.hint
+        with pytest.raises(ConfigError, match="not read"):
+            loaded(folder, CASES["gpt"][0])
+        assert not (tmp_path / "executed").exists()
+
+    def test_another_type(self, folders: Callable[[str], Path], copied: Callable[[str], Path]) -> None:
+        (problem,) = check_weights(folders("gpt-neox"), CASES["llama"][0], VOCAB)
+        assert "'gpt_neox'; family 'llama' is 'llama'" in problem.message and "family = 'gpt-neox'" in problem.hint
+        (problem,) = check_weights(change_config(copied("llama"), model_type="mistral"), CASES["llama"][0], VOCAB)
+        assert "'mistral'" in problem.message and "gpt2, gpt_neox, llama" in problem.hint
+
+    @pytest.mark.parametrize(
+        ("case", "values", "words"),
+        [
+            ("gpt", {"activation_function": "relu"}, "activation_function is 'relu' there"),
+            ("gpt", {"activation_function": "gelu"}, "gelu = 'exact'"),
+            ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+            ("gpt", {"n_positions": 32}, "max_position_embeddings = 32"),
+            ("gpt", {"tie_word_embeddings": False}, "untie_embeddings_and_output_weights = true"),
+            ("gpt", {"n_embd": "wide"}, "n_embd is 'wide' there"),
+            ("gpt-neox", {"use_parallel_residual": False}, "gpt_j_residual = false"),
+            ("gpt-neox", {"attention_bias": False}, "attention_bias is False there"),
+            ("gpt-neox", {"hidden_act": "gelu_pytorch_tanh"}, "gelu = 'tanh'"),
+            ("gpt-neox", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}, "rotary_percent = 0.5"),
+            ("gpt-neox", {"rope_parameters": {"rope_theta": 9.0, "partial_rotary_factor": 0.25}}, "rotary_base = 9.0"),
+            ("gpt-neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "stretched by 'linear', which family 'gpt-neox' does not have"),
+            ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 300.0}}, "stretched by 'yarn'"),
+            ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}}, "rope_scaling = { type = 'linear', factor = 2.0 }"),
+            ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "cannot be said"),
+            ("llama", {"rope_parameters": 3}, "cannot be said"),
+            ("llama", {"head_dim": 4}, "kv_channels = 4"),
+            ("llama", {"mlp_bias": True}, "mlp_bias is True"),
+            ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu' there; family 'llama' has 'silu' only"),
+            ("llama", {"num_attention_heads": 0, "head_dim": None}, "makes no sense"),
+        ],
+    )
+    def test_every_contradiction_is_named(self, case: str, values: dict[str, Any], words: str, folders: Callable[[str], Path]) -> None:
+        config = json.loads((folders(case) / "config.json").read_text()) | values
+        found = contradictions(config, CASES[case][0], VOCAB)
+        assert len(found) <= 2 and words in said(found)
+
+    def test_broken_folders(self, copied: Callable[[str], Path], tmp_path: Path) -> None:
+        model, sharded = CASES["llama"][0], tmp_path / "sharded"
+        assert "no such folder" in said(check_weights(tmp_path / "nowhere", model, VOCAB))
+        assert "has no weights" in said(check_weights(tmp_path, model, VOCAB)) and "config.json: cannot be read" in said(check_weights(tmp_path, model, VOCAB))
+        torn = copied("llama")
+        data = (torn / "model.safetensors").read_bytes()
+        for content in (data[:-9], data[:50], b"", b"\xff" * 64):
+            (torn / "model.safetensors").write_bytes(content)
+            assert "cannot be read as safetensors" in said(check_weights(torn, model, VOCAB))
+        for text in ("{", "[]"):
+            (torn / "config.json").write_text(text)
+            assert "is no JSON" in said(check_weights(torn, model, VOCAB))
+        theirs("llama").save_pretrained(sharded, max_shard_size="20KB")
+        index = json.loads((sharded / "model.safetensors.index.json").read_text())
+        first = sorted(sharded.glob("model-*.safetensors"))[0]
+        shutil.copy(first, sharded / "again.safetensors")
+        change_index(sharded, index["weight_map"] | {"x": "again.safetensors"})
+        assert "once more" in said(check_weights(sharded, model, VOCAB))
+        change_index(sharded, index["weight_map"])
+        first.unlink()
+        text = said(check_weights(sharded, model, VOCAB))
+        assert f"{first}: is missing" in text and "lacks" in text
+        for hostile in ({}, {"x": "../elsewhere.safetensors"}, {"x": "/etc/hostname"}, {"x": 3}, {"x": "pytorch_model.bin"}):
+            change_index(sharded, hostile)
+            assert "does not map tensors" in said(check_weights(sharded, model, VOCAB))
+
+    def test_a_vocabulary_of_another_size_without_a_word_in_the_config(self, copied: Callable[[str], Path]) -> None:
+        folder = change_tensors(copied("gpt"), lambda t: t | {"transformer.wte.weight": t["transformer.wte.weight"][:-1]})
+        assert "transformer.wte.weight is [52, 24] there, [53, 24]" in said(check_weights(folder, CASES["gpt"][0], None))
+
+    @pytest.mark.parametrize(
+        ("model", "words"),
+        [
+            (Model(**COMMON, kv_channels=10), "kv_channels 10 cannot be said"),
+            (Model(**{**COMMON, "hidden_size": 25}, kv_channels=8), "no hidden_size 25 that does not divide by num_attention_heads 3"),
+            (Model(**{**LLAMA, "hidden_size": 30}, kv_channels=8), "no hidden_size 30"),
+        ],
+    )
+    def test_a_model_that_transformers_has_not(self, model: Model, words: str, tmp_path: Path) -> None:
+        saved = save(ours(model), tmp_path / "checkpoints")
+        with pytest.raises(ConfigError, match=words):
+            write(saved, model, tmp_path / "exported")
+        assert not (tmp_path / "exported").exists()

@@ -1,0 +1,130 @@
+"""The task `plan`: what a job will need, beside what its last run took; exit 4 when it cannot run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.forms import read_form
+from trainkit.cli.jobs import load_jobs
+from trainkit.cli.page import print_page
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.data.paths import DataFolder
+from trainkit.engines import refuse_unlaunchable
+from trainkit.engines.rules import RULES
+from trainkit.jobs.resolved import read_job
+from trainkit.jobs.schema import Job
+from trainkit.plan.make import Plan, Prepared, make_plan
+from trainkit.plan.measured import Measured, layout_key
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.summary import summarize
+
+
+def plan(talk: Talk, name: str, nodes: int, cluster: str, sets: Sequence[str]) -> Answer:
+    """The task `plan`."""
+    given = [*([f"cluster={json.dumps(cluster)}"] if cluster else []), *([f"nodes={nodes}"] if nodes else []), *sets]
+    job = load_jobs(talk).resolve(name, given).job
+    made = plan_of(job)
+    if not talk.json:
+        print_page(talk.console, job, made, talk.command, launchable=_launchable(job))
+    return Answer(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
+
+
+def plan_of(job: Job) -> Plan:
+    """The plan of a job by its engine's rules, with what is prepared, free and measured here."""
+    return make_plan(job, rules=RULES[job.engine], prepared=prepared(job), measured=last_measured(job))
+
+
+def _launchable(job: Job) -> bool:
+    """Whether this version launches the job, or only plans for it."""
+    try:
+        refuse_unlaunchable(job)
+    except ConfigError:
+        return False
+    return True
+
+
+def prepared(job: Job) -> Prepared:
+    """What of a job is there already. Raises ConfigError for a prepared dataset of another version.
+
+    The disk counts where ranks run on this machine for sure: GPUs of a local cluster may be those of another one that is planned for.
+    """
+    root = Path(job.cluster.root or ".")
+    manifest = DataFolder(root, job.dataset).manifest if job.dataset.tokenizer is not None else None
+    found = read_form(manifest, "dataset/1") if manifest is not None and manifest.is_file() else {}
+    here = job.cluster.launcher == "local" and job.cluster.device_type == "cpu"
+    return Prepared(found.get("vocab_size"), found.get("tokens"), _free_bytes(root) if here else None)
+
+
+def _free_bytes(root: Path) -> int | None:
+    there = next((folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir()), None)
+    return shutil.disk_usage(there).free if there else None
+
+
+def _runs_of(job: Job) -> Iterator[tuple[RunFolder, Job]]:
+    """Runs of this job on this cluster, newest first; those of another version of trainkit cannot be compared."""
+    folder = Path(job.cluster.root or ".") / "runs" / job.name
+    try:
+        ids = sorted((path.name for path in folder.iterdir() if (path / "job.json").is_file()), reverse=True)
+    except OSError:
+        return
+    for name in ids:
+        run = RunFolder(folder / name)
+        try:
+            ran = read_job(run.job)
+        except ConfigError:
+            continue
+        if ran.cluster.name == job.cluster.name:
+            yield run, ran
+
+
+def last_measured(job: Job) -> Measured | None:
+    """What the newest run of this job on this cluster took, and what its plan had said; one of the same layout before others. None without any."""
+    candidates = [(run, ran) for run, ran in _runs_of(job) if run.metrics.is_file()]
+    same = [(run, ran) for run, ran in candidates if layout_key(ran) == layout_key(job)]
+    for run, ran in [*same, *candidates]:
+        summary = summarize(run)
+        if summary.tokens_per_second is None:
+            continue
+        planned = _planned(run)
+        memory, speed = planned.get("memory") or {}, (planned.get("duration") or {}).get("speed") or {}
+        return Measured(
+            run=run.id,
+            same_layout=(run, ran) in same,
+            tokens_per_second=summary.tokens_per_second,
+            peak_bytes=_peak_bytes(summary.training),
+            checkpoint_bytes=_checkpoint_bytes(run.checkpoints),
+            planned_tokens_per_second=speed.get("tokens_per_second"),
+            planned_peak_bytes=memory.get("fullest_rank", {}).get("total_bytes"),
+            planned_checkpoint_bytes=planned.get("checkpoint_bytes"),
+        )
+    return None
+
+
+def _planned(run: RunFolder) -> dict[str, Any]:
+    """What the run's own plan.json says; nothing where it is not there or of another version."""
+    try:
+        return read_form(run.plan, "plan/1")
+    except ConfigError:
+        return {}
+
+
+def _peak_bytes(rows: Sequence[dict[str, Any]]) -> int | None:
+    kinds = [row.get("memory_bytes") or {} for row in rows]
+    peaks = [kind.get("max_reserved", kind.get("max_resident")) for kind in kinds]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def _checkpoint_bytes(checkpoints: Path) -> int | None:
+    """Tensor bytes of the newest checkpoint, from its manifest; None where there is none that can be read."""
+    for manifest in sorted(checkpoints.glob("step-*/manifest.json"), reverse=True):
+        try:
+            tensors = read_form(manifest, "checkpoint/1")["tensors"]
+        except ConfigError:
+            continue
+        return sum(int(chunk["bytes"]) for tensor in tensors.values() for chunk in tensor["chunks"])
+    return None

@@ -1,0 +1,161 @@
+"""What is wrong with a job before anything runs, all at once. Each check yields objections with changes that may settle them; `make` keeps those that do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainkit.jobs.schema import Job
+from trainkit.plan.batch import batch_sizes
+from trainkit.plan.layout import Layout, layout_of, nearest
+from trainkit.plan.objection import Change, Objection
+from trainkit.plan.rules import Rules
+
+MANY = 4  # batch sizes named in one message
+TP, PP = "parallelism.tensor_model_parallel_size", "parallelism.pipeline_model_parallel_size"
+VIRTUAL, ZERO, BATCH = "parallelism.virtual_pipeline_model_parallel_size", "parallelism.zero_stage", "training.global_batch_size"
+
+
+def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objection]:
+    """Everything but memory and disk.
+
+    Args:
+        rules: of the job's engine.
+        tokenizer_size: ids of the prepared tokenizer; None: not prepared.
+    """
+    layout = layout_of(job)
+    yield from _world(job, layout)
+    yield from _tensor(job, layout)
+    yield from _stages(job, layout, rules)
+    yield from _interleaving(job, layout, rules)
+    yield from _zero(job, layout, rules)
+    yield from _batches(job)
+    yield from _vocabulary(job, tokenizer_size)
+    yield from _devices(job)
+    yield from _profile(job)
+
+
+def _world(job: Job, layout: Layout) -> Iterator[Objection]:
+    """The degrees divide the world; there are as many nodes."""
+    rest, most = layout.tensor * layout.pipeline, job.cluster.max_nodes
+    if layout.world % rest:
+        message = f"{job.nodes} node{'s' if job.nodes > 1 else ''} of {layout.ranks_per_node} ranks are {layout.world}, which tensor-parallel {layout.tensor} x pipeline-parallel "
+        message += f"{layout.pipeline} = {rest} does not divide"
+        step = rest // math.gcd(rest, layout.ranks_per_node)
+        nodes = nearest(job.nodes, lambda n: n % step == 0, most=most if most is not None else job.nodes + step)
+        pipelines = nearest(layout.pipeline, lambda p: layout.world % (layout.tensor * p) == 0)
+        yield Objection("world-not-divisible", "nodes", message, (*({"nodes": n} for n in nodes), *({PP: p} for p in pipelines)))
+    if most is not None and job.nodes > most:
+        yield Objection("too-many-nodes", "nodes", f"{job.nodes} nodes, but cluster {job.cluster.name} has {most} (cluster.max_nodes)", ({"nodes": most},))
+
+
+def _tensor(job: Job, layout: Layout) -> Iterator[Objection]:
+    """Tensor parallelism stays in a node, and divides what it splits."""
+    t, model = layout.tensor, job.model
+    split = {
+        "heads-not-divisible": ("num_attention_heads", model.num_attention_heads),
+        "query-groups-not-divisible": ("num_query_groups", model.query_groups),
+        "mlp-not-divisible": ("ffn_hidden_size", model.ffn_width),
+    }
+    fitting = [n for n in range(1, layout.ranks_per_node + 1) if layout.ranks_per_node % n == 0 and not any(size % n for _, size in split.values())]
+    changes: tuple[Change, ...] = tuple({TP: n} for n in nearest(t, lambda n: n in fitting))
+    if layout.ranks_per_node % t and job.nodes > 1:
+        message = f"tensor-parallel groups of {t} would reach across nodes of {layout.ranks_per_node} ranks: every layer would wait for the network"
+        yield Objection("tensor-parallel-across-nodes", TP, message, changes)
+    for code, (name, size) in split.items():
+        if size % t and not (code == "query-groups-not-divisible" and model.num_attention_heads % t):
+            yield Objection(code, TP, f"{name} {size} does not divide by tensor-parallel size {t}", changes)
+    if layout.sequence and model.seq_length % t:
+        message = f"sequence_parallel: seq_length {model.seq_length} does not divide by tensor-parallel size {t}"
+        yield Objection("sequence-not-divisible", "parallelism.sequence_parallel", message, ({"parallelism.sequence_parallel": False},))
+
+
+def _pipeline_change(job: Job, layout: Layout, pipeline: int) -> Change:
+    """Another number of stages, with the number of nodes that then keeps the data-parallel size, where the present one would not divide."""
+    ranks = layout.tensor * pipeline
+    if layout.world % ranks == 0:
+        return {PP: pipeline}
+    step = ranks // math.gcd(ranks, layout.ranks_per_node)
+    return {PP: pipeline, "nodes": max(1, round(ranks * layout.data / layout.ranks_per_node / step)) * step}
+
+
+def _stages(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
+    """Every chunk of a pipeline has layers, equally many where the engine wants that."""
+    layers, parts, v = job.model.num_layers, len(layout.chunks), layout.virtual
+    chunks = f"{layout.pipeline} pipeline stages" + (f" of {v} chunks" if v > 1 else "")
+    if parts > layers:
+        fewer = nearest(layout.pipeline, lambda p: p * v <= layers and (rules.uneven_stages or layers % (p * v) == 0))
+        changes = tuple(_pipeline_change(job, layout, p) for p in fewer)
+        yield Objection("more-stages-than-layers", PP, f"{layers} layers for {chunks}", changes)
+    elif layers % parts and not rules.uneven_stages:
+        whole = [_pipeline_change(job, layout, p) for p in nearest(layout.pipeline, lambda p: layers % (p * v) == 0)]
+        deeper: list[Change] = [{"model.num_layers": n} for n in (layers // parts * parts, -(-layers // parts) * parts)]
+        message = f"{layers} layers do not divide over {chunks}, as {rules.engine} wants it"
+        yield Objection("layers-not-divisible", PP, message, (*whole, *deeper))
+
+
+def _interleaving(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
+    """An interleaved schedule that the engine has, over a whole number of rounds."""
+    if layout.virtual == 1:
+        return
+    if not rules.virtual_stages:
+        yield Objection("no-virtual-stages", VIRTUAL, f"engine {rules.engine} has no interleaved schedule; remove virtual_pipeline_model_parallel_size")
+        return
+    quantum = job.training.micro_batch_size * layout.data
+    if rules.whole_rounds and job.global_batch_size % quantum == 0 and layout.micro_batches % layout.pipeline:
+        batches = nearest(job.global_batch_size, lambda b: b % (quantum * layout.pipeline) == 0, most=job.global_batch_size + quantum * layout.pipeline)
+        message = f"an interleaved schedule needs micro-batches in multiples of {layout.pipeline} stages; global_batch_size {job.global_batch_size} has "
+        message += f"{layout.micro_batches}"
+        yield Objection("micro-batches-not-divisible", BATCH, message, tuple({BATCH: b} for b in batches))
+
+
+def _zero(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
+    """A stage of ZeRO that the engine has."""
+    asked, piped = job.parallelism.zero_stage, layout.pipeline > 1
+    known = rules.zero_in_pipeline if piped else rules.zero_stages
+    if asked not in known:
+        under = " under a pipeline" if piped and asked in rules.zero_stages else ""
+        message = f"engine {rules.engine} has no ZeRO stage {asked}{under}"
+        yield Objection("no-such-zero-stage", ZERO, message, tuple({ZERO: stage} for stage in reversed(known) if stage < asked)[:1])
+
+
+def _batches(job: Job) -> Iterator[Objection]:
+    """Every batch that a step may have must divide; of a ramp each size that does not is named."""
+    micro, dp = job.training.micro_batch_size, job.data_parallel_size
+    quantum = micro * dp
+    product = f"micro_batch_size {micro} x data-parallel size {dp}"
+    *growing, whole = batch_sizes(job)
+    if whole % quantum:
+        below = whole // quantum * quantum
+        changes = tuple({BATCH: b} for b in (below, below + quantum) if b)
+        yield Objection("batch-not-divisible", BATCH, f"global_batch_size {whole} does not divide by {product}", changes)
+    if wrong := [size for size in growing if size % quantum]:
+        sizes = ", ".join(map(str, wrong[:MANY])) + (f" and {len(wrong) - MANY} more" if len(wrong) > MANY else "")
+        message = f"rampup_batch_size passes through {sizes}, which {product} does not divide; start and increment must be multiples of {quantum}"
+        yield Objection("ramp-not-divisible", "training.rampup_batch_size", message)
+
+
+def _vocabulary(job: Job, tokenizer_size: int | None) -> Iterator[Objection]:
+    rows = job.model.vocab_size
+    if rows and tokenizer_size and tokenizer_size > rows:
+        message = f"the prepared tokenizer has {tokenizer_size} ids, model {job.model.name!r} only {rows}"
+        yield Objection("vocabulary-too-small", "model.vocab_size", message, ({"model.vocab_size": tokenizer_size},))
+
+
+def _devices(job: Job) -> Iterator[Objection]:
+    kind, there = job.cluster.device_type, job.cluster.gpus_per_node
+    if kind != "cpu" and job.ranks_per_node > there:
+        what = "GPUs" if kind == "cuda" else "devices"
+        message = f"{job.ranks_per_node} ranks a node for {there} {what} (cluster.gpus_per_node)"
+        yield Objection("more-ranks-than-gpus", "cluster.ranks_per_node", message, ({"cluster.ranks_per_node": there},) if there else ())
+
+
+def _profile(job: Job) -> Iterator[Objection]:
+    """A profile that would never be taken."""
+    if job.profile is None:
+        return
+    if job.profile.start > job.training.train_iters:
+        message = f"profile.start {job.profile.start} is beyond train_iters {job.training.train_iters}"
+        yield Objection("profile-beyond-end", "profile.start", message)
+    if beyond := [rank for rank in job.profile.ranks if rank >= job.world_size]:
+        yield Objection("profile-of-no-rank", "profile.ranks", f"profile.ranks {', '.join(map(str, beyond))}: the world has ranks 0 to {job.world_size - 1}")

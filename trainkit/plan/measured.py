@@ -1,0 +1,72 @@
+"""What a run took, beside what was planned: errors are shown, and the speed of the same layout takes the place of the assumed one, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.jobs.schema import Job
+from trainkit.plan.duration import Speed
+
+# What decides speed and memory of a run, by paths of the resolved job.
+LAYOUT_KEYS = ("engine", "model", "parallelism", "nodes", "ranks_per_node", "device", "training")
+TRAINING_KEYS = ("micro_batch_size", "precision", "optimizer", "sgd_momentum", "recompute_granularity", "recompute_every", "compile")
+
+
+def layout_key(job: Job) -> dict[str, Any]:
+    """What two jobs must have in common for the figures of one to hold for the other."""
+    training = job.training.model_dump(include=set(TRAINING_KEYS))
+    return {
+        "engine": job.engine,
+        "device": job.cluster.device.name,
+        "nodes": job.nodes,
+        "ranks_per_node": job.ranks_per_node,
+        "model": job.model.model_dump(exclude={"name"}),
+        "parallelism": job.parallelism.model_dump(),
+        "training": {**training, "micro_batches": job.gradient_accumulation_steps},
+    }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run in figures, with what its own plan had said. None where nothing was measured or planned.
+
+    Args:
+        run: its id.
+        same_layout: it ran as the job is laid out now.
+        tokens_per_second: median over its steps.
+        peak_bytes: the most that any logged step saw on rank 0: reserved by the allocator, on the CPU resident in the process.
+        checkpoint_bytes: tensors of its newest checkpoint.
+    """
+
+    run: str
+    same_layout: bool
+    tokens_per_second: float | None
+    peak_bytes: int | None
+    checkpoint_bytes: int | None
+    planned_tokens_per_second: float | None
+    planned_peak_bytes: int | None
+    planned_checkpoint_bytes: int | None
+
+    @property
+    def errors(self) -> dict[str, float | None]:
+        """Planned over measured, less 1: 0.1 is a tenth too much."""
+        pairs = {
+            "tokens_per_second": (self.planned_tokens_per_second, self.tokens_per_second),
+            "peak_bytes": (self.planned_peak_bytes, self.peak_bytes),
+            "checkpoint_bytes": (self.planned_checkpoint_bytes, self.checkpoint_bytes),
+        }
+        return {name: planned / seen - 1 if planned and seen else None for name, (planned, seen) in pairs.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """plan/1's `measured`."""
+        return {**vars(self), "errors": self.errors}
+
+
+def measured_speed(job: Job, measured: Measured, model_flops: int) -> Speed | None:
+    """The speed of a run of the same layout; None for another."""
+    if not measured.same_layout or not measured.tokens_per_second:
+        return None
+    peak = job.cluster.device.peak_tflops.get(job.training.precision)
+    mfu = measured.tokens_per_second * model_flops / (job.world_size * peak * 1e12) if peak else None
+    return Speed(measured.tokens_per_second, mfu, f"measured: run {measured.run}")

@@ -1,0 +1,153 @@
+"""Memory of the ranks, stage by stage, in parts; the fullest rank decides.
+
+n parameters of a rank's stage, d data-parallel size. Published engines (bytes a parameter from their rules; Rajbhandari et al. 2020, arXiv:1910.02054,
+section 3; Megatron-LM's distributed optimizer): weights, gradients from ZeRO 2 on and the optimizer from ZeRO 1 on a d-th, weights from ZeRO 3 on.
+
+The native trainer: fp32 weights at rest are the optimizer's masters, 4n, a d-th from ZeRO 1 on; what computes is a gathered copy in 2 or 4 bytes, under
+ZeRO 3 of two blocks and of what is around them; gradients accumulate whole in fp32 (on the CPU in fp64) under ZeRO 0 and 1 while there are several
+micro-batches, else as fp32 shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from trainkit.jobs.schema import Job
+from trainkit.plan.activations import live_bytes, logit_bytes, saved_bytes, width
+from trainkit.plan.layout import Layout
+from trainkit.plan.rules import Rules, StateBytes, moments_of
+from trainkit.plan.shapes import Unit, gathered_at_once, largest, numbers, shard, stage_units
+
+# What is neither of the parts: context, communication and matmul workspaces, what the allocator cannot use. Assumed; two published runs measured 27 GB where
+# the parts are 22.5 GiB (GPT-NeoX-20B on 24 A100-40GB) and 14.3 GiB where they are 9.6 GiB (7.5B on V100-16GB, an older trainer with copies of its own).
+RESERVE_BYTES = {"cpu": 7 * 2**26, "cuda": 2**30, "neuron": 2**30}
+RESERVE_PART = {"cpu": 0.0, "cuda": 0.1, "neuron": 0.1}
+TIGHT = 0.9  # of the device: above, what fits may still not run
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank of one stage (of the tensor- and data-parallel rank that holds most).
+
+    Args:
+        stage: the pipeline stage, from 0.
+        parameter_bytes: weights at rest, this rank's shard of them.
+        gathered_bytes: whole weights to compute with, beside the shards.
+        gradient_bytes: gradients.
+        optimizer_bytes: moments, and a published engine's master weights.
+        activation_bytes: what forward leaves for backward, and the block that is computed again.
+        logit_bytes: logits of the last stage and their gradients.
+        buffer_bytes: buffers of communication.
+        reserve_bytes: assumed, for all the rest.
+    """
+
+    stage: int
+    parameter_bytes: int
+    gathered_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    logit_bytes: int
+    buffer_bytes: int
+    reserve_bytes: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts by name; they sum to the total."""
+        return {part.name: getattr(self, part.name) for part in fields(self) if part.name != "stage"}
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together. The block that is computed again and the logits are not there at one time: an upper bound."""
+        return sum(self.parts.values())
+
+    def to_json(self) -> dict[str, int]:
+        """A stage of plan/1's `memory`."""
+        return {"stage": self.stage, "total_bytes": self.total_bytes, **self.parts}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """All stages, and what the device has (None: unknown)."""
+
+    stages: tuple[RankMemory, ...]
+    device_bytes: int | None
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The stage that needs most; the first of equals."""
+        return max(self.stages, key=lambda rank: rank.total_bytes)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the fullest rank fits; None where the device's memory is unknown."""
+        return None if self.device_bytes is None else self.fullest.total_bytes <= self.device_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """plan/1's `memory`."""
+        stages = [rank.to_json() for rank in self.stages]
+        return {"fullest_rank": self.fullest.to_json(), "device_bytes": self.device_bytes, "fits": self.fits, "stages": stages}
+
+
+def _native_states(job: Job, layout: Layout, units: list[Unit]) -> dict[str, int]:
+    zero, moments, w = job.parallelism.zero_stage, moments_of(job.training), width(job)
+    reduced = 8 if job.cluster.device_type == "cpu" else 4
+    whole, unit = numbers(units, layout.tensor), largest(units, layout.tensor)
+    mine = shard(units, layout.tensor, layout.data if zero else 1)
+    accumulated = reduced * whole if zero < 2 and layout.micro_batches > 1 else 0
+    return {
+        "parameter_bytes": 4 * mine,
+        "gathered_bytes": w * (gathered_at_once(units, layout.tensor) if zero == 3 else whole),
+        "gradient_bytes": max(accumulated, 4 * mine),
+        "optimizer_bytes": 4 * moments * mine,
+        "buffer_bytes": (reduced + w) * unit,  # a unit's gradients as computed and as they are reduced
+    }
+
+
+def _states(job: Job, layout: Layout, units: list[Unit], held: StateBytes, buckets: int) -> dict[str, int]:
+    n, zero = numbers(units, layout.tensor), job.parallelism.zero_stage
+
+    def kept(size: int, from_stage: int) -> int:
+        return size * -(-n // (layout.data if zero >= from_stage else 1))
+
+    return {
+        "parameter_bytes": kept(held.weights, 3),
+        "gathered_bytes": held.weights * gathered_at_once(units, layout.tensor) if zero == 3 else 0,
+        "gradient_bytes": kept(held.gradients, 2),
+        "optimizer_bytes": kept(held.master + moments_of(job.training) * held.moment, 1),
+        "buffer_bytes": width(job) * buckets,
+    }
+
+
+def _buckets(rules: Rules, arguments: Mapping[str, str | int | float | bool]) -> int:
+    """Elements of the reduction's buffer: the engine's own, or what engine_args says."""
+    given = arguments.get("reduce_bucket_size", arguments.get("zero_optimization.reduce_bucket_size"))
+    return int(given) if isinstance(given, int | float) else rules.bucket_elements
+
+
+def stage_memory(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int, stage: int) -> RankMemory:
+    """Memory of a rank of `stage`.
+
+    Args:
+        vocab_size: rows of embedding and head.
+        padded: columns of the head's product.
+    """
+    last = stage == layout.pipeline - 1
+    rows = padded if rules.pads_weights else vocab_size
+    units = stage_units(job.model, rows, layout.layers_by_stage[stage], first=stage == 0, last=last)
+    if rules.states is None:
+        parts = _native_states(job, layout, units)
+    else:
+        parts = _states(job, layout, units, rules.states[job.training.precision], _buckets(rules, job.engine_args))
+    parts["activation_bytes"] = saved_bytes(job, layout, rules, stage) + live_bytes(job, layout, rules)
+    parts["logit_bytes"] = logit_bytes(job, layout, rules, vocab_size, padded) if last else 0
+    kind = job.cluster.device_type
+    return RankMemory(stage=stage, reserve_bytes=RESERVE_BYTES[kind] + round(RESERVE_PART[kind] * sum(parts.values())), **parts)
+
+
+def memory_of(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int) -> Memory:
+    """Memory of every stage."""
+    stages = tuple(stage_memory(job, layout, rules, vocab_size, padded, stage) for stage in range(layout.pipeline))
+    return Memory(stages, job.cluster.device.memory_bytes)

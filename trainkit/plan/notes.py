@@ -1,0 +1,47 @@
+"""What is worth knowing before a job runs, though nothing speaks against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainkit.jobs.schema import Job
+from trainkit.plan.duration import Duration, Epochs
+from trainkit.plan.memory import TIGHT, Memory
+from trainkit.plan.objection import Objection
+from trainkit.plan.storage import Storage
+
+MANY_EPOCHS = 4  # up to four, repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv:2305.16264)
+LOST = 0.01  # of the time: below, the interval of checkpoints is not worth a word
+
+
+def notes(job: Job, memory: Memory | None, storage: Storage | None, duration: Duration | None, epochs: Epochs | None) -> Iterator[Objection]:
+    """Notes of a plan, in the form of objections."""
+    parallelism, device = job.parallelism, job.cluster.device
+    if parallelism.sequence_parallel and parallelism.tensor_model_parallel_size == 1:
+        yield Objection("sequence-parallel-off", "parallelism.sequence_parallel", "sequence_parallel is off at tensor-parallel size 1, as in Megatron-LM")
+    if device.peak_tflops and job.training.precision not in device.peak_tflops:
+        yield Objection("no-peak", "training.precision", f"the device table knows no {job.training.precision} of {device.label or device.name}")
+    if memory is None:
+        yield Objection("vocabulary-unknown", "model.vocab_size", "the vocabulary is known once the tokenizer is prepared; sizes and memory then too")
+    elif memory.device_bytes is None and job.cluster.device_type != "cpu":
+        yield Objection("device-memory-unknown", "cluster.device", f"the device table knows no memory of {device.name}: nothing is said of what fits")
+    elif memory.fits and memory.device_bytes and memory.fullest.total_bytes > TIGHT * memory.device_bytes:
+        part = memory.fullest.total_bytes / memory.device_bytes
+        yield Objection("memory-tight", "cluster.device", f"the fullest rank takes {part:.0%} of its device, of which the reserve is assumed: it may not fit")
+    if storage is not None and storage.filesystem is None and len(job.cluster.filesystems) > 1:
+        names = ", ".join(job.cluster.filesystems)
+        yield Objection("filesystem-not-named", "checkpoint.filesystem", f"checkpoint.filesystem names none of {names}: time to write and room are not known")
+    if epochs is not None and epochs.epochs > MANY_EPOCHS:
+        yield Objection("many-epochs", "training.train_iters", f"dataset {job.dataset.name} is read {epochs.epochs:,.1f} times")
+    yield from _interval(job, duration)
+
+
+def _interval(job: Job, duration: Duration | None) -> Iterator[Objection]:
+    """Checkpoints much too often or too seldom."""
+    if duration is None or duration.lost_as_asked is None or duration.lost_fraction is None or duration.checkpoint_steps is None:
+        return
+    best = min(duration.checkpoint_steps, job.training.train_iters)
+    if duration.lost_as_asked > max(LOST, 2 * duration.lost_fraction) and duration.days * 86400 > (duration.checkpoint_seconds or 0):
+        every = job.training.save_interval or job.training.train_iters
+        message = f"a checkpoint every {every:,} steps loses {duration.lost_as_asked:.1%} of the time to writing and to failures; every {best:,} loses least, "
+        yield Objection("save-interval", "training.save_interval", f"{message}{duration.lost_fraction:.1%}")

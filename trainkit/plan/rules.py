@@ -1,0 +1,60 @@
+"""What an engine demands of a layout and what it holds in memory and on disk, as data. The engines' own values come from `trainkit.engines.rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trainkit.jobs.devices import Precision
+from trainkit.jobs.schema import Training
+
+ALL_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes a parameter of one precision: weights as they compute, gradients, and what the optimizer holds besides its moments and of each moment."""
+
+    weights: int
+    gradients: int
+    master: int
+    moment: int
+
+
+@dataclass(frozen=True)
+class Rules:
+    """One engine. Without further words, trainkit's own.
+
+    Args:
+        engine: its name in jobs.toml.
+        uneven_stages: pipeline stages may hold different numbers of layers.
+        virtual_stages: it has an interleaved schedule.
+        whole_rounds: under that schedule the micro-batches of a step must be a multiple of the stages.
+        zero_stages: values of zero_stage it has; `zero_in_pipeline`: with more than one stage.
+        pads_weights: embedding and head have the padded vocabulary in memory and in checkpoints too.
+        states: bytes a parameter by precision; None: the native trainer's, fp32 masters and gathered copies.
+        saves_scores: attention scores are kept for backward unless they are recomputed; False: attention is fused.
+        logit_bytes: a logit of the last stage, all copies and gradients of it; 0: the native trainer's chunks.
+        bucket_elements: elements of the buffer that gradients are reduced through.
+        checkpoint_weights: bytes a parameter of a checkpoint without moments, by precision.
+        deletes_old: it keeps only the newest checkpoints.
+    """
+
+    engine: str = "native"
+    uneven_stages: bool = True
+    virtual_stages: bool = True
+    whole_rounds: bool = False
+    zero_stages: tuple[int, ...] = ALL_STAGES
+    zero_in_pipeline: tuple[int, ...] = (0, 1, 3)
+    pads_weights: bool = False
+    states: Mapping[Precision, StateBytes] | None = None
+    saves_scores: bool = False
+    logit_bytes: int = 0
+    bucket_elements: int = 0
+    checkpoint_weights: Mapping[Precision, int] = field(default_factory=lambda: {"fp32": 4, "bf16": 4, "fp16": 4})
+    deletes_old: bool = True
+
+
+def moments_of(training: Training) -> int:
+    """Numbers that the optimizer keeps of every parameter: two of Adam, one of SGD with momentum."""
+    return 2 if training.optimizer == "adam" else 1 if training.sgd_momentum else 0

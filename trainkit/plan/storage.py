@@ -1,0 +1,92 @@
+"""Checkpoints on disk: how large, how many, how long to write, and whether they fit."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainkit.jobs.clusters import Filesystem
+from trainkit.jobs.schema import Job, Training
+from trainkit.plan.rules import Rules, moments_of
+
+GIB = 2**30
+NATIVE = Rules()
+
+
+def checkpoint_bytes_per_parameter(training: Training, rules: Rules = NATIVE) -> int:
+    """Bytes a parameter: native 12, the fp32 weight and Adam's two moments; Megatron-LM, GPT-NeoX and NeMo 14, with the 16-bit weight (BLOOM-176B: 2.244 TiB,
+    GPT-NeoX-20B: 268.0 GiB, as published). SGD's one momentum makes 4 less, none 8 less."""
+    return rules.checkpoint_weights[training.precision] + 4 * moments_of(training)
+
+
+def write_seconds(size: float, gib_per_second: float) -> float:
+    """Seconds to write so many bytes. Published tables of file systems count in GiB/s: 2.3 TiB take 2.04 minutes at 19.2, 0.15 at 256."""
+    return size / (gib_per_second * GIB)
+
+
+def checkpoints_written(training: Training) -> int:
+    """Checkpoints of a whole run: one every save_interval steps, and one at the end."""
+    every = training.save_interval or training.train_iters
+    return -(-training.train_iters // every)
+
+
+def checkpoints_on_disk(job: Job, rules: Rules) -> int:
+    """The most that lie there at once: the newest keep_last and the one being written; all of them where the engine deletes none."""
+    written = checkpoints_written(job.training)
+    return min(written, job.checkpoint.keep_last + 1) if rules.deletes_old else written
+
+
+def filesystem_of(job: Job) -> tuple[str, Filesystem] | None:
+    """Where checkpoints go, by name: as the job says, else the cluster's only one; None where neither is."""
+    tiers = job.cluster.filesystems
+    if job.checkpoint.filesystem is not None:
+        found = tiers.get(job.checkpoint.filesystem)
+        return (job.checkpoint.filesystem, found) if found else None
+    return next(iter(tiers.items())) if len(tiers) == 1 else None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a run writes.
+
+    Args:
+        checkpoint_bytes: one checkpoint.
+        checkpoints: written over the run; `on_disk`: at once, at most.
+        on_disk_bytes: of those.
+        capacity_bytes: of the file system, or what is free on this machine's; None: unknown.
+        filesystem: its name; None: none is named.
+        write_seconds: one checkpoint at the file system's bandwidth; None: unknown.
+    """
+
+    checkpoint_bytes: int
+    checkpoints: int
+    on_disk: int
+    on_disk_bytes: int
+    capacity_bytes: int | None
+    filesystem: str | None
+    write_seconds: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """plan/1's `storage`."""
+        return asdict(self)
+
+
+def storage_of(job: Job, rules: Rules, parameters: int, free_bytes: int | None = None) -> Storage:
+    """What `job` writes.
+
+    Args:
+        parameters: as the engine keeps them.
+        free_bytes: what is free where a cluster without file systems of its own keeps runs.
+    """
+    size = checkpoint_bytes_per_parameter(job.training, rules) * parameters
+    tier, at_once = filesystem_of(job), checkpoints_on_disk(job, rules)
+    bandwidth = tier[1].write_gib_per_second if tier else None
+    return Storage(
+        checkpoint_bytes=size,
+        checkpoints=checkpoints_written(job.training),
+        on_disk=at_once,
+        on_disk_bytes=at_once * size,
+        capacity_bytes=tier[1].capacity_bytes if tier else None if job.cluster.filesystems else free_bytes,
+        filesystem=tier[0] if tier else None,
+        write_seconds=write_seconds(size, bandwidth) if bandwidth else None,
+    )
