@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from trainkit.engines.contract import Command
 from trainkit.base.errors import Problem
+from trainkit.engines.contract import Command
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 
