@@ -21,7 +21,7 @@ from trainkit.plan.activations import CHUNK_BYTES, block_bytes, head_gradient_by
 from trainkit.plan.arithmetic import parameters_of
 from trainkit.plan.layout import layout_of
 from trainkit.plan.make import make_plan
-from trainkit.plan.memory import Memory, memory_of
+from trainkit.plan.memory import Memory, fits, memory_of
 from trainkit.plan.shapes import largest, numbers, shard, stage_units
 from trainkit.train import loss
 from trainkit.train.loss import Labels
@@ -268,7 +268,7 @@ def test_parts_sum_to_the_total_and_the_fullest_rank_decides(job: Job) -> None:
         assert sum(rank.parts.values()) == rank.total_bytes and min(rank.parts.values()) >= 0
         assert rank.to_json() == {"stage": rank.stage, "total_bytes": rank.total_bytes, **rank.parts}
     assert found.fullest.total_bytes == max(rank.total_bytes for rank in found.stages)
-    assert found.fits == (found.fullest.total_bytes <= (job.cluster.device.memory_bytes or 0))
+    assert found.fits == (found.fullest.total_bytes <= (job.cluster.device.memory_bytes or 0)) == fits(job, layout, rules, 16, 128)
 
 
 def test_an_unknown_device_is_not_judged() -> None:

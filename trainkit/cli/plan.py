@@ -11,7 +11,6 @@ from typing import Any
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.forms import read_form
 from trainkit.cli.jobs import load_jobs
-from trainkit.cli.page import print_page
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.data.paths import DataFolder
 from trainkit.engines import refuse_unlaunchable
@@ -30,6 +29,8 @@ def plan(talk: Talk, name: str, nodes: int, cluster: str, sets: Sequence[str]) -
     job = load_jobs(talk).resolve(name, given).job
     made = plan_of(job)
     if not talk.json:
+        from trainkit.cli.page import print_page
+
         print_page(talk.console, job, made, talk.command, launchable=_launchable(job))
     return Answer(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
 

@@ -118,10 +118,11 @@ def saved_bytes(job: Job, layout: Layout, rules: Rules, stage: int) -> int:
     the gradient of its result. The head's own are in `logit_bytes`."""
     t, model, w = job.training, job.model, width(job)
     every = t.recompute_every if t.recompute_granularity == "full" else 1
-    per_token = 0.0
-    for layer in layout.stage_layers(stage):
-        mode = t.recompute_granularity if layer % every == 0 else "none"
-        per_token += block_bytes(job, rules, mode).on_rank(layout)
+    layers = layout.stage_layers(stage)
+    again = sum(layer % every == 0 for layer in layers)
+    per_token = again * block_bytes(job, rules, t.recompute_granularity).on_rank(layout)
+    if again < len(layers):
+        per_token += (len(layers) - again) * block_bytes(job, rules, "none").on_rank(layout)
     if stage == 0:
         mask = mask_width(job, rules) * model.hidden_size if model.hidden_dropout > 0 else 0
         per_token += ID_BYTES + PerToken(whole=mask).on_rank(layout)

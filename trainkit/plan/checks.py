@@ -39,8 +39,8 @@ def _world(job: Job, layout: Layout) -> Iterator[Objection]:
     """The degrees divide the world; there are as many nodes."""
     rest, most = layout.tensor * layout.pipeline, job.cluster.max_nodes
     if layout.world % rest:
-        message = f"{job.nodes} node{'s' if job.nodes > 1 else ''} of {layout.ranks_per_node} ranks are {layout.world}, which tensor-parallel {layout.tensor} x pipeline-parallel "
-        message += f"{layout.pipeline} = {rest} does not divide"
+        there = f"{job.nodes} node{'s' if job.nodes > 1 else ''} of {layout.ranks_per_node} ranks are {layout.world}"
+        message = f"{there}, which tensor-parallel {layout.tensor} x pipeline-parallel {layout.pipeline} = {rest} does not divide"
         step = rest // math.gcd(rest, layout.ranks_per_node)
         nodes = nearest(job.nodes, lambda n: n % step == 0, most=most if most is not None else job.nodes + step)
         pipelines = nearest(layout.pipeline, lambda p: layout.world % (layout.tensor * p) == 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from trainkit.jobs.schema import Job
 
@@ -42,7 +43,7 @@ class Layout:
 
     def stage_layers(self, stage: int) -> list[int]:
         """Numbers of the layers on a stage."""
-        bounds = [sum(self.chunks[:i]) for i in range(len(self.chunks) + 1)]
+        bounds = [0, *accumulate(self.chunks)]
         return [layer for i in range(stage, len(self.chunks), self.pipeline) for layer in range(bounds[i], bounds[i + 1])]
 
     @property

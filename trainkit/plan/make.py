@@ -14,7 +14,7 @@ from trainkit.plan.checks import checks
 from trainkit.plan.duration import Duration, Epochs, assumed_speed, duration_of, epochs_of
 from trainkit.plan.layout import Layout, layout_of, padded_vocab_size
 from trainkit.plan.measured import Measured, measured_speed
-from trainkit.plan.memory import Memory, memory_of
+from trainkit.plan.memory import Memory, fits, memory_of
 from trainkit.plan.notes import notes
 from trainkit.plan.objection import Objection, in_words, try_change
 from trainkit.plan.relief import cheapest_change
@@ -114,14 +114,17 @@ class _Sizes:
     vocab_size: int
     tokenizer_size: int | None
 
-    def memory(self, job: Job) -> Memory:
+    def _of(self, job: Job) -> tuple[Job, Layout, Rules, int, int]:
         layout = layout_of(job)
-        padded = padded_vocab_size(self.vocab_size, job.model.make_vocab_size_divisible_by, layout.tensor)
-        return memory_of(job, layout, self.rules, self.vocab_size, padded)
+        return job, layout, self.rules, self.vocab_size, padded_vocab_size(self.vocab_size, job.model.make_vocab_size_divisible_by, layout.tensor)
+
+    def memory(self, job: Job) -> Memory:
+        """Of every stage."""
+        return memory_of(*self._of(job))
 
     def fits(self, job: Job) -> bool:
         """As far as is known."""
-        return self.memory(job).fits is not False
+        return fits(*self._of(job))
 
     def codes(self, job: Job) -> set[str]:
         """Kinds of objections that `checks` has to a job."""

@@ -151,3 +151,9 @@ def memory_of(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: i
     """Memory of every stage."""
     stages = tuple(stage_memory(job, layout, rules, vocab_size, padded, stage) for stage in range(layout.pipeline))
     return Memory(stages, job.cluster.device.memory_bytes)
+
+
+def fits(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int) -> bool:
+    """Whether every stage fits the device as far as its memory is known: `Memory.fits` that ends at the first that does not."""
+    room = job.cluster.device.memory_bytes
+    return room is None or all(stage_memory(job, layout, rules, vocab_size, padded, stage).total_bytes <= room for stage in range(layout.pipeline))

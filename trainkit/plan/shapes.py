@@ -6,7 +6,7 @@ second, and the vocabulary's rows; norms, positions and the second's biases are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,14 +73,20 @@ def stage_units(model: Model, vocab_size: int, layers: int, *, first: bool = Tru
     return [*([block_unit(model)] * layers), outer_unit(model, vocab_size, first=first, last=last)]
 
 
+def _each(units: Sequence[Unit], size: Callable[[Weight], int]) -> list[int]:
+    """Sizes of units; equal ones are reckoned once."""
+    known = {unit: sum(map(size, unit)) for unit in set(units)}
+    return [known[unit] for unit in units]
+
+
 def numbers(units: Sequence[Unit], tensor: int = 1) -> int:
     """Parameters on one tensor-parallel rank."""
-    return sum(weight.numbers(tensor) for unit in units for weight in unit)
+    return sum(_each(units, lambda weight: weight.numbers(tensor)))
 
 
 def largest(units: Sequence[Unit], tensor: int = 1) -> int:
     """Parameters of the largest unit on one tensor-parallel rank."""
-    return max(numbers([unit], tensor) for unit in units)
+    return max(_each(units, lambda weight: weight.numbers(tensor)))
 
 
 def gathered_at_once(units: Sequence[Unit], tensor: int = 1) -> int:
@@ -91,4 +97,4 @@ def gathered_at_once(units: Sequence[Unit], tensor: int = 1) -> int:
 
 def shard(units: Sequence[Unit], tensor: int, data: int) -> int:
     """Parameters of the largest shard under fully_shard."""
-    return sum(weight.shard(tensor, data) for unit in units for weight in unit)
+    return sum(_each(units, lambda weight: weight.shard(tensor, data)))

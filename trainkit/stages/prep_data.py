@@ -45,7 +45,8 @@ def need_of_dataset(dataset: Dataset, root: Path, stamps: Path) -> Need | None:
         return None
     if dataset.source not in SOURCES or tokenizer.type == "gpt2":
         what = f"source = '{dataset.source}'" if dataset.source not in SOURCES else "a tokenizer of type = 'gpt2'"
-        raise ConfigError(f"dataset '{dataset.name}': {what} is planned for, but not prepared by this version of trainkit", hint="to try the job: --set dataset=mock")
+        message = f"dataset '{dataset.name}': {what} is planned for, but not prepared by this version of trainkit"
+        raise ConfigError(message, hint="to try the job: --set dataset=mock")
     source = SOURCES[dataset.source]
     folder = DataFolder(root, dataset)
     shards = source.shards(dataset, folder.corpus)
