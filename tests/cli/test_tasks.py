@@ -136,7 +136,11 @@ def test_tasks_file_is_one_line() -> None:
         (["logs", "last", "--lines", "-1"], "--lines -1: the lowest is 0"),
         (["generate", "last", "--max-new-tokens", "0"], "--max-new-tokens 0: the lowest is 1"),
         (["generate", "last", "--temperature", "warm"], "--temperature takes a number"),
-        (["generate", "last", "--seed", "99999999999999999999"], "--seed"),
+        (["generate", "last", "--seed", "99999999999999999999"], "--seed 99999999999999999999 is too large: it must be below 2**63"),
+        (["generate", "last", "--seed", "9" * 400], "is too large"),
+        (["generate", "last", "--seed", "-1"], "--seed -1: the lowest is 0"),
+        (["generate", "last", "--temperature", "inf"], "--temperature takes a finite number, not 'inf'"),
+        (["generate", "last", "--temperature", "nan"], "--temperature takes a finite number, not 'nan'"),
         (["tensorboard", "--port", "x"], "--port takes a whole number"),
     ],
 )

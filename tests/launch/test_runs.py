@@ -242,7 +242,7 @@ def test_resumed_on_another_number_of_ranks(project: Project) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert "training.seed cannot change" in project.invoke("resume", "last", "--set", "training.seed=1", exit=3).stderr
-    project.invoke("resume", "last", "--set", "cluster.ranks_per_node=4")
+    assert " (failed) is at step " in project.invoke("resume", "last", "--set", "cluster.ranks_per_node=4").stdout
     whole, split = ({r["step"]: r for r in project.metrics(run) if "eval" not in r} for run in project.runs())
     assert list(whole) == list(split) and len(split) == 30
     for step, row in split.items():

@@ -46,3 +46,18 @@ def test_a_tail_sees_every_row_once_and_outlives_a_cut(tmp_path: Path) -> None:
     with open(path, "a") as file:
         file.write(rows(2, 3, 4))
     assert [row["step"] for row in tail.new_rows()] == [2, 3, 4]
+
+
+def test_a_tail_tells_anew_what_was_written_anew(tmp_path: Path) -> None:
+    """A rollback and more rows than before it, all between two looks: the file is longer than what was read of it."""
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    path.write_text(rows(*range(1, 7)))
+    assert len(tail.new_rows()) == 6
+    for times in (2, 3):
+        cut(path, 4)
+        assert path.read_text() == rows(1, 2, 3, 4)
+        with open(path, "a") as file:
+            file.write("".join(json.dumps({"step": step, "lm_loss": times / 8}) + "\n" for step in (5, 6, 7, 8)))
+        assert [(row["step"], row["lm_loss"]) for row in tail.new_rows()] == [(step, times / 8) for step in (5, 6, 7, 8)]
+        assert tail.new_rows() == []

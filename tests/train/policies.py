@@ -146,7 +146,7 @@ def scenarios(root: Path) -> dict[str, Any]:
     run("rollback", infinite_gradient, [6], on_nan="rollback")
     run("late-rollback", infinite_gradient, [6], lag=1, on_nan="rollback")
     run("late-stop", infinite_gradient, [8], lag=1)  # due to be saved at this very step
-    lowest = {"precision": "fp16", "initial_loss_scale": 256.0, "min_loss_scale": 256.0, "loss_scale_window": 4}
+    lowest: dict[str, Any] = {"precision": "fp16", "initial_loss_scale": 256.0, "min_loss_scale": 256.0, "loss_scale_window": 4}
     run("lowest", infinite_gradient, range(1, 7), on_nan="skip", **lowest)
     run("no-checkpoint", infinite_gradient, [2], on_nan="rollback")
     run("used-up", infinite_gradient, [6, 8, 10], on_nan="rollback", max_rollbacks=2)

@@ -160,10 +160,27 @@ def test_prune_counts_valid_ones_only(saved_folder: Path) -> None:
     (copy_as(saved_folder, 200_000_000) / "rank-00000.bin").write_bytes(b"")
     (saved_folder / "step-00000006").mkdir()
     (saved_folder / "step-00000008.tmp").mkdir()
-    prune(saved_folder, keep_last=2)
+    prune(saved_folder, keep_last=2, newest=100_000_000)
     assert {p.name for p in saved_folder.iterdir()} == {"step-00000007", "step-100000000", "step-00000006", "step-00000008.tmp", "step-200000000"}
-    prune(saved_folder, keep_last=1)
+    prune(saved_folder, keep_last=9, newest=100_000_000)
+    assert (saved_folder / "step-00000007").exists()
+    prune(saved_folder, keep_last=1, newest=100_000_000)
     assert not (saved_folder / "step-00000007").exists() and (saved_folder / "step-100000000").exists()
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_prune_never_takes_what_was_just_saved(saved_folder: Path, keep_last: int) -> None:
+    """One bit of step 9 was lost; training went back to 3 and has saved 5."""
+    data = copy_as(saved_folder, 9) / "rank-00000.bin"
+    content = bytearray(data.read_bytes())
+    content[0] ^= 1
+    data.write_bytes(content)
+    copy_as(saved_folder, 5)
+    prune(saved_folder, keep_last=keep_last, newest=5)
+    kept = {"step-00000005", "step-00000009"} | ({"step-00000003"} if keep_last == 2 else set())
+    assert {p.name for p in saved_folder.iterdir()} == kept
+    found = newest_valid(saved_folder, lambda words: None)
+    assert found is not None and found.manifest.step == 5
 
 
 def test_only_tensors_are_planned(tmp_path: Path) -> None:

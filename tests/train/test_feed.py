@@ -77,8 +77,10 @@ def test_an_id_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_a_split_without_a_sample_is_refused(tmp_path: Path) -> None:
     job = text_job(tmp_path, list(range(100)), rows=299, split="1,0")
-    with pytest.raises(ConfigError, match="valid split"):
+    with pytest.raises(ConfigError, match=r"valid split.*\n.*; to train without evaluations, set eval_iters = 0"):
         Feed(job, job.dataset, "valid", World(0, 1), CPU)
+    with pytest.raises(ConfigError, match=r"test split.*\n  give it more weight, or shorten seq_length$"):
+        Feed(job, job.dataset, "test", World(0, 1), CPU)  # type: ignore[arg-type]
 
 
 END = 7

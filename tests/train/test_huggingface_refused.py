@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable
@@ -124,12 +125,21 @@ class TestRefused:
             ("llama", {"mlp_bias": True}, "mlp_bias is True"),
             ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu' there; family 'llama' has 'silu' only"),
             ("llama", {"num_attention_heads": 0, "head_dim": None}, "makes no sense"),
+            ("llama", {"max_position_embeddings": "16"}, "max_position_embeddings makes no sense: '16'"),
+            ("llama", {"max_position_embeddings": 8.0}, "max_position_embeddings makes no sense: 8.0"),
+            ("llama", {"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": math.nan}}, "nan of a head's channels turn there"),
+            ("gpt-neox", {"rope_parameters": {"partial_rotary_factor": math.inf}}, "inf of a head's channels turn there"),
+            ("gpt-neox", {"rope_parameters": {"partial_rotary_factor": 10**400}}, "of a head's channels turn there"),
         ],
     )
     def test_every_contradiction_is_named(self, case: str, values: dict[str, Any], words: str, folders: Callable[[str], Path]) -> None:
         config = json.loads((folders(case) / "config.json").read_text()) | values
         found = contradictions(config, CASES[case][0], VOCAB)
         assert len(found) <= 2 and words in said(found)
+
+    def test_a_number_beyond_floats(self, folders: Callable[[str], Path]) -> None:
+        config = json.loads((folders("llama") / "config.json").read_text()) | {"num_attention_heads": 0.5, "hidden_size": 10**400, "head_dim": None}
+        assert "its head_dim makes no sense" in said(contradictions(config, CASES["llama"][0], VOCAB))
 
     def test_broken_folders(self, copied: Callable[[str], Path], tmp_path: Path) -> None:
         model, sharded = CASES["llama"][0], tmp_path / "sharded"
@@ -140,7 +150,7 @@ class TestRefused:
         for content in (data[:-9], data[:50], b"", b"\xff" * 64):
             (torn / "model.safetensors").write_bytes(content)
             assert "cannot be read as safetensors" in said(check_weights(torn, model, VOCAB))
-        for text in ("{", "[]"):
+        for text in ("{", "[]", "[" * 100_000):
             (torn / "config.json").write_text(text)
             assert "is no JSON" in said(check_weights(torn, model, VOCAB))
         theirs("llama").save_pretrained(sharded, max_shard_size="20KB")
@@ -150,12 +160,32 @@ class TestRefused:
         change_index(sharded, index["weight_map"] | {"x": "again.safetensors"})
         assert "once more" in said(check_weights(sharded, model, VOCAB))
         change_index(sharded, index["weight_map"])
+        for name, words in (("a\0b", "is missing"), ("\ud800", "cannot be read")):
+            change_index(sharded, index["weight_map"] | {"x": f"{name}.safetensors"})
+            assert words in said(check_weights(sharded, model, VOCAB))
+        change_index(sharded, index["weight_map"])
         first.unlink()
         text = said(check_weights(sharded, model, VOCAB))
         assert f"{first}: is missing" in text and "lacks" in text
         for hostile in ({}, {"x": "../elsewhere.safetensors"}, {"x": "/etc/hostname"}, {"x": 3}, {"x": "pytorch_model.bin"}):
             change_index(sharded, hostile)
             assert "does not map tensors" in said(check_weights(sharded, model, VOCAB))
+        (sharded / "model.safetensors.index.json").write_text('{"weight_map":' * 100_000)
+        assert "recursion" in said(check_weights(sharded, model, VOCAB))
+        (sharded / "model.safetensors.index.json").unlink()
+        (sharded / "model.safetensors.index.json").mkdir()
+        assert "index.json: cannot be read: Is a directory" in said(check_weights(sharded, model, VOCAB))
+
+    def test_copies_of_a_wrong_shape(self, copied: Callable[[str], Path]) -> None:
+        """They are named, not compared: a scalar has no rows."""
+        names, scalar = ("model.embed_tokens.weight", "lm_head.weight"), torch.zeros(())
+        folder = change_tensors(copied("llama-tied-linear"), lambda t: t | dict.fromkeys(names, scalar))
+        assert "model.embed_tokens.weight is [] there, [53, 32]" in said(check_weights(folder, CASES["llama-tied-linear"][0], VOCAB))
+        folder = change_tensors(folder, lambda t: t | {names[0]: torch.zeros(VOCAB, 32), names[1]: scalar})
+        assert "has a head of its own" in said(check_weights(folder, CASES["llama-tied-linear"][0], VOCAB))
+        norms = [f"gpt_neox.layers.0.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")]
+        folder = change_tensors(copied("gpt-j-tied"), lambda t: t | dict.fromkeys(norms, scalar))
+        assert f"{norms[1]} is [] there, [48]" in said(check_weights(folder, CASES["gpt-j-tied"][0], VOCAB))
 
     def test_a_vocabulary_of_another_size_without_a_word_in_the_config(self, copied: Callable[[str], Path]) -> None:
         folder = change_tensors(copied("gpt"), lambda t: t | {"transformer.wte.weight": t["transformer.wte.weight"][:-1]})

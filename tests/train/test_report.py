@@ -132,6 +132,7 @@ def test_validation_sets(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureF
     assert tags["lm loss validation ppl"] == [(0, pytest.approx(math.exp(2)))]
     assert tags["lm loss validation ppl books"] == [(0, pytest.approx(math.exp(20)))]
     assert summarize(run).validation_loss() == (2.0, 2.0)
+    assert summarize(run).further_validation_losses() == {"books": (1000.0, 1000.0)}
 
 
 def test_going_on_takes_later_rows_back(run: RunFolder, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_what_is_missing_is_named_all_at_once(run: RunFolder, tmp_path: Path, mo
     assert f"have no {KEY}" in key.message and f'clusters.here.secrets = ["{KEY}"]' in key.hint
     monkeypatch.setitem(sys.modules, "wandb", Double())
     assert [problem.message for problem in wandb_problems(job(tmp_path, mode="online"))] == [key.message]
+    assert wandb_problems(job(tmp_path, mode="online"), {KEY: SECRET}) == []
     assert open_wandb(job(tmp_path), run) is not None  # offline needs no key
 
 

@@ -30,12 +30,16 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def facts_table(run: RunFolder) -> Table:
-    """Losses, speed, places: two columns."""
+    """Losses, skipped steps, speed, places: two columns."""
     summary = summarize(run)
     table = Table.grid(padding=(0, 2))
-    for what, losses in (("training loss", summary.training_loss()), ("validation loss", summary.validation_loss())):
+    further = {f"validation loss on {name}": losses for name, losses in summary.further_validation_losses().items()}
+    for what, losses in {"training loss": summary.training_loss(), "validation loss": summary.validation_loss(), **further}.items():
         if losses:
-            table.add_row(what, f"[bold]{losses[0]:.4f}[/] before, [bold]{losses[1]:.4f}[/] after")
+            table.add_row(escape(what), f"[bold]{losses[0]:.4f}[/] before, [bold]{losses[1]:.4f}[/] after")
+    if skipped := summary.skipped_iterations:
+        nan = f", {summary.nan_iterations} of them for a loss or gradient norm that is not finite" if summary.nan_iterations else ""
+        table.add_row("skipped steps", f"[yellow]{skipped}[/]{nan}")
     if summary.tokens_per_second:
         tokens = f"{summary.tokens_per_second:,.0f} tokens/s (median step)"
         table.add_row("speed", tokens)

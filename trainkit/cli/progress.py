@@ -60,6 +60,11 @@ class StageReporter:
             self.console.print(f"  {need.stage}: {len(self.done)} units done in {time.monotonic() - self.began:.1f} s")
 
 
+def _shown(loss: float | None) -> str:
+    """A loss for people; metrics hold null where it is not finite."""
+    return "not finite" if loss is None else f"{loss:.4f}"
+
+
 class TrainingView:
     """Follows metrics.jsonl of a run: a bar on a terminal, now and then a line elsewhere."""
 
@@ -89,10 +94,9 @@ class TrainingView:
         self.last_look = now
         for row in self.tail.new_rows():
             if "eval" in row:
-                self.console.print(f"  step {row['step']}: {row['eval']} loss {row['lm_loss']:.4f}")
+                self.console.print(f"  step {row['step']}: {row['eval']} loss {_shown(row['lm_loss'])}")
                 continue
-            loss = "not finite" if row["lm_loss"] is None else f"{row['lm_loss']:.4f}"
-            text = f"loss {loss}  {row['tokens_per_second']:,.0f} tokens/s"
+            text = f"loss {_shown(row['lm_loss'])}  {row['tokens_per_second']:,.0f} tokens/s"
             self.bar.update(self.bar.task_ids[0], completed=row["step"], description=text)
             if not self.console.is_terminal and (now - self.last_line > LINE_SECONDS or row["step"] == self.train_iters):
                 self.last_line = now

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.forms import document, read_form
 from trainkit.cli.ending import print_ending
 from trainkit.cli.jobs import load_jobs
@@ -44,6 +44,16 @@ def _vocab_size(job: Job) -> int | None:
     return int(read_form(manifest, "dataset/1")["vocab_size"]) if manifest.is_file() else None
 
 
+def _refuse_without_wandb(job: Job) -> None:
+    """Raise ConfigError where the job asks for Weights & Biases and its ranks could not have it; before there is a run."""
+    if job.wandb is None:
+        return
+    from trainkit.train.wandb_log import wandb_problems
+
+    if problems := wandb_problems(job, {**job.cluster.env, **job.env, **secret_values(job.cluster.secrets, os.environ)}):
+        raise ConfigError(problems)
+
+
 def _print_plan(talk: Talk, plan: Plan, job: Job) -> None:
     size = f"{plan.parameters / 1e6:,.2f} million parameters" if plan.parameters else "parameters known when the tokenizer is"
     batch = f"{plan.global_batch_size} x {job.model.seq_length} tokens ({plan.gradient_accumulation_steps} micro-batches of {job.training.micro_batch_size})"
@@ -71,6 +81,7 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     refuse_unlaunchable(job)
     plan = _checked_plan(job)
     secret_values(job.cluster.secrets, os.environ)
+    _refuse_without_wandb(job)
     _print_plan(talk, plan, job)
     root = Path(job.cluster.root or ".")
     needs = needs_of(job, STAGES)
@@ -87,6 +98,14 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     finally:
         view.end()
     return _finish(talk, run, job, outcome)
+
+
+def _say_lasting_longer(talk: Talk, job: Job) -> None:
+    """The end of the decay does not move with train_iters: steps after it may do little, with min_lr = 0 nothing."""
+    t = job.training
+    if t.train_iters > t.decay_iters and t.lr_decay_style != "constant":
+        way = f"--set training.lr_decay_iters={t.train_iters} would make the decay longer"
+        talk.say(f"after step {t.decay_iters} the learning rate is min_lr = {t.min_lr:g}; {way}")
 
 
 def resume(talk: Talk, words: str, sets: Sequence[str], *, share: bool) -> Answer:
@@ -106,10 +125,12 @@ def resume(talk: Talk, words: str, sets: Sequence[str], *, share: bool) -> Answe
     if record.state == "succeeded" and record.step >= job.training.train_iters:
         talk.say(f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is nothing to resume")
         return Answer(record.to_json())
+    _refuse_without_wandb(job)
+    _say_lasting_longer(talk, job)
     if talk.dry_run:
         talk.say(f"would go on with run {run.id} in {run.path}, attempt {record.attempt + 1}, from its newest valid checkpoint")
         return Answer(record.to_json())
-    talk.say(f"run {run.id} was {record.state} at step {record.step}; going on as attempt {record.attempt + 1}")
+    talk.say(f"run {run.id} ({record.state}) is at step {record.step}; going on as attempt {record.attempt + 1}")
     view = TrainingView(talk.console, job.training.train_iters)
     try:
         outcome = resume_run(run, job, changed, Watch(view.begin, view.tick, view.notice), share=share)

@@ -9,6 +9,7 @@ import functools
 import inspect
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -135,8 +136,12 @@ def _numbers(values: dict[str, Any], parameters: Iterable[inspect.Parameter], at
             found[parameter.name] = number = kind(word)
         except ValueError:
             raise Leave(f"error: {flag} takes a {'whole ' if kind is int else ''}number, not {word!r}", code=Exit.USAGE) from None
-        if not at_least.get(parameter.name, number) <= number < 2**63:
-            raise Leave(f"error: {flag} {word}: the lowest is {at_least.get(parameter.name, 0)}", code=Exit.USAGE)
+        if isinstance(number, float) and not math.isfinite(number):
+            raise Leave(f"error: {flag} takes a finite number, not {word!r}", code=Exit.USAGE)
+        if number >= 2**63:
+            raise Leave(f"error: {flag} {word} is too large: it must be below 2**63", code=Exit.USAGE)
+        if number < at_least.get(parameter.name, number):
+            raise Leave(f"error: {flag} {word}: the lowest is {at_least[parameter.name]}", code=Exit.USAGE)
     return found
 
 

@@ -21,6 +21,7 @@ CHANGEABLE = (
     "cluster.ranks_per_node",
     "training.micro_batch_size",
     "training.train_iters",
+    "training.lr_decay_iters",
     "training.on_nan",
     "training.on_spike",
     "training.spike_factor",
@@ -42,7 +43,8 @@ CHANGEABLE = (
 def changed_job(path: Path, sets: Sequence[str]) -> tuple[dict[str, Any], Job]:
     """The job of job.json with overrides laid over it: (document job/1, job). Nothing is written.
 
-    The global batch stays what it was, even where it was derived from the number of ranks.
+    The global batch stays what it was, even where it was derived from the number of ranks. So does the end of the learning rate's decay where it
+    was train_iters, unless training.lr_decay_iters is given: the rate must not jump because training lasts longer.
 
     Raises ConfigError for a key that may not change once a run has begun, and for a value the schema refuses.
     """
@@ -51,8 +53,11 @@ def changed_job(path: Path, sets: Sequence[str]) -> tuple[dict[str, Any], Job]:
     values, origins = document["job"], document["origins"]
     if sets:
         values["training"] |= {"global_batch_size": job.global_batch_size, "gradient_accumulation_steps": None}
+    given = parse_sets(sets)
+    if any(origin.path == ("training", "train_iters") for origin in given):
+        values["training"]["lr_decay_iters"] = job.training.decay_iters
     problems = []
-    for origin in parse_sets(sets):
+    for origin in given:
         key = ".".join(origin.path)
         if key not in CHANGEABLE:
             problems.append(Problem(f"{key} cannot change once a run has begun", SET, choices(key, CHANGEABLE)))

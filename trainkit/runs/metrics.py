@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainkit.base.files import atomic_open
 
@@ -42,22 +43,36 @@ def cut(path: Path, step: int) -> None:
 
 
 class MetricsTail:
-    """Follows the file while it grows, by polling; survives its being cut."""
+    """Follows the file while it grows, by polling. Where it was cut in between, steps that were told and written anew are told again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
+        self._file = (0, 0)  # device and inode
+        self._told = array("q")  # a hash of every line that was read
 
     def new_rows(self) -> list[Row]:
         """The rows that have been completed since the last call; never waits."""
         try:
             with open(self.path, "rb") as file:
-                # A cut keeps the beginning as it was, so what was read of it stays read.
-                self._offset = min(self._offset, os.fstat(file.fileno()).st_size)
-                file.seek(self._offset)
-                lines = file.read().splitlines(keepends=True)
+                self._find_place(file)
+                lines = file.readlines()
         except FileNotFoundError:
             return []
         whole = [line for line in lines if line.endswith(b"\n")]
         self._offset += sum(map(len, whole))
+        self._told.extend(map(hash, whole))
         return [row for line in whole if (row := _parse(line)) is not None]
+
+    def _find_place(self, file: IO[bytes]) -> None:
+        """Go behind the last row that was told and is still there. `cut` puts another file in place, which may have outgrown the old one since."""
+        status = os.fstat(file.fileno())
+        identity = (status.st_dev, status.st_ino)
+        if identity != self._file or status.st_size < self._offset:
+            self._file, self._offset, kept = identity, 0, 0
+            for told, line in zip(self._told, file, strict=False):
+                if hash(line) != told:
+                    break
+                self._offset, kept = self._offset + len(line), kept + 1
+            del self._told[kept:]
+        file.seek(self._offset)

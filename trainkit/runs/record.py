@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.files import read_json
 from trainkit.base.forms import document, utc_now
 from trainkit.base.process import Identity, is_alive
 from trainkit.runs.folder import AttemptFolder, RunFolder
@@ -79,7 +80,8 @@ class Record:
         """Tasks worth trying now, likeliest first."""
         run = self.run.id
         if self.state == "succeeded":
-            return [f'invoke generate {run} --prompt "..."', f"invoke report {run}", "invoke tensorboard"]
+            writes = [f'invoke generate {run} --prompt "..."'] if _has_tokenizer(self.run) else []
+            return [*writes, f"invoke report {run}", "invoke tensorboard"]
         if self.state in ("failed", "cancelled", "preempted"):
             return [f"invoke resume {run}", f"invoke logs {run}"]
         return [f"invoke logs {run} --follow"]
@@ -95,6 +97,12 @@ class Record:
             next=self.next_tasks(),
             **{"class": self.failure_class},
         )
+
+
+def _has_tokenizer(run: RunFolder) -> bool:
+    """Whether the run's tokens stand for text; those of mock data do not."""
+    job = read_json(run.job).get("job", {})
+    return job.get("dataset", {}).get("tokenizer") is not None
 
 
 def last_step(run: RunFolder) -> int:

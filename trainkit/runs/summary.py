@@ -56,10 +56,25 @@ class Summary:
         losses = [r["lm_loss"] for r in self.training if r["lm_loss"] is not None]
         return (losses[0], statistics.fmean(losses[-max(1, len(losses) // 10) :])) if losses else None
 
-    def validation_loss(self) -> tuple[float, float] | None:
-        """(first, last) evaluation on the valid split of the job's own dataset."""
-        losses = [r["lm_loss"] for r in self.evaluations() if r["lm_loss"] is not None]
+    def validation_loss(self, name: str = "valid") -> tuple[float, float] | None:
+        """(first, last) evaluation on a validation set, by default the valid split of the job's own dataset."""
+        losses = [r["lm_loss"] for r in self.evaluations(name) if r["lm_loss"] is not None]
         return (losses[0], losses[-1]) if losses else None
+
+    def further_validation_losses(self) -> dict[str, tuple[float, float]]:
+        """(first, last) evaluation on every set that the job names in `validation`."""
+        names = dict.fromkeys(r["eval"] for r in self.rows if r.get("eval", "valid") != "valid")
+        return {name: losses for name in names if (losses := self.validation_loss(name))}
+
+    @property
+    def skipped_iterations(self) -> int:
+        """Steps that left the weights as they were; rows that a rollback took back are not among them."""
+        return sum(r.get("skipped_iterations", 0) for r in self.training)
+
+    @property
+    def nan_iterations(self) -> int:
+        """Of the skipped ones, those with a loss or gradient norm that is not finite."""
+        return sum(r.get("nan_iterations", 0) for r in self.training)
 
     def to_json(self) -> dict[str, Any]:
         """The form report/1."""
@@ -70,13 +85,14 @@ class Summary:
             **read_record(self.run).row(),
             training_loss=training and dict(zip(first_and_last, training, strict=True)),
             validation_loss=validation and dict(zip(first_and_last, validation, strict=True)),
+            further_validation_losses={name: dict(zip(first_and_last, losses, strict=True)) for name, losses in self.further_validation_losses().items()},
             tokens_per_second=self.tokens_per_second,
             model_tflops=self.median("model_tflops"),
             mfu=self.median("mfu"),
             hfu=self.median("hfu"),
             peak=self.peak,
-            skipped_iterations=sum(r.get("skipped_iterations", 0) for r in self.training),
-            nan_iterations=sum(r.get("nan_iterations", 0) for r in self.training),
+            skipped_iterations=self.skipped_iterations,
+            nan_iterations=self.nan_iterations,
             consumed_samples=self.training[-1]["consumed_samples"] if self.training else 0,
             seconds=self.training_seconds,
         )

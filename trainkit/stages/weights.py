@@ -199,7 +199,7 @@ class _Fetch:
             self._get(INDEX)
         try:
             weights = safetensors_files(names, json.loads((self.folder / INDEX).read_bytes()) if INDEX in names else None)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TrainkitError(f"hf:{self.source.name}: {INDEX}: {error}", exit=Exit.STAGE_FAILED) from None
         if not weights:
             problem = no_safetensors(names, None)

@@ -207,13 +207,18 @@ def save(
     dist.barrier()
 
 
-def prune(checkpoints: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` valid checkpoints, by their manifests and sizes.
+def prune(checkpoints: Path, keep_last: int, newest: int) -> None:
+    """Delete all but the checkpoint of step `newest`, which was just saved, and the `keep_last` - 1 newest valid ones before it.
+
+    Valid is by manifest and size here: hashes would cost reading everything again. Those of later steps neither count nor go. Training went on
+    from an earlier one because they were found damaged, perhaps by their hashes alone: counted, they would push out what is whole.
 
     Damaged ones neither count nor go: a person may want to look. One that goes is renamed first, so that it is never half there.
     """
-    valid = [folder for folder in finished(checkpoints) if not verify(folder, hashes=False)]
-    for folder in valid[:-keep_last]:
+    saved = folder_of(checkpoints, newest)
+    others = [folder for folder in finished(checkpoints) if folder != saved and not verify(folder, hashes=False)]
+    older = [folder for folder in others if int(folder.name[5:]) < newest]
+    for folder in older[: max(0, len(older) + 1 - keep_last)]:
         shutil.rmtree(folder.rename(folder.with_name(folder.name + UNFINISHED)))
 
 

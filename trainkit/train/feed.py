@@ -101,7 +101,9 @@ def _samples(job: Job, dataset: Dataset, split: Split, vocab: int) -> Samples:
     samples = NativeSamples(IndexedDataset(data_folder(job, dataset).prefix), dataset.split, split, length)
     if samples.num_samples == 0:
         where = f"datasets.{dataset.name}.split ({dataset.split!r})"
-        hint = "give it more weight, shorten seq_length, or set eval_iters = 0"
+        hint = "give it more weight, or shorten seq_length"
+        if split == "valid":
+            hint += "; to train without evaluations, set eval_iters = 0"
         raise ConfigError(f"{where} leaves the {split} split no sample of {length} tokens", hint=hint)
     return samples
 

@@ -284,5 +284,5 @@ class Trainer:
         with self.timers("checkpoint"):
             checkpoint.save(self.run.checkpoints, self.maker.tensors(), step=self.step, consumed_samples=self.consumed_samples, **about)
             if self.world.rank == 0:
-                checkpoint.prune(self.run.checkpoints, self.job.checkpoint.keep_last)
+                checkpoint.prune(self.run.checkpoints, self.job.checkpoint.keep_last, self.step)
         self.since.began += time.perf_counter() - began

@@ -72,17 +72,18 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, x_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, labels: Labels, multiple: int, learning: bool, softmax: SoftmaxLoss
     ) -> tuple[Tensor, Tensor]:
         vocab, wide = weight_VH.shape[0], torch.promote_types(x_NH.dtype, torch.float32)
-        weight_PH = padded(weight_VH, multiple)
+        # On the CPU only the product's memory is padded: there it is the distance of its rows that counts, and F.pad copies the weight.
+        columns, weight = vocab + -vocab % multiple, weight_VH if x_NH.device.type == "cpu" else padded(weight_VH, multiple)
         dx_NH = torch.empty_like(x_NH) if learning else None
         dweight_PH: Tensor | None = None
         entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
         scale = torch.as_tensor(labels.scale, dtype=wide, device=x_NH.device)
-        chunks = _chunks(len(x_NH), weight_PH.shape[0])
+        chunks = _chunks(len(x_NH), columns)
         for inside in chunks:
-            dlogits_CP, part = _in_blocks(softmax, F.linear(x_NH[inside], weight_PH), labels_N[inside], vocab, labels.z_loss, scale, learning)
+            dlogits_CP, part = _dlogits(softmax, x_NH[inside], weight, columns, labels_N[inside], vocab, labels.z_loss, scale, learning)
             entropy += part
             if dx_NH is not None:
-                torch.mm(dlogits_CP, weight_PH, out=dx_NH[inside])
+                torch.mm(dlogits_CP[:, : len(weight)], weight, out=dx_NH[inside])
                 if dweight_PH is None:
                     dweight_PH = dlogits_CP.T @ x_NH[inside]
                     dweight_PH = dweight_PH.to(wide) if len(chunks) > 1 else dweight_PH
@@ -114,16 +115,27 @@ def _chunks(tokens: int, padded_vocab: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
-def _in_blocks(softmax: SoftmaxLoss, logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor, learning: bool) -> tuple[Tensor, Tensor]:
-    """`softmax` of a chunk: on the CPU block by block, each of whose passes then finds it in the cache, the gradient in the logits' place."""
-    size = max(1, BLOCK_BYTES // (4 * logits_CP.shape[1]))
-    if logits_CP.device.type != "cpu" or len(logits_CP) <= size:
-        return softmax(logits_CP, labels_C, vocab, z_loss, scale, learning)
+def _logits(x_CH: Tensor, weight: Tensor, columns: int) -> Tensor:
+    """x W^T in memory of `columns` columns; those beyond W's rows hold anything."""
+    logits_CP = x_CH.new_empty(len(x_CH), columns)
+    torch.mm(x_CH, weight.T, out=logits_CP[:, : len(weight)])
+    return logits_CP
+
+
+def _dlogits(
+    softmax: SoftmaxLoss, x_CH: Tensor, weight: Tensor, columns: int, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor, learning: bool
+) -> tuple[Tensor, Tensor]:
+    """`softmax` of a chunk's logits: on the CPU block by block, so that its passes find them in the cache, the gradient in the logits' place."""
+    size = max(1, BLOCK_BYTES // (4 * columns))
+    if x_CH.device.type != "cpu" or len(x_CH) <= size:
+        return softmax(_logits(x_CH, weight, columns), labels_C, vocab, z_loss, scale, learning)
+    logits_CP = _logits(x_CH, weight, columns)
     entropy = torch.zeros((), dtype=torch.float64)
-    for logits_RP, labels_R in zip(logits_CP.split(size), labels_C.split(size), strict=True):
-        dlogits_RP, part = softmax(logits_RP, labels_R, vocab, z_loss, scale, learning)
+    for start in range(0, len(x_CH), size):
+        logits_RP = logits_CP[start : start + size]
+        dlogits_RP, part = softmax(logits_RP, labels_C[start : start + size], vocab, z_loss, scale, learning)
         entropy += part
-        if learning and dlogits_RP.data_ptr() != logits_RP.data_ptr():
+        if learning and dlogits_RP.data_ptr() != logits_RP.data_ptr():  # in 16 bits
             logits_RP.copy_(dlogits_RP)
     return logits_CP, entropy
 

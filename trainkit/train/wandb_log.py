@@ -20,14 +20,17 @@ INIT_SECONDS = 30.0
 FINISH_SECONDS = 60.0
 
 
-def wandb_problems(job: Job) -> list[Problem]:
-    """Why a job that asks for Weights & Biases cannot have it: the package, or in mode online the key, is missing. Asks no network."""
+def wandb_problems(job: Job, environment: Mapping[str, str] = os.environ) -> list[Problem]:
+    """Why a job that asks for Weights & Biases cannot have it: the package, or in mode online the key, is missing. Asks no network.
+
+    `environment` is the ranks', by default this process's own.
+    """
     if job.wandb is None:
         return []
     found = []
     if importlib.util.find_spec("wandb") is None:
         found.append(Problem("the job reports to Weights & Biases, but wandb is not installed", hint="pip install 'trainkit[wandb]', or leave out wandb"))
-    if job.wandb.mode == "online" and not os.environ.get(KEY):
+    if job.wandb.mode == "online" and not environment.get(KEY):
         way = f'export {KEY} and name it in clusters.{job.cluster.name}.secrets = ["{KEY}"], or set wandb.mode = "offline"'
         found.append(Problem(f"the job reports to Weights & Biases, but its ranks have no {KEY}", hint=way))
     return found

@@ -7,6 +7,7 @@ written, either is read. Imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -195,7 +196,7 @@ def _effective(config: Mapping[str, Any], key: Key) -> Any:
 def _key_problem(config: Mapping[str, Any], key: Key, model: Model) -> Problem | None:
     try:
         there = _effective(config, key)
-    except (TypeError, ZeroDivisionError):
+    except (TypeError, ArithmeticError):
         return Problem(f"its {key.name} makes no sense: {config.get(key.name)!r}")
     here = key.value(model)
     if there == here:
@@ -214,8 +215,11 @@ def _toml(value: Any) -> str:
 
 def _position_problems(config: Mapping[str, Any], model: Model) -> Iterator[Problem]:
     """What is wrong about rotary positions: length, theta, part and stretching."""
-    longest = config.get("max_position_embeddings", 2048)
-    if isinstance(longest, int) and model.seq_length > longest:
+    longest = config.get("max_position_embeddings")
+    longest = 2048 if longest is None else longest  # as for every key that is absent or null
+    if type(longest) is not int:
+        yield Problem(f"its max_position_embeddings makes no sense: {longest!r}")
+    elif model.seq_length > longest:
         hint = "shorten seq_length; to go beyond, copy the folder, raise max_position_embeddings in its config.json and name the copy"
         yield Problem(f"it reads {longest} tokens (max_position_embeddings), the job's samples have {model.seq_length}", hint=hint)
     old_theta, old_part = ("rotary_emb_base", "rotary_pct") if model.family == "gpt-neox" else ("rope_theta", "partial_rotary_factor")
@@ -228,7 +232,8 @@ def _position_problems(config: Mapping[str, Any], model: Model) -> Iterator[Prob
         yield Problem(f"theta of its rotary positions is {theta}, {here} for this job", hint=f"set {_place(model)}.rotary_base = {theta}")
     whole = NEOX_PERCENT if model.family == "gpt-neox" else 1.0
     part = rope.get("partial_rotary_factor", config.get(old_part, whole))
-    if not isinstance(part, (int, float)) or int(model.head_size * part) != model.rotary_channels:
+    number = isinstance(part, int) or (isinstance(part, float) and math.isfinite(part))
+    if not number or int(model.head_size * part) != model.rotary_channels:
         hint = f"set {_place(model)}.rotary_percent = {part}" if model.family == "gpt-neox" else "trainkit has no such model"
         yield Problem(f"{part} of a head's channels turn there ({old_part}), {model.rotary_channels} of {model.head_size} for this job", hint=hint)
     yield from _stretch_problems(rope, config, model)

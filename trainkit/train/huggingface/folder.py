@@ -50,7 +50,7 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         return None, [Problem(f"cannot be read: {error.strerror}", Place(str(path)), "init_from names a folder that transformers' save_pretrained wrote")]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return None, [Problem(f"is no JSON: {error}", Place(str(path)))]
     return (value, []) if isinstance(value, dict) else (None, [Problem("is no JSON object", Place(str(path)))])
 
@@ -97,7 +97,9 @@ def open_weights(folder: Path, family: Family) -> Weights:
     try:
         index = json.loads((folder / INDEX).read_bytes()) if INDEX in names and WHOLE not in names else None
         files = safetensors_files(names, index)
-    except ValueError as error:
+    except OSError as error:
+        return Weights(config, {}, [*problems, Problem(f"cannot be read: {error.strerror}", Place(str(folder / INDEX)))])
+    except (ValueError, RecursionError) as error:
         return Weights(config, {}, [*problems, Problem(str(error), Place(str(folder / INDEX)))])
     if not files:
         return Weights(config, {}, [*problems, no_safetensors(names, place)])
@@ -121,7 +123,7 @@ def _read_header(path: Path, family: Family, tensors: dict[str, Stored]) -> list
                 tensors[known] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
     except FileNotFoundError:
         problems.append(Problem("is missing", Place(str(path)), f"{INDEX} names it"))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:  # ValueError: a name from the index that no file can have
         problems.append(Problem(f"cannot be read as safetensors: {error}", Place(str(path)), "it may be cut off: copy or fetch it again"))
     return problems
 
@@ -165,7 +167,8 @@ def _tensor_problems(tensors: Mapping[str, Stored], entries: Mapping[str, Entry]
             yield Problem(f"{stored.name} is {list(stored.shape)} there, {list(wanted[name].shape)} in the job's model")
     if odd := [f"{stored.name} ({stored.dtype})" for stored in tensors.values() if stored.dtype not in DTYPES]:
         yield Problem(f"only {', '.join(DTYPES)} are taken, not {_some(odd)}")
-    yield from _copy_problems(tensors, entries, head if head not in wanted else "", embedding)
+    fitting = {n: s for n, s in tensors.items() if s.dtype in DTYPES and (n not in wanted or s.shape == wanted[n].shape)}
+    yield from _copy_problems(fitting, entries, head if head not in wanted else "", embedding)
 
 
 def _some(names: list[str]) -> str:
@@ -174,7 +177,10 @@ def _some(names: list[str]) -> str:
 
 
 def _copy_problems(tensors: Mapping[str, Stored], entries: Mapping[str, Entry], head: str, embedding: str) -> Iterator[Problem]:
-    """Tensors that are one tensor here must be equal there: the head of a tied model, where it is stored at all, and the two norms of gpt_j_tied."""
+    """Tensors that are one tensor here must be equal there: the head of a tied model, where it is stored at all, and the two norms of gpt_j_tied.
+
+    `tensors` have the shapes of the table, but for such a head.
+    """
     if head in tensors and embedding in tensors and not _equal(tensors[head], tensors[embedding]):
         hint = "set untie_embeddings_and_output_weights = true for the job's model"
         yield Problem(f"has a head of its own, {tensors[head].name} is not {tensors[embedding].name}; the job's model has none", hint=hint)

@@ -1,0 +1,50 @@
+"""What may be changed when a run goes on, and what a change leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.jobs_toml import GOOD, Checkout
+from trainkit.base.errors import ConfigError
+from trainkit.jobs.change import changed_job, write_changed_job
+from trainkit.jobs.resolved import read_job, write_job
+from trainkit.jobs.schema import Training
+from trainkit.train.schedule import learning_rate
+
+
+def written(checkout: Checkout, path: Path, more: str = "") -> Training:
+    write_job(path, checkout(GOOD + more).resolve("demo"))
+    return read_job(path).training
+
+
+def test_a_longer_run_has_the_rates_it_had(checkout: Checkout, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    before = written(checkout, path, "lr_warmup_fraction = 0.25\n")
+    for iters in (30, 8):
+        document, job = changed_job(path, [f"training.train_iters={iters}"])
+        write_changed_job(path, document)
+        after = read_job(path).training
+        assert after == job.training and (after.train_iters, after.decay_iters) == (iters, 20)
+        assert [learning_rate(after, step) for step in range(25)] == [learning_rate(before, step) for step in range(25)]
+
+
+def test_the_decay_moves_where_it_is_asked_to(checkout: Checkout, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    written(checkout, path)
+    _, job = changed_job(path, ["training.lr_decay_iters=30"])
+    assert (job.training.train_iters, job.training.decay_iters) == (20, 30)
+    for sets in (["training.lr_decay_iters=40", "training.train_iters=50"], ["training.train_iters=50", "training.lr_decay_iters=40"]):
+        _, job = changed_job(path, sets)
+        assert (job.training.train_iters, job.training.decay_iters) == (50, 40)
+    written(checkout, path, "lr_decay_iters = 10\n")
+    assert changed_job(path, ["training.train_iters=50"])[1].training.decay_iters == 10
+    assert changed_job(path, ["training.eval_iters=3"])[0]["job"]["training"]["lr_decay_iters"] == 10
+
+
+def test_other_keys_stay(checkout: Checkout, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    written(checkout, path)
+    with pytest.raises(ConfigError, match=r"training\.lr cannot change"):
+        changed_job(path, ["training.lr=1"])
