@@ -195,7 +195,8 @@ def gpu_peak(precision: str) -> tuple[float | None, int]:
     from trainkit.jobs.devices import reported_device
 
     row = reported_device(torch.cuda.get_device_name())
-    peak = row.peak_tflops.get(precision) if row else None
+    peaks = {str(name): tflops for name, tflops in row.peak_tflops.items()} if row else {}
+    peak = peaks.get(precision)
     return peak * 1e12 if peak else None, int(torch.cuda.get_device_properties(0).total_memory)
 
 

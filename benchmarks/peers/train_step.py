@@ -61,6 +61,7 @@ def _model(case: Case) -> Any:
 
 
 def _job(case: Case, precision: str, device: str, folder: str) -> Any:
+    from trainkit.jobs.devices import built_in_device
     from trainkit.jobs.schema import Cluster, Dataset, Job, Training
 
     many = 2**40  # steps: the run has no last one, whose end would write a checkpoint
@@ -80,7 +81,7 @@ def _job(case: Case, precision: str, device: str, folder: str) -> Any:
         eval_iters=0,
         log_interval=many,
     )
-    cluster = Cluster(name="here", device=device, ranks_per_node=1, root=folder)
+    cluster = Cluster(name="here", device=built_in_device(device), ranks_per_node=1, root=folder)
     return Job(name="bench", cluster=cluster, model=_model(case), dataset=Dataset(name="mock", source="mock"), training=training)
 
 

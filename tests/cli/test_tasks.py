@@ -20,6 +20,7 @@ TASK_NAMES = [
     "generate",
     "jobs",
     "logs",
+    "plan",
     "prep-data",
     "report",
     "resume",

@@ -110,7 +110,9 @@ def test_text_job_from_raw_text_to_a_sample(project: Project) -> None:
     assert evaluations[-1] < evaluations[0] - 1
     greedy = project.document("generate", "last", "--prompt", "the quick", "--temperature", "0", "--max-new-tokens", "4")
     assert greedy["text"].startswith("the quick") and len(greedy["text"]) > len("the quick")
-    assert project.document("report", "last", "--picture", "loss.svg")["validation_loss"]["last"] == evaluations[-1]
+    report = project.document("report", "last", "--picture", "loss.svg", "--flops", "palm-6n")
+    assert report["validation_loss"]["last"] == evaluations[-1]
+    assert (report["flops_convention"], report["convention_tflops"] > 0) == ("palm-6n", True)
     assert (project.path / "loss.svg").read_text().startswith("<?xml")
     again = project.invoke("train", "text").stdout
     assert "prep-data lines--bpe is fresh because nothing changed since" in again

@@ -6,21 +6,23 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from trainkit.base.errors import ConfigError
-from trainkit.base.forms import document
+from trainkit.base.forms import document, read_form
 from trainkit.cli.ending import facts_table, last_lines, print_next
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
+from trainkit.plan.conventions import CONVENTIONS, tflops_per_device
 from trainkit.runs.devices import DeviceView, Gpu, look_at_devices
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.picture import draw_losses
 from trainkit.runs.record import Record, all_runs, find_run, read_record
-from trainkit.runs.summary import summarize
+from trainkit.runs.summary import Summary, summarize
 
 COLOURS = {"succeeded": "green", "running": "cyan", "failed": "red", "cancelled": "yellow", "preempted": "yellow"}
 
@@ -41,7 +43,7 @@ def status(talk: Talk, words: str) -> Answer:
     """The task `status`."""
     run = find_run(load_jobs(talk).roots(), words)
     record = read_record(run)
-    view = look_at_devices(run, read_job(run.job).cluster.device_type) if record.state == "running" else DeviceView([])
+    view = look_at_devices(run, "cuda" if read_job(run.job).cluster.device_type == "cuda" else "cpu") if record.state == "running" else DeviceView([])
     if not talk.json:
         _print_status(talk, run, record, view)
     return Answer({**record.to_json(), **view.to_json()})
@@ -134,17 +136,34 @@ def tensorboard(talk: Talk, words: str, port: int) -> None:
     os.execv(sys.executable, argv)
 
 
-def report(talk: Talk, words: str, picture: str) -> Answer:
+def _by_convention(run: RunFolder, summary: Summary, convention: str) -> dict[str, Any]:
+    """TFLOP/s of each device as others count them: keys that report/1 has more, where a convention was asked for.
+
+    Raises ConfigError for a convention that is not known.
+    """
+    if convention not in CONVENTIONS:
+        raise ConfigError(f"there is no FLOPs convention '{convention}'", hint=f"one of {', '.join(CONVENTIONS)}")
+    job, vocab = read_job(run.job), read_form(run.plan, "plan/1").get("padded_vocab_size")
+    if summary.tokens_per_second is None or vocab is None:
+        return {"flops_convention": convention, "convention_tflops": None}
+    samples = summary.tokens_per_second / job.model.seq_length
+    return {"flops_convention": convention, "convention_tflops": tflops_per_device(convention, job.model, vocab, samples, job.world_size)}
+
+
+def report(talk: Talk, words: str, picture: str, flops: str) -> Answer:
     """The task `report`."""
     run = find_run(load_jobs(talk).roots(), words)
     if picture:
         draw_losses(run, Path(picture))
         talk.say(f"drew {picture}")
     summary = summarize(run)
+    counted = _by_convention(run, summary, flops) if flops else {}
     if not talk.json:
         _print_status(talk, run, read_record(run), DeviceView([]))
         if (tflops := summary.median("model_tflops")) is not None:
             mfu = summary.median("mfu")
             used = "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}% of {summary.peak}"
             talk.say(f"{tflops:.3g} model TFLOP/s per device (median step), {used}")
-    return Answer(summary.to_json())
+        if counted.get("convention_tflops") is not None:
+            talk.say(f"{counted['convention_tflops']:.3g} TFLOP/s per device as {flops} counts them")
+    return Answer({**summary.to_json(), **counted})

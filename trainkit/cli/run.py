@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.base.forms import document, read_form
+from trainkit.base.forms import document
 from trainkit.cli.ending import print_ending
 from trainkit.cli.jobs import load_jobs
+from trainkit.cli.plan import plan_of
 from trainkit.cli.prepare import STAGES, bring_up_to_date
 from trainkit.cli.progress import TrainingView
 from trainkit.cli.wrapper import Answer, Talk
-from trainkit.data.paths import DataFolder
 from trainkit.engines import ENGINES, refuse_unlaunchable
+from trainkit.engines.rules import RULES
 from trainkit.jobs.change import changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.outcome import Outcome
@@ -28,20 +29,11 @@ from trainkit.runs.record import find_run, read_record
 from trainkit.stages.run import needs_of, refuse_stale
 
 
-def _checked_plan(job: Job, vocab_size: int | None = None) -> Plan:
-    """The plan. Raises TrainkitError (exit 4) with every objection."""
-    plan = make_plan(job, vocab_size)
+def _refuse_infeasible(plan: Plan) -> Plan:
+    """The plan itself. Raises TrainkitError (exit 4) with every objection."""
     if not plan.feasible:
-        raise TrainkitError("; ".join(f"{o.key}: {o.message}" for o in plan.objections), exit=Exit.PLAN)
+        raise TrainkitError("; ".join(f"{o.key}: {o.message}" for o in plan.objections), exit=Exit.PLAN, hint=f"invoke plan {plan.job}")
     return plan
-
-
-def _vocab_size(job: Job) -> int | None:
-    """The vocabulary of prepared data."""
-    if job.dataset.tokenizer is None:
-        return None
-    manifest = DataFolder(Path(job.cluster.root or "."), job.dataset).manifest
-    return int(read_form(manifest, "dataset/1")["vocab_size"]) if manifest.is_file() else None
 
 
 def _refuse_without_wandb(job: Job) -> None:
@@ -79,7 +71,7 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     resolved = jobs.resolve(name, sets)
     job = resolved.job
     refuse_unlaunchable(job)
-    plan = _checked_plan(job)
+    plan = _refuse_infeasible(make_plan(job, rules=RULES[job.engine]))
     secret_values(job.cluster.secrets, os.environ)
     _refuse_without_wandb(job)
     _print_plan(talk, plan, job)
@@ -89,7 +81,7 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
         bring_up_to_date(talk, needs, root)
     else:
         refuse_stale(needs, root)
-    plan = _checked_plan(job, _vocab_size(job))
+    plan = _refuse_infeasible(plan_of(job))
     if talk.dry_run:
         return _dry_run(talk, job, plan)
     view = TrainingView(talk.console, job.training.train_iters)
@@ -121,7 +113,7 @@ def resume(talk: Talk, words: str, sets: Sequence[str], *, share: bool) -> Answe
         hint = "ask there; if that host is gone for good, delete the attempt's events.jsonl"
         raise TrainkitError(f"run {run.id} was started on another host, which cannot be asked from here", exit=Exit.CONTACT_LOST, hint=hint)
     refuse_other_inputs(run)
-    _checked_plan(job, _vocab_size(job))
+    _refuse_infeasible(plan_of(job))
     if record.state == "succeeded" and record.step >= job.training.train_iters:
         talk.say(f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is nothing to resume")
         return Answer(record.to_json())

@@ -141,12 +141,20 @@ def tensorboard(talk: Talk, run: str = "", port: int = 6006) -> None:
     follow.tensorboard(talk, run, port)
 
 
-@make_task(positional=["run"], help={**RUN, "picture": "also draw the loss curve into this .svg or .png (needs the extra `report`)"}, reports=True)
-def report(talk: Talk, run: str, picture: str = "") -> Answer:
+@make_task(
+    positional=["run"],
+    help={
+        **RUN,
+        "picture": "also draw the loss curve into this .svg or .png (needs the extra `report`)",
+        "flops": "also TFLOP/s as others count them: megatron-2021, palm-6n or gpt-neox-2022",
+    },
+    reports=True,
+)
+def report(talk: Talk, run: str, picture: str = "", flops: str = "") -> Answer:
     """Sum a run up: losses, speed, attempts, where everything lies."""
     from trainkit.cli import follow
 
-    return follow.report(talk, run, picture)
+    return follow.report(talk, run, picture, flops)
 
 
 @make_task(

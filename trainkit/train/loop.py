@@ -279,7 +279,8 @@ class Trainer:
         self.heartbeat.beat("save", self.step)
         if self.reporter:
             self.reporter.sync()
-        layout = {"world_size": self.world.size, "data_parallel_size": self.world.size, **self.job.parallelism.model_dump()}
+        degrees = {key: int(value) for key, value in self.job.parallelism.model_dump(exclude_none=True).items()}
+        layout = {"world_size": self.world.size, "data_parallel_size": self.world.size, **degrees}
         about = {"layout": layout, "job": self.job.model_dump(mode="json"), "state": {**self.maker.state(), "rollbacks": self.rollbacks}}
         with self.timers("checkpoint"):
             checkpoint.save(self.run.checkpoints, self.maker.tensors(), step=self.step, consumed_samples=self.consumed_samples, **about)
