@@ -4,7 +4,9 @@
 
 One step is forward, backward, clipping to norm 1, AdamW and zero_grad, over random tokens, without dropout. Each contender is a process of its own
 that steps when told. On the CPU they take turns, in another order every round, with 2 threads each, and a ratio is the median over the
-rounds of the peer's seconds over trainkit's in the same round: above 1 trainkit is faster. On CUDA they run one after the other.
+rounds of the peer's seconds over trainkit's in the same round: above 1 trainkit is faster. On a machine that others use too a second thread that
+has to wait for its core takes the first one's time; `by CPU time` is the same ratio of the processes' own CPU seconds, which shows how much work a
+step is (best with --threads 1: threads that wait for one another count as working). On CUDA they run one after the other.
 
 The limit is that of the matrix products alone: the same round times those of a step (their shapes, layouts and dtype) with nothing between them, and
 takes the FLOPs of the whole step, attention's causal ones too, at that rate. On CUDA it is the peak of the device table (MFU).
@@ -102,6 +104,7 @@ class Worker:
         self.reader = threading.Thread(target=self._drain, args=(self.process.stderr,), daemon=True)
         self.reader.start()
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.peak = 0
         self.about: dict[str, Any] = {}
 
@@ -127,6 +130,7 @@ class Worker:
         print(count, file=self.process.stdin, flush=True)
         answer = self._answer()
         self.seconds.append(answer["seconds"] / count)
+        self.cpu_seconds.append(answer["cpu_seconds"] / count)
         self.peak = max(self.peak, answer["peak_bytes"])
 
     def end(self) -> None:
@@ -216,8 +220,9 @@ def rows_of(workers: list[Worker], case_name: str, precision: str, device: str) 
         elif peak:
             row["limit_tokens_per_second"], row["share"] = peak / flops, case.tokens / seconds * flops / peak
         row["ratio"] = statistics.median(s / o for s, o in zip(worker.seconds, ours.seconds, strict=True)) if ours else None
+        row["cpu_ratio"] = statistics.median(s / o for s, o in zip(worker.cpu_seconds, ours.cpu_seconds, strict=True)) if ours else None
         row |= {"parameters": worker.about["parameters"], "flops_per_token": flops, "peak_bytes": worker.peak, "first_loss": worker.about["first_loss"]}
-        row |= {"seconds": worker.seconds, "compared": "bf16 weights" not in name}
+        row |= {"seconds": worker.seconds, "cpu_seconds": worker.cpu_seconds, "compared": "bf16 weights" not in name}
         rows.append(row)
     return rows
 
@@ -225,12 +230,13 @@ def rows_of(workers: list[Worker], case_name: str, precision: str, device: str) 
 def show(rows: list[dict[str, Any]], device: str) -> None:
     """The table of one cell."""
     share = "MFU" if device == "cuda" else "of limit"
-    print(f"{'':28} {'tokens/s':>9} {'ratio':>6} {'limit':>9} {share:>8} {'parameters':>13} {'MFLOP/token':>11} {'peak memory':>11} {'first loss':>10}")
+    head = f"{'':28} {'tokens/s':>9} {'ratio':>6} {'by CPU time':>11} {'limit':>9} {share:>8}"
+    print(f"{head} {'parameters':>13} {'MFLOP/token':>11} {'peak memory':>11} {'first loss':>10}")
     for row in rows:
         limit, part = (f"{row[key]:{form}}" if key in row else "n/a" for key, form in (("limit_tokens_per_second", ",.0f"), ("share", ".0%")))
-        ratio = "-" if row["ratio"] is None or row["contender"] == "trainkit" else f"{row['ratio']:.2f}"
+        ratio, cpu = ("-" if row["contender"] == "trainkit" or row[key] is None else f"{row[key]:.2f}" for key in ("ratio", "cpu_ratio"))
         print(
-            f"{row['contender']:28} {row['tokens_per_second']:9,.0f} {ratio:>6} {limit:>9} {part:>8} {row['parameters']:13,}"
+            f"{row['contender']:28} {row['tokens_per_second']:9,.0f} {ratio:>6} {cpu:>11} {limit:>9} {part:>8} {row['parameters']:13,}"
             f" {row['flops_per_token'] / 1e6:11,.0f} {row['peak_bytes'] / 2**30:7.2f} GiB {row['first_loss']:10.3f}"
         )
 

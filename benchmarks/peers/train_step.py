@@ -289,9 +289,11 @@ def serve(name: str, case: Case, precision: str, device: str, threads: int) -> N
     contender.steps(WARMUP - 1)
     say(first_loss=loss, parameters=contender.parameters, flops_per_token=contender.flops_per_token)
     for line in sys.stdin:
+        before = time.process_time()
         seconds = contender.steps(int(line))
+        cpu = time.process_time() - before
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        say(seconds=seconds, peak_bytes=peak)
+        say(seconds=seconds, cpu_seconds=cpu, peak_bytes=peak)
     os._exit(0)  # the process group's threads may not end by themselves
 
 

@@ -78,9 +78,10 @@ class _HeadLoss(torch.autograd.Function):
         dweight_PH: Tensor | None = None
         entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
         scale = torch.as_tensor(labels.scale, dtype=wide, device=x_NH.device)
+        how = (vocab, labels.z_loss, scale, learning)
         chunks = _chunks(len(x_NH), columns)
         for inside in chunks:
-            dlogits_CP, part = _dlogits(softmax, x_NH[inside], weight, columns, labels_N[inside], vocab, labels.z_loss, scale, learning)
+            dlogits_CP, part = _dlogits(softmax, x_NH[inside], weight, columns, labels_N[inside], how)
             entropy += part
             if dx_NH is not None:
                 torch.mm(dlogits_CP[:, : len(weight)], weight, out=dx_NH[inside])
@@ -122,20 +123,22 @@ def _logits(x_CH: Tensor, weight: Tensor, columns: int) -> Tensor:
     return logits_CP
 
 
-def _dlogits(
-    softmax: SoftmaxLoss, x_CH: Tensor, weight: Tensor, columns: int, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor, learning: bool
-) -> tuple[Tensor, Tensor]:
-    """`softmax` of a chunk's logits: on the CPU block by block, so that its passes find them in the cache, the gradient in the logits' place."""
+def _dlogits(softmax: SoftmaxLoss, x_CH: Tensor, weight: Tensor, columns: int, labels_C: Tensor, how: tuple[int, float, Tensor, bool]) -> tuple[Tensor, Tensor]:
+    """`softmax` of a chunk's logits: on the CPU block by block, so that its passes find them in the cache, the gradient in the logits' place.
+
+    `how`: what it is told besides the logits and the labels.
+    """
+    vocab, z_loss, scale, learning = how
     size = max(1, BLOCK_BYTES // (4 * columns))
     if x_CH.device.type != "cpu" or len(x_CH) <= size:
-        return softmax(_logits(x_CH, weight, columns), labels_C, vocab, z_loss, scale, learning)
+        return softmax(_logits(x_CH, weight, columns), labels_C, vocab, z_loss, scale, learning)  # a name for the logits would keep them alive
     logits_CP = _logits(x_CH, weight, columns)
     entropy = torch.zeros((), dtype=torch.float64)
     for start in range(0, len(x_CH), size):
         logits_RP = logits_CP[start : start + size]
         dlogits_RP, part = softmax(logits_RP, labels_C[start : start + size], vocab, z_loss, scale, learning)
         entropy += part
-        if learning and dlogits_RP.data_ptr() != logits_RP.data_ptr():  # in 16 bits
+        if dlogits_RP.data_ptr() != logits_RP.data_ptr():  # in 16 bits
             logits_RP.copy_(dlogits_RP)
     return logits_CP, entropy
 
