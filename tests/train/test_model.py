@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.train.peers import CASES, ONE_OF_EACH, POSITIONS, VOCAB, beside, documents_of, random_model, random_tokens, transformers_model
 from trainkit.jobs.schema import Model
-from trainkit.train import attention
+from trainkit.train import attention, loss
 from trainkit.train.attention import KeyValueCache
 from trainkit.train.loss import Labels, Losses
 from trainkit.train.model import Block, Transformer, build_on_meta
@@ -188,18 +188,25 @@ def test_padding_of_the_vocabulary_never_matters(name: str, multiple: int) -> No
 
 
 def test_the_product_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without labels, to the multiple that the model names."""
-    multiples = []
+    """To the multiple that the model names: without labels the weight, with labels the memory of the logits."""
+    multiples, widths, logits = [], [], loss._logits
 
     def padded(weight_VH: Tensor, multiple: int) -> Tensor:
         multiples.append(multiple)
         return weight_VH
 
+    def recorded(x_CH: Tensor, weight_VH: Tensor, columns: int) -> Tensor:
+        widths.append((len(weight_VH), columns))
+        return logits(x_CH, weight_VH, columns)
+
     monkeypatch.setattr("trainkit.train.loss.padded", padded)
+    monkeypatch.setattr("trainkit.train.loss._logits", recorded)
     ours = random_model(CASES["gpt"].model_copy(update={"make_vocab_size_divisible_by": 8}))
     ours(random_tokens(1, 4))
     ours(random_tokens(1, 4), Labels(random_tokens(1, 4)))
-    assert multiples == [8, 8]
+    rows = len(ours.embed_tokens.weight)
+    assert rows % 8 and multiples == [8]
+    assert widths == [(rows, rows + -rows % 8)]
 
 
 def dropping(family: str, **changes: Any) -> Transformer:
