@@ -89,6 +89,7 @@ def test_json_is_one_document_and_prose_is_on_stderr(project: Project) -> None:
         (["jobs"], "jobs/1"),
         (["show", "text"], "job/1"),
         (["show", "text", "--explain", "training.lr"], "explain/1"),
+        (["show", "text", "--format", "json"], "job/1"),
         (["check"], "check/1"),
         (["runs"], "runs/1"),
         (["build"], "stages/1"),

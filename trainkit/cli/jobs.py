@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from trainkit.base.errors import ConfigError
@@ -24,9 +25,14 @@ def jobs(talk: Talk) -> Answer:
     return Answer(look.jobs_document(loaded))
 
 
-def show(talk: Talk, job: str, explain: str, sets: Sequence[str]) -> Answer:
+def show(talk: Talk, job: str, explain: str, format: str, sets: Sequence[str]) -> Answer:
     """The task `show`."""
+    if format not in ("toml", "json"):
+        raise ConfigError(f"--format {format!r} is neither toml nor json")
     resolved = load_jobs(talk).resolve(job, sets)
+    if format == "json" and not talk.json:
+        talk.say(json.dumps(look.explain(resolved, explain) if explain else look.show_document(resolved), indent=2))
+        return Answer({})
     if explain:
         if not talk.json:
             talk.say(look.explain_text(resolved, explain))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -49,16 +50,21 @@ def show_toml(resolved: Resolved) -> str:
 
 
 def _lines(table: dict[str, Any], path: tuple[str, ...], origins: dict[str, Origin]) -> Iterator[tuple[str, str]]:
-    """The lines of a table, values before the tables in it, each with the place it was written at. No key of a job needs quotes."""
+    """The lines of a table, values before the tables in it, each with the place it was written at."""
     if path:
         yield "", ""
         yield f"[{'.'.join(path)}]", ""
     inner = {key: value for key, value in table.items() if isinstance(value, dict)}
     for key in (key for key in table if key not in inner):
         value, place = table[key], str(origins[".".join((*path, key))].place)
-        yield (f"# {key} is not set" if value is None else f"{key} = {_value(value)}"), place
+        yield (f"# {key} is not set" if value is None else f"{_key(key)} = {_value(value)}"), place
     for key, value in inner.items():
         yield from _lines(value, (*path, key), origins)
+
+
+def _key(key: str) -> str:
+    """A key as TOML: in quotes where it is not bare, such as an option of another engine."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
 
 
 def _value(value: Any) -> str:

@@ -25,12 +25,17 @@ def jobs(talk: Talk) -> Answer:
     return lister.jobs(talk)
 
 
-@make_task(positional=["job"], iterable=["set"], help={**JOB, **SET, "explain": "say where this one key's value comes from"}, reports=True)
-def show(talk: Talk, job: str, explain: str = "", set: list[str] | None = None) -> Answer:
+@make_task(
+    positional=["job"],
+    iterable=["set"],
+    help={**JOB, **SET, "explain": "say where this one key's value comes from", "format": "toml or json"},
+    reports=True,
+)
+def show(talk: Talk, job: str, explain: str = "", format: str = "toml", set: list[str] | None = None) -> Answer:
     """Print a resolved job with the origin of every value."""
     from trainkit.cli import jobs as lister
 
-    return lister.show(talk, job, explain, set or [])
+    return lister.show(talk, job, explain, format, set or [])
 
 
 @make_task(reports=True)
