@@ -26,7 +26,7 @@ from trainkit.train.profiling import StepProfiler
 from trainkit.train.readback import Readback
 from trainkit.train.recompute import wrap_blocks
 from trainkit.train.report import Reporter
-from trainkit.train.schedule import global_batch_size
+from trainkit.train.schedule import batch_sizes, global_batch_size
 from trainkit.train.step import Step, StepValues
 from trainkit.train.timers import Timers
 from trainkit.train.torch_compat import compile_cache_counts
@@ -80,7 +80,8 @@ class Trainer:
         self.model = build_on_meta(job.model, vocab)
         wrap_blocks(self.model, job.model, job.training)
         self.timers = Timers(self.device)
-        sharded = data_parallel.shard(self.model, mesh, job.training.precision)
+        sums = world.size > 1 or max(batch_sizes(job)) > job.training.micro_batch_size
+        sharded = data_parallel.shard(self.model, mesh, job.training.precision, sums=sums)
         self.model.to_empty(device=self.device)
         self.maker = Step(job, self.model, sharded, world, self.device, self.timers)
         self.train_feed = Feed(job, job.dataset, "train", world, self.device)
