@@ -13,10 +13,10 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "trainkit._index",
-            ["csrc/index/bindings.cpp"],
-            depends=["csrc/index/permutation.h"],
+            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "index").glob("*.cpp")),
             cxx_std=17,
-            extra_compile_args=["-O3"],
+            extra_compile_args=["-O3", "-pthread", "-ffp-contract=off"],  # a fused multiply-add would change ties of Megatron's blending
+            extra_link_args=["-pthread"],
             define_macros=[("TRAINKIT_CSRC_SHA256", f'"{csrc_sha256(ROOT)}"')],
         )
     ],

@@ -9,6 +9,10 @@
 
 namespace py = pybind11;
 
+void bind_blend(py::module_& module);
+void bind_megatron(py::module_& module);
+void bind_reader(py::module_& module);
+
 namespace {
 
 // The writable memory of a one-dimensional, contiguous, aligned int64 array, or ValueError.
@@ -42,4 +46,7 @@ PYBIND11_MODULE(_index, m) {
     m.attr("csrc_sha256") = TRAINKIT_CSRC_SHA256;
     m.def("permute", &permute, py::arg("n"), py::arg("key"), py::arg("start"), py::arg("out"),
           "out[i] = P_key(start + i), P_key a permutation of [0, n). ValueError: a size or the array does not fit; TypeError: not a 64-bit integer.");
+    bind_blend(m);
+    bind_megatron(m);
+    bind_reader(m);
 }

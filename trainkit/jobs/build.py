@@ -16,7 +16,7 @@ from trainkit.base.errors import Place, Problem
 from trainkit.jobs.layers import Findings, compose, interpolate, overlay
 from trainkit.jobs.locate import KeyPath
 from trainkit.jobs.origins import BUILT_IN, SET, Origin, Section
-from trainkit.jobs.schema import BUILT_IN_TABLES, NAME, REFERENCES, TABLES, TABLES_OF_REFERENCES, Defaults, Table
+from trainkit.jobs.schema import BLENDS, BUILT_IN_TABLES, NAME, REFERENCES, TABLES, TABLES_OF_REFERENCES, Defaults, Table
 from trainkit.jobs.words import NAME_RULE, choices, complaints, in_words, key_of
 
 _PATHS = {  # keys that hold paths, relative to the folder of jobs.toml
@@ -87,6 +87,37 @@ class Builder:
         for key, other in groups.items():
             below = [(path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 2]
             section = self._refer_all(section, key, other, below, findings, (*at, key))
+        for key in BLENDS if kind == "datasets" else ():
+            section = self._refer_blend(section, key, findings, (*at, key))
+        return section
+
+    def _refer_blend(self, section: Section, key: str, findings: Findings, at: KeyPath) -> Section:
+        """`section` with { NAME = weight } or [NAME] under `key` as the tables of a blend: { NAME = { weight, dataset } }. A blend takes its parts' tokenizer
+        where it names none."""
+        node = section.entries.get(key)
+        if isinstance(node, Origin) and isinstance(node.value, list) and all(isinstance(name, str) for name in node.value):
+            entries: dict[str, Section | Origin] = {name: replace(node, value=None) for name in node.value}
+            if len(entries) < len(node.value):
+                findings.add(f"{key_of(node)} names a dataset twice", node.place, "name it once, with its whole weight")
+        elif isinstance(node, Section):
+            entries = node.entries
+        else:
+            return section  # not there, or for the schema to refuse
+        if any(step in BLENDS for step in at[:-1]):
+            findings.add(f"{key_of(node)}: a blend cannot be a part of a blend", node.place, "name the datasets themselves")
+            findings.settled.add(at)
+            return section.without(key)
+        blend = Section(node.place, node.path)
+        for name, weight in entries.items():
+            place = weight.place
+            part = Section(place, (*node.path, name), {"dataset": Origin(name, place, (*node.path, name))})
+            if not isinstance(weight, Origin) or weight.value is not None:
+                part = part.with_entry("weight", weight)
+            blend = blend.with_entry(name, self._refer(part, "dataset", "datasets", [], findings, (*at, name, "dataset")))
+        section = section.with_entry(key, blend)
+        first = next((part.entries["dataset"] for _, part in blend.sections()), None)
+        if "tokenizer" not in section.entries and isinstance(first, Section) and "tokenizer" in first.entries:
+            section = section.with_entry("tokenizer", first.entries["tokenizer"])
         return section
 
     def _refer_all(self, section: Section, key: str, kind: str, sets: list[tuple[tuple[str, ...], Origin]], findings: Findings, at: KeyPath) -> Section:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -47,11 +47,20 @@ class Dataset(Table):
     planned = ("on_error",)
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    source: Literal["stdlib", "files", "mock", "web", "indexed"] = Field(
-        description="stdlib: Python's own source files; files: local .jsonl or .jsonl.zst; mock: random tokens; web: fetched from urls; indexed: .bin/.idx"
+    source: Literal["stdlib", "files", "mock", "web", "indexed", "blend"] = Field(
+        description="stdlib: Python's own source files; files: local .jsonl or .jsonl.zst; mock: random tokens; web: fetched from urls; indexed: .bin/.idx; "
+        "blend: other datasets"
     )
+    blend: Blend = Field(default_factory=dict, description="source = blend: { NAME = weight, .. }, or [NAME, ..] for weights by size")
+    valid_blend: Blend = Field(default_factory=dict, description="source = blend: what validation samples come from instead, whole datasets then, as in train")
+    test_blend: Blend = Field(default_factory=dict, description="source = blend: what test samples come from instead, whole datasets then, as in train")
     urls: Strings = Field((), description="source = web or indexed: what is fetched; {00..29} stands for every number of a range")
-    prefixes: Strings = Field((), description="source = indexed: ready-made .bin/.idx pairs, without the ending")
+    prefixes: Strings = Field(
+        (), description="source = indexed: ready-made .bin/.idx pairs without the ending, blended by size; {00..71} stands for every number of a range"
+    )
+    valid_files: int = Field(0, ge=0, description="files held out for validation, the last ones; `split` does not count then")
+    test_files: int = Field(0, ge=0, description="files held out for the test split, those before the ones for validation")
+    mmap: bool = Field(True, description="false: read .bin by pread instead of mapping it, for file systems that map badly")
     documents: int | None = Field(None, ge=1, description="documents there are, as published")
     download_bytes: int | None = Field(None, ge=1, description="bytes to be fetched, as published")
     text_bytes: int | None = Field(None, ge=1, description="bytes of text, as published")
@@ -72,8 +81,48 @@ class Dataset(Table):
             raise needs("source", "source = 'web' needs urls")
         if self.source == "indexed" and not (self.prefixes or self.urls):
             raise needs("source", "source = 'indexed' needs prefixes or urls")
-        if self.source != "mock" and self.tokenizer is None:
+        if self.source not in ("mock", "blend") and self.tokenizer is None:
             raise needs("source", f"source = '{self.source}' needs tokenizer")
+        self._check_blend()
+        if (self.valid_files or self.test_files) and self.source != "indexed":
+            raise wrong("valid_files", f"valid_files and test_files hold out .bin/.idx pairs of source = 'indexed', not of '{self.source}'")
         if float(self.split.split(",")[0]) == 0:
             raise wrong("split", f"split '{self.split}' leaves no tokens to train on")
         return self
+
+    def _check_blend(self) -> None:
+        blends = {"blend": self.blend, "valid_blend": self.valid_blend, "test_blend": self.test_blend}
+        if self.source != "blend":
+            if given := [key for key, parts in blends.items() if parts]:
+                raise wrong(given[0], f"{given[0]} is for source = 'blend', not '{self.source}'")
+            return
+        if not self.blend:
+            raise needs("source", "source = 'blend' needs blend")
+        for key, parts in blends.items():
+            weights = [part.weight for part in parts.values()]
+            if parts and None not in weights and not any(weights):
+                raise wrong(key, f"{key} gives every dataset the weight 0")
+            if 0 < weights.count(None) < len(weights):
+                raise wrong(key, f"{key} has datasets with a weight and without; give all of them one, or none")
+            for name, part in parts.items():
+                self._check_part(key, name, part.dataset)
+
+    def _check_part(self, key: str, name: str, part: Dataset) -> None:
+        if part.source in ("blend", "mock"):
+            raise wrong(key, f"{key}.{name} has source = '{part.source}'; a blend is made of datasets with files of their own")
+        if part.tokenizer and part.tokenizer.type == "bpe":
+            raise wrong(key, f"{key}.{name}: its tokenizer is trained on each dataset anew (type = 'bpe'); several datasets need type = 'file'")
+        if part.tokenizer != self.tokenizer:
+            ours, theirs = (d.tokenizer.name if d.tokenizer else "none" for d in (self, part))
+            raise wrong(key, f"{key}.{name} has the tokenizer {theirs}, but the blend {ours}")
+
+
+class Part(Table):
+    """One dataset of a blend."""
+
+    weight: float | None = Field(None, ge=0, allow_inf_nan=False, description="its share of the samples, over the sum of all; by default its size")
+    dataset: Dataset = Field(description="name of a [datasets.X] table, filled in")
+
+
+Blend = dict[Annotated[str, Field(pattern=NAME)], Part]
+Dataset.model_rebuild()

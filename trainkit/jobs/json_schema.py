@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from trainkit.jobs.schema import NAME, REFERENCES, TABLES, TABLES_OF_REFERENCES, Defaults, Table
+from trainkit.jobs.schema import BLENDS, NAME, REFERENCES, TABLES, TABLES_OF_REFERENCES, Defaults, Table
 
 _REF = "#/definitions/"
 _STRING_LIST = {"type": "array", "items": {"type": "string"}}
@@ -23,7 +23,7 @@ def json_schema() -> dict[str, Any]:
     """The schema, in JSON Schema draft 7, which editors' TOML plugins know."""
     models: list[type[Table]] = [*TABLES.values(), Defaults]
     _, whole = models_json_schema([(model, "validation") for model in models], ref_template=_REF + "{model}")
-    definitions = {name: _for_toml(definition) for name, definition in whole["$defs"].items()}
+    definitions = {name: _for_toml(definition) for name, definition in whole["$defs"].items() if name != "Part"}
     for kind, model in TABLES.items():
         properties = definitions[model.__name__]["properties"]
         del properties["name"]
@@ -32,6 +32,9 @@ def json_schema() -> dict[str, Any]:
         for key in TABLES_OF_REFERENCES.get(kind, {}):
             names = {"propertyNames": {"pattern": NAME}, "additionalProperties": {"type": "string"}}
             properties[key] = {"description": properties[key]["description"], "type": "object", **names}
+        for key in BLENDS if kind == "datasets" else ():
+            weights = {"type": "object", "propertyNames": {"pattern": NAME}, "additionalProperties": {"type": "number"}}
+            properties[key] = {"description": properties[key]["description"], "anyOf": [weights, _STRING_LIST]}
         properties["extends"] = _EXTENDS
     groups: dict[str, Any] = {
         kind: {"type": "object", "propertyNames": {"pattern": NAME}, "additionalProperties": {"$ref": _REF + model.__name__}} for kind, model in TABLES.items()

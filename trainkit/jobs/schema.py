@@ -113,7 +113,7 @@ class Wandb(Table):
 class Job(Table):
     """One experiment, complete: after `trainkit.jobs` nobody reads jobs.toml or the environment again."""
 
-    planned = ("retry", "resume", "sample_order", "kernels", "precompile")
+    planned = ("retry", "resume", "kernels", "precompile")
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     description: str = Field("", description="one line: what it is and where it comes from")
@@ -134,6 +134,9 @@ class Job(Table):
     generate: Generate = Field(default_factory=Generate)
     validation: dict[Annotated[str, Field(pattern=NAME)], Dataset] = Field(
         default_factory=dict, description="more validation sets: a name for each, and the [datasets.X] table whose valid split it is"
+    )
+    sample_order: Literal["native", "megatron"] = Field(
+        "native", description="native: nothing is built before the run; megatron: Megatron's own order of samples, whose index the stage `index` builds"
     )
     init_from: str | None = Field(None, min_length=1, description="weights to begin with: hf:NAME of the hub, hf:NAME@REVISION, or a Hugging Face folder")
     profile: Profile | None = Field(None, description="profile a range of steps")
@@ -232,5 +235,6 @@ REFERENCES = {
     "clusters": {"device": "devices"},
     "datasets": {"tokenizer": "tokenizers"},
 }
+BLENDS = ("blend", "valid_blend", "test_blend")  # keys of a dataset that hold { NAME = weight } or [NAME] of other datasets
 TABLES_OF_REFERENCES = {"jobs": {"validation": "datasets"}}  # keys that hold tables whose values are such names
 BUILT_IN_TABLES: dict[str, dict[str, dict[str, Any]]] = {"datasets": {"mock": {"source": "mock", "split": "90,10,0"}}, "devices": BUILT_IN_DEVICES}
