@@ -25,6 +25,13 @@ class Tokenizer(Table):
     merge_url: str | None = Field(None, description="where merge_file is published")
     training_bytes: int = Field(2**27, ge=1, description="characters of text that a BPE is trained on, from the start of the corpus")
     eod_token: str = Field("<|endoftext|>", min_length=1, description="the token that ends every document")
+    append_eod: bool = Field(True, description="false: documents are written without it")
+    encoder: Literal["gigatoken", "tokenizers"] = Field(
+        "tokenizers", description="what encodes: gigatoken (the extra `data`; byte-level BPE) gives the same ids many times faster and is checked against tokenizers"
+    )
+    special_tokens: Literal["text", "parse"] = Field(
+        "text", description="a special token that stands in a document, such as <|endoftext|>: text: ordinary text; parse: the token, as Megatron reads it"
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Tokenizer:
@@ -44,8 +51,6 @@ class Tokenizer(Table):
 class Dataset(Table):
     """A corpus, its tokenizer and its split."""
 
-    planned = ("on_error",)
-
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     source: Literal["stdlib", "files", "mock", "web", "indexed", "blend"] = Field(
         description="stdlib: Python's own source files; files: local .jsonl or .jsonl.zst; mock: random tokens; web: fetched from urls; indexed: .bin/.idx; "
@@ -58,17 +63,36 @@ class Dataset(Table):
     prefixes: Strings = Field(
         (), description="source = indexed: ready-made .bin/.idx pairs without the ending, blended by size; {00..71} stands for every number of a range"
     )
-    valid_files: int = Field(0, ge=0, description="files held out for validation, the last ones; `split` does not count then")
+    valid_files: int = Field(0, ge=0, description="files (source = indexed, or shards of merge = false) held out for validation, the last ones; `split` does not count then")
     test_files: int = Field(0, ge=0, description="files held out for the test split, those before the ones for validation")
     mmap: bool = Field(True, description="false: read .bin by pread instead of mapping it, for file systems that map badly")
     documents: int | None = Field(None, ge=1, description="documents there are, as published")
     download_bytes: int | None = Field(None, ge=1, description="bytes to be fetched, as published")
     text_bytes: int | None = Field(None, ge=1, description="bytes of text, as published")
     tokens: int | None = Field(None, ge=1, description="tokens under its tokenizer, as published or counted; plan counts epochs with it")
+    files: int | None = Field(None, ge=1, description="files there are, as published; data preparation checks it")
+    missing_files: Literal["refuse", "allow"] = Field(
+        "refuse", description="allow: addresses that are not there (404) are passed over, as long as `files` of them are"
+    )
+    sha256: Strings = Field((), description="source = web: the sum of each file, in the order of urls")
+    endpoint: str | None = Field(None, description="another address of the hub (hf://) or of the S3 service (s3://)")
+    anonymous: bool = Field(False, description="s3:// and the like: without credentials")
+    token: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="name of the environment variable that holds the access token")
+    keep_download: bool = Field(True, description="false: a fetched file is deleted once its tokens are written")
+    accept_download: bool = Field(False, description="a download above 10 GB may start without asking")
     licence: str | None = Field(None, description="under what terms it may be used")
     homepage: str | None = Field(None, description="where it is described")
     paths: Strings = Field((), description="source = files: files or glob patterns, relative to the folder of jobs.toml")
-    text_key: str = Field("text", min_length=1, description="the key of a JSON line that holds the text")
+    text_key: str = Field("text", min_length=1, description="the key of a JSON line, or the column, that holds the text; a dot goes into an object")
+    text_separator: str | None = Field(None, min_length=1, description=".txt files: what stands between documents; by default a file is one document")
+    drop: dict[str, Strings] = Field(default_factory=dict, description='documents left out: { "meta.redpajama_set_name" = ["RedPajamaBook"] }')
+    min_document_bytes: int = Field(0, ge=0, description="shorter documents are left out")
+    max_document_bytes: int = Field(2**26, ge=1, description="longer documents are bad lines (see on_error)")
+    fix_text: bool = Field(False, description="repair mojibake with ftfy (the extra `data`)")
+    on_error: Literal["stop", "skip"] = Field("stop", description="at a line that is no document: stop, or write it to rejects.jsonl and go on")
+    max_reject_fraction: float = Field(0.001, ge=0, le=1, description="on_error = skip: stop all the same above this part of a shard's lines")
+    merge: bool = Field(True, description="false: every shard stays a .bin/.idx pair of its own, blended by size")
+    shuffle_documents: bool = Field(False, description="documents of all shards are written in one random order")
     tokenizer: Tokenizer | None = Field(None, description="name of a [tokenizers.X] table")
     split: str = Field("969,30,1", pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){0,2}$", description="weights of train, valid and test, as Megatron's --split")
     shard_bytes: int = Field(2**22, ge=2**16, description="text bytes of one shard that source = stdlib writes")
@@ -84,8 +108,14 @@ class Dataset(Table):
         if self.source not in ("mock", "blend") and self.tokenizer is None:
             raise needs("source", f"source = '{self.source}' needs tokenizer")
         self._check_blend()
-        if (self.valid_files or self.test_files) and self.source != "indexed":
-            raise wrong("valid_files", f"valid_files and test_files hold out .bin/.idx pairs of source = 'indexed', not of '{self.source}'")
+        if (self.valid_files or self.test_files) and self.source != "indexed" and self.merge:
+            raise wrong("valid_files", "valid_files and test_files hold out .bin/.idx pairs: source = 'indexed', or merge = false")
+        if not self.merge and self.shuffle_documents:
+            raise wrong("shuffle_documents", "shuffle_documents writes one pair; merge = false keeps many")
+        if self.sha256 and len(self.sha256) != len(self.urls):
+            raise wrong("sha256", f"sha256 has {len(self.sha256)} entries for {len(self.urls)} urls")
+        if self.missing_files == "allow" and self.files is None:
+            raise needs("missing_files", "missing_files = 'allow' needs files, the number there must be")
         if float(self.split.split(",")[0]) == 0:
             raise wrong("split", f"split '{self.split}' leaves no tokens to train on")
         return self
