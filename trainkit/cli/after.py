@@ -24,7 +24,7 @@ from trainkit.jobs.schema import Dataset, Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import find_run
 from trainkit.stages.build import Build
-from trainkit.stages.prep_data import PrepData, need_of_dataset
+from trainkit.stages.prep_data import PrepData, needs_of_dataset
 from trainkit.stages.run import stamps_folder
 from trainkit.stages.stamps import file_identity
 
@@ -129,8 +129,8 @@ def _prepare(talk: Talk, job: Job, wanted: Dataset, tokenizer: Tokenizer) -> Non
             f"dataset {wanted.name!r} is not prepared, and its tokenizer {wanted.tokenizer.name!r} would be trained on its own text",
             hint=f'give it a tokenizer of type = "file" with path = "{own.tokenizer}"',
         )
-    need = need_of_dataset(wanted, root, stamps_folder(root, PrepData.name))
-    bring_up_to_date(talk, [*Build().needs(None, stamps_folder(root, Build.name)), *([need] if need else [])], root)
+    needs = needs_of_dataset(wanted, root, stamps_folder(root, PrepData.name))
+    bring_up_to_date(talk, [*Build().needs(None, stamps_folder(root, Build.name)), *needs], root)
     if not talk.dry_run:
         refuse_other_tokenizer(job, tokenizer, wanted, folder.tokenizer)
 

@@ -15,7 +15,7 @@ from trainkit.jobs.load import find_root
 from trainkit.stages.build import Build
 from trainkit.stages.contract import Need, Stage
 from trainkit.stages.here import execute_here
-from trainkit.stages.prep_data import PrepData, need_of_dataset
+from trainkit.stages.prep_data import PrepData, needs_of_dataset
 from trainkit.stages.run import make_fresh, missing_units, stamps_folder
 from trainkit.stages.stamps import Verdict, judge
 from trainkit.stages.weights import Weights
@@ -63,8 +63,7 @@ def prep_data(talk: Talk, dataset: str, job: str, *, force: bool) -> Answer:
     root = Path(resolved.cluster.root or ".") if resolved else jobs.root
     stamps = stamps_folder(root, PrepData.name)
     if dataset:
-        need = need_of_dataset(jobs.dataset(dataset), root, stamps)
-        needs = [need] if need else []
+        needs = needs_of_dataset(jobs.dataset(dataset), root, stamps)
     else:
         assert resolved is not None
         needs = PrepData().needs(resolved, stamps)

@@ -1,4 +1,4 @@
-"""The stage prep-data: text shards, tokenizer, token shards, one .bin/.idx."""
+"""The stage prep-data: text shards, tokenizer, token shards, one .bin/.idx; of ready-made pairs and blends, the tokenizer and the manifest alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError
+from trainkit.data.indexed import bin_path, idx_path
+from trainkit.data.pairs import prefixes_of
 from trainkit.data.paths import DataFolder
 from trainkit.data.sources import SOURCES, Shard, Source
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
@@ -38,15 +40,25 @@ def _settings(dataset: Dataset, tokenizer: Tokenizer, source: Source) -> dict[st
     }
 
 
-def need_of_dataset(dataset: Dataset, root: Path, stamps: Path) -> Need | None:
-    """What it takes to have the tokens of `dataset` below `root`; None for mock data."""
+def needs_of_dataset(dataset: Dataset, root: Path, stamps: Path) -> list[Need]:
+    """What it takes to have the tokens of `dataset` below `root`, in order; nothing for mock data."""
     tokenizer = dataset.tokenizer
     if dataset.source == "mock" or tokenizer is None:
-        return None
-    if dataset.source not in SOURCES or tokenizer.type == "gpt2":
-        what = f"source = '{dataset.source}'" if dataset.source not in SOURCES else "a tokenizer of type = 'gpt2'"
+        return []
+    if dataset.source not in (*SOURCES, "indexed", "blend") or tokenizer.type == "gpt2":
+        what = f"source = '{dataset.source}'" if tokenizer.type != "gpt2" else "a tokenizer of type = 'gpt2'"
         message = f"dataset '{dataset.name}': {what} is planned for, but not prepared by this version of trainkit"
         raise ConfigError(message, hint="to try the job: --set dataset=mock")
+    if dataset.source == "blend":
+        parts = {part.dataset.name: part.dataset for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend) for part in blend.values()}
+        return [*(need for part in parts.values() for need in needs_of_dataset(part, root, stamps)), _need_of_pairs(dataset, tokenizer, root, stamps, [])]
+    if dataset.source == "indexed":
+        return [_need_of_pairs(dataset, tokenizer, root, stamps, prefixes_of(dataset))]
+    return [_need_of_text(dataset, tokenizer, root, stamps)]
+
+
+def _need_of_text(dataset: Dataset, tokenizer: Tokenizer, root: Path, stamps: Path) -> Need:
+    """From text to one pair."""
     source = SOURCES[dataset.source]
     folder = DataFolder(root, dataset)
     shards = source.shards(dataset, folder.corpus)
@@ -58,6 +70,24 @@ def need_of_dataset(dataset: Dataset, root: Path, stamps: Path) -> Need | None:
     return Need(PrepData.name, name, dataset.name, VERSION, _settings(dataset, tokenizer, source), tuple(inputs), outputs, units, scratch)
 
 
+def _need_of_pairs(dataset: Dataset, tokenizer: Tokenizer, root: Path, stamps: Path, prefixes: list[Path]) -> Need:
+    """Tokenizer and manifest of ready-made pairs, which are checked; of a blend (no `prefixes`) the pairs are its parts' own."""
+    folder, name = DataFolder(root, dataset), f"{dataset.name}--{tokenizer.name}"
+    make = _Units(dataset, tokenizer, folder, [], name, stamps).tokenizer_unit(())
+    spec = {
+        "name": dataset.name,
+        "tokenizer": str(folder.tokenizer),
+        "eod_token": tokenizer.eod_token,
+        "prefixes": [str(prefix) for prefix in prefixes],
+        "given": [file_identity(idx_path(prefix)) for prefix in prefixes],
+        "manifest": str(folder.manifest),
+    }
+    check = Unit("check", _module("trainkit.data.ready"), spec, (folder.manifest,), (make.name,))
+    inputs = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))] + ([Path(tokenizer.path)] if tokenizer.path else [])
+    settings = _flat(f"tokenizers.{tokenizer.name}", tokenizer.model_dump(mode="json", exclude={"name"}, exclude_none=True))
+    return Need(PrepData.name, name, dataset.name, VERSION, settings, tuple(inputs), (folder.tokenizer, folder.manifest), (make, check))
+
+
 class PrepData:
     """Prepares the dataset of a job and its further validation sets. Mock data needs nothing."""
 
@@ -65,8 +95,8 @@ class PrepData:
 
     def needs(self, job: Job, stamps: Path) -> list[Need]:
         datasets = {dataset.name: dataset for dataset in (job.dataset, *job.validation.values())}  # each once
-        found = [need_of_dataset(dataset, Path(job.cluster.root or "."), stamps) for dataset in datasets.values()]
-        return [need for need in found if need is not None]
+        found = [need for dataset in datasets.values() for need in needs_of_dataset(dataset, Path(job.cluster.root or "."), stamps)]
+        return list({need.name: need for need in found}.values())  # a part of two blends once
 
 
 class _Units:
@@ -78,7 +108,7 @@ class _Units:
     def all(self) -> tuple[tuple[Unit, ...], tuple[Path, ...]]:
         """(units in order, scratch files)."""
         text = [self._text(s) for s in self.shards if s.recipe]
-        train = self._tokenizer(tuple(u.name for u in text))
+        train = self.tokenizer_unit(tuple(u.name for u in text))
         tokens = [self._tokens(s) for s in self.shards]
         scratch = tuple(path for unit in tokens for path in unit.outputs)
         return (*text, train, *tokens, self._merge(text, tokens)), scratch
@@ -94,7 +124,8 @@ class _Units:
         }
         return Unit(f"text-{shard.name}", _module("trainkit.data.shard"), spec, (shard.path,), size=shard.size)
 
-    def _tokenizer(self, after: tuple[str, ...]) -> Unit:
+    def tokenizer_unit(self, after: tuple[str, ...]) -> Unit:
+        """tokenizer.json, trained or taken over."""
         spec = {
             **self.tokenizer.model_dump(mode="json", exclude={"name"}),
             "tokenizer": str(self.folder.tokenizer),

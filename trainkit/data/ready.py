@@ -1,0 +1,53 @@
+"""The last unit of prep-data for ready-made .bin/.idx pairs: each is checked, and the dataset's manifest written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.files import write_json
+from trainkit.base.forms import document
+from trainkit.base.unit import Progress, run_unit
+from trainkit.data.indexed import IndexedDataset, bin_path
+from trainkit.data.tokenizer import end_of_document, load_tokenizer
+
+BLOCK = 2**22  # tokens looked at at once: bounds memory
+
+
+def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Check the pairs against themselves and the vocabulary, then write dataset.json.
+
+    Raises ConfigError (exit 6): a pair is damaged, or holds an id that the tokenizer does not have.
+    """
+    tokenizer = load_tokenizer(Path(spec["tokenizer"]))
+    vocab_size = tokenizer.get_vocab_size()
+    counts = {"documents": 0, "sequences": 0, "tokens": 0}
+    pairs = [IndexedDataset(Path(prefix)) for prefix in spec["prefixes"]]
+    total, done = sum(pair.num_tokens for pair in pairs), 0
+    for pair in pairs:
+        for start in range(0, pair.num_tokens, BLOCK):
+            highest = int(pair.tokens[start : start + BLOCK].max())
+            if highest >= vocab_size or int(pair.tokens[start : start + BLOCK].min()) < 0:
+                message = f"{bin_path(pair.prefix)} holds the id {highest} among tokens {start:,} and after, but {spec['tokenizer']} has {vocab_size:,} ids"
+                raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="name the tokenizer that these pairs were written with")
+            done += min(BLOCK, pair.num_tokens - start)
+            progress(done, total)
+        counts["documents"] += len(pair.document_indices) - 1
+        counts["sequences"] += len(pair)
+        counts["tokens"] += pair.num_tokens
+    manifest = document(
+        "dataset/1",
+        name=spec["name"],
+        vocab_size=vocab_size,
+        eod_id=end_of_document(tokenizer, spec["eod_token"], Path(spec["tokenizer"])),
+        dtypes=sorted({str(pair.dtype) for pair in pairs}),
+        pairs=spec["prefixes"],
+        **(counts if pairs else {}),
+    )
+    write_json(Path(spec["manifest"]), manifest)
+    return counts
+
+
+if __name__ == "__main__":
+    run_unit(work)
