@@ -15,6 +15,8 @@ TASK_NAMES = [
     "bench",
     "build",
     "check",
+    "data-stats",
+    "data-verify",
     "evaluate",
     "export",
     "generate",

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from trainkit.base.errors import ConfigError
 from trainkit.data.corpus import read_documents, write_documents
+from trainkit.data.formats import READABLE
+from trainkit.data.sources.files import Files
 from trainkit.data.sources.stdlib import Stdlib, source_files
 from trainkit.jobs.schema import Dataset, Tokenizer
 
@@ -45,5 +47,41 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, texts
 
 def test_another_ending_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b")
-    with pytest.raises(ConfigError, match=r"ends in none of \.jsonl, \.jsonl\.zst"):
+    with pytest.raises(ConfigError, match=r"ends in none of \.jsonl, "):
         list(read_documents(tmp_path / "x.csv", "text"))
+
+
+class TestFiles:
+    def dataset(self, folder: Path, *paths: str, **words: object) -> Dataset:
+        values = {"name": "d", "source": "files", "paths": [f"{folder}/{path}" for path in paths], "tokenizer": DATASET.tokenizer, **words}
+        return Dataset.model_validate(values)
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        for i in range(12):
+            (tmp_path / f"part-{i:02d}.jsonl").write_bytes(b"x" * (i + 1))
+        return tmp_path
+
+    def test_patterns_ranges_and_order(self, folder: Path) -> None:
+        shards = Files().shards(self.dataset(folder, "part-{10..11}.jsonl", "part-0[12].jsonl", "part-*.jsonl", files=12), folder)
+        assert [int(s.path.stem[-2:]) for s in shards] == [10, 11, 1, 2, 0, 3, 4, 5, 6, 7, 8, 9]
+        assert [s.size for s in shards[:3]] == [11, 12, 2] and not any(s.recipe for s in shards)
+
+    @pytest.mark.parametrize("ending", READABLE)
+    def test_every_format(self, ending: str, folder: Path) -> None:
+        (folder / f"a{ending}").touch()
+        assert len(Files().shards(self.dataset(folder, f"a{ending}"), folder)) == 1
+
+    def test_missing_ones_are_named_and_counted(self, folder: Path) -> None:
+        with pytest.raises(ConfigError, match=r"part-12\.jsonl' matches no file \(2 more match none\)"):
+            Files().shards(self.dataset(folder, "part-{00..14}.jsonl"), folder)
+        assert len(Files().shards(self.dataset(folder, "part-{00..14}.jsonl", missing_files="allow", files=12), folder)) == 12
+        with pytest.raises(ConfigError, match="12 files are there, files = 13"):
+            Files().shards(self.dataset(folder, "part-{00..14}.jsonl", missing_files="allow", files=13), folder)
+        with pytest.raises(ConfigError, match="download_bytes = 79 was published, 78 are there"):
+            Files().shards(self.dataset(folder, "*.jsonl", download_bytes=79), folder)
+
+    def test_what_is_no_text(self, folder: Path) -> None:
+        (folder / "x.csv").touch()
+        with pytest.raises(ConfigError, match=r"x\.csv is no file that ends in"):
+            Files().shards(self.dataset(folder, "x.csv"), folder)

@@ -1,6 +1,7 @@
-"""What a stage's worker process is: `python -m MODULE SPEC.json`, JSON lines on stdout, an exit code.
+"""What a stage's worker process is: `python -m MODULE SPEC.json ...`, JSON lines on stdout, an exit code.
 
-Lines a unit prints: {"progress": done, "total": all} while it works, then {"result": {...}} or {"error": {...}}.
+Lines a unit prints: {"progress": done, "total": all} while it works, then {"result": {...}} or {"error": {...}}. A unit that writes tokens
+adds {"tokens": ids written so far, "text_bytes": bytes of text they stand for} to the former.
 Its log (stderr) is for people.
 """
 
@@ -19,7 +20,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import read_json
 from trainkit.base.process import die_with_parent
 
-Progress = Callable[[int, int], None]
+Progress = Callable[..., None]  # (done, total, **counts): see above
 PARENT_VARIABLE = "TRAINKIT_PARENT_PID"  # the process whose death ends this one
 
 
@@ -34,20 +35,26 @@ class _Throttle:
     def __init__(self) -> None:
         self.last = 0.0
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int, **counts: int) -> None:
         now = time.monotonic()
         if now - self.last >= 0.1 or done >= total:
             self.last = now
-            _say(progress=done, total=total)
+            _say(progress=done, total=total, **counts)
 
 
 def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None:
-    """Read the spec named on the command line, do the work, report, exit."""
+    """Read the specs named on the command line and do the work of each in turn; report, exit. The first failure ends it.
+
+    The first logs where the caller says; of every further one, X.spec.json, the log is X.log beside it.
+    """
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what the work has begun is undone
     try:
-        _say(result=work(read_json(Path(sys.argv[1])), _Throttle()))
+        for number, path in enumerate(map(Path, sys.argv[1:])):
+            if number:
+                _log_to(path.with_name(path.name.removesuffix(".spec.json") + ".log"))
+            _say(result=work(read_json(path), _Throttle()))
     except KeyboardInterrupt:
         sys.exit(int(Exit.INTERRUPTED))
     except TrainkitError as error:
@@ -58,3 +65,11 @@ def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None
         where = f" {error.filename}" if error.filename else ""
         _say(error={"problems": [{"message": f"{what}:{where or ' while reading or writing'}", "hint": ""}], "exit": int(Exit.STAGE_FAILED)})
         sys.exit(int(Exit.STAGE_FAILED))
+
+
+def _log_to(path: Path) -> None:
+    """Send stderr, of libraries in C too, to a file."""
+    sys.stderr.flush()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    os.dup2(handle, 2)
+    os.close(handle)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import shlex
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.forms import document
 from trainkit.cli.jobs import load_jobs
-from trainkit.cli.progress import StageReporter
+from trainkit.cli.progress import StageReporter, dataset_table
 from trainkit.cli.wrapper import Answer, Talk
+from trainkit.data.manifest import COUNTS, REASONS, read_manifest
+from trainkit.data.paths import MANIFEST
+from trainkit.data.sources import Announcement
 from trainkit.jobs.load import find_root
 from trainkit.stages.build import Build
 from trainkit.stages.contract import Need, Stage
@@ -23,11 +31,44 @@ from trainkit.stages.weights import Weights
 STAGES: tuple[Stage, ...] = (Build(), PrepData(), Weights())
 
 
-def bring_up_to_date(talk: Talk, needs: Sequence[Need], root: Path, *, force: bool = False) -> list[Verdict]:
-    """Make every need fresh, or under a dry run print what would be run."""
-    reporter = StageReporter(talk.console)
+@contextlib.contextmanager
+def _term_interrupts() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does: workers are stopped, what is half done is undone, finished units stay."""
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _agree(talk: Talk, large: Announcement) -> None:
+    """Say what is to be fetched and have somebody agree. Raises ConfigError (exit 6) where nobody does, or there is no room."""
+    talk.say(str(large))
+    large.check_space()
+    if large.accepted:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()) or talk.json:
+        raise large.refusal()
+    sys.stderr.write("fetch it? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise large.refusal()
+
+
+def bring_up_to_date(
+    talk: Talk, needs: Sequence[Need], root: Path, *, force: bool = False, workers: int | None = None, reporter: StageReporter | None = None
+) -> list[Verdict]:
+    """Make every need fresh, or under a dry run print what would be run. `workers`: units at once; by default one a core."""
+    reporter = reporter or StageReporter(talk.console)
     if not talk.dry_run:
-        return [make_fresh(need, root, execute_here, reporter, force=force) for need in needs]
+        execute = functools.partial(execute_here, workers=workers, counted=reporter.counted)
+        verdicts = []
+        with _term_interrupts():
+            for need in needs:
+                if need.announcement is not None and not judge(need, stamps_folder(root, need.stage), force=force).fresh:
+                    _agree(talk, need.announcement)
+                verdicts.append(make_fresh(need, root, execute, reporter, force=force))
+        return verdicts
     verdicts = []
     for need in needs:
         stamps = stamps_folder(root, need.stage)
@@ -38,8 +79,8 @@ def bring_up_to_date(talk: Talk, needs: Sequence[Need], root: Path, *, force: bo
     return verdicts
 
 
-def _answer(talk: Talk, verdicts: Sequence[Verdict]) -> Answer:
-    return Answer(document("stages/1", dry_run=talk.dry_run, stages=[vars(v) for v in verdicts]))
+def _answer(talk: Talk, verdicts: Sequence[Verdict], datasets: Sequence[dict[str, Any]] = ()) -> Answer:
+    return Answer(document("stages/1", dry_run=talk.dry_run, stages=[vars(v) for v in verdicts], datasets=list(datasets)))
 
 
 def build(talk: Talk, *, force: bool) -> Answer:
@@ -51,7 +92,7 @@ def build(talk: Talk, *, force: bool) -> Answer:
     return _answer(talk, bring_up_to_date(talk, needs, root, force=force))
 
 
-def prep_data(talk: Talk, dataset: str, job: str, *, force: bool) -> Answer:
+def prep_data(talk: Talk, dataset: str, job: str, workers: int, *, force: bool) -> Answer:
     """The task `prep-data`: data and beginning weights of a job, or one dataset below the root of that job (without a job, of this checkout)."""
     jobs = load_jobs(talk)
     name = job or jobs.default_job
@@ -63,13 +104,29 @@ def prep_data(talk: Talk, dataset: str, job: str, *, force: bool) -> Answer:
     root = Path(resolved.cluster.root or ".") if resolved else jobs.root
     stamps = stamps_folder(root, PrepData.name)
     if dataset:
-        needs = needs_of_dataset(jobs.dataset(dataset), root, stamps)
+        needs = needs_of_dataset(jobs.dataset(dataset), root, stamps, anew=force)
     else:
         assert resolved is not None
-        needs = PrepData().needs(resolved, stamps)
+        needs = PrepData().needs(resolved, stamps, anew=force)
     if not needs:
         talk.say("mock data needs no preparation")
+    datasets = needs
     if resolved is not None and not dataset:
         needs = [*needs, *Weights().needs(resolved, stamps_folder(root, Weights.name))]
     verdicts = bring_up_to_date(talk, Build().needs(None, stamps_folder(root, Build.name)), root)
-    return _answer(talk, verdicts + bring_up_to_date(talk, needs, root, force=force))
+    reporter = StageReporter(talk.console)
+    verdicts += bring_up_to_date(talk, needs, root, force=force, workers=workers or None, reporter=reporter)
+    rows = [] if talk.dry_run else [_row(need, reporter) for need in datasets]
+    if rows and not talk.json:
+        talk.console.print(dataset_table(rows))
+    return _answer(talk, verdicts, rows)
+
+
+def _row(need: Need, reporter: StageReporter) -> dict[str, Any]:
+    """What a dataset holds by its dataset.json and, if it was made just now, in what time."""
+    manifest = read_manifest(next(path for path in need.outputs if path.name == MANIFEST))
+    row = {key: manifest[key] for key in ("name", *COUNTS, *REASONS) if key in manifest}
+    if need.name in reporter.took:
+        seconds, size = reporter.took[need.name], reporter.wrote[need.name]["text_bytes"]
+        row |= {"seconds": round(seconds, 3), "mb_per_second": round(size / 1e6 / max(seconds, 1e-3), 3)}
+    return row

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import MetricsTail
@@ -19,14 +21,26 @@ LINE_SECONDS = 10.0  # between lines where there is no terminal for a bar
 
 
 class StageReporter:
-    """Prints verdicts; draws one bar over the units of a stage."""
+    """Prints verdicts; draws one bar over the units of a stage, or writes a line now and then where there is no terminal.
+
+    Sums are kept up to date change by change: a stage may have 100,000 units.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bar: Progress | None = None
-        self.sizes: dict[str, int] = {}
-        self.done: dict[str, float] = {}
-        self.began = 0.0
+        self.took: dict[str, float] = {}  # seconds that what was made took, by name
+        self.wrote: dict[str, dict[str, int]] = {}  # tokens and bytes of text that were read for it in that time
+        self._begin(())
+
+    def _begin(self, units: Sequence[Unit]) -> None:
+        self.sizes = {unit.name: max(1, unit.size) for unit in units}
+        self.fractions = dict.fromkeys(self.sizes, 0.0)
+        self.total, self.completed, self.undone = sum(self.sizes.values()), 0.0, len(units)
+        self.shards: dict[str, Mapping[str, int]] = {unit.name: {} for unit in units if unit.spec.get("do") == "tokens"}
+        self.shards_done, self.counts = 0, {"tokens": 0, "text_bytes": 0}
+        self.began = self.last_line = time.monotonic()
+        self.first_tokens: float | None = None
 
     def verdict(self, verdict: Verdict) -> None:
         mark = "[green]fresh[/]" if verdict.fresh else "[yellow]stale[/]"
@@ -36,28 +50,73 @@ class StageReporter:
         self.console.print(f"{need.stage} [bold]{need.name}[/]: waiting for {escape(holder)}, which is making it")
 
     def started(self, need: Need, units: Sequence[Unit]) -> None:
-        self.sizes = {u.name: max(1, u.size) for u in units}
-        self.done = dict.fromkeys(self.sizes, 0.0)
-        self.began = time.monotonic()
-        bar = TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
-        self.bar = Progress(*bar, console=self.console, transient=True)
-        self.bar.add_task(need.stage, total=sum(self.sizes.values()))
+        self._begin(units)
+        columns = TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TimeRemainingColumn()
+        self.bar = Progress(*columns, console=self.console, transient=True)
+        self.bar.add_task(need.stage, total=max(1, self.total))
         if self.console.is_terminal:
             self.bar.start()
+
+    def counted(self, unit: Unit, counts: Mapping[str, int]) -> None:
+        """A unit has written so many "tokens" of so many "text_bytes" by now."""
+        if unit.name not in self.shards:
+            return
+        self.first_tokens = self.first_tokens or time.monotonic()
+        for name in self.counts:
+            self.counts[name] += counts.get(name, 0) - self.shards[unit.name].get(name, 0)
+        self.shards[unit.name] = dict(counts)
 
     def progress(self, unit: Unit, fraction: float) -> None:
         if self.bar is None:
             return
-        self.done[unit.name] = fraction
-        working = next((n for n, f in self.done.items() if 0 < f < 1), unit.name)
-        self.bar.update(self.bar.task_ids[0], completed=sum(self.sizes[n] * f for n, f in self.done.items()), description=working)
+        before, self.fractions[unit.name] = self.fractions[unit.name], fraction
+        self.completed += self.sizes[unit.name] * (fraction - before)
+        if fraction == 1 and before < 1:
+            self.undone -= 1
+            self.shards_done += unit.name in self.shards
+        now = time.monotonic()
+        if self.console.is_terminal:
+            self.bar.update(self.bar.task_ids[0], completed=self.completed, description=self._words(unit, now))
+        elif now - self.last_line >= LINE_SECONDS:
+            self.last_line = now
+            left = (now - self.began) * (self.total / self.completed - 1) if self.completed else None
+            about = "" if left is None else f", about {left:,.0f} s left"
+            self.console.print(f"  {self.completed / max(1, self.total):.0%} {self._words(unit, now)}{about}")
+
+    def _words(self, unit: Unit, now: float) -> str:
+        """What is done at what speed; a unit's name before any shard has said what it wrote."""
+        if self.first_tokens is None:
+            return unit.name
+        seconds = max(0.1, now - self.first_tokens)
+        rates = f"{self.counts['text_bytes'] / 1e6 / seconds:,.1f} MB/s of text, {self.counts['tokens'] / 1e6 / seconds:,.2f} million tokens/s"
+        return f"{self.shards_done:,}/{len(self.shards):,} shards, {rates}"
 
     def finished(self, need: Need) -> None:
         if self.bar is not None and self.bar.live.is_started:
             self.bar.stop()
         self.bar = None
-        if all(f == 1 for f in self.done.values()):
-            self.console.print(f"  {need.stage}: {len(self.done)} units done in {time.monotonic() - self.began:.1f} s")
+        self.took[need.name], self.wrote[need.name] = time.monotonic() - self.began, self.counts
+        if not self.undone:
+            self.console.print(f"  {need.stage}: {len(self.sizes)} units done in {self.took[need.name]:.1f} s")
+
+
+def dataset_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What prepared datasets hold.
+
+    Args:
+        rows: the counts of dataset.json with "name" and, of those made just now, "seconds" and "mb_per_second".
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("dataset", "documents", "tokens", "text MB", "left out", "rejects", "seconds", "MB/s"):
+        table.add_column(heading, justify="left" if heading in ("dataset", "left out") else "right", overflow="fold")
+    for row in rows:
+        reasons = {**row.get("left_out", {}), **({"empty": row["empty_documents"]} if row.get("empty_documents") else {})}
+        told = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
+        size = f"{row['text_bytes'] / 1e6:,.1f}" if "text_bytes" in row else ""
+        speed = [f"{row[key]:,.1f}" if key in row else "" for key in ("seconds", "mb_per_second")]
+        numbers = [f"{row[key]:,}" if key in row else "" for key in ("documents", "tokens")]
+        table.add_row(escape(row["name"]), *numbers, size, escape(told), f"{row.get('rejects', 0):,}", *speed)
+    return table
 
 
 def _shown(loss: float | None) -> str:

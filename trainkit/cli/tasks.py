@@ -12,6 +12,7 @@ from trainkit.cli.wrapper import Answer, Talk, make_task
 JOB = {"job": "a job of jobs.toml"}
 RUN = {"run": "an id, a unique beginning of one, a job's name (its newest run), or last"}
 SET = {"set": "a.b=value: override a value of the resolved job; may be repeated"}
+DATASET = {"dataset": "a prepared dataset of jobs.toml", "job": "below the root of this job's cluster; by default below this folder"}
 FORCE = {"force": "do it even if it is fresh"}
 STEP = {"step": "of the checkpoint; 0: the newest valid one"}
 DEVICE = {"device": "cpu or cuda; by default what the job's cluster computes on"}
@@ -68,12 +69,49 @@ def build(talk: Talk, force: bool = False) -> Answer:
     return prepare.build(talk, force=force)
 
 
-@make_task(help={"dataset": "a dataset of jobs.toml (with the tokenizer of its table)", "job": "prepare what this job needs", **FORCE}, reports=True, dry=True)
-def prep_data(talk: Talk, dataset: str = "", job: str = "", force: bool = False) -> Answer:
+@make_task(
+    help={
+        "dataset": "a dataset of jobs.toml (with the tokenizer of its table)",
+        "job": "prepare what this job needs",
+        "workers": "processes that compute at once; 0: one a core",
+        **FORCE,
+    },
+    reports=True,
+    dry=True,
+    at_least={"workers": 0},
+)
+def prep_data(talk: Talk, dataset: str = "", job: str = "", workers: int = 0, force: bool = False) -> Answer:
     """Turn text into tokens; without words, for the job named in [defaults]."""
     from trainkit.cli import prepare
 
-    return prepare.prep_data(talk, dataset, job, force=force)
+    return prepare.prep_data(talk, dataset, job, workers, force=force)
+
+
+@make_task(
+    positional=["dataset"],
+    help={
+        **DATASET,
+        "count-only": "only documents, sequences and tokens, from the index alone",
+        "samples": "documents to show the beginnings of",
+        "seed": "of their choice",
+        "picture": "also draw lengths and frequencies into this .svg or .png (needs the extra `report`)",
+    },
+    reports=True,
+    at_least={"samples": 0, "seed": 0},
+)
+def data_stats(talk: Talk, dataset: str, job: str = "", count_only: bool = False, samples: int = 3, seed: int = 1234, picture: str = "") -> Answer:
+    """Say what is in a prepared dataset: documents, tokens, lengths, the most frequent tokens, some documents."""
+    from trainkit.cli import data
+
+    return data.stats(talk, dataset, job, count_only=count_only, samples=samples, seed=seed, picture=picture)
+
+
+@make_task(positional=["dataset"], help=DATASET, reports=True)
+def data_verify(talk: Talk, dataset: str, job: str = "") -> Answer:
+    """Check a prepared dataset: index against tokens, ids, ends of documents, checksums; exit 6 with all that is wrong."""
+    from trainkit.cli import data
+
+    return data.verify(talk, dataset, job)
 
 
 @make_task(
@@ -266,6 +304,6 @@ def bench(talk: Talk, name: str = "", list: bool = False, quick: bool = False, d
 
 
 namespace = Collection(
-    *(jobs, show, check, plan, build, prep_data, train, resume),
+    *(jobs, show, check, plan, build, prep_data, data_stats, data_verify, train, resume),
     *(runs, status, logs, tensorboard, report, generate, evaluate, export, test, bench),
 )

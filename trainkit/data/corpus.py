@@ -1,86 +1,87 @@
-"""Text shards: JSON lines, plain or zstandard-compressed, read and written as a stream."""
+"""One shard of text: opened where it lies or while it is fetched, read as documents, and written."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
-from trainkit.base.errors import ConfigError, Exit, Place, Problem
 from trainkit.base.files import atomic_open
-
-READABLE = (".jsonl", ".jsonl.zst")
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document and the line it stands in, from 1."""
-
-    line: int
-    text: str
+from trainkit.data.decompress import Stream
+from trainkit.data.filters import Filter
+from trainkit.data.formats import Bad, Reading, Record, open_documents
+from trainkit.data.rejects import raise_bad
 
 
-def _bad(path: Path, line: int, message: str, hint: str = "") -> ConfigError:
-    return ConfigError([Problem(message, Place(str(path), line), hint)], exit=Exit.STAGE_FAILED)
+class _Counted:
+    """A stream that knows how much of it was read. A class of its own for files that can be sought: not all can."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.position = stream, 0
+
+    def read(self, size: int = -1, /) -> bytes:
+        data: bytes = self._stream.read(size)
+        self.position += len(data)
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    """A file's bytes, decompressed. A zstandard file may hold several frames; each must be whole."""
-    with open(path, "rb") as raw:
-        if not path.name.endswith(".zst"):
-            yield from iter(lambda: raw.read(2**20), b"")
-            return
-        frame = None
-        try:
-            for block in iter(lambda: raw.read(2**16), b""):
-                rest = block
-                while rest:
-                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                    yield frame.decompress(rest)
-                    rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-        except zstandard.ZstdError as error:
-            raise _bad(path, 0, f"is no zstandard file: {error}", "fetch or write it again") from None
-        if frame is not None:
-            raise _bad(path, 0, "is a truncated zstandard file: its last frame has no end", "fetch or write it again")
+def reading_of(spec: Mapping[str, Any]) -> Reading:
+    """How documents are found, from the keys of a unit's spec."""
+    plain = Reading()
+    return Reading(
+        text_key=spec["text_key"],
+        text_separator=spec.get("text_separator"),
+        max_document_bytes=spec.get("max_document_bytes", plain.max_document_bytes),
+        fields=tuple(spec.get("drop", {})),
+    )
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    if not path.name.endswith(READABLE):
-        raise _bad(path, 0, f"cannot be read as text: its name ends in none of {', '.join(READABLE)}")
-    rest: list[bytes] = []  # pieces of a line that is not at its end yet
-    for block in _blocks(path):
-        first, *lines = block.split(b"\n")
-        rest.append(first)
-        for line in lines:
-            yield b"".join(rest)
-            rest = [line]
-    yield b"".join(rest)
+def filter_of(spec: Mapping[str, Any]) -> Filter:
+    """What is left out, from the keys of a unit's spec."""
+    return Filter(spec.get("drop", {}), spec.get("min_document_bytes", 0), spec.get("fix_text", False))
 
 
-def read_documents(path: Path, text_key: str) -> Iterator[Document]:
-    """Documents of a .jsonl or .jsonl.zst file. Blank lines are skipped; the last line needs no newline.
+def open_shard(path: Path, recipe: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
+    """The bytes of a shard as stored: the file at `path`, or by `recipe` what is being fetched (see trainkit.data.fetch)."""
+    if not recipe:
+        return open(path, "rb")
+    from trainkit.data.fetch import open_stream
 
-    Raises ConfigError (exit 6) with file and line for malformed JSON, a missing or non-text key, invalid UTF-8 and lone surrogates.
+    return open_stream(recipe)
+
+
+def counted(stream: Stream) -> _Counted:
+    """`stream`, with a `position`."""
+    return _Counted(stream)
+
+
+def size_of(path: Path) -> int | None:
+    """Bytes of a file; None where it is not there (yet)."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None
+
+
+def read_documents(path: Path, text_key: str) -> Iterator[Record]:
+    """Documents of any file that `open_documents` reads, by its name.
+
+    Raises ConfigError (exit 6) with file and line for what is no document.
     """
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also a number of 5,000 digits, and brackets 5,000 deep
-            raise _bad(path, number, f"is not JSON: {error}: {line[:80]!r}") from None
-        text = value.get(text_key) if isinstance(value, dict) else None
-        if not isinstance(text, str):
-            found = f"keys {', '.join(map(repr, value))}" if isinstance(value, dict) else type(value).__name__
-            raise _bad(path, number, f"has no text under the key {text_key!r} (found {found})", "set datasets.X.text_key to the key that holds the text")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise _bad(path, number, f"holds a lone surrogate: {error.reason} at character {error.start}") from None
-        yield Document(number, text)
+    with open(path, "rb") as file:
+        for found in open_documents(path.name, file, Reading(text_key), str(path)):
+            if isinstance(found, Bad):
+                raise_bad(found)
+            if isinstance(found, Record):
+                yield found
 
 
 def write_documents(path: Path, texts: Iterable[str], text_key: str) -> tuple[int, int]:

@@ -224,17 +224,24 @@ class IndexedWriter:
         self._append(tokens, parts)
         self._documents.append(len(self._lengths))
 
-    def add_documents(self, tokens: Integers, lengths: Sequence[int] | NDArray[np.integer[Any]]) -> None:
-        """Append documents of one sequence each; errors as `add_document`.
+    def add_documents(self, tokens: Integers, lengths: Sequence[int] | NDArray[np.integer[Any]], sequences: NDArray[np.integer[Any]] | None = None) -> None:
+        """Append many documents; errors as `add_document`.
 
         Args:
             tokens: ids of all of them, [sum(lengths)].
-            lengths: tokens of each document; 0: an empty document.
+            lengths: tokens of each sequence; those of none are left out.
+            sequences: how many of `lengths` belong to each document, summing to len(lengths); by default it is one each.
         """
         parts = np.asarray(lengths, np.int64)
+        there = parts != 0
+        if sequences is not None and np.sum(sequences) != len(parts):
+            raise ValueError(f"the documents have {np.sum(sequences)} sequences, but there are {len(parts)} lengths")
         before = len(self._lengths)
-        self._append(tokens, parts[parts != 0])
-        self._documents.frombytes((before + np.cumsum(parts != 0, dtype=np.int64)).tobytes())
+        self._append(tokens, parts[there])
+        ends = np.cumsum(there, dtype=np.int64)  # sequences written up to and with each
+        if sequences is not None:
+            ends = np.concatenate(([0], ends))[np.cumsum(sequences, dtype=np.int64)]
+        self._documents.frombytes((before + ends).tobytes())
 
     def add_index(self, prefix: Path) -> None:
         """Append another pair, as Megatron's add_index does.

@@ -1,46 +1,228 @@
-"""The last unit of prep-data: token shards joined into one .bin/.idx, and the dataset's manifest."""
+"""The last unit of prep-data: token shards joined into one .bin/.idx, or left as they are, and the dataset's manifest.
+
+Where every byte goes is known from the shards' indices, so all of it is written at once: tokens by the kernel (copy_file_range(2), which on
+some file systems copies nothing at all), the index by numpy in blocks. Memory does not grow with the corpus.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.files import read_json, write_json
-from trainkit.base.forms import document
-from trainkit.base.unit import Progress, run_unit
-from trainkit.data.indexed import IndexedDataset, best_dtype, merge
-from trainkit.data.tokenizer import end_of_document, load_tokenizer
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
-COUNTS = ("documents", "empty_documents", "tokens", "text_bytes")
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.files import fsync_folder, temporary_name
+from trainkit.base.unit import Progress, run_unit
+from trainkit.data.indexed import CHUNK, CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
+from trainkit.data.manifest import check_declared, read_results, write_manifest
+
+PIECE = 2**28  # bytes of .bin that one thread copies before it takes the next
+BUFFER = 2**23  # where the kernel cannot copy
+CANNOT_COPY = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+MOST_THREADS = 16
+SEED = 1234  # of the order of documents
+SHUFFLE_MEMORY = 2**30
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a shard goes: what stands before it in the merged pair."""
+
+    prefix: Path
+    sequences: int
+    documents: int
+    size: int
+    first_sequence: int
+    first_document: int
+    first_byte: int
+
+
+class _Layout:
+    """The merged pair before it is written. Opens every shard once, which checks it; holds none of them open."""
+
+    def __init__(self, prefixes: Sequence[Path], out_prefix: Path) -> None:
+        if not prefixes:
+            raise ConfigError(f"{out_prefix}: there is nothing to merge", exit=Exit.STAGE_FAILED, hint="the dataset has no shard")
+        self.places: list[_Place] = []
+        self.sequences = self.documents = self.size = 0
+        dtype: np.dtype[Any] | None = None
+        for prefix in prefixes:
+            pair = IndexedDataset(prefix)
+            dtype = pair.dtype if dtype is None else dtype
+            if pair.dtype != dtype:
+                message = f"{idx_path(prefix)} holds {pair.dtype.name}, but {idx_path(prefixes[0]).name} {dtype.name}"
+                raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="merge files of one tokenizer only")
+            if pair.modes is not None:
+                raise ConfigError(f"{idx_path(prefix)} is multimodal", exit=Exit.STAGE_FAILED, hint="trainkit merges text only")
+            documents, size = len(pair.document_indices) - 1, pair.num_tokens * dtype.itemsize
+            self.places.append(_Place(prefix, len(pair), documents, size, self.sequences, self.documents, self.size))
+            self.sequences, self.documents, self.size = self.sequences + len(pair), self.documents + documents, self.size + size
+        assert dtype is not None
+        self.dtype = dtype
+        self.offsets_at = HEADER.size + 4 * self.sequences
+        self.documents_at = HEADER.size + 12 * self.sequences
+
+    def header(self) -> bytes:
+        return HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequences, self.documents + 1)
+
+
+def merge_pairs(prefixes: Sequence[Path], out_prefix: Path, *, threads: int, progress: Progress) -> None:
+    """Join pairs in the given order into one, byte for byte as Megatron's add_index does; it is there whole or not at all.
+
+    Args:
+        threads: copies at once; each takes at most 8 MiB, whatever the sizes.
+        progress: told bytes of .bin.
+
+    Raises ConfigError (exit 6): no prefix is given, a pair is damaged, dtypes differ or one is multimodal. OSError as writing does.
+    """
+    layout = _Layout(prefixes, out_prefix)
+    out_prefix.parent.mkdir(parents=True, exist_ok=True)
+    names = temporary_name(bin_path(out_prefix)), temporary_name(idx_path(out_prefix))
+    try:
+        with _created(names[0]) as tokens, _created(names[1]) as index:
+            os.ftruncate(tokens, layout.size)
+            _write(index, layout.header(), 0)
+            _write(index, bytes(8), layout.documents_at)  # the first document begins at sequence 0
+            _copy_all(layout, tokens, index, threads, progress)
+        _publish(names, out_prefix)
+    finally:
+        for name in names:
+            name.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _created(path: Path) -> Iterator[int]:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield handle
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _copy_all(layout: _Layout, tokens: int, index: int, threads: int, progress: Progress) -> None:
+    """Everything but the header, in parallel. The first failure, or Ctrl-C, ends it after the pieces at hand."""
+    jobs: list[Callable[[], int]] = []
+    for place in layout.places:
+        jobs.append(lambda place=place: _write_index(layout, place, index))  # type: ignore[misc]
+        for start in range(0, place.size, PIECE):
+            jobs.append(lambda place=place, start=start: _copy(place, start, tokens))  # type: ignore[misc]
+    done = 0
+    pool = ThreadPoolExecutor(threads, "merge")
+    try:
+        for first in range(0, len(jobs), 16 * threads):  # not 60,000 futures at once
+            futures = [pool.submit(job) for job in jobs[first : first + 16 * threads]]
+            wait(futures, return_when=FIRST_EXCEPTION)
+            done += sum(future.result() for future in futures)
+            progress(done, max(1, layout.size))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _copy(place: _Place, start: int, target: int) -> int:
+    """Copy a piece of a shard's .bin; returns its bytes."""
+    path, size = bin_path(place.prefix), min(PIECE, place.size - start)
+    with open(path, "rb", buffering=0) as source:
+        done = _copy_in_kernel(source.fileno(), target, start, place.first_byte + start, size)
+        while done < size:
+            block = os.pread(source.fileno(), min(BUFFER, size - done), start + done)
+            if not block:
+                raise ConfigError(f"{path} became shorter while it was read", exit=Exit.STAGE_FAILED, hint="prepare the data again")
+            _write(target, block, place.first_byte + start + done)
+            done += len(block)
+    return size
+
+
+def _copy_in_kernel(source: int, target: int, start: int, at: int, size: int) -> int:
+    """Bytes that copy_file_range copied: all, or none further where the file system cannot."""
+    done = 0
+    while done < size:
+        try:
+            count = os.copy_file_range(source, target, size - done, start + done, at + done)
+        except OSError as error:
+            if error.errno in CANNOT_COPY:
+                return done
+            raise
+        if count == 0:  # some file systems say so instead of an error
+            return done
+        done += count
+    return done
+
+
+def _write(handle: int, data: bytes | memoryview, at: int) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(handle, view, at)
+        view, at = view[written:], at + written
+
+
+def _write_array(handle: int, values: NDArray[Any], dtype: DTypeLike, at: int) -> None:
+    if len(values):
+        _write(handle, np.ascontiguousarray(values, dtype).data, at)
+
+
+def _write_index(layout: _Layout, place: _Place, index: int) -> int:
+    """Write a shard's lengths, offsets and documents to their places in the merged index; returns 0 bytes of .bin."""
+    pair = IndexedDataset(place.prefix)
+    position = place.first_byte
+    for first in range(0, len(pair), CHUNK):
+        lengths, sequence = pair.lengths[first : first + CHUNK], place.first_sequence + first
+        ends = position + np.cumsum(lengths, dtype=np.int64) * layout.dtype.itemsize
+        _write_array(index, lengths, "<i4", HEADER.size + 4 * sequence)
+        _write_array(index, np.concatenate(([position], ends[:-1])), "<i8", layout.offsets_at + 8 * sequence)
+        position = int(ends[-1])
+    for first in range(1, len(pair.document_indices), CHUNK):
+        documents = pair.document_indices[first : first + CHUNK] + place.first_sequence
+        _write_array(index, documents, "<i8", layout.documents_at + 8 * (place.first_document + first))
+    return 0
+
+
+def _publish(names: tuple[Path, Path], prefix: Path) -> None:
+    """Rename both: an .idx that is there always belongs to its .bin, also after SIGKILL."""
+    with contextlib.suppress(FileNotFoundError):
+        idx_path(prefix).unlink()
+        fsync_folder(prefix.parent)
+    os.replace(names[0], bin_path(prefix))
+    fsync_folder(prefix.parent)
+    os.replace(names[1], idx_path(prefix))
+    fsync_folder(prefix.parent)
 
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Merge, then write dataset.json with the sums over the shards' stamps."""
-    prefix = Path(spec["prefix"])
-    tokenizer = load_tokenizer(Path(spec["tokenizer"]))
-    merge([Path(p) for p in spec["shards"]], prefix)
-    results = [read_json(Path(p))["result"] for p in spec["token_stamps"]]
-    left_out: dict[str, int] = {}
-    for path in spec["text_stamps"]:
-        result = read_json(Path(path))["result"]
-        for reason in result["left_out"]:
-            left_out[reason] = left_out.get(reason, 0) + result["left_out"][reason]
-    counts = {name: sum(r[name] for r in results) for name in COUNTS}
-    vocab_size = tokenizer.get_vocab_size()
-    manifest = document(
-        "dataset/1",
-        name=spec["name"],
-        vocab_size=vocab_size,
-        eod_id=end_of_document(tokenizer, spec["eod_token"], Path(spec["tokenizer"])),
-        dtype=str(best_dtype(vocab_size)),
-        sequences=len(IndexedDataset(prefix)),
-        **counts,
-        left_out=left_out,
-        shards=len(results),
-    )
-    write_json(Path(spec["manifest"]), manifest)
+    """Merge, or shuffle, or leave the shards alone as `spec["prefix"]` and `spec["shuffle"]` say; then write dataset.json.
+
+    Returns the dataset's counts. Raises ConfigError (exit 6) as `merge_pairs` and `check_declared`.
+    """
+    shards = read_results(spec)
+    check_declared(spec, shards)
+    prefixes = [Path(shard["prefix"]) for shard in spec["shards"]]
+    if spec["prefix"] is not None:
+        if spec["shuffle"]:
+            from trainkit.data.shuffle import shuffle_documents
+
+            shuffle_documents(prefixes, Path(spec["prefix"]), SEED, SHUFFLE_MEMORY)
+        else:
+            merge_pairs(prefixes, Path(spec["prefix"]), threads=min(MOST_THREADS, len(os.sched_getaffinity(0))), progress=progress)
+    counts = write_manifest(spec, shards)
+    _tidy(prefixes[0].parent, {f"{prefix.name}{ending}" for prefix in prefixes for ending in (".bin", ".idx", ".lock")})
+    _tidy(Path(spec["rejects"]), {f"{given['name']}.jsonl" for given, shard in zip(spec["shards"], shards, strict=True) if shard["rejects"]})
     progress(1, 1)
     return counts
+
+
+def _tidy(folder: Path, known: set[str]) -> None:
+    """Delete files that shards of a former dataset.json, or workers that were killed, left in a folder of ours."""
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        if entry.name not in known and entry.is_file(follow_symlinks=False):
+            os.unlink(entry)
 
 
 if __name__ == "__main__":

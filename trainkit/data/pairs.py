@@ -1,4 +1,4 @@
-"""Which .bin/.idx pairs a dataset is made of, split by split. Reads file names only."""
+"""Which .bin/.idx pairs a dataset is made of, split by split. Reads file names, and the list of shards that were not merged."""
 
 from __future__ import annotations
 
@@ -36,11 +36,15 @@ class Pair:
     weight: float | None
 
 
-def prefixes_of(dataset: Dataset) -> list[Path]:
-    """The pairs of a dataset with source = "indexed", in the order of `prefixes`, sorted within a glob pattern.
+def prefixes_of(dataset: Dataset, root: Path) -> list[Path]:
+    """The pairs of a dataset with source = "indexed", in the order of `prefixes`, sorted within a glob pattern; without any, those its `urls` name.
 
     Raises ConfigError (exit 6) where one is not there.
     """
+    if not dataset.prefixes:
+        from trainkit.data.sources.indexed import fetched_prefixes
+
+        return fetched_prefixes(dataset, DataFolder(root, dataset).corpus)
     found: list[Path] = []
     for pattern in (text for given in dataset.prefixes for text in expand(given)):
         matches = [Path(match.removesuffix(".idx")) for match in sorted(glob.glob(f"{pattern}.idx", recursive=True))]
@@ -73,7 +77,7 @@ def pairs_of(root: Path, dataset: Dataset, split: SplitName) -> list[Pair]:
 
 
 def _pairs_of_one(root: Path, dataset: Dataset, split: SplitName, weight: float | None) -> list[Pair]:
-    prefixes = prefixes_of(dataset) if dataset.source == "indexed" else [DataFolder(root, dataset).prefix]
+    prefixes = prefixes_of(dataset, root) if dataset.source == "indexed" else DataFolder(root, dataset).prefixes()
     cut = dataset.split
     if dataset.valid_files or dataset.test_files:
         prefixes, cut = _held_out(dataset, prefixes)[split], WHOLE[split]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from trainkit.jobs.schema import Dataset
 
+MANIFEST = "dataset.json"
+
 
 @dataclass(frozen=True)
 class DataFolder:
@@ -37,8 +39,13 @@ class DataFolder:
 
     @property
     def shards(self) -> Path:
-        """Token shards until they are merged."""
+        """Token shards until they are merged; with merge = false they stay."""
         return self.path / "shards"
+
+    @property
+    def rejects(self) -> Path:
+        """Lines that were no documents, a file for each shard that had any."""
+        return self.path / "rejects"
 
     @property
     def prefix(self) -> Path:
@@ -48,4 +55,15 @@ class DataFolder:
     @property
     def manifest(self) -> Path:
         """dataset.json: what was read, dropped and written."""
-        return self.path / "dataset.json"
+        return self.path / MANIFEST
+
+    def prefixes(self) -> list[Path]:
+        """The pairs that hold the dataset's tokens: the merged one or, with merge = false, those of the shards that have any, in order.
+
+        Raises ConfigError (exit 6) where shards were to stay pairs and are not prepared.
+        """
+        if self.dataset.merge:
+            return [self.prefix]
+        from trainkit.data.manifest import read_manifest
+
+        return [self.path / pair for pair in read_manifest(self.manifest)["pairs"]]

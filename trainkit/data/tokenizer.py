@@ -1,7 +1,8 @@
-"""A dataset's tokenizer.json: trained on its corpus, or taken from a file. As a program: the unit that makes it."""
+"""A dataset's tokenizer.json: trained on its corpus, or taken from a file, or made of GPT-2's two. As a program: the unit that makes it."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_text
 from trainkit.base.unit import Progress, run_unit
-from trainkit.data.corpus import read_documents
+from trainkit.data.corpus import filter_of, reading_of
+from trainkit.data.formats import Bad, Record, open_documents
+from trainkit.data.rejects import raise_bad
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -47,27 +50,67 @@ def train_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> Tokenize
     return tokenizer
 
 
+def gpt2_bpe(vocab_file: Path, merge_file: Path, eod_token: str) -> Tokenizer:
+    """GPT-2's tokenizer from its two files: the vocabulary (vocab.json, encoder.json) and the merges (merges.txt, vocab.bpe).
+
+    Raises ConfigError (exit 6): one cannot be read or is not what its name says, or the vocabulary lacks `eod_token`.
+    """
+    try:
+        vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))
+        lines = merge_file.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        hint = "give GPT-2's vocab.json and merges.txt"
+        raise ConfigError(f"{vocab_file} and {merge_file} cannot be read as GPT-2's files: {error}", exit=Exit.STAGE_FAILED, hint=hint) from None
+    if not isinstance(vocabulary, dict) or not all(isinstance(number, int) for number in vocabulary.values()):
+        raise ConfigError(f"{vocab_file} is no object of tokens and ids", exit=Exit.STAGE_FAILED, hint="give GPT-2's vocab.json")
+    merges: list[tuple[str, str]] = []
+    for line in lines:
+        if not line or line.startswith("#version"):
+            continue
+        left, _, right = line.partition(" ")
+        # looked up here: the library panics on a merge that the vocabulary does not have
+        if not right or " " in right or not {left, right, left + right} <= vocabulary.keys():
+            message = f"{merge_file}: merge {len(merges) + 1} is {line!r}, which is not two tokens of {vocab_file} that make a third"
+            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="give GPT-2's vocab.json and merges.txt, which belong together")
+        merges.append((left, right))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    if eod_token not in vocabulary:
+        end_of_document(tokenizer, eod_token, vocab_file)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([eod_token])
+    return tokenizer
+
+
 def _texts(spec: dict[str, Any], progress: Progress) -> Iterator[str]:
-    """Texts of all shards in order until `training_bytes` are read."""
+    """Texts of all shards in order until `training_bytes` are read: those that will be tokenized."""
     done, limit = 0, int(spec["training_bytes"])
     total = min(limit, int(spec["total_bytes"]))
-    for shard in spec["shards"]:
-        for document in read_documents(Path(shard), spec["text_key"]):
-            if done >= limit:
-                return
-            yield document.text
-            done += len(document.text)
-            progress(min(done, total - 1), total)
+    reading, wanted = reading_of(spec), filter_of(spec)
+    for shard in map(Path, spec["shards"]):
+        with open(shard, "rb") as file:
+            for found in open_documents(shard.name, file, reading, str(shard)):
+                if isinstance(found, Bad) and spec.get("on_error", "stop") == "stop":
+                    raise_bad(found)
+                for data in (wanted(found) or []) if isinstance(found, Record) else []:
+                    if done >= limit:
+                        return
+                    text = data.decode()
+                    yield text
+                    done += len(text)
+                    progress(min(done, total - 1), total)
 
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Make tokenizer.json. Returns {"vocab_size"}."""
-    target = Path(spec["tokenizer"])
+    target, eod = Path(spec["tokenizer"]), spec["eod_token"]
     if spec["type"] == "bpe":
-        tokenizer = train_bpe(_texts(spec, progress), spec["vocab_size"], spec["eod_token"])
+        tokenizer, made_of = train_bpe(_texts(spec, progress), spec["vocab_size"], eod), target
+    elif spec["type"] == "gpt2":
+        tokenizer, made_of = gpt2_bpe(Path(spec["vocab_file"]), Path(spec["merge_file"]), eod), Path(spec["vocab_file"])
     else:
-        tokenizer = load_tokenizer(Path(spec["path"]))
-    end_of_document(tokenizer, spec["eod_token"], target if spec["type"] == "bpe" else Path(spec["path"]))
+        tokenizer, made_of = load_tokenizer(Path(spec["path"])), Path(spec["path"])
+    end_of_document(tokenizer, eod, made_of)
     write_text(target, tokenizer.to_str(pretty=True))
     return {"vocab_size": tokenizer.get_vocab_size()}
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainkit.data.sources.announce import Announcement
 from trainkit.jobs.schema import Job
 
 
@@ -21,6 +22,8 @@ class Unit:
         outputs: files it leaves behind.
         after: names of units that must have succeeded before.
         size: relative cost, for balance and progress.
+        several: its program takes several specs, one after another: small units share a process, whose start would cost more than they do.
+        network: it mostly waits for another machine: it runs beside those that compute, and counts as none of them.
     """
 
     name: str
@@ -29,6 +32,8 @@ class Unit:
     outputs: tuple[Path, ...] = ()
     after: tuple[str, ...] = ()
     size: int = 1
+    network: bool = False
+    several: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Need:
         outputs: files it makes.
         units: the work, in an order that respects `after`.
         scratch: outputs of units that nobody needs once the stage has succeeded; deleted then.
+        announcement: a large download that its units begin with: somebody has to agree to it.
         evidence: for outputs that say themselves what they were made from: (fresh, because), instead of the stamp.
     """
 
@@ -57,6 +63,7 @@ class Need:
     outputs: tuple[Path, ...]
     units: tuple[Unit, ...] = field(repr=False)
     scratch: tuple[Path, ...] = ()
+    announcement: Announcement | None = None
     evidence: Callable[[], tuple[bool, str]] | None = None
 
 

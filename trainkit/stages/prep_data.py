@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,25 @@ from trainkit.base.errors import ConfigError
 from trainkit.data.indexed import bin_path, idx_path
 from trainkit.data.pairs import prefixes_of
 from trainkit.data.paths import DataFolder
-from trainkit.data.sources import SOURCES, Shard, Source
+from trainkit.data.sources import SOURCES, Fetch, Shard, Source, announce, fetches, tokenizer_fetches
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.stamps import file_identity, unit_stamp_path
+from trainkit.stages.stamps import file_identity, judge, read_stamp, unit_stamp_path
 
 VERSION = 1
+LISTING = "listing"  # the unit that writes down which files there are
+TRAINING_FACTOR = 4  # bytes of files for each byte of text a BPE is trained on: they hold more than text
+# keys that say how a file becomes documents
+READING = (
+    *("text_key", "text_separator", "drop", "min_document_bytes", "max_document_bytes", "fix_text"),
+    *("on_error", "max_reject_fraction"),
+)
+# keys that tokens do not depend on: how they are cut and read later, what was published about them, how they come here
+IRRELEVANT = {
+    *("name", "tokenizer", "split", "valid_files", "test_files", "mmap", "paths"),
+    *("documents", "text_bytes", "tokens", "download_bytes", "licence", "homepage", "blend", "valid_blend", "test_blend"),
+    *("accept_download", "keep_download", "token", "anonymous"),
+}
 
 
 def _module(name: str) -> tuple[str, ...]:
@@ -31,61 +45,42 @@ def _flat(prefix: str, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(dataset: Dataset, tokenizer: Tokenizer, source: Source) -> dict[str, Any]:
-    """What the tokens depend on. The split is cut at run time; the files that `paths` matches are inputs, however they were matched."""
-    irrelevant = {"name", "split", "tokenizer", "paths"} | (set() if dataset.source == "stdlib" else {"shard_bytes"})
+    """What the tokens depend on. The files that `paths` matches are inputs, however they were matched."""
+    irrelevant = IRRELEVANT | (set() if dataset.source == "stdlib" else {"shard_bytes"})
     return {
         **_flat(f"datasets.{dataset.name}", dataset.model_dump(mode="json", exclude=irrelevant, exclude_none=True)),
-        **_flat(f"tokenizers.{tokenizer.name}", tokenizer.model_dump(mode="json", exclude={"name"}, exclude_none=True)),
+        **_tokenizer_settings(tokenizer),
         **source.identity(dataset),
     }
 
 
-def needs_of_dataset(dataset: Dataset, root: Path, stamps: Path) -> list[Need]:
-    """What it takes to have the tokens of `dataset` below `root`, in order; nothing for mock data."""
+def _tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    return _flat(f"tokenizers.{tokenizer.name}", tokenizer.model_dump(mode="json", exclude={"name", "url", "vocab_url", "merge_url"}, exclude_none=True))
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
+    """The files that a tokenizer is taken from; none of a BPE that is trained."""
+    return [Path(path) for path in (tokenizer.path, tokenizer.vocab_file, tokenizer.merge_file) if path and tokenizer.type != "bpe"]
+
+
+def needs_of_dataset(dataset: Dataset, root: Path, stamps: Path, *, anew: bool = False) -> list[Need]:
+    """What it takes to have the tokens of `dataset` below `root`, in order; nothing for mock data.
+
+    Args:
+        anew: it will be made even if it is fresh. Else, of what is fetched, one that is fresh is given without its units, and no server is asked:
+            a prepared dataset can be used where the network is not, and after its text was deleted.
+    """
     tokenizer = dataset.tokenizer
     if dataset.source == "mock" or tokenizer is None:
         return []
-    if dataset.source not in (*SOURCES, "indexed", "blend") or tokenizer.type == "gpt2":
-        what = f"source = '{dataset.source}'" if tokenizer.type != "gpt2" else "a tokenizer of type = 'gpt2'"
-        message = f"dataset '{dataset.name}': {what} is planned for, but not prepared by this version of trainkit"
-        raise ConfigError(message, hint="to try the job: --set dataset=mock")
     if dataset.source == "blend":
         parts = {part.dataset.name: part.dataset for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend) for part in blend.values()}
-        return [*(need for part in parts.values() for need in needs_of_dataset(part, root, stamps)), _need_of_pairs(dataset, tokenizer, root, stamps, [])]
-    if dataset.source == "indexed":
-        return [_need_of_pairs(dataset, tokenizer, root, stamps, prefixes_of(dataset))]
-    return [_need_of_text(dataset, tokenizer, root, stamps)]
-
-
-def _need_of_text(dataset: Dataset, tokenizer: Tokenizer, root: Path, stamps: Path) -> Need:
-    """From text to one pair."""
-    source = SOURCES[dataset.source]
-    folder = DataFolder(root, dataset)
-    shards = source.shards(dataset, folder.corpus)
-    name = f"{dataset.name}--{tokenizer.name}"
-    units, scratch = _Units(dataset, tokenizer, folder, shards, name, stamps).all()
-    inputs = [s.path for s in shards if not s.recipe] + ([Path(tokenizer.path)] if tokenizer.path else [])
-    outputs = (folder.tokenizer, folder.prefix.with_suffix(".bin"), folder.prefix.with_suffix(".idx"), folder.manifest)
-    # the lock is the dataset's: two tokenizers share its corpus folder
-    return Need(PrepData.name, name, dataset.name, VERSION, _settings(dataset, tokenizer, source), tuple(inputs), outputs, units, scratch)
-
-
-def _need_of_pairs(dataset: Dataset, tokenizer: Tokenizer, root: Path, stamps: Path, prefixes: list[Path]) -> Need:
-    """Tokenizer and manifest of ready-made pairs, which are checked; of a blend (no `prefixes`) the pairs are its parts' own."""
-    folder, name = DataFolder(root, dataset), f"{dataset.name}--{tokenizer.name}"
-    make = _Units(dataset, tokenizer, folder, [], name, stamps).tokenizer_unit(())
-    spec = {
-        "name": dataset.name,
-        "tokenizer": str(folder.tokenizer),
-        "eod_token": tokenizer.eod_token,
-        "prefixes": [str(prefix) for prefix in prefixes],
-        "given": [file_identity(idx_path(prefix)) for prefix in prefixes],
-        "manifest": str(folder.manifest),
-    }
-    check = Unit("check", _module("trainkit.data.ready"), spec, (folder.manifest,), (make.name,))
-    inputs = [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))] + ([Path(tokenizer.path)] if tokenizer.path else [])
-    settings = _flat(f"tokenizers.{tokenizer.name}", tokenizer.model_dump(mode="json", exclude={"name"}, exclude_none=True))
-    return Need(PrepData.name, name, dataset.name, VERSION, settings, tuple(inputs), (folder.tokenizer, folder.manifest), (make, check))
+        needs = [need for part in parts.values() for need in needs_of_dataset(part, root, stamps, anew=anew)]
+        return [*needs, _Pairs(dataset, tokenizer, root, stamps).need()]
+    kind = _Pairs if dataset.source == "indexed" else _Text
+    work = kind(dataset, tokenizer, root, stamps)
+    made = None if anew else work.as_made()
+    return [made or work.need()]
 
 
 class PrepData:
@@ -93,27 +88,125 @@ class PrepData:
 
     name = "prep-data"
 
-    def needs(self, job: Job, stamps: Path) -> list[Need]:
+    def needs(self, job: Job, stamps: Path, *, anew: bool = False) -> list[Need]:
         datasets = {dataset.name: dataset for dataset in (job.dataset, *job.validation.values())}  # each once
-        found = [need for dataset in datasets.values() for need in needs_of_dataset(dataset, Path(job.cluster.root or "."), stamps)]
+        found = [need for dataset in datasets.values() for need in needs_of_dataset(dataset, Path(job.cluster.root or "."), stamps, anew=anew)]
         return list({need.name: need for need in found}.values())  # a part of two blends once
 
 
-class _Units:
-    """The units of one dataset under one tokenizer."""
+def _fetch_unit(fetch: Fetch) -> Unit:
+    return Unit(fetch.name, _module(fetch.module), fetch.spec, fetch.outputs, fetch.after, fetch.size, network=True, several=True)
 
-    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, folder: DataFolder, shards: list[Shard], name: str, stamps: Path) -> None:
-        self.dataset, self.tokenizer, self.folder, self.shards, self.name, self.stamps = dataset, tokenizer, folder, shards, name, stamps
 
-    def all(self) -> tuple[tuple[Unit, ...], tuple[Path, ...]]:
-        """(units in order, scratch files)."""
-        text = [self._text(s) for s in self.shards if s.recipe]
-        train = self.tokenizer_unit(tuple(u.name for u in text))
-        tokens = [self._tokens(s) for s in self.shards]
-        scratch = tuple(path for unit in tokens for path in unit.outputs)
-        return (*text, train, *tokens, self._merge(text, tokens)), scratch
+class _Dataset:
+    """What is common to text and ready-made pairs: the tokenizer, and files that are fetched."""
+
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, root: Path, stamps: Path) -> None:
+        self.dataset, self.tokenizer, self.stamps = dataset, tokenizer, stamps
+        self.folder, self.name = DataFolder(root, dataset), f"{dataset.name}--{tokenizer.name}"
+        # the same for every shard, of which there may be 60,000: where it goes, how a file becomes documents, and those tokens
+        self.shards_folder, self.rejects_folder, self.tokenizer_json = self.folder.shards, str(self.folder.rejects), str(self.folder.tokenizer)
+        self.reading = dataset.model_dump(mode="json", include=set(READING))
+        self.encoding = tokenizer.model_dump(mode="json", include={"eod_token", "append_eod", "encoder", "special_tokens"})
+        self.tokenizer_fetches = [_fetch_unit(fetch) for fetch in tokenizer_fetches(tokenizer, dataset.token, dataset.endpoint)]
+
+    def settings(self) -> dict[str, Any]:
+        """What the outputs depend on, besides inputs."""
+        raise NotImplementedError
+
+    def as_made(self) -> Need | None:
+        """What was made of a dataset that is fetched, without units, if it is fresh."""
+        stamp = read_stamp(self.stamps / f"{self.name}.json")
+        if not self.dataset.urls or stamp is None or "outputs" not in stamp:
+            return None
+        inputs, outputs = ([Path(identity[0]) for identity in stamp[key] if identity] for key in ("inputs", "outputs"))
+        need = self._need(inputs, outputs, ())
+        return need if judge(need, self.stamps).fresh else None
+
+    def _need(self, inputs: Sequence[Path], outputs: Sequence[Path], units: Sequence[Unit], scratch: Sequence[Path] = (), **more: Any) -> Need:
+        # the lock is the dataset's: two tokenizers share its corpus folder
+        files = tuple(inputs), tuple(outputs), tuple(units), tuple(scratch)
+        return Need(PrepData.name, self.name, self.dataset.name, VERSION, self.settings(), *files, **more)
+
+    def _given_files(self) -> list[Path]:
+        """Files a tokenizer is taken from that nobody fetches."""
+        fetched = {path for unit in self.tokenizer_fetches for path in unit.outputs}
+        return [path for path in tokenizer_files(self.tokenizer) if path not in fetched]
+
+    def _fetched_files(self) -> list[Path]:
+        return [path for unit in self.tokenizer_fetches for path in unit.outputs]
+
+    def _tokenizer_unit(self, shards: Sequence[Shard], after: Sequence[str]) -> Unit:
+        """tokenizer.json, trained on `shards` or taken over."""
+        spec = {
+            **self.tokenizer.model_dump(mode="json", exclude={"name", "encoder"}),
+            "tokenizer": str(self.folder.tokenizer),
+            **self.reading,
+            "shards": [str(shard.path) for shard in shards],
+            "total_bytes": sum(shard.size for shard in shards),
+            "given": [file_identity(path) for path in (*self._given_files(), *(s.path for s in shards if not s.recipe))],
+        }
+        before = (*after, *(unit.name for unit in self.tokenizer_fetches))
+        return Unit("tokenizer", _module("trainkit.data.tokenizer"), spec, (self.folder.tokenizer,), before, spec["total_bytes"])
+
+
+class _Pairs(_Dataset):
+    """Ready-made pairs: they are fetched if urls name them, checked, and described; of a blend, whose pairs are its parts', only described."""
+
+    def settings(self) -> dict[str, Any]:
+        own = self.dataset.model_dump(mode="json", include={"urls", "endpoint", "sha256"}, exclude_none=True)
+        return {**_tokenizer_settings(self.tokenizer), **{f"datasets.{self.dataset.name}.{key}": value for key, value in own.items() if value}}
+
+    def need(self) -> Need:
+        corpus = self.folder.corpus
+        shards = SOURCES["indexed"].shards(self.dataset, corpus)
+        fetched = [_fetch_unit(fetch) for fetch in fetches(self.dataset, corpus, shards)]
+        prefixes = [shard.path.with_suffix("") for shard in shards if shard.path.suffix == ".idx"]
+        if self.dataset.source == "indexed" and not self.dataset.urls:
+            prefixes = prefixes_of(self.dataset, self.folder.root)
+        make, files = self._tokenizer_unit((), ()), [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
+        spec = {
+            "name": self.dataset.name,
+            "tokenizer": str(self.folder.tokenizer),
+            "eod_token": self.tokenizer.eod_token,
+            "prefixes": [str(prefix) for prefix in prefixes],
+            "given": [] if fetched else [file_identity(idx_path(prefix)) for prefix in prefixes],
+            "manifest": str(self.folder.manifest),
+        }
+        check = Unit("check", _module("trainkit.data.ready"), spec, (self.folder.manifest,), (make.name, *(unit.name for unit in fetched)))
+        inputs = self._given_files() if fetched else [*files, *self._given_files()]
+        outputs = [self.folder.tokenizer, self.folder.manifest, *self._fetched_files(), *(files if fetched else ())]
+        units = (*fetched, *self.tokenizer_fetches, make, check)
+        return self._need(inputs, outputs, units, announcement=announce(self.dataset, corpus, shards))
+
+
+class _Text(_Dataset):
+    """From text to one pair, or to one of each shard: a shard's text or download, the tokenizer, a shard's tokens, and what joins them."""
+
+    def settings(self) -> dict[str, Any]:
+        return _settings(self.dataset, self.tokenizer, SOURCES[self.dataset.source])
+
+    def need(self) -> Need:
+        self.shards = SOURCES[self.dataset.source].shards(self.dataset, self.folder.corpus)
+        earlier = self._fetches() or [self._text(shard) for shard in self.shards if shard.recipe]
+        before = {unit.name.partition("-")[2]: unit for unit in earlier if unit.name != LISTING}
+        trained_on = self._trained_on()
+        make = self._tokenizer_unit(trained_on, [before[shard.name].name for shard in trained_on if shard.name in before])
+        tokens = [self._tokens(shard, before.get(shard.name), first=shard is self.shards[0]) for shard in self.shards]
+        last = self._last(before, tokens)
+        pairs = [path for unit in tokens for path in unit.outputs]
+        scratch = [*pairs, *(Path(unit.spec["prefix"] + ".lock") for unit in tokens)] if self.dataset.merge else []
+        inputs = [*(shard.path for shard in self.shards if not shard.recipe), *self._given_files()]
+        outputs = [self.folder.tokenizer, *last.outputs, *self._fetched_files(), *([] if self.dataset.merge else pairs)]
+        units = (*earlier, *self.tokenizer_fetches, make, *tokens, last)
+        return self._need(inputs, outputs, units, scratch, announcement=announce(self.dataset, self.folder.corpus, self.shards))
+
+    def _fetches(self) -> list[Unit]:
+        """The listing and every remote shard's file; nothing where all is here, the listing alone where shards are read as they come."""
+        return [_fetch_unit(fetch) for fetch in fetches(self.dataset, self.folder.corpus, self.shards)]
 
     def _text(self, shard: Shard) -> Unit:
+        """What writes a shard's file from its source's recipe."""
         spec = {
             "do": "text",
             "source": self.dataset.source,
@@ -122,49 +215,76 @@ class _Units:
             "path": str(shard.path),
             "text_key": self.dataset.text_key,
         }
-        return Unit(f"text-{shard.name}", _module("trainkit.data.shard"), spec, (shard.path,), size=shard.size)
+        return Unit(f"text-{shard.name}", _module("trainkit.data.shard"), spec, (shard.path,), size=shard.size, several=True)
 
-    def tokenizer_unit(self, after: tuple[str, ...]) -> Unit:
-        """tokenizer.json, trained or taken over."""
-        spec = {
-            **self.tokenizer.model_dump(mode="json", exclude={"name"}),
-            "tokenizer": str(self.folder.tokenizer),
-            "text_key": self.dataset.text_key,
-            "shards": [str(s.path) for s in self.shards],
-            "total_bytes": sum(s.size for s in self.shards),
-            "given": [file_identity(s.path) for s in self.shards if not s.recipe],
-        }
-        if self.tokenizer.path:
-            spec |= {"given": file_identity(Path(self.tokenizer.path)), "shards": []}
-        return Unit("tokenizer", _module("trainkit.data.tokenizer"), spec, (self.folder.tokenizer,), after, spec["total_bytes"])
+    def _trained_on(self) -> list[Shard]:
+        """The first shards, as many as hold what a BPE is trained on: its unit need not wait for the others."""
+        if self.tokenizer.type != "bpe":
+            return []
+        if any(shard.remote and not shard.recipe["keep"] for shard in self.shards):
+            what = f"tokenizers.{self.tokenizer.name} is trained on {self.dataset.name} (type = 'bpe')"
+            hint = f"set datasets.{self.dataset.name}.keep_download = true, or name a tokenizer.json (type = 'file')"
+            raise ConfigError(f"{what}, of which keep_download = false leaves nothing to read twice", hint=hint)
+        found, size = [], 0
+        for shard in self.shards:
+            if size >= TRAINING_FACTOR * self.tokenizer.training_bytes:
+                break
+            found.append(shard)
+            size += shard.size
+        return found
 
-    def _tokens(self, shard: Shard) -> Unit:
-        prefix = self.folder.shards / shard.name
+    def _tokens(self, shard: Shard, before: Unit | None, *, first: bool) -> Unit:
+        prefix = self.shards_folder / (shard.name if self.dataset.merge else f"{shard.name}_text_document")
         spec = {
             "do": "tokens",
+            "name": shard.name,
+            "first": first,
             "shard": str(shard.path),
+            "recipe": shard.recipe if before is None else {},
             "given": None if shard.recipe else file_identity(shard.path),
             "size": shard.size,
-            "text_key": self.dataset.text_key,
-            "tokenizer": str(self.folder.tokenizer),
-            "eod_token": self.tokenizer.eod_token,
+            **self.reading,
+            **self.encoding,
+            "tokenizer": self.tokenizer_json,
             "prefix": str(prefix),
+            "rejects": f"{self.rejects_folder}/{shard.name}.jsonl",
         }
-        return Unit(
-            f"tokens-{shard.name}", _module("trainkit.data.shard"), spec, (prefix.with_suffix(".bin"), prefix.with_suffix(".idx")), ("tokenizer",), shard.size
-        )
+        after = ("tokenizer",) if before is None else (before.name, "tokenizer")
+        return Unit(f"tokens-{shard.name}", _module("trainkit.data.shard"), spec, (bin_path(prefix), idx_path(prefix)), after, shard.size, several=True)
 
-    def _merge(self, text: list[Unit], tokens: list[Unit]) -> Unit:
-        prefix = self.folder.prefix
+    def _last(self, before: dict[str, Unit], tokens: list[Unit]) -> Unit:
+        """One pair of all shards, if they are joined, and dataset.json."""
+        prefix = self.folder.prefix if self.dataset.merge else None
+
+        def stamp(unit: Unit) -> str:
+            return str(unit_stamp_path(self.stamps, self.name, unit.name))
+
+        def entry(shard: Shard, unit: Unit) -> dict[str, Any]:
+            earlier = before.get(shard.name)
+            stamps = {earlier.spec["do"]: stamp(earlier)} if earlier else {}
+            return {"name": shard.name, "prefix": unit.spec["prefix"], "source": _origin(shard, self.folder.root), "stamps": {**stamps, "tokens": stamp(unit)}}
+
+        filtered = self.dataset.drop or self.dataset.min_document_bytes or self.dataset.fix_text
+        declared = {"documents": self.dataset.documents, "text_bytes": None if filtered else self.dataset.text_bytes}
         spec = {
             "name": self.dataset.name,
             "tokenizer": str(self.folder.tokenizer),
             "eod_token": self.tokenizer.eod_token,
-            "shards": [u.spec["prefix"] for u in tokens],
-            "text_stamps": [str(unit_stamp_path(self.stamps, self.name, u.name)) for u in text],
-            "token_stamps": [str(unit_stamp_path(self.stamps, self.name, u.name)) for u in tokens],
-            "prefix": str(prefix),
+            "shards": [entry(shard, unit) for shard, unit in zip(self.shards, tokens, strict=True)],
+            "shuffle": self.dataset.shuffle_documents,
+            "declared": {key: value for key, value in declared.items() if value is not None},
+            "prefix": str(prefix) if prefix else None,
             "manifest": str(self.folder.manifest),
+            "rejects": str(self.folder.rejects),
         }
-        outputs = (prefix.with_suffix(".bin"), prefix.with_suffix(".idx"), self.folder.manifest)
-        return Unit("merge", _module("trainkit.data.merge"), spec, outputs, tuple(u.name for u in tokens))
+        outputs = (*((bin_path(prefix), idx_path(prefix)) if prefix else ()), self.folder.manifest)
+        size = sum(unit.size for unit in tokens) // 20  # copying, beside tokenizing
+        return Unit("merge" if prefix else "manifest", _module("trainkit.data.merge"), spec, outputs, tuple(unit.name for unit in tokens), size)
+
+
+def _origin(shard: Shard, root: Path) -> dict[str, Any]:
+    """Where a shard's text is from, for dataset.json: a file (relative to `root` if it is below it), an address, or the folder it is made of."""
+    if shard.recipe:
+        return {key: shard.recipe[key] for key in ("url", "endpoint", "folder") if shard.recipe.get(key)}
+    path = shard.path.relative_to(root) if shard.path.is_relative_to(root) else shard.path
+    return {"path": str(path), "bytes": shard.size}

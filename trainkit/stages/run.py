@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import remove_leftovers
+from trainkit.base.files import TEMPORARY, remove_leftovers
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Stage, Unit
@@ -66,33 +67,55 @@ def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *,
         reporter.waiting(need, f"pid {holder.get('pid', '?')}")
 
     verdict = judge(need, stamps, force=force)
-    if verdict.fresh:
+    if verdict.fresh and not any(folder.is_dir() for folder in {path.parent for path in need.scratch}):
         reporter.verdict(verdict)
         return verdict
     with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, on_wait=waits):
         verdict = judge(need, stamps, force=force)
         reporter.verdict(verdict)
-        if not verdict.fresh:
-            write_unfinished(need, stamps, verdict.because)
-            for path in [path for unit in need.units for path in unit.outputs]:
-                remove_leftovers(path)
-            _run(need, stamps, execute, reporter, force)
+        if verdict.fresh:
+            _sweep(need)  # whoever made it was killed before that
+        else:
+            _run(need, stamps, execute, reporter, verdict, force)
     return verdict
 
 
-def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, force: bool) -> None:
+def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, verdict: Verdict, force: bool) -> None:
+    if not need.units:
+        message = f"{need.stage} {need.name} was fresh a moment ago and is not any more: somebody made or deleted something meanwhile"
+        raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint="run it again")
+    write_unfinished(need, stamps, verdict.because)
+    _remove_leftovers(path for unit in need.units for path in unit.outputs)
     inputs = input_identities(need)
     units = missing_units(need, stamps, force=force)
-    unit_folder(stamps, need.name).mkdir(parents=True, exist_ok=True)
+    folder = unit_folder(stamps, need.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder / f"{unit.name}{ending}" for unit in need.units for ending in (".json", ".spec.json"))
     for unit in units:  # one that is cut short must not leave those after it looking fresh
         unit_stamp_path(stamps, need.name, unit.name).unlink(missing_ok=True)
-        remove_leftovers(unit_stamp_path(stamps, need.name, unit.name))
     reporter.started(need, units)
     try:
         execute(need, units, stamps, reporter)
     finally:
         reporter.finished(need)
     write_stamp(need, stamps, inputs)
+    _sweep(need)
+
+
+def _remove_leftovers(paths: Iterable[Path]) -> None:
+    """Delete what crashed writers of `paths` left beside them; each folder is read once, however many there are."""
+    names: dict[Path, set[str]] = {}
+    for path in paths:
+        names.setdefault(path.parent, set()).add(path.name)
+    for folder, known in names.items():
+        if folder.is_dir():
+            left = [entry.name for entry in os.scandir(folder) if TEMPORARY in entry.name]
+            for name in known.intersection(text.partition(TEMPORARY)[0] for text in left):
+                remove_leftovers(folder / name)
+
+
+def _sweep(need: Need) -> None:
+    """Delete what only the units needed."""
     for path in need.scratch:
         path.unlink(missing_ok=True)
     for folder in {path.parent for path in need.scratch}:

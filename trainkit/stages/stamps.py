@@ -57,7 +57,7 @@ def _identities(paths: Iterable[Path]) -> list[list[Any] | None]:
     return [file_identity(p) for p in paths]
 
 
-def _read_stamp(path: Path) -> dict[str, Any] | None:
+def read_stamp(path: Path) -> dict[str, Any] | None:
     """A stamp, or None where there is none that can be trusted."""
     try:
         value = read_json(path)
@@ -89,7 +89,7 @@ def _changed_setting(old: object, new: Mapping[str, Any]) -> str | None:
 
 def judge(need: Need, stamps: Path, *, force: bool = False) -> Verdict:
     """Whether the stage's outputs are those of the settings and inputs at hand."""
-    fresh, because = (False, "--force was given") if force else need.evidence() if need.evidence else _judge_stamp(need, _read_stamp(stamp_path(stamps, need)))
+    fresh, because = (False, "--force was given") if force else need.evidence() if need.evidence else _judge_stamp(need, read_stamp(stamp_path(stamps, need)))
     return Verdict(need.stage, need.name, fresh, because)
 
 
@@ -140,7 +140,7 @@ def spec_digest(need: Need, unit: Unit) -> str:
 
 def unit_is_fresh(need: Need, unit: Unit, stamps: Path) -> bool:
     """Whether the unit's last success was with this very spec and its outputs are untouched."""
-    stamp = _read_stamp(unit_stamp_path(stamps, need.name, unit.name))
+    stamp = read_stamp(unit_stamp_path(stamps, need.name, unit.name))
     if stamp is None or stamp.get("spec") != spec_digest(need, unit):
         return False
     return _changed_file("output", unit.outputs, stamp.get("outputs")) is None

@@ -15,15 +15,41 @@ class Shard:
 
     Args:
         name: "00000", "00001", ... in the order of the corpus.
-        path: the .jsonl or .jsonl.zst file.
+        path: the file; its name says its format.
         size: bytes of text, or of the file where that is unknown; only for progress and balance.
-        recipe: what `Source.write` needs to make the file; empty: the file is there already.
+        recipe: what `Source.write` needs to make the file, or `fetch.open_stream` to fetch or read it; empty: the file is there already.
     """
 
     name: str
     path: Path
     size: int
     recipe: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def remote(self) -> bool:
+        """Whether `recipe` is one of `fetch.recipe`."""
+        return "url" in self.recipe
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A unit of work that brings a file here, in the words of `stages.contract.Unit`.
+
+    Args:
+        name: "fetch-00000", or "listing".
+        module: what `python -m` runs.
+        spec: everything it depends on.
+        outputs: files it leaves.
+        after: names that must have succeeded before.
+        size: bytes to come.
+    """
+
+    name: str
+    module: str
+    spec: dict[str, Any]
+    outputs: tuple[Path, ...]
+    after: tuple[str, ...] = ()
+    size: int = 1
 
 
 class Source(Protocol):
@@ -32,8 +58,11 @@ class Source(Protocol):
     def identity(self, dataset: Dataset) -> dict[str, str]:
         """What freshness depends on beyond the dataset's own keys."""
 
-    def shards(self, dataset: Dataset, corpus: Path) -> list[Shard]:
-        """All shards, in order. Raises ConfigError (exit 6) where there are none."""
+    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False) -> list[Shard]:
+        """All shards, in order. Of what is fetched, servers are asked only if no listing below `corpus` says it, or `anew`. Writes nothing.
+
+        Raises ConfigError or TrainkitError (exit 6): there are none, or not those that were published.
+        """
 
     def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
         """Make one shard from its recipe. Returns {"documents", "text_bytes", "left_out": {reason: documents}}."""

@@ -1,4 +1,4 @@
-"""source = "files": .jsonl and .jsonl.zst files that are there already, by path or glob pattern."""
+"""source = "files": files that are there already, by path or glob pattern; {00..29} stands for every number of a range."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.corpus import READABLE
+from trainkit.data.formats import READABLE
+from trainkit.data.published import check_published
+from trainkit.data.ranges import expand
 from trainkit.data.sources.contract import Shard
 from trainkit.jobs.schema import Dataset
 
@@ -18,17 +20,26 @@ class Files:
     def identity(self, dataset: Dataset) -> dict[str, str]:
         return {}
 
-    def shards(self, dataset: Dataset, corpus: Path) -> list[Shard]:
-        found: list[Path] = []
-        for pattern in dataset.paths:
+    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False) -> list[Shard]:
+        found: dict[Path, None] = {}
+        missing = []
+        for pattern in (text for given in dataset.paths for text in expand(given)):
             matches = [Path(m) for m in sorted(glob.glob(pattern, recursive=True))]
             if not matches:
-                raise ConfigError(f"datasets.{dataset.name}.paths: {pattern!r} matches no file", exit=Exit.STAGE_FAILED)
-            found += [m for m in matches if m not in found]
+                missing.append(pattern)
+            found.update(dict.fromkeys(matches))
+        if missing and (dataset.missing_files == "refuse" or not found):
+            more = f" ({len(missing) - 1:,} more match none)" if len(missing) > 1 else ""
+            raise ConfigError(f"datasets.{dataset.name}.paths: {missing[0]!r} matches no file{more}", exit=Exit.STAGE_FAILED)
         for path in found:
             if not path.is_file() or not path.name.endswith(READABLE):
                 raise ConfigError(f"datasets.{dataset.name}.paths: {path} is no file that ends in {' or '.join(READABLE)}", exit=Exit.STAGE_FAILED)
-        return [Shard(f"{i:05d}", path, path.stat().st_size) for i, path in enumerate(found)]
+        sizes = [path.stat().st_size for path in found]
+        if dataset.files is not None and len(found) != dataset.files:
+            message = f"datasets.{dataset.name}: {len(found):,} files are there, files = {dataset.files:,}"
+            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="some were not copied; or correct `files`")
+        check_published(dataset, {"download_bytes": sum(sizes)})
+        return [Shard(f"{i:05d}", path, size) for i, (path, size) in enumerate(zip(found, sizes, strict=True))]
 
     def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
         raise AssertionError("files are never written")

@@ -36,7 +36,7 @@ class Stdlib:
     def identity(self, dataset: Dataset) -> dict[str, str]:
         return {"python_version": platform.python_version()}
 
-    def shards(self, dataset: Dataset, corpus: Path) -> list[Shard]:
+    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False) -> list[Shard]:
         stdlib = Path(sysconfig.get_path("stdlib"))
         groups: list[tuple[list[str], int]] = []
         for name in source_files(stdlib):

@@ -1,0 +1,97 @@
+"""Processes of prep-data killed at random moments, and asked to stop: what is there afterwards is what would have been there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Project, alive, wait_for
+from tests.data.fetch_server import Site
+from tests.stages.web_project import lines, published, write_jobs
+
+
+@pytest.fixture
+def site(project: Project) -> Iterator[Site]:
+    with published(project) as site:
+        yield site
+
+
+def output(project: Project) -> dict[str, bytes]:
+    folder = project.path / "data/many/gpt2"
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def processes(project: Project, task: int) -> list[int]:
+    """The task and its units: whoever names a spec of this project on its command line."""
+    marker, found = str(project.path / "stamps").encode(), [task]
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def torture(project: Project, site: Site, shards: int, kills: int, seed: int) -> None:
+    site.files |= {f"/many/{i:03d}.jsonl.zst": lines(1000 + i, 3 + i % 7) for i in range(shards)}
+    write_jobs(project, site, shards)
+    began = time.monotonic()
+    project.invoke("prep-data", "--dataset", "many")
+    expected, took = output(project), time.monotonic() - began
+    assert set(expected) == {"tokenizer.json", "dataset.json", "many_text_document.bin", "many_text_document.idx"}
+    dice, killed, complete = random.Random(seed), {"task": 0, "unit": 0}, True
+    while sum(killed.values()) < kills:
+        process = project.start("prep-data", "--dataset", "many", *(["--force"] if complete else []))  # else it goes on where it was cut off
+        time.sleep(dice.uniform(0.3, 0.8 * took))
+        found = processes(project, process.pid)
+        victim = dice.choice(found[1:] if len(found) > 1 and dice.random() < 0.6 else found)
+        hit = process.poll() is None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode in (0, 6, -signal.SIGKILL) and "Traceback" not in err, (out, err)
+        killed["task" if victim == process.pid else "unit"] += hit and process.returncode != 0
+        complete = process.returncode == 0
+        wait_for(lambda: len(processes(project, 0)) == 1, "units to end with their task", 10)
+    assert kills < 10 or min(killed.values()) > 2, killed
+    project.invoke("prep-data", "--dataset", "many")
+    assert output(project) == expected
+    assert not [p for p in project.path.rglob("*.tmp-*") if "published" not in p.parts]
+    assert "is sound" in project.invoke("data-verify", "many").stdout
+
+
+@pytest.mark.timeout(200)
+def test_killed_anywhere_ends_in_the_same_bytes(project: Project, site: Site) -> None:
+    torture(project, site, shards=6, kills=5, seed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_twenty_times_among_forty_shards(project: Project, site: Site) -> None:
+    torture(project, site, shards=40, kills=20, seed=4)
+
+
+def test_term_stops_like_ctrl_c(project: Project, site: Site) -> None:
+    """SIGTERM: workers end, finished units are kept, exit 130."""
+    site.files |= {f"/many/{i:03d}.jsonl.zst": lines(1000 + i, 5) for i in range(8)}
+    write_jobs(project, site, 8)
+    process = project.start("prep-data", "--dataset", "many", "--workers", "1")
+    units = project.path / "stamps/prep-data/many--gpt2.units"
+    wait_for(lambda: list(units.glob("tokens-*.spec.json")), "a shard to begin")
+    others = [pid for pid in processes(project, process.pid) if pid != process.pid]
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "what was finished is kept" in err
+    assert not [pid for pid in others if alive(pid)]
+    kept = {p.name: p.stat().st_mtime_ns for p in units.glob("fetch-*.json") if not p.name.endswith(".spec.json")}
+    assert kept
+    project.invoke("prep-data", "--dataset", "many")
+    assert all((units / name).stat().st_mtime_ns == time for name, time in kept.items())

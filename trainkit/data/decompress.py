@@ -1,0 +1,136 @@
+"""Compressed files as streams of bytes: bounded memory, and a file that is cut off, damaged or a bomb is named, never taken for the whole."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import zstandard
+
+from trainkit.base.errors import ConfigError, Exit, Place, Problem
+
+BLOCK = 2**18  # bytes of an uncompressed file read at once: what fits a core's cache is parsed faster
+GZIP_BLOCK = 2**16
+ZSTD_BLOCK = 2**12  # four bytes of zstandard can mean 128 KiB, and what a call returns cannot be bounded: 128 MiB at worst
+BOMB_BYTES, BOMB_RATIO = 2**28, 500  # refused: more than so many bytes that are so many times the compressed ones; text has 3 to 30, gzip's most is 1,030
+COMPRESSED = (".gz", ".zst")
+AGAIN = "fetch or write it again"
+
+
+class Stream(Protocol):
+    """What is read from: a file, a download, a member of an archive."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+def damaged(where: str, message: str, hint: str = AGAIN, line: int = 0) -> ConfigError:
+    """The error (exit 6) for a file that cannot be read."""
+    return ConfigError([Problem(message, Place(where, line), hint)], exit=Exit.STAGE_FAILED)
+
+
+def blocks(name: str, stream: Stream, where: str) -> Iterator[bytes]:
+    """The bytes of `stream`, decompressed as the ending of `name` says (.gz, .zst, anything else: as they are), a few MiB at once.
+
+    Files may hold several members (gzip) or frames (zstandard), as `cat` of files gives. `where` is what errors call it.
+
+    Raises ConfigError (exit 6): truncated, damaged, not compressed at all, or a bomb.
+    """
+    if name.endswith(".zst"):
+        return _zstandard(stream, where)
+    if name.endswith(".gz"):
+        return _gzip(stream, where)
+    return _plain(stream)
+
+
+def _plain(stream: Stream) -> Iterator[bytes]:
+    while block := stream.read(BLOCK):
+        yield block
+
+
+def _bomb(where: str, produced: int, consumed: int) -> None:
+    if produced > BOMB_BYTES and produced > BOMB_RATIO * consumed:
+        message = f"{consumed:,} compressed bytes became {produced:,} so far, over {BOMB_RATIO} times as many: it is taken for a decompression bomb"
+        raise damaged(where, message, "if it is text all the same, decompress it and name the result")
+
+
+def _zstandard(stream: Stream, where: str) -> Iterator[bytes]:
+    """Frames by decompressobj: the library's stream_reader takes a frame that is cut off for the end."""
+    frame, consumed, produced = None, 0, 0
+    try:
+        while block := stream.read(GZIP_BLOCK):
+            for start in range(0, len(block), ZSTD_BLOCK):
+                rest = block[start : start + ZSTD_BLOCK]
+                consumed += len(rest)
+                while rest:
+                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                    data = frame.decompress(rest)
+                    produced += len(data)
+                    _bomb(where, produced, consumed)
+                    rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+                    if data:
+                        yield data
+    except zstandard.ZstdError as error:
+        if "too much memory" in str(error):
+            raise damaged(where, f"needs a window above 128 MiB (zstd --long): {error}", "compress it again without --long") from None
+        raise damaged(where, f"is no zstandard file, or a damaged one, after {consumed:,} bytes: {error}") from None
+    if frame is not None:
+        raise damaged(where, f"is a truncated zstandard file: its last frame has no end after {consumed:,} bytes")
+
+
+def _gzip(stream: Stream, where: str) -> Iterator[bytes]:
+    member, consumed, produced, members = None, 0, 0, 0
+    try:
+        while rest := stream.read(GZIP_BLOCK):
+            consumed += len(rest)
+            data = b""
+            while rest or (member is not None and len(data) == BLOCK):  # a full block: there may be more of it though all input is taken
+                if member is None and members and not rest.strip(b"\0"):
+                    break  # zeros after the end, as tapes and some writers pad
+                member = member or zlib.decompressobj(wbits=31)
+                data = member.decompress(rest, BLOCK)
+                produced += len(data)
+                _bomb(where, produced, consumed)
+                members += member.eof
+                rest, member = (member.unused_data, None) if member.eof else (member.unconsumed_tail, member)
+                if data:
+                    yield data
+    except zlib.error as error:
+        raise damaged(where, f"is no gzip file, or a damaged one, after {consumed:,} bytes: {error}") from None
+    if member is not None:
+        raise damaged(where, f"is a truncated gzip file: its last member has no end after {consumed:,} bytes")
+
+
+class Joined:
+    """Blocks read as one stream. `zeros` says whether the last 512 bytes were zeros, as at the end of a tar."""
+
+    def __init__(self, source: Iterator[bytes]) -> None:
+        self._source, self._rest, self._tail = source, b"", b""
+
+    def read(self, size: int = -1, /) -> bytes:
+        parts, missing = [], size
+        while missing > 0 or size < 0:
+            if not self._rest:
+                self._rest = next(self._source, b"")
+                if not self._rest:
+                    break
+            part = self._rest if size < 0 else self._rest[:missing]
+            self._rest = self._rest[len(part) :]
+            missing -= len(part)
+            parts.append(part)
+        data = b"".join(parts)
+        self._tail = (self._tail + data[-512:])[-512:]
+        return data
+
+    @property
+    def zeros(self) -> bool:
+        return len(self._tail) == 512 and not self._tail.strip(b"\0")
+
+
+def bounded(stream: Stream, where: str, compressed: int) -> Iterator[bytes]:
+    """The bytes of an archive's member, under the same guard. `compressed`: its bytes in the archive."""
+    produced = 0
+    while block := stream.read(BLOCK):
+        produced += len(block)
+        _bomb(where, produced, compressed)
+        yield block

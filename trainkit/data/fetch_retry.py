@@ -1,0 +1,172 @@
+"""How often and how patiently a server is asked again, and what a remote file is known by."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trainkit.base.errors import Exit, TrainkitError
+
+
+@dataclass(frozen=True)
+class Patience:
+    """When to give a server up.
+
+    Args:
+        attempts: failures in a row, without a byte in between, that end it.
+        first: seconds before the second attempt; they double with each.
+        longest: seconds between two attempts at most.
+        longest_asked: seconds that a Retry-After may ask for; beyond, the task ends and says so.
+        timeout: seconds without a byte, or until a connection stands.
+    """
+
+    attempts: int = 8
+    first: float = 1.0
+    longest: float = 60.0
+    longest_asked: float = 900.0
+    timeout: float = 60.0
+
+
+PATIENT = Patience()
+
+
+class Transient(Exception):
+    """A failure that may pass. `after`: seconds the server asked for (Retry-After)."""
+
+    def __init__(self, why: str, after: float | None = None) -> None:
+        super().__init__(why)
+        self.why, self.after = why, after
+
+
+class Changed(Exception):
+    """What is served is not the file that was listed; the message says in what it differs."""
+
+
+class Gate:
+    """Holds all who ask one server back while it wants to be left alone; `close` sends them home."""
+
+    def __init__(self) -> None:
+        self._until, self._lock, self._closed = 0.0, threading.Lock(), threading.Event()
+
+    def hold(self, seconds: float) -> None:
+        """Let nobody through for that long."""
+        with self._lock:
+            self._until = max(self._until, time.monotonic() + seconds)
+
+    def wait(self) -> None:
+        """Pass, when one may. Raises TrainkitError once it is closed."""
+        while (left := self._until - time.monotonic()) > 0 and not self._closed.wait(left):
+            pass
+        if self._closed.is_set():
+            raise TrainkitError("given up: another file of the same dataset failed", exit=Exit.STAGE_FAILED)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+class Tries:
+    """Counts the failures of one file in a row, and waits between them, longer each time."""
+
+    def __init__(self, shown: str, patience: Patience, gate: Gate | None = None) -> None:
+        self.shown, self.patience, self.gate, self.failures = shown, patience, gate or Gate(), 0
+
+    def progressed(self) -> None:
+        """A byte came: the server is alive."""
+        self.failures = 0
+
+    def failed(self, error: Transient) -> None:
+        """Wait before the next attempt. Raises TrainkitError (exit 6) where there is to be none."""
+        self.failures += 1
+        asked = error.after or 0.0
+        if self.failures >= self.patience.attempts or asked > self.patience.longest_asked:
+            wants = f", and wants to be asked again in {asked:,.0f} s" if asked > self.patience.longest_asked else ""
+            message = f"{self.shown}: {error.why}{wants} (attempt {self.failures} in a row)"
+            raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint="what has come is kept: the same call goes on from there") from None
+        pause = min(self.patience.longest, self.patience.first * 2 ** (self.failures - 1)) * random.uniform(0.75, 1.25)
+        self.gate.hold(max(asked, pause))
+        self.gate.wait()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a server says of a file without sending it; None: it does not say.
+
+    Args:
+        size: bytes.
+        etag: its version as the server names it.
+        modified: time of its last change, the HTTP header or an ISO date.
+        sha256: of its bytes, in hex.
+    """
+
+    size: int | None = None
+    etag: str | None = None
+    modified: str | None = None
+    sha256: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether another version of the file would look different, whatever its size."""
+        return bool(self.etag or self.modified or self.sha256)
+
+    def difference(self, other: Seen) -> str | None:
+        """In what `other` is surely another file, or None. Mirrors behind one name give other ETags: an equal date outweighs them."""
+        if None not in (self.size, other.size) and self.size != other.size:
+            return f"{other.size:,} bytes instead of {self.size:,}"
+        if None not in (self.modified, other.modified):
+            return f"last changed {other.modified} instead of {self.modified}" if self.modified != other.modified else None
+        if None not in (self.etag, other.etag) and self.etag != other.etag:
+            return f"ETag {other.etag} instead of {self.etag}"
+        return None
+
+
+class Remote(Protocol):
+    """One file elsewhere. Both methods are one attempt: they raise Transient for what may pass, and TrainkitError (exit 6) for what will not."""
+
+    shown: str
+
+    def look(self) -> Seen | None:
+        """What is known of it; None where the server says there is no such file."""
+
+    def blocks(self, start: int, known: Seen) -> Iterator[bytes]:
+        """Its bytes from `start` on. Raises Changed where they are not those of `known`."""
+
+
+def look(remote: Remote, patience: Patience, gate: Gate | None = None) -> Seen | None:
+    """`remote.look`, as often as it takes."""
+    tries = Tries(remote.shown, patience, gate)
+    while True:
+        tries.gate.wait()
+        try:
+            return remote.look()
+        except Transient as error:
+            tries.failed(error)
+
+
+def read_on(remote: Remote, start: int, known: Seen, patience: Patience) -> Generator[bytes, None, None]:
+    """All bytes of a file from `start`, connecting anew where it breaks.
+
+    Raises:
+        TrainkitError: exit 6, the server was given up, or sends more than it said.
+        Changed: it became another file meanwhile.
+    """
+    tries, at = Tries(remote.shown, patience), start
+    while known.size is None or at < known.size:
+        try:
+            for block in remote.blocks(at, known):
+                at += len(block)
+                if known.size is not None and at > known.size:
+                    raise Changed(f"more than {known.size:,} bytes")
+                tries.progressed()
+                yield block
+            if known.size is None or at >= known.size:
+                return
+            raise Transient(f"the connection ended after {at:,} of {known.size:,} bytes")
+        except Transient as error:
+            tries.failed(error)

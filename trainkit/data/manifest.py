@@ -1,0 +1,126 @@
+"""dataset.json: what a prepared dataset holds, what was left out of it and why, what each shard came from, and the sums of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.files import read_json, sha256_file, write_json
+from trainkit.base.forms import document, read_form
+from trainkit.data.indexed import best_dtype, bin_path, idx_path
+from trainkit.data.published import check_published
+from trainkit.data.tokenizer import end_of_document, load_tokenizer
+from trainkit.jobs.schema import Dataset
+
+SCHEMA = "dataset/1"
+COUNTS = ("documents", "empty_documents", "sequences", "tokens", "text_bytes", "lines", "rejects")
+REASONS = ("left_out", "rejected", "passed_over")
+BLOCK = 2**23
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A dataset.json. Raises ConfigError (exit 6) where there is none."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is not there: the dataset is not prepared", exit=Exit.STAGE_FAILED, hint="invoke prep-data --dataset NAME")
+    return read_form(path, SCHEMA)
+
+
+def read_results(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the units of each shard reported, in the shards' order: the tokens unit's words, and below "text" and "fetch" those of the units before it."""
+    found = []
+    for shard in spec["shards"]:
+        results = {kind: read_json(Path(path))["result"] for kind, path in shard["stamps"].items()}
+        found.append({**results.pop("tokens"), **results})
+    return found
+
+
+def _sum(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for counter in counters:
+        for reason, count in counter.items():
+            total[reason] = total.get(reason, 0) + count
+    return dict(sorted(total.items()))
+
+
+def totals(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts over all shards; "left_out": {reason: documents}, "rejected": {kind: lines}, "passed_over": {reason: members of archives}."""
+    reasons = {name: _sum(result.get(name, {}) for shard in shards for result in (shard, shard.get("text", {}))) for name in REASONS}
+    return {**{name: sum(shard[name] for shard in shards) for name in COUNTS}, **reasons}
+
+
+def check_declared(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
+    """Compare with what jobs.toml says was published. Raises ConfigError (exit 6) naming every count that is wrong; the shards are kept."""
+    seen = {"documents": sum(shard["lines"] for shard in shards), "text_bytes": totals(shards)["text_bytes"]}
+    declared = Dataset.model_construct(name=spec["name"], **spec["declared"])
+    check_published(declared, {key: seen[key] for key in spec["declared"]})
+
+
+def file_sum(path: Path, start: int = 0, size: int | None = None) -> str:
+    """Hex XXH128 of a range of a file; of fewer bytes where it ends before."""
+    digest, left = xxhash.xxh128(), path.stat().st_size - start if size is None else size
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while left > 0 and (block := file.read(min(BLOCK, left))):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
+
+
+def _checksums(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Sums of every byte of the pairs. A merged .bin has those of its parts: nothing is read again, and damage is narrowed down."""
+    sums: list[dict[str, Any]] = []
+
+    def add(path: Path, start: int, size: int, digest: str) -> None:
+        sums.append({"file": str(path.relative_to(folder)), "start": start, "bytes": size, "xxh128": digest})
+
+    def add_whole(path: Path, digest: str | None = None) -> None:
+        add(path, 0, path.stat().st_size, digest or file_sum(path))
+
+    if spec["prefix"] is None:
+        for given, shard in zip(spec["shards"], shards, strict=True):
+            add_whole(bin_path(Path(given["prefix"])), shard["bin_xxh128"])
+            add_whole(idx_path(Path(given["prefix"])), shard["idx_xxh128"])
+        return sums
+    merged, start = Path(spec["prefix"]), 0
+    if spec["shuffle"]:
+        add_whole(bin_path(merged))
+    else:
+        for given, shard in zip(spec["shards"], shards, strict=True):
+            part = bin_path(Path(given["prefix"]))
+            size = part.stat().st_size
+            add(bin_path(merged), start, size, shard["bin_xxh128"])
+            start += size
+    add_whole(idx_path(merged))
+    return sums
+
+
+def write_manifest(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Write dataset.json beside the tokenizer; paths in it are relative to its folder. Returns the counts, what it was made from left out."""
+    path, tokenizer_path = Path(spec["manifest"]), Path(spec["tokenizer"])
+    tokenizer = load_tokenizer(tokenizer_path)
+    vocab_size = tokenizer.get_vocab_size()
+    counts = totals(shards)
+    parts = [Path(given["prefix"]) for given, shard in zip(spec["shards"], shards, strict=True) if shard["tokens"]]
+    pairs = parts if spec["prefix"] is None else [Path(spec["prefix"])]
+    own = ("documents", "tokens", "text_bytes", "rejects", "left_out")
+    manifest = document(
+        SCHEMA,
+        name=spec["name"],
+        vocab_size=vocab_size,
+        eod_id=end_of_document(tokenizer, spec["eod_token"], tokenizer_path),
+        tokenizer_sha256=sha256_file(tokenizer_path),
+        dtype=str(best_dtype(vocab_size)),
+        **counts,
+        pairs=[str(pair.relative_to(path.parent)) for pair in pairs],
+        shards=[
+            {"name": given["name"], "source": {**given["source"], **shard.get("fetch", {})}, **{key: shard[key] for key in own if shard.get(key)}}
+            for given, shard in zip(spec["shards"], shards, strict=True)
+        ],
+        checksums=_checksums(spec, shards, path.parent),
+    )
+    write_json(path, manifest)
+    return counts

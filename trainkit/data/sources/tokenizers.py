@@ -1,0 +1,46 @@
+"""The files a tokenizer is published as, fetched like text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote
+
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.data.fetch import recipe
+from trainkit.data.fetch_hub import PUBLIC, SCHEME
+from trainkit.data.fetch_hub import parse as parse_hub
+from trainkit.data.sources.contract import Fetch
+from trainkit.jobs.datasets import Tokenizer
+
+FILES = (("path", "url"), ("vocab_file", "vocab_url"), ("merge_file", "merge_url"))
+
+
+def tokenizer_fetches(tokenizer: Tokenizer, token: str | None = None, endpoint: str | None = None) -> list[Fetch]:
+    """The units that bring a tokenizer's files here, one for each that says where it is published. A file that somebody put there is never replaced.
+
+    Args:
+        tokenizer: of whatever type.
+        token: name of the environment variable with an access token, for those behind terms: the dataset's.
+        endpoint: of the hub, for hf:// addresses: the dataset's.
+
+    Raises ConfigError (exit 6): a url of a kind that cannot be fetched.
+    """
+    units = []
+    for key, url_key in FILES:
+        path, url = getattr(tokenizer, key), getattr(tokenizer, url_key)
+        if path is None or url is None:
+            continue
+        address = _https(url, endpoint) if url.startswith(SCHEME) else url
+        if not address.startswith(("http://", "https://", "s3://", "gs://")):
+            message = f"tokenizers.{tokenizer.name}.{url_key} = {url!r} is no address"
+            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint=f"https://, hf://OWNER/NAME/FILE or s3://; a file that is here goes into {key}")
+        about = recipe(address, Path(path), shown=url, token=token if address.startswith("http") else None)
+        units.append(Fetch(f"fetch-{key.replace('_', '-')}", "trainkit.data.fetch", {"do": "fetch", "recipe": about}, (Path(path),)))
+    return units
+
+
+def _https(address: str, endpoint: str | None) -> str:
+    """The file's address on the hub, at the revision as it is when it is asked for."""
+    where = parse_hub(address)
+    kind = "datasets/" if where.kind == "dataset" else ""
+    return f"{(endpoint or PUBLIC).rstrip('/')}/{kind}{where.name}/resolve/{quote(where.revision, safe='')}/{quote(where.path)}"
