@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
@@ -15,15 +15,16 @@ from trainkit.jobs.load import find_root
 from trainkit.stages.build import Build
 from trainkit.stages.contract import Need, Stage
 from trainkit.stages.here import execute_here
+from trainkit.stages.index import Index
 from trainkit.stages.prep_data import PrepData, needs_of_dataset
-from trainkit.stages.run import make_fresh, missing_units, stamps_folder
+from trainkit.stages.run import make_fresh, missing_units, needs_in_turn, needs_of, stamps_folder
 from trainkit.stages.stamps import Verdict, judge
 from trainkit.stages.weights import Weights
 
-STAGES: tuple[Stage, ...] = (Build(), PrepData(), Weights())
+STAGES: tuple[Stage, ...] = (Build(), PrepData(), Index(), Weights())
 
 
-def bring_up_to_date(talk: Talk, needs: Sequence[Need], root: Path, *, force: bool = False) -> list[Verdict]:
+def bring_up_to_date(talk: Talk, needs: Iterable[Need], root: Path, *, force: bool = False) -> list[Verdict]:
     """Make every need fresh, or under a dry run print what would be run."""
     reporter = StageReporter(talk.console)
     if not talk.dry_run:
@@ -62,14 +63,15 @@ def prep_data(talk: Talk, dataset: str, job: str, *, force: bool) -> Answer:
     resolved = jobs.resolve(name).job if name and (job or not dataset) else None
     root = Path(resolved.cluster.root or ".") if resolved else jobs.root
     stamps = stamps_folder(root, PrepData.name)
+    needs: Iterable[Need]
     if dataset:
         needs = needs_of_dataset(jobs.dataset(dataset), root, stamps)
     else:
         assert resolved is not None
-        needs = PrepData().needs(resolved, stamps)
+        needs = needs_of(resolved, STAGES[1:])  # of all, before the first begins: what is hopeless is said at once
     if not needs:
         talk.say("mock data needs no preparation")
     if resolved is not None and not dataset:
-        needs = [*needs, *Weights().needs(resolved, stamps_folder(root, Weights.name))]
+        needs = needs_of(resolved, STAGES[1:]) if talk.dry_run else needs_in_turn(resolved, STAGES[1:])
     verdicts = bring_up_to_date(talk, Build().needs(None, stamps_folder(root, Build.name)), root)
     return _answer(talk, verdicts + bring_up_to_date(talk, needs, root, force=force))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,3 +90,14 @@ def _held_out(dataset: Dataset, prefixes: list[Path]) -> dict[str, list[Path]]:
         raise ConfigError(f"datasets.{dataset.name}: {held} leave none of {len(prefixes)} files to train on", hint="hold fewer out")
     test = train + dataset.test_files
     return {"train": prefixes[:train], "test": prefixes[train:test], "valid": prefixes[test:]}
+
+
+def weights_of(pairs: Sequence[Pair], sizes: Sequence[int]) -> list[float] | None:
+    """The weight of each pair: that of its dataset, shared among the dataset's pairs by size. None where all go by size."""
+    if any(pair.weight is None for pair in pairs):
+        return None
+    totals: dict[str, int] = {}
+    for pair, size in zip(pairs, sizes, strict=True):
+        totals[pair.group] = totals.get(pair.group, 0) + size
+    alone = {pair.group for pair in pairs if not totals[pair.group]}  # without a sample: the order names it
+    return [float(pair.weight or 0) * (1.0 if pair.group in alone else size / totals[pair.group]) for pair, size in zip(pairs, sizes, strict=True)]

@@ -25,6 +25,10 @@ class Tokenizer(Table):
     merge_url: str | None = Field(None, description="where merge_file is published")
     training_bytes: int = Field(2**27, ge=1, description="characters of text that a BPE is trained on, from the start of the corpus")
     eod_token: str = Field("<|endoftext|>", min_length=1, description="the token that ends every document")
+    megatron: dict[str, str | int | bool] = Field(
+        default_factory=dict,
+        description="what Megatron-LM's tokenizer object says of itself (unique_identifiers): with it, it finds an index made here in its data_cache_path",
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Tokenizer:
