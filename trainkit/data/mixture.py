@@ -54,9 +54,9 @@ def open_mixture(job: Job, dataset: Dataset, split: SplitName, vocab: int) -> Mi
     if not any(sizes):
         cut = f"datasets.{dataset.name}.split ({dataset.split!r})" if len(pairs) == 1 else f"datasets.{dataset.name}"
         raise _no_sample(dataset, split, length, f"{cut} leaves the {split} split no sample of {length} tokens")
-    order = NativeOrder(sizes, weights_of(pairs, sizes), split, seed, names)
-    order.window(0, 1)  # a dataset without a sample is named now, not at the first batch
-    return Mixture(order, samples, names)
+    native = NativeOrder(sizes, weights_of(pairs, sizes), split, seed, names)
+    native.window(0, 1)  # a dataset without a sample is named now, not at the first batch
+    return Mixture(native, samples, names)
 
 
 def _no_sample(dataset: Dataset, split: SplitName, length: int, what: str) -> ConfigError:

@@ -64,7 +64,7 @@ class Dataset(Table):
     )
     valid_files: int = Field(0, ge=0, description="files held out for validation, the last ones; `split` does not count then")
     test_files: int = Field(0, ge=0, description="files held out for the test split, those before the ones for validation")
-    mmap: bool = Field(True, description="false: read .bin by pread instead of mapping it, for file systems that map badly")
+    mmap: bool = Field(False, description="map .bin instead of reading it by pread: better for files below 256 MiB that stay in the page cache")
     documents: int | None = Field(None, ge=1, description="documents there are, as published")
     download_bytes: int | None = Field(None, ge=1, description="bytes to be fetched, as published")
     text_bytes: int | None = Field(None, ge=1, description="bytes of text, as published")
