@@ -50,8 +50,8 @@ def show_toml(resolved: Resolved) -> str:
 
 
 def _lines(table: dict[str, Any], path: tuple[str, ...], origins: dict[str, Origin]) -> Iterator[tuple[str, str]]:
-    """The lines of a table, values before the tables in it, each with the place it was written at. An empty table is none."""
-    if path and table:
+    """The lines of a table, values before the tables in it, each with the place it was written at."""
+    if path:
         yield "", ""
         yield f"[{'.'.join(path)}]", ""
     inner = {key: value for key, value in table.items() if isinstance(value, dict)}
