@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli
 
+from trainkit.data.indexed import IndexedWriter
+from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job, Model, Training
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -35,6 +40,21 @@ def test_the_keys_of_the_training_guide() -> None:
             assert set(job) <= set(Job.model_fields)
             if "training" in job:
                 Training.model_validate(job["training"])
+
+
+def test_the_guide_to_sample_order_is_a_jobs_toml(tmp_path: Path) -> None:
+    """Its tables together resolve, and its Python block runs on a pair of that name."""
+    text = (DOCS / "sample-order.md").read_text()
+    base = "[clusters.here]\n[models.demo]\nnum_layers = 1\nhidden_size = 32\nnum_attention_heads = 2\nseq_length = 16\nvocab_size = 512\n"
+    (tmp_path / "jobs.toml").write_text(base + "\n".join(re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)))
+    jobs = load(tmp_path, {})
+    assert jobs.resolve("as-megatron").job.sample_order == "megatron"
+    assert jobs.resolve("from-files").job.dataset.blend["web"].dataset.valid_files == 15
+    with IndexedWriter(tmp_path / "tokens/code_text_document", np.uint16) as writer:
+        writer.add_documents(np.arange(400), np.full(40, 10))
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "40 400 uint16\n"), done.stderr
 
 
 def test_every_key_in_backquotes_exists() -> None:

@@ -1,6 +1,73 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 csrc_sha256: str
 
 def permute(n: int, key: int, start: int, out: NDArray[np.int64]) -> None: ...
+
+class Blend:
+    def __init__(self, weights: NDArray[np.int64]) -> None: ...
+    def at(self, start: int, dataset: NDArray[np.int16], count: NDArray[np.int64]) -> None: ...
+    def counts(self, position: int) -> NDArray[np.int64]: ...
+
+def gather(source: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[np.uint8]) -> None: ...
+
+class Reader:
+    def __init__(self, path: str, dtype_code: int, mmap: bool = True) -> None: ...
+    @property
+    def num_tokens(self) -> int: ...
+    def windows(self, first: int, count: int, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.int64]) -> tuple[int, int, int]: ...
+    def ahead(self, first: int, count: int, numbers: NDArray[np.int64], tokens: int) -> None: ...
+    def documents(
+        self,
+        document_index: NDArray[np.int32],
+        sample_index: NDArray[Any],
+        lengths: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        numbers: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        out: NDArray[np.int64],
+        extra: int,
+    ) -> tuple[int, int, int]: ...
+    def ahead_of_documents(
+        self,
+        document_index: NDArray[np.int32],
+        sample_index: NDArray[Any],
+        lengths: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        numbers: NDArray[np.int64],
+        tokens: int,
+        extra: int,
+    ) -> None: ...
+
+class MersenneTwister:
+    def __init__(self, seed: int) -> None: ...
+    def shuffle(self, values: NDArray[np.uint32] | NDArray[np.int64], narrow: int = ...) -> None: ...
+
+class MegatronDocuments:
+    tokens: int
+    last_length: int
+    def __init__(self, fd: int, offset: int, first: int, last: int, epochs: int, tick: Callable[[int], None] | None = None) -> None: ...
+    def __len__(self) -> int: ...
+    def shuffle(self, generator: MersenneTwister, begin: int, end: int, tick: Callable[[int], None] | None = None) -> None: ...
+    def write_ids(self, fd: int, at: int, threads: int, tick: Callable[[int], None] | None = None) -> None: ...
+    def write_samples(
+        self, fd: int, at: int, seq_length: int, extra: int, samples: int, wide: bool, threads: int, tick: Callable[[int], None] | None = None
+    ) -> None: ...
+
+def write_shuffle_index(
+    generator: MersenneTwister, separate: int, total: int, wide: bool, fd: int, at: int, tick: Callable[[int], None] | None = None
+) -> None: ...
+def write_blend(
+    weights: Sequence[float],
+    sizes: Sequence[int],
+    total: int,
+    dataset_fd: int,
+    dataset_at: int,
+    number_fd: int,
+    number_at: int,
+    tick: Callable[[int], None] | None = None,
+) -> list[int]: ...

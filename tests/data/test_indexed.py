@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.shared import MISSING, golden
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data import indexed
-from trainkit.data.indexed import HEADER, MAGIC, IndexedDataset, IndexedWriter, best_dtype, merge
+from trainkit.data import IndexedDataset, idx, indexed
+from trainkit.data.idx import HEADER, MAGIC
+from trainkit.data.indexed import IndexedWriter, best_dtype, merge
 
 GOLDEN = golden()
 needs_golden = pytest.mark.skipif(GOLDEN is None, reason=MISSING)
@@ -48,16 +50,18 @@ def _write(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> P
 
 
 @needs_golden
+@pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("name", [*NAMES, "tok_modal_i32"])
-def test_reads_what_megatron_wrote(name: str) -> None:
-    dataset, truth = IndexedDataset(_prefix(name)), _truth(name)
+def test_reads_what_megatron_wrote(name: str, mmap: bool) -> None:
+    dataset, truth = IndexedDataset(_prefix(name), mmap=mmap), _truth(name)
+    dataset.verify()
     lengths = [n for document in truth["doc_seq_lengths"] for n in document]
     assert dataset.dtype.name == truth["dtype"]
     assert dataset.lengths.tolist() == lengths
     assert np.diff(dataset.document_indices).tolist() == [len(d) for d in truth["doc_seq_lengths"]]
     assert dataset.num_tokens == sum(lengths)
-    assert np.array_equal(np.concatenate([dataset[i] for i in range(len(dataset))]), dataset.tokens)
-    assert dataset.tokens.tobytes() == _bytes(_prefix(name))[0]
+    assert np.concatenate(dataset[:]).tobytes() == _bytes(_prefix(name))[0]
+    assert [[len(sequence) for sequence in document] for document in dataset.documents] == truth["doc_seq_lengths"]
     assert (dataset.modes is None) == ("modes" not in truth)
     if dataset.modes is not None:
         assert dataset.modes.tolist() == np.concatenate([np.ravel(m) for m in truth["modes"]]).tolist()
@@ -103,6 +107,7 @@ def test_round_trip(tmp_path: Path, documents: list[list[int]], cut: int, chunk:
     """One by one, all at once and merged from two halves give the same bytes, and reading gives the documents back, in small chunks too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed, "CHUNK", chunk)
+        patch.setattr(idx, "CHUNK", chunk)
         patch.setattr(os, "fsync", lambda _: None)  # hundreds of files that need not outlive a power cut
         one = _write(tmp_path / "one", documents)
         with IndexedWriter(tmp_path / "flat", "uint16") as writer:
@@ -112,18 +117,85 @@ def test_round_trip(tmp_path: Path, documents: list[list[int]], cut: int, chunk:
         merge([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
         assert _bytes(one) == _bytes(tmp_path / "flat") == _bytes(tmp_path / "merged")
         dataset = IndexedDataset(one)
-    bounds = dataset.document_indices
-    assert [[t for s in range(bounds[i], bounds[i + 1]) for t in dataset[s].tolist()] for i in range(len(bounds) - 1)] == documents
-    assert [dataset[s].tolist() for s in range(len(dataset))] == [d for d in documents if d]
+        dataset.verify()
+    for opened in (dataset, IndexedDataset(str(one), mmap=False)):
+        assert [[t for sequence in document for t in sequence.tolist()] for document in opened.documents] == documents
+        assert [sequence.tolist() for sequence in opened[:]] == [d for d in documents if d]
 
 
 def test_views_copy_nothing_and_cannot_be_written(tmp_path: Path) -> None:
     dataset = IndexedDataset(_write(tmp_path / "x", [[1, 2], [3]]))
-    assert np.shares_memory(dataset[1], dataset.tokens)
-    assert not dataset.tokens.flags.writeable
-    for wrong in (2, -1):
-        with pytest.raises(IndexError, match="of 2"):
-            dataset[wrong]
+    assert np.shares_memory(dataset[1], dataset.tokens) and np.shares_memory(dataset[::-1][0], dataset.tokens)
+    assert not dataset.tokens.flags.writeable and not dataset.lengths.flags.writeable
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_is_a_list_of_sequences(mmap: bool, tmp_path: Path) -> None:
+    truth = [[1, 2], [3], [4, 5, 6]]
+    dataset = IndexedDataset(_write(tmp_path / "x", [truth[0], [], truth[1], truth[2]]), mmap=mmap)
+    assert [sequence.tolist() for sequence in dataset] == truth  # type: ignore[attr-defined]
+    for wanted in (slice(None), slice(1, None), slice(None, None, -1), slice(-2, 9), slice(2, 0)):
+        assert [sequence.tolist() for sequence in dataset[wanted]] == truth[wanted]
+    assert dataset[-1].tolist() == truth[-1] == dataset[np.int64(2)].tolist()  # type: ignore[call-overload]
+    assert dataset[0].dtype == np.uint16 and not dataset[0].flags.writeable
+    assert [[s.tolist() for s in d] for d in dataset.documents] == [[truth[0]], [], [truth[1]], [truth[2]]]
+    assert [s.tolist() for s in dataset.documents[-1]] == [truth[2]] and len(dataset.documents[1:3]) == 2 and dataset.num_documents == 4
+    for read in (lambda: dataset[3], lambda: dataset[-4], lambda: dataset.document(4), lambda: dataset.documents[-5]):
+        with pytest.raises(IndexError, match=r" of [34] in "):
+            read()
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_get_reads_a_part(mmap: bool, tmp_path: Path) -> None:
+    dataset = IndexedDataset(_write(tmp_path / "x", [[1, 2], [3, 4, 5, 6]]), mmap=mmap)
+    assert dataset.get(1).tolist() == [3, 4, 5, 6]
+    assert dataset.get(1, 1).tolist() == [4, 5, 6]
+    assert dataset.get(-1, offset=1, length=2).tolist() == [4, 5]
+    assert dataset.get(1, 4).tolist() == dataset.get(0, 1, 0).tolist() == []
+    for offset, length in ((5, None), (0, 5), (3, 2), (-1, 1), (0, -1)):
+        with pytest.raises(IndexError, match=r"of sequence 1 of .* which has 4"):
+            dataset.get(1, offset, length)
+
+
+def test_without_maps_nothing_is_mapped(tmp_path: Path) -> None:
+    dataset = IndexedDataset(_write(tmp_path / "unmapped", [[1, 2], [3]]), mmap=False)
+    assert (dataset[1].tolist(), dataset.lengths.tolist(), dataset.document_indices.tolist()) == ([3], [2, 1], [0, 1, 2])
+    assert "unmapped" not in Path("/proc/self/maps").read_text()
+    with pytest.raises(ValueError, match="mmap = False"):
+        _ = dataset.tokens
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_files_that_become_shorter_are_an_error(mmap: bool, tmp_path: Path) -> None:
+    prefix = _write(tmp_path / "x", [[1, 2], [3]])
+    dataset, other = IndexedDataset(prefix, mmap=mmap), IndexedDataset(prefix, mmap=mmap)
+    os.truncate(tmp_path / "x.bin", 4)
+    with pytest.raises(ConfigError, match=r"x\.bin: (had 6 bytes when it was opened and has 4 now|ends before byte 6)"):
+        _ = dataset[1]
+    os.truncate(tmp_path / "x.idx", 40)
+    with pytest.raises(ConfigError, match=r"x\.idx: (had 82 bytes when it was opened and has 40 now|ends before byte 82)"):
+        _ = other.lengths
+
+
+def test_opening_reads_no_array(tmp_path: Path) -> None:
+    """A few hundred bytes, however many sequences there are: the rest of this .idx is a hole without a single block on disk."""
+    sequences = 2**31
+    header = HEADER.pack(MAGIC, 1, 8, sequences, 2)
+    with open(tmp_path / "x.idx", "wb") as file:
+        file.write(header)
+        file.seek(HEADER.size + 12 * sequences + 8)
+        file.write(np.array([sequences], "<i8").tobytes())
+    (tmp_path / "x.bin").touch()
+    dataset = IndexedDataset(tmp_path / "x")
+    assert (len(dataset), dataset.num_tokens, len(dataset[-1])) == (sequences, 0, 0)
+    assert (tmp_path / "x.idx").stat().st_blocks * 512 < 2**20 < 12 * sequences
+
+
+def test_needs_numpy_only() -> None:
+    code = "import sys; from trainkit.data import IndexedDataset; print(*sorted({n.split('.')[0] for n in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, check=True)
+    assert "numpy" in done.stdout.split()
+    assert not {"torch", "pydantic", "tokenizers", "zstandard"} & set(done.stdout.split())
 
 
 def _pair(sequences: int, entries: int, lengths: list[int], offsets: list[int], documents: list[int], *, version: int = 1, code: int = 8) -> bytes:
@@ -145,7 +217,11 @@ CORRUPTIONS = {
     "huge count": (_pair(2**63, 2**64 - 1, [2, 1], [0, 4], [0, 1, 2]), "9,223,372,036,854,775,808 sequences"),
     "no documents": (_pair(0, 0, [], [], []), "at least 1"),
     "negative": (_pair(2, 3, [2, -1], [0, 4], [0, 1, 2]), "sequence 1 has length -1"),
-    "offset": (_pair(2, 3, [2, 1], [0, 6], [0, 1, 2]), "sequence 1 begins at byte 6, but the lengths before it sum to byte 4"),
+    "negative inside": (_pair(3, 4, [2, -1, 2], [0, 4, 2], [0, 1, 2, 3]), "sequence 1 has length -1"),
+    "offset": (_pair(3, 4, [2, 0, 1], [0, 6, 4], [0, 1, 2, 3]), "sequence 1 begins at byte 6, but the lengths before it sum to byte 4"),
+    "odd offset": (_pair(2, 3, [2, 1], [0, 3], [0, 1, 2]), "sequence 1 begins at byte 3"),
+    "last offset": (_pair(2, 3, [2, 1], [0, -4], [0, 1, 2]), "sequence 1 begins at byte -4"),
+    "huge offset": (_pair(2, 3, [2, 1], [0, 2**63 - 2], [0, 1, 2]), "describes 9,223,372,036,854,775,808"),
     "first offset": (_pair(2, 3, [2, 1], [2, 4], [0, 1, 2]), "sequence 0 begins at byte 2"),
     "document start": (_pair(2, 3, [2, 1], [0, 4], [1, 1, 2]), "goes from 1 to 2, not from 0 to 2"),
     "document end": (_pair(2, 3, [2, 1], [0, 4], [0, 1, 1]), "goes from 0 to 1"),
@@ -158,10 +234,11 @@ def test_a_wrong_index_is_refused_with_words(case: str, tmp_path: Path) -> None:
     content, words = CORRUPTIONS[case]
     (tmp_path / "x.idx").write_bytes(content)
     (tmp_path / "x.bin").write_bytes(bytes(6))
-    with pytest.raises(ConfigError, match=words) as caught:
-        IndexedDataset(tmp_path / "x")
-    assert caught.value.exit == Exit.STAGE_FAILED
-    assert "x.idx" in str(caught.value)
+    for mmap in (True, False):
+        with pytest.raises(ConfigError, match=words) as caught:
+            IndexedDataset(tmp_path / "x", mmap=mmap).verify()
+        assert caught.value.exit == Exit.STAGE_FAILED
+        assert "x.idx" in str(caught.value)
     assert caught.value.problems()[0]["hint"]
 
 
@@ -188,20 +265,63 @@ def test_no_tokens_at_all(tmp_path: Path) -> None:
         assert dataset.document_indices.tolist() == [0] * (documents + 1)
 
 
-@given(st.data())
+def _read_or_refuse(folder: Path, content: bytes, size: int) -> None:
+    """Whatever the bytes: ConfigError, or a dataset that can be read; and if it is verified, it is whole."""
+    (folder / "x.idx").write_bytes(content)
+    (folder / "x.bin").write_bytes(bytes(size))
+    for mmap in (True, False):
+        try:
+            dataset = IndexedDataset(folder / "x", mmap=mmap)
+        except ConfigError:
+            continue
+        for read, count in ((dataset.get, len(dataset)), (dataset.document, dataset.num_documents)):
+            for number in range(count):
+                with contextlib.suppress(ConfigError):
+                    read(number)
+        try:
+            dataset.verify()
+        except ConfigError:
+            continue
+        assert sum(len(sequence) for document in dataset.documents for sequence in document) == dataset.num_tokens
+
+
+LONGER = _pair(4, 5, [2, 1, 0, 3], [0, 4, 6, 6], [0, 1, 2, 2, 4])
+HOSTILE = st.one_of(st.integers(-3, 8), st.sampled_from([2**31 - 1, 2**31, 2**63 - 1, -(2**63), 2**62]))
+
+
+def _hostile(numbers: list[int]) -> bytes:
+    """A header that fits, then arrays of any numbers."""
+    lengths, offsets, documents = numbers[:4], numbers[4:8], numbers[8:]
+    header = HEADER.pack(MAGIC, 1, 8, 4, 5)
+    return header + np.array(lengths).astype("<i4").tobytes() + np.array(offsets, "<i8").tobytes() + np.array(documents, "<i8").tobytes()
+
+
+mutated = st.builds(
+    lambda good, changes, end: bytes(changes.get(i, b) for i, b in enumerate(good))[:end],
+    st.sampled_from([GOOD, LONGER]),
+    st.dictionaries(st.integers(0, len(LONGER)), st.integers(0, 255), max_size=4),
+    st.integers(30, len(LONGER)),
+)
+any_index = st.one_of(
+    st.binary(max_size=90), st.binary(max_size=90).map(lambda b: MAGIC + b), mutated, st.lists(HOSTILE, min_size=13, max_size=13).map(_hostile)
+)
+any_bin = st.sampled_from([0, 3, 6, 12, 16])
+
+
+@given(any_index, any_bin)
+@example(GOOD, 6)
+@example(LONGER, 12)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_fuzz_only_config_errors(tmp_path: Path, data: st.DataObject) -> None:
-    """Random bytes, or a good file with bytes changed, cut or added: read, or refused with ConfigError; never anything else."""
-    content = bytearray(data.draw(st.one_of(st.just(GOOD), st.binary(max_size=90), st.binary(max_size=60).map(lambda b: MAGIC + b))))
-    for position, value in data.draw(st.lists(st.tuples(st.integers(0, 81), st.integers(0, 255)), max_size=4)):
-        content[position : position + 1] = bytes([value])
-    (tmp_path / "x.idx").write_bytes(content[: data.draw(st.integers(0, 100))])
-    (tmp_path / "x.bin").write_bytes(bytes(data.draw(st.sampled_from([0, 3, 6, 12]))))
-    try:
-        dataset = IndexedDataset(tmp_path / "x")
-    except ConfigError:
-        return
-    assert sum(len(dataset[s]) for s in range(len(dataset))) == dataset.num_tokens
+def test_fuzz_only_config_errors(tmp_path: Path, content: bytes, size: int) -> None:
+    _read_or_refuse(tmp_path, content, size)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@given(any_index, any_bin)
+@settings(max_examples=200_000, deadline=None, suppress_health_check=list(HealthCheck))
+def test_fuzz_for_minutes(tmp_path: Path, content: bytes, size: int) -> None:
+    _read_or_refuse(tmp_path, content, size)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +404,7 @@ def test_sigkill_never_pairs_an_old_index_with_new_tokens(tmp_path: Path) -> Non
             break
         assert child.returncode == -signal.SIGKILL
         if (tmp_path / "x.idx").exists():
-            IndexedDataset(prefix)
+            IndexedDataset(prefix).verify()
             seen.add("old" if _bytes(prefix) == old else "new")
         else:
             seen.add("none")

@@ -9,16 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.support import MODEL, tiny_job
 from trainkit.base.errors import ConfigError
-from trainkit.data.indexed import IndexedWriter
+from trainkit.data.indexed import IndexedDataset, IndexedWriter
+from trainkit.data.loader import Loader
+from trainkit.data.samples import MegatronSamples
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.train.data_parallel import World
-from trainkit.train.feed import Feed, data_folder, document_bounds, micro_batches, positions_within, vocab_size
+from trainkit.train.evaluate import InTextOrder
+from trainkit.train.feed import Feed, data_folder, document_bounds, micro_batches, positions_within, train_plan, valid_plan, vocab_size
 from trainkit.train.loss import NO_LABEL
+from trainkit.train.schedule import global_batch_size
 
 CPU = torch.device("cpu")
 
@@ -79,8 +84,8 @@ def test_a_split_without_a_sample_is_refused(tmp_path: Path) -> None:
     job = text_job(tmp_path, list(range(100)), rows=299, split="1,0")
     with pytest.raises(ConfigError, match=r"valid split.*\n.*; to train without evaluations, set eval_iters = 0"):
         Feed(job, job.dataset, "valid", World(0, 1), CPU)
-    with pytest.raises(ConfigError, match=r"test split.*\n  give it more weight, or shorten seq_length$"):
-        Feed(job, job.dataset, "test", World(0, 1), CPU)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"test split.*\n  give it more weight or files, or shorten seq_length$"):
+        Feed(job, job.dataset, "test", World(0, 1), CPU)
 
 
 END = 7
@@ -118,6 +123,47 @@ def test_documents_reach_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         starts = torch.zeros(batch.tokens_BS.numel(), dtype=torch.bool)
         starts[list(bounds[:-1])] = True
         assert ((batch.positions_BS.flatten() == 0) == starts).all()
+
+
+def test_tokens_that_are_missing_have_no_label(tmp_path: Path) -> None:
+    """A last sample that Megatron keeps though it is short, and samples without the extra token: id 0, NO_LABEL."""
+    job = text_job(tmp_path, list(range(1, 31)), rows=299, split="1")
+    dataset = IndexedDataset(data_folder(job).prefix)
+    for extra, last, labels in (
+        (True, 29, [*range(2, 18), *range(18, 31), *[NO_LABEL] * 3]),
+        (False, 30, [*range(2, 17), NO_LABEL, *range(18, 31), *[NO_LABEL] * 3]),
+    ):
+        feed = Feed(job, job.dataset, "train", World(0, 1), CPU)
+        places = np.array([[0, 0], [0, 16], [0, last]], np.int32)
+        samples = MegatronSamples(dataset, np.zeros(1, np.int32), places, 16, extra_token=extra)
+        feed.loader = Loader(InTextOrder([2]), [samples], 16, valid_plan(job, World(0, 1)))
+        (batch,) = feed.read(0, 2)
+        assert batch.labels_BS.flatten().tolist() == labels
+        assert batch.tokens_BS.flatten().tolist() == [*range(1, 31), 0, 0]
+        feed.close()
+
+
+def test_batches_of_the_cpu_are_views_of_what_was_read(tmp_path: Path) -> None:
+    job = tiny_job(1, tmp_path)
+    feed = Feed(job, job.dataset, "train", World(0, 1), CPU)
+    batches = list(feed.read(0, 8))
+    assert all(b.tokens_BS[:, 1:].data_ptr() == b.labels_BS.data_ptr() for b in batches)
+    for batch in batches:
+        rows = torch.cat([batch.tokens_BS, batch.labels_BS[:, -1:]], 1).numpy()
+        assert batch.checksum == sum(xxhash.xxh32_intdigest(row.tobytes()) for row in rows)
+    feed.close()
+
+
+def test_training_is_read_ahead_to_its_last_step_and_evaluation_to_its_own(tmp_path: Path) -> None:
+    job = tiny_job(2, tmp_path, rampup_batch_size=(4, 4, 16), train_iters=5)
+    world, consumed = World(1, 2), 0
+    plan = train_plan(job, world)
+    for _ in range(5):
+        assert plan.end is not None and consumed < plan.end
+        assert plan.parts(consumed, plan.size(consumed)) == micro_batches(consumed, global_batch_size(job, consumed), 2, world)
+        consumed += plan.size(consumed)
+    assert consumed == plan.end
+    assert (valid_plan(job, world).size(3), valid_plan(job, world).end) == (8, 8)
 
 
 def test_random_tokens_have_no_documents(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from trainkit.cli.project import checkout
 from trainkit.cli.wrapper import Answer, Talk
 
 FOLDER, PINS = ".venv-bench", "benchmarks/peers.txt"
-COMPARED = ("torch", "transformers", "litgpt", "lightning", "numpy")  # whose versions a table is read with
+COMPARED = ("torch", "transformers", "litgpt", "lightning", "megatron-core", "numpy")  # whose versions a table is read with
 ENDS = 60.0  # seconds a benchmark has to end after Ctrl-C
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from trainkit.jobs.load import find_root
 from trainkit.stages.build import Build
 from trainkit.stages.contract import Need, Stage
 from trainkit.stages.here import execute_here
+from trainkit.stages.index import Index
 from trainkit.stages.prep_data import PrepData, needs_of_dataset
-from trainkit.stages.run import make_fresh, missing_units, stamps_folder
+from trainkit.stages.run import make_fresh, missing_units, needs_in_turn, needs_of, stamps_folder
 from trainkit.stages.stamps import Verdict, judge
 from trainkit.stages.weights import Weights
 
-STAGES: tuple[Stage, ...] = (Build(), PrepData(), Weights())
+LATER: tuple[Stage, ...] = (Index(), Weights())  # than the data
+STAGES: tuple[Stage, ...] = (Build(), PrepData(), *LATER)
 
 
 @contextlib.contextmanager
@@ -56,7 +59,7 @@ def _agree(talk: Talk, large: Announcement) -> None:
 
 
 def bring_up_to_date(
-    talk: Talk, needs: Sequence[Need], root: Path, *, force: bool = False, workers: int | None = None, reporter: StageReporter | None = None
+    talk: Talk, needs: Iterable[Need], root: Path, *, force: bool = False, workers: int | None = None, reporter: StageReporter | None = None
 ) -> list[Verdict]:
     """Make every need fresh, or under a dry run print what would be run. `workers`: units at once; by default one a core."""
     reporter = reporter or StageReporter(talk.console)
@@ -103,16 +106,18 @@ def prep_data(talk: Talk, dataset: str, job: str, workers: int, *, force: bool) 
     resolved = jobs.resolve(name).job if name and (job or not dataset) else None
     root = Path(resolved.cluster.root or ".") if resolved else jobs.root
     stamps = stamps_folder(root, PrepData.name)
+    needs: Iterable[Need]
     if dataset:
         needs = needs_of_dataset(jobs.dataset(dataset), root, stamps, anew=force)
     else:
         assert resolved is not None
         needs = PrepData().needs(resolved, stamps, anew=force)
+        later = needs_of(resolved, LATER)  # before the first begins: what is hopeless is said at once
     if not needs:
         talk.say("mock data needs no preparation")
     datasets = needs
     if resolved is not None and not dataset:
-        needs = [*needs, *Weights().needs(resolved, stamps_folder(root, Weights.name))]
+        needs = itertools.chain(datasets, later if talk.dry_run else needs_in_turn(resolved, LATER))
     verdicts = bring_up_to_date(talk, Build().needs(None, stamps_folder(root, Build.name)), root)
     reporter = StageReporter(talk.console)
     verdicts += bring_up_to_date(talk, needs, root, force=force, workers=workers or None, reporter=reporter)

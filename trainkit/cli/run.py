@@ -26,7 +26,7 @@ from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan, make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import find_run, read_record
-from trainkit.stages.run import needs_of, refuse_stale
+from trainkit.stages.run import needs_in_turn, needs_of, refuse_stale
 
 
 def _refuse_infeasible(plan: Plan) -> Plan:
@@ -76,9 +76,9 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     _refuse_without_wandb(job)
     _print_plan(talk, plan, job)
     root = Path(job.cluster.root or ".")
-    needs = needs_of(job, STAGES)
+    needs = needs_of(job, STAGES)  # of all, before the first begins: what is hopeless is said at once
     if stages:
-        bring_up_to_date(talk, needs, root)
+        bring_up_to_date(talk, needs if talk.dry_run else needs_in_turn(job, STAGES), root)
     else:
         refuse_stale(needs, root)
     plan = _refuse_infeasible(plan_of(job))

@@ -1,176 +1,251 @@
-"""Megatron's .bin/.idx: read without copies, checked strictly; written so that the pair is whole or absent.
-
-Layout (Megatron-LM core/datasets/indexed_dataset.py), little endian, nothing padded. S sequences, D - 1 documents:
-
-    .idx   9 bytes   b"MMIDIDX\\0\\0"
-           uint64    version 1
-           uint8     dtype code of the tokens
-           uint64    S
-           uint64    D
-           S int32   length of each sequence in tokens
-           S int64   where each sequence begins in .bin, in bytes: the lengths before it, summed, times the size of a token
-           D int64   first sequence of each document, and S at the end
-           S int8    mode of each sequence (multimodal data only; nothing but the file's size says so)
-    .bin   the tokens, one sequence after another
-"""
+"""Megatron's .bin/.idx (the layout: trainkit/data/idx.py): read without copies, checked strictly; written so that the pair is whole or absent."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
+import operator
 import os
 import shutil
-import struct
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Self, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.errors import ConfigError
 from trainkit.base.files import fsync_folder, temporary_name
+from trainkit.data.idx import (
+    CHUNK,
+    CODES,
+    HEADER,
+    MAGIC,
+    MAX_LENGTH,
+    VERSION,
+    Integers,
+    best_dtype,
+    bin_path,
+    check_documents,
+    check_ends,
+    check_sequences,
+    data_error,
+    idx_path,
+    read_header,
+)
 
-Integers = NDArray[np.integer[Any]]
-
-MAGIC = b"MMIDIDX\0\0"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
-DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-MAX_LENGTH = 2**31 - 1  # of a sequence: an int32 in .idx
-CHUNK = 2**20  # sequences or documents looked at at once: bounds memory
-REBUILD = "the pair is damaged or unfinished: delete both files and prepare the data again"
-
-
-def bin_path(prefix: Path) -> Path:
-    """The tokens of `prefix`."""
-    return prefix.with_name(prefix.name + ".bin")
-
-
-def idx_path(prefix: Path) -> Path:
-    """The index of `prefix`."""
-    return prefix.with_name(prefix.name + ".idx")
+__all__ = ["CODES", "IndexedDataset", "IndexedWriter", "Integers", "best_dtype", "bin_path", "idx_path", "merge"]
 
 
-def best_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype Megatron chooses: uint16 for a vocabulary below 65,500 (not 65,536), else int32."""
-    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    hint = "raise the limit of open files: ulimit -n" if error.errno == errno.EMFILE else "prepare the data first: invoke prep-data"
+    return data_error(path, str(error.strerror or error), hint)
 
 
-def _error(path: Path, message: str, hint: str = REBUILD) -> ConfigError:
-    return ConfigError(f"{path}: {message}", exit=Exit.STAGE_FAILED, hint=hint)
-
-
-def _map(path: Path) -> NDArray[np.uint8]:
-    """The file's bytes, mapped read-only; an empty file, which mmap refuses, as an empty array."""
+def _map(path: Path, size: int) -> NDArray[np.uint8]:
+    """The file's bytes, mapped read-only; an empty file, which mmap refuses, as an empty array. ConfigError: it has another size by now."""
     try:
-        if path.stat().st_size == 0:
-            return np.empty(0, np.uint8)
-        return np.memmap(path, np.uint8, "r").view(np.ndarray)
+        content = np.memmap(path, np.uint8, "r").view(np.ndarray) if path.stat().st_size else np.empty(0, np.uint8)
     except OSError as error:
-        raise _error(path, str(error.strerror or error), "prepare the data first: invoke prep-data") from None
+        raise _unreadable(path, error) from None
+    if len(content) != size:
+        raise data_error(path, f"had {size:,} bytes when it was opened and has {len(content):,} now", "it was written anew meanwhile: open it again")
+    return content
 
 
 class IndexedDataset:
-    """The sequences of a .bin/.idx pair as views of the mapped files: nothing is copied.
+    """The sequences of a .bin/.idx pair.
+
+    Opening reads the header, the ends of the arrays and the files' sizes, whatever their number of sequences; `verify` reads all of .idx.
+    The arrays are mapped when they are first asked for.
 
     Args:
         prefix: path of the pair without .bin and .idx.
+        mmap: hand out views of the mapped files, nothing is copied. False: map nothing, for file systems that map badly; a sequence is read
+            when it is asked for, an array of .idx is read once and stays in memory. (A file that is cut short while it is mapped ends the
+            process that looks at what is gone with SIGBUS; without maps that is a ConfigError.)
 
     Attributes:
         dtype: of the tokens.
-        tokens: all tokens, shape [num_tokens].
-        lengths: tokens of each sequence, int32 [S].
-        document_indices: first sequence of each document and S at the end, int64 [D].
-        modes: int8 [S] of multimodal data, else None.
+        num_tokens: of all sequences.
 
     Raises:
         ConfigError (exit 6): a file is missing, is no .idx of version 1, or the two do not fit each other.
     """
 
-    def __init__(self, prefix: Path) -> None:
-        self.prefix = Path(prefix)
-        path = idx_path(self.prefix)
-        content = _map(path)
-        self.dtype, sequences, entries = _read_header(path, content)
-        self.lengths: NDArray[np.int32] = np.frombuffer(content, "<i4", sequences, HEADER.size)
-        self._offsets: NDArray[np.int64] = np.frombuffer(content, "<i8", sequences, HEADER.size + 4 * sequences)
-        self.document_indices: NDArray[np.int64] = np.frombuffer(content, "<i8", entries, HEADER.size + 12 * sequences)
-        end = HEADER.size + 12 * sequences + 8 * entries
-        self.modes: NDArray[np.int8] | None = content[end:].view(np.int8) if sequences and len(content) > end else None
-        size = _check_sequences(path, self.lengths, self._offsets, self.dtype.itemsize)
-        _check_documents(path, self.document_indices, sequences)
-        tokens = _map(bin_path(self.prefix))
-        if len(tokens) != size:
-            raise _error(bin_path(self.prefix), f"has {len(tokens):,} bytes, but {path.name} describes {size:,}")
-        self.tokens: Integers = tokens.view(self.dtype)
+    def __init__(self, prefix: Path | str, *, mmap: bool = True) -> None:
+        self.prefix, self.mmap = Path(prefix), mmap
+        self._idx, self._bin = idx_path(self.prefix), bin_path(self.prefix)
+        try:
+            with open(self._idx, "rb", buffering=0) as file:
+                self._header = read_header(self._idx, file)
+                size = check_ends(self._idx, file, self._header)
+        except OSError as error:
+            raise _unreadable(self._idx, error) from None
+        try:
+            self._size = self._bin.stat().st_size
+        except OSError as error:
+            raise _unreadable(self._bin, error) from None
+        if self._size != size:
+            raise data_error(self._bin, f"has {self._size:,} bytes, but {self._idx.name} describes {size:,}")
+        self.dtype = self._header.dtype
+        self.num_tokens = size // self.dtype.itemsize
+
+    @property
+    def bin(self) -> Path:
+        """The file of the tokens."""
+        return self._bin
 
     def __len__(self) -> int:
         """Sequences."""
-        return len(self.lengths)
+        return self._header.sequences
 
-    def __getitem__(self, sequence: int) -> Integers:
-        """The tokens of one sequence, a read-only view. IndexError outside [0, len)."""
-        if not 0 <= sequence < len(self):
-            raise IndexError(f"sequence {sequence} of {len(self)} in {self.prefix}")
-        start = int(self._offsets[sequence]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[sequence])]
+    @overload
+    def __getitem__(self, sequence: int) -> Integers: ...
+    @overload
+    def __getitem__(self, sequence: slice) -> list[Integers]: ...
+    def __getitem__(self, sequence: int | slice) -> Integers | list[Integers]:
+        """The tokens of one sequence, read-only; of a slice, a list of them. Numbers as in a list: -1 is the last, IndexError outside."""
+        if isinstance(sequence, slice):
+            return [self.get(number) for number in range(*sequence.indices(len(self)))]
+        return self.get(sequence)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> Integers:
+        """`length` tokens of a sequence from `offset` on, by default to its end.
+
+        Raises:
+            IndexError: no such sequence, or it does not have these tokens.
+            ConfigError (exit 6): .idx says that it lies where .bin has nothing; the file cannot be read.
+        """
+        number = _position(sequence, len(self), "sequence", self.prefix)
+        tokens, byte = int(self.lengths[number]), int(self.offsets[number])
+        count = tokens - offset if length is None else length
+        if tokens < 0 or byte < 0 or byte % self.dtype.itemsize or byte + tokens * self.dtype.itemsize > self._size:
+            raise data_error(self._idx, f"sequence {number} has {tokens:,} tokens from byte {byte:,} on, but {self._bin.name} has {self._size:,} bytes")
+        if offset < 0 or count < 0 or offset + count > tokens:
+            raise IndexError(f"tokens {offset} to {offset + count} of sequence {number} of {self.prefix}, which has {tokens}")
+        start = byte // self.dtype.itemsize + offset
+        return self.tokens[start : start + count] if self.mmap else self._read(start, count)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences."""
-        return len(self.tokens)
+    def num_documents(self) -> int:
+        """Documents, empty ones included."""
+        return self._header.entries - 1
+
+    def document(self, number: int) -> list[Integers]:
+        """The sequences of one document, none where it is empty. Numbers and errors as for sequences."""
+        number = _position(number, self.num_documents, "document", self.prefix)
+        first, last = (int(i) for i in self.document_indices[number : number + 2])
+        if not 0 <= first <= last <= len(self):
+            raise data_error(self._idx, f"document {number} goes from sequence {first} to {last} of {len(self)}")
+        return self[first:last]
+
+    @property
+    def documents(self) -> Sequence[list[Integers]]:
+        """All documents, each made when it is asked for."""
+        return _Documents(self)
+
+    @cached_property
+    def tokens(self) -> Integers:
+        """All tokens, [num_tokens]. ValueError without mmap."""
+        if not self.mmap:
+            raise ValueError(f"{self._bin} was opened with mmap = False: ask for sequences, or open it with mmap = True")
+        return _map(self._bin, self._size).view(self.dtype)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sequence, int32 [S]; as all arrays of .idx, not aligned where it is mapped."""
+        return self._array("<i4", len(self), HEADER.size)
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """Where each sequence begins in .bin, in bytes, int64 [S]."""
+        return self._array("<i8", len(self), self._header.offsets)
+
+    @cached_property
+    def document_indices(self) -> NDArray[np.int64]:
+        """First sequence of each document and S at the end, int64 [D]."""
+        return self._array("<i8", self._header.entries, self._header.documents)
+
+    @cached_property
+    def modes(self) -> NDArray[np.int8] | None:
+        """int8 [S] of multimodal data, else None."""
+        return self._array("i1", len(self), self._header.modes) if len(self) and self._header.size > self._header.modes else None
+
+    @cached_property
+    def _content(self) -> NDArray[np.uint8]:
+        return _map(self._idx, self._header.size)
+
+    def _array(self, dtype: str, count: int, byte: int) -> NDArray[Any]:
+        if self.mmap:
+            return np.frombuffer(self._content, dtype, count, byte)
+        try:
+            values = np.fromfile(self._idx, dtype, count, offset=byte)
+        except OSError as error:
+            raise _unreadable(self._idx, error) from None
+        if len(values) != count:
+            raise data_error(self._idx, f"ends before byte {self._header.size:,}, where it ended when it was opened")
+        values.flags.writeable = False
+        return values
+
+    @cached_property
+    def _file(self) -> io.FileIO:
+        try:
+            return io.FileIO(self._bin)
+        except OSError as error:
+            raise _unreadable(self._bin, error) from None
+
+    def _read(self, start: int, count: int) -> Integers:
+        """`count` tokens from token `start` on, without a map."""
+        values = np.empty(count, self.dtype)
+        memory, done = values.view(np.uint8).data, 0
+        while done < len(memory):
+            try:
+                got = os.preadv(self._file.fileno(), [memory[done:]], start * self.dtype.itemsize + done)
+            except OSError as error:
+                raise _unreadable(self._bin, error) from None
+            if got == 0:
+                raise data_error(self._bin, f"ends before byte {self._size:,}, where it ended when it was opened")
+            done += got
+        values.flags.writeable = False
+        return values
+
+    def verify(self) -> None:
+        """Check every sequence and document of .idx. Raises ConfigError (exit 6) with the first that is wrong."""
+        check_sequences(self._idx, self.lengths, self.offsets, self.dtype.itemsize)
+        check_documents(self._idx, self.document_indices)
 
 
-def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
-    """Token dtype, S and D, after checking that the file is as long as they say."""
-    start = content[: HEADER.size].tobytes()
-    if not start.startswith(MAGIC):
-        older = start.startswith(b"TNTIDX\0\0")
-        what = "is in GPT-NeoX's older 'lazy' or 'cached' format" if older else f"begins with {start[: len(MAGIC)]!r}, not {MAGIC!r}"
-        raise _error(path, what, "give the prefix of a Megatron .bin/.idx pair (GPT-NeoX: --dataset-impl mmap)")
-    if len(start) < HEADER.size:
-        raise _error(path, f"ends after {len(start)} bytes, inside its header of {HEADER.size}")
-    _, version, code, sequences, entries = HEADER.unpack(start)
-    if version != VERSION:
-        raise _error(path, f"has version {version}, not {VERSION}", "write it again with a current preprocess_data.py or invoke prep-data")
-    if code not in DTYPES:
-        raise _error(path, f"has dtype code {code}, which is not one of an integer: {', '.join(f'{c} = {d.name}' for c, d in DTYPES.items())}")
-    plain = HEADER.size + 12 * sequences + 8 * entries
-    if entries < 1 or len(content) not in (plain, plain + sequences):
-        raise _error(path, f"has {len(content):,} bytes, but {sequences:,} sequences and {entries:,} document entries (at least 1) take {plain:,}")
-    return DTYPES[code], sequences, entries
+class _Documents(Sequence[list[Integers]]):
+    """The documents of a dataset as a sequence."""
+
+    def __init__(self, dataset: IndexedDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return self._dataset.num_documents
+
+    @overload
+    def __getitem__(self, number: int) -> list[Integers]: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[list[Integers]]: ...
+    def __getitem__(self, number: int | slice) -> list[Integers] | list[list[Integers]]:
+        if isinstance(number, slice):
+            return [self._dataset.document(i) for i in range(*number.indices(len(self)))]
+        return self._dataset.document(number)
 
 
-def _check_sequences(path: Path, lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int) -> int:
-    """Check that offsets are the summed lengths; return the bytes .bin must have."""
-    position = 0
-    for first in range(0, len(lengths), CHUNK):
-        part = lengths[first : first + CHUNK]
-        if part.min() < 0:
-            worst = first + int(part.argmin())
-            raise _error(path, f"sequence {worst} has length {lengths[worst]}")
-        ends = position + np.cumsum(part, dtype=np.int64) * itemsize
-        wrong = np.flatnonzero(offsets[first : first + CHUNK] != np.concatenate(([position], ends[:-1])))
-        if len(wrong):
-            sequence = first + int(wrong[0])
-            expected = int(ends[wrong[0] - 1]) if wrong[0] else position
-            raise _error(path, f"sequence {sequence} begins at byte {offsets[sequence]}, but the lengths before it sum to byte {expected}")
-        position = int(ends[-1])
+def _position(number: int, size: int, what: str, prefix: Path) -> int:
+    """An index of a list of `size` as one that is not negative."""
+    position = operator.index(number)
+    position += size if position < 0 else 0
+    if not 0 <= position < size:
+        raise IndexError(f"{what} {number} of {size} in {prefix}")
     return position
-
-
-def _check_documents(path: Path, indices: NDArray[np.int64], sequences: int) -> None:
-    """Check that the document index rises from 0 to S."""
-    if indices[0] != 0 or indices[-1] != sequences:
-        raise _error(path, f"its document index goes from {indices[0]} to {indices[-1]}, not from 0 to {sequences}")
-    for first in range(0, len(indices), CHUNK):
-        part = indices[first : first + CHUNK + 1]
-        falls = np.flatnonzero(part[1:] < part[:-1])
-        if len(falls):
-            raise _error(path, f"document {first + int(falls[0])} ends before it begins, at sequence {part[falls[0] + 1]}")
 
 
 class IndexedWriter:
@@ -249,10 +324,11 @@ class IndexedWriter:
         Raises ConfigError (exit 6): it cannot be read, has another dtype, or is multimodal.
         """
         other = IndexedDataset(prefix)
+        other.verify()
         if other.dtype != self.dtype:
-            raise _error(idx_path(prefix), f"holds {other.dtype.name}, but {self.prefix.name} is of {self.dtype.name}", "merge files of one tokenizer only")
+            raise data_error(idx_path(prefix), f"holds {other.dtype.name}, but {self.prefix.name} is of {self.dtype.name}", "merge files of one tokenizer only")
         if other.modes is not None:
-            raise _error(idx_path(prefix), "is multimodal", "trainkit merges text only")
+            raise data_error(idx_path(prefix), "is multimodal", "trainkit merges text only")
         shift = len(self._lengths)
         for first in range(0, len(other), CHUNK):
             self._lengths.frombytes(other.lengths[first : first + CHUNK].tobytes())
@@ -264,7 +340,7 @@ class IndexedWriter:
     def _append(self, tokens: Integers, lengths: NDArray[np.int64]) -> None:
         if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= MAX_LENGTH:
             wrong = lengths.min() if lengths.min() < 0 else lengths.max()
-            raise _error(self.prefix, f"a sequence of {wrong:,} tokens does not fit .idx, whose lengths are int32", "split the document")
+            raise data_error(self.prefix, f"a sequence of {wrong:,} tokens does not fit .idx, whose lengths are int32", "split the document")
         if tokens.ndim != 1 or lengths.sum() != len(tokens):
             raise ValueError(f"lengths sum to {lengths.sum()}, tokens have the shape {tokens.shape}")
         self._file.write(self._converted(tokens).data)
@@ -279,7 +355,7 @@ class IndexedWriter:
             low, high = int(tokens.min()), int(tokens.max())
             if low < limits.min or high > limits.max:
                 wrong = low if low < limits.min else high
-                raise _error(self.prefix, f"the id {wrong} does not fit {self.dtype.name}", "choose the dtype by best_dtype(vocab_size)")
+                raise data_error(self.prefix, f"the id {wrong} does not fit {self.dtype.name}", "choose the dtype by best_dtype(vocab_size)")
         return np.ascontiguousarray(tokens, self.dtype)
 
     def _write_index(self, file: IO[bytes]) -> None:
@@ -318,7 +394,7 @@ def merge(prefixes: Sequence[Path], out_prefix: Path) -> None:
     Raises ConfigError (exit 6): no prefix is given, or see `IndexedWriter.add_index`.
     """
     if not prefixes:
-        raise _error(out_prefix, "there is nothing to merge", "the dataset has no shard")
+        raise data_error(out_prefix, "there is nothing to merge", "the dataset has no shard")
     with IndexedWriter(out_prefix, IndexedDataset(prefixes[0]).dtype) as writer:
         for prefix in prefixes:
             writer.add_index(prefix)

@@ -21,7 +21,8 @@ from numpy.typing import DTypeLike, NDArray
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import fsync_folder, temporary_name
 from trainkit.base.unit import Progress, run_unit
-from trainkit.data.indexed import CHUNK, CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
+from trainkit.data.idx import CHUNK, HEADER, MAGIC, VERSION
+from trainkit.data.indexed import CODES, IndexedDataset, bin_path, idx_path
 from trainkit.data.manifest import check_declared, read_results, write_manifest
 
 PIECE = 2**28  # bytes of .bin that one thread copies before it takes the next

@@ -1,25 +1,25 @@
 """The order of samples: pure functions of position, so that resume and every layout of ranks see the same samples.
 
-Native order of one dataset (`NativeSamples`): the token stream is cut into W = (T - 1) // seq_length windows; window k is tokens
-[k * seq_length, k * seq_length + seq_length], seq_length + 1 of them, so that neighbours share one token. A split is a range of windows.
-`SampleOrder` walks through a split epoch after epoch, each in an order of its own.
+An order knows how many samples the datasets have and says which one stands where; the tokens in it are `trainkit.data.samples`' matter.
+Split: a dataset of W samples in the order of the file is cut into train, valid and test at floor(cumulative weight * W).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainkit import _index
-from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.indexed import IndexedDataset
+from trainkit.base.errors import ConfigError
+from trainkit.data.blending import check_names, integer_weights, size_weights
 
 SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
@@ -27,6 +27,7 @@ Split = tuple[Fraction, Fraction, Fraction]
 _SPLIT_TEXT = re.compile(r"\d+(\.\d+)?(,\d+(\.\d+)?){0,2}", re.ASCII)
 
 
+@functools.cache
 def parse_split(text: str) -> Split:
     """Weights of train, valid and test, "949,50,1" or "95,5", as exact parts of 1.
 
@@ -48,114 +49,95 @@ def split_bounds(split: Split, num_windows: int) -> tuple[tuple[int, int], tuple
     return (0, train), (train, valid), (valid, test)
 
 
-class Samples(Protocol):
-    """One split of one dataset, sample by sample."""
+class SampleOrder(Protocol):
+    """Which sample stands at which position of a run: a pure function, in which the number of ranks and the micro-batch have no part."""
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of one epoch."""
-
-    def read(self, sample_number: int, out: NDArray[Any]) -> None:
-        """Put the seq_length + 1 tokens of a sample into `out`, shape [seq_length + 1]. IndexError outside [0, num_samples)."""
+    def window(self, consumed: int, n: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        """The samples at positions consumed .. consumed + n - 1: (dataset_index int16 [n], sample_number int64 [n]). ConfigError: there are none."""
 
 
-def _check_read(sample_number: int, num_samples: int, out: NDArray[Any], seq_length: int) -> None:
-    if not 0 <= sample_number < num_samples:
-        raise IndexError(f"sample {sample_number} of {num_samples}")
-    if out.shape != (seq_length + 1,):
-        raise ValueError(f"out has the shape {out.shape}, not ({seq_length + 1},)")
+class NativeOrder:
+    """One dataset or a blend of several, without an index: nothing grows with the data or the length of the training.
 
-
-class NativeSamples:
-    """Fixed windows of a dataset's token stream.
+    Position p of the run is sample c of dataset d by `trainkit._index.Blend`: in proportion to the weights, within 2 samples at every p.
+    Sample c of a dataset of N samples lies in its epoch c // N and has the number P(c % N), P the permutation of `trainkit._index.permute`
+    under the key of (seed, split, epoch), and in a blend the dataset's name: another dataset beside it does not change its order.
 
     Args:
-        dataset: the tokens.
-        split: weights as `parse_split` takes them.
-        name: which split.
-        seq_length: tokens of a sample, without the one more that is the last label.
-
-    Raises:
-        ConfigError: the split is malformed (exit 3), the data is shorter than one sample (exit 6).
-        ConfigError (exit 3): on `read`, if the split has no window.
-    """
-
-    def __init__(self, dataset: IndexedDataset, split: str, name: SplitName, seq_length: int) -> None:
-        self.dataset, self.split, self.name, self.seq_length = dataset, split, name, seq_length
-        parts = parse_split(split)
-        if dataset.num_tokens < seq_length + 1:
-            raise ConfigError(
-                f"{dataset.prefix} has {dataset.num_tokens:,} tokens, fewer than one sample of seq_length + 1 = {seq_length + 1:,}",
-                exit=Exit.STAGE_FAILED,
-                hint="add data, or lower model.seq_length",
-            )
-        low, high = split_bounds(parts, (dataset.num_tokens - 1) // seq_length)[SPLITS.index(name)]
-        self.first_window, self.num_samples = low, high - low
-
-    def read(self, sample_number: int, out: NDArray[Any]) -> None:
-        if self.num_samples == 0:
-            raise _empty(f"{self.dataset.prefix} has no {self.name} sample: split {self.split!r} leaves it no window of {self.seq_length} tokens")
-        _check_read(sample_number, self.num_samples, out, self.seq_length)
-        start = (self.first_window + sample_number) * self.seq_length
-        out[:] = self.dataset.tokens[start : start + self.seq_length + 1]
-
-
-class MockSamples:
-    """Random tokens for trying a cluster without data: token i of a sample is raw output i of Philox4x64 keyed by (seed, number), modulo vocab_size."""
-
-    def __init__(self, vocab_size: int, seq_length: int, seed: int, num_samples: int) -> None:
-        self.vocab_size, self.seq_length, self.seed, self.num_samples = vocab_size, seq_length, seed, num_samples
-
-    def read(self, sample_number: int, out: NDArray[Any]) -> None:
-        _check_read(sample_number, self.num_samples, out, self.seq_length)
-        raw = np.random.Philox(key=np.array([self.seed, sample_number], np.uint64)).random_raw(self.seq_length + 1)
-        out[:] = raw % np.uint64(self.vocab_size)
-
-
-def _empty(message: str) -> ConfigError:
-    return ConfigError(message, hint="give the split a larger weight, add data, or set training.eval_iters = 0 if it is only evaluated")
-
-
-class SampleOrder:
-    """Which sample stands at which position of a run.
-
-    Position p lies in epoch p // N, N the samples of one epoch, and holds the sample P(p % N), where P is the permutation of
-    `trainkit._index.permute` under the key of (seed, split, epoch). The number of ranks and the micro-batch have no part in it.
-
-    Args:
-        datasets: one split of each dataset (several are to come).
-        weights: share of each dataset; ignored for one.
-        split: the name of the split; salts the key.
-        seq_length: tokens of a sample (the exact orders to come depend on it).
+        sizes: samples of an epoch of each dataset, in this split.
+        weights: their shares; None: their sizes, so that the first sum(sizes) positions hold every sample exactly once. One dataset needs none.
+        split: the name of the split; salts the keys.
         seed: the run's seed.
+        names: what the datasets are called.
 
     Raises:
-        ConfigError: not exactly one dataset.
+        ConfigError: weights negative, NaN, infinite, all 0, or not one a dataset; no dataset, more than 32,766, or one named twice; more than 2^62 samples.
     """
 
-    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float] | None, split: SplitName, seq_length: int, seed: int) -> None:
-        if len(datasets) != 1:
-            raise ConfigError(f"{len(datasets)} datasets are given; blending several is to come", hint="name one dataset")
-        self.datasets, self.weights, self.split, self.seq_length, self.seed = datasets, weights, split, seq_length, seed
-
-    def _key(self, epoch: int) -> int:
-        """The first 8 bytes, little endian, of BLAKE2b-64 over the text "trainkit-order/1 SEED SPLIT EPOCH"."""
-        text = f"trainkit-order/1 {self.seed} {self.split} {epoch}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, split: SplitName, seed: int, names: Sequence[str]) -> None:
+        if len(sizes) != len(names) or min(sizes, default=0) < 0:
+            raise ValueError(f"sizes {sizes} do not fit the datasets {names}")
+        check_names(names)
+        self.sizes, self.split, self.seed, self.names = tuple(sizes), split, seed, tuple(names)
+        shares = size_weights(sizes) if weights is None else integer_weights(weights, names)
+        self._blend = _index.Blend(shares) if shares.any() else None
+        missing = np.flatnonzero((shares > 0) & (np.array(self.sizes) == 0))
+        self._missing = self.names[missing[0]] if len(missing) else None  # drawn from, but without a sample
 
     def window(self, consumed: int, n: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
         """The samples at positions consumed .. consumed + n - 1: (dataset_index int16 [n], sample_number int64 [n]).
 
-        Raises ConfigError: the split has no sample.
+        Raises:
+            ConfigError: no dataset has a sample in this split, or one with a weight above 0 has none.
+            ValueError: positions outside 0 .. 2^62.
         """
-        size = self.datasets[0].num_samples
-        if size == 0 and n:
+        datasets, counts = np.empty(n, np.int16), np.empty(n, np.int64)
+        if n == 0:
+            return datasets, counts
+        self._checked_blend().at(consumed, datasets, counts)
+        if len(self.sizes) == 1:
+            return datasets, self._numbers(0, int(counts[0]), n)
+        grouped = np.argsort(datasets, kind="stable")  # a radix sort
+        numbers, done = np.empty(n, np.int64), 0
+        for dataset, drawn in enumerate(np.bincount(datasets).tolist()):
+            if drawn:
+                at = grouped[done : done + drawn]
+                numbers[at] = self._numbers(dataset, int(counts[at[0]]), drawn)
+                done += drawn
+        return datasets, numbers
+
+    def epochs(self, samples: int) -> NDArray[np.float64]:
+        """How often each dataset has been seen after the first `samples` positions, float64 [D]: 1.5 is once and half of it again; 0 without samples.
+
+        Raises as `window`.
+        """
+        counts = self._checked_blend().counts(samples)
+        return np.divide(counts, self.sizes, out=np.zeros(len(self.sizes)), where=np.array(self.sizes) > 0)
+
+    def _checked_blend(self) -> _index.Blend:
+        if self._blend is None or not any(self.sizes):
             raise _empty(f"the {self.split} split has no sample")
-        numbers = np.empty(n, np.int64)
-        done = 0
+        if self._missing is not None:
+            raise _empty(f"dataset {self._missing!r} has a weight above 0, but no {self.split} sample")
+        return self._blend
+
+    def _key(self, dataset: int, epoch: int) -> int:
+        """The first 8 bytes, little endian, of BLAKE2b-64 over the text "trainkit-order/1 SEED SPLIT EPOCH", in a blend with " NAME" behind it."""
+        text = f"trainkit-order/1 {self.seed} {self.split} {epoch}"
+        if len(self.sizes) > 1:
+            text += f" {self.names[dataset]}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def _numbers(self, dataset: int, first: int, n: int) -> NDArray[np.int64]:
+        """The numbers of samples first .. first + n - 1 that a dataset gives, counted through its epochs, int64 [n]."""
+        size, numbers, done = self.sizes[dataset], np.empty(n, np.int64), 0
         while done < n:
-            epoch, start = divmod(consumed + done, size)
+            epoch, start = divmod(first + done, size)
             count = min(n - done, size - start)
-            _index.permute(size, self._key(epoch), start, numbers[done : done + count])
+            _index.permute(size, self._key(dataset, epoch), start, numbers[done : done + count])
             done += count
-        return np.zeros(n, np.int16), numbers
+        return numbers
+
+
+def _empty(message: str) -> ConfigError:
+    return ConfigError(message, hint="give the split a larger weight, add data, or set training.eval_iters = 0 if it is only evaluated")

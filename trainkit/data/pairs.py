@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,7 @@ class Pair:
     """One .bin/.idx pair as a split reads it.
 
     Args:
-        name: of the dataset it belongs to, and its place there where there are several: "pile", "slimpajama.3".
+        name: of the dataset it belongs to, with its file's where there are several: "pile", "slimpajama.chunk3_text_document". Salts its order.
         prefix: without .bin and .idx.
         split: which part of it, as `parse_split` takes it.
         mmap: map .bin, or read it by pread.
@@ -71,6 +73,8 @@ def pairs_of(root: Path, dataset: Dataset, split: SplitName) -> list[Pair]:
     blends = {"train": dataset.blend, "valid": dataset.valid_blend, "test": dataset.test_blend}
     pairs: list[Pair] = []
     for part in (blends[split] if apart else dataset.blend).values():
+        if part.weight == 0:
+            continue  # never drawn
         cut = part.dataset.model_copy(update={"split": WHOLE[split], "valid_files": 0, "test_files": 0}) if apart else part.dataset
         pairs += _pairs_of_one(root, cut, split, part.weight)
     return pairs
@@ -81,8 +85,16 @@ def _pairs_of_one(root: Path, dataset: Dataset, split: SplitName, weight: float 
     cut = dataset.split
     if dataset.valid_files or dataset.test_files:
         prefixes, cut = _held_out(dataset, prefixes)[split], WHOLE[split]
-    names = [dataset.name] if len(prefixes) == 1 else [f"{dataset.name}.{prefix.name}" for prefix in prefixes]
+    names = [dataset.name] if len(prefixes) == 1 else [f"{dataset.name}.{name}" for name in _distinct([prefix.name for prefix in prefixes])]
     return [Pair(name, prefix, cut, dataset.mmap, dataset.name, weight) for name, prefix in zip(names, prefixes, strict=True)]
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Names that come again (files of one name in several folders) with their count behind them."""
+    counts, distinct = Counter(names), []
+    for at, name in enumerate(names):
+        distinct.append(name if counts[name] == 1 else f"{name}.{names[: at + 1].count(name)}")
+    return distinct
 
 
 def _held_out(dataset: Dataset, prefixes: list[Path]) -> dict[str, list[Path]]:
@@ -93,3 +105,14 @@ def _held_out(dataset: Dataset, prefixes: list[Path]) -> dict[str, list[Path]]:
         raise ConfigError(f"datasets.{dataset.name}: {held} leave none of {len(prefixes)} files to train on", hint="hold fewer out")
     test = train + dataset.test_files
     return {"train": prefixes[:train], "test": prefixes[train:test], "valid": prefixes[test:]}
+
+
+def weights_of(pairs: Sequence[Pair], sizes: Sequence[int]) -> list[float] | None:
+    """The weight of each pair: that of its dataset, shared among the dataset's pairs by size. None where all go by size."""
+    if any(pair.weight is None for pair in pairs):
+        return None
+    totals: dict[str, int] = {}
+    for pair, size in zip(pairs, sizes, strict=True):
+        totals[pair.group] = totals.get(pair.group, 0) + size
+    alone = {pair.group for pair in pairs if not totals[pair.group]}  # without a sample: the order names it
+    return [float(pair.weight or 0) * (1.0 if pair.group in alone else size / totals[pair.group]) for pair, size in zip(pairs, sizes, strict=True)]

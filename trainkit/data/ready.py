@@ -26,6 +26,7 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     pairs = [IndexedDataset(Path(prefix)) for prefix in spec["prefixes"]]
     total, done = sum(pair.num_tokens for pair in pairs), 0
     for pair in pairs:
+        pair.verify()
         for start in range(0, pair.num_tokens, BLOCK):
             highest = int(pair.tokens[start : start + BLOCK].max())
             if highest >= vocab_size or int(pair.tokens[start : start + BLOCK].min()) < 0:
@@ -33,7 +34,7 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
                 raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="name the tokenizer that these pairs were written with")
             done += min(BLOCK, pair.num_tokens - start)
             progress(done, total)
-        counts["documents"] += len(pair.document_indices) - 1
+        counts["documents"] += pair.num_documents
         counts["sequences"] += len(pair)
         counts["tokens"] += pair.num_tokens
     manifest = document(

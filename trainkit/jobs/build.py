@@ -106,6 +106,7 @@ class Builder:
         if any(step in BLENDS for step in at[:-1]):
             findings.add(f"{key_of(node)}: a blend cannot be a part of a blend", node.place, "name the datasets themselves")
             findings.settled.add(at)
+            findings.partial.add(at[:-1])
             return section.without(key)
         blend = Section(node.place, node.path)
         for name, weight in entries.items():

@@ -38,6 +38,7 @@ CHANGEABLE = (
     "generate.prompt",
     "generate.max_new_tokens",
 )
+FIXED_BY_MEGATRON = ("training.train_iters", "training.eval_interval", "training.eval_iters")  # Megatron's shuffles depend on how many samples are asked for
 
 
 def changed_job(path: Path, sets: Sequence[str]) -> tuple[dict[str, Any], Job]:
@@ -61,6 +62,10 @@ def changed_job(path: Path, sets: Sequence[str]) -> tuple[dict[str, Any], Job]:
         key = ".".join(origin.path)
         if key not in CHANGEABLE:
             problems.append(Problem(f"{key} cannot change once a run has begun", SET, choices(key, CHANGEABLE)))
+            continue
+        if job.sample_order == "megatron" and key in FIXED_BY_MEGATRON:
+            why = "Megatron's order of samples depends on how many are asked for, so other samples would follow"
+            problems.append(Problem(f"{key} cannot change in a run with sample_order = 'megatron': {why}", SET, "a run with sample_order = 'native' can"))
             continue
         table, name = origin.path
         values[table][name] = origin.value

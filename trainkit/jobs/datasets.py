@@ -27,10 +27,15 @@ class Tokenizer(Table):
     eod_token: str = Field("<|endoftext|>", min_length=1, description="the token that ends every document")
     append_eod: bool = Field(True, description="false: documents are written without it")
     encoder: Literal["gigatoken", "tokenizers"] = Field(
-        "tokenizers", description="what encodes: gigatoken (the extra `data`; byte-level BPE) gives the same ids many times faster and is checked against tokenizers"
+        "tokenizers",
+        description="what encodes: gigatoken (the extra `data`; byte-level BPE) gives the same ids many times faster and is checked against tokenizers",
     )
     special_tokens: Literal["text", "parse"] = Field(
         "text", description="a special token that stands in a document, such as <|endoftext|>: text: ordinary text; parse: the token, as Megatron reads it"
+    )
+    megatron: dict[str, str | int | bool] = Field(
+        default_factory=dict,
+        description="what Megatron-LM's tokenizer object says of itself (unique_identifiers): with it, it finds an index made here in its data_cache_path",
     )
 
     @model_validator(mode="after")
@@ -63,9 +68,11 @@ class Dataset(Table):
     prefixes: Strings = Field(
         (), description="source = indexed: ready-made .bin/.idx pairs without the ending, blended by size; {00..71} stands for every number of a range"
     )
-    valid_files: int = Field(0, ge=0, description="files (source = indexed, or shards of merge = false) held out for validation, the last ones; `split` does not count then")
+    valid_files: int = Field(
+        0, ge=0, description="files (source = indexed, or shards of merge = false) held out for validation, the last ones; `split` does not count then"
+    )
     test_files: int = Field(0, ge=0, description="files held out for the test split, those before the ones for validation")
-    mmap: bool = Field(True, description="false: read .bin by pread instead of mapping it, for file systems that map badly")
+    mmap: bool = Field(False, description="map .bin instead of reading it by pread: better for files below 256 MiB that stay in the page cache")
     documents: int | None = Field(None, ge=1, description="documents there are, as published")
     download_bytes: int | None = Field(None, ge=1, description="bytes to be fetched, as published")
     text_bytes: int | None = Field(None, ge=1, description="bytes of text, as published")

@@ -55,7 +55,9 @@ def _settings(dataset: Dataset, tokenizer: Tokenizer, source: Source) -> dict[st
 
 
 def _tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
-    return _flat(f"tokenizers.{tokenizer.name}", tokenizer.model_dump(mode="json", exclude={"name", "url", "vocab_url", "merge_url"}, exclude_none=True))
+    return _flat(
+        f"tokenizers.{tokenizer.name}", tokenizer.model_dump(mode="json", exclude={"name", "url", "vocab_url", "merge_url", "megatron"}, exclude_none=True)
+    )
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
@@ -139,7 +141,7 @@ class _Dataset:
     def _tokenizer_unit(self, shards: Sequence[Shard], after: Sequence[str]) -> Unit:
         """tokenizer.json, trained on `shards` or taken over."""
         spec = {
-            **self.tokenizer.model_dump(mode="json", exclude={"name", "encoder"}),
+            **self.tokenizer.model_dump(mode="json", exclude={"name", "encoder", "megatron"}),
             "tokenizer": str(self.folder.tokenizer),
             **self.reading,
             "shards": [str(shard.path) for shard in shards],

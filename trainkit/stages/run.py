@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -50,11 +50,18 @@ def needs_of(job: Job, stages: Sequence[Stage]) -> list[Need]:
     return [need for stage in stages for need in stage.needs(job, stamps_folder(root, stage.name))]
 
 
+def needs_in_turn(job: Job, stages: Sequence[Stage]) -> Iterator[Need]:
+    """As `needs_of`, each stage asked when those before it are done: what it needs may depend on their outputs."""
+    root = Path(job.cluster.root or ".")
+    for stage in stages:
+        yield from stage.needs(job, stamps_folder(root, stage.name))
+
+
 def missing_units(need: Need, stamps: Path, *, force: bool) -> list[Unit]:
-    """Units to run: stale ones, and those that come after one that is run."""
+    """Units to run: stale ones, and those that come after one that is run. Of a stage that goes by evidence all: they see for themselves what is there."""
     missing: dict[str, Unit] = {}
     for unit in need.units:
-        if force or any(name in missing for name in unit.after) or not unit_is_fresh(need, unit, stamps):
+        if force or need.evidence or any(name in missing for name in unit.after) or not unit_is_fresh(need, unit, stamps):
             missing[unit.name] = unit
     return list(missing.values())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.data.order import SPLITS
+from trainkit.data.loader import Plan
+from trainkit.data.order import SPLITS, SplitName
+from trainkit.data.samples import Numbers
 from trainkit.data.tokenizer import load_tokenizer
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.train.data_parallel import World
-from trainkit.train.feed import Batch, Feed, Split, data_folder
+from trainkit.train.feed import Batch, Feed, data_folder
 from trainkit.train.loss import NO_LABEL, Labels
 from trainkit.train.model import Transformer
 
@@ -52,6 +54,25 @@ class Evaluation:
     seconds: float
 
 
+class InTextOrder:
+    """Every sample of each dataset once, in its own order, dataset after dataset.
+
+    Args:
+        sizes: samples of each dataset.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.ends = np.cumsum(sizes)
+
+    def window(self, consumed: int, n: int) -> tuple[NDArray[np.int16], Numbers]:
+        """As the other orders; positions outside [0, sum of sizes) raise IndexError."""
+        positions = np.arange(consumed, consumed + n)
+        if n and not 0 <= consumed <= consumed + n <= self.ends[-1]:
+            raise IndexError(f"positions {consumed} to {consumed + n} of {self.ends[-1]}")
+        dataset = np.searchsorted(self.ends, positions, side="right")
+        return dataset.astype(np.int16), positions - np.concatenate([[0], self.ends])[dataset]
+
+
 class Windows(Feed):
     """Every window of a split once, in the order of the text, as micro-batches with the masks that the job trains with.
 
@@ -70,27 +91,29 @@ class Windows(Feed):
 
     def __init__(self, job: Job, dataset: Dataset, split: str, vocab: int, device: torch.device) -> None:
         refuse_unreadable(dataset, split)
-        super().__init__(job, dataset, cast(Split, split), World(0, 1), device)
-        self.vocab = vocab
+        native = job.model_copy(update={"sample_order": "native"})  # in the order of the text, whatever order it was trained in
+        super().__init__(native, dataset, cast(SplitName, split), World(0, 1), device)
+        self.vocab, self.micro_batch = vocab, job.training.micro_batch_size
 
     def __len__(self) -> int:
         """Windows of the split."""
-        return self.datasets[0].num_samples
+        return sum(samples.num_samples for samples in self.mixture.samples)
 
     def batches(self, count: int) -> Iterator[Batch]:
         """The first `count` windows, `micro_batch_size` at a time; the last micro-batch may be smaller.
 
         Raises ConfigError for an id beyond the vocabulary.
         """
-        for start in range(0, count, self.micro_batch):
-            numbers = range(start, min(start + self.micro_batch, count))
-            samples = np.empty((len(numbers), self.length + 1), dtype=np.int64)
-            for row, number in zip(samples, numbers, strict=True):
-                self.datasets[0].read(number, row)
-            if (highest := int(samples.max())) >= self.vocab:
-                where = f"windows {numbers.start} to {numbers.stop - 1} of {self.split} of dataset {self.name!r}"
-                raise ConfigError(f"token id {highest} in {where}, but the model's vocabulary has {self.vocab}", hint="it was prepared with another tokenizer")
-            yield self._batch(samples, start)
+
+        def parts(start: int, n: int) -> list[range]:
+            return [range(i, min(i + self.micro_batch, start + n)) for i in range(start, start + n, self.micro_batch)]
+
+        self.close()
+        self.loader = self._loader(InTextOrder([samples.num_samples for samples in self.mixture.samples]), Plan(parts, lambda at: count - at, count))
+        try:
+            yield from self.read(0, count)
+        finally:
+            self.close()
 
 
 def refuse_unreadable(dataset: Dataset, split: str) -> None:

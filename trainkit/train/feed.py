@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,18 +17,18 @@ from torch import Tensor
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.forms import read_form
-from trainkit.data.indexed import IndexedDataset
-from trainkit.data.order import MockSamples, NativeSamples, SampleOrder, Samples
+from trainkit.data.loader import Loader, MicroBatch, Plan, plain_memory
+from trainkit.data.mixture import open_mixture
+from trainkit.data.order import SampleOrder, SplitName
 from trainkit.data.paths import DataFolder
+from trainkit.data.samples import NO_TOKEN, Numbers
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.train.attention import Documents
 from trainkit.train.data_parallel import World
 from trainkit.train.loss import NO_LABEL
 from trainkit.train.readback import to_device
-
-Split = Literal["train", "valid"]
-MOCK: dict[Split, tuple[int, int]] = {"train": (0, 2**20), "valid": (1, 2**12)}  # what is added to the seed, and samples of an epoch
+from trainkit.train.schedule import consumed_after, global_batch_size
 
 
 def data_folder(job: Job, dataset: Dataset | None = None) -> DataFolder:
@@ -92,22 +91,6 @@ def positions_within(bounds: NDArray[np.int64], shape: tuple[int, ...]) -> NDArr
     return positions
 
 
-def _samples(job: Job, dataset: Dataset, split: Split, vocab: int) -> Samples:
-    """One split of a dataset. Raises ConfigError where it holds no sample, before training rather than at the first evaluation."""
-    length = job.model.seq_length
-    if dataset.source == "mock":
-        salt, count = MOCK[split]
-        return MockSamples(vocab, length, job.training.seed + salt, count)
-    samples = NativeSamples(IndexedDataset(data_folder(job, dataset).prefix), dataset.split, split, length)
-    if samples.num_samples == 0:
-        where = f"datasets.{dataset.name}.split ({dataset.split!r})"
-        hint = "give it more weight, or shorten seq_length"
-        if split == "valid":
-            hint += "; to train without evaluations, set eval_iters = 0"
-        raise ConfigError(f"{where} leaves the {split} split no sample of {length} tokens", hint=hint)
-    return samples
-
-
 def _end_token(job: Job, dataset: Dataset) -> int | None:
     """The id that ends a document, where an option of the job needs it. Raises ConfigError for data without documents."""
     t = job.training
@@ -120,8 +103,28 @@ def _end_token(job: Job, dataset: Dataset) -> int | None:
     return end_of_document(load_tokenizer(path), dataset.tokenizer.eod_token, path)
 
 
+def _pinned_memory(shape: tuple[int, int]) -> Numbers:
+    """Page-locked memory, from which a copy to the device waits for nothing; torch keeps it until the copy is done, and uses it again."""
+    values: Numbers = torch.empty(shape, dtype=torch.int64, pin_memory=True).numpy()
+    return values
+
+
+def train_plan(job: Job, world: World) -> Plan:
+    """Global batches as training takes them, growing where it says so, to its last step."""
+    micro = job.training.micro_batch_size
+    return Plan(
+        lambda consumed, n: micro_batches(consumed, n, micro, world), lambda at: global_batch_size(job, at), consumed_after(job, job.training.train_iters)
+    )
+
+
+def valid_plan(job: Job, world: World) -> Plan:
+    """The global batches of one evaluation."""
+    micro, whole = job.training.micro_batch_size, job.global_batch_size
+    return Plan(lambda consumed, n: micro_batches(consumed, n, micro, world), lambda at: whole, job.training.eval_iters * whole)
+
+
 class Feed:
-    """The micro-batches of one split for one rank.
+    """The micro-batches of one split for one rank, read some time before they are asked for.
 
     Args:
         job: the job.
@@ -129,33 +132,53 @@ class Feed:
         split: which part of it.
         world: whose micro-batches.
         device: where they go.
+
+    Raises:
+        ConfigError: the split has no sample (exit 3), the data or Megatron's index is missing or damaged (exit 5 or 6).
     """
 
-    def __init__(self, job: Job, dataset: Dataset, split: Split, world: World, device: torch.device) -> None:
-        self.world, self.device, self.split, self.training = world, device, split, job.training
-        self.name = dataset.name
+    def __init__(self, job: Job, dataset: Dataset, split: SplitName, world: World, device: torch.device) -> None:
+        self.device, self.split, self.training, self.name = device, split, job.training, dataset.name
         self.length, self.vocab = job.model.seq_length, vocab_size(job)
-        self.micro_batch = job.training.micro_batch_size
-        self.datasets = [_samples(job, dataset, split, self.vocab)]
-        self.order = SampleOrder(self.datasets, None, split, self.length, job.training.seed)
+        self.mixture = open_mixture(job, dataset, split, self.vocab)
         self.end = _end_token(job, dataset)
+        self.loader = self._loader(self.mixture.order, (train_plan if split == "train" else valid_plan)(job, world))
+
+    def _loader(self, order: SampleOrder, plan: Plan) -> Loader:
+        return Loader(order, self.mixture.samples, self.length, plan, allocate=_pinned_memory if self.device.type == "cuda" else plain_memory)
 
     def read(self, consumed: int, global_batch: int) -> Iterator[Batch]:
-        """This rank's micro-batches of the global batch of so many samples that begins after `consumed`. Raises ConfigError for an id beyond the vocabulary."""
-        dataset_G, number_G = self.order.window(consumed, global_batch)
-        for positions in micro_batches(consumed, global_batch, self.micro_batch, self.world):
-            samples = np.empty((len(positions), self.length + 1), dtype=np.int64)
-            for row, position in zip(samples, positions, strict=True):
-                at = position - consumed
-                self.datasets[dataset_G[at]].read(int(number_G[at]), row)
-            if (highest := int(samples.max())) >= self.vocab or samples.min() < 0:
-                where = f"samples {positions} of {self.split} of dataset {self.name!r}"
-                raise ConfigError(f"token id {highest} in {where}, but the vocabulary has {self.vocab}", hint="run prep-data anew")
-            yield self._batch(samples, positions.start)
+        """This rank's micro-batches of the global batch of so many samples that begins after `consumed`.
 
-    def _batch(self, samples: NDArray[np.int64], position: int) -> Batch:
-        checksum = sum(int(xxhash.xxh32_intdigest(row.tobytes())) for row in samples)
+        Raises ConfigError for an id beyond the vocabulary (exit 3), and where a file cannot be read (exit 6).
+        """
+        for batch in self.loader.read(consumed, global_batch):
+            if batch.ids.highest >= self.vocab or batch.ids.lowest < 0:
+                raise self._foreign_id(batch)
+            yield self._batch(batch)
+
+    def close(self) -> None:
+        """End the threads that read; twice does no harm."""
+        self.loader.close()
+
+    def _foreign_id(self, batch: MicroBatch) -> ConfigError:
+        wrong = batch.ids.highest if batch.ids.highest >= self.vocab else batch.ids.lowest
+        row = int(np.flatnonzero((batch.tokens == wrong).any(1))[0])
+        dataset, number = (int(part[0]) for part in self.loader.order.window(batch.positions[row], 1))
+        where = f"sample {number} of the {self.split} split of dataset {self.mixture.names[dataset]!r}"
+        return ConfigError(
+            f"token id {wrong} in {where}, but the model's vocabulary has {self.vocab}", hint="it was prepared with another tokenizer: run prep-data anew"
+        )
+
+    def _batch(self, batch: MicroBatch) -> Batch:
+        samples = batch.tokens
+        checksum = sum(int(xxhash.xxh32_intdigest(row.data)) for row in samples)
+        if self.end is None and not batch.ids.missing:  # one copy to the device for both
+            rows = to_device(torch.from_numpy(samples), self.device)
+            return Batch(rows[:, :-1], rows[:, 1:], checksum, batch.positions.start)
         inputs, labels = samples[:, :-1], samples[:, 1:]
+        if batch.ids.missing:
+            inputs, labels = np.where(inputs == NO_TOKEN, 0, inputs), np.where(labels == NO_TOKEN, NO_LABEL, labels)
         positions, documents = None, None
         if self.end is not None:
             bounds = document_bounds(inputs, self.end)
@@ -167,4 +190,4 @@ class Feed:
             if self.training.eod_mask_loss:
                 labels = np.where(inputs == self.end, NO_LABEL, labels)
         tokens_BS, labels_BS = (to_device(torch.from_numpy(np.ascontiguousarray(part)), self.device) for part in (inputs, labels))
-        return Batch(tokens_BS, labels_BS, checksum, position, positions, documents)
+        return Batch(tokens_BS, labels_BS, checksum, batch.positions.start, positions, documents)

@@ -122,6 +122,8 @@ class Trainer:
             self.since.began = time.perf_counter()
             self._train()
         finally:
+            for feed in (self.train_feed, *self.valid_feeds.values()):
+                feed.close()
             self.profiler.close()
             if self.reporter:
                 self.reporter.close()

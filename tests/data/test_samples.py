@@ -1,0 +1,399 @@
+"""Reading samples: windows, Megatron's index and random tokens, all at once and within the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.shared import MISSING, golden
+from trainkit import _index
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.data import samples as module
+from trainkit.data.idx import DTYPES, HEADER, MAGIC
+from trainkit.data.indexed import IndexedDataset, IndexedWriter
+from trainkit.data.order import SplitName
+from trainkit.data.samples import NO_TOKEN, Ids, MegatronSamples, MockSamples, NativeSamples, Samples
+
+SPLIT_NAMES: tuple[SplitName, ...] = ("train", "valid", "test")
+GOLDEN = golden()
+needs_golden = pytest.mark.skipif(GOLDEN is None, reason=MISSING)
+both = pytest.mark.parametrize("mmap", [True, False])
+Numbers = NDArray[np.int64]
+
+
+def _dataset(folder: Path, tokens: int | NDArray[Any], dtype: str = "int32") -> IndexedDataset:
+    with IndexedWriter(folder / "data", dtype) as writer:
+        writer.add_document(np.arange(tokens, dtype=dtype) if isinstance(tokens, int) else tokens)
+    return IndexedDataset(folder / "data")
+
+
+def _read(samples: Samples, numbers: list[int], seq_length: int) -> tuple[Numbers, Ids]:
+    out = np.full((len(numbers), seq_length + 1), 99, np.int64)
+    return out, samples.read(np.array(numbers, np.int64), np.arange(len(numbers)), out)
+
+
+@both
+@pytest.mark.parametrize("num_tokens", [81, 88, 89])
+def test_native_samples_are_windows_that_share_one_token(num_tokens: int, mmap: bool, tmp_path: Path) -> None:
+    dataset, seq_length = _dataset(tmp_path, num_tokens), 8
+    windows, seen = (num_tokens - 1) // seq_length, []
+    for name in SPLIT_NAMES:
+        samples = NativeSamples(dataset, "5,3,2", name, seq_length, mmap)
+        numbers = list(range(samples.num_samples))
+        samples.ahead(np.array(numbers, np.int64))
+        out, ids = _read(samples, numbers, seq_length)
+        assert np.array_equal(out, out[:, :1] + np.arange(seq_length + 1))
+        assert ids == Ids(int(out[0, 0]), int(out[-1, -1]), 0)
+        seen += out[:, 0].tolist()
+        for wrong in ([samples.num_samples], [-1], [0, samples.num_samples]):
+            with pytest.raises(IndexError, match=f"of {samples.num_samples}"):
+                _read(samples, wrong, seq_length)
+            with pytest.raises(IndexError):
+                samples.ahead(np.array(wrong))
+    assert seen == list(range(0, windows * seq_length, seq_length))
+
+
+@both
+@pytest.mark.parametrize("dtype", sorted(d.name for d in DTYPES.values()))
+def test_every_dtype_is_widened_exactly(dtype: str, mmap: bool, tmp_path: Path) -> None:
+    limits, length = np.iinfo(dtype), 40_000  # more bytes than one block of pread, and no multiple of a vector's
+    tokens = np.random.default_rng(0).integers(limits.min, limits.max, 3 * length + 1, dtype, endpoint=True)
+    tokens[5], tokens[2 * length + 7] = limits.max, limits.min
+    samples = NativeSamples(_dataset(tmp_path, tokens, dtype), "1", "train", length, mmap)
+    out, ids = _read(samples, [2, 0], length)
+    assert np.array_equal(out[0], tokens[2 * length :]) and np.array_equal(out[1], tokens[: length + 1])
+    assert ids == Ids(limits.min, limits.max, 0)
+    assert _read(samples, [1], length)[1] == Ids(int(tokens[length : 2 * length + 1].min()), int(tokens[length : 2 * length + 1].max()), 0)
+
+
+@both
+def test_rows_say_where_a_sample_goes(mmap: bool, tmp_path: Path) -> None:
+    samples, out = NativeSamples(_dataset(tmp_path, 50), "1", "train", 4, mmap), np.full((5, 5), 99, np.int64)
+    assert samples.read(np.array([3, 0]), np.array([4, 1]), out) == Ids(0, 16, 0)
+    assert out.tolist() == [[99] * 5, [0, 1, 2, 3, 4], [99] * 5, [99] * 5, [12, 13, 14, 15, 16]]
+    nothing = np.empty(0, np.int64)
+    assert samples.read(nothing, nothing, out) == Ids(0, -1, 0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "rows", "out", "words"),
+    [
+        ([0], [2], np.empty((2, 5), np.int64), "row 2 of out, which has 2"),
+        ([0], [-1], np.empty((2, 5), np.int64), "row -1 of out"),
+        ([0, 1], [0], np.empty((2, 5), np.int64), "2 samples, but 1 rows"),
+        ([0], [0], np.empty((2, 4), np.int64), r"\(2, 4\), not \(B, 5\)"),
+        ([0], [0], np.empty(5, np.int64), r"\(5,\), not \(B, 5\)"),
+        ([0], [0], np.empty((2, 5), np.int32), "int64"),
+        ([0], [0], np.empty((5, 2), np.int64).T, "contiguous"),
+        ([0], [0], np.frombuffer(bytes(80), np.int64).reshape(2, 5), "writable"),
+        ([0], [0], np.empty(81, np.uint8)[1:].view(np.int64).reshape(2, 5), "aligned"),
+        (np.array([0], np.int32), [0], np.empty((2, 5), np.int64), "rows must be"),
+    ],
+)
+def test_wrong_arrays_are_refused(numbers: Any, rows: Any, out: Numbers, words: str, tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, 50)
+    index = (np.zeros(1, np.int32), np.array([[0, 4 * i] for i in range(10)], np.int32))
+    wrong_rows: Any = np.array(rows, np.int32 if words == "rows must be" else np.int64)
+    for samples in (NativeSamples(dataset, "1", "train", 4), MegatronSamples(dataset, *index, 4)):
+        with pytest.raises(ValueError, match=words):
+            samples.read(np.array(numbers, np.int64), wrong_rows, out)
+
+
+def test_data_shorter_than_one_sample_is_refused(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, 8)
+    assert NativeSamples(dataset, "1", "train", 7).num_samples == 1
+    with pytest.raises(ConfigError, match=r"has 8 tokens, fewer than one sample of seq_length \+ 1 = 9") as caught:
+        NativeSamples(dataset, "1", "train", 8)
+    assert caught.value.exit == Exit.STAGE_FAILED
+
+
+def test_an_empty_split_is_refused_when_read(tmp_path: Path) -> None:
+    samples = NativeSamples(_dataset(tmp_path, 100), "95,5,0", "test", 8)
+    assert samples.num_samples == 0
+    with pytest.raises(ConfigError, match=r"has no test sample: split '95,5,0'"):
+        _read(samples, [0], 8)
+
+
+def test_mock_samples_depend_on_seed_and_number_only() -> None:
+    def read(seed: int, *numbers: int) -> list[list[int]]:
+        out, ids = _read(MockSamples(50, 32, seed, 1000), list(numbers), 32)
+        assert ids.lowest <= out.min() <= out.max() <= ids.highest < 50
+        return [[int(token) for token in row] for row in out]
+
+    assert read(2**63 - 1, 3) == read(2**63 - 1, 5, 3)[1:]
+    assert len({tuple(row) for seed in (0, 1) for row in read(seed, *range(100))}) == 200
+    assert {token for row in read(0, *range(100)) for token in row} == set(range(50))
+    assert read(7, 9)[0][:6] == [16, 16, 22, 45, 2, 40], "the order of mock data changed: runs of earlier versions cannot be continued exactly"
+    with pytest.raises(IndexError, match="sample 1000 of 1000"):
+        read(0, 1000)
+
+
+# Megatron's samples -------------------------------------------------------------------------------------------------------------------------
+
+
+def _expected(dataset: IndexedDataset, documents: list[int], places: list[list[int]], seq_length: int, extra: int) -> list[list[int]]:
+    """Every sample of an index, token by token."""
+    rows = []
+    for (first, begin), (last, end) in pairwise(places):
+        row: list[int] = []
+        for position in range(first, last + 1):
+            sequence = dataset[documents[position]].tolist()
+            row += sequence[begin if position == first else 0 : end + extra if position == last else len(sequence)]
+        rows.append(row + [NO_TOKEN] * (seq_length + 1 - len(row)))
+    return rows
+
+
+def _megatron_index(lengths: list[int], documents: list[int], seq_length: int, extra: int) -> list[list[int]]:
+    """Places of all whole samples, and of a short last one that is kept: the rule of helpers.build_sample_idx, token by token."""
+    places, position, offset = [[0, 0]], 0, 0
+    total = sum(lengths[d] for d in documents)
+    for _ in range(-(-(total - extra) // seq_length)):
+        left = seq_length + extra
+        while left:
+            rest = lengths[documents[position]] - offset
+            left -= rest
+            if left <= 0:
+                offset += left + rest - extra
+                left = 0
+            elif position == len(documents) - 1:
+                offset, left = lengths[documents[position]] - extra, 0
+            else:
+                position, offset = position + 1, 0
+        places.append([position, offset])
+    return places
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=8),
+    epochs=st.integers(1, 2),
+    seq_length=st.integers(1, 9),
+    extra=st.booleans(),
+    wide=st.booleans(),
+    mmap=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_megatron_samples_cross_documents(
+    tmp_path: Path, lengths: list[int], epochs: int, seq_length: int, extra: bool, wide: bool, mmap: bool, data: st.DataObject
+) -> None:
+    lengths = [*lengths, 3]  # a last sequence of length 0 would end at token -1, which Megatron refuses
+    with pytest.MonkeyPatch.context() as patch, IndexedWriter(tmp_path / "x", "uint16") as writer:
+        patch.setattr(os, "fsync", lambda _: None)
+        writer.add_document(np.arange(1, sum(lengths) + 1, dtype=np.uint16), lengths)
+    dataset = IndexedDataset(tmp_path / "x", mmap=mmap)
+    documents = [*data.draw(st.permutations(list(range(len(lengths) - 1)))), *range(len(lengths))] * (epochs - 1) + list(range(len(lengths)))
+    places = _megatron_index(lengths, documents, seq_length, int(extra))
+    samples = MegatronSamples(
+        dataset, np.array(documents, np.int32), np.array(places, np.int64 if wide else np.int32), seq_length, extra_token=extra, mmap=mmap
+    )
+    truth = _expected(dataset, documents, places, seq_length, int(extra))
+    numbers = data.draw(st.lists(st.integers(0, len(truth) - 1), max_size=6)) if truth else []
+    samples.ahead(np.array(numbers, np.int64))
+    out, ids = _read(samples, numbers, seq_length)
+    assert samples.num_samples == len(truth)
+    assert out.tolist() == [truth[n] for n in numbers]
+    real = [t for n in numbers for t in truth[n] if t != NO_TOKEN]
+    assert ids == Ids(min(real, default=0), max(real, default=-1), sum(truth[n].count(NO_TOKEN) for n in numbers))
+
+
+@needs_golden
+@both
+def test_megatron_samples_equal_its_own_rows(mmap: bool) -> None:
+    """Tokens and labels of every golden GPTDataset, a short last sample that was kept too."""
+    assert GOLDEN is not None
+    cases = [c for c in json.loads((GOLDEN / "manifest.json").read_text())["cases"] if c["kind"].startswith("GPTDataset")]
+    arrays = np.load(GOLDEN / "gpt_dataset.npz")
+    short = 0
+    for case in cases:
+        key, seq_length = case["key"], case["seq"]
+        dataset = IndexedDataset(GOLDEN / case["prefix"], mmap=mmap)
+        extra = bool(case.get("extra", True))
+        samples = MegatronSamples(dataset, arrays[f"{key}_doc"], arrays[f"{key}_sample"], seq_length, extra_token=extra, mmap=mmap)
+        shuffle = arrays[f"{key}_shuffle"].astype(np.int64)
+        assert samples.num_samples == case["len"] == len(shuffle)
+        if case["kind"] == "GPTDataset":
+            numbers = shuffle[:: case["row_stride"]]
+            out, ids = _read(samples, numbers.tolist(), seq_length)
+            assert ids.missing == (0 if extra else len(numbers))
+            rows = np.concatenate([out[:, :-1], out[:, 1:]], 1)
+            assert np.array_equal(np.where(rows == NO_TOKEN, 0, rows), arrays[f"{key}_rows"])
+        else:
+            out, ids = _read(samples, [int(shuffle[case["last_index"]])], seq_length)
+            tokens, labels = out[0, :-1], out[0, 1:]
+            assert np.array_equal(np.where(tokens == NO_TOKEN, 0, tokens), arrays[f"{key}_lastrow_tokens"])
+            assert np.array_equal(np.where(labels == NO_TOKEN, 0, labels), arrays[f"{key}_lastrow_labels"])
+            assert np.array_equal(labels != NO_TOKEN, arrays[f"{key}_lastrow_lossmask"] == 1)
+            short += ids.missing > 0
+    assert short == 3
+
+
+HOSTILE = st.one_of(st.integers(-3, 9), st.sampled_from([2**31 - 1, -(2**31)]))
+HOSTILE_64 = st.one_of(HOSTILE, st.sampled_from([2**63 - 1, -(2**63), 2**62, 12, 13]))
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_index_reads_beyond_the_file(tmp_path: Path, data: st.DataObject) -> None:
+    """Arrays of any numbers, unaligned as in .idx: tokens of the file, or an error; never a crash, never other memory."""
+    prefix = tmp_path / "x.bin"
+    if not prefix.exists():
+        np.full(6, 7, np.uint16).tofile(prefix)
+    mmap = data.draw(st.booleans())
+    reader = _index.Reader(str(prefix), 8, mmap)
+
+    def draw(numbers: st.SearchStrategy[int], dtype: str, size: int) -> NDArray[Any]:
+        values = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size)), dtype)
+        return np.frombuffer(b"x" + values.tobytes(), dtype, size, 1)
+
+    sequences, positions, rows = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4))
+    documents, lengths = draw(HOSTILE, "<i4", positions), draw(HOSTILE, "<i4", sequences)
+    offsets = draw(HOSTILE_64, "<i8", sequences)
+    wide = data.draw(st.booleans())
+    places = draw(HOSTILE_64 if wide else HOSTILE, "<i8" if wide else "<i4", 2 * rows).reshape(rows, 2)
+    number = np.array([data.draw(HOSTILE_64)])
+    extra, width = data.draw(st.integers(0, 1)), data.draw(st.integers(2, 8))
+    out = np.full((3, width), 99, np.int64)
+    arrays = (documents, places, lengths, offsets)
+    try:
+        reader.ahead_of_documents(*arrays, number, width, extra)
+        low, high, missing = reader.documents(*arrays, number, np.array([1]), out, extra)
+    except (ValueError, IndexError):
+        assert (out[[0, 2]] == 99).all()
+    else:
+        tokens = out[1][out[1] != NO_TOKEN].tolist()
+        assert (out[[0, 2]] == 99).all() and set(tokens) <= {0x0007, 0x0700}  # read from an odd byte on, the bytes change places
+        assert (low, high, missing) == (min(tokens, default=0), max(tokens, default=-1), width - len(tokens))
+    first, count = data.draw(HOSTILE_64), data.draw(HOSTILE_64)
+    wide_out = np.empty((1, data.draw(st.integers(2, 8))), np.int64)
+    try:
+        reader.ahead(first, count, number, wide_out.shape[1])
+        reader.windows(first, count, number, np.array([0]), wide_out)
+    except (ValueError, IndexError):
+        pass
+    else:
+        assert (wide_out == 7).all() and 0 <= first + number[0] < first + count <= 5 // (wide_out.shape[1] - 1)
+
+
+@both
+@pytest.mark.parametrize(
+    ("documents", "places", "words"),
+    [
+        ([0, 3], [[0, 0], [1, 1]], "has sequence 3 of 2"),
+        ([0, -1], [[0, 0], [1, 1]], "has sequence -1 of 2"),
+        ([0, 1], [[0, 0], [2, 1]], "goes from position 0 to 2 of 2"),
+        ([0, 1], [[1, 0], [0, 1]], "goes from position 1 to 0"),
+        ([0, 1], [[0, 3], [0, 1]], "has tokens from 3 or to 1 of sequence 0"),
+        ([0, 1], [[0, 9], [1, 1]], "has tokens from 9"),
+        ([0, 1], [[0, 0], [0, 4]], "to 4 of sequence 0, which has 4"),
+        ([0, 1], [[0, 0], [1, -2]], "to -2 of sequence 1"),
+        ([0, 1], [[0, 0], [1, 3]], "has more than 5 tokens"),
+    ],
+)
+def test_an_index_of_other_data_is_named(documents: list[int], places: list[list[int]], words: str, mmap: bool, tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "x", "uint16") as writer:
+        writer.add_documents(np.arange(8), [4, 4])
+    samples = MegatronSamples(IndexedDataset(tmp_path / "x"), np.array(documents, np.int32), np.array(places, np.int32), 4, mmap=mmap)
+    for call in (lambda: _read(samples, [0], 4), lambda: samples.ahead(np.array([0]))):
+        with pytest.raises(ConfigError, match=words) as caught:
+            call()
+        assert caught.value.exit == Exit.STAGE_FAILED and "x.bin" in str(caught.value) and "make it again" in str(caught.value)
+
+
+# The file ------------------------------------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_a_file_that_becomes_shorter_is_an_error(mmap: bool, tmp_path: Path) -> None:
+    samples = NativeSamples(_dataset(tmp_path, 200_000), "1", "train", 1000, mmap)
+    os.truncate(tmp_path / "data.bin", 4096)
+    with pytest.raises(ConfigError, match=r"data\.bin had 800000 bytes when it was opened and has 4096 now") as caught:
+        _read(samples, [0, 198], 1000)
+    assert caught.value.exit == Exit.STAGE_FAILED
+
+
+def test_what_changed_between_idx_and_bin_is_refused(tmp_path: Path) -> None:
+    dataset = _dataset(tmp_path, 100)
+    os.truncate(tmp_path / "data.bin", 40)
+    with pytest.raises(ConfigError, match="has 10 tokens now, and had 100"):
+        NativeSamples(dataset, "1", "train", 8)
+    (tmp_path / "data.bin").unlink()
+    with pytest.raises(ConfigError, match=r"data\.bin: open: No such file"):
+        NativeSamples(dataset, "1", "train", 8)
+
+
+def test_an_unknown_dtype_code_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(8))
+    for code in (0, 6, 7, 9, 99, -1):
+        with pytest.raises(ValueError, match=f"dtype code {code} "):
+            _index.Reader(str(tmp_path / "x"), code)
+
+
+def _resident_kib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+@both
+def test_resident_memory_stays_flat(mmap: bool, tmp_path: Path) -> None:
+    """Through 700 MB in random order: never more than the 256 MiB that a reader keeps mapped, and what one call adds."""
+    seq_length, tokens = 2**15, 350_000_000
+    with open(tmp_path / "data.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 8, 1, 2))
+        file.write(np.array([tokens], "<i4").tobytes() + np.array([0, 0, 1], "<i8").tobytes())
+    (tmp_path / "data.bin").touch()
+    os.truncate(tmp_path / "data.bin", 2 * tokens)  # a hole: its pages are pages of the page cache like any other
+    samples = NativeSamples(IndexedDataset(tmp_path / "data"), "1", "train", seq_length, mmap)
+    order = np.random.default_rng(0).permutation(samples.num_samples).astype(np.int64)
+    out, rows = np.zeros((8, seq_length + 1), np.int64), np.arange(8)
+    before = highest = _resident_kib()
+    for first in range(0, len(order) - 8, 8):
+        samples.read(order[first : first + 8], rows, out)
+        highest = max(highest, _resident_kib())
+    assert highest - before < (256 + 8 * 2 * 2 + 16 if mmap else 16) * 1024
+
+
+def test_mapped_index_arrays_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DROP_EVERY", 10)
+    with IndexedWriter(tmp_path / "data", "uint16") as writer:
+        writer.add_documents(np.arange(4000) % 50000, [4] * 1000)
+    np.save(tmp_path / "doc.npy", np.arange(1000, dtype=np.int32))
+    np.save(tmp_path / "sample.npy", np.array([[i, 0] for i in range(1000)], np.int32))
+    arrays = [np.load(tmp_path / name, mmap_mode="r") for name in ("doc.npy", "sample.npy")]
+    samples = MegatronSamples(IndexedDataset(tmp_path / "data"), arrays[0], arrays[1], 4)
+    assert len(samples._maps) == 4, "two of .npy, two of .idx"
+    for first in range(0, 900, 5):
+        assert _read(samples, list(range(first, first + 5)), 4)[0][:, 0].tolist() == [4 * n for n in range(first, first + 5)]
+    in_memory = MegatronSamples(IndexedDataset(tmp_path / "data", mmap=False), np.array(arrays[0]), np.load(tmp_path / "sample.npy"), 4)
+    assert in_memory._maps == []
+    assert MegatronSamples(IndexedDataset(tmp_path / "data"), np.load(tmp_path / "doc.npy", mmap_mode="c"), arrays[1], 4)._maps.__len__() == 3
+
+
+@both
+def test_many_threads_read_the_same(mmap: bool, tmp_path: Path) -> None:
+    """While maps are renewed under them."""
+    tokens = np.random.default_rng(0).integers(0, 2**16, 200 * 2**20, np.uint16)
+    samples = NativeSamples(_dataset(tmp_path, tokens, "uint16"), "1", "train", 500, mmap)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        chosen = np.random.default_rng(seed).integers(0, samples.num_samples, (40, 32))
+        for numbers in chosen:
+            out, _ = _read(samples, numbers.tolist(), 500)
+            wrong.extend(int(n) for n, row in zip(numbers, out, strict=True) if not np.array_equal(row, tokens[n * 500 : n * 500 + 501]))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

@@ -1,0 +1,63 @@
+"""The stage index: Megatron's sample order, built on a CPU before any node is held. The native order needs none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.errors import ConfigError
+from trainkit.data.megatron_order import Asked, asked_of, open_asked
+from trainkit.data.order import SplitName
+from trainkit.data.pairs import pairs_of
+from trainkit.data.paths import DataFolder
+from trainkit.jobs.schema import Dataset, Job
+from trainkit.stages.contract import Need, Unit
+
+VERSION = 1
+
+
+class Index:
+    """One need a dataset that the job reads, one unit a split."""
+
+    name = "index"
+
+    def needs(self, job: Job, stamps: Path) -> list[Need]:
+        if job.sample_order != "megatron":
+            return []
+        splits: dict[str, list[SplitName]] = {job.dataset.name: ["train"]}
+        datasets = {job.dataset.name: job.dataset}
+        for dataset in (job.dataset, *job.validation.values()) if job.training.eval_iters else ():
+            datasets[dataset.name] = dataset
+            splits.setdefault(dataset.name, []).append("valid")
+        return [need for name, dataset in datasets.items() if (need := _need(job, dataset, splits[name]))]
+
+
+def _need(job: Job, dataset: Dataset, splits: list[SplitName]) -> Need | None:
+    if dataset.source == "mock" or dataset.tokenizer is None:
+        return None
+    root = Path(job.cluster.root or ".")
+    try:
+        asked = [asked_of(job, dataset, split, pairs_of(root, dataset, split)) for split in dict.fromkeys(splits)]
+    except ConfigError:
+        if DataFolder(root, dataset).manifest.is_file():
+            raise
+        return None  # which files there are is known when prep-data has made them: this is asked again then
+    name = f"{dataset.name}--{dataset.tokenizer.name}"
+    return Need(Index.name, name, dataset.name, VERSION, {}, (), (), tuple(_unit(part) for part in asked), evidence=lambda: _evidence(asked))
+
+
+def _evidence(asked: list[Asked]) -> tuple[bool, str]:
+    """The arrays say what they were built from: .idx as it was then, and every option."""
+    try:
+        for part in asked:
+            open_asked(part)
+    except ConfigError as error:
+        return False, str(error)
+    return True, f"what is there was built from these files for {asked[0].samples:,} samples"
+
+
+def _unit(asked: Asked) -> Unit:
+    spec: dict[str, Any] = {"asked": asked.to_json(), "threads": len(os.sched_getaffinity(0))}
+    return Unit(f"order-{asked.split}", (sys.executable, "-I", "-m", "trainkit.data.megatron_order"), spec, size=max(1, asked.samples))
