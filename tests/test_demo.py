@@ -35,4 +35,4 @@ def test_megatrons_order(project: Project) -> None:
     assert [row["lm_loss"] for row in rows if "eval" in row][-1] < 5.5
     assert len({row["batch_checksum"] for row in rows if "eval" not in row}) == 170
     again = project.invoke("prep-data", "--job", "demo", "--dry-run").stdout
-    assert "index" not in again  # the job itself has the native order
+    assert "index python-stdlib" not in again  # the job itself has the native order

@@ -184,3 +184,28 @@ def test_files_of_one_name_are_told_apart(root: Path, tmp_path: Path) -> None:
     prefixes = (str(root / "web_{0..1}"), str(tmp_path / "more/web_0"))
     names = [pair.name for pair in pairs_of(root, dataset.model_copy(update={"prefixes": prefixes}), "train")]
     assert names == ["web.web_0.1", "web.web_1", "web.web_0.2"]
+
+
+@pytest.mark.parametrize("part", ["dataset_index", "dataset_sample_index", "shuffle_index", "document_index", "sample_index"])
+@pytest.mark.parametrize("damage", ["empty", "garbage"])
+def test_damaged_arrays_of_megatrons_order_are_named(root: Path, tmp_path: Path, part: str, damage: str) -> None:
+    """Never a traceback, and the stage makes an empty one anew."""
+    job = job_of(root, "mix", "sample_order=megatron", "training.train_iters=20", "training.eval_iters=0", f"cluster.root={tmp_path}")
+    order_is_built(job, tmp_path)
+    for path in tmp_path.glob(f"data/mix/t/megatron/*-{part}.npy"):
+        content = b"" if damage == "empty" else path.read_bytes()[:128] + b"\xff\xfe\xfd\x7c" * ((path.stat().st_size - 128) // 4)
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"npy|damaged|sample index"):
+        read(job, "train", 0, 40)
+    if damage == "empty":
+        order_is_built(job, tmp_path)
+        read(job, "train", 0, 40)
+
+
+def test_a_blend_that_is_there_is_left_alone(root: Path, tmp_path: Path) -> None:
+    job = job_of(root, "mix", "sample_order=megatron", "training.train_iters=20", "training.eval_iters=0", f"cluster.root={tmp_path}")
+    order_is_built(job, tmp_path)
+    before = {path: path.stat().st_ino for path in tmp_path.glob("data/mix/t/megatron/*")}
+    (need,) = Index().needs(job, tmp_path)
+    work(dict(need.units[0].spec), lambda done, total: None)
+    assert before == {path: path.stat().st_ino for path in tmp_path.glob("data/mix/t/megatron/*")}

@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.base.errors import ConfigError
@@ -38,6 +38,7 @@ def test_what_is_not_text_is_left_out_and_counted(tmp_path: Path) -> None:
     assert [d.text for d in read_documents(path, "text")] == ["print(1)\n"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20))
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     path = tmp_path_factory.mktemp("corpus") / "shard.jsonl.zst"

@@ -97,3 +97,10 @@ def test_megatrons_order_fixes_what_its_shuffles_depend_on(checkout: Checkout, t
     with pytest.raises(ConfigError, match=r"training\.train_iters cannot change in a run with sample_order = 'megatron'"):
         changed_job(path, ["training.train_iters=40"])
     assert changed_job(path, ["training.log_interval=5"])[1].training.log_interval == 5
+
+
+@pytest.mark.parametrize(("key", "value", "words"), [("on_nan", '"rollback"', "'rollback' needs samples beyond"), ("seed", "4294967296", "is 2^32 or more")])
+def test_megatrons_order_refuses_what_it_cannot_keep(checkout: Checkout, key: str, value: str, words: str) -> None:
+    text = GOOD.replace("[jobs.demo]", '[jobs.demo]\nsample_order = "megatron"') + f"{key} = {value}\n"
+    assert words in refused(checkout(text))[0]
+    assert checkout(GOOD + f"{key} = {value}\n").resolve("demo")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -68,6 +69,12 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(128 + signal.SIGKILL)
+
+
+def allow_open_files() -> None:
+    """As many open files as this process may have at all: a blend of a thousand datasets holds some thousand."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def start(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: int | IO[Any], stderr: int | IO[Any]) -> subprocess.Popen[bytes]:

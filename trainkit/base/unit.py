@@ -18,7 +18,7 @@ from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import read_json
-from trainkit.base.process import die_with_parent
+from trainkit.base.process import allow_open_files, die_with_parent
 
 Progress = Callable[..., None]  # (done, total, **counts): see above
 PARENT_VARIABLE = "TRAINKIT_PARENT_PID"  # the process whose death ends this one
@@ -47,6 +47,7 @@ def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None
 
     The first logs where the caller says; of every further one, X.spec.json, the log is X.log beside it.
     """
+    allow_open_files()
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what the work has begun is undone

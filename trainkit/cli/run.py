@@ -10,12 +10,14 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.forms import document
+from trainkit.base.process import allow_open_files
 from trainkit.cli.ending import print_ending
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.plan import plan_of
 from trainkit.cli.prepare import STAGES, bring_up_to_date
 from trainkit.cli.progress import TrainingView
 from trainkit.cli.wrapper import Answer, Talk
+from trainkit.data.mixture import open_mixture
 from trainkit.engines import ENGINES, refuse_unlaunchable
 from trainkit.engines.rules import RULES
 from trainkit.jobs.change import changed_job
@@ -26,7 +28,8 @@ from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan, make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import find_run, read_record
-from trainkit.stages.run import needs_in_turn, needs_of, refuse_stale
+from trainkit.stages.index import Index
+from trainkit.stages.run import needs_in_turn, needs_of, refuse_stale, stamps_folder
 
 
 def _refuse_infeasible(plan: Plan) -> Plan:
@@ -34,6 +37,15 @@ def _refuse_infeasible(plan: Plan) -> Plan:
     if not plan.feasible:
         raise TrainkitError("; ".join(f"{o.key}: {o.message}" for o in plan.objections), exit=Exit.PLAN, hint=f"invoke plan {plan.job}")
     return plan
+
+
+def _refuse_without_samples(job: Job) -> None:
+    """Open what every rank will read, before any of them starts. Raises ConfigError as `open_mixture`."""
+    allow_open_files()
+    evaluated = {"valid": job.dataset, **job.validation} if job.training.eval_iters else {}
+    open_mixture(job, job.dataset, "train", vocab=job.model.vocab_size or 1)
+    for dataset in evaluated.values():
+        open_mixture(job, dataset, "valid", vocab=job.model.vocab_size or 1)
 
 
 def _refuse_without_wandb(job: Job) -> None:
@@ -84,6 +96,8 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     plan = _refuse_infeasible(plan_of(job))
     if talk.dry_run:
         return _dry_run(talk, job, plan)
+    _refuse_without_samples(job)
+    needs = needs_of(job, STAGES)  # as they are now that they are done
     view = TrainingView(talk.console, job.training.train_iters)
     try:
         run, outcome = start_run(resolved, plan, needs, jobs.root, Watch(view.begin, view.tick, view.notice), share=share)
@@ -113,6 +127,7 @@ def resume(talk: Talk, words: str, sets: Sequence[str], *, share: bool) -> Answe
         hint = "ask there; if that host is gone for good, delete the attempt's events.jsonl"
         raise TrainkitError(f"run {run.id} was started on another host, which cannot be asked from here", exit=Exit.CONTACT_LOST, hint=hint)
     refuse_other_inputs(run)
+    root = Path(job.cluster.root or ".")
     _refuse_infeasible(plan_of(job))
     if record.state == "succeeded" and record.step >= job.training.train_iters:
         talk.say(f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is nothing to resume")
@@ -122,6 +137,8 @@ def resume(talk: Talk, words: str, sets: Sequence[str], *, share: bool) -> Answe
     if talk.dry_run:
         talk.say(f"would go on with run {run.id} in {run.path}, attempt {record.attempt + 1}, from its newest valid checkpoint")
         return Answer(record.to_json())
+    bring_up_to_date(talk, Index().needs(job, stamps_folder(root, Index.name)), root)
+    _refuse_without_samples(job)
     talk.say(f"run {run.id} ({record.state}) is at step {record.step}; going on as attempt {record.attempt + 1}")
     view = TrainingView(talk.console, job.training.train_iters)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ class MegatronOrder:
         elif len(dataset_index) != len(dataset_sample_index):
             raise ValueError(f"dataset_index has {len(dataset_index)} entries, dataset_sample_index {len(dataset_sample_index)}")
         self._shuffles = [index.shuffle for index in indexes]
+        self._prefixes = [str(index.request.prefix) for index in indexes[:3]]
         self._datasets, self._numbers = dataset_index, dataset_sample_index
         self.num_samples = indexes[0].num_samples if dataset_index is None else len(dataset_index)
 
@@ -48,13 +50,27 @@ class MegatronOrder:
             raise ConfigError(
                 f"samples {consumed:,}..{end - 1:,} are asked for, but Megatron's sample order was built with {self.num_samples:,}",
                 exit=Exit.STAGE_FAILED,
-                hint='build the index for longer training (invoke prep-data), or use sample_order = "native", which has no end',
+                hint='use sample_order = "native", which has no end',
             )
         if self._datasets is None or self._numbers is None:
-            return np.zeros(n, np.int16), self._shuffles[0][consumed:end].astype(np.int64)
+            shuffled = self._shuffles[0][consumed:end].astype(np.int64)
+            self._check(shuffled, len(self._shuffles[0]), "a shuffle index")
+            return np.zeros(n, np.int16), shuffled
         datasets = np.array(self._datasets[consumed:end])
+        self._check(datasets, len(self._shuffles), "the blend's dataset index")
         places, numbers = self._numbers[consumed:end], np.empty(n, np.int64)
         for dataset in np.unique(datasets):
-            rows = np.flatnonzero(datasets == dataset)
-            numbers[rows] = self._shuffles[dataset][places[rows]]
+            rows, shuffle = np.flatnonzero(datasets == dataset), self._shuffles[dataset]
+            self._check(places[rows], len(shuffle), "the blend's sample index")
+            numbers[rows] = shuffle[places[rows]]
+            self._check(numbers[rows], len(shuffle), "a shuffle index")
         return datasets, numbers
+
+    def _check(self, values: NDArray[Any], size: int, what: str) -> None:
+        """Refuse what can only be damage: the files are as they were written only by their size and time."""
+        if len(values) and not 0 <= values.min() <= values.max() < size:
+            wrong = values.min() if values.min() < 0 else values.max()
+            hint = "build it anew: invoke prep-data --force --job JOB"
+            raise ConfigError(
+                f"{what} of {', '.join(self._prefixes)} holds {wrong} among numbers below {size:,}: it is damaged", exit=Exit.STAGE_FAILED, hint=hint
+            )

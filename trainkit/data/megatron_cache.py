@@ -8,6 +8,7 @@ stands one of ours, MARK, which does: `read_mark` refuses what was built from so
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import re
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import atomic_open, remove_leftovers, write_json, write_text
 from trainkit.base.forms import document, read_form
 from trainkit.data.order import parse_split
@@ -125,10 +126,17 @@ def read_mark(folder: Path, names: CacheNames, schema: str, facts: Mapping[str, 
 
 
 def map_array(path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray[Any, Any]:
-    """An .npy file, mapped read-only. Raises ConfigError (exit 6): it is missing, damaged, or not of this shape and dtype."""
+    """An .npy file, mapped read-only.
+
+    Raises:
+        ConfigError (exit 6): it is missing, damaged, or not of this shape and dtype.
+        TrainkitError (exit 6): too many files are open, which says nothing of this one.
+    """
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+        array = np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise TrainkitError(f"{path}: {error.strerror}", exit=Exit.STAGE_FAILED, hint="raise the limit of open files: ulimit -n") from None
         raise ConfigError(f"{path}: {error}", exit=Exit.STAGE_FAILED, hint="delete it and build the index stage again: invoke prep-data") from None
     if array.shape != shape or array.dtype != np.dtype(dtype):
         message = f"{path} holds {array.dtype.name} {list(array.shape)}, not {np.dtype(dtype).name} {list(shape)}"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.errors import ConfigError
 from trainkit.base.unit import Progress, run_unit
 from trainkit.data.indexed import IndexedDataset
 from trainkit.data.megatron import MegatronOrder
@@ -79,7 +79,7 @@ def _requests(asked: Asked) -> list[IndexRequest]:
         bounds = split_ranges(pair.split, len(IndexedDataset(pair.prefix)))[SPLITS.index(asked.split)]
         if bounds is None:
             message = f"the split {pair.split!r} of {pair.prefix} gives {asked.split} no width"
-            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="give it a weight, or set training.eval_iters = 0 if it is only evaluated")
+            raise ConfigError(message, hint="give it a weight, or set training.eval_iters = 0 if it is only evaluated")
         shared = None if pair.split == WHOLE[asked.split] else pair.split
         requests.append(IndexRequest(pair.prefix, *bounds, asked.split, asked.seq_length, asked.seed, split=shared))
     return requests
@@ -103,7 +103,7 @@ def pair_tokens(pair: Pair) -> int:
 def open_order(job: Job, dataset: Dataset, split: SplitName, pairs: Sequence[Pair]) -> tuple[MegatronOrder, list[MegatronSamples]]:
     """The order, and the samples of each pair. Every rank maps the arrays; none waits for another.
 
-    Raises ConfigError (exit 6): it was not built, was built from something else, or has fewer samples than will be read.
+    Raises ConfigError: it was not built or was built from something else (exit 6), or has fewer samples than will be read (exit 3).
     """
     asked = asked_of(job, dataset, split, pairs)
     order, indexes = open_asked(asked)
@@ -131,7 +131,7 @@ def _refuse_too_few(asked: Asked, there: int) -> None:
     if there < asked.least:
         names = ", ".join(pair.name for pair in asked.pairs[:4]) + (", ..." if len(asked.pairs) > 4 else "")
         message = f"Megatron's blend by size of {names} has {there:,} {asked.split} samples, one epoch of each; {asked.least:,} will be read"
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint='give the datasets weights, lower training.train_iters, or use sample_order = "native"')
+        raise ConfigError(message, hint='give the datasets weights, lower training.train_iters, or use sample_order = "native"')
 
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -139,6 +139,8 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     asked = Asked.from_json(spec["asked"])
     plan = _plan(asked)
     requests = plan.requests if isinstance(plan, Blend) else (plan,)
+    if isinstance(plan, Blend) and plan.weights is None:  # else as many epochs are built as it takes
+        _refuse_too_few(asked, sum(count_of(request).samples for request in requests))
     sizes = [request.last - request.first for request in requests]
     total, done = sum(sizes), 0
     for request, size in zip(requests, sizes, strict=True):
@@ -153,18 +155,17 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
             )
         done += size
         progress(done, total)
-    if isinstance(plan, Blend):
+    if isinstance(plan, Blend) and not _there(asked, plan):
         build_blend(plan, asked.folder, asked.tokenizer)
-        samples = MegatronBlend(asked.folder, plan, asked.tokenizer).num_samples
-    else:
-        samples = count_of(plan).samples
-    _refuse_too_few(asked, samples)
-    return {"samples": samples}
+    order, _ = open_asked(asked)
+    return {"samples": order.num_samples}
 
 
-def _there(asked: Asked, request: IndexRequest) -> bool:
+def _there(asked: Asked, part: IndexRequest | Blend) -> bool:
+    """Whether it need not be built; whoever else opens it meanwhile finds it untouched then."""
+    kind = MegatronBlend if isinstance(part, Blend) else MegatronIndex
     try:
-        MegatronIndex(asked.folder, request, asked.tokenizer)
+        kind(asked.folder, part, asked.tokenizer)  # type: ignore[arg-type]
     except ConfigError:
         return False
     return True

@@ -35,7 +35,7 @@ def open_mixture(job: Job, dataset: Dataset, split: SplitName, vocab: int) -> Mi
         split: which.
         vocab: ids of random tokens are below it.
 
-    Raises ConfigError: a file is missing or damaged (exit 6), the split holds no sample (exit 3), Megatron's index was not made or is of other data (exit 5).
+    Raises ConfigError: a file is missing or damaged (exit 6), the split holds no sample (exit 3), Megatron's index was not built or is of other data (exit 6).
     """
     length, seed = job.model.seq_length, job.training.seed
     if dataset.source == "mock":

@@ -53,8 +53,8 @@ def prefixes_of(dataset: Dataset, root: Path) -> list[Path]:
         if not matches:
             hint = "give paths without .bin and .idx; relative ones begin at the folder of jobs.toml"
             raise ConfigError(f"datasets.{dataset.name}.prefixes: there is no {pattern}.idx", exit=Exit.STAGE_FAILED, hint=hint)
-        found += [match for match in matches if match not in found]
-    return found
+        found += matches
+    return list(dict.fromkeys(found))
 
 
 def pairs_of(root: Path, dataset: Dataset, split: SplitName) -> list[Pair]:

@@ -23,10 +23,12 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     tokenizer = load_tokenizer(Path(spec["tokenizer"]))
     vocab_size = tokenizer.get_vocab_size()
     counts = {"documents": 0, "sequences": 0, "tokens": 0}
-    pairs = [IndexedDataset(Path(prefix)) for prefix in spec["prefixes"]]
-    total, done = sum(pair.num_tokens for pair in pairs), 0
-    for pair in pairs:
+    total, done = sum(IndexedDataset(Path(prefix)).num_tokens for prefix in spec["prefixes"]), 0
+    dtypes = set()
+    for prefix in spec["prefixes"]:
+        pair = IndexedDataset(Path(prefix))  # one at a time: maps are few
         pair.verify()
+        dtypes.add(str(pair.dtype))
         for start in range(0, pair.num_tokens, BLOCK):
             highest = int(pair.tokens[start : start + BLOCK].max())
             if highest >= vocab_size or int(pair.tokens[start : start + BLOCK].min()) < 0:
@@ -42,9 +44,9 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         name=spec["name"],
         vocab_size=vocab_size,
         eod_id=end_of_document(tokenizer, spec["eod_token"], Path(spec["tokenizer"])),
-        dtypes=sorted({str(pair.dtype) for pair in pairs}),
+        dtypes=sorted(dtypes),
         pairs=spec["prefixes"],
-        **(counts if pairs else {}),
+        **(counts if dtypes else {}),
     )
     write_json(Path(spec["manifest"]), manifest)
     return counts

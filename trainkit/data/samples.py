@@ -84,7 +84,7 @@ def _named(dataset: IndexedDataset) -> Iterator[None]:
     except ValueError as error:
         if "sample index" not in str(error):
             raise  # an argument is wrong, not the index
-        raise data_error(dataset.bin, f"{error}", "the index was made for other data: make it again") from None
+        raise data_error(dataset.bin, f"{error}", "the index is damaged or was made for other data: invoke prep-data --force --job JOB") from None
 
 
 class NativeSamples:

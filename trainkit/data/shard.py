@@ -40,7 +40,7 @@ from trainkit.data.overlap import ahead, behind
 from trainkit.data.rejects import EVERY, Rejects
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 
-BATCH_BYTES = 2**21  # of text encoded at once: bounds memory whatever the corpus's size
+BATCH_BYTES = 2**20  # of text encoded at once: bounds memory whatever the corpus's size
 BATCH_DOCUMENTS = 2**13
 CHECK_DOCUMENTS = 200
 M_ARENA_MAX = -8  # of mallopt(3)

@@ -50,6 +50,7 @@ def verify_pair(prefix: Path, vocab_size: int, eod_id: int | None) -> Found:
     found = Found()
     try:
         pair = IndexedDataset(prefix)
+        pair.verify()
     except ConfigError as error:
         found.problems += error.list
         return found

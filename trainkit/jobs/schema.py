@@ -162,6 +162,19 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
+    def _order_lasts(self) -> Job:
+        """Megatron's order ends with training; a rollback goes on with later samples, so it would run out of them at the very end."""
+        for key in ("on_nan", "on_spike") if self.sample_order == "megatron" else ():
+            if getattr(self.training, key) == "rollback":
+                message = f"training.{key} = 'rollback' needs samples beyond those that sample_order = 'megatron' builds; use 'skip', or the native order"
+                raise wrong(f"training.{key}", message)
+        if self.sample_order == "megatron" and self.training.seed >= 2**32:
+            raise wrong(
+                "training.seed", f"training.seed {self.training.seed} is 2^32 or more, which numpy's RandomState, and so sample_order = 'megatron', cannot take"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _compiles(self) -> Job:
         t = self.training
         kernel = self.cluster.device_type == "cuda" and t.precision != "fp32" and self.model.attention_dropout == 0

@@ -82,7 +82,9 @@ def _fill(run: RunFolder, resolved: Resolved, plan: Plan, needs: Sequence[Need],
     link_code(snapshot, run.code)
     write_json(run.plan, plan.to_json())
     write_origin(run, project, sha256, secrets)
-    files = [file_identity(path) for need in needs if need.stage != "build" for path in need.outputs]
+    made = [path for need in needs if need.stage != "build" for path in need.outputs]
+    ready = [path for need in needs for path in need.inputs if path.suffix in (".bin", ".idx")]  # pairs that nobody made here: the run reads them itself
+    files = [file_identity(path) for path in dict.fromkeys([*made, *ready])]
     write_json(run.path / "launch" / "inputs.json", document("inputs/1", files=files))
     write_job(run.job, resolved)
 

@@ -98,11 +98,12 @@ def leave(code: int) -> None:
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the snapshot this file is part of
-    from trainkit.base.process import die_with_parent
+    from trainkit.base.process import allow_open_files, die_with_parent
     from trainkit.base.unit import PARENT_VARIABLE
 
     if parent := os.environ.get(PARENT_VARIABLE):
         die_with_parent(int(parent))
+    allow_open_files()
     parser = argparse.ArgumentParser(description="One rank of the native engine.")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
