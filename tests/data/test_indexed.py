@@ -21,7 +21,8 @@ from tests.shared import MISSING, golden
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data import IndexedDataset, idx, indexed
 from trainkit.data.idx import HEADER, MAGIC
-from trainkit.data.indexed import IndexedWriter, best_dtype, merge
+from trainkit.data.indexed import IndexedWriter, best_dtype
+from trainkit.data.merge import merge_pairs
 
 GOLDEN = golden()
 needs_golden = pytest.mark.skipif(GOLDEN is None, reason=MISSING)
@@ -82,7 +83,7 @@ def test_writes_megatrons_bytes(name: str, tmp_path: Path) -> None:
 
 @needs_golden
 def test_merges_as_megatron(tmp_path: Path) -> None:
-    merge([_prefix("tok_u16"), _prefix("tok_multi_u16")], tmp_path / "merged")
+    merge_pairs([_prefix("tok_u16"), _prefix("tok_multi_u16")], tmp_path / "merged")
     assert _bytes(tmp_path / "merged") == _bytes(_prefix("tok_merged_u16"))
 
 
@@ -114,7 +115,7 @@ def test_round_trip(tmp_path: Path, documents: list[list[int]], cut: int, chunk:
             writer.add_documents(np.array([t for d in documents for t in d], np.uint16), [len(d) for d in documents])
         _write(tmp_path / "a", documents[:cut])
         _write(tmp_path / "b", documents[cut:])
-        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
+        merge_pairs([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
         assert _bytes(one) == _bytes(tmp_path / "flat") == _bytes(tmp_path / "merged")
         dataset = IndexedDataset(one)
         dataset.verify()
@@ -352,10 +353,10 @@ def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
 def test_merge_refuses_mixed_dtypes_and_nothing(tmp_path: Path) -> None:
     _write(tmp_path / "a", [[1]])
     _write(tmp_path / "b", [[1]], "int32")
-    with pytest.raises(ConfigError, match=r"b\.idx: holds int32, but m is of uint16"):
-        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"b\.idx holds int32, but a\.idx uint16"):
+        merge_pairs([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
     with pytest.raises(ConfigError, match="nothing to merge"):
-        merge([], tmp_path / "m")
+        merge_pairs([], tmp_path / "m")
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("m")]
 
 

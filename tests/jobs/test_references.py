@@ -282,7 +282,7 @@ def test_datasets_and_tokenizers(jobs: Jobs) -> None:
     assert {name: d.documents for name, d in datasets.items() if d.documents} == {"enron": 517401, "openwebtext2": 17103000}
     for dataset in datasets.values():
         assert dataset.tokenizer and (dataset.homepage or dataset.name == "neuron-wikipedia")
-        assert all(url.startswith(("https://", "http://", "s3://")) for url in dataset.urls)
+        assert all(url.startswith(("https://", "http://", "s3://", "hf://")) for url in dataset.urls)
     assert datasets["pile"].urls == ("https://the-eye.eu/public/AI/pile/train/{00..29}.jsonl.zst",)
     ready = datasets["the-pile-gpt3"]
     assert ready.tokens and abs(ready.tokens - 1462271680 * 512 / 2) < 1e6  # .bin bytes, two a token

@@ -7,7 +7,6 @@ import errno
 import io
 import operator
 import os
-import shutil
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
@@ -38,7 +37,7 @@ from trainkit.data.idx import (
     read_header,
 )
 
-__all__ = ["CODES", "IndexedDataset", "IndexedWriter", "Integers", "best_dtype", "bin_path", "idx_path", "merge"]
+__all__ = ["CODES", "IndexedDataset", "IndexedWriter", "Integers", "best_dtype", "bin_path", "idx_path"]
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
@@ -318,25 +317,6 @@ class IndexedWriter:
             ends = np.concatenate(([0], ends))[np.cumsum(sequences, dtype=np.int64)]
         self._documents.frombytes((before + ends).tobytes())
 
-    def add_index(self, prefix: Path) -> None:
-        """Append another pair, as Megatron's add_index does.
-
-        Raises ConfigError (exit 6): it cannot be read, has another dtype, or is multimodal.
-        """
-        other = IndexedDataset(prefix)
-        other.verify()
-        if other.dtype != self.dtype:
-            raise data_error(idx_path(prefix), f"holds {other.dtype.name}, but {self.prefix.name} is of {self.dtype.name}", "merge files of one tokenizer only")
-        if other.modes is not None:
-            raise data_error(idx_path(prefix), "is multimodal", "trainkit merges text only")
-        shift = len(self._lengths)
-        for first in range(0, len(other), CHUNK):
-            self._lengths.frombytes(other.lengths[first : first + CHUNK].tobytes())
-        for first in range(1, len(other.document_indices), CHUNK):
-            self._documents.frombytes((other.document_indices[first : first + CHUNK] + shift).tobytes())
-        with open(bin_path(prefix), "rb") as source:
-            shutil.copyfileobj(source, self._file, 2**20)
-
     def _append(self, tokens: Integers, lengths: NDArray[np.int64]) -> None:
         if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= MAX_LENGTH:
             wrong = lengths.min() if lengths.min() < 0 else lengths.max()
@@ -386,15 +366,3 @@ class IndexedWriter:
 def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def merge(prefixes: Sequence[Path], out_prefix: Path) -> None:
-    """Join pairs in the given order into one; tokens are streamed, the index takes 12 bytes a sequence or document.
-
-    Raises ConfigError (exit 6): no prefix is given, or see `IndexedWriter.add_index`.
-    """
-    if not prefixes:
-        raise data_error(out_prefix, "there is nothing to merge", "the dataset has no shard")
-    with IndexedWriter(out_prefix, IndexedDataset(prefixes[0]).dtype) as writer:
-        for prefix in prefixes:
-            writer.add_index(prefix)

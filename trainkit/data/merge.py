@@ -57,6 +57,7 @@ class _Layout:
         dtype: np.dtype[Any] | None = None
         for prefix in prefixes:
             pair = IndexedDataset(prefix)
+            pair.verify()
             dtype = pair.dtype if dtype is None else dtype
             if pair.dtype != dtype:
                 message = f"{idx_path(prefix)} holds {pair.dtype.name}, but {idx_path(prefixes[0]).name} {dtype.name}"
@@ -75,7 +76,7 @@ class _Layout:
         return HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequences, self.documents + 1)
 
 
-def merge_pairs(prefixes: Sequence[Path], out_prefix: Path, *, threads: int, progress: Progress) -> None:
+def merge_pairs(prefixes: Sequence[Path], out_prefix: Path, *, threads: int = 1, progress: Progress = lambda done, total: None) -> None:
     """Join pairs in the given order into one, byte for byte as Megatron's add_index does; it is there whole or not at all.
 
     Args:

@@ -70,7 +70,7 @@ def gpt2_bpe(vocab_file: Path, merge_file: Path, eod_token: str) -> Tokenizer:
         left, _, right = line.partition(" ")
         # looked up here: the library panics on a merge that the vocabulary does not have
         if not right or " " in right or not {left, right, left + right} <= vocabulary.keys():
-            message = f"{merge_file}: merge {len(merges) + 1} is {line!r}, which is not two tokens of {vocab_file} that make a third"
+            message = f"{merge_file}: merge {len(merges) + 1} is {line[:80]!r}, which is not two tokens of {vocab_file} that make a third"
             raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="give GPT-2's vocab.json and merges.txt, which belong together")
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
