@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tests.shared import golden
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data import encode
-from trainkit.data.encode import Checked, Difference, Encoder, Gigatoken, Ids, Lengths, SpecialTokens, Tokenizers, make_encoder, with_eod
+from trainkit.data.encode import Checked, Difference, Encoder, Encoders, Gigatoken, Ids, Lengths, SpecialTokens, Tokenizers, with_eod
 from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
 
 EOD = "<|endoftext|>"
@@ -181,10 +181,9 @@ def test_a_longer_or_shorter_answer_differs() -> None:
 
 def test_without_gigatoken_it_is_said(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    tokenizer = load_tokenizer(paths["trained"])
-    assert isinstance(make_encoder(paths["trained"], tokenizer, "tokenizers", "text", first=0, offset=0), Tokenizers)
+    assert isinstance(Encoders().get(paths["trained"], "tokenizers", "text", first=0, offset=0)[1], Tokenizers)
     with pytest.raises(ConfigError, match="gigatoken, which is not installed") as caught:
-        make_encoder(paths["trained"], tokenizer, "gigatoken", "text", first=0, offset=0)
+        Encoders().get(paths["trained"], "gigatoken", "text", first=0, offset=0)
     assert caught.value.exit == Exit.STAGE_FAILED
 
 

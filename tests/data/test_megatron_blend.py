@@ -190,6 +190,7 @@ class _Index:
 
     def __init__(self, shuffle: NDArray[Any]) -> None:
         self.shuffle, self.num_samples = shuffle.astype(np.uint32), len(shuffle)
+        self.request = IndexRequest(Path("x"), 0, 1, "train", 4, 1)
 
 
 def test_the_order_ends_with_its_index() -> None:

@@ -306,7 +306,7 @@ def test_an_index_of_other_data_is_named(documents: list[int], places: list[list
     for call in (lambda: _read(samples, [0], 4), lambda: samples.ahead(np.array([0]))):
         with pytest.raises(ConfigError, match=words) as caught:
             call()
-        assert caught.value.exit == Exit.STAGE_FAILED and "x.bin" in str(caught.value) and "make it again" in str(caught.value)
+        assert caught.value.exit == Exit.STAGE_FAILED and "x.bin" in str(caught.value) and "prep-data --force" in str(caught.value)
 
 
 # The file ------------------------------------------------------------------------------------------------------------------------------------

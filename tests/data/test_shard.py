@@ -47,7 +47,7 @@ def spec_of(folder: Path, tokenizer: Path, lines: list[Any], name: str = "x.json
 
 
 def run(spec: Spec) -> dict[str, Any]:
-    return shard.work(spec, lambda *done, **counts: None)
+    return shard.Work()(spec, lambda *done, **counts: None)
 
 
 def documents_of(spec: Spec) -> list[list[list[int]]]:
@@ -73,7 +73,7 @@ def test_documents_sequences_and_counts(encoder: str, tokenizer: Path, tmp_path:
     lines = [{"text": "one"}, b"", {"text": ""}, {"text": ["two", "", "drei ä"]}, {"text": []}, {"text": ["", ""]}, {"text": f"x{EOD}"}]
     spec = spec_of(tmp_path, tokenizer, lines, encoder=encoder)
     seen: list[tuple[int, int]] = []
-    result = shard.work(spec, lambda done, total, **counts: seen.append((done, total)))
+    result = shard.Work()(spec, lambda done, total, **counts: seen.append((done, total)))
     eod = load_tokenizer(tokenizer).token_to_id(EOD)
     one, two, three, last = (ids(tokenizer, text) for text in ("one", "two", "drei ä", f"x{EOD}"))
     assert documents_of(spec) == [[[*one, eod]], [], [two, [*three, eod]], [], [], [[*last, eod]]]
@@ -202,7 +202,7 @@ from pathlib import Path
 from trainkit.data import shard
 spec = json.loads(Path(sys.argv[1]).read_text())
 threading.Thread(target=lambda: (time.sleep(float(sys.argv[2])), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
-shard.work(spec, lambda *a, **k: None)
+shard.Work()(spec, lambda *a, **k: None)
 """
 
 
@@ -237,7 +237,7 @@ MEASURED = """
 import json, sys
 from pathlib import Path
 from trainkit.data import shard
-shard.work(json.loads(Path(sys.argv[1]).read_text()), lambda *a, **k: None)
+shard.Work()(json.loads(Path(sys.argv[1]).read_text()), lambda *a, **k: None)
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 

@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.data.tokenizer import load_tokenizer
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Lengths = NDArray[np.int64]
@@ -156,13 +157,23 @@ class Checked:
         raise Difference(index, words)
 
 
-def make_encoder(path: Path, tokenizer: Tokenizer, kind: str, special_tokens: SpecialTokens, *, first: int, offset: int) -> Encoder:
-    """The encoder that `tokenizers.X.encoder` names for the tokenizer.json at `path`, loaded as `tokenizer`; gigatoken's ids are checked (see `Checked`).
+class Encoders:
+    """Encoders by tokenizer.json, each loaded once: a process may write thousands of small shards."""
 
-    Raises ConfigError (exit 6): gigatoken is not installed or cannot use the file.
-    """
-    exact = Tokenizers(tokenizer, special_tokens)
-    return exact if kind == "tokenizers" else Checked(Gigatoken(path, special_tokens), exact, first, offset)
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[Path, str, str], tuple[Tokenizers, Gigatoken | None]] = {}
+
+    def get(self, path: Path, kind: str, special_tokens: SpecialTokens, *, first: int, offset: int) -> tuple[Tokenizer, Encoder]:
+        """(the tokenizer.json at `path`, the encoder that `tokenizers.X.encoder` names for it); gigatoken's ids are checked (see `Checked`).
+
+        Raises ConfigError (exit 6): see `load_tokenizer`; gigatoken is not installed or cannot use the file.
+        """
+        key = (path, kind, special_tokens)
+        if key not in self._loaded:
+            exact = Tokenizers(load_tokenizer(path), special_tokens)
+            self._loaded[key] = exact, None if kind == "tokenizers" else Gigatoken(path, special_tokens)
+        exact, fast = self._loaded[key]
+        return exact.tokenizer, exact if fast is None else Checked(fast, exact, first, offset)
 
 
 def with_eod(ids: Ids, lengths: Lengths, sequences: Lengths | None, eod: int | None, dtype: DTypeLike) -> tuple[NDArray[Any], Lengths]:

@@ -33,12 +33,12 @@ from trainkit.base.errors import ConfigError, Exit, Place, Problem
 from trainkit.base.locks import locked
 from trainkit.base.unit import Progress, run_unit
 from trainkit.data.corpus import counted, filter_of, open_shard, reading_of, size_of
-from trainkit.data.encode import Difference, Encoder, Ids, Lengths, make_encoder, with_eod
+from trainkit.data.encode import Difference, Encoder, Encoders, Ids, Lengths, with_eod
 from trainkit.data.formats import Bad, Passed, open_documents
 from trainkit.data.indexed import IndexedWriter, best_dtype, idx_path
 from trainkit.data.overlap import ahead, behind
 from trainkit.data.rejects import EVERY, Rejects
-from trainkit.data.tokenizer import end_of_document, load_tokenizer
+from trainkit.data.tokenizer import end_of_document
 
 BATCH_BYTES = 2**20  # of text encoded at once: bounds memory whatever the corpus's size
 BATCH_DOCUMENTS = 2**13
@@ -152,17 +152,16 @@ def write_text(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     return SOURCES[spec["source"]].write(spec["recipe"], Path(spec["path"]), spec["text_key"])
 
 
-def write_tokens(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def write_tokens(spec: dict[str, Any], progress: Progress, encoders: Encoders) -> dict[str, Any]:
     """Encode one shard of text to .bin/.idx: the end-of-document id after every document that has a token.
 
     An empty document becomes an entry of the document index without a sequence, as in Megatron's preprocess_data.py.
-    Raises ConfigError (exit 6): see `open_documents`, `Rejects`, `make_encoder`; gigatoken's ids are not those of tokenizers.
+    Raises ConfigError (exit 6): see `open_documents`, `Rejects`, `Encoders`; gigatoken's ids are not those of tokenizers.
     """
     prefix, path = Path(spec["prefix"]), Path(spec["tokenizer"])
-    tokenizer = load_tokenizer(path)
-    eod = end_of_document(tokenizer, spec["eod_token"], path) if spec.get("append_eod", True) else None
     first, offset = CHECK_DOCUMENTS if spec.get("first", True) else 0, zlib.crc32(prefix.name.encode())
-    encoder = make_encoder(path, tokenizer, spec.get("encoder", "tokenizers"), spec.get("special_tokens", "text"), first=first, offset=offset)
+    tokenizer, encoder = encoders.get(path, spec.get("encoder", "tokenizers"), spec.get("special_tokens", "text"), first=first, offset=offset)
+    eod = end_of_document(tokenizer, spec["eod_token"], path) if spec.get("append_eod", True) else None
     dtype = best_dtype(tokenizer.get_vocab_size())
     if encoder.highest > np.iinfo(dtype).max:
         message = f"{path} has {tokenizer.get_vocab_size():,} ids, which is why they are written as {dtype.name}, but its highest is {encoder.highest:,}"
@@ -226,12 +225,17 @@ def _one_arena() -> None:
         mallopt(M_ARENA_MAX, 1)
 
 
-def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Do what `spec["do"]` names: "text" or "tokens"."""
-    return write_text(spec, progress) if spec["do"] == "text" else write_tokens(spec, progress)
+class Work:
+    """Does what `spec["do"]` names, "text" or "tokens", for one spec after another."""
+
+    def __init__(self) -> None:
+        self._encoders = Encoders()
+
+    def __call__(self, spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        return write_text(spec, progress) if spec["do"] == "text" else write_tokens(spec, progress, self._encoders)
 
 
 if __name__ == "__main__":
     _one_arena()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a shard: the processes are the parallelism
-    run_unit(work)
+    run_unit(Work())
