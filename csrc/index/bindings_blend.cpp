@@ -1,4 +1,4 @@
-// Python's face of the native order: the blend, and documents gathered in another order.
+// Python's face of the native order: the blend, documents gathered in another order, and ids behind each.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -73,6 +73,26 @@ void gather(py::array source, py::array starts, py::array lengths, py::array out
     if (!fits) throw py::value_error("a piece lies outside source, or the lengths do not sum to the size of out");
 }
 
+template <typename To>
+bool interleave_as(const std::uint32_t* ids, std::int64_t n, const std::int64_t* stops, std::size_t stops_n, std::uint32_t value, To* out) {
+    py::gil_scoped_release release;
+    return trainkit::interleave(ids, n, stops, stops_n, static_cast<To>(value), out);
+}
+
+void interleave(py::array ids, py::array stops, std::uint32_t value, py::array out) {
+    const std::uint32_t* const from = memory<std::uint32_t>(ids, "ids", "uint32", false);
+    const std::int64_t* const ends = memory<std::int64_t>(stops, "stops", "int64", false);
+    const auto n = static_cast<std::int64_t>(ids.size());
+    const auto stops_n = static_cast<std::size_t>(stops.size());
+    if (out.size() != ids.size() + stops.size()) {
+        throw py::value_error("out has " + std::to_string(out.size()) + " elements, not " + std::to_string(ids.size() + stops.size()));
+    }
+    const bool narrow = py::isinstance<py::array_t<std::uint16_t>>(out);
+    const bool fits = narrow ? interleave_as(from, n, ends, stops_n, value, memory<std::uint16_t>(out, "out", "uint16 or int32", true))
+                             : interleave_as(from, n, ends, stops_n, value, memory<std::int32_t>(out, "out", "uint16 or int32", true));
+    if (!fits) throw py::value_error("stops do not rise within ids");
+}
+
 }  // namespace
 
 void bind_blend(py::module_& module) {
@@ -83,4 +103,6 @@ void bind_blend(py::module_& module) {
         .def("counts", &blend_counts, py::arg("position"), "int64 [D]: how many of the first `position` samples each dataset gives.");
     module.def("gather", &gather, py::arg("source"), py::arg("starts"), py::arg("lengths"), py::arg("out"),
                "out uint8 = the pieces source[starts[i] : starts[i] + lengths[i]] one behind another. ValueError: they do not fit source and out.");
+    module.def("interleave", &interleave, py::arg("ids"), py::arg("stops"), py::arg("value"), py::arg("out"),
+               "out uint16 or int32 [n + k] = ids uint32 [n] with `value` before each place of stops int64 [k]; ids fit out's dtype. ValueError: the arrays do not fit.");
 }

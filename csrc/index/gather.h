@@ -1,4 +1,4 @@
-// Pieces of one stretch of memory put one behind another: how documents are brought into another order.
+// Pieces of one stretch of memory put one behind another: how documents are brought into another order, and get an id that ends each.
 #pragma once
 
 #include <cstddef>
@@ -24,6 +24,19 @@ inline void gather(const std::uint8_t* source, const std::int64_t* starts, const
         std::memcpy(out, source + starts[i], static_cast<std::size_t>(lengths[i]));
         out += lengths[i];
     }
+}
+
+// out = ids[0, stops[0]) ++ value ++ ids[stops[0], stops[1]) ++ value ++ .. ++ the rest, [n + stops_n]. False, and out half written, unless stops rise within n.
+template <typename To>
+bool interleave(const std::uint32_t* ids, std::int64_t n, const std::int64_t* stops, std::size_t stops_n, To value, To* out) {
+    std::int64_t at = 0;
+    for (std::size_t i = 0; i < stops_n; ++i) {
+        if (stops[i] < at || stops[i] > n) return false;
+        for (; at < stops[i]; ++at) *out++ = static_cast<To>(ids[at]);
+        *out++ = value;
+    }
+    for (; at < n; ++at) *out++ = static_cast<To>(ids[at]);
+    return true;
 }
 
 }  // namespace trainkit

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.shared import golden
+from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data import encode
 from trainkit.data.encode import Checked, Difference, Encoder, Encoders, Gigatoken, Ids, Lengths, SpecialTokens, Tokenizers, with_eod
@@ -231,3 +232,18 @@ def test_end_of_document_of_single_sequences(documents: list[list[int]]) -> None
     ids = np.array([token for document in documents for token in document], np.uint32)
     tokens, longer = with_eod(ids, np.array([len(d) for d in documents], np.int64), None, 7, "<i4")
     assert (tokens.tolist(), longer[longer > 0].tolist()) == reference([[d] for d in documents], 7)
+
+
+@pytest.mark.parametrize(
+    ("stops", "out", "words"),
+    [
+        ([2, 1], np.empty(5, np.uint16), "do not rise"),
+        ([4, 4], np.empty(5, np.int32), "do not rise"),
+        ([1], np.empty(5, np.uint16), "out has 5 elements, not 4"),
+    ],
+)
+def test_interleave_refuses_what_does_not_fit(stops: list[int], out: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        _index.interleave(np.arange(3, dtype=np.uint32), np.array(stops, np.int64), 7, out)
+    with pytest.raises(ValueError, match="uint16 or int32"):
+        _index.interleave(np.arange(3, dtype=np.uint32), np.array([1], np.int64), 7, np.empty(4, np.int64))  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import orjson
 from numpy.typing import DTypeLike, NDArray
 from tokenizers import Tokenizer
 
+from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.tokenizer import load_tokenizer
 
@@ -195,10 +196,6 @@ def with_eod(ids: Ids, lengths: Lengths, sequences: Lengths | None, eod: int | N
         ends = ends[np.append(document[1:] != document[:-1], True)]  # the last such of each document
     longer = lengths.copy()
     longer[ends] += 1
-    places = np.cumsum(longer)[ends] - 1
     out = np.empty(len(ids) + len(ends), dtype)
-    text = np.ones(len(out), np.bool_)
-    text[places] = False
-    out[places] = eod
-    out[text] = ids
+    _index.interleave(np.ascontiguousarray(ids, np.uint32), np.cumsum(lengths, dtype=np.int64)[ends], eod, out)
     return out, longer
