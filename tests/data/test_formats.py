@@ -347,3 +347,38 @@ def test_read_documents_raises_with_file_and_line(tmp_path: Path) -> None:
     assert next(documents).text == "a"
     with pytest.raises(ConfigError, match=rf"{path}:2: has no text under the key 'text'"):
         next(documents)
+
+
+def _tar_of(names: list[str]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            content = b'{"text": "a"}\n' * 100
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("damage", ["header", "joined"])
+def test_a_tar_that_tarfile_ends_too_early_is_damaged(damage: str) -> None:
+    """tarfile takes a header it cannot read for the end: no document behind it may be lost in silence."""
+    whole = bytearray(_tar_of(["a.jsonl", "b.jsonl", "c.jsonl"]))
+    assert len(list(open_documents("x.tar", io.BytesIO(bytes(whole)), Reading()))) == 300
+    if damage == "header":
+        whole[whole.index(b"b.jsonl") + 100] ^= 0xFF
+    else:
+        whole += _tar_of(["d.jsonl"])
+    with pytest.raises(ConfigError, match="neither a header nor its end"):
+        list(open_documents("x.tar", io.BytesIO(bytes(whole)), Reading()))
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_damaged_member_of_a_zip_is_named(method: int) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        archive.writestr("a.jsonl", b"".join(b'{"text": "%d"}\n' % (i * 7919 % 10007) for i in range(3000)))
+    data = bytearray(buffer.getvalue())
+    data[200:230] = bytes(range(30))
+    with pytest.raises(ConfigError, match=r"x\.zip: is no zip file, or a damaged one"):
+        list(open_documents("x.zip", io.BytesIO(bytes(data)), Reading(), "x.zip"))

@@ -17,7 +17,7 @@ from tests.shared import golden
 from trainkit.base.errors import ConfigError
 from trainkit.data import merge as module
 from trainkit.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
-from trainkit.data.manifest import check_declared, file_sum, read_manifest, totals
+from trainkit.data.manifest import check_declared, check_drop, file_sum, read_manifest, totals
 from trainkit.data.merge import merge_pairs, work
 from trainkit.data.tokenizer import train_bpe
 
@@ -209,3 +209,22 @@ def test_reasons_are_summed_over_units_and_shards() -> None:
 def test_an_unprepared_dataset_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataset\.json is not there: the dataset is not prepared"):
         read_manifest(tmp_path / "dataset.json")
+
+
+def test_a_field_of_drop_that_nobody_has_is_refused() -> None:
+    check_drop("d", [{"documents": 3, "drop_present": {"meta.set": 0}}, {"documents": 1, "drop_present": {"meta.set": 2}}])
+    with pytest.raises(ConfigError, match=r"datasets\.d\.drop: no document has the field 'metta\.set'"):
+        check_drop("d", [{"documents": 3, "drop_present": {"metta.set": 0}}])
+
+
+def test_many_shards_are_shuffled_as_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes = [tmp_path / f"p{i}" for i in range(5)]
+    for number, prefix in enumerate(prefixes):
+        with IndexedWriter(prefix, "uint16") as writer:
+            writer.add_documents(np.arange(12) + 100 * number, [3, 0, 4, 5])
+    module._shuffle(prefixes, tmp_path / "few", lambda *done, **counts: None)
+    monkeypatch.setattr(module, "MOST_OPEN", 2)
+    module._shuffle(prefixes, tmp_path / "many", lambda *done, **counts: None)
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"few{ending}").read_bytes() == (tmp_path / f"many{ending}").read_bytes()
+    assert not list(tmp_path.glob("*joined*"))

@@ -7,6 +7,7 @@ Its log (stderr) is for people.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -20,6 +21,13 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import read_json
 from trainkit.base.process import allow_open_files, die_with_parent
 
+DISK_HINTS = {
+    errno.ENOSPC: "make room: what is finished is kept, and the same call goes on from there",
+    errno.EDQUOT: "your quota is used up: what is finished is kept, and the same call goes on from there",
+    errno.EROFS: "that file system is read-only: set clusters.X.root to a folder you can write to",
+    errno.EACCES: "you may not write there: set clusters.X.root to a folder you can write to",
+    errno.EPERM: "you may not write there: set clusters.X.root to a folder you can write to",
+}
 Progress = Callable[..., None]  # (done, total, **counts): see above
 PARENT_VARIABLE = "TRAINKIT_PARENT_PID"  # the process whose death ends this one
 
@@ -64,7 +72,12 @@ def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None
     except OSError as error:
         what = error.strerror or str(error)
         where = f" {error.filename}" if error.filename else ""
-        _say(error={"problems": [{"message": f"{what}:{where or ' while reading or writing'}", "hint": ""}], "exit": int(Exit.STAGE_FAILED)})
+        _say(
+            error={
+                "problems": [{"message": f"{what}:{where or ' while reading or writing'}", "hint": DISK_HINTS.get(error.errno or 0, "")}],
+                "exit": int(Exit.STAGE_FAILED),
+            }
+        )
         sys.exit(int(Exit.STAGE_FAILED))
 
 

@@ -102,10 +102,12 @@ def _gzip(stream: Stream, where: str) -> Iterator[bytes]:
 
 
 class Joined:
-    """Blocks read as one stream. `zeros` says whether the last 512 bytes were zeros, as at the end of a tar."""
+    """Blocks read as one stream. `zeros` says whether the last 512 bytes were zeros, as at the end of a tar; `content`: where the last byte that is no
+    zero ends."""
 
     def __init__(self, source: Iterator[bytes]) -> None:
         self._source, self._rest, self._tail = source, b"", b""
+        self._position = self.content = 0
 
     def read(self, size: int = -1, /) -> bytes:
         parts, missing = [], size
@@ -120,6 +122,9 @@ class Joined:
             parts.append(part)
         data = b"".join(parts)
         self._tail = (self._tail + data[-512:])[-512:]
+        if there := len(data.rstrip(b"\0")):
+            self.content = self._position + there
+        self._position += len(data)
         return data
 
     @property

@@ -129,12 +129,13 @@ class Checked:
         """As `Encoder`. Raises Difference."""
         ids, lengths = self.fast.encode(texts)
         for index in self._chosen(len(texts)):
-            whole = self.seen + index >= self.first or self._bytes + len(texts[index]) <= CHECKED_BYTES
+            before = self._bytes if self.seen + index < self.first else 0  # later documents are few: each by itself
+            whole = before + len(texts[index]) <= CHECKED_BYTES  # tokenizers takes 100 bytes of memory a byte
             if whole:
                 start = int(lengths[:index].sum())
                 given = ids[start : start + int(lengths[index])]
                 text = texts[index]
-                self._bytes += len(text)
+                self._bytes = before + len(text)
             else:
                 text = texts[index][:CHECKED_START].decode("utf-8", "ignore").encode()
                 given = self.fast.encode([text])[0]

@@ -10,7 +10,6 @@ reads the token from the variable that the recipe names.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import io
 import os
@@ -23,7 +22,7 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import fsync_folder, read_json, write_json
 from trainkit.base.forms import document, utc_now
 from trainkit.base.locks import locked
-from trainkit.base.unit import Progress, run_unit
+from trainkit.base.unit import DISK_HINTS, Progress, run_unit
 from trainkit.data.fetch_fsspec import StoredFile, file_system
 from trainkit.data.fetch_http import HttpFile, client
 from trainkit.data.fetch_retry import PATIENT, Changed, Patience, Remote, Seen, look, read_on
@@ -245,14 +244,8 @@ def _disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        hints = {
-            errno.ENOSPC: "make room; what has come is kept, and the same call goes on from there",
-            errno.EDQUOT: "your quota is used up; what has come is kept, and the same call goes on from there",
-            errno.EROFS: "that file system is read-only: set clusters.X.root to a folder you can write to",
-            errno.EACCES: "you may not write there: set clusters.X.root to a folder you can write to",
-        }
         message = f"{error.filename or path}: {os.strerror(error.errno)}"
-        raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hints.get(error.errno, "it is needed for what is fetched")) from None
+        raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=DISK_HINTS.get(error.errno, "it is needed for what is fetched")) from None
 
 
 class _Stream(io.RawIOBase):

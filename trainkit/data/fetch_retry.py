@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -85,8 +86,12 @@ class Tries:
         if self.failures >= self.patience.attempts or asked > self.patience.longest_asked:
             wants = f", and wants to be asked again in {asked:,.0f} s" if asked > self.patience.longest_asked else ""
             message = f"{self.shown}: {error.why}{wants} (attempt {self.failures} in a row)"
-            raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint="what has come is kept: the same call goes on from there") from None
+            hint = "is the address right, is the server up, is a proxy needed? What has come is kept: the same call goes on from there"
+            raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hint) from None
         pause = min(self.patience.longest, self.patience.first * 2 ** (self.failures - 1)) * random.uniform(0.75, 1.25)
+        print(
+            f"{self.shown}: {error.why}; attempt {self.failures} of {self.patience.attempts}, again in {max(asked, pause):.0f} s", file=sys.stderr, flush=True
+        )
         self.gate.hold(max(asked, pause))
         self.gate.wait()
 

@@ -24,6 +24,7 @@ class Filter:
 
     Attributes:
         dropped: {reason: documents} so far.
+        present: {field path of drop: documents that have it} so far; of those left out by another path not counted.
 
     Raises ConfigError (exit 6): fix_text without ftfy.
     """
@@ -32,8 +33,10 @@ class Filter:
     min_document_bytes: int = 0
     fix_text: bool = False
     dropped: dict[str, int] = field(default_factory=dict)
+    present: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.present = dict.fromkeys(self.drop, 0)
         self._fix: Callable[[str], str] | None = _ftfy() if self.fix_text else None
         self._drop = [(path, frozenset(values)) for path, values in self.drop.items()]
 
@@ -41,6 +44,7 @@ class Filter:
         """The document's sequences in UTF-8, or None: it is left out."""
         for path, values in self._drop:
             value = field_of(record.fields, path)
+            self.present[path] += value is not None
             if value is not None and (words := value if isinstance(value, str) else json.dumps(value, default=str)) in values:
                 self._count(f"{path} = {words}")
                 return None

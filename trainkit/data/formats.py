@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import codecs
 import json
+import lzma
 import re
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -292,10 +294,14 @@ def _tar(name: str, stream: Stream, reading: Reading, where: str) -> Iterator[Fo
                 readable += 1
                 lower = member.name.lower()
                 yield from _single(lower, blocks(lower, file, at), reading, at)
+            end = archive.offset  # where tarfile saw no header: it takes a damaged one for the end, too
         while joined.read(2**20):
             pass  # what follows the end: it belongs to the file, whose own end must be there
     except (tarfile.TarError, EOFError) as error:
         raise damaged(where, f"is no tar file, or a truncated one: {error}") from None
+    if joined.content > end:
+        hint = "fetch or write it again; of several tar files joined into one, give each by itself"
+        raise damaged(where, f"is a damaged tar file: at byte {end:,} of it stands neither a header nor its end", hint)
     if not joined.zeros:
         raise damaged(where, "is a truncated tar file: the block of zeros at its end is not there")
     if not readable:
@@ -319,7 +325,10 @@ def _zip(stream: Any, reading: Reading, where: str) -> Iterator[Found]:
                 with archive.open(info) as file:
                     plain = Joined(bounded(file, at, info.compress_size))
                     yield from _single(".txt" if bare else lower, blocks(lower, plain, at), reading, at)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:  # the last two: a method not known, a password
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, OSError) as error:
+        # NotImplementedError, RuntimeError: a method not known, a password; OSError without a number: bzip2's word for damage
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise damaged(where, f"is no zip file, or a damaged one: {error}") from None
     if not readable:
         raise damaged(where, f"holds no member that can be read: none ends in {', '.join(SINGLE)}")

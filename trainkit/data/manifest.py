@@ -59,6 +59,14 @@ def check_declared(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]])
     check_published(declared, {key: seen[key] for key in spec["declared"]})
 
 
+def check_drop(name: str, shards: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError (exit 6) for a field of `drop` that no document has: what was to be left out would be there unnoticed."""
+    present = _sum(shard.get("drop_present", {}) for shard in shards)
+    if missing := [path for path, count in present.items() if not count and any(shard["documents"] for shard in shards)]:
+        message = f"datasets.{name}.drop: no document has the field {', '.join(map(repr, missing))}, so nothing was left out by it"
+        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="correct its path (dots go into objects), or take it out; the shards are kept")
+
+
 def file_sum(path: Path, start: int = 0, size: int | None = None) -> str:
     """Hex XXH128 of a range of a file; of fewer bytes where it ends before."""
     digest, left = xxhash.xxh128(), path.stat().st_size - start if size is None else size

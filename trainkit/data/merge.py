@@ -23,12 +23,13 @@ from trainkit.base.files import fsync_folder, temporary_name
 from trainkit.base.unit import Progress, run_unit
 from trainkit.data.idx import CHUNK, HEADER, MAGIC, VERSION
 from trainkit.data.indexed import CODES, IndexedDataset, bin_path, idx_path
-from trainkit.data.manifest import check_declared, read_results, write_manifest
+from trainkit.data.manifest import check_declared, check_drop, read_results, write_manifest
 
 PIECE = 2**28  # bytes of .bin that one thread copies before it takes the next
 BUFFER = 2**23  # where the kernel cannot copy
 CANNOT_COPY = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 MOST_THREADS = 16
+MOST_OPEN = 200  # pairs that are shuffled as they are
 SEED = 1234  # of the order of documents
 SHUFFLE_MEMORY = 2**30
 
@@ -205,12 +206,11 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """
     shards = read_results(spec)
     check_declared(spec, shards)
+    check_drop(spec["name"], shards)
     prefixes = [Path(shard["prefix"]) for shard in spec["shards"]]
     if spec["prefix"] is not None:
         if spec["shuffle"]:
-            from trainkit.data.shuffle import shuffle_documents
-
-            shuffle_documents(prefixes, Path(spec["prefix"]), SEED, SHUFFLE_MEMORY)
+            _shuffle(prefixes, Path(spec["prefix"]), progress)
         else:
             merge_pairs(prefixes, Path(spec["prefix"]), threads=min(MOST_THREADS, len(os.sched_getaffinity(0))), progress=progress)
     counts = write_manifest(spec, shards)
@@ -218,6 +218,22 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     _tidy(Path(spec["rejects"]), {f"{given['name']}.jsonl" for given, shard in zip(spec["shards"], shards, strict=True) if shard["rejects"]})
     progress(1, 1)
     return counts
+
+
+def _shuffle(prefixes: Sequence[Path], target: Path, progress: Progress) -> None:
+    """All documents in one random order. Many shards are joined first, for shuffling holds every pair open; the order is the same."""
+    from trainkit.data.shuffle import shuffle_documents
+
+    if len(prefixes) <= MOST_OPEN:
+        shuffle_documents(prefixes, target, SEED, SHUFFLE_MEMORY, progress)
+        return
+    joined = target.with_name(f"{target.name}.joined")
+    try:
+        merge_pairs(prefixes, joined, threads=min(MOST_THREADS, len(os.sched_getaffinity(0))))
+        shuffle_documents([joined], target, SEED, SHUFFLE_MEMORY, progress)
+    finally:
+        for path in (bin_path(joined), idx_path(joined)):
+            path.unlink(missing_ok=True)
 
 
 def _tidy(folder: Path, known: set[str]) -> None:

@@ -183,6 +183,7 @@ def write_tokens(spec: dict[str, Any], progress: Progress, encoders: Encoders) -
         "text_bytes": writer.text_bytes,
         "lines": reader.lines,
         "left_out": reader.filter.dropped,
+        "drop_present": reader.filter.present,
         "passed_over": reader.passed,
         "rejects": rejects.total,
         "rejected": rejects.counts,

@@ -287,6 +287,7 @@ class _Text(_Dataset):
 def _origin(shard: Shard, root: Path) -> dict[str, Any]:
     """Where a shard's text is from, for dataset.json: a file (relative to `root` if it is below it), an address, or the folder it is made of."""
     if shard.recipe:
-        return {key: shard.recipe[key] for key in ("url", "endpoint", "folder") if shard.recipe.get(key)}
+        origin = {key: shard.recipe[key] for key in ("url", "endpoint", "folder") if shard.recipe.get(key)}
+        return {key: str(value).partition("?")[0] for key, value in origin.items()}  # a query may hold a signature, and dataset.json is passed on
     path = shard.path.relative_to(root) if shard.path.is_relative_to(root) else shard.path
     return {"path": str(path), "bytes": shard.size}

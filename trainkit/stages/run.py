@@ -13,7 +13,18 @@ from trainkit.base.files import TEMPORARY, remove_leftovers
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Stage, Unit
-from trainkit.stages.stamps import Verdict, input_identities, judge, unit_folder, unit_is_fresh, unit_stamp_path, write_stamp, write_unfinished
+from trainkit.stages.stamps import (
+    Verdict,
+    input_identities,
+    judge,
+    read_stamp,
+    stamp_path,
+    unit_folder,
+    unit_is_fresh,
+    unit_stamp_path,
+    write_stamp,
+    write_unfinished,
+)
 
 
 class Reporter(Protocol):
@@ -91,7 +102,8 @@ def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, verdic
     if not need.units:
         message = f"{need.stage} {need.name} was fresh a moment ago and is not any more: somebody made or deleted something meanwhile"
         raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint="run it again")
-    write_unfinished(need, stamps, verdict.because)
+    former = read_stamp(stamp_path(stamps, need)) or {}
+    write_unfinished(need, stamps, str(former.get("unfinished", verdict.because)))  # the first reason, however often it was interrupted
     _remove_leftovers(path for unit in need.units for path in unit.outputs)
     inputs = input_identities(need)
     units = missing_units(need, stamps, force=force)
