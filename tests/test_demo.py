@@ -12,10 +12,16 @@ from tests.conftest import Project
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def copy_jobs(project: Project) -> None:
+    """This checkout's experiments, the files they include too."""
+    shutil.copy(ROOT / "jobs.toml", project.path / "jobs.toml")
+    shutil.copytree(ROOT / "jobs", project.path / "jobs")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_same_samples_and_losses_on_1_2_and_4_ranks(project: Project) -> None:
-    shutil.copy(ROOT / "jobs.toml", project.path / "jobs.toml")
+    copy_jobs(project)
     for ranks in (1, 2, 4):
         project.invoke("train", "demo", "--set", f"cluster.ranks_per_node={ranks}", timeout=1200)
     one, two, four = map(project.metrics, project.runs())
@@ -28,7 +34,7 @@ def test_the_same_samples_and_losses_on_1_2_and_4_ranks(project: Project) -> Non
 @pytest.mark.timeout(3600)
 def test_megatrons_order(project: Project) -> None:
     """The demo in Megatron's order: the stage builds it, training learns as well, and every batch is another than in the native order."""
-    shutil.copy(ROOT / "jobs.toml", project.path / "jobs.toml")
+    copy_jobs(project)
     said = project.invoke("train", "demo", "--set", "sample_order=megatron", timeout=1200).stdout
     assert "index python-stdlib--stdlib-bpe is stale because" in said
     rows = project.metrics(project.runs()[-1])
