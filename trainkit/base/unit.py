@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, Place, Problem, TrainkitError
 from trainkit.base.files import read_json
 from trainkit.base.process import allow_open_files, die_with_parent
 
@@ -79,6 +79,12 @@ def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None
             }
         )
         sys.exit(int(Exit.STAGE_FAILED))
+
+
+def error_from(said: dict[str, Any]) -> TrainkitError:
+    """The error that a unit's line {"error": said} tells of, to be raised by whoever started it."""
+    problems = [Problem(p["message"], Place(p["file"], p["line"]) if p.get("file") else None, p.get("hint", "")) for p in said["problems"]]
+    return ConfigError(problems, exit=Exit(said["exit"]))
 
 
 def _log_to(path: Path) -> None:

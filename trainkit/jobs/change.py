@@ -14,11 +14,12 @@ from trainkit.base.forms import read_form
 from trainkit.jobs.layers import parse_sets
 from trainkit.jobs.origins import SET
 from trainkit.jobs.resolved import SCHEMA, read_job
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Job, Parallelism
 from trainkit.jobs.words import choices
 
 CHANGEABLE = (
     "cluster.ranks_per_node",
+    *(f"parallelism.{name}" for name in Parallelism.model_fields),
     "training.micro_batch_size",
     "training.train_iters",
     "training.lr_decay_iters",

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.errors import ConfigError, Exit, Place, Problem, TrainkitError
+from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.process import reap, running, start, stop
-from trainkit.base.unit import PARENT_VARIABLE
+from trainkit.base.unit import PARENT_VARIABLE, error_from
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.run import Reporter
 from trainkit.stages.stamps import unit_folder, write_unit_stamp
@@ -96,8 +96,7 @@ class _Worker:
     def _failure(self, code: int) -> TrainkitError:
         """The error to raise for a process that ended without a result."""
         if self.error is not None:
-            problems = [Problem(p["message"], Place(p["file"], p["line"]) if p.get("file") else None, p.get("hint", "")) for p in self.error["problems"]]
-            return ConfigError(problems, exit=Exit(self.error["exit"]))
+            return error_from(self.error)
         how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
         if code == -signal.SIGKILL:
             how += ", as the kernel does when memory runs out (dmesg tells)"
