@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules
 
 from tests.plan.example import job_of, shape
-from trainkit.plan.layout import layout_of, nearest, padded_vocab_size, split_layers
+from trainkit.plan.layout import Layout, layout_of, nearest, padded_vocab_size, split_layers
 
 
 def test_the_split_of_the_published_20b() -> None:
@@ -58,6 +59,76 @@ def test_micro_batches_in_flight() -> None:
     keys = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
     chunks = layout_of(job_of(shape(layers=32), 4, parallelism=keys, global_batch_size=16))
     assert chunks.in_flight(0) * chunks.layers_by_stage[0] == pytest.approx(32 * (1 + 3 / 8))
+
+
+def test_the_zero_bubble_goes_down_and_up() -> None:
+    layout = layout_of(job_of(shape(layers=9), 2, parallelism={"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}))
+    assert [layout.stage_of(chunk) for chunk in range(4)] == [0, 1, 1, 0] and layout.last_stage == 0
+    assert [layout.stage_layers(stage) for stage in (0, 1)] == [[0, 1, 2, 7, 8], [3, 4, 5, 6]]
+
+
+FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+Operation = tuple[str, int, int]  # what, of which chunk, of which micro-batch
+
+
+def torch_order(layout: Layout) -> list[list[Operation]]:
+    """What each stage does one after another, as torch.distributed.pipelining has it. 1F1B has no such list there: by its definition."""
+    p, m, chunks = layout.pipeline, layout.micro_batches, len(layout.chunks)
+    if chunks == p:
+        orders = []
+        for stage in range(p):
+            warm = min(p - stage, m)
+            backwards = [[(BACKWARD, stage, i), *([(FORWARD, stage, i + warm)] if i + warm < m else [])] for i in range(m)]
+            orders.append([(FORWARD, stage, i) for i in range(warm)] + [operation for pair in backwards for operation in pair])
+        return orders
+    kind = schedules.ScheduleZBVZeroBubble if layout.v_shaped else schedules.ScheduleInterleaved1F1B
+    schedule: Any = kind.__new__(kind)  # only its order is asked for: no stages, no process group
+    vars(schedule).update(pp_group_size=p, _num_stages=chunks, num_stages=chunks, _n_microbatches=m, n_local_stages=chunks // p)
+    vars(schedule).update(number_of_rounds=max(1, m // p), microbatches_per_round=m // max(1, m // p))
+    words = {"FORWARD": FORWARD, "BACKWARD_INPUT": BACKWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_WEIGHT": WEIGHTS}
+    found = [[a for a in schedule._calculate_single_rank_operations(stage) if a is not None] for stage in range(p)]
+    return [[(words[a.computation_type.name], a.stage_index, a.microbatch_index) for a in of_stage] for of_stage in found]
+
+
+def played(layout: Layout) -> tuple[float, list[float]]:
+    """(idle part of a step, most micro-batches' worth of activations on each stage) where a forward takes 1, the whole backward 2."""
+    orders, split = torch_order(layout), layout.v_shaped
+    last, per_stage = len(layout.chunks) - 1, len(layout.chunks) // layout.pipeline
+    ended: dict[Operation, float] = {}
+    clock, busy, held, most = ([0.0] * layout.pipeline for _ in range(4))
+    while any(orders):
+        before = len(ended)
+        for stage, order in enumerate(orders):
+            while order:
+                what, chunk, i = order[0]
+                down, up = (FORWARD, chunk - 1, i), (BACKWARD, chunk + 1, i) if chunk < last else (FORWARD, chunk, i)
+                need = down if what == FORWARD and chunk else up if what == BACKWARD else None
+                if need is not None and need not in ended:
+                    break
+                cost = 1 if what == FORWARD or split else 2
+                clock[stage] = ended[order.pop(0)] = max(clock[stage], ended[need] if need else 0.0) + cost
+                busy[stage] += cost
+                held[stage] += 1 if what == FORWARD else -1 if what == WEIGHTS or (what == BACKWARD and not split) else 0
+                most[stage] = max(most[stage], held[stage])
+        assert len(ended) > before, "the order waits for itself"
+    return 1 - busy[0] / max(clock), [n / per_stage for n in most]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("rounds", [0.5, 1, 2, 4])
+def test_bubbles_and_micro_batches_in_flight_are_those_of_torchs_schedules(schedule: str, p: int, rounds: float) -> None:
+    keys: dict[str, Any] = {"pipeline_model_parallel_size": p, **({"pipeline_schedule": "zbv"} if schedule == "zbv" else {})}
+    if schedule == "interleaved":
+        keys["virtual_pipeline_model_parallel_size"] = 2
+    m = int(p * rounds)
+    layout = layout_of(job_of(shape(layers=4 * p), p, parallelism=keys, global_batch_size=m))
+    idle, held = played(layout)
+    assert held == [layout.in_flight(stage) for stage in range(p)]
+    if schedule == "1f1b" or (schedule == "interleaved" and rounds >= 1) or rounds >= 2:
+        assert idle == pytest.approx(layout.bubble_fraction, abs=1e-12)
+    else:
+        assert idle > layout.bubble_fraction
 
 
 def test_sequence_parallelism_is_off_alone() -> None:

@@ -147,6 +147,29 @@ def test_interleaved_schedules() -> None:
     assert codes(job_of(shape(layers=12), 4, global_batch_size=8, **keys)) == []
 
 
+def test_rounds_of_the_native_interleaved_schedule() -> None:
+    """torch.distributed.pipelining: m micro-batches make max(1, m // p) rounds, all equally long; of a growing batch every size."""
+    keys: dict[str, Any] = {"parallelism": layout(1, 4, virtual_pipeline_model_parallel_size=2), "device": BIG}
+    fitting = [m for m in range(1, 17) if not codes(job_of(shape(layers=16), 4, global_batch_size=m, **keys))]
+    assert fitting == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16]
+    (objection,) = plan_of(job_of(shape(layers=16), 4, global_batch_size=9, **keys)).objections
+    assert objection.changes == ({"training.global_batch_size": 8}, {"training.global_batch_size": 10})
+    (ramp,) = plan_of(job_of(shape(layers=16), 4, global_batch_size=16, rampup_batch_size=(8, 1, 100), **keys)).objections
+    assert (ramp.code, ramp.key) == ("micro-batches-not-divisible", "training.rampup_batch_size") and "a step has 9, 11, 13, 14" in ramp.message
+    assert codes(job_of(shape(layers=4), 4, global_batch_size=2, parallelism=layout(1, 4), device=BIG)) == []  # fewer micro-batches than stages
+
+
+def test_what_only_the_native_trainer_has() -> None:
+    zero_bubble, copies = layout(1, 2, pipeline_schedule="zbv"), layout(data_parallel_replicate_size=2)
+    for engine, found in (("native", []), ("megatron-lm", ["no-zero-bubble", "no-replicas"])):
+        model = shape(layers=4)
+        assert codes(job_of(model, 2, engine=engine, device=BIG, parallelism=zero_bubble)) == found[:1]
+        assert codes(job_of(model, 4, engine=engine, device=BIG, parallelism=copies)) == found[1:]
+    assert codes(job_of(shape(layers=3), 2, device=BIG, parallelism=zero_bubble)) == ["more-stages-than-layers"]  # two chunks a stage
+    (objection,) = plan_of(job_of(ranks=8, device=BIG, parallelism=layout(data_parallel_replicate_size=3))).objections
+    assert objection.code == "replicas-not-divisible" and objection.changes == tuple({"parallelism.data_parallel_replicate_size": n} for n in (2, 4))
+
+
 def test_tensor_parallelism_stays_in_a_node() -> None:
     (objection,) = plan_of(job_of(shape(hidden=96, heads=16), 8, nodes=2, device=BIG, parallelism=layout(16))).objections
     assert objection.code == "tensor-parallel-across-nodes" and objection.changes == ({"parallelism.tensor_model_parallel_size": 8},)
@@ -156,9 +179,12 @@ def test_tensor_parallelism_stays_in_a_node() -> None:
 def test_what_tensor_parallelism_splits_must_divide() -> None:
     (heads,) = plan_of(job_of(shape(hidden=48, heads=6), 4, device=BIG, parallelism=layout(4))).objections
     assert heads.code == "heads-not-divisible" and heads.changes == ({"parallelism.tensor_model_parallel_size": 2},)
-    grouped = shape("llama", hidden=48, heads=8, num_query_groups=2, ffn_hidden_size=64)
-    assert codes(job_of(grouped, 4, device=BIG, parallelism=layout(4))) == ["query-groups-not-divisible"]
-    assert codes(job_of(shape(hidden=48, heads=4, ffn_hidden_size=30), 4, device=BIG, parallelism=layout(4))) == ["mlp-not-divisible"]
+    grouped, odd = shape("llama", hidden=48, heads=8, num_query_groups=2, ffn_hidden_size=64), shape(hidden=48, heads=4, ffn_hidden_size=30)
+    for engine, found in (("megatron-lm", ["query-groups-not-divisible", "mlp-not-divisible"]), ("native", [])):  # native repeats heads and splits unevenly
+        both = [code for model in (grouped, odd) for code in codes(job_of(model, 4, engine=engine, device=BIG, parallelism=layout(4)))]
+        assert both == found
+    three = shape("llama", hidden=48, heads=12, num_query_groups=3)
+    assert codes(job_of(three, 4, device=BIG, parallelism=layout(4))) == ["query-groups-not-divisible"]
     split = layout(4, sequence_parallel=True)
     assert codes(job_of(shape(hidden=48, heads=4, length=6), 4, device=BIG, parallelism=split)) == ["sequence-not-divisible"]
 

@@ -22,7 +22,7 @@ from trainkit.plan.arithmetic import parameters_of
 from trainkit.plan.layout import layout_of
 from trainkit.plan.make import make_plan
 from trainkit.plan.memory import Memory, fits, memory_of
-from trainkit.plan.shapes import largest, numbers, shard, stage_units
+from trainkit.plan.shapes import chunk_units, largest, numbers, shard
 from trainkit.train import loss
 from trainkit.train.loss import Labels
 from trainkit.train.model import Transformer, build_on_meta
@@ -42,17 +42,17 @@ def memory(job: Job) -> Memory:
 @given(model=shapes(), vocab=st.integers(2, 70), ranks=st.integers(1, 9))
 def test_parameters_one_by_one(model: Model, vocab: int, ranks: int) -> None:
     """The units have the parameters of the model that is built, and their shards are those of fully_shard, which splits rows as torch.chunk does."""
-    units = stage_units(model, vocab, model.num_layers)
+    units = chunk_units(model, vocab, model.num_layers)
     built = build_on_meta(model, vocab)
     assert numbers(units) == parameters_of(model, vocab) == sum(p.numel() for p in built.parameters())
-    assert shard(units, 1, ranks) == sum(p.chunk(ranks)[0].numel() for p in built.parameters())
+    assert shard(units, 1, 0, ranks) == sum(p.chunk(ranks)[0].numel() for p in built.parameters())
     assert largest(units) == max(numbers([unit]) for unit in units)
 
 
 @given(model=shapes(), vocab=st.integers(2, 70), pipeline=st.integers(1, 3))
 def test_stages_hold_the_model_once_but_for_tied_heads(model: Model, vocab: int, pipeline: int) -> None:
     model = model.model_copy(update={"num_layers": 3})
-    held = [stage_units(model, vocab, 3 // pipeline + (s < 3 % pipeline), first=s == 0, last=s == pipeline - 1) for s in range(pipeline)]
+    held = [chunk_units(model, vocab, 3 // pipeline + (s < 3 % pipeline), first=s == 0, last=s == pipeline - 1) for s in range(pipeline)]
     copies = vocab * model.hidden_size if pipeline > 1 and not model.untied else 0
     assert sum(map(numbers, held)) == parameters_of(model, vocab) + copies
 

@@ -6,15 +6,20 @@ Sources: [mlm] Megatron-LM: docs of its distributed optimizer (bytes a parameter
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainkit.jobs.devices import Precision
 from trainkit.plan.rules import Rules, StateBytes
 
 _FP32 = StateBytes(weights=4, gradients=4, master=0, moment=4)
 # 16-bit weights 2, fp32 master 4, Adam's moments 8: 14 bytes. GPT-NeoX-20B 268 GiB, BLOOM-176B 2.244 TiB as published.
 _WRITTEN: dict[Precision, int] = {"fp32": 4, "bf16": 6, "fp16": 6}
+# What the native trainer has and no published engine does.
+_PUBLISHED: dict[str, Any] = {"zero_bubble": False, "uneven_shares": False, "repeats_groups": False, "replicates": False}
 
 _MEGATRON = Rules(
     engine="megatron-lm",
+    **_PUBLISHED,
     uneven_stages=False,  # "Number of layers should be divisible by the pipeline-model-parallel size"
     whole_rounds=True,
     zero_stages=(0, 1),  # its distributed optimizer
@@ -29,6 +34,7 @@ _MEGATRON = Rules(
 
 _NEMO = Rules(
     engine="nemo",
+    **_PUBLISHED,
     uneven_stages=False,
     whole_rounds=True,
     zero_stages=(0, 1),
@@ -46,6 +52,7 @@ RULES: dict[str, Rules] = {
     "native": Rules(),
     "gpt-neox": Rules(
         engine="gpt-neox",
+        **_PUBLISHED,
         virtual_stages=False,  # DeepSpeed's pipeline has none
         zero_in_pipeline=(0, 1),
         pads_weights=True,
@@ -59,6 +66,7 @@ RULES: dict[str, Rules] = {
     "nemo": _NEMO,
     "neuronx-nemo": Rules(
         engine="neuronx-nemo",
+        **_PUBLISHED,
         uneven_stages=False,
         whole_rounds=True,
         zero_stages=(0, 1),  # wrap_with_zero

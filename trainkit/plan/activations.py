@@ -129,7 +129,7 @@ def saved_bytes(job: Job, layout: Layout, rules: Rules, stage: int) -> int:
     if rules.states is None:  # cosines and sines in fp32, once for all samples of a micro-batch
         per_token += 8 * model.rotary_channels / t.micro_batch_size
     flying = layout.in_flight(stage) * per_token
-    if stage == layout.pipeline - 1:  # one micro-batch at a time is at its end
+    if stage == layout.last_stage:  # one micro-batch at a time is at its end
         flying += PerToken(whole=model.hidden_size * (2 * w + _norm_width(job, rules))).on_rank(layout)
     return round(flying * _micro_batch_tokens(job))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Job, Model
 from trainkit.plan.batch import batch_sizes
 from trainkit.plan.layout import Layout, layout_of, nearest
 from trainkit.plan.objection import Change, Objection
@@ -14,6 +14,7 @@ from trainkit.plan.rules import Rules
 MANY = 4  # batch sizes named in one message
 TP, PP = "parallelism.tensor_model_parallel_size", "parallelism.pipeline_model_parallel_size"
 VIRTUAL, ZERO, BATCH = "parallelism.virtual_pipeline_model_parallel_size", "parallelism.zero_stage", "training.global_batch_size"
+SCHEDULE, REPLICAS = "parallelism.pipeline_schedule", "parallelism.data_parallel_replicate_size"
 
 
 def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objection]:
@@ -25,10 +26,11 @@ def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objec
     """
     layout = layout_of(job)
     yield from _world(job, layout)
-    yield from _tensor(job, layout)
+    yield from _tensor(job, layout, rules)
     yield from _stages(job, layout, rules)
-    yield from _interleaving(job, layout, rules)
+    yield from _schedule(job, layout, rules)
     yield from _zero(job, layout, rules)
+    yield from _replicas(job, layout, rules)
     yield from _batches(job)
     yield from _vocabulary(job, tokenizer_size)
     yield from _devices(job)
@@ -49,22 +51,29 @@ def _world(job: Job, layout: Layout) -> Iterator[Objection]:
         yield Objection("too-many-nodes", "nodes", f"{job.nodes} nodes, but cluster {job.cluster.name} has {most} (cluster.max_nodes)", ({"nodes": most},))
 
 
-def _tensor(job: Job, layout: Layout) -> Iterator[Objection]:
+def _indivisible(model: Model, rules: Rules, tensor: int) -> dict[str, tuple[str, int]]:
+    """What tensor parallelism of this size cannot split: code, key and size of each."""
+    heads, groups, width = model.num_attention_heads, model.query_groups, model.ffn_width
+    found = {}
+    if heads % tensor:
+        found["heads-not-divisible"] = ("num_attention_heads", heads)
+    elif groups % tensor and not (rules.repeats_groups and tensor % groups == 0):
+        found["query-groups-not-divisible"] = ("num_query_groups", groups)
+    if width % tensor and not (rules.uneven_shares and width >= tensor):
+        found["mlp-not-divisible"] = ("ffn_hidden_size", width)
+    return found
+
+
+def _tensor(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
     """Tensor parallelism stays in a node, and divides what it splits."""
     t, model = layout.tensor, job.model
-    split = {
-        "heads-not-divisible": ("num_attention_heads", model.num_attention_heads),
-        "query-groups-not-divisible": ("num_query_groups", model.query_groups),
-        "mlp-not-divisible": ("ffn_hidden_size", model.ffn_width),
-    }
-    fitting = [n for n in range(1, layout.ranks_per_node + 1) if layout.ranks_per_node % n == 0 and not any(size % n for _, size in split.values())]
+    fitting = [n for n in range(1, layout.ranks_per_node + 1) if layout.ranks_per_node % n == 0 and not _indivisible(model, rules, n)]
     changes: tuple[Change, ...] = tuple({TP: n} for n in nearest(t, lambda n: n in fitting))
     if layout.ranks_per_node % t and job.nodes > 1:
         message = f"tensor-parallel groups of {t} would reach across nodes of {layout.ranks_per_node} ranks: every layer would wait for the network"
         yield Objection("tensor-parallel-across-nodes", TP, message, changes)
-    for code, (name, size) in split.items():
-        if size % t and not (code == "query-groups-not-divisible" and model.num_attention_heads % t):
-            yield Objection(code, TP, f"{name} {size} does not divide by tensor-parallel size {t}", changes)
+    for code, (name, size) in _indivisible(model, rules, t).items():
+        yield Objection(code, TP, f"{name} {size} does not divide by tensor-parallel size {t}", changes)
     if layout.sequence and model.seq_length % t:
         message = f"sequence_parallel: seq_length {model.seq_length} does not divide by tensor-parallel size {t}"
         yield Objection("sequence-not-divisible", "parallelism.sequence_parallel", message, ({"parallelism.sequence_parallel": False},))
@@ -81,7 +90,8 @@ def _pipeline_change(job: Job, layout: Layout, pipeline: int) -> Change:
 
 def _stages(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
     """Every chunk of a pipeline has layers, equally many where the engine wants that."""
-    layers, parts, v = job.model.num_layers, len(layout.chunks), layout.virtual
+    layers, parts = job.model.num_layers, len(layout.chunks)
+    v = parts // layout.pipeline
     chunks = f"{layout.pipeline} pipeline stages" + (f" of {v} chunks" if v > 1 else "")
     if parts > layers:
         fewer = nearest(layout.pipeline, lambda p: p * v <= layers and (rules.uneven_stages or layers % (p * v) == 0))
@@ -94,19 +104,32 @@ def _stages(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
         yield Objection("layers-not-divisible", PP, message, (*whole, *deeper))
 
 
-def _interleaving(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
-    """An interleaved schedule that the engine has, over a whole number of rounds."""
-    if layout.virtual == 1:
+def _schedule(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
+    """A schedule that the engine has; an interleaved one over a whole number of rounds, in every batch that a step may have."""
+    stages, quantum = layout.pipeline, job.training.micro_batch_size * layout.data
+    if layout.v_shaped and not rules.zero_bubble:
+        yield Objection("no-zero-bubble", SCHEDULE, f"engine {rules.engine} has no zero-bubble schedule", ({SCHEDULE: "1f1b"},))
         return
-    if not rules.virtual_stages:
+    if layout.virtual > 1 and not rules.virtual_stages:
         yield Objection("no-virtual-stages", VIRTUAL, f"engine {rules.engine} has no interleaved schedule; remove virtual_pipeline_model_parallel_size")
         return
-    quantum = job.training.micro_batch_size * layout.data
-    if rules.whole_rounds and job.global_batch_size % quantum == 0 and layout.micro_batches % layout.pipeline:
-        batches = nearest(job.global_batch_size, lambda b: b % (quantum * layout.pipeline) == 0, most=job.global_batch_size + quantum * layout.pipeline)
-        message = f"an interleaved schedule needs micro-batches in multiples of {layout.pipeline} stages; global_batch_size {job.global_batch_size} has "
-        message += f"{layout.micro_batches}"
-        yield Objection("micro-batches-not-divisible", BATCH, message, tuple({BATCH: b} for b in batches))
+
+    if layout.virtual == 1:
+        return
+
+    def fits(micro_batches: int) -> bool:
+        return micro_batches % (stages if rules.whole_rounds else max(1, micro_batches // stages)) == 0
+
+    sizes = [size for size in batch_sizes(job) if size % quantum == 0 and not fits(size // quantum)]
+    if not sizes:
+        return
+    demand = f"micro-batches in multiples of {stages} stages" if rules.whole_rounds else f"equally many micro-batches in every round of {stages} or more"
+    message = f"an interleaved schedule needs {demand}; a step has {', '.join(str(size // quantum) for size in sizes[:MANY])}"
+    if sizes[-1] != job.global_batch_size:
+        yield Objection("micro-batches-not-divisible", "training.rampup_batch_size", f"{message} while the batch grows")
+        return
+    wanted = nearest(sizes[-1], lambda b: b % quantum == 0 and fits(b // quantum), most=sizes[-1] + quantum * stages)
+    yield Objection("micro-batches-not-divisible", BATCH, message, tuple({BATCH: b} for b in wanted))
 
 
 def _zero(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
@@ -117,6 +140,16 @@ def _zero(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
         under = " under a pipeline" if piped and asked in rules.zero_stages else ""
         message = f"engine {rules.engine} has no ZeRO stage {asked}{under}"
         yield Objection("no-such-zero-stage", ZERO, message, tuple({ZERO: stage} for stage in reversed(known) if stage < asked)[:1])
+
+
+def _replicas(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
+    """HSDP: whole copies divide the data-parallel ranks."""
+    asked = job.parallelism.data_parallel_replicate_size
+    if asked > 1 and not rules.replicates:
+        yield Objection("no-replicas", REPLICAS, f"engine {rules.engine} shards over all data-parallel ranks only", ({REPLICAS: 1},))
+    elif layout.data % asked:
+        message = f"data_parallel_replicate_size {asked} does not divide data-parallel size {layout.data}"
+        yield Objection("replicas-not-divisible", REPLICAS, message, tuple({REPLICAS: n} for n in nearest(asked, lambda n: layout.data % n == 0)))
 
 
 def _batches(job: Job) -> Iterator[Objection]:

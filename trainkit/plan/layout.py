@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
+from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 
 
@@ -25,8 +26,10 @@ class Layout:
     """Degrees and stages of a job. Where the degrees do not divide the world, as if by one data-parallel rank or more; the plan objects then.
 
     Args:
-        tensor, pipeline, virtual, data: degrees; virtual: chunks of the model on each stage.
-        chunks: layers of each chunk in the model's order; chunk i is on stage i % pipeline.
+        tensor, pipeline, virtual, data: degrees; virtual: chunks of the model on each stage under an interleaved schedule.
+        replicate: whole copies of the model among the data-parallel ranks; each is sharded over data / replicate of them.
+        v_shaped: the zero-bubble schedule ZB-V, which has two chunks on each stage, the first and the last of the model on the first stage.
+        chunks: layers of each chunk in the model's order.
         sequence: activations between blocks are split over tensor-parallel ranks (off where there is one, as Megatron-LM has it).
         micro_batches: of one step, on one rank.
     """
@@ -37,42 +40,70 @@ class Layout:
     pipeline: int
     virtual: int
     data: int
+    replicate: int
+    v_shaped: bool
     chunks: tuple[int, ...]
     sequence: bool
     micro_batches: int
 
+    @property
+    def shard(self) -> int:
+        """Ranks that one copy of a stage is sharded over."""
+        return max(1, self.data // self.replicate)
+
+    def stage_of(self, chunk: int) -> int:
+        """Which stage a chunk is on: round and round, or down and up again."""
+        return 2 * self.pipeline - 1 - chunk if self.v_shaped and chunk >= self.pipeline else chunk % self.pipeline
+
+    def chunks_of(self, stage: int) -> list[int]:
+        """Numbers of the chunks on a stage."""
+        return [chunk for chunk in range(len(self.chunks)) if self.stage_of(chunk) == stage]
+
+    @property
+    def last_stage(self) -> int:
+        """The stage of the model's last chunk, where head and loss are."""
+        return self.stage_of(len(self.chunks) - 1)
+
     def stage_layers(self, stage: int) -> list[int]:
         """Numbers of the layers on a stage."""
         bounds = [0, *accumulate(self.chunks)]
-        return [layer for i in range(stage, len(self.chunks), self.pipeline) for layer in range(bounds[i], bounds[i + 1])]
+        return [layer for i in self.chunks_of(stage) for layer in range(bounds[i], bounds[i + 1])]
 
     @property
     def layers_by_stage(self) -> tuple[int, ...]:
         """How many layers each stage has."""
-        return tuple(sum(self.chunks[stage :: self.pipeline]) for stage in range(self.pipeline))
+        return tuple(sum(self.chunks[i] for i in self.chunks_of(stage)) for stage in range(self.pipeline))
 
     def in_flight(self, stage: int) -> float:
         """Micro-batches whose activations a stage holds at once, for all of its layers.
 
         1F1B: min(p - stage, m) (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1). Interleaved: 2 (p - stage - 1) + (v - 1) p + 1 chunks of 1 / v
         (Megatron-LM, core/pipeline_parallel/schedules.py); on the first stage 1 + (p - 1) / (p v) times L layers (Korthikanti et al. 2022, arXiv:2205.05198,
-        section 4.2.3).
+        section 4.2.3). ZB-V: 2p chunks of half a stage, the 1F1B of the first stage on all of them (Qi et al. 2023, arXiv:2401.10241, section 6); m + 1 + stage
+        where there are few micro-batches, as read off torch's schedule.
         """
         p, v, m = self.pipeline, self.virtual, self.micro_batches
+        if self.v_shaped:
+            return min(2 * p, 2 * m, m + 1 + stage) / 2
         if v == 1:
             return min(p - stage, m)
-        return min(2 * (p - stage - 1) + (v - 1) * p + 1, m * v) / v
+        together = m // max(1, m // p)  # micro-batches of a round: p, where p divides m
+        return min(2 * (p - stage - 1) + (v - 1) * together + 1, m * v) / v
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of a step in which a stage waits: (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2; there of the ideal time, (p - 1) / (v m))."""
-        return (self.pipeline - 1) / (self.virtual * self.micro_batches + self.pipeline - 1)
+        """Part of a step in which a stage waits: (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2; there of the ideal time, (p - 1) / (v m)).
+
+        ZB-V: (p - 1) / (6 m + p - 1): what is left of it is p - 1 forwards of half a stage, where forward, backward for the input and backward for the
+        weights take equally long; from 2p micro-batches on, with fewer it is more (torch's order of operations, played through).
+        """
+        return (self.pipeline - 1) / ((6 if self.v_shaped else self.virtual) * self.micro_batches + self.pipeline - 1)
 
 
 def layout_of(job: Job) -> Layout:
     """The layout that a job asks for."""
     p = job.parallelism
-    virtual = p.virtual_pipeline_model_parallel_size or 1
+    virtual, v_shaped = p.virtual_pipeline_model_parallel_size or 1, p.pipeline_schedule == "zbv"
     return Layout(
         world=job.world_size,
         ranks_per_node=job.ranks_per_node,
@@ -80,7 +111,9 @@ def layout_of(job: Job) -> Layout:
         pipeline=p.pipeline_model_parallel_size,
         virtual=virtual,
         data=job.data_parallel_size,
-        chunks=tuple(split_layers(job.model.num_layers, p.pipeline_model_parallel_size * virtual)),
+        replicate=degrees_of(job).replicate,
+        v_shaped=v_shaped,
+        chunks=tuple(split_layers(job.model.num_layers, p.pipeline_model_parallel_size * (2 if v_shaped else virtual))),
         sequence=p.sequence_parallel and p.tensor_model_parallel_size > 1,
         micro_batches=job.gradient_accumulation_steps,
     )

@@ -18,7 +18,7 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.activations import live_bytes, logit_bytes, saved_bytes, width
 from trainkit.plan.layout import Layout
 from trainkit.plan.rules import Rules, StateBytes, moments_of
-from trainkit.plan.shapes import Unit, gathered_at_once, largest, numbers, shard, stage_units
+from trainkit.plan.shapes import Unit, gathered_at_once, largest, numbers, shard, stage_chunks
 
 # What is neither of the parts: context, communication and matmul workspaces, what the allocator cannot use. Assumed; two published runs measured 27 GB where
 # the parts are 22.5 GiB (GPT-NeoX-20B on 24 A100-40GB) and 14.3 GiB where they are 9.6 GiB (7.5B on V100-16GB, an older trainer with copies of its own).
@@ -91,30 +91,30 @@ class Memory:
         return {"fullest_rank": self.fullest.to_json(), "device_bytes": self.device_bytes, "fits": self.fits, "stages": stages}
 
 
-def _native_states(job: Job, layout: Layout, units: list[Unit]) -> dict[str, int]:
-    zero, moments, w = job.parallelism.zero_stage, moments_of(job.training), width(job)
-    reduced = 8 if job.cluster.device_type == "cpu" else 4
-    whole, unit = numbers(units, layout.tensor), largest(units, layout.tensor)
-    mine = shard(units, layout.tensor, layout.data if zero else 1)
+def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[str, int]:
+    zero, moments, w, t = job.parallelism.zero_stage, moments_of(job.training), width(job), layout.tensor
+    reduced, units = 8 if job.cluster.device_type == "cpu" else 4, [unit for chunk in chunks for unit in chunk]
+    whole, rank = max((numbers(units, t, rank), rank) for rank in range(t))
+    unit, mine = largest(units, t, rank), shard(units, t, rank, layout.shard)
     accumulated = reduced * whole if zero < 2 and layout.micro_batches > 1 else 0
     return {
         "parameter_bytes": 4 * mine,
-        "gathered_bytes": w * (gathered_at_once(units, layout.tensor) if zero == 3 else whole),
+        "gathered_bytes": w * (gathered_at_once(chunks, t, rank) if zero == 3 else whole),
         "gradient_bytes": max(accumulated, 4 * mine),
         "optimizer_bytes": 4 * moments * mine,
         "buffer_bytes": (reduced + w) * unit,  # a unit's gradients as computed and as they are reduced
     }
 
 
-def _states(job: Job, layout: Layout, units: list[Unit], held: StateBytes, buckets: int) -> dict[str, int]:
-    n, zero = numbers(units, layout.tensor), job.parallelism.zero_stage
+def _states(job: Job, layout: Layout, chunks: list[list[Unit]], held: StateBytes, buckets: int) -> dict[str, int]:
+    n, zero = numbers([unit for chunk in chunks for unit in chunk], layout.tensor), job.parallelism.zero_stage
 
     def kept(size: int, from_stage: int) -> int:
         return size * -(-n // (layout.data if zero >= from_stage else 1))
 
     return {
         "parameter_bytes": kept(held.weights, 3),
-        "gathered_bytes": held.weights * gathered_at_once(units, layout.tensor) if zero == 3 else 0,
+        "gathered_bytes": held.weights * gathered_at_once(chunks, layout.tensor) if zero == 3 else 0,
         "gradient_bytes": kept(held.gradients, 2),
         "optimizer_bytes": kept(held.master + moments_of(job.training) * held.moment, 1),
         "buffer_bytes": width(job) * buckets,
@@ -134,13 +134,12 @@ def stage_memory(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded
         vocab_size: rows of embedding and head.
         padded: columns of the head's product.
     """
-    last = stage == layout.pipeline - 1
-    rows = padded if rules.pads_weights else vocab_size
-    units = stage_units(job.model, rows, layout.layers_by_stage[stage], first=stage == 0, last=last)
+    last = stage == layout.last_stage
+    chunks = stage_chunks(job.model, padded if rules.pads_weights else vocab_size, layout, stage)
     if rules.states is None:
-        parts = _native_states(job, layout, units)
+        parts = _native_states(job, layout, chunks)
     else:
-        parts = _states(job, layout, units, rules.states[job.training.precision], _buckets(rules, job.engine_args))
+        parts = _states(job, layout, chunks, rules.states[job.training.precision], _buckets(rules, job.engine_args))
     parts["activation_bytes"] = saved_bytes(job, layout, rules, stage) + live_bytes(job, layout, rules)
     parts["logit_bytes"] = logit_bytes(job, layout, rules, vocab_size, padded) if last else 0
     kind = job.cluster.device_type

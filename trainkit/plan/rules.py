@@ -29,7 +29,12 @@ class Rules:
         engine: its name in jobs.toml.
         uneven_stages: pipeline stages may hold different numbers of layers.
         virtual_stages: it has an interleaved schedule.
-        whole_rounds: under that schedule the micro-batches of a step must be a multiple of the stages.
+        whole_rounds: under that schedule the micro-batches of a step must be a multiple of the stages; False: torch.distributed.pipelining's own demand, a
+            multiple of the rounds that the stages make.
+        zero_bubble: it has ZB-V.
+        uneven_shares: the MLP's width need not divide by tensor-parallel size.
+        repeats_groups: heads of keys and values may be fewer than tensor-parallel ranks, which then hold the same ones.
+        replicates: it has HSDP.
         zero_stages: values of zero_stage it has; `zero_in_pipeline`: with more than one stage.
         pads_weights: embedding and head have the padded vocabulary in memory and in checkpoints too.
         states: bytes a parameter by precision; None: the native trainer's, fp32 masters and gathered copies.
@@ -44,6 +49,10 @@ class Rules:
     uneven_stages: bool = True
     virtual_stages: bool = True
     whole_rounds: bool = False
+    zero_bubble: bool = True
+    uneven_shares: bool = True
+    repeats_groups: bool = True
+    replicates: bool = True
     zero_stages: tuple[int, ...] = ALL_STAGES
     zero_in_pipeline: tuple[int, ...] = (0, 1, 3)
     pads_weights: bool = False

@@ -2,6 +2,7 @@
 
 Symbols as in arithmetic.py. Tensor parallelism splits the rows of what comes first in attention and MLP, with its biases, the columns of what comes
 second, and the vocabulary's rows; norms, positions and the second's biases are whole on every rank (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+Where there are fewer heads of keys and values than ranks, several ranks have the same one.
 """
 
 from __future__ import annotations
@@ -10,30 +11,48 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trainkit.jobs.ranks import share
 from trainkit.jobs.schema import Model
+from trainkit.plan.layout import Layout
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter: rows x columns, and which of the two tensor parallelism splits."""
+    """One parameter: rows x columns, and which of the two tensor parallelism splits.
+
+    Args:
+        split: what is split.
+        parts: where several matrices lie behind one another in the split dimension, their sizes: each is split by itself.
+        head: what is split are whole heads of so many channels; no rank has less than one of any part.
+    """
 
     rows: int
     columns: int = 1
     split: Literal["rows", "columns", "none"] = "none"
+    parts: tuple[int, ...] = ()
+    head: int = 0
 
-    def local(self, tensor: int) -> tuple[int, int]:
-        """(rows, columns) on the tensor-parallel rank that has most."""
-        rows, columns = self.rows, self.columns
-        return (-(-rows // tensor) if self.split == "rows" else rows), (-(-columns // tensor) if self.split == "columns" else columns)
+    def local(self, tensor: int, rank: int | None = None) -> tuple[int, int]:
+        """(rows, columns) on a tensor-parallel rank of the native trainer, which may split unevenly; without `rank` equal parts, as other engines have."""
+        if self.split == "none":
+            return self.rows, self.columns
+        parts = self.parts or (self.rows if self.split == "rows" else self.columns,)
+        size = sum(self._local(part, tensor, rank) for part in parts)
+        return (size, self.columns) if self.split == "rows" else (self.rows, size)
 
-    def numbers(self, tensor: int = 1) -> int:
+    def _local(self, part: int, tensor: int, rank: int | None) -> int:
+        if self.head or rank is None:
+            return max(self.head, -(-part // tensor))
+        return share(part, tensor, rank)[1]
+
+    def numbers(self, tensor: int = 1, rank: int | None = None) -> int:
         """Elements on that rank."""
-        rows, columns = self.local(tensor)
+        rows, columns = self.local(tensor, rank)
         return rows * columns
 
-    def shard(self, tensor: int, data: int) -> int:
+    def shard(self, tensor: int, rank: int | None, data: int) -> int:
         """Elements of the largest shard where fully_shard splits the first dimension over `data` ranks."""
-        rows, columns = self.local(tensor)
+        rows, columns = self.local(tensor, rank)
         return -(-rows // data) * columns
 
 
@@ -47,11 +66,15 @@ def _norm(model: Model) -> Unit:
 def block_unit(model: Model) -> Unit:
     """The parameters of one block."""
     h, f = model.hidden_size, model.ffn_width
-    q, kv = model.num_attention_heads * model.head_size, 2 * model.query_groups * model.head_size
+    d, q, k = model.head_size, model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     gated = model.family == "llama"
-    up = 2 * f if gated else f
-    products = (Weight(q + kv, h, "rows"), Weight(h, q, "columns"), Weight(up, h, "rows"), Weight(h, f, "columns"))
-    biases = () if gated else (Weight(q + kv, 1, "rows"), Weight(h), Weight(up, 1, "rows"), Weight(h))
+    qkv, up = (q, k, k), (f, f) if gated else (f,)
+
+    def before(columns: int) -> Unit:
+        return Weight(sum(qkv), columns, "rows", qkv, d), Weight(sum(up), columns, "rows", up)
+
+    after = Weight(h, q, "columns", head=d), Weight(h, f, "columns")
+    products, biases = (*before(h), *after), () if gated else (*before(1), Weight(h), Weight(h))
     return products + biases + _norm(model) * (1 if model.gpt_j_tied else 2)
 
 
@@ -68,9 +91,15 @@ def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Uni
     return begin + _norm(model) + head
 
 
-def stage_units(model: Model, vocab_size: int, layers: int, *, first: bool = True, last: bool = True) -> list[Unit]:
-    """The units of a stage of `layers` blocks; a whole model without further words. Each is gathered and reduced at once."""
+def chunk_units(model: Model, vocab_size: int, layers: int, *, first: bool = True, last: bool = True) -> list[Unit]:
+    """The units of a chunk of `layers` blocks, what is around them last; a whole model without further words. Each is gathered and reduced at once."""
     return [*([block_unit(model)] * layers), outer_unit(model, vocab_size, first=first, last=last)]
+
+
+def stage_chunks(model: Model, vocab_size: int, layout: Layout, stage: int) -> list[list[Unit]]:
+    """The units of each chunk on a stage of a pipeline."""
+    end = len(layout.chunks) - 1
+    return [chunk_units(model, vocab_size, layout.chunks[i], first=i == 0, last=i == end) for i in layout.chunks_of(stage)]
 
 
 def _each(units: Sequence[Unit], size: Callable[[Weight], int]) -> list[int]:
@@ -79,22 +108,22 @@ def _each(units: Sequence[Unit], size: Callable[[Weight], int]) -> list[int]:
     return [known[unit] for unit in units]
 
 
-def numbers(units: Sequence[Unit], tensor: int = 1) -> int:
+def numbers(units: Sequence[Unit], tensor: int = 1, rank: int | None = None) -> int:
     """Parameters on one tensor-parallel rank."""
-    return sum(_each(units, lambda weight: weight.numbers(tensor)))
+    return sum(_each(units, lambda weight: weight.numbers(tensor, rank)))
 
 
-def largest(units: Sequence[Unit], tensor: int = 1) -> int:
+def largest(units: Sequence[Unit], tensor: int = 1, rank: int | None = None) -> int:
     """Parameters of the largest unit on one tensor-parallel rank."""
-    return max(_each(units, lambda weight: weight.numbers(tensor)))
+    return max(_each(units, lambda weight: weight.numbers(tensor, rank)))
 
 
-def gathered_at_once(units: Sequence[Unit], tensor: int = 1) -> int:
+def gathered_at_once(chunks: Sequence[Sequence[Unit]], tensor: int = 1, rank: int | None = None) -> int:
     """Parameters on one tensor-parallel rank where blocks are gathered one after another, the next one ahead; what is around them stays."""
-    *blocks, outer = units
-    return numbers([*blocks[:2], outer], tensor)
+    blocks = [unit for chunk in chunks for unit in chunk[:-1]]
+    return numbers([*blocks[:2], *(chunk[-1] for chunk in chunks)], tensor, rank)
 
 
-def shard(units: Sequence[Unit], tensor: int, data: int) -> int:
+def shard(units: Sequence[Unit], tensor: int, rank: int | None, data: int) -> int:
     """Parameters of the largest shard under fully_shard."""
-    return sum(_each(units, lambda weight: weight.shard(tensor, data)))
+    return sum(_each(units, lambda weight: weight.shard(tensor, rank, data)))
