@@ -23,6 +23,7 @@ from trainkit.train.huggingface import load_weights
 from trainkit.train.huggingface.names import FAMILIES
 from trainkit.train.huggingface.writing import export
 from trainkit.train.model import Transformer, build_on_meta
+from trainkit.train.shards import held_parameters
 
 VOCAB = 53  # divides by nothing used here
 COMMON: dict[str, Any] = {"name": "tiny", "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "seq_length": 16}
@@ -168,7 +169,7 @@ def write(saved: checkpoint.Checkpoint, model: Model, target: Path, **more: Any)
 def loaded(folder: Path, model: Model, rows: int = VOCAB) -> Transformer:
     module = build_on_meta(model, rows)
     module.to_empty(device="cpu")
-    load_weights(folder, dict(module.named_parameters()), model)
+    load_weights(folder, held_parameters(module, 1), model, rows)
     return module
 
 

@@ -41,7 +41,7 @@ def trainer(root: Path, model: dict[str, Any] | None = None, **training: Any) ->
 
 def spoil(made: Trainer, wrong: Callable[[Trainer], None], steps: Iterable[int]) -> None:
     """Call `wrong` between backward and update, on the second rank only, in the given steps of this trainer's own counting."""
-    backward, count, when = made.maker._backward, [made.step], set(steps)
+    backward, count, when = made.maker.backward, [made.step], set(steps)
 
     def spoilt(batches: Iterable[Batch], samples: int) -> tuple[Tensor, Tensor, int]:
         result = backward(batches, samples)
@@ -50,7 +50,7 @@ def spoil(made: Trainer, wrong: Callable[[Trainer], None], steps: Iterable[int])
             wrong(made)
         return result
 
-    made.maker._backward = spoilt  # type: ignore[method-assign]
+    made.maker.backward = spoilt  # type: ignore[method-assign]
 
 
 def infinite_gradient(made: Trainer) -> None:
@@ -110,7 +110,7 @@ def resumed(root: Path) -> dict[str, Any]:
         for parts, folder in (((6,), "whole"), ((3, 6), "broken")):
             for last in parts:
                 made = trainer(root / f"{name}-{folder}", model, eval_iters=1, eval_interval=3, save_interval=3, train_iters=6, **training)
-                made.model.train()
+                made.parts.train()
                 while made.step < last:
                     made.train_step()
                     made.settle(all=True)

@@ -23,6 +23,7 @@ from trainkit.train.data_parallel import World
 from trainkit.train.heartbeat import Heartbeat
 from trainkit.train.loop import Trainer
 from trainkit.train.optimizer import local_gradients, squared_norm
+from trainkit.train.shards import Shards
 
 Arrays = dict[str, NDArray[Any]]
 MODEL = Model(name="tiny", num_layers=2, hidden_size=18, num_attention_heads=3, seq_length=16, vocab_size=301)  # 18 and 301 divide by nothing used here
@@ -71,6 +72,13 @@ def start_ranks(run: RunFolder, ranks: int) -> list[subprocess.Popen[bytes]]:
 
 def whole(tensor: torch.Tensor) -> NDArray[Any]:
     """A tensor gathered from all ranks."""
+    if isinstance(tensor, Shards):
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, {at: view.numpy().copy() for at, view in tensor.parts.items()})
+        found = np.full(tuple(tensor.shape), np.nan, dtype=str(tensor.dtype).removeprefix("torch."))
+        for at, part in ((at, part) for parts in everyone for at, part in parts.items()):
+            found[tuple(slice(start, start + size) for start, size in zip(at, part.shape, strict=True))] = part
+        return found
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone().numpy()
 
@@ -87,7 +95,7 @@ def first_step_then_save(root: Path, other: Path | None) -> dict[str, Any]:
     trainer = _trainer(root)
     maker = trainer.maker
     weights = {name: whole(p) for name, p in maker.parameters.items()}
-    entropy, tokens, checksum = maker._backward(trainer.train_feed.read(0, 8), 8)
+    entropy, tokens, checksum = maker.backward(trainer.train_feed.read(0, 8), 8)
     sums = torch.stack([entropy, tokens.double(), squared_norm(local_gradients(maker.parameters.values())), torch.tensor(checksum, dtype=torch.float64)])
     dist.all_reduce(sums)
     first = {"loss": float(sums[0] / sums[1]), "norm": float(sums[2].sqrt()), "checksum": int(sums[3])}

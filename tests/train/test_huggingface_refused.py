@@ -36,6 +36,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface import check_weights, load_weights
 from trainkit.train.huggingface.config import contradictions
+from trainkit.train.shards import held_parameters
 
 __all__ = ["copied", "folders", "one_rank"]  # fixtures
 
@@ -77,7 +78,7 @@ class TestRefused:
         module = ours(model)
         before = {name: p.detach().clone() for name, p in module.named_parameters()}
         with pytest.raises(ConfigError, match=r"lacks transformer\.ln_f\.bias") as error:
-            load_weights(folder, dict(module.named_parameters()), model)
+            load_weights(folder, held_parameters(module, 1), model, VOCAB)
         assert error.value.exit == 3
         assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 

@@ -16,15 +16,12 @@ class Native:
 
     def problems(self, job: Job) -> list[Problem]:
         """What is planned for, and not launched yet."""
-        p, sets = job.parallelism, "--set "
+        sets = "--set "
         asked = {
             f"cluster.launcher = '{job.cluster.launcher}'": job.cluster.launcher != "local",
             f"nodes = {job.nodes}": job.nodes > 1,
             f"cluster.device = '{job.cluster.device.name}'": job.cluster.device_type == "neuron",
             f"container = '{job.container.name if job.container else ''}'": job.container is not None,
-            f"parallelism.tensor_model_parallel_size = {p.tensor_model_parallel_size}": p.tensor_model_parallel_size > 1,
-            f"parallelism.pipeline_model_parallel_size = {p.pipeline_model_parallel_size}": p.pipeline_model_parallel_size > 1,
-            f"parallelism.zero_stage = {p.zero_stage}": p.zero_stage != 1,
         }
         hint = f"`invoke plan {job.name}` plans it; to try it here: {sets}cluster=here and smaller degrees"
         return [Problem(f"{what} is planned for, but not launched by this version of trainkit", hint=hint) for what, there in asked.items() if there]

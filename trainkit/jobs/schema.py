@@ -43,11 +43,23 @@ class Parallelism(Table):
     tensor_model_parallel_size: int = Field(1, ge=1, description="tensor-parallel size")
     pipeline_model_parallel_size: int = Field(1, ge=1, description="pipeline stages")
     virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2, description="model chunks of each stage under an interleaved schedule")
+    pipeline_schedule: Literal["1f1b", "zbv"] = Field(
+        "1f1b",
+        description="1f1b: one forward, one backward, interleaved where virtual_pipeline_model_parallel_size is given; zbv: zero bubble, without compile",
+    )
     sequence_parallel: bool = Field(False, description="activations between blocks split over the tensor-parallel ranks")
     zero_stage: int = Field(1, ge=0, le=3, description="0: replicated; 1: optimizer state sharded; 2: gradients too; 3: parameters too")
+    data_parallel_replicate_size: int = Field(
+        1, ge=1, description="HSDP: whole copies of the model; each is sharded over data-parallel size / this many ranks, and gradients are summed over copies"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Parallelism:
+        if self.data_parallel_replicate_size > 1 and self.zero_stage == 0:
+            raise wrong("data_parallel_replicate_size", "data_parallel_replicate_size is for zero_stage 1 to 3: with 0 every rank holds a whole copy")
+        if self.pipeline_schedule == "zbv" and (self.pipeline_model_parallel_size == 1 or self.virtual_pipeline_model_parallel_size):
+            needs_what = "pipeline_model_parallel_size above 1 and no virtual_pipeline_model_parallel_size: it has two chunks on each stage by itself"
+            raise wrong("pipeline_schedule", f"pipeline_schedule = 'zbv' needs {needs_what}")
         if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
             raise wrong("virtual_pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1")
         return self
@@ -76,7 +88,13 @@ class Engine(Table):
 class Checkpoint(Table):
     """What is kept on disk."""
 
-    keep_last: int = Field(2, ge=1, description="newest checkpoints kept; older ones are deleted after a save")
+    keep_last: int = Field(2, ge=1, description="newest checkpoints kept; older ones are deleted after a save, but for those that the next two keys keep")
+    keep_every: int | None = Field(None, ge=1, description="checkpoints of steps that are a multiple of this are kept for ever")
+    keep_best: int = Field(0, ge=0, description="so many with the lowest validation loss are kept; only those of steps with an evaluation have one")
+    verify: Literal["size", "sample", "full"] = Field(
+        "full", description="what is looked at before one is read: sizes always; sample: the hash of one file in 8; full: of every file, each by one rank"
+    )
+    save_async: bool = Field(False, description="write while training goes on, from a copy in host memory: 12 bytes for every parameter that a rank holds")
     filesystem: str | None = Field(None, description="which of the cluster's filesystems they go to; by default its only one")
 
 
@@ -178,6 +196,8 @@ class Job(Table):
     def _compiles(self) -> Job:
         t = self.training
         kernel = self.cluster.device_type == "cuda" and t.precision != "fp32" and self.model.attention_dropout == 0
+        if t.compile and self.parallelism.pipeline_schedule == "zbv":
+            raise wrong("training.compile", "training.compile and pipeline_schedule = 'zbv' exclude each other: a compiled backward cannot be split in two")
         if t.compile and t.reset_attention_mask and not kernel:
             message = "training.compile with reset_attention_mask needs the variable-length kernel: a CUDA device, 16 bits and no attention_dropout"
             raise wrong("training.compile", f"{message}; document by document, every batch would be compiled anew")

@@ -1,228 +1,241 @@
-"""Checkpoints: complete or not there. A folder step-NNNNNNNN whose manifest.json fits its files is one; nothing else is."""
+"""The tensors of checkpoints: written and published by all ranks together, read in any layout. What a checkpoint is, is said in runs/checkpoints.py."""
 
 from __future__ import annotations
 
-import json
-import math
+import os
 import platform
-import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
-from pydantic import Field, NonNegativeInt, ValidationError
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import publish_folder, write_text
-from trainkit.train.storage import ALIGNMENT, DTYPE_NAMES, DTYPES, DataFile, Form, Reader, TensorEntry, TensorLoadPlanner, TensorSavePlanner, Writer
+from trainkit.base.files import publish_folder
+from trainkit.base.locks import Busy, locked
+from trainkit.runs.checkpoints import (
+    MANIFEST,
+    UNFINISHED,
+    Checkpoint,
+    Damaged,
+    Manifest,
+    Verify,
+    files_to_hash,
+    finished,
+    folder_of,
+    newest_valid,
+    open_checkpoint,
+    verify,
+    wrong_hashes,
+)
+from trainkit.train.storage import DTYPE_NAMES, Reader, TensorLoadPlanner, TensorSavePlanner, Writer
 
-MANIFEST = "manifest.json"
-FINISHED = re.compile(r"step-(\d{8,})")
-UNFINISHED = ".tmp"
+__all__ = ["MANIFEST", "Checkpoint", "Damaged", "Manifest", "finished", "folder_of", "load", "newest_valid", "open_checkpoint", "save", "verify"]
 
-
-class Manifest(Form):
-    """The form checkpoint/1: what a checkpoint holds and where it comes from.
-
-    `tensors`: model.NAME, optimizer.exp_avg.NAME and optimizer.exp_avg_sq.NAME for every parameter, by global shape.
-    `state`: what else the next step depends on, as numbers.
-    """
-
-    form: Literal["checkpoint/1"] = Field("checkpoint/1", alias="schema")
-    step: NonNegativeInt
-    consumed_samples: NonNegativeInt
-    files: tuple[DataFile, ...]
-    tensors: dict[str, TensorEntry]
-    layout: dict[str, int]
-    job: dict[str, Any]
-    versions: dict[str, str]
-    state: dict[str, int | float | bool]
+LOCK = "writer.lock"  # held by rank 0 while it publishes
 
 
-class Damaged(TrainkitError):
-    """A checkpoint that must not be read (exit 16)."""
+class NotSaved(TrainkitError):
+    """The disk did not take a checkpoint (exit 10); the older ones are as they were. Raised on all ranks."""
 
-    def __init__(self, folder: Path, problems: list[str]) -> None:
-        self.problem_list = problems
-        super().__init__(f"checkpoint {folder} is damaged: {'; '.join(problems)}", exit=Exit.NO_CHECKPOINT)
+    def __init__(self, message: str) -> None:
+        super().__init__(message, exit=Exit.RANK_INFRA, hint="make room or mend the file system; `resume` goes on from the newest checkpoint there is")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A folder with its checked manifest."""
+class About:
+    """What the manifest says besides the tensors: its fields of the same names."""
 
-    folder: Path
-    manifest: Manifest
-
-
-def folder_of(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies, or will."""
-    return checkpoints / f"step-{step:08d}"
-
-
-def finished(checkpoints: Path) -> list[Path]:
-    """Folders that were published, oldest first. Whether they are whole is for `open_checkpoint` to say."""
-    found = [(int(m[1]), p) for p in checkpoints.iterdir() if (m := FINISHED.fullmatch(p.name))] if checkpoints.is_dir() else []
-    return [path for _, path in sorted(found)]
+    step: int
+    consumed_samples: int
+    layout: dict[str, int]
+    job: dict[str, Any]
+    state: dict[str, int | float | bool]
+    validation: dict[str, float] = field(default_factory=dict)
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read and check a checkpoint's manifest, and its files' sizes. Raises Damaged with all that is wrong."""
-    try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-    except OSError as error:
-        raise Damaged(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
-    except ValidationError as error:
-        raise Damaged(folder, [f"{MANIFEST}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]) from None
-    problems = [*_step_problems(folder, manifest), *_file_problems(folder, manifest), *_tensor_problems(manifest)]
-    if problems:
-        raise Damaged(folder, problems)
-    return Checkpoint(folder, manifest)
+def _on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], None], what: str) -> None:
+    """Do it on rank 0. What goes wrong there is raised on all ranks: NotSaved for what the disk did, else a TrainkitError."""
+    told: list[tuple[str, int | None, str] | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            do()
+        except (OSError, Busy) as error:
+            told = [(f"{what}: {error}", None, "")]
+        except TrainkitError as error:
+            told = [(error.message, None if isinstance(error, NotSaved) else int(error.exit), error.hint)]
+    dist.broadcast_object_list(told, src=0, group=group)
+    if told[0] is not None:
+        message, code, hint = told[0]
+        raise NotSaved(message) if code is None else TrainkitError(message, exit=Exit(code), hint=hint)
 
 
-def _step_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    if folder.name != folder_of(folder.parent, manifest.step).name:
-        yield f"its manifest says step {manifest.step}"
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of what this rank holds of them."""
+    from trainkit.train.staging import parts_of
+
+    return sum(part.nbytes for tensor in tensors for part in parts_of(tensor).values())
 
 
-def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    for file in manifest.files:
-        if file.path != Path(file.path).name or file.path in ("", ".", ".."):
-            yield f"{file.path!r} is no plain file name"
-            continue
-        path = folder / file.path
-        if path.is_symlink() or not path.is_file():
-            yield f"{file.path} is missing"
-        elif path.stat().st_size != file.bytes:
-            yield f"{file.path} has {path.stat().st_size} bytes, not {file.bytes}"
+def _prepare(checkpoints: Path, temporary: Path, needed: int) -> None:
+    """An empty folder to write into, and room for so many bytes. Called under the lock: what is unfinished there is nobody's."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    for stale in checkpoints.glob(f"step-*{UNFINISHED}"):
+        shutil.rmtree(stale)
+    disk = os.statvfs(checkpoints)
+    free = disk.f_bavail * disk.f_frsize
+    if free < needed:
+        raise NotSaved(f"checkpoint {temporary.with_suffix('')} needs {needed / 1e9:.3f} GB, and {checkpoints} has {free / 1e9:.3f} GB free")
+    temporary.mkdir()
 
 
-def _tensor_problems(manifest: Manifest) -> Iterator[str]:
-    """Every part lies inside its file and its tensor, and the parts have the tensor's volume."""
-    size_of = {file.path: file.bytes for file in manifest.files}
-    for name, tensor in manifest.tensors.items():
-        if tensor.dtype not in DTYPES:
-            yield f"{name} has the unknown dtype {tensor.dtype!r}"
-            continue
-        width = DTYPES[tensor.dtype].itemsize
-        for c in tensor.chunks:
-            inside = len(c.offsets) == len(c.sizes) == len(tensor.shape) and all(o + n <= t for o, n, t in zip(c.offsets, c.sizes, tensor.shape, strict=True))
-            stored = c.bytes == math.prod(c.sizes) * width and c.start % ALIGNMENT == 0 and c.start + c.bytes <= size_of.get(c.file, -1)
-            if not (inside and stored):
-                yield f"{name}: the part at {list(c.offsets)} does not fit its tensor or file"
-        if sum(math.prod(c.sizes) for c in tensor.chunks) != math.prod(tensor.shape):
-            yield f"{name}: its parts do not make up its shape {list(tensor.shape)}"
-
-
-def verify(folder: Path, hashes: bool = True) -> list[str]:
-    """Everything wrong with a checkpoint, an empty list if nothing is. Without `hashes` only sizes and the manifest are looked at."""
-    try:
-        manifest = open_checkpoint(folder).manifest
-    except Damaged as damaged:
-        return damaged.problem_list
-    return [f"{f.path} does not have the hash {f.xxh128}" for f in manifest.files if hashes and _xxh128(folder / f.path) != f.xxh128]
-
-
-def _xxh128(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def newest_valid(checkpoints: Path, on_damage: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint whose manifest, sizes and hashes are right, None where there is none at all.
-
-    Args:
-        checkpoints: the run's folder of checkpoints; unfinished ones in it are not looked at.
-        on_damage: told of every newer checkpoint that had to be passed over.
-
-    Raises:
-        TrainkitError: exit 16, there are checkpoints but none is valid.
-    """
-    folders = finished(checkpoints)
-    for folder in reversed(folders):
-        problems = verify(folder)
-        if not problems:
-            return open_checkpoint(folder)
-        on_damage(Damaged(folder, problems).message)
-    if folders:
-        raise TrainkitError(
-            f"none of the {len(folders)} checkpoints in {checkpoints} is valid",
-            exit=Exit.NO_CHECKPOINT,
-            hint="restore one from a copy, or start a new run; removing the folder's checkpoints makes this run start from step 0",
-        )
-    return None
+def _publish(temporary: Path, target: Path, manifest: Manifest) -> None:
+    """Make a folder of whole files a checkpoint."""
+    manifest.write(temporary)
+    if target.exists():  # only a damaged one that resume passed over may be in the way
+        if not verify(target):
+            words = f"{target} was written by another process while this one trained: two of them train one run"
+            raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; what the other has written is whole")
+        shutil.rmtree(target)
+    publish_folder(temporary, target)
 
 
 def save(
-    checkpoints: Path, tensors: dict[str, torch.Tensor], *, step: int, consumed_samples: int, layout: dict[str, int], job: dict[str, Any], state: dict[str, Any]
-) -> None:
-    """Write and publish a checkpoint; called by all ranks together.
+    checkpoints: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    before: Callable[[], None] = lambda: None,
+    **about: Any,
+) -> Checkpoint:
+    """Write and publish a checkpoint; called by all ranks together. Every rank writes, hashes and fsyncs its file in step-N.tmp; rank 0 writes the
+    manifest, renames and fsyncs the parent.
 
-    Every rank writes, hashes and fsyncs its file in step-N.tmp; rank 0 writes the manifest, renames and fsyncs the parent.
+    Args:
+        checkpoints: the run's folder of them.
+        tensors: by name; each rank gives what it holds.
+        group: over all ranks, on the CPU; by default the default one.
+        before: done by rank 0 first; its OSError counts as the disk's.
+        about: the fields of About.
+
+    Returns the checkpoint (its manifest's tables of files and tensors are empty on other ranks than 0).
 
     Raises:
-        TrainkitError: exit 10 on all ranks when one could not write; older checkpoints are as they were.
+        NotSaved: on all ranks when one could not write; older checkpoints are as they were and nothing is left of this one.
+        TrainkitError: exit 17, another process writes this run's checkpoints.
     """
-    target, rank = folder_of(checkpoints, step), dist.get_rank()
+    facts, rank = About(**about), dist.get_rank()
+    target = folder_of(checkpoints, facts.step)
     temporary = target.with_name(target.name + UNFINISHED)
-    if rank == 0:
-        for stale in checkpoints.glob(f"step-*{UNFINISHED}"):
-            shutil.rmtree(stale)
-        temporary.mkdir(parents=True)
-    dist.barrier()
+    needed = torch.tensor(bytes_of(tensors.values()))
+    dist.all_reduce(needed, group=group)
     writer = Writer(temporary, rank)
+    with _Lock(checkpoints / LOCK) as lock:
+
+        def begin() -> None:
+            before()
+            lock.take()
+            _prepare(checkpoints, temporary, int(needed))
+
+        def publish() -> None:
+            _publish(temporary, target, manifest)
+
+        try:
+            _on_rank_0(group, begin, f"cannot begin checkpoint {target}")
+            _write(writer, tensors, group, target)
+            versions = {"trainkit": trainkit.__version__, "torch": torch.__version__, "python": platform.python_version()}
+            manifest = Manifest(files=tuple(writer.files), tensors=writer.tensors, versions=versions, **facts.__dict__)
+            _on_rank_0(group, publish, f"cannot publish checkpoint {target}")
+        except TrainkitError:
+            if rank == 0 and lock.held:
+                shutil.rmtree(temporary, ignore_errors=True)  # its room may be what is missing
+            raise
+    return Checkpoint(target, manifest)
+
+
+class _Lock:
+    """A lock that rank 0 may take within the block; the others never do."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock, self.held = path, None, False
+
+    def take(self) -> None:
+        """Raises Busy where another process writes checkpoints here."""
+        lock = locked(self._path, {"host": os.uname().nodename}, wait=False)
+        lock.__enter__()
+        self._lock, self.held = lock, True
+
+    def __enter__(self) -> _Lock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            self._lock.__exit__(None, None, None)
+
+
+def _write(writer: Writer, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, target: Path) -> None:
+    """All ranks' files. Raises NotSaved where a disk is to blame, else RuntimeError."""
     try:
-        write_tensors(tensors, storage_writer=writer, planner=TensorSavePlanner())
+        write_tensors(dict(tensors), storage_writer=writer, planner=TensorSavePlanner(), process_group=group)
     except CheckpointException as error:
         who, (reason, _) = next(iter(error.failures.items()))
-        raise TrainkitError(f"rank {who} could not write checkpoint {target}: {reason!r}", exit=Exit.RANK_INFRA) from error
-    if rank == 0:
-        manifest = Manifest(
-            step=step,
-            consumed_samples=consumed_samples,
-            files=tuple(writer.files),
-            tensors=writer.tensors,
-            layout=layout,
-            job=job,
-            versions={"trainkit": trainkit.__version__, "torch": torch.__version__, "python": platform.python_version()},
-            state=state,
-        )
-        write_text(temporary / MANIFEST, json.dumps(manifest.model_dump(mode="json", by_alias=True), separators=(",", ":")))
-        if target.exists():  # only a damaged one that resume passed over can be in the way
-            shutil.rmtree(target)
-        publish_folder(temporary, target)
-    dist.barrier()
+        words = f"rank {who} could not write checkpoint {target}: {reason}"
+        if all(isinstance(why, OSError) for why, _ in error.failures.values()):
+            raise NotSaved(words) from error
+        raise RuntimeError(f"{words} ({type(reason).__name__})") from error
 
 
-def prune(checkpoints: Path, keep_last: int, newest: int) -> None:
-    """Delete all but the checkpoint of step `newest`, which was just saved, and the `keep_last` - 1 newest valid ones before it.
+def newest_valid_together(checkpoints: Path, how: Verify, tell: Callable[[str], None]) -> Checkpoint | None:
+    """What `newest_valid` finds, by all ranks together: rank 0 looks at manifests and sizes, each rank hashes its share of the files that `how` asks for.
 
-    Valid is by manifest and size here: hashes would cost reading everything again. Those of later steps neither count nor go. Training went on
-    from an earlier one because they were found damaged, perhaps by their hashes alone: counted, they would push out what is whole.
-
-    Damaged ones neither count nor go: a person may want to look. One that goes is renamed first, so that it is never half there.
+    `tell` is told on rank 0 of what was passed over. Raises TrainkitError (exit 16) on all ranks where there are checkpoints and none is whole.
     """
-    saved = folder_of(checkpoints, newest)
-    others = [folder for folder in finished(checkpoints) if folder != saved and not verify(folder, hashes=False)]
-    older = [folder for folder in others if int(folder.name[5:]) < newest]
-    for folder in older[: max(0, len(older) + 1 - keep_last)]:
-        shutil.rmtree(folder.rename(folder.with_name(folder.name + UNFINISHED)))
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def wrong(found: Checkpoint) -> list[str]:
+        shares: list[list[str]] = [[] for _ in range(size)]
+        dist.all_gather_object(shares, wrong_hashes(found.folder, files_to_hash(found.manifest, how)[rank::size]))
+        return [problem for share in shares for problem in share]
+
+    if rank == 0:
+        return _leading(lambda: newest_valid(checkpoints, tell, lambda found: _ask(found.manifest.step) or wrong(found)))
+    while True:
+        word: list[Any] = [None]
+        dist.broadcast_object_list(word, src=0)
+        kind, value = word[0]
+        if kind == "look":
+            wrong(open_checkpoint(folder_of(checkpoints, value)))
+        elif kind == "failed":
+            raise TrainkitError(value[0], exit=Exit.NO_CHECKPOINT, hint=value[1])
+        else:
+            return None if value is None else open_checkpoint(folder_of(checkpoints, value))
 
 
-def load(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+def _ask(step: int) -> list[str]:
+    dist.broadcast_object_list([("look", step)], src=0)
+    return []
+
+
+def _leading(find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
+    try:
+        found = find()
+    except TrainkitError as error:
+        dist.broadcast_object_list([("failed", (error.message, error.hint))], src=0)
+        raise
+    dist.broadcast_object_list([("found", found.manifest.step if found else None)], src=0)
+    return found
+
+
+def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     """Read tensors of any layout in place: with a process group by all ranks together, else in this process alone.
 
     Raises:
@@ -239,4 +252,4 @@ def load(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         raise TrainkitError(f"{checkpoint.folder} is a checkpoint of another model:\n  " + "\n  ".join(problems[:20]), exit=Exit.CONFIG)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
-        read_tensors(tensors, storage_reader=Reader(checkpoint.folder, saved), planner=TensorLoadPlanner(), no_dist=not dist.is_initialized())
+        read_tensors(dict(tensors), storage_reader=Reader(checkpoint.folder, saved), planner=TensorLoadPlanner(), no_dist=not dist.is_initialized())

@@ -1,4 +1,4 @@
-"""Data parallelism from outside the model: process group, mesh and ZeRO stage 1 by fully_shard, the same code for one rank and for many."""
+"""Data parallelism from outside the model: the process group, and ZeRO by fully_shard, the same code for one rank and for many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainkit.train.model import Transformer
@@ -30,8 +30,8 @@ class World:
         return cls(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ["LOCAL_RANK"]))
 
 
-def join(world: World, device_type: str) -> tuple[torch.device, DeviceMesh]:
-    """Meet the other ranks at MASTER_ADDR:MASTER_PORT; returns this rank's device and the one-dimensional mesh of all ranks."""
+def join(world: World, device_type: str) -> torch.device:
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT; returns this rank's device."""
     if device_type == "cuda":
         device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
@@ -39,7 +39,7 @@ def join(world: World, device_type: str) -> tuple[torch.device, DeviceMesh]:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
-    return device, init_device_mesh(device_type, (world.size,), mesh_dim_names=("dp",))
+    return device
 
 
 COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,8 +73,8 @@ class OneRank:
         output_tensor.copy_(input_tensor)
 
 
-def shard(model: Transformer, mesh: DeviceMesh, precision: Literal["fp32", "bf16", "fp16"] = "fp32", *, sums: bool = True) -> FSDPModule:
-    """Apply ZeRO stage 1 in place: each block, and the rest of the model, is one unit of communication.
+def shard(model: Transformer, mesh: DeviceMesh, precision: Literal["fp32", "bf16", "fp16"] = "fp32", *, stage: int = 1, sums: bool = True) -> FSDPModule:
+    """Apply ZeRO in place: each block, and the rest of the model, is one unit of communication.
 
     Parameters are fp32 at rest, the optimizer's master weights; what is gathered for computing is in `precision`.
 
@@ -83,13 +83,16 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Literal["fp32", "bf16
     the layout decides, then leaves no trace, where in fp32 Adam makes 4e-5 of it in the loss after 80 steps of `demo`. On a GPU they are
     summed in fp32.
 
-    `sums`: whether a step adds gradients up at all, of several ranks or micro-batches. Without, fp64 on the CPU would be a detour of 40 bytes a
-    parameter to the same numbers.
+    Args:
+        mesh: the data-parallel ranks; with two dimensions the first holds copies (HSDP, and ZeRO 0, whose copies are sharded over one rank each).
+        stage: of ZeRO; with 3 parameters are gathered for forward and for backward, else once a step.
+        sums: whether a step adds gradients up at all, of several ranks or micro-batches. Without, fp64 on the CPU would be a detour of 40 bytes a
+            parameter to the same numbers.
     """
     reduce_dtype = torch.float64 if mesh.device_type == "cpu" and sums else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=COMPUTE[precision], reduce_dtype=reduce_dtype)
     for module in (*model.layers.values(), model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3 and mesh.size() > 1, mp_policy=policy)
         unit = cast(FSDPModule, module)
         if mesh.size() == 1:
             unit.set_custom_reduce_scatter(cast(Any, OneRank(keep=mesh.device_type == "cpu")))
@@ -99,11 +102,13 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Literal["fp32", "bf16
     return cast(FSDPModule, model)
 
 
-def prepare_backward(model: FSDPModule, *, last: bool) -> None:
-    """Call before each micro-batch. Whole gradients accumulate until the `last`, which reduces them and frees gathered parameters."""
+def prepare_backward(model: FSDPModule, *, last: bool, stage: int = 1) -> None:
+    """Call before each micro-batch of a step. ZeRO 0 and 1: whole gradients accumulate until the `last`, which reduces them and frees gathered parameters.
+    2 and 3 reduce each to shards, which accumulate; copies (HSDP) are added up at the last alone. 3 frees gathered parameters each time."""
     model.set_is_last_backward(last)
-    model.set_requires_gradient_sync(last)
-    model.set_reshard_after_backward(last)
+    model.set_requires_gradient_sync(last or stage >= 2)
+    model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or stage == 3)
 
 
 def release(model: nn.Module) -> None:

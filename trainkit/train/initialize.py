@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model
-from trainkit.train.torch_compat import local_part, local_slices
+from trainkit.train.shards import held_parameters, slices
 
 OUTPUT_PROJECTIONS = ("attention.out.weight", "mlp.down.weight")  # what is added to the residual stream
 
@@ -45,7 +45,8 @@ def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) ->
 
 @torch.no_grad()
 def initialize(module: nn.Module, model: Model, seed: int) -> None:
-    """Fill a module that has storage with its initial weights, one parameter at a time; sharded ones keep only their part."""
-    for name, parameter in module.named_parameters():
-        whole = initial_value(name, tuple(parameter.shape), model, seed)
-        local_part(parameter).copy_(whole[local_slices(parameter)])
+    """Fill a module that has storage with its initial weights, one parameter at a time; of a split or sharded one only what is here."""
+    for held in held_parameters(module, 1).values():
+        whole = initial_value(held.name, held.layout.shape, model, seed)
+        for offsets, view in held.parts(held.parameter).items():
+            view.copy_(whole[slices(offsets, view)])

@@ -12,21 +12,23 @@ import torch
 import torch.distributed as dist
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.train import checkpoint, data_parallel
+from trainkit.train.agree import agree
 from trainkit.train.begin import begin_weights, refuse_what_cannot_run
+from trainkit.train.build import build
 from trainkit.train.data_parallel import World
 from trainkit.train.feed import Feed, vocab_size
 from trainkit.train.heartbeat import Heartbeat
-from trainkit.train.loss import Labels, Losses
 from trainkit.train.memory import Memory
-from trainkit.train.model import build_on_meta
+from trainkit.train.mesh import Mesh
+from trainkit.train.pipeline import tied_at
 from trainkit.train.profiling import StepProfiler
 from trainkit.train.readback import Readback
-from trainkit.train.recompute import wrap_blocks
 from trainkit.train.report import Reporter
-from trainkit.train.schedule import batch_sizes, global_batch_size
+from trainkit.train.schedule import global_batch_size
 from trainkit.train.step import Step, StepValues
 from trainkit.train.timers import Timers
 from trainkit.train.torch_compat import compile_cache_counts
@@ -75,21 +77,19 @@ class Trainer:
         heartbeat.beat("load", 0)
         refuse_what_cannot_run(job, world, begins=not checkpoint.finished(run.checkpoints))
         self.job, self.run, self.world, self.heartbeat, self.stop = job, run, world, heartbeat, stop
-        self.device, mesh = data_parallel.join(world, job.cluster.device_type)
+        self.device = data_parallel.join(world, job.cluster.device_type)
+        agree(job, world)
+        mesh = Mesh.of(degrees_of(job), world, self.device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
         vocab = vocab_size(job)
-        self.model = build_on_meta(job.model, vocab)
-        wrap_blocks(self.model, job.model, job.training)
+        self.parts = build(job, mesh, vocab)
         self.timers = Timers(self.device)
-        sums = world.size > 1 or max(batch_sizes(job)) > job.training.micro_batch_size
-        sharded = data_parallel.shard(self.model, mesh, job.training.precision, sums=sums)
-        self.model.to_empty(device=self.device)
-        self.maker = Step(job, self.model, sharded, world, self.device, self.timers)
-        self.train_feed = Feed(job, job.dataset, "train", world, self.device)
+        self.maker = Step(job, self.parts, mesh, self.timers)
+        self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)
         datasets = {"valid": job.dataset, **job.validation} if job.training.eval_iters else {}
-        self.valid_feeds = {name: Feed(job, dataset, "valid", world, self.device) for name, dataset in datasets.items()}
+        self.valid_feeds = {name: Feed(job, dataset, "valid", mesh.data_world, self.device) for name, dataset in datasets.items()}
         self.step = self.consumed_samples = self.rollbacks = 0
         if not self._load_newest():
-            begin_weights(job, self.model)
+            begin_weights(job, self.parts)
         self.readback: Readback[StepFacts] = Readback(self.device)
         self.utilization = Utilization(job, vocab, self.device)
         self.memory = Memory(self.maker.parameters, self.maker.optimizer.state_tensors().values(), self.device)
@@ -108,7 +108,8 @@ class Trainer:
         if found < 0:
             return False
         saved = checkpoint.open_checkpoint(checkpoint.folder_of(self.run.checkpoints, found))
-        checkpoint.load(saved, self.maker.tensors())
+        checkpoint.load(saved, self.maker.tensors(), self.maker.expected())
+        self.maker.after_loading()
         self.maker.load_state(saved.manifest.state)
         self.step, self.consumed_samples = found, saved.manifest.consumed_samples
         self.rollbacks = int(saved.manifest.state.get("rollbacks", 0))
@@ -152,7 +153,7 @@ class Trainer:
     def train_step(self) -> None:
         """Set one optimizer step going; `settle` looks at how it went."""
         self.heartbeat.beat("train", self.step)
-        self.model.train()
+        self.parts.train()
         self.profiler.before(self.step + 1)
         samples = global_batch_size(self.job, self.consumed_samples)
         values = self.maker.run(self.train_feed.read(self.consumed_samples, samples), samples, self.stop.is_set())
@@ -255,7 +256,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Mean loss over the same eval_iters global batches of every validation set, every time."""
         began = time.perf_counter()
-        self.model.eval()
+        self.parts.train(False)
         for name, feed in self.valid_feeds.items():
             self.heartbeat.beat("eval", self.step)
             with self.timers("evaluation"):
@@ -263,16 +264,14 @@ class Trainer:
             if self.reporter:
                 entropy, tokens = sums.tolist()
                 self.reporter.evaluation({"step": self.step, "consumed_samples": self.consumed_samples, "eval": name, "lm_loss": entropy / max(1, tokens)})
-        data_parallel.release(self.model)
+        self.parts.release()
         self.since.began += time.perf_counter() - began
 
     def _evaluate(self, feed: Feed) -> torch.Tensor:
         """(summed cross-entropy, tokens) over all ranks."""
         sums, batch_size = torch.zeros(2, dtype=torch.float64, device=self.device), self.job.global_batch_size
         for i in range(self.job.training.eval_iters):
-            for batch in feed.read(i * batch_size, batch_size):
-                losses: Losses = self.model(batch.tokens_BS, Labels(batch.labels_BS), positions_BS=batch.positions_BS, documents=batch.documents)
-                sums += torch.stack([losses.cross_entropy, losses.tokens.double()])
+            sums += self.maker.evaluate(feed.read(i * batch_size, batch_size))
         dist.all_reduce(sums)
         return sums
 
@@ -282,8 +281,8 @@ class Trainer:
         self.heartbeat.beat("save", self.step)
         if self.reporter:
             self.reporter.sync()
-        degrees = {key: int(value) for key, value in self.job.parallelism.model_dump(exclude_none=True).items()}
-        layout = {"world_size": self.world.size, "data_parallel_size": self.world.size, **degrees}
+        degrees = {key: value if isinstance(value, str) else int(value) for key, value in self.job.parallelism.model_dump(exclude_none=True).items()}
+        layout = {"world_size": self.world.size, "data_parallel_size": self.job.data_parallel_size, **degrees}
         about = {"layout": layout, "job": self.job.model_dump(mode="json"), "state": {**self.maker.state(), "rollbacks": self.rollbacks}}
         with self.timers("checkpoint"):
             checkpoint.save(self.run.checkpoints, self.maker.tensors(), step=self.step, consumed_samples=self.consumed_samples, **about)

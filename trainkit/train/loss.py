@@ -64,12 +64,13 @@ class _HeadLoss(torch.autograd.Function):
     """Cross-entropy of softmax(x W^T), with the gradients of x and W computed in forward, chunk by chunk; W's of several chunks summed in fp32 or
     wider.
 
-    `learning`: whether there will be a backward; inside of forward nothing tells.
+    `learning`: whether there will be a backward; inside of forward nothing tells. `widest`: columns that chunks are made for, where they are to be the same
+    on ranks that hold more and fewer; softmax is then given whole chunks; 0: those that are here.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, labels: Labels, multiple: int, learning: bool, softmax: SoftmaxLoss
+        ctx: Any, x_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, labels: Labels, multiple: int, learning: bool, softmax: SoftmaxLoss, widest: int
     ) -> tuple[Tensor, Tensor]:
         vocab, wide = weight_VH.shape[0], torch.promote_types(x_NH.dtype, torch.float32)
         # On the CPU only the product's memory is padded: there it is the distance of its rows that counts, and F.pad copies the weight.
@@ -79,9 +80,9 @@ class _HeadLoss(torch.autograd.Function):
         entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
         scale = torch.as_tensor(labels.scale, dtype=wide, device=x_NH.device)
         how = (vocab, labels.z_loss, scale, learning)
-        chunks = _chunks(len(x_NH), columns)
+        chunks = _chunks(len(x_NH), widest or columns)
         for inside in chunks:
-            dlogits_CP, part = _dlogits(softmax, x_NH[inside], weight, columns, labels_N[inside], how)
+            dlogits_CP, part = _dlogits(softmax, x_NH[inside], weight, columns, labels_N[inside], how, whole=widest > 0)
             entropy += part
             if dx_NH is not None:
                 torch.mm(dlogits_CP[:, : len(weight)], weight, out=dx_NH[inside])
@@ -105,7 +106,7 @@ class _HeadLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("the gradient of the loss cannot be differentiated: call backward without create_graph")
         dx_NH, dweight_VH = ctx.saved_tensors
-        return dx_NH, dweight_VH, None, None, None, None, None
+        return dx_NH, dweight_VH, None, None, None, None, None, None
 
 
 def _chunks(tokens: int, padded_vocab: int) -> list[slice]:
@@ -123,14 +124,16 @@ def _logits(x_CH: Tensor, weight: Tensor, columns: int) -> Tensor:
     return logits_CP
 
 
-def _dlogits(softmax: SoftmaxLoss, x_CH: Tensor, weight: Tensor, columns: int, labels_C: Tensor, how: tuple[int, float, Tensor, bool]) -> tuple[Tensor, Tensor]:
+def _dlogits(
+    softmax: SoftmaxLoss, x_CH: Tensor, weight: Tensor, columns: int, labels_C: Tensor, how: tuple[int, float, Tensor, bool], *, whole: bool
+) -> tuple[Tensor, Tensor]:
     """`softmax` of a chunk's logits: on the CPU block by block, so that its passes find them in the cache, the gradient in the logits' place.
 
-    `how`: what it is told besides the logits and the labels.
+    `how`: what it is told besides the logits and the labels. `whole`: give it the chunk at once; it asks other ranks.
     """
     vocab, z_loss, scale, learning = how
     size = max(1, BLOCK_BYTES // (4 * columns))
-    if x_CH.device.type != "cpu" or len(x_CH) <= size:
+    if whole or x_CH.device.type != "cpu" or len(x_CH) <= size:
         return softmax(_logits(x_CH, weight, columns), labels_C, vocab, z_loss, scale, learning)  # a name for the logits would keep them alive
     logits_CP = _logits(x_CH, weight, columns)
     entropy = torch.zeros((), dtype=torch.float64)
@@ -168,12 +171,18 @@ def softmax_loss(logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float,
     return exp_CP.to(dtype), entropy
 
 
-def head_loss(x_BSH: Tensor, weight_VH: Tensor, labels: Labels, multiple: int, softmax: SoftmaxLoss = softmax_loss) -> Losses:
+def head_loss(x_BSH: Tensor, weight_VH: Tensor, labels: Labels, multiple: int, softmax: SoftmaxLoss = softmax_loss, *, widest: int = 0) -> Losses:
     """The loss of a whole micro-batch. Softmax and sums run in fp32 or wider; see `Labels` and `Losses`.
 
-    `softmax` is `softmax_loss`, or what a compiler made of it.
+    `softmax` is `softmax_loss`, or what a compiler made of it, or one that asks the ranks that hold other rows of the weight; then `widest` is the
+    most rows that one holds.
     """
     labels_N = labels.labels_BS.flatten()
     learning = torch.is_grad_enabled() and (x_BSH.requires_grad or weight_VH.requires_grad)
-    objective, entropy = _HeadLoss.apply(x_BSH.flatten(0, 1), weight_VH, labels_N, labels, multiple, learning, softmax)  # type: ignore[no-untyped-call]
+    objective, entropy = _HeadLoss.apply(x_BSH.flatten(0, 1), weight_VH, labels_N, labels, multiple, learning, softmax, widest)  # type: ignore[no-untyped-call]
     return Losses(objective, entropy, (labels_N != NO_LABEL).sum())
+
+
+def read_out(x_BSH: Tensor, weight_VH: Tensor, labels: Labels | None, multiple: int, softmax: SoftmaxLoss = softmax_loss) -> Tensor | Losses:
+    """What a model ends with: logits, (B, S, V), or, given labels, their summed losses."""
+    return padded_linear(x_BSH, weight_VH, multiple) if labels is None else head_loss(x_BSH, weight_VH, labels, multiple, softmax)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model
 from trainkit.train.attention import Documents, KeyValueCache, attend
-from trainkit.train.loss import Labels, Losses, head_loss, padded_linear, softmax_loss
+from trainkit.train.loss import Labels, Losses, read_out
 from trainkit.train.rotary import rotate, tables
 
 
@@ -126,7 +126,7 @@ class Transformer(nn.Module):
     def __init__(self, model: Model, vocab_size: int) -> None:
         super().__init__()
         self.shape = model
-        self.softmax_loss = softmax_loss
+        self.read_out = read_out
         self.embed_tokens = nn.Embedding(vocab_size, model.hidden_size)
         self.embed_positions = nn.Embedding(model.positions, model.hidden_size) if model.family == "gpt" else None
         # A dict, not a list: a layer keeps its global number when a pipeline stage holds only some of them.
@@ -155,18 +155,28 @@ class Transformer(nn.Module):
         if positions_BS is None:
             start = caches[0].length if caches else 0
             positions_BS = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
-        x_BSH = self.embed_tokens(tokens_BS)
+        x_BSH = self.transform(self.embed(tokens_BS, positions_BS), positions_BS, documents, caches)
+        return self.finish(x_BSH, labels)
+
+    def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+        """The residual stream that enters the first block."""
+        x_BSH: Tensor = self.embed_tokens(tokens_BS)
         if self.embed_positions is not None:
             x_BSH = x_BSH + self.embed_positions(positions_BS)
-        x_BSH = F.dropout(x_BSH, self.shape.hidden_dropout, self.training)
+        return F.dropout(x_BSH, self.shape.hidden_dropout, self.training)
+
+    def transform(self, x_BSH: Tensor, positions_BS: Tensor, documents: Documents | None = None, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
+        """The blocks."""
         rotary = tables(self.shape, positions_BS, x_BSH.dtype) if self.shape.rotary_channels else None
         context = Context(rotary, documents, caches)
         for block in self.layers.values():
             x_BSH = block(x_BSH, context)
-        x_BSH = self.final_norm(x_BSH)
+        return x_BSH
+
+    def finish(self, x_BSH: Tensor, labels: Labels | None) -> Tensor | Losses:
+        """The last norm and the head."""
         weight_VH = self.embed_tokens.weight if self.head is None else self.head.weight
-        multiple = self.shape.make_vocab_size_divisible_by
-        return padded_linear(x_BSH, weight_VH, multiple) if labels is None else head_loss(x_BSH, weight_VH, labels, multiple, self.softmax_loss)
+        return self.read_out(self.final_norm(x_BSH), weight_VH, labels, self.shape.make_vocab_size_divisible_by)
 
 
 def build_on_meta(model: Model, vocab_size: int) -> Transformer:

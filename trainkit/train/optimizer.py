@@ -36,7 +36,7 @@ class Optimizer:
         self._parameters = parameters
         self._decay = training.weight_decay
         self._adam = training.optimizer == "adam"
-        self._moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if self._adam else ("momentum_buffer",) if training.sgd_momentum else ()
+        self.moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if self._adam else ("momentum_buffer",) if training.sgd_momentum else ()
         device = next(iter(parameters.values())).device
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # applied updates; the place in the table of learning rates
         self._locals = {name: nn.Parameter(local_part(p)) for name, p in parameters.items()}
@@ -50,7 +50,7 @@ class Optimizer:
             self._fused = torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.adam_eps, fused=True)
         else:
             self._fused = torch.optim.SGD(groups, lr=training.lr, momentum=training.sgd_momentum, fused=True)
-        self._state = {name: {moment: torch.zeros_like(p, requires_grad=False) for moment in self._moments} for name, p in self._locals.items()}
+        self._state = {name: {moment: torch.zeros_like(p, requires_grad=False) for moment in self.moments} for name, p in self._locals.items()}
         for name, p in self._locals.items():
             counter = {"step": torch.zeros((), dtype=torch.float32, device=p.device)} if self._adam else {}
             if p.numel():
@@ -88,7 +88,7 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, as "exp_avg.NAME": tensors of the parameters' global shapes that share storage with the state, so that
         reading into them is loading."""
-        return {f"{moment}.{name}": like(self._parameters[name], self._state[name][moment]) for moment in self._moments for name in self._parameters}
+        return {f"{moment}.{name}": like(self._parameters[name], self._state[name][moment]) for moment in self.moments for name in self._parameters}
 
     def applied_steps(self) -> int:
         """Updates that were not skipped. Waits for the device."""

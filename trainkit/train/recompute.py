@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainkit.jobs.schema import Model, Training
-from trainkit.train.loss import softmax_loss
+from trainkit.train.loss import read_out, softmax_loss
 from trainkit.train.model import Block, Context, Transformer
-from trainkit.train.torch_compat import varlen_operations
+from trainkit.train.torch_compat import group_operations, varlen_operations
 
 Mode = Literal["none", "full", "selective"]
 
 
 def kept_operations() -> list[Any]:
-    """What selective recomputation does not compute again: matrix products and attention kernels. All the rest is cheap and is done twice."""
+    """What selective recomputation does not do again: matrix products, attention kernels and sums over ranks. All the rest is cheap and is done twice."""
     aten = torch.ops.aten
     products = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default]
     attention = [
@@ -31,7 +31,7 @@ def kept_operations() -> list[Any]:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
     ]
-    return [*products, *attention, *varlen_operations()]
+    return [*products, *attention, *varlen_operations(), *group_operations()]
 
 
 def _policy(kept: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -66,8 +66,8 @@ def wrap_blocks(module: Transformer, model: Model, training: Training) -> None:
     if training.recompute_granularity == "none" and not training.compile:
         return
     run: Callable[..., Tensor] = torch.compile(run_block, fullgraph=True) if training.compile else run_block
-    if training.compile:
-        module.softmax_loss = torch.compile(softmax_loss, fullgraph=True)
+    if training.compile and module.read_out is read_out:  # split over ranks, it talks to them in between
+        module.read_out = partial(read_out, softmax=torch.compile(softmax_loss, fullgraph=True))
     random = model.hidden_dropout > 0 or model.attention_dropout > 0
     for block in module.layers.values():
         assert isinstance(block, Block)

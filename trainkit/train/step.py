@@ -6,25 +6,30 @@ Shapes: B samples of a micro-batch, S tokens of a sample.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from trainkit.jobs.schema import Job
-from trainkit.train import data_parallel
-from trainkit.train.data_parallel import World
+from trainkit.train import data_parallel, replicas
+from trainkit.train.build import LAST, Parts, expected
+from trainkit.train.data_parallel import COMPUTE
 from trainkit.train.feed import Batch
 from trainkit.train.guard import Guard
 from trainkit.train.loss import Labels, Losses
 from trainkit.train.loss_scale import STATE as SCALE_STATE
 from trainkit.train.loss_scale import LossScale
-from trainkit.train.optimizer import Optimizer, divisor, local_gradients, squared_norm
+from trainkit.train.mesh import Mesh
+from trainkit.train.optimizer import Optimizer, divisor
+from trainkit.train.pipeline import Chunk, Pipeline
 from trainkit.train.readback import to_device
 from trainkit.train.schedule import learning_rates
+from trainkit.train.shards import Shards, model_tensors, shards_of
 from trainkit.train.timers import Timers
+from trainkit.train.torch_compat import local_part
 
 
 class StepValues(NamedTuple):
@@ -58,20 +63,23 @@ class Step:
 
     Args:
         job: the job.
-        module: the model, on this rank's device.
-        sharded: the same as fully_shard left it.
-        world: this rank among the others.
-        device: this rank's device.
+        parts: what this rank holds of the model.
+        mesh: this rank among the others.
         timers: told what time goes into.
     """
 
-    def __init__(self, job: Job, module: nn.Module, sharded: FSDPModule, world: World, device: torch.device, timers: Timers) -> None:
-        self.job, self.module, self.sharded, self.world, self.device, self.timers = job, module, sharded, world, device, timers
-        self.parameters = dict(module.named_parameters())
+    def __init__(self, job: Job, parts: Parts, mesh: Mesh, timers: Timers) -> None:
+        self.job, self.parts, self.mesh, self.device, self.timers = job, parts, mesh, mesh.device, timers
+        self.parameters = {key: held.parameter for key, held in parts.held.items()}
         self.optimizer = Optimizer(self.parameters, job.training)
-        self.scale, self.guard = LossScale(job.training, device), Guard(job.training, device)
-        self.rates = learning_rates(job.training, device)
+        self.scale, self.guard = LossScale(job.training, self.device), Guard(job.training, self.device)
+        self.rates = learning_rates(job.training, self.device)
         self.random = job.model.hidden_dropout > 0 or job.model.attention_dropout > 0
+        self.zero_stage = job.parallelism.zero_stage if mesh.degrees.data > 1 else 1  # one rank has nobody to share with
+        self.pipeline: Pipeline | None = None
+        if mesh.degrees.pipeline > 1:
+            dtype = COMPUTE[job.training.precision] or next(iter(self.parameters.values())).dtype
+            self.pipeline = Pipeline(job, mesh, cast(list[Chunk], parts.modules), timers, dtype, self._seed)
 
     def run(self, batches: Iterable[Batch], samples: int, stop: bool) -> Tensor:
         """Take one step.
@@ -83,39 +91,78 @@ class Step:
 
         Returns StepValues as an fp64 vector on the device, the same on all ranks.
         """
-        entropy, tokens, checksum = self._backward(batches, samples)
+        entropy, tokens, checksum = self.backward(batches, samples)
         with self.timers("communication"):
+            square = replicas.squared_norm(self.parts.held, self.mesh)
             # In fp64 the checksums' sum is exact up to 2**21 samples a step.
-            square = squared_norm(local_gradients(self.parameters.values()))
             told = to_device(torch.tensor([checksum, stop], dtype=torch.float64), self.device)
             agreed = torch.cat([torch.stack([entropy, tokens.double(), square]), told])
             dist.all_reduce(agreed)
         with self.timers("optimizer"):
             return self._update(agreed, samples)
 
-    def _backward(self, batches: Iterable[Batch], samples: int) -> tuple[Tensor, Tensor, int]:
-        """Gradients of scale * (sum of losses) / (samples * S), summed over all ranks; returns this rank's (cross-entropy, labelled tokens, checksum)."""
+    def backward(self, batches: Iterable[Batch], samples: int) -> tuple[Tensor, Tensor, int]:
+        """Gradients of scale * (sum of losses) / (samples * S), summed over all ranks.
+
+        Returns (cross-entropy, labelled tokens, checksum), which all ranks' sums are to be made of: of what several ranks know alike, one tells.
+        """
+        t = self.job.training
+        count = samples // (t.micro_batch_size * self.mesh.degrees.data)
+        scale = self.scale.scale.double() / (samples * self.job.model.seq_length)
+        if self.pipeline is not None:
+            with self.timers("data"):
+                read = list(islice(batches, count))
+            entropy, tokens = self.pipeline.run(read, learning=True, z_loss=t.z_loss, scale=scale)
+            checksum = sum(batch.checksum for batch in read)
+        else:
+            entropy, tokens, checksum = self._accumulate(iter(batches), count, scale)
+        with self.timers("communication"):
+            replicas.add_up(self.parts.held, self.mesh)
+        place = self.mesh.place
+        speaks = place.tensor == 0
+        return entropy * speaks, tokens * speaks, checksum * (speaks and place.pipeline == 0)
+
+    def _accumulate(self, batches: Iterable[Batch], count: int, scale: Tensor) -> tuple[Tensor, Tensor, int]:
+        """`backward` without a pipeline: one micro-batch after another."""
         entropy = torch.zeros((), dtype=torch.float64, device=self.device)
         tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-        checksum, t = 0, self.job.training
-        count = samples // (t.micro_batch_size * self.world.size)
-        scale = self.scale.scale / (samples * self.job.model.seq_length)
-        rest = iter(batches)
+        checksum, rest, (module,), (unit,) = 0, iter(batches), self.parts.modules, self.parts.units
         for m in range(count):
             with self.timers("data"):
                 batch = next(rest)
-            if self.random:  # by position alone: a resumed run drops the same
-                torch.manual_seed(((t.seed << 32) ^ batch.position) % 2**64)
-            data_parallel.prepare_backward(self.sharded, last=m + 1 == count)
-            labels = Labels(batch.labels_BS, t.z_loss, scale)
+            self._seed(batch, 0)
+            data_parallel.prepare_backward(unit, last=m + 1 == count, stage=self.zero_stage)
+            labels = Labels(batch.labels_BS, self.job.training.z_loss, scale)
             with self.timers("forward"):
-                losses: Losses = self.module(batch.tokens_BS, labels, positions_BS=batch.positions_BS, documents=batch.documents)
+                losses: Losses = module(batch.tokens_BS, labels, positions_BS=batch.positions_BS, documents=batch.documents)
             with self.timers("backward"):
                 losses.objective.backward()  # type: ignore[no-untyped-call]
             entropy += losses.cross_entropy
             tokens += losses.tokens
             checksum += batch.checksum
         return entropy, tokens, checksum
+
+    def _seed(self, batch: Batch, chunk: int) -> None:
+        """Seed dropout by position in the order of samples: a resumed run drops the same. Chunks of the model draw different numbers, and so do the ranks of
+        a tensor-parallel group where each has its own tokens; where they hold the same activations they draw the same."""
+        if not self.random:
+            return
+        group = self.mesh.tensor
+        own = chunk * group.size + (group.rank if group.sequence else 0)
+        torch.manual_seed(((self.job.training.seed << 32) ^ batch.position ^ (own * 0x9E3779B97F4A7C15)) % 2**64)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """(cross-entropy, labelled tokens) of these micro-batches, fp64 (2,), to be summed over all ranks. The modules must be in the state of evaluation."""
+        speaks = self.mesh.place.tensor == 0
+        if self.pipeline is not None:
+            entropy, tokens = self.pipeline.run(list(batches), learning=False)
+            return torch.stack([entropy, tokens.double()]) * speaks
+        sums, (module,) = torch.zeros(2, dtype=torch.float64, device=self.device), self.parts.modules
+        for batch in batches:
+            losses: Losses = module(batch.tokens_BS, Labels(batch.labels_BS), positions_BS=batch.positions_BS, documents=batch.documents)
+            sums += torch.stack([losses.cross_entropy, losses.tokens.double()])
+        return sums * speaks
 
     def _update(self, agreed: Tensor, samples: int) -> Tensor:
         """Judge the gradients and apply them."""
@@ -133,10 +180,34 @@ class Step:
         self.scale.update(verdict.overflow | verdict.nan)  # at the lowest scale this only begins the count of good steps anew
         return torch.stack(values)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name; reading into them is loading."""
-        weights = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
-        return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
+    def tensors(self) -> dict[str, Shards]:
+        """What a checkpoint holds, by name, as far as it is here; reading into it is loading. Of two copies on this rank it is the first; see
+        `after_loading`."""
+        held, found = self.parts.held, model_tensors(self.parts.held)
+        for key, tensor in self.optimizer.state_tensors().items():
+            moment, _, name = key.partition(".")
+            if name in held and held[name].name == name:
+                found[f"optimizer.{moment}.{name}"] = shards_of(held[name], tensor)
+        return found
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all that a checkpoint holds, of all ranks."""
+        return expected(self.parts, self.optimizer.moments)
+
+    def gradients(self) -> dict[str, Shards]:
+        """This rank's part of all gradients after `backward`, by name; scaled as they are."""
+        held = {h.name: h for h in reversed(self.parts.held.values())}
+        return {name: shards_of(h, h.parameter.grad) for name, h in held.items() if h.parameter.grad is not None}
+
+    @torch.no_grad()
+    def after_loading(self) -> None:
+        """Make second copies of tied weights equal to the first, with their state: tensors were read into the first."""
+        state = self.optimizer.state_tensors()
+        for key in [key for key in self.parameters if key.endswith(LAST)]:
+            first = key.removesuffix(LAST)
+            local_part(self.parameters[key]).copy_(local_part(self.parameters[first]))
+            for moment in self.optimizer.moments:
+                local_part(state[f"{moment}.{key}"]).copy_(local_part(state[f"{moment}.{first}"]))
 
     def state(self) -> dict[str, int | float]:
         """What else the next step depends on; waits for the device."""

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-Phase = Literal["data", "forward", "backward", "communication", "optimizer", "evaluation", "checkpoint"]
+Phase = Literal["data", "forward", "backward", "pipeline", "communication", "optimizer", "evaluation", "checkpoint"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 LAST: Phase = "optimizer"  # the phase that ends a step
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers the operations below and their gradients
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -31,6 +34,48 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+Outlined = TypeVar("Outlined", bound=Tensor)
+
+
+def outline(kind: type[Outlined], shape: tuple[int, ...], dtype: torch.dtype) -> Outlined:
+    """A tensor of a subclass that has a shape and a dtype, and no memory."""
+    return cast(Outlined, Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device="cpu"))  # type: ignore[attr-defined]
+
+
+def name_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let this process find `group` by `name` too. The name of a group is a constant in compiled graphs, and torch's own differs from rank to rank."""
+    from torch._C import _distributed_c10d as c10d
+
+    with contextlib.suppress(RuntimeError):  # there is none of that name
+        c10d._unregister_process_group(name)
+    c10d._register_process_group(name, group)
+
+
+def gathered(x: Tensor, size: int, group: str) -> Tensor:
+    """What the ranks of a group hold, one after another along the first dimension; the gradient is `scattered`'s. torch's public functions return a
+    subclass of Tensor that finishes when it is used, which leaks into what follows; these operations return plain tensors."""
+    ops = torch.ops._c10d_functional
+    return cast(Tensor, ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), size, group)))
+
+
+def scattered(x: Tensor, size: int, group: str) -> Tensor:
+    """This rank's part, along the first dimension, of the sum over a group; the gradient is `gathered`'s."""
+    ops = torch.ops._c10d_functional
+    return cast(Tensor, ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group)))
+
+
+def summed(x: Tensor, group: str, operation: str = "sum") -> Tensor:
+    """The sum (or "max") over a group; the gradient is the sum of the gradients."""
+    ops = torch.ops._c10d_functional
+    return cast(Tensor, ops.wait_tensor(ops.all_reduce(x.contiguous(), operation, group)))
+
+
+def group_operations() -> list[object]:
+    """The operations of `scattered` and `summed`."""
+    ops = torch.ops._c10d_functional
+    return [ops.reduce_scatter_tensor.default, ops.all_reduce.default]
 
 
 def fused_norms(tensors: list[Tensor]) -> list[Tensor]:

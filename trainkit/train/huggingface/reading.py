@@ -15,38 +15,42 @@ from trainkit.train.huggingface.folder import Stored, open_weights, problems_of
 from trainkit.train.huggingface.names import FAMILIES, Piece, table
 
 if TYPE_CHECKING:  # torch is imported where weights are read: stages import this package too
-    from torch import Tensor, nn
+    from torch import Tensor
+
+    from trainkit.train.shards import Held
 
 
-def load_weights(folder: Path, parameters: Mapping[str, nn.Parameter], model: Model) -> None:
-    """Fill parameters, sharded or not, with the weights of a Hugging Face folder; fp16 and bf16 become the parameters' dtype.
+def load_weights(folder: Path, parameters: Mapping[str, Held], model: Model, rows: int) -> None:
+    """Fill parameters, in whole or what is here of them, with the weights of a Hugging Face folder; fp16 and bf16 become the parameters' dtype.
 
     Everything is checked before the first weight is written. Files are mapped and read part by part: never more than one tensor is in memory.
 
     Args:
         folder: config.json and safetensors.
-        parameters: all of the model's, by name, on their device.
+        parameters: of the model or a part of it, on their device.
         model: its shape.
+        rows: of its embedding.
 
     Raises:
         ConfigError: exit 3, the folder is not of this model; all reasons.
     """
     import torch
 
-    from trainkit.train.torch_compat import local_part, local_slices
+    from trainkit.train.shards import slices
 
-    rows = parameters["embed_tokens.weight"].shape[0]
     weights = open_weights(folder, FAMILIES[model.family])
     if problems := problems_of(folder, weights, model, rows):
         raise ConfigError(problems)
     entries = table(model, rows)
     with torch.no_grad(), _Files() as files:
-        for name, parameter in parameters.items():
-            target, box = local_part(parameter), local_slices(parameter)
-            for piece in entries[name].pieces if target.numel() else ():
-                start, stop = max(piece.start, box[0].start), min(piece.start + piece.rows, box[0].stop)
-                if start < stop:
-                    target[start - box[0].start : stop - box[0].start].copy_(files.read(weights.tensors[piece.source], piece, start, stop, box[1:]))
+        for held in parameters.values():
+            for offsets, target in held.parts(held.parameter).items():
+                box = slices(offsets, target)
+                for piece in entries[held.name].pieces:
+                    start, stop = max(piece.start, box[0].start), min(piece.start + piece.rows, box[0].stop)
+                    if start < stop:
+                        found = files.read(weights.tensors[piece.source], piece, start, stop, box[1:])
+                        target[start - box[0].start : stop - box[0].start].copy_(found)
 
 
 class _Files:

@@ -1,0 +1,84 @@
+"""Which rank does what: one pure order of ranks, and how widths that need not divide are shared over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainkit.jobs.models import Model
+from trainkit.jobs.schema import Job
+
+UNIT = 64  # rows a share is a multiple of, where there are enough: kernels like whole tiles
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks lie along each axis.
+
+    Args:
+        tensor, pipeline: model-parallel sizes.
+        replicate: whole copies that data-parallel ranks hold together (HSDP's outer axis).
+        shard: ranks that one copy is sharded over.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size."""
+        return self.replicate * self.shard
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.pipeline * self.data * self.tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands on each axis, from 0."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    tensor: int
+
+    def data(self, degrees: Degrees) -> int:
+        """The data-parallel rank: neighbours in it share a copy of the model."""
+        return self.replicate * degrees.shard + self.shard
+
+
+def degrees_of(job: Job) -> Degrees:
+    """The degrees a job asks for; ZeRO 0 is a whole copy on every data-parallel rank. Where they do not divide the world, of the ranks that fit in."""
+    p, data = job.parallelism, job.data_parallel_size
+    replicate = data if p.zero_stage == 0 else p.data_parallel_replicate_size
+    return Degrees(p.tensor_model_parallel_size, p.pipeline_model_parallel_size, replicate, max(1, data // replicate))
+
+
+def rank_of(place: Place, degrees: Degrees) -> int:
+    """rank = (pp * DP + dp) * TP + tp: tensor-parallel neighbours are neighbours, stages lie far apart (as Megatron-LM and DeepSpeed have it)."""
+    return (place.pipeline * degrees.data + place.data(degrees)) * degrees.tensor + place.tensor
+
+
+def place_of(rank: int, degrees: Degrees) -> Place:
+    """The inverse of `rank_of`."""
+    rest, tensor = divmod(rank, degrees.tensor)
+    pipeline, data = divmod(rest, degrees.data)
+    return Place(pipeline, *divmod(data, degrees.shard), tensor)
+
+
+def share(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, length) of part `index` of `size` rows, as equal as can be: whole multiples of UNIT where every part has some, else of 1; nothing is padded."""
+    unit = UNIT if size >= UNIT * parts else 1
+    units = -(-size // unit)
+    start, end = (min(size, units * i // parts * unit) for i in (index, index + 1))
+    return start, end - start
+
+
+def key_value_heads(model: Model, tensor: int, index: int) -> tuple[int, int]:
+    """(first, count) of the key-value heads on tensor-parallel rank `index`: its share of them, or, where there are fewer than ranks, the one that its
+    query heads read, which tensor / query_groups ranks hold alike."""
+    groups = model.query_groups
+    return (index * groups // tensor, 1) if groups < tensor else (index * (groups // tensor), groups // tensor)
