@@ -35,7 +35,7 @@ CHANGEABLE = (
     "training.eval_interval",
     "training.eval_iters",
     "training.save_interval",
-    "checkpoint.keep_last",
+    *(f"checkpoint.{name}" for name in ("keep_last", "keep_every", "keep_best", "verify", "save_async")),
     "generate.prompt",
     "generate.max_new_tokens",
 )

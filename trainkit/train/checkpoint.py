@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,13 @@ from trainkit.runs.checkpoints import (
     Damaged,
     Manifest,
     Verify,
-    files_to_hash,
     finished,
     folder_of,
     newest_valid,
     open_checkpoint,
     verify,
-    wrong_hashes,
 )
+from trainkit.train.staging import parts_of
 from trainkit.train.storage import DTYPE_NAMES, Reader, TensorLoadPlanner, TensorSavePlanner, Writer
 
 __all__ = ["MANIFEST", "Checkpoint", "Damaged", "Manifest", "finished", "folder_of", "load", "newest_valid", "open_checkpoint", "save", "verify"]
@@ -77,13 +77,6 @@ def _on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], None], what: st
     if told[0] is not None:
         message, code, hint = told[0]
         raise NotSaved(message) if code is None else TrainkitError(message, exit=Exit(code), hint=hint)
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of what this rank holds of them."""
-    from trainkit.train.staging import parts_of
-
-    return sum(part.nbytes for tensor in tensors for part in parts_of(tensor).values())
 
 
 def _prepare(checkpoints: Path, temporary: Path, needed: int) -> None:
@@ -136,50 +129,23 @@ def save(
     facts, rank = About(**about), dist.get_rank()
     target = folder_of(checkpoints, facts.step)
     temporary = target.with_name(target.name + UNFINISHED)
-    needed = torch.tensor(bytes_of(tensors.values()))
+    needed = torch.tensor(sum(part.nbytes for tensor in tensors.values() for part in parts_of(tensor).values()))
     dist.all_reduce(needed, group=group)
     writer = Writer(temporary, rank)
-    with _Lock(checkpoints / LOCK) as lock:
+    with contextlib.ExitStack() as held:  # by rank 0
 
         def begin() -> None:
             before()
-            lock.take()
+            held.enter_context(locked(checkpoints / LOCK, {"host": os.uname().nodename}, wait=False))
+            held.callback(shutil.rmtree, temporary, ignore_errors=True)  # once published it has another name
             _prepare(checkpoints, temporary, int(needed))
 
-        def publish() -> None:
-            _publish(temporary, target, manifest)
-
-        try:
-            _on_rank_0(group, begin, f"cannot begin checkpoint {target}")
-            _write(writer, tensors, group, target)
-            versions = {"trainkit": trainkit.__version__, "torch": torch.__version__, "python": platform.python_version()}
-            manifest = Manifest(files=tuple(writer.files), tensors=writer.tensors, versions=versions, **facts.__dict__)
-            _on_rank_0(group, publish, f"cannot publish checkpoint {target}")
-        except TrainkitError:
-            if rank == 0 and lock.held:
-                shutil.rmtree(temporary, ignore_errors=True)  # its room may be what is missing
-            raise
+        _on_rank_0(group, begin, f"cannot begin checkpoint {target}")
+        _write(writer, tensors, group, target)
+        versions = {"trainkit": trainkit.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        manifest = Manifest(files=tuple(writer.files), tensors=writer.tensors, versions=versions, **facts.__dict__)
+        _on_rank_0(group, lambda: _publish(temporary, target, manifest), f"cannot publish checkpoint {target}")
     return Checkpoint(target, manifest)
-
-
-class _Lock:
-    """A lock that rank 0 may take within the block; the others never do."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock, self.held = path, None, False
-
-    def take(self) -> None:
-        """Raises Busy where another process writes checkpoints here."""
-        lock = locked(self._path, {"host": os.uname().nodename}, wait=False)
-        lock.__enter__()
-        self._lock, self.held = lock, True
-
-    def __enter__(self) -> _Lock:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._lock is not None:
-            self._lock.__exit__(None, None, None)
 
 
 def _write(writer: Writer, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, target: Path) -> None:
@@ -195,59 +161,40 @@ def _write(writer: Writer, tensors: Mapping[str, Tensor], group: dist.ProcessGro
 
 
 def newest_valid_together(checkpoints: Path, how: Verify, tell: Callable[[str], None]) -> Checkpoint | None:
-    """What `newest_valid` finds, by all ranks together: rank 0 looks at manifests and sizes, each rank hashes its share of the files that `how` asks for.
+    """What `newest_valid` finds, by all ranks together: each hashes its share of the files that `how` asks for, and reads the manifest it will load by.
 
     `tell` is told on rank 0 of what was passed over. Raises TrainkitError (exit 16) on all ranks where there are checkpoints and none is whole.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
+    there: list[list[Path]] = [finished(checkpoints) if rank == 0 else []]
+    dist.broadcast_object_list(there, src=0)
 
-    def wrong(found: Checkpoint) -> list[str]:
-        shares: list[list[str]] = [[] for _ in range(size)]
-        dist.all_gather_object(shares, wrong_hashes(found.folder, files_to_hash(found.manifest, how)[rank::size]))
-        return [problem for share in shares for problem in share]
+    def wrong(folder: Path) -> list[str]:
+        found: list[list[str]] = [[] for _ in range(size)]
+        dist.all_gather_object(found, verify(folder, how, slice(rank, None, size)))
+        return list(dict.fromkeys(problem for problems in found for problem in problems))
 
-    if rank == 0:
-        return _leading(lambda: newest_valid(checkpoints, tell, lambda found: _ask(found.manifest.step) or wrong(found)))
-    while True:
-        word: list[Any] = [None]
-        dist.broadcast_object_list(word, src=0)
-        kind, value = word[0]
-        if kind == "look":
-            wrong(open_checkpoint(folder_of(checkpoints, value)))
-        elif kind == "failed":
-            raise TrainkitError(value[0], exit=Exit.NO_CHECKPOINT, hint=value[1])
-        else:
-            return None if value is None else open_checkpoint(folder_of(checkpoints, value))
+    return newest_valid(checkpoints, tell if rank == 0 else lambda words: None, wrong, there[0])
 
 
-def _ask(step: int) -> list[str]:
-    dist.broadcast_object_list([("look", step)], src=0)
-    return []
-
-
-def _leading(find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
-    try:
-        found = find()
-    except TrainkitError as error:
-        dist.broadcast_object_list([("failed", (error.message, error.hint))], src=0)
-        raise
-    dist.broadcast_object_list([("found", found.manifest.step if found else None)], src=0)
-    return found
-
-
-def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]] | None = None) -> None:
     """Read tensors of any layout in place: with a process group by all ranks together, else in this process alone.
+
+    Args:
+        checkpoint: what was chosen.
+        tensors: by name, as far as they are here; only these are read.
+        expected: shapes of all that the ranks hold together; by default those of `tensors`.
 
     Raises:
         TrainkitError: exit 3, the checkpoint is of another model; every tensor that differs is named.
     """
-    saved = checkpoint.manifest.tensors
-    problems = [f"{name} is not in it" for name in tensors if name not in saved]
-    for name, tensor in tensors.items():
-        here = tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
-        if name in saved and (there := (saved[name].shape, saved[name].dtype)) != here:
+    saved, whole = checkpoint.manifest.tensors, expected if expected is not None else {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    problems = [f"{name} is not in it" for name in whole if name not in saved]
+    for name in (name for name in whole if name in saved):
+        here = whole[name], DTYPE_NAMES[tensors[name].dtype] if name in tensors else saved[name].dtype
+        if (there := (saved[name].shape, saved[name].dtype)) != here:
             problems.append(f"{name} is {list(there[0])} {there[1]} there, {list(here[0])} {here[1]} here")
-    problems += [f"{name} is not in the model" for name in saved if name.startswith("model.") and name not in tensors]
+    problems += [f"{name} is not in the model" for name in saved if name.startswith("model.") and name not in whole]
     if problems:
         raise TrainkitError(f"{checkpoint.folder} is a checkpoint of another model:\n  " + "\n  ".join(problems[:20]), exit=Exit.CONFIG)
     with warnings.catch_warnings():

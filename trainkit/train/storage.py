@@ -6,54 +6,37 @@ fsynced by its writer, and metadata that is JSON. DCP's own storage pickles its 
 
 from __future__ import annotations
 
+import errno
 import os
+from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int64": torch.int64}
+from trainkit.runs.checkpoints import ALIGNMENT, WIDTHS, Chunk, DataFile, TensorEntry
+
+DTYPES = {name: getattr(torch, name) for name in WIDTHS}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-Numbers = tuple[NonNegativeInt, ...]
 
 
-class Form(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
+def create(path: Path) -> FileIO:
+    """A new file to write, without a buffer. Raises FileExistsError: somebody else writes there."""
+    return open(path, "xb", buffering=0)
 
 
-class DataFile(Form):
-    """One file of a checkpoint. `path` is a plain name inside the checkpoint's folder."""
-
-    path: str
-    bytes: NonNegativeInt
-    xxh128: str
-
-
-class Chunk(Form):
-    """A box of a tensor, row-major at `start` of a file."""
-
-    offsets: Numbers
-    sizes: Numbers
-    file: str
-    start: NonNegativeInt
-    bytes: NonNegativeInt
-
-
-class TensorEntry(Form):
-    """One tensor by its global shape, and the boxes that cover it."""
-
-    shape: Numbers
-    dtype: str
-    chunks: tuple[Chunk, ...]
+def write_whole(file: FileIO, data: bytes | memoryview) -> None:
+    """Write all of it: one call may take less than it was given (2 GiB on Linux, less where the disk fills up). Raises OSError as the disk does."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
 
 
 def _done(value: Any) -> Future[Any]:
@@ -116,20 +99,22 @@ class Writer(StorageWriter):
         """Write all planned parts one after another; raises OSError as the disk does."""
         if not plan.items:
             return _done([])
-        digest, parts = xxhash.xxh3_128(), []
-        with open(self.folder / self.name, "xb") as file:
+        digest, parts, end = xxhash.xxh3_128(), [], 0
+        with create(self.folder / self.name) as file:
             for item in plan.items:
                 part = cast(torch.Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
-                padding = bytes(-file.tell() % ALIGNMENT)
+                padding = bytes(-end % ALIGNMENT)
                 data = part.flatten().view(torch.uint8).numpy().data
-                box, start = _box(item), file.tell() + len(padding)
+                box, start = _box(item), end + len(padding)
                 for piece in (padding, data):
-                    file.write(piece)
+                    write_whole(file, piece)
                     digest.update(piece)
+                end = start + len(data)
                 parts.append((item.index, Chunk(offsets=tuple(box.offsets), sizes=tuple(box.sizes), file=self.name, start=start, bytes=len(data))))
-            file.flush()
             os.fsync(file.fileno())
-            written = DataFile(path=self.name, bytes=file.tell(), xxh128=digest.hexdigest())
+            if (there := os.fstat(file.fileno()).st_size) != end:
+                raise OSError(errno.EIO, f"the file system has {there} of {end} bytes", str(self.folder / self.name))
+            written = DataFile(path=self.name, bytes=end, xxh128=digest.hexdigest())
         return _done([WriteResult(index, chunk.bytes, (chunk, written)) for index, chunk in parts])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

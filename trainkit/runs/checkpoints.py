@@ -1,0 +1,306 @@
+"""Checkpoints of a run as files: which are there, which are whole, which stay. Nothing here needs torch, and nothing in a checkpoint is ever executed.
+
+A folder step-NNNNNNNN whose manifest.json fits its files is a checkpoint; nothing else is, and there is no pointer file that could go stale.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import fsync_folder, write_text
+from trainkit.jobs.schema import Checkpoint as Keep
+
+MANIFEST = "manifest.json"
+PINNED = "pinned"  # a file of this name in a checkpoint's folder: it stays
+FINISHED = re.compile(r"step-(\d{8,})")
+UNFINISHED = ".tmp"
+ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}  # bytes of an element by dtype
+SAMPLED = 8  # verify = "sample" hashes one file of so many
+Numbers = tuple[NonNegativeInt, ...]
+Verify = Literal["size", "sample", "full"]
+
+
+class Form(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class DataFile(Form):
+    """One file of a checkpoint. `path` is a plain name inside the checkpoint's folder."""
+
+    path: str
+    bytes: NonNegativeInt
+    xxh128: str
+
+
+class Chunk(Form):
+    """A box of a tensor, row-major at `start` of a file."""
+
+    offsets: Numbers
+    sizes: Numbers
+    file: str
+    start: NonNegativeInt
+    bytes: NonNegativeInt
+
+
+class TensorEntry(Form):
+    """One tensor by its global shape, and the boxes that cover it."""
+
+    shape: Numbers
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+class Manifest(Form):
+    """The form checkpoint/1: what a checkpoint holds and where it comes from.
+
+    `tensors`: model.NAME, optimizer.exp_avg.NAME and optimizer.exp_avg_sq.NAME for every parameter, by global shape.
+    `state`: what else the next step depends on, as numbers.
+    `validation`: losses by validation set, where they were measured at this very step.
+    """
+
+    form: Literal["checkpoint/1"] = Field("checkpoint/1", alias="schema")
+    step: NonNegativeInt
+    consumed_samples: NonNegativeInt
+    files: tuple[DataFile, ...]
+    tensors: dict[str, TensorEntry]
+    layout: dict[str, int]
+    job: dict[str, Any]
+    versions: dict[str, str]
+    state: dict[str, int | float | bool]
+    validation: dict[str, float] = {}
+
+    def write(self, folder: Path) -> None:
+        """Into a checkpoint's folder, whole or not at all, durable."""
+        write_text(folder / MANIFEST, json.dumps(self.model_dump(mode="json", by_alias=True), separators=(",", ":")))
+
+
+class Damaged(TrainkitError):
+    """A checkpoint that must not be read (exit 16)."""
+
+    def __init__(self, folder: Path, problems: list[str]) -> None:
+        self.problem_list = problems
+        super().__init__(f"checkpoint {folder} is damaged: {'; '.join(problems)}", exit=Exit.NO_CHECKPOINT)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with its checked manifest."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def bytes(self) -> int:
+        """Of its data files."""
+        return sum(file.bytes for file in self.manifest.files)
+
+    @property
+    def pinned(self) -> bool:
+        return (self.folder / PINNED).exists()
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies, or will."""
+    return checkpoints / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    """The step that the name of a published folder says."""
+    return int(folder.name[5:])
+
+
+def finished(checkpoints: Path) -> list[Path]:
+    """Folders that were published, oldest first. Whether they are whole is for `open_checkpoint` to say."""
+    found = [(int(m[1]), p) for p in checkpoints.iterdir() if (m := FINISHED.fullmatch(p.name))] if checkpoints.is_dir() else []
+    return [path for _, path in sorted(found)]
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read and check a checkpoint's manifest, and its files' sizes. Raises Damaged with all that is wrong."""
+    try:
+        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    except OSError as error:
+        raise Damaged(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
+    except ValidationError as error:
+        raise Damaged(folder, [f"{MANIFEST}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]) from None
+    problems = [*_step_problems(folder, manifest), *_file_problems(folder, manifest), *_tensor_problems(manifest)]
+    if problems:
+        raise Damaged(folder, problems)
+    return Checkpoint(folder, manifest)
+
+
+def _step_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    if folder.name != folder_of(folder.parent, manifest.step).name:
+        yield f"its manifest says step {manifest.step}"
+
+
+def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    for file in manifest.files:
+        if file.path != Path(file.path).name or file.path in ("", ".", ".."):
+            yield f"{file.path!r} is no plain file name"
+            continue
+        path = folder / file.path
+        if path.is_symlink() or not path.is_file():
+            yield f"{file.path} is missing"
+        elif path.stat().st_size != file.bytes:
+            yield f"{file.path} has {path.stat().st_size} bytes, not {file.bytes}"
+
+
+def _tensor_problems(manifest: Manifest) -> Iterator[str]:
+    """Every part lies inside its file and its tensor, and the parts have the tensor's volume."""
+    size_of = {file.path: file.bytes for file in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        if tensor.dtype not in WIDTHS:
+            yield f"{name} has the unknown dtype {tensor.dtype!r}"
+            continue
+        for c in tensor.chunks:
+            inside = len(c.offsets) == len(c.sizes) == len(tensor.shape) and all(o + n <= t for o, n, t in zip(c.offsets, c.sizes, tensor.shape, strict=True))
+            stored = c.bytes == math.prod(c.sizes) * WIDTHS[tensor.dtype] and c.start % ALIGNMENT == 0 and c.start + c.bytes <= size_of.get(c.file, -1)
+            if not (inside and stored):
+                yield f"{name}: the part at {list(c.offsets)} does not fit its tensor or file"
+        if sum(math.prod(c.sizes) for c in tensor.chunks) != math.prod(tensor.shape):
+            yield f"{name}: its parts do not make up its shape {list(tensor.shape)}"
+
+
+def files_to_hash(manifest: Manifest, how: Verify) -> list[DataFile]:
+    """Which files `verify` = how reads: all, one of every SAMPLED (by the step, so that every reader looks at the same), or none."""
+    if how == "size":
+        return []
+    chosen = random.Random(manifest.step).sample(manifest.files, -(-len(manifest.files) // SAMPLED)) if how == "sample" else manifest.files
+    return sorted(chosen, key=lambda file: file.path)
+
+
+def wrong_hashes(folder: Path, files: Iterable[DataFile]) -> list[str]:
+    """Reads these files of a checkpoint and names those that are not what their writer wrote."""
+    problems = []
+    for file in files:
+        try:
+            if _xxh128(folder / file.path) != file.xxh128:
+                problems.append(f"{file.path} does not have the hash {file.xxh128}")
+        except OSError as error:  # a bad sector
+            problems.append(f"{file.path} cannot be read: {error.strerror}")
+    return problems
+
+
+def _xxh128(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def verify(folder: Path, how: Verify = "full", part: slice = slice(None)) -> list[str]:
+    """Everything wrong with a checkpoint, an empty list if nothing is. Manifest and sizes are always looked at, hashes as `how` says, of that `part` of the
+    files."""
+    try:
+        manifest = open_checkpoint(folder).manifest
+    except Damaged as damaged:
+        return damaged.problem_list
+    return wrong_hashes(folder, files_to_hash(manifest, how)[part])
+
+
+def newest_valid(
+    checkpoints: Path, on_damage: Callable[[str], None], wrong: Callable[[Path], list[str]] = verify, folders: list[Path] | None = None
+) -> Checkpoint | None:
+    """The newest checkpoint that is whole, None where there is none at all.
+
+    Args:
+        checkpoints: the run's folder of checkpoints; unfinished ones in it are not looked at.
+        on_damage: told of every newer checkpoint that had to be passed over.
+        wrong: what is wrong with one; by default every file is hashed here.
+        folders: which there are, oldest first; by default all that are finished.
+
+    Raises:
+        TrainkitError: exit 16, there are checkpoints but none is valid.
+    """
+    folders = finished(checkpoints) if folders is None else folders
+    for folder in reversed(folders):
+        if not (problems := wrong(folder)):
+            return open_checkpoint(folder)
+        on_damage(Damaged(folder, problems).message)
+    if folders:
+        raise TrainkitError(
+            f"none of the {len(folders)} checkpoints in {checkpoints} is valid",
+            exit=Exit.NO_CHECKPOINT,
+            hint="restore one from a copy, or start a new run; removing the folder's checkpoints makes this run start from step 0",
+        )
+    return None
+
+
+def valid_by_size(checkpoints: Path) -> list[Checkpoint]:
+    """Those whose manifest and sizes are right, oldest first: what retention goes by. Hashes would cost reading everything."""
+    found = []
+    for folder in finished(checkpoints):
+        try:
+            found.append(open_checkpoint(folder))
+        except Damaged:
+            continue
+    return found
+
+
+def why_kept(found: list[Checkpoint], keep: Keep, newest: int) -> dict[int, list[str]]:
+    """Why each of these checkpoints stays, by step; an empty list: it goes.
+
+    Only those up to step `newest`, which was saved last, are judged. Later ones neither count nor go: training went on from an earlier one because
+    they were found damaged, perhaps by their hashes alone; counted, they would push out what is whole.
+    """
+    judged = [c for c in found if c.manifest.step <= newest]
+    last = {c.manifest.step for c in judged[-keep.keep_last :]}
+    measured = sorted((c.manifest.validation["valid"], c.manifest.step) for c in judged if "valid" in c.manifest.validation)
+    best = {step: loss for loss, step in measured[: keep.keep_best]}
+    reasons = {}
+    for c in found:
+        step = c.manifest.step
+        told = {
+            f"newest {keep.keep_last}": step in last,
+            f"every {keep.keep_every}": bool(keep.keep_every and step % keep.keep_every == 0 and step),
+            f"validation loss {best.get(step, math.nan):.4f}": step in best,
+            "pinned": c.pinned,
+            f"after step {newest}": step > newest,
+        }
+        reasons[step] = [words for words, true in told.items() if true]
+    return reasons
+
+
+def prune(checkpoints: Path, keep: Keep, newest: int) -> list[int]:
+    """Delete what `why_kept` gives no reason for; returns those steps. The checkpoint of step `newest` was just saved and stays.
+
+    Damaged ones neither count nor go: a person may want to look. One that goes is renamed first, so that it is never half there.
+    """
+    found, gone = valid_by_size(checkpoints), []
+    reasons = why_kept(found, keep, newest)
+    for c in found:
+        if reasons[c.manifest.step] or c.manifest.step == newest:
+            continue
+        going = c.folder.rename(c.folder.with_name(c.folder.name + UNFINISHED))
+        if (going / PINNED).exists():  # a moment ago
+            going.rename(c.folder)
+            continue
+        shutil.rmtree(going)
+        gone.append(c.manifest.step)
+    return gone
+
+
+def pin(checkpoints: Path, step: int, *, pinned: bool) -> None:
+    """Let the checkpoint of `step` stay for ever, or no longer. Raises TrainkitError (exit 16) where there is none."""
+    folder = folder_of(checkpoints, step)
+    try:
+        (folder / PINNED).touch() if pinned else (folder / PINNED).unlink(missing_ok=True)
+        fsync_folder(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        there = ", ".join(str(step_of(f)) for f in finished(checkpoints)) or "none"
+        raise TrainkitError(f"there is no checkpoint of step {step} in {checkpoints}", exit=Exit.NO_CHECKPOINT, hint=f"those of steps: {there}") from None

@@ -1,0 +1,124 @@
+"""When and how a run saves: in the step's way or behind its back, what becomes of a full disk, and which checkpoints stay."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.runs.checkpoints import Checkpoint, prune
+from trainkit.train import checkpoint
+from trainkit.train.checkpoint import NotSaved
+from trainkit.train.staging import Staging
+
+FAILURES = 2  # so many saves in a row that the disk does not take, and training stops
+
+
+class Saver:
+    """Saves for one rank; all ranks call everything together, in the same order.
+
+    A save that the disk does not take is a warning, and training goes on to the next one; the second in a row, and the last one of a run, raise NotSaved.
+    What that decides is decided at the next save, where all ranks have waited for the one before: so they all decide it at the same step.
+
+    Args:
+        keep: the job's `checkpoint` table.
+        folder: the run's checkpoints.
+        began: told of the seconds a save took, when it has ended; from another thread where saves are asynchronous.
+    """
+
+    def __init__(self, keep: Keep, folder: Path, ended: Callable[[float], None] = lambda seconds: None) -> None:
+        self.keep, self.folder, self.ended = keep, folder, ended
+        # A group of its own: a thread that talks in the default one in the midst of training's own words aborts it.
+        self._group = dist.new_group(backend="gloo") if keep.save_async else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save") if keep.save_async else None
+        self._running: Future[None] | None = None
+        self._staging = Staging()
+        self._failures = 0
+
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint, the same on all ranks. Raises TrainkitError (exit 16) where there are checkpoints and none is whole."""
+        self.finish()
+        return checkpoint.newest_valid_together(self.folder, self.keep.verify, lambda words: _warn(f"passed over: {words}"))
+
+    def save(self, tensors: Mapping[str, Tensor], *, before: Callable[[], None], last: bool, **about: Any) -> None:
+        """Publish the checkpoint of this step and delete what need not stay; with save_async: begin to.
+
+        Args:
+            tensors: what it holds, by name. They may change as soon as this returns.
+            before: done on rank 0 before the files are written, in this thread; its OSError counts as the disk's.
+            last: nothing follows: the checkpoint is there when this returns, or NotSaved is raised.
+            about: as for `checkpoint.save`.
+
+        Raises NotSaved as the class says; what the save before this one has met, if it was asynchronous.
+        """
+        self.finish()
+        ready = _kept(before) if dist.get_rank() == 0 else before
+        if self._thread is None:
+            self._end(partial(self._save, tensors, ready, **about), last)
+            return
+        copies = self._staging.copy(tensors)
+        self._running = self._thread.submit(self._save, copies, ready, **about)
+        if last or self._failures:  # after a failure nobody need wait for the next save to know
+            self.finish(last=last)
+
+    def finish(self, *, last: bool = False) -> None:
+        """Wait for the save under way. Raises NotSaved as `save` does."""
+        running, self._running = self._running, None
+        if running is not None:
+            self._end(running.result, last)
+
+    def close(self) -> None:
+        """Wait for the save under way, whatever comes of it: the run has ended with something worse."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.exception()
+
+    def _end(self, result: Callable[[], None], last: bool) -> None:
+        try:
+            result()
+        except NotSaved as error:
+            self._failures += 1
+            if last or self._failures >= FAILURES:
+                raise
+            if dist.get_rank() == 0:
+                _warn(f"{error.message}; training goes on, the next save tries again")
+        else:
+            self._failures = 0
+
+    def _save(self, tensors: Mapping[str, Tensor], before: Callable[[], None], **about: Any) -> None:
+        began = time.perf_counter()
+        self._staging.wait()
+        saved = checkpoint.save(self.folder, tensors, group=self._group, before=before, **about)
+        seconds = time.perf_counter() - began
+        self.ended(seconds)
+        if dist.get_rank() != 0:
+            return
+        try:
+            gone = prune(self.folder, self.keep, saved.manifest.step)
+        except OSError as error:  # the new one is there: nothing is lost but room
+            _warn(f"an old checkpoint could not be deleted: {error}")
+            gone = []
+        deleted = f", deleted {', '.join(map(str, gone))}" if gone else ""
+        print(f" saved checkpoint {saved.manifest.step}: {saved.bytes / 1e9:.3f} GB in {seconds:.2f} s{deleted}", flush=True)
+
+
+def _kept(do: Callable[[], None]) -> Callable[[], None]:
+    """Do it now; what it raised is raised when the result is called for."""
+    future: Future[None] = Future()
+    try:
+        future.set_result(do())
+    except OSError as error:
+        future.set_exception(error)
+    return future.result
+
+
+def _warn(words: str) -> None:
+    print(f"WARNING: {words}", file=sys.stderr, flush=True)
