@@ -16,8 +16,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from tests.train.support import MODEL, Arrays, whole
 from trainkit.base.errors import TrainkitError
+from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.runs.checkpoints import prune
 from trainkit.train import checkpoint
-from trainkit.train.checkpoint import MANIFEST, Damaged, newest_valid, open_checkpoint, prune, verify
+from trainkit.train.checkpoint import MANIFEST, Damaged, newest_valid, open_checkpoint, verify
 from trainkit.train.model import Transformer
 from trainkit.train.storage import Reader, TensorSavePlanner, Writer
 
@@ -51,7 +53,7 @@ def load_model(folder: Path, rows: int = 301) -> Transformer:
 
 def test_manifest_has_the_form_of_the_design(saved_folder: Path) -> None:
     document = json.loads((step_folder(saved_folder) / MANIFEST).read_text())
-    assert list(document) == ["schema", "step", "consumed_samples", "files", "tensors", "layout", "job", "versions", "state"]
+    assert list(document) == ["schema", "step", "consumed_samples", "files", "tensors", "layout", "job", "versions", "state", "validation"]
     assert (document["schema"], document["step"], document["consumed_samples"]) == ("checkpoint/1", 3, 24)
     assert [f["path"] for f in document["files"]] == ["rank-00000.bin", "rank-00001.bin"]
     entry = document["tensors"]["model.embed_tokens.weight"]
@@ -106,7 +108,7 @@ def test_hostile_manifests(saved_folder: Path, change: Change, words: str) -> No
     change_manifest(saved_folder, change)
     with pytest.raises(Damaged, match=words):
         open_checkpoint(step_folder(saved_folder))
-    assert verify(step_folder(saved_folder), hashes=False)
+    assert verify(step_folder(saved_folder), "size")
 
 
 @pytest.mark.parametrize("damage", ["torn", "empty", "no manifest", "truncated", "gone", "symlink"])
@@ -141,7 +143,7 @@ def test_a_flipped_bit_is_found_by_its_hash(saved_folder: Path) -> None:
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    assert verify(step_folder(saved_folder), hashes=False) == []
+    assert verify(step_folder(saved_folder), "size") == []
     assert verify(step_folder(saved_folder)) == [f"rank-00000.bin does not have the hash {open_checkpoint(step_folder(saved_folder)).manifest.files[0].xxh128}"]
 
 
@@ -160,11 +162,11 @@ def test_prune_counts_valid_ones_only(saved_folder: Path) -> None:
     (copy_as(saved_folder, 200_000_000) / "rank-00000.bin").write_bytes(b"")
     (saved_folder / "step-00000006").mkdir()
     (saved_folder / "step-00000008.tmp").mkdir()
-    prune(saved_folder, keep_last=2, newest=100_000_000)
-    assert {p.name for p in saved_folder.iterdir()} == {"step-00000007", "step-100000000", "step-00000006", "step-00000008.tmp", "step-200000000"}
-    prune(saved_folder, keep_last=9, newest=100_000_000)
+    prune(saved_folder, Keep(keep_last=2), newest=100_000_000)
+    assert {p.name for p in saved_folder.glob("step-*")} == {"step-00000007", "step-100000000", "step-00000006", "step-00000008.tmp", "step-200000000"}
+    prune(saved_folder, Keep(keep_last=9), newest=100_000_000)
     assert (saved_folder / "step-00000007").exists()
-    prune(saved_folder, keep_last=1, newest=100_000_000)
+    prune(saved_folder, Keep(keep_last=1), newest=100_000_000)
     assert not (saved_folder / "step-00000007").exists() and (saved_folder / "step-100000000").exists()
 
 
@@ -176,9 +178,9 @@ def test_prune_never_takes_what_was_just_saved(saved_folder: Path, keep_last: in
     content[0] ^= 1
     data.write_bytes(content)
     copy_as(saved_folder, 5)
-    prune(saved_folder, keep_last=keep_last, newest=5)
+    prune(saved_folder, Keep(keep_last=keep_last), newest=5)
     kept = {"step-00000005", "step-00000009"} | ({"step-00000003"} if keep_last == 2 else set())
-    assert {p.name for p in saved_folder.iterdir()} == kept
+    assert {p.name for p in saved_folder.glob("step-*")} == kept
     found = newest_valid(saved_folder, lambda words: None)
     assert found is not None and found.manifest.step == 5
 

@@ -76,7 +76,7 @@ class Manifest(Form):
     consumed_samples: NonNegativeInt
     files: tuple[DataFile, ...]
     tensors: dict[str, TensorEntry]
-    layout: dict[str, int]
+    layout: dict[str, int | str]
     job: dict[str, Any]
     versions: dict[str, str]
     state: dict[str, int | float | bool]

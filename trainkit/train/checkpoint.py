@@ -57,7 +57,7 @@ class About:
 
     step: int
     consumed_samples: int
-    layout: dict[str, int]
+    layout: dict[str, int | str]
     job: dict[str, Any]
     state: dict[str, int | float | bool]
     validation: dict[str, float] = field(default_factory=dict)

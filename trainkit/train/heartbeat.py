@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Literal
@@ -27,22 +29,43 @@ class Heartbeat:
         self.path, self.rank = path, rank
         self.step = 0
         self.phase: Phase | None = None
+        self.save_seconds: float | None = None  # of the last save: what grace the next one needs
+        self._first: int | None = None
         self._last = 0.0
+        self._failed = False
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def nothing_new(self) -> bool:
+        """Whether nothing was trained yet that a checkpoint could hold: from the start through the first step, with its compilation."""
+        return self._first is None or self.step <= self._first
+
+    def saved(self, seconds: float) -> None:
+        """A save took so long; the next beat tells."""
+        self.save_seconds = seconds
 
     def beat(self, phase: Phase, step: int) -> None:
         """Say it; at most two times a second while the phase stays the same."""
         self.step, now = step, time.time()
+        if phase == "train" and self._first is None:
+            self._first = step
         if phase == self.phase and now - self._last < INTERVAL:
             return
         self.phase, self._last = phase, now
         if self.path is None:
             return
-        text = json.dumps(document("heartbeat/1", rank=self.rank, pid=os.getpid(), step=step, phase=phase, time=now))
+        text = json.dumps(document("heartbeat/1", rank=self.rank, pid=os.getpid(), step=step, phase=phase, time=now, save_seconds=self.save_seconds))
         if phase == "done":
             write_text(self.path, text)
             return
         temporary = temporary_name(self.path)
-        temporary.write_text(text)
-        temporary.replace(self.path)
+        try:
+            temporary.write_text(text)
+            temporary.replace(self.path)
+        except OSError as error:  # training matters more than being watched
+            if not self._failed:
+                print(f"WARNING: no heartbeat: {error}", file=sys.stderr, flush=True)
+            self._failed = True
+            with contextlib.suppress(OSError):
+                temporary.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from trainkit.train.pipeline import tied_at
 from trainkit.train.profiling import StepProfiler
 from trainkit.train.readback import Readback
 from trainkit.train.report import Reporter
+from trainkit.train.saver import Saver
 from trainkit.train.schedule import global_batch_size
 from trainkit.train.step import Step, StepValues
 from trainkit.train.timers import Timers
@@ -88,51 +90,49 @@ class Trainer:
         datasets = {"valid": job.dataset, **job.validation} if job.training.eval_iters else {}
         self.valid_feeds = {name: Feed(job, dataset, "valid", mesh.data_world, self.device) for name, dataset in datasets.items()}
         self.step = self.consumed_samples = self.rollbacks = 0
+        self.evaluation_due = True  # the next thing to do at this step
+        self.validation: dict[str, float] = {}  # losses measured at this step (rank 0)
+        self.saver = Saver(job.checkpoint, run.checkpoints, heartbeat.saved)
         if not self._load_newest():
             begin_weights(job, self.parts)
         self.readback: Readback[StepFacts] = Readback(self.device)
         self.utilization = Utilization(job, vocab, self.device)
         self.memory = Memory(self.maker.parameters, self.maker.optimizer.state_tensors().values(), self.device)
         self.profiler = StepProfiler(job.profile, world.rank, run.path / "profile")
-        self.reporter = Reporter(run, job, self.step or -1) if world.rank == 0 else None
+        self.reporter = Reporter(run, job, self.step or -1, evaluated=not self.evaluation_due) if world.rank == 0 else None
         self.since, self.said_compiled = SinceLog(), False
 
     def _load_newest(self) -> bool:
-        """Go on from the newest valid checkpoint that rank 0 finds; returns whether there is one."""
-        step = torch.full((), -1, dtype=torch.int64, device=self.device)
-        if self.world.rank == 0:
-            newest = checkpoint.newest_valid(self.run.checkpoints, lambda words: print(f"WARNING: passed over: {words}", file=sys.stderr, flush=True))
-            step.fill_(newest.manifest.step if newest else -1)
-        dist.broadcast(step, 0)
-        found = int(step)
-        if found < 0:
+        """Go on from the newest valid checkpoint; returns whether there is one."""
+        saved = self.saver.newest()
+        if saved is None:
             return False
-        saved = checkpoint.open_checkpoint(checkpoint.folder_of(self.run.checkpoints, found))
         checkpoint.load(saved, self.maker.tensors(), self.maker.expected())
         self.maker.after_loading()
         self.maker.load_state(saved.manifest.state)
-        self.step, self.consumed_samples = found, saved.manifest.consumed_samples
+        self.step, self.consumed_samples = saved.manifest.step, saved.manifest.consumed_samples
+        self.evaluation_due = bool(saved.manifest.state.get("evaluation_due", False))
         self.rollbacks = int(saved.manifest.state.get("rollbacks", 0))
         return True
 
     def train(self) -> Exit:
         """Train to the last step. Returns DONE, or PREEMPTED when told to stop: then the checkpoint of the step reached exists."""
         try:
-            if self.step == 0:
-                self.evaluate()
             self.since.began = time.perf_counter()
             self._train()
         finally:
+            self.saver.close()
             for feed in (self.train_feed, *self.valid_feeds.values()):
                 feed.close()
             self.profiler.close()
             if self.reporter:
                 self.reporter.close()
-        return Exit.DONE if self.step >= self.job.training.train_iters else Exit.PREEMPTED
+        return Exit.DONE if self.step >= self.job.training.train_iters and not self.evaluation_due else Exit.PREEMPTED
 
     def _train(self) -> None:
         """Steps, evaluations and checkpoints, to the last step or until told to stop."""
-        t, stopping = self.job.training, False
+        t = self.job.training
+        stopping = self.evaluation_due and not self.evaluate()
         while self.step < t.train_iters and not stopping:
             self.train_step()
             last = self.step == t.train_iters
@@ -145,13 +145,23 @@ class Trainer:
                 self._roll_back(why)
                 stopping = False  # who asked is heard again at the next step
                 continue
-            if evaluating:
-                self.evaluate()  # before the save: whoever resumes from it finds this evaluation made
+            self.evaluation_due = evaluating
+            if evaluating and not stopping:  # before the save: whoever resumes from it finds this evaluation made, or told to make it
+                stopping = not self.evaluate()
             if saving or stopping:
-                self.save()
+                self.save(last=last or stopping)
+                stopping = stopping or self.told()  # it takes long; nobody waits for another step
+        self.saver.finish(last=True)
+
+    def told(self) -> bool:
+        """Whether any rank was told to stop, asked by all together where the next step is far. Nothing waits for the device."""
+        ranks = torch.tensor(int(self.stop.is_set()))
+        dist.all_reduce(ranks)
+        return bool(ranks)
 
     def train_step(self) -> None:
         """Set one optimizer step going; `settle` looks at how it went."""
+        self.validation = {}
         self.heartbeat.beat("train", self.step)
         self.parts.train()
         self.profiler.before(self.step + 1)
@@ -211,7 +221,7 @@ class Trainer:
             self.reporter = None
         if not self._load_newest():
             raise TrainkitError(f"{why}; there is no checkpoint to roll back to", exit=Exit.RANK_USER, hint="set training.save_interval, or on_nan = 'skip'")
-        self.consumed_samples, self.rollbacks = position, rollbacks + 1
+        self.consumed_samples, self.rollbacks, self.evaluation_due = position, rollbacks + 1, False
         if self.world.rank == 0:
             print(f"WARNING: {why}; rolled back to step {self.step}, going on with sample {position}", file=sys.stderr, flush=True)
             self.reporter = Reporter(self.run, self.job, self.step or -1)
@@ -253,39 +263,50 @@ class Trainer:
         self.reporter.step(row)
 
     @torch.no_grad()
-    def evaluate(self) -> None:
-        """Mean loss over the same eval_iters global batches of every validation set, every time."""
-        began = time.perf_counter()
+    def evaluate(self) -> bool:
+        """Mean loss over the same eval_iters global batches of every validation set, every time. Returns False where a rank was told to stop before the
+        end: then nothing is reported, and it is still due."""
+        began, rows = time.perf_counter(), []
         self.parts.train(False)
         for name, feed in self.valid_feeds.items():
             self.heartbeat.beat("eval", self.step)
             with self.timers("evaluation"):
                 sums = self._evaluate(feed)
+            if sums is None:
+                break
             if self.reporter:
                 entropy, tokens = sums.tolist()
-                self.reporter.evaluation({"step": self.step, "consumed_samples": self.consumed_samples, "eval": name, "lm_loss": entropy / max(1, tokens)})
+                rows.append({"step": self.step, "consumed_samples": self.consumed_samples, "eval": name, "lm_loss": entropy / max(1, tokens)})
+        else:
+            self.evaluation_due = False
         self.parts.release()
+        for row in () if self.evaluation_due else rows:
+            assert self.reporter is not None, "it was there when the row was made"
+            self.reporter.evaluation(row)
+            if math.isfinite(row["lm_loss"]):
+                self.validation[row["eval"]] = row["lm_loss"]
         self.since.began += time.perf_counter() - began
+        return not self.evaluation_due
 
-    def _evaluate(self, feed: Feed) -> torch.Tensor:
-        """(summed cross-entropy, tokens) over all ranks."""
+    def _evaluate(self, feed: Feed) -> torch.Tensor | None:
+        """(summed cross-entropy, tokens) over all ranks; None where one was told to stop."""
         sums, batch_size = torch.zeros(2, dtype=torch.float64, device=self.device), self.job.global_batch_size
         for i in range(self.job.training.eval_iters):
+            if self.told():
+                return None
             sums += self.maker.evaluate(feed.read(i * batch_size, batch_size))
         dist.all_reduce(sums)
         return sums
 
-    def save(self) -> None:
-        """Publish the checkpoint of this step, then delete what is too old."""
+    def save(self, *, last: bool = True) -> None:
+        """Publish the checkpoint of this step, then delete what is too old. `last`: it must be there when this returns."""
         began = time.perf_counter()
         self.heartbeat.beat("save", self.step)
-        if self.reporter:
-            self.reporter.sync()
         degrees = {key: value if isinstance(value, str) else int(value) for key, value in self.job.parallelism.model_dump(exclude_none=True).items()}
         layout = {"world_size": self.world.size, "data_parallel_size": self.job.data_parallel_size, **degrees}
-        about = {"layout": layout, "job": self.job.model_dump(mode="json"), "state": {**self.maker.state(), "rollbacks": self.rollbacks}}
+        state = {**self.maker.state(), "rollbacks": self.rollbacks, "evaluation_due": self.evaluation_due}
+        about = {"step": self.step, "consumed_samples": self.consumed_samples, "layout": layout, "job": self.job.model_dump(mode="json")}
+        before = self.reporter.sync if self.reporter else lambda: None
         with self.timers("checkpoint"):
-            checkpoint.save(self.run.checkpoints, self.maker.tensors(), step=self.step, consumed_samples=self.consumed_samples, **about)
-            if self.world.rank == 0:
-                checkpoint.prune(self.run.checkpoints, self.job.checkpoint.keep_last, self.step)
+            self.saver.save(self.maker.tensors(), before=before, last=last, state=state, validation=self.validation, **about)
         self.since.began += time.perf_counter() - began

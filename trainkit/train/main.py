@@ -15,26 +15,35 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 MACHINE_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EADDRINUSE, errno.ENOMEM}
 TOLD = {signal.SIGTERM, signal.SIGUSR1}
 
 
-def listen(stop: threading.Event) -> None:
+PATIENCE = 2.0  # seconds that a rank without anything to save waits before it leaves: the others must have been told as well
+
+
+def listen(stop: threading.Event, nothing_new: Callable[[], bool] = lambda: False) -> None:
     """Take TERM and USR1 in a thread of their own. Must run before torch starts threads: they inherit the blocked signals.
 
-    TERM from our parent, which knows what it does, ends the process at once. Any other TERM (a scheduler's) and USR1 ask
-    for a checkpoint at the end of the step.
+    TERM from our parent, which knows what it does, ends the process at once. Any other TERM (a scheduler's) and USR1 ask for a checkpoint at the end of
+    the step. While there is nothing new to save (starting, loading, compiling the first step, which may take longer than anyone's grace) the process leaves.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
 
     def wait() -> None:
         while True:
-            info = signal.sigwaitinfo(TOLD)
-            if info.si_signo == signal.SIGTERM and info.si_pid == os.getppid():
+            leaving = stop.is_set() and nothing_new()
+            info = signal.sigtimedwait(TOLD, PATIENCE if leaving else 3600.0)
+            if info is None:
+                if leaving and nothing_new():
+                    os._exit(12)
+            elif info.si_signo == signal.SIGTERM and info.si_pid == os.getppid():
                 os._exit(128 + signal.SIGTERM)
-            stop.set()
+            else:
+                stop.set()
 
     threading.Thread(target=wait, daemon=True, name="signals").start()
 
@@ -54,13 +63,12 @@ def record_error(error: BaseException, code: int, step: int) -> None:
 
 def run_rank(run_folder: Path) -> int:
     """Train as this rank; returns the exit code. A failure is on stderr and in the error file by then."""
-    stop = threading.Event()
-    listen(stop)
     from trainkit.base.errors import Exit, TrainkitError
     from trainkit.train.heartbeat import Heartbeat
 
     watched = os.environ.get("TRAINKIT_HEARTBEAT_FILE")
-    heartbeat = Heartbeat(Path(watched) if watched else None, int(os.environ["RANK"]))
+    heartbeat, stop = Heartbeat(Path(watched) if watched else None, int(os.environ["RANK"])), threading.Event()
+    listen(stop, lambda: heartbeat.nothing_new)
     try:
         heartbeat.beat("start", 0)
         from trainkit.jobs.resolved import read_job

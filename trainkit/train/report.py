@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.metrics import cut
+from trainkit.runs.metrics import cut, read_rows
 from trainkit.train.wandb_log import open_wandb
 
 # Megatron-LM's names (training/training.py, training_log) and units: seconds, TFLOP/s of one device
@@ -69,6 +72,80 @@ def log_line(row: dict[str, Any], train_iters: int) -> str:
     )
 
 
+def take_back(metrics: Path, step: int, *, evaluated: bool) -> None:
+    """Cut metrics.jsonl back to `step`, and where the evaluation of that very step is made again, its rows too."""
+    cut(metrics, step)
+    if not evaluated and any("eval" in row and row["step"] == step for row in read_rows(metrics)):
+        kept = [row for row in read_rows(metrics) if "eval" not in row or row["step"] != step]
+        write_text(metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+class Lines:
+    """Appends lines to a file. What the disk does not take waits in memory for the next line or `flush`: a full disk must not end training here."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._waiting, self._warned = path, b"", False
+        self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def append(self, line: str) -> None:
+        """One more line; a failing disk is warned of once."""
+        self._waiting += line.encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if not self._warned:
+                _warn(f"{self.path}: {error.strerror}; its rows wait in memory")
+            self._warned = True
+
+    def flush(self) -> None:
+        """Make all of it durable. Raises OSError as the disk does; nothing is lost then."""
+        self._write()
+        os.fsync(self._handle)
+        self._warned = False
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def _write(self) -> None:
+        while self._waiting:  # of a line that was taken in part, the rest follows
+            self._waiting = self._waiting[os.write(self._handle, self._waiting) :]
+
+
+class Board:
+    """TensorBoard's files. Where they cannot be written, values are left out with a warning until `flush` can open another file."""
+
+    def __init__(self, folder: Path, after: int) -> None:
+        self.folder = folder
+        self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=after + 1)
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        if self.writer:
+            self._try(lambda writer: writer.add_scalar(tag, value, step), self.writer)
+
+    def flush(self) -> None:
+        """Hand all of it to the system."""
+        if self.writer:
+            self._try(lambda writer: writer.flush(), self.writer)
+        else:
+            with contextlib.suppress(OSError):
+                self.writer = SummaryWriter(str(self.folder))
+
+    def close(self) -> None:
+        if self.writer:
+            self._try(lambda writer: writer.close(), self.writer)
+
+    def _try(self, call: Callable[[SummaryWriter], None], writer: SummaryWriter) -> None:
+        try:
+            call(writer)
+        except OSError as error:  # its thread has ended with it
+            self.writer = None
+            _warn(f"TensorBoard's files cannot be written: {error}; metrics.jsonl has all rows")
+
+
+def _warn(words: str) -> None:
+    print(f"WARNING: {words}", file=sys.stderr, flush=True)
+
+
 class Reporter:
     """Opens the run's files to go on after `step`; what they hold of later steps is taken back first.
 
@@ -76,16 +153,17 @@ class Reporter:
         run: the run folder.
         job: the job.
         step: the step training goes on from; -1: from the very beginning.
+        evaluated: whether the evaluation of that step was made.
 
     Raises ConfigError where the job wants Weights & Biases and it cannot be had.
     """
 
-    def __init__(self, run: RunFolder, job: Job, step: int) -> None:
+    def __init__(self, run: RunFolder, job: Job, step: int, *, evaluated: bool = True) -> None:
         self.wandb = open_wandb(job, run)
-        cut(run.metrics, step)
+        take_back(run.metrics, step, evaluated=evaluated)
         self.job = job
-        self.metrics = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115  (stays open for the run)
-        self.board = SummaryWriter(str(run.tensorboard), purge_step=step + 1)
+        self.metrics = Lines(run.metrics)
+        self.board = Board(run.tensorboard, step)
         self.named_peak = False
 
     def step(self, row: dict[str, Any]) -> None:
@@ -95,7 +173,7 @@ class Reporter:
         """
         self._append(row)
         for tag, value in scalars(row):
-            self.board.add_scalar(tag, value, row["step"])
+            self.board.add(tag, value, row["step"])
         if self.wandb:
             self.wandb.step(row)
         if not self.named_peak:
@@ -113,7 +191,7 @@ class Reporter:
         perplexity = math.exp(min(row["lm_loss"], HIGHEST_EXPONENT))  # in this order NaN stays NaN
         for tag, value in (("lm loss validation", row["lm_loss"]), ("lm loss validation ppl", perplexity)):
             if math.isfinite(value):
-                self.board.add_scalar(tag if own else f"{tag} {row['eval']}", value, row["step"])
+                self.board.add(tag if own else f"{tag} {row['eval']}", value, row["step"])
         if self.wandb:
             self.wandb.evaluation(row)
         where = "" if own else f" on {row['eval']}"
@@ -121,17 +199,18 @@ class Reporter:
         sys.stdout.flush()
 
     def sync(self) -> None:
-        """Make everything reported so far durable: a checkpoint must not know more than the metrics."""
-        os.fsync(self.metrics.fileno())
+        """Make everything reported so far durable: a checkpoint must not know more than the metrics. Raises OSError as the disk does."""
+        self.metrics.flush()
         self.board.flush()
 
     def close(self) -> None:
-        self.sync()
-        self.metrics.close()
-        self.board.close()
-        if self.wandb:
-            self.wandb.close()
+        try:
+            self.sync()
+        finally:
+            self.metrics.close()
+            self.board.close()
+            if self.wandb:
+                self.wandb.close()
 
     def _append(self, row: dict[str, Any]) -> None:
-        self.metrics.write(json.dumps(finite(row), allow_nan=False) + "\n")
-        self.metrics.flush()
+        self.metrics.append(json.dumps(finite(row), allow_nan=False))

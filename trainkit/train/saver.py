@@ -31,7 +31,7 @@ class Saver:
     Args:
         keep: the job's `checkpoint` table.
         folder: the run's checkpoints.
-        began: told of the seconds a save took, when it has ended; from another thread where saves are asynchronous.
+        ended: told of the seconds a save took, when it has ended; from another thread where saves are asynchronous.
     """
 
     def __init__(self, keep: Keep, folder: Path, ended: Callable[[float], None] = lambda seconds: None) -> None:
@@ -111,10 +111,11 @@ class Saver:
 
 
 def _kept(do: Callable[[], None]) -> Callable[[], None]:
-    """Do it now; what it raised is raised when the result is called for."""
+    """Do it now; the OSError it raised is raised when the result is called for."""
     future: Future[None] = Future()
     try:
-        future.set_result(do())
+        do()
+        future.set_result(None)
     except OSError as error:
         future.set_exception(error)
     return future.result

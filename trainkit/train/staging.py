@@ -32,7 +32,7 @@ class Staging:
         return sum(room.nbytes for room in self._room.values())
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors as they are now, in host memory. On CUDA they are there after `wait`; what is queued on the device later may change the originals."""
+        """The same tensors as they are now, in host memory. On CUDA they are there after `wait`; what the device is told later may change the originals."""
         copies: dict[str, Tensor] = {}
         cuda = False
         for name, tensor in tensors.items():
