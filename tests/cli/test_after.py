@@ -41,6 +41,7 @@ tokenizer = "bpe"
 [datasets.random]
 source = "mock"
 """
+CHANGING = ("seconds", "loss", "perplexity", "bits_per_byte")
 SAMPLING = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
 
 
@@ -61,13 +62,13 @@ def talk(run: RunFolder, *, dry_run: bool = False) -> Talk:
     return Talk(json=False, dry_run=dry_run, folder=run.root)
 
 
-def generated(run: RunFolder, prompts: list[str], step: int = 0) -> dict[str, Any]:
-    answer = after.generate(talk(run), "last", prompts, "", SAMPLING, max_new_tokens=4, step=step, device="")
+def generated(run: RunFolder, prompts: list[str], step: int = 0, *, ranks: int = 1, **sampling: Any) -> dict[str, Any]:
+    answer = after.generate(talk(run), "last", prompts, "", {**SAMPLING, **sampling}, max_new_tokens=4, step=step, device="", tensor_parallel=ranks)
     return answer.document
 
 
-def evaluated(run: RunFolder, dataset: str = "", split: str = "valid", *, samples: int = 0, dry_run: bool = False) -> dict[str, Any]:
-    return after.evaluate(talk(run, dry_run=dry_run), "last", dataset, split, samples, 0, "").document
+def evaluated(run: RunFolder, dataset: str = "", split: str = "valid", *, samples: int = 0, dry_run: bool = False, ranks: int = 1) -> dict[str, Any]:
+    return after.evaluate(talk(run, dry_run=dry_run), "last", dataset, split, samples, 0, "", ranks).document
 
 
 def test_generate_from_the_command_line(project: Project, run: RunFolder) -> None:
@@ -177,11 +178,29 @@ def test_a_tokenizer_made_anew_is_warned_of(run: RunFolder, capsys: pytest.Captu
     assert f"WARNING: {tokenizer} has changed since run {run.id} began" in capsys.readouterr().err
 
 
+def test_split_over_ranks_it_writes_and_measures_the_same(run: RunFolder) -> None:
+    prompts = ["def ", "größer"]
+    for sampling in ({}, {"temperature": 1.0, "seed": 3}):
+        assert generated(run, prompts, ranks=2, **sampling) == generated(run, prompts, **sampling)
+    alone, split = (evaluated(run, samples=5, ranks=ranks) for ranks in (1, 2))
+    assert split["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert {k: v for k, v in split.items() if k not in CHANGING} == {k: v for k, v in alone.items() if k not in CHANGING}
+
+
+def test_a_model_that_cannot_be_split_so(run: RunFolder) -> None:
+    """All reasons at once, before a process starts; what a rank refuses comes through."""
+    with pytest.raises(ConfigError, match=r"^num_attention_heads 2 does not divide by --tensor-parallel 3$") as error:
+        generated(run, ["a"], ranks=3)
+    assert error.value.exit == 3
+    with pytest.raises(ConfigError, match=r"num_attention_heads 2 does not divide by --tensor-parallel 200\nffn_hidden_size \d+ .* 200$"):
+        evaluated(run, ranks=200)
+
+
 def test_a_bar_on_a_terminal(run: RunFolder) -> None:
     seen = talk(run)
     shown = io.StringIO()
     vars(seen)["console"] = Console(file=shown, force_terminal=True, width=120)
-    after.evaluate(seen, "last", "", "valid", 4, 0, "")
+    after.evaluate(seen, "last", "", "valid", 4, 0, "", 1)
     assert "evaluate" in shown.getvalue() and "4/4" in shown.getvalue()
 
 

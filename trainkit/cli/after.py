@@ -21,12 +21,14 @@ from trainkit.cli.wrapper import Answer, Talk
 from trainkit.data.paths import DataFolder
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Dataset, Job
+from trainkit.launch.together import run_together
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import find_run
 from trainkit.stages.build import Build
 from trainkit.stages.prep_data import PrepData, needs_of_dataset
 from trainkit.stages.run import stamps_folder
 from trainkit.stages.stamps import file_identity
+from trainkit.train import sharded
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -56,7 +58,16 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def generate(
-    talk: Talk, words: str, prompts: Sequence[str], prompts_file: str, sampling: Mapping[str, Any], *, max_new_tokens: int, step: int, device: str
+    talk: Talk,
+    words: str,
+    prompts: Sequence[str],
+    prompts_file: str,
+    sampling: Mapping[str, Any],
+    *,
+    max_new_tokens: int,
+    step: int,
+    device: str,
+    tensor_parallel: int,
 ) -> Answer:
     """The task `generate`. `sampling`: the fields of train.sampling.Sampling."""
     from trainkit.train.generate import generate as write
@@ -66,7 +77,8 @@ def generate(
     asked = [*prompts, *(read_prompts(Path(prompts_file)) if prompts_file else [])] or [""]
     run = find_run(load_jobs(talk).roots(), words)
     warn_of_another_tokenizer(run)
-    found, generations = write(run, asked, how, max_new_tokens=max_new_tokens, step=step, device=device)
+    choice: dict[str, Any] = {"max_new_tokens": max_new_tokens, "step": step, "device": device, "ranks": tensor_parallel}
+    found, generations = write(run, asked, how, **choice, together=run_together)
     if not talk.json:
         for number, generation in enumerate(generations, start=1):
             if len(generations) > 1:
@@ -78,11 +90,11 @@ def generate(
     )
 
 
-def evaluate(talk: Talk, words: str, dataset: str, split: str, samples: int, step: int, device: str) -> Answer:
+def evaluate(talk: Talk, words: str, dataset: str, split: str, samples: int, step: int, device: str, tensor_parallel: int) -> Answer:
     """The task `evaluate`."""
-    from trainkit.train.evaluate import Windows, refuse_unreadable
+    from trainkit.train.evaluate import Evaluation, Windows, refuse_unreadable
     from trainkit.train.evaluate import evaluate as measure
-    from trainkit.train.trained import PRECISIONS, choose_checkpoint, choose_device, load_model, load_own_tokenizer, vocabulary
+    from trainkit.train.trained import PRECISIONS, choose_checkpoint, choose_device, load_model, load_own_tokenizer, refuse_unsplittable, vocabulary
 
     jobs = load_jobs(talk)
     run = find_run(jobs.roots(), words)
@@ -90,17 +102,23 @@ def evaluate(talk: Talk, words: str, dataset: str, split: str, samples: int, ste
     wanted = jobs.dataset(dataset) if dataset else job.dataset
     refuse_unreadable(wanted, split)
     tokenizer, end = load_own_tokenizer(job)
-    on, saved = choose_device(job, device), choose_checkpoint(run, step)
+    on = choose_device(job, device)
+    refuse_unsplittable(job, tensor_parallel, on)
+    saved = choose_checkpoint(run, step)
     warn_of_another_tokenizer(run)
     _prepare(talk, job, wanted, tokenizer)
     facts = {"run": run.id, "step": saved.manifest.step, "dataset": wanted.name, "split": split, "device": on.type, "precision": job.training.precision}
     if talk.dry_run:
         talk.say(f"would evaluate step {saved.manifest.step} of run {run.id} on the {split} split of {wanted.name} on {on.type}")
         return Answer(document("evaluate/1", dry_run=True, **facts))
-    windows = Windows(job, wanted, split, vocabulary(saved), on)
-    model = load_model(job, saved, on, PRECISIONS[job.training.precision])
+    windows = Windows(job, wanted, split, vocabulary(saved), on)  # before ranks are started: it may refuse
     with _bar(talk) as progress:
-        found = measure(model, windows, tokenizer, end, samples=samples, progress=progress)
+        if tensor_parallel > 1:
+            spec = sharded.spec_of("evaluate", job, saved.folder, on.type, dataset=wanted.model_dump(mode="json"), split=split, samples=samples)
+            found = Evaluation(**run_together(sharded.ARGV, spec, tensor_parallel, on.type, progress))
+        else:
+            model = load_model(job, saved, on, PRECISIONS[job.training.precision])
+            found = measure(model, windows, tokenizer, end, samples=samples, progress=progress)
     talk.say(f"step {facts['step']} of run {run.id} on {wanted.name} ({split}): {found.tokens:,} tokens of {found.samples:,} samples in {found.seconds:.1f} s")
     perplexity = "beyond floating point" if found.perplexity is None else f"{found.perplexity:,.4f}"
     bits = "n/a" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"

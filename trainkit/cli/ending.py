@@ -13,6 +13,7 @@ from rich.text import Text
 from trainkit.base.errors import TrainkitError
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.schema import Job
+from trainkit.launch.together import run_together
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import Record
 from trainkit.runs.summary import summarize
@@ -58,7 +59,8 @@ def _print_sample(talk: Talk, run: RunFolder, job: Job) -> None:
     from trainkit.train.sampling import Sampling
 
     try:
-        _, (sample,) = generate(run, [job.generate.prompt], Sampling(seed=job.training.seed), max_new_tokens=job.generate.max_new_tokens)
+        how, ranks = Sampling(seed=job.training.seed), job.parallelism.tensor_model_parallel_size  # as the model fitted in training
+        _, (sample,) = generate(run, [job.generate.prompt], how, max_new_tokens=job.generate.max_new_tokens, ranks=ranks, together=run_together)
     except TrainkitError as error:  # a host without the ranks' devices, say: training succeeded all the same
         talk.say(f"no sample from the model: {error}")
         return

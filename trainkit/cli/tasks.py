@@ -16,6 +16,7 @@ DATASET = {"dataset": "a prepared dataset of jobs.toml", "job": "below the root 
 FORCE = {"force": "do it even if it is fresh"}
 STEP = {"step": "of the checkpoint; 0: the newest valid one"}
 DEVICE = {"device": "cpu or cuda; by default what the job's cluster computes on"}
+TENSOR = {"tensor-parallel": "ranks on this machine that the model is split over, for one that no device here holds"}
 
 
 @make_task(reports=True)
@@ -214,9 +215,10 @@ def report(talk: Talk, run: str, picture: str = "", flops: str = "") -> Answer:
         "seed": "of the sampling; every prompt begins with it anew",
         **STEP,
         **DEVICE,
+        **TENSOR,
     },
     reports=True,
-    at_least={"max_new_tokens": 1, "temperature": 0, "top_k": 0, "top_p": 0, "seed": 0, "step": 0},
+    at_least={"max_new_tokens": 1, "temperature": 0, "top_k": 0, "top_p": 0, "seed": 0, "step": 0, "tensor_parallel": 1},
 )
 def generate(
     talk: Talk,
@@ -230,12 +232,15 @@ def generate(
     seed: int = 0,
     step: int = 0,
     device: str = "",
+    tensor_parallel: int = 1,
 ) -> Answer:
     """Let a trained model write. It sees the last tokens that its positions have room for."""
     from trainkit.cli import after
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    return after.generate(talk, run, prompt or [], prompts_file, sampling, max_new_tokens=max_new_tokens, step=step, device=device)
+    return after.generate(
+        talk, run, prompt or [], prompts_file, sampling, max_new_tokens=max_new_tokens, step=step, device=device, tensor_parallel=tensor_parallel
+    )
 
 
 @make_task(
@@ -247,16 +252,19 @@ def generate(
         "samples": "the first so many samples of seq_length tokens; 0: all",
         **STEP,
         **DEVICE,
+        **TENSOR,
     },
     reports=True,
     dry=True,
-    at_least={"samples": 0, "step": 0},
+    at_least={"samples": 0, "step": 0, "tensor_parallel": 1},
 )
-def evaluate(talk: Talk, run: str, dataset: str = "", split: str = "valid", samples: int = 0, step: int = 0, device: str = "") -> Answer:
+def evaluate(
+    talk: Talk, run: str, dataset: str = "", split: str = "valid", samples: int = 0, step: int = 0, device: str = "", tensor_parallel: int = 1
+) -> Answer:
     """Measure a trained model's loss, perplexity and bits per byte on a dataset."""
     from trainkit.cli import after
 
-    return after.evaluate(talk, run, dataset, split, samples, step, device)
+    return after.evaluate(talk, run, dataset, split, samples, step, device, tensor_parallel)
 
 
 @make_task(

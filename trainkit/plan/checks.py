@@ -51,7 +51,7 @@ def _world(job: Job, layout: Layout) -> Iterator[Objection]:
         yield Objection("too-many-nodes", "nodes", f"{job.nodes} nodes, but cluster {job.cluster.name} has {most} (cluster.max_nodes)", ({"nodes": most},))
 
 
-def _indivisible(model: Model, rules: Rules, tensor: int) -> dict[str, tuple[str, int]]:
+def indivisible(model: Model, rules: Rules, tensor: int) -> dict[str, tuple[str, int]]:
     """What tensor parallelism of this size cannot split: code, key and size of each."""
     heads, groups, width = model.num_attention_heads, model.query_groups, model.ffn_width
     found = {}
@@ -61,18 +61,20 @@ def _indivisible(model: Model, rules: Rules, tensor: int) -> dict[str, tuple[str
         found["query-groups-not-divisible"] = ("num_query_groups", groups)
     if width % tensor and not (rules.uneven_shares and width >= tensor):
         found["mlp-not-divisible"] = ("ffn_hidden_size", width)
+    if model.vocab_size is not None and model.vocab_size < tensor:
+        found["vocabulary-not-divisible"] = ("vocab_size", model.vocab_size)
     return found
 
 
 def _tensor(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
     """Tensor parallelism stays in a node, and divides what it splits."""
     t, model = layout.tensor, job.model
-    fitting = [n for n in range(1, layout.ranks_per_node + 1) if layout.ranks_per_node % n == 0 and not _indivisible(model, rules, n)]
+    fitting = [n for n in range(1, layout.ranks_per_node + 1) if layout.ranks_per_node % n == 0 and not indivisible(model, rules, n)]
     changes: tuple[Change, ...] = tuple({TP: n} for n in nearest(t, lambda n: n in fitting))
     if layout.ranks_per_node % t and job.nodes > 1:
         message = f"tensor-parallel groups of {t} would reach across nodes of {layout.ranks_per_node} ranks: every layer would wait for the network"
         yield Objection("tensor-parallel-across-nodes", TP, message, changes)
-    for code, (name, size) in _indivisible(model, rules, t).items():
+    for code, (name, size) in indivisible(model, rules, t).items():
         yield Objection(code, TP, f"{name} {size} does not divide by tensor-parallel size {t}", changes)
     if layout.sequence and model.seq_length % t:
         message = f"sequence_parallel: seq_length {model.seq_length} does not divide by tensor-parallel size {t}"

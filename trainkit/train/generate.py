@@ -1,4 +1,4 @@
-"""Text from a run's checkpoint, in one process: one prompt after another, one token at a time over a cache of keys and values.
+"""Text from a run's checkpoint: one prompt after another, one token at a time over a cache of keys and values.
 
 Prompts are not batched: a matrix product of another height rounds otherwise, and what a prompt gives would then depend on its neighbours.
 
@@ -8,18 +8,22 @@ Shapes: B = 1, S tokens that are read at once, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.resolved import read_job
+from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.train.attention import KeyValueCache
-from trainkit.train.model import Transformer
+from trainkit.train.checkpoint import Checkpoint
+from trainkit.train.model import Block, Transformer
 from trainkit.train.sampling import Sampling, choose
-from trainkit.train.trained import PRECISIONS, choose_checkpoint, choose_device, load_model, load_own_tokenizer
+from trainkit.train.sharded import ARGV, Together, refuse_together, spec_of
+from trainkit.train.tensor_group import TensorGroup
+from trainkit.train.trained import ALONE, PRECISIONS, choose_checkpoint, choose_device, load_model, load_own_tokenizer, refuse_unsplittable
 
 PIECE = 512  # tokens of a prompt read at once: bounds the memory of their logits
 
@@ -40,9 +44,17 @@ class Generation:
 
 
 def generate(
-    run: RunFolder, prompts: Sequence[str], sampling: Sampling, *, max_new_tokens: int, step: int = 0, device: str = ""
+    run: RunFolder,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    step: int = 0,
+    device: str = "",
+    ranks: int = 1,
+    together: Together = refuse_together,
 ) -> tuple[int, list[Generation]]:
-    """(step of the checkpoint, what the model writes after each prompt); it ends early at the end of a document.
+    """(step of the checkpoint, what the model writes after each prompt).
 
     Args:
         run: the run, with at least one checkpoint.
@@ -51,20 +63,39 @@ def generate(
         max_new_tokens: how many tokens at most, of each.
         step: of the checkpoint; 0: the newest valid one.
         device: "cpu" or "cuda"; empty: what the job computes on.
+        ranks: tensor-parallel ranks that the model is split over; 1: this process holds it.
+        together: how they are started.
 
     Raises:
-        ConfigError: exit 3, a prompt is no Unicode, the run has mock data, its tokenizer is gone, or this machine lacks the device.
+        ConfigError: exit 3, a prompt is no Unicode, the run has mock data, its tokenizer is gone, or this machine lacks the device; so many ranks
+            cannot share the model.
         TrainkitError: exit 16, no such checkpoint; exit 9, the logits are not finite.
     """
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise ConfigError(f"prompt {prompt!r} is no Unicode text: it holds half of a surrogate pair, or bytes that are not UTF-8")
     job = read_job(run.job)
+    load_own_tokenizer(job)
+    on = choose_device(job, device)
+    refuse_unsplittable(job, ranks, on)
+    saved = choose_checkpoint(run, step)
+    if ranks == 1:
+        return saved.manifest.step, generations(job, saved, on, prompts, sampling, max_new_tokens=max_new_tokens)
+    spec = spec_of("generate", job, saved.folder, on.type, prompts=list(prompts), sampling=asdict(sampling), max_new_tokens=max_new_tokens)
+    return saved.manifest.step, [Generation(**found) for found in together(ARGV, spec, ranks, on.type)["generations"]]
+
+
+def generations(
+    job: Job, saved: Checkpoint, device: torch.device, prompts: Sequence[str], sampling: Sampling, *, max_new_tokens: int, group: TensorGroup = ALONE
+) -> list[Generation]:
+    """What the model of a checkpoint writes after each prompt; it ends early at the end of a document.
+
+    `group`: the ranks that the model is split over; each finds the same, for they see the same logits and draw the same numbers.
+    """
     tokenizer, end = load_own_tokenizer(job)
-    on, saved = choose_device(job, device), choose_checkpoint(run, step)
     # The head is not padded: for one row at a time that would copy its weight for every token, and no kernel gains by it.
     bare = job.model_copy(update={"model": job.model.model_copy(update={"make_vocab_size_divisible_by": 1})})
-    model = load_model(bare, saved, on, PRECISIONS[job.training.precision])
+    model = load_model(bare, saved, device, PRECISIONS[job.training.precision], group)
     found = []
     for prompt in prompts:
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]  # as prep-data encodes
@@ -72,7 +103,7 @@ def generate(
         # Decoded together: a decoder may treat the first token of a text in its own way.
         text = tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
         found.append(Generation(prompt, prompt + text, len(new)))
-    return saved.manifest.step, found
+    return found
 
 
 class Reading:
@@ -89,7 +120,9 @@ class Reading:
         self.model, self.window = model, min(shape.positions, capacity or shape.positions)
         self.ids: list[int] = []
         self.caches = [
-            KeyValueCache(1, shape.query_groups, self.window, shape.head_size, dtype=weight.dtype, device=weight.device) for _ in range(shape.num_layers)
+            KeyValueCache(1, block.attention.widths[1] // shape.head_size, self.window, shape.head_size, dtype=weight.dtype, device=weight.device)
+            for block in model.layers.values()
+            if isinstance(block, Block)
         ]
 
     def forget(self) -> None:

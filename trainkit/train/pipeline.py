@@ -45,10 +45,8 @@ def tied_at(job: Job) -> int | None:
 def schedule_problem(parallelism: Parallelism, micro_batches: int) -> str | None:
     """Why a schedule cannot run so many micro-batches, if it cannot: torch's own conditions."""
     stages = parallelism.pipeline_model_parallel_size
-    if stages == 1 or parallelism.pipeline_schedule == "zbv":
-        return None
     if not parallelism.virtual_pipeline_model_parallel_size:
-        return None if micro_batches >= stages else f"1F1B needs as many micro-batches as stages, {stages}"
+        return None
     rounds = max(1, micro_batches // stages)
     return f"interleaved 1F1B needs them in {rounds} rounds of equal size" if micro_batches % rounds else None
 

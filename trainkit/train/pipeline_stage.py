@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from trainkit.jobs.schema import Parallelism
 from trainkit.train.mesh import Mesh
@@ -151,4 +151,5 @@ def make_schedule(
         return ScheduleZBVZeroBubble(stages, micro_batches, **words)
     if len(stages) > 1:
         return ScheduleInterleaved1F1B(stages, micro_batches, **words)
-    return Schedule1F1B(stages[0], micro_batches, **words)
+    # With fewer micro-batches than stages all forwards of 1F1B are its warm-up: GPipe's order, which torch's 1F1B leaves to it.
+    return (Schedule1F1B if micro_batches >= count else ScheduleGPipe)(stages[0], micro_batches, **words)

@@ -1,4 +1,5 @@
-"""A trained model read back by one process: which checkpoint, on which device, in which precision, and the tokenizer it was trained with."""
+"""A trained model read back by one process, or split over a few: which checkpoint, on which device, in which precision, and the tokenizer it was
+trained with."""
 
 from __future__ import annotations
 
@@ -8,14 +9,19 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.data.paths import DataFolder
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Job
+from trainkit.plan.checks import indivisible
+from trainkit.plan.rules import Rules
 from trainkit.runs.folder import RunFolder
-from trainkit.train import checkpoint
+from trainkit.train import checkpoint, tensor_parallel
 from trainkit.train.model import Transformer, build_on_meta
+from trainkit.train.shards import held_parameters, model_tensors
+from trainkit.train.tensor_group import TensorGroup
 
+ALONE = TensorGroup()  # one process holds the model
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,14 +69,26 @@ def vocabulary(saved: checkpoint.Checkpoint) -> int:
     return int(saved.manifest.tensors[name].shape[0])
 
 
-def load_model(job: Job, saved: checkpoint.Checkpoint, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The whole model of a checkpoint, whatever layout wrote it: for reading only, without dropout, weights cast to `dtype` as training casts them.
+def refuse_unsplittable(job: Job, ranks: int, device: torch.device) -> None:
+    """Raise ConfigError, with all reasons, where so many tensor-parallel ranks cannot share the job's model, or this machine."""
+    reasons = [f"{key} {size} does not divide by --tensor-parallel {ranks}" for key, size in indivisible(job.model, Rules(), ranks).values()]
+    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+        reasons.append(f"--tensor-parallel {ranks} needs as many CUDA devices; this machine has {torch.cuda.device_count()}")
+    if reasons:
+        raise ConfigError([Problem(reason) for reason in reasons])
+
+
+def load_model(job: Job, saved: checkpoint.Checkpoint, device: torch.device, dtype: torch.dtype, group: TensorGroup = ALONE) -> Transformer:
+    """The model of a checkpoint, whatever layout wrote it: for reading only, without dropout, weights cast to `dtype` as training casts them.
+
+    `group`: the ranks that it is split over, each of which calls this; by default this one holds all of it.
 
     Raises TrainkitError (exit 3) where the checkpoint is of another model.
     """
     model = build_on_meta(job.model, vocabulary(saved))
+    tensor_parallel.apply(model, vocabulary(saved), group)
     model.to_empty(device="cpu")
-    checkpoint.load(saved, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
+    checkpoint.load(saved, model_tensors(held_parameters(model, group.size)))
     return model.to(device, dtype).eval().requires_grad_(False)
 
 

@@ -1,0 +1,286 @@
+"""One model trained by one plain PyTorch loop, and by the trainer in any layout; how far apart their losses and gradients are.
+
+The reference knows nothing of micro-batches, shards or schedules: the same model code on the whole global batch, torch's own cross-entropy, clipping
+and AdamW. It shares with the trainer the initial weights, the samples, and two numbers that the fused optimizer takes in fp32: rate and divisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests.distributed import free_port, run_ranks
+from trainkit.jobs.ranks import degrees_of
+from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Training
+from trainkit.train import replicas
+from trainkit.train.begin import begin_weights
+from trainkit.train.build import build
+from trainkit.train.data_parallel import World, join
+from trainkit.train.feed import Feed
+from trainkit.train.initialize import initial_value
+from trainkit.train.mesh import Mesh
+from trainkit.train.model import Transformer
+from trainkit.train.pipeline import tied_at
+from trainkit.train.schedule import global_batch_size, learning_rate
+from trainkit.train.shards import Shards
+from trainkit.train.step import Step, StepValues
+from trainkit.train.timers import Timers
+
+STEPS = 10
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+VOCAB = 61  # a prime: it divides by no tensor-parallel size
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": VOCAB, "ffn_hidden_size": 72, "init_method_std": 0.1}
+MODELS = {
+    "gpt": Model(family="gpt", num_layers=5, **SIZES),  # tied; 5 layers are uneven on any number of stages
+    "gpt-deep": Model(family="gpt", num_layers=9, **SIZES),
+    "gpt-untied": Model(family="gpt", num_layers=5, untie_embeddings_and_output_weights=True, **SIZES),
+    "neox": Model(family="gpt-neox", num_layers=8, **SIZES),  # untied, attention and MLP side by side
+    "neox-tied": Model(family="gpt-neox", num_layers=5, untie_embeddings_and_output_weights=False, gpt_j_tied=True, **SIZES),
+    "llama": Model(family="llama", num_layers=8, num_query_groups=2, **SIZES),  # fewer heads of keys and values than 4 tensor-parallel ranks
+    "llama-tied": Model(family="llama", num_layers=5, num_query_groups=2, untie_embeddings_and_output_weights=False, **SIZES),
+    "llama-1-group": Model(family="llama", num_layers=4, num_query_groups=1, **SIZES),
+}
+TRAINING: dict[str, Any] = {
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "train_iters": STEPS,
+    "lr": 5e-3,
+    "lr_warmup_iters": 3,
+    "lr_warmup_init": 1e-3,
+    "weight_decay": 0.1,
+    "clip_grad": 0.5,  # below every norm of these models
+    "z_loss": 1e-3,
+    "eval_iters": 0,
+}
+
+
+@dataclass(frozen=True)
+class StepFound:
+    """One step: mean cross-entropy, gradient norm, and the gradient of every parameter by name and global shape, before clipping."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, NDArray[Any]]
+
+
+def job_of(model: str, ranks: int, root: Path, parallelism: dict[str, Any], **training: Any) -> Job:
+    """A job of one of MODELS on random tokens."""
+    return Job(
+        name="matrix",
+        cluster=Cluster(name="here", ranks_per_node=ranks, root=str(root)),
+        model=MODELS[model].model_copy(update={"name": model}),
+        dataset=Dataset(name="mock", source="mock", split="90,10,0"),
+        parallelism=Parallelism(**parallelism),
+        training=Training(**{**TRAINING, **training}),
+    )
+
+
+def sizes_of(job: Job) -> list[tuple[int, int]]:
+    """(samples before, samples) of every step."""
+    consumed, found = 0, []
+    for _ in range(job.training.train_iters):
+        found.append((consumed, global_batch_size(job, consumed)))
+        consumed += found[-1][1]
+    return found
+
+
+def whole_batches(job: Job) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and labels of every step, (B, S) each, all samples of the global batch together."""
+    feed = Feed(job, job.dataset, "train", World(0, 1), torch.device("cpu"))
+    try:
+        steps = [list(feed.read(consumed, size)) for consumed, size in sizes_of(job)]
+    finally:
+        feed.close()
+    return [(torch.cat([b.tokens_BS for b in step]), torch.cat([b.labels_BS for b in step])) for step in steps]
+
+
+def reference(job: Job, dtype: torch.dtype) -> list[StepFound]:
+    """Train `job` by the plain loop."""
+    t, model = job.training, Transformer(job.model, VOCAB).to(dtype)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(initial_value(name, tuple(p.shape), job.model, t.seed))
+    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
+    groups = [{"params": matrices, "weight_decay": t.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(t.adam_beta1, t.adam_beta2), eps=t.adam_eps, foreach=False)
+    found = []
+    for step, (tokens_BS, labels_BS) in enumerate(whole_batches(job)):
+        logits_NV, labels_N = model(tokens_BS).flatten(0, 1), labels_BS.flatten()
+        entropy = F.cross_entropy(logits_NV, labels_N)
+        (entropy + t.z_loss * logits_NV.logsumexp(-1).square().mean()).backward()
+        gradients = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+        divisor = max(1.0, float(norm + 1e-6) / t.clip_grad)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad /= float(np.float32(divisor))
+        for group in optimizer.param_groups:
+            group["lr"] = float(np.float32(learning_rate(t, step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(StepFound(float(entropy.detach()), float(norm), gradients))
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to train in.
+
+    Args:
+        model: one of MODELS.
+        parallelism: keys of the table.
+        ranks: of the whole world.
+        training: keys of the table, over TRAINING.
+        precision: "fp64", or "fp32" for the smoke.
+        sabotage: one of SABOTAGE, for proofs that an error would be seen.
+    """
+
+    model: str
+    parallelism: dict[str, Any]
+    ranks: int
+    training: dict[str, Any] = field(default_factory=dict)
+    precision: str = "fp64"
+    sabotage: str = ""
+
+    def job(self, root: Path) -> Job:
+        """As ranks train it."""
+        return job_of(self.model, self.ranks, root, self.parallelism, **self.training)
+
+    def alone(self, root: Path) -> Job:
+        """What the reference trains: the same steps, whatever computes them."""
+        kept = {key: value for key, value in self.training.items() if key in ("global_batch_size", "rampup_batch_size", "z_loss", "train_iters")}
+        return job_of(self.model, 1, root, {}, **kept)
+
+
+def _nothing(*_: Any) -> None:
+    """In the place of a sum."""
+
+
+# What a mistake would be like: (object, attribute, what takes its place).
+SABOTAGE: dict[str, tuple[Any, str, Any]] = {
+    "tensor-parallel replicas are not summed": (replicas, "_over_tensor_ranks", _nothing),
+    "tied copies are not summed": (replicas, "_over_tied", _nothing),
+}
+
+
+def gathered(tensors: dict[str, Shards]) -> dict[str, NDArray[Any]]:
+    """All tensors, whole, on rank 0; nothing on the others. What no rank holds is not a number; where ranks hold different values it is infinite."""
+    mine = {name: (tuple(shards.shape), [(at, view.numpy().copy()) for at, view in shards.parts.items()]) for name, shards in tensors.items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(mine, everyone if dist.get_rank() == 0 else None)
+    whole: dict[str, NDArray[Any]] = {}
+    for held in everyone if dist.get_rank() == 0 else []:
+        for name, (shape, parts) in held.items():
+            tensor = whole.setdefault(name, np.full(shape, np.nan))
+            for at, part in parts:
+                box = tensor[tuple(slice(start, start + n) for start, n in zip(at, part.shape, strict=True))]
+                box[...] = part if np.isnan(box).all() or np.array_equal(box, part) else np.inf
+    return whole
+
+
+def train_case(case: Case, root: Path) -> list[StepFound]:
+    """Train it on the ranks of this world by the real step; what was found, on rank 0."""
+    job, world = case.job(root), World.from_environment()
+    device = join(world, "cpu")
+    mesh = Mesh.of(degrees_of(job), world, device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
+    parts = build(job, mesh, VOCAB, DTYPES[case.precision])
+    begin_weights(job, parts)
+    step = Step(job, parts, mesh, Timers(device))
+    feed = Feed(job, job.dataset, "train", mesh.data_world, device)
+    gradients: list[dict[str, NDArray[Any]]] = []
+    update = step._update
+
+    def spy(*words: Any) -> Tensor:
+        gradients.append(gathered(step.gradients()))  # as they are before clipping
+        return update(*words)
+
+    step._update = spy  # type: ignore[method-assign]
+    try:
+        parts.train()
+        values = [StepValues(*step.run(feed.read(consumed, size), size, stop=False).tolist()) for consumed, size in sizes_of(job)]
+    finally:
+        feed.close()
+        dist.destroy_process_group()
+    return [StepFound(v.loss, v.norm, g) for v, g in zip(values, gradients, strict=True)]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far a layout is from the reference, at most over all steps: relative for losses and norms; of gradients the largest element of the difference of a
+    tensor over the largest of that tensor, or over a thousandth of the largest of all where that is more."""
+
+    loss: float
+    norm: float
+    gradient: float
+    worst: str
+    seconds: float
+
+
+def apart(found: list[StepFound], expected: list[StepFound], seconds: float) -> Apart:
+    """Compare all steps."""
+    assert len(found) == len(expected)
+    loss = max(abs(f.loss / e.loss - 1) for f, e in zip(found, expected, strict=True))
+    norm = max(abs(f.norm / e.norm - 1) for f, e in zip(found, expected, strict=True))
+    differences = {}
+    for f, e in zip(found, expected, strict=True):
+        assert f.gradients.keys() == e.gradients.keys(), f"not in both: {f.gradients.keys() ^ e.gradients.keys()}"
+        floor = 1e-3 * max(np.abs(g).max() for g in e.gradients.values())
+        for name, gradient in e.gradients.items():
+            assert f.gradients[name].shape == gradient.shape, name
+            difference = float(np.abs(f.gradients[name] - gradient).max() / max(floor, np.abs(gradient).max()))
+            differences[name] = max(np.inf if np.isnan(difference) else difference, differences.get(name, 0.0))
+    worst = max(differences, key=lambda name: differences[name])
+    return Apart(loss, norm, differences[worst], worst, seconds)
+
+
+def run_cases(cases: dict[str, Case], expected: Path, ports: list[int], root: Path) -> dict[str, Apart] | None:
+    """What every rank of one world does: all cases, each with a process group of its own. `expected`: a file of references by case. Rank 0 has the answer."""
+    references = pickle.loads(expected.read_bytes())
+    found = {}
+    for (name, case), port in zip(cases.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        began = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            if case.sabotage:
+                stack.enter_context(mock.patch.object(*SABOTAGE[case.sabotage]))
+            steps = train_case(case, root)
+        if int(os.environ["RANK"]) == 0:
+            found[name] = apart(steps, references[name], time.perf_counter() - began)
+    return found or None
+
+
+def references(cases: dict[str, Case], root: Path) -> dict[str, list[StepFound]]:
+    """The reference of every case, each trained once."""
+    known: dict[str, list[StepFound]] = {}
+    found = {}
+    for name, case in cases.items():
+        key = f"{case.precision} {case.alone(root).model_dump_json()}"
+        if key not in known:
+            known[key] = reference(case.alone(root), DTYPES[case.precision])
+        found[name] = known[key]
+    return found
+
+
+def compare(cases: dict[str, Case], folder: Path) -> dict[str, Apart]:
+    """How far each case is from its reference. One world a number of ranks; the cases of it share its processes."""
+    found: dict[str, Apart] = {}
+    for ranks in sorted({case.ranks for case in cases.values()}):
+        chosen = {name: case for name, case in cases.items() if case.ranks == ranks}
+        expected = folder / f"{ranks}.references"
+        expected.write_bytes(pickle.dumps(references(chosen, folder)))
+        words = (chosen, expected, [free_port() for _ in chosen], folder)
+        found |= run_ranks(ranks, "tests.train.layouts:run_cases", *words, timeout=300 + 20 * len(chosen))[0]
+    return found

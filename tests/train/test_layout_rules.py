@@ -1,0 +1,113 @@
+"""What the plan calls feasible is what the trainer takes: refused by both or by none, and what is taken can be built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.distributed import run_ranks
+from tests.plan.example import job_of, shape
+from tests.train.layout_cases import layout
+from tests.train.layouts import VOCAB
+from tests.train.layouts import job_of as matrix_job
+from trainkit.engines.rules import RULES
+from trainkit.jobs.ranks import degrees_of
+from trainkit.jobs.schema import Job
+from trainkit.plan.make import make_plan
+from trainkit.train.begin import layout_problems
+from trainkit.train.build import build
+from trainkit.train.data_parallel import World
+from trainkit.train.mesh import Mesh
+from trainkit.train.pipeline import tied_at
+from trainkit.train.step import Step
+from trainkit.train.timers import Timers
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """A job of the native engine on one node, of any layout that the schema takes."""
+    family = draw(st.sampled_from(["gpt", "gpt-neox", "llama"]))
+    heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    groups = draw(st.sampled_from([None, *(g for g in range(1, heads + 1) if heads % g == 0)])) if family == "llama" else None
+    sizes = {"ffn_hidden_size": draw(st.sampled_from([None, 3, 30, 64])), "vocab_size": draw(st.sampled_from([3, 16, 61]))}
+    model = shape(family, draw(st.integers(1, 9)), 2 * heads, heads, draw(st.sampled_from([4, 6, 8])), num_query_groups=groups, **sizes)
+    pipeline, zero = draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    schedule = draw(st.sampled_from(["1f1b", "interleaved", "zbv"])) if pipeline > 1 else "1f1b"
+    keys = layout(draw(st.integers(1, 4)), pipeline, schedule, sp=draw(st.booleans()), zero=zero, copies=draw(st.integers(1, 3)) if zero else 1)
+    training: dict[str, Any] = {"micro_batch_size": draw(st.integers(1, 2)), "global_batch_size": draw(st.integers(1, 24))}
+    if draw(st.booleans()):
+        whole = training["global_batch_size"]
+        start = draw(st.integers(1, whole))
+        training["rampup_batch_size"] = (start, draw(st.sampled_from([n for n in range(1, whole - start + 1) if (whole - start) % n == 0] or [1])), 50)
+    ranks = draw(st.integers(1, 16))
+    fitting = keys["tensor_model_parallel_size"] * pipeline * draw(st.integers(1, 4))
+    return job_of(model, draw(st.sampled_from([ranks, fitting])), parallelism=keys, **training)
+
+
+@settings(deadline=None, max_examples=600)
+@given(jobs())
+@example(job_of(shape(layers=4), 4, parallelism=layout(1, 4), global_batch_size=2))  # fewer micro-batches than stages
+@example(job_of(shape("llama", heads=8, hidden=16, num_query_groups=2), 4, parallelism=layout(4), global_batch_size=2))  # repeated key-value heads
+@example(job_of(shape(layers=8), 4, parallelism=layout(1, 4, "interleaved"), global_batch_size=9))
+@example(job_of(shape(layers=4), 4, parallelism=layout(1, 2, zero=2), global_batch_size=8))
+def test_the_plan_refuses_what_the_trainer_refuses(job: Job) -> None:
+    refused = list(layout_problems(job, World(0, job.world_size)))
+    objections = make_plan(job, rules=RULES["native"]).objections
+    assert bool(objections) == bool(refused), (objections, refused)
+
+
+TAKEN = {
+    "tp4, one key-value head": ("llama-1-group", 4, layout(4, sp=True)),
+    "pp4, fewer micro-batches than stages": ("gpt", 4, layout(1, 4)),
+    "pp4 interleaved, 1 micro-batch": ("llama", 8, layout(1, 4, "interleaved")),
+    "pp4 zbv, 3 micro-batches": ("llama", 4, layout(1, 4, "zbv")),
+    "3-d": ("gpt", 8, layout(2, 2, "interleaved", sp=True)),
+    "hsdp of a stage": ("neox-tied", 8, layout(1, 2, copies=2, zero=3)),
+    "all at once": ("llama-tied", 16, layout(2, 2, "zbv", sp=True, copies=2, zero=3)),
+}
+
+
+def build_as_every_rank(root: Path) -> dict[str, int]:
+    """Build the parts, the optimizer and the schedules of every rank of every TAKEN layout, without peers; how many parameters all of them hold."""
+    found = {}
+    for name, (model, ranks, keys) in TAKEN.items():
+        job = matrix_job(model, ranks, root, keys, global_batch_size=3 if "3 micro" in name else 4)
+        for rank in range(ranks):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)  # type: ignore[no-untyped-call]
+            world, device = World(rank, ranks), torch.device("cpu")
+            mesh = Mesh.of(degrees_of(job), world, device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
+            parts = build(job, mesh, VOCAB)
+            step = Step(job, parts, mesh, Timers(device))
+            for learning in (True, False):
+                if step.pipeline is not None:
+                    step.pipeline._schedule(job.gradient_accumulation_steps, learning)
+            found[name] = found.get(name, 0) + len(parts.held)
+            dist.destroy_process_group()
+    return found
+
+
+def test_what_is_taken_can_be_built(tmp_path: Path) -> None:
+    for model, ranks, keys in TAKEN.values():
+        job = matrix_job(model, ranks, tmp_path, keys)
+        assert not list(layout_problems(job, World(0, ranks)))
+    (found,) = run_ranks(1, "tests.train.test_layout_rules:build_as_every_rank", tmp_path)
+    assert found.keys() == TAKEN.keys() and min(found.values()) > 10
+
+
+def test_every_reason_is_named_at_once() -> None:
+    job = job_of(
+        shape("llama", 2, 12, 6, 7, num_query_groups=3, ffn_hidden_size=3),
+        7,
+        parallelism=layout(4, 3, "zbv", sp=True, zero=2, copies=2),
+        global_batch_size=5,
+        micro_batch_size=2,
+    )
+    refused = [problem.message for problem in layout_problems(job, World(0, 7))]
+    codes = [objection.code for objection in make_plan(job, rules=RULES["native"]).objections]
+    assert len(refused) >= 5 and len(codes) >= 5, (refused, codes)
