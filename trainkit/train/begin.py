@@ -90,6 +90,8 @@ def _pipeline_problems(job: Job) -> Iterator[Problem]:
         yield Problem(f"{job.model.num_layers} layers for {p.pipeline_model_parallel_size} pipeline stages of {chunks_per_stage(p)} chunks")
     if p.pipeline_model_parallel_size > 1 and p.zero_stage == 2:
         yield Problem("zero_stage 2 does not go with a pipeline, whose schedules reduce gradients once; use 1 or 3")
+    if p.pipeline_schedule == "zbv" and p.zero_stage == 3:
+        yield Problem("zero_stage 3 does not go with pipeline_schedule = 'zbv', which needs the weights of a backward twice; use 1")
 
 
 @torch.no_grad()
