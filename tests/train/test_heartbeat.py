@@ -22,7 +22,7 @@ def test_beats_are_whole_files_at_most_two_a_second(tmp_path: Path, monkeypatch:
         return dict(json.loads(path.read_text()))
 
     beats.beat("train", 7)
-    assert said() == {"schema": "heartbeat/1", "rank": 3, "pid": os.getpid(), "step": 7, "phase": "train", "time": 1000.0}
+    assert said() == {"schema": "heartbeat/1", "rank": 3, "pid": os.getpid(), "step": 7, "phase": "train", "time": 1000.0, "save_seconds": None}
     now += 0.4
     beats.beat("train", 8)
     assert (said()["step"], beats.step) == (7, 8)

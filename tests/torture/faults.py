@@ -1,0 +1,165 @@
+"""What goes wrong in the ranks of a torture test. Tests install it in processes of their own; no product code knows of it.
+
+A fault is a table that JSON can hold:
+    {"do": "kill", "at": "write", "when": "before" | "after", "call": 2, "rank": 1, "all": false}
+    {"do": "kill" | "short" | ERRNO, "at": "byte", "byte": 1000, "call": 1, "rank": 0, "all": false}
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+from typing import Any, cast
+
+import trainkit.runs.checkpoints
+import trainkit.train.checkpoint
+import trainkit.train.loop
+import trainkit.train.report
+import trainkit.train.saver
+import trainkit.train.storage
+from trainkit.runs.checkpoints import Manifest
+from trainkit.train.staging import Staging
+from trainkit.train.step import Step
+from trainkit.train.storage import Writer
+
+Fault = dict[str, Any]
+PHASES: dict[str, tuple[Any, str]] = {
+    "load": (trainkit.train.checkpoint, "load"),
+    "step": (Step, "run"),
+    "eval": (trainkit.train.loop.Trainer, "_evaluate"),
+    "stage": (Staging, "copy"),
+    "prepare": (trainkit.train.checkpoint, "_prepare"),
+    "write": (Writer, "write_data"),
+    "manifest": (Manifest, "write"),
+    "publish": (trainkit.train.checkpoint, "publish_folder"),
+    "prune": (trainkit.train.saver, "prune"),
+}
+ON_RANK_0 = {"prepare", "manifest", "publish", "prune", "delete"}
+
+
+def die(fault: Fault) -> None:
+    """This rank, or with it all others of its process group, as the kernel kills them."""
+    if fault.get("all"):
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def install(faults: list[Fault], rank: int) -> None:
+    """Let these faults happen in this process, so far as they are this rank's."""
+    for fault in faults:
+        if fault.get("rank", rank) != rank:
+            continue
+        if fault["at"] == "byte":
+            _break_files(fault)
+        elif fault["at"] == "delete":
+            _die_deleting(fault)
+        elif fault["at"] == "clock":
+            _jump(fault["seconds"])
+        elif fault["at"] == "metrics":
+            _fill_disk(fault["calls"])
+        else:
+            _break_calls(fault)
+
+
+def _break_calls(fault: Fault) -> None:
+    owner, name = PHASES[fault["at"]]
+    real, calls = getattr(owner, name), iter(range(1, 10**9))
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        now = next(calls) == fault["call"]
+        if now and fault["when"] == "before":
+            _happen(fault)
+        result = real(*args, **kwargs)
+        if now and fault["when"] == "after":
+            _happen(fault)
+        return result
+
+    setattr(owner, name, broken)
+
+
+def _happen(fault: Fault) -> None:
+    if fault["do"] == "kill":
+        die(fault)
+    elif fault["do"] == "sleep":  # what takes long: a compilation, a slow disk
+        Path(fault["mark"]).touch()
+        time.sleep(fault["seconds"])
+    else:
+        raise OSError(fault["do"], os.strerror(fault["do"]))
+
+
+class BrokenFile(FileIO):
+    """A file that breaks after `byte` bytes."""
+
+    def __init__(self, path: Path, fault: Fault) -> None:
+        super().__init__(path, "xb")
+        self.fault, self.room = fault, int(fault["byte"])
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        if len(view) <= self.room:
+            self.room -= len(view)
+            return super().write(view)
+        done = super().write(view[: self.room])
+        if self.fault["do"] == "kill":
+            die(self.fault)
+        if self.fault["do"] == "short":  # once: the caller must write the rest
+            self.room = 2**62
+            return done
+        if done:
+            self.room = 0
+            return done
+        raise OSError(self.fault["do"], os.strerror(self.fault["do"]))
+
+
+def _break_files(fault: Fault) -> None:
+    real, calls = trainkit.train.storage.create, iter(range(1, 10**9))
+    broken = range(fault["call"], fault["call"] + fault.get("calls", 1))
+    trainkit.train.storage.create = lambda path: BrokenFile(path, fault) if next(calls) in broken else real(path)
+
+
+def _die_deleting(fault: Fault) -> None:
+    """In the midst of deleting an old checkpoint: some of its files are gone."""
+    calls = iter(range(1, 10**9))
+
+    class Shutil:
+        @staticmethod
+        def rmtree(folder: Path) -> None:
+            if next(calls) == fault["call"]:
+                next(iter(sorted(folder.iterdir()))).unlink()
+                die(fault)
+            shutil.rmtree(folder)
+
+    trainkit.runs.checkpoints.shutil = cast(Any, Shutil)
+
+
+def _jump(seconds: float) -> None:
+    """The wall clock is set back or forth at every second look at it."""
+    real: Callable[[], float] = time.time
+    calls = iter(range(10**9))
+    time.time = lambda: real() + (seconds if next(calls) % 2 else 0.0)  # type: ignore[assignment]
+
+
+def _fill_disk(calls: list[int]) -> None:
+    """The disk takes no metrics at these writes (counted from 1), of the first of them half a line."""
+    real, count = os.write, iter(range(1, 10**9))
+
+    class Os:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        @staticmethod
+        def write(handle: int, data: bytes) -> int:
+            number = next(count)
+            if number == calls[0]:
+                return real(handle, data[: len(data) // 2])
+            if number in calls:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(handle, data)
+
+    trainkit.train.report.os = cast(Any, Os())

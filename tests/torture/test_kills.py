@@ -1,0 +1,127 @@
+"""Kills at any moment: a whole checkpoint is always there, at most one interval is lost, and the losses are those of a run that nobody touched."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torture.conftest import LAYOUTS, SAVE_INTERVAL, Ranks, job_of
+from tests.torture.faults import ON_RANK_0, Fault
+from tests.train.support import new_run
+from tests.train.test_resume import facts, steps
+from trainkit.runs.checkpoints import finished, newest_valid, step_of, verify
+from trainkit.runs.folder import RunFolder
+
+PLACES = ("step", "eval", "prepare", "write", "byte", "manifest", "publish", "prune", "delete", "load", "time")
+
+
+def fault_of(at: str, dice: random.Random, layout: str) -> Fault:
+    """One kill at a place, on a random rank, alone or with all others."""
+    rank = 0 if at in ON_RANK_0 else dice.randrange(LAYOUTS[layout][0])
+    fault: Fault = {"do": "kill", "at": at, "rank": rank, "all": dice.random() < 0.5, "call": dice.choice((1, 1, 2)), "when": dice.choice(("before", "after"))}
+    return fault | ({"byte": dice.randrange(20_000)} if at == "byte" else {})
+
+
+def kill_later(seconds: float, victims: slice) -> Any:
+    def during(pids: list[int]) -> None:
+        time.sleep(seconds)
+        for pid in pids[victims]:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+
+    return during
+
+
+@dataclass
+class Tally:
+    """What came of the kills, by place."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        return sum(self.kills.values())
+
+
+class Torture:
+    """Runs of one layout under fire, against one that is left alone."""
+
+    def __init__(self, layout: str, root: Path, ranks: Ranks, seed: int, *, save_async: bool = False) -> None:
+        self.layout, self.root, self.ranks, self.dice, self.save_async = layout, root, ranks, random.Random(seed), save_async
+        self.size, self.tally, self.begun = LAYOUTS[layout][0], Tally(), 0
+        whole = self._new_run("whole")
+        began = time.monotonic()
+        assert ranks.run(whole, self.size) == [0] * self.size, whole.attempt(1).log(0).read_text()
+        self.seconds, self.expected = time.monotonic() - began, facts(whole)
+        assert steps(whole) == list(range(1, 13))
+
+    def _new_run(self, name: str) -> RunFolder:
+        return new_run(job_of(self.layout, self.root / name, keep={"save_async": self.save_async}))
+
+    def run_once(self, places: list[str]) -> None:
+        """One run, killed at each of these places one after the other, then left alone to end."""
+        self.begun += 1
+        run = self._new_run(f"broken{self.begun}")
+        for at in places:
+            if at == "time":
+                victims = self.dice.choice((slice(None), slice(0, 1), slice(-1, None)))
+                codes = self.ranks.run(run, self.size, during=kill_later(self.dice.uniform(0, self.seconds), victims))
+            else:
+                codes = self.ranks.run(run, self.size, [fault_of(at, self.dice, self.layout)])
+            if codes == [0] * self.size:
+                break  # that moment never came
+            assert -signal.SIGKILL in codes, (at, codes, run.attempt(1).log(0).read_text()[-3000:])
+            self._look(run, at)
+        else:
+            assert self.ranks.run(run, self.size) == [0] * self.size, run.attempt(1).log(0).read_text()[-3000:]
+        assert facts(run) == self.expected
+        assert not list(run.checkpoints.glob("*.tmp"))
+        assert [step_of(p) for p in finished(run.checkpoints)][-2:] == [9, 12] and all(verify(p) == [] for p in finished(run.checkpoints))
+
+    def _look(self, run: RunFolder, at: str) -> None:
+        reached = (steps(run) or [0])[-1]
+        newest = newest_valid(run.checkpoints, pytest.fail)
+        lost = reached - (newest.manifest.step if newest else 0)
+        assert lost <= SAVE_INTERVAL * (2 if self.save_async else 1), f"{lost} steps lost by a kill at {at}"
+        self.tally.kills[at] += 1
+        self.tally.lost[at] = max(self.tally.lost[at], lost)
+
+
+@pytest.mark.parametrize(("layout", "save_async", "kills"), [("1", False, 5), ("DP2", False, 5), ("DP2", True, 3), ("TP2 x PP2", False, 2)])
+def test_kills(layout: str, save_async: bool, kills: int, ranks: Ranks, tmp_path: Path) -> None:
+    torture = Torture(layout, tmp_path, ranks, seed=kills, save_async=save_async)
+    places = [place for place in PLACES if place != "load"]
+    torture.dice.shuffle(places)
+    while torture.tally.total < kills:
+        missing = kills - torture.tally.total
+        torture.run_once([places[(torture.tally.total + i) % len(places)] for i in range(missing)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_kills(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two at each place in each layout, and then some: the table of docs/checkpoints.md."""
+    rows = []
+    for number, layout in enumerate(LAYOUTS):
+        torture = Torture(layout, tmp_path / str(number), ranks, seed=number, save_async=number % 2 == 1)
+        places = [*PLACES, *PLACES]
+        while torture.tally.total < 20 or places:
+            chosen, places = places[:4] or torture.dice.sample(PLACES, 4), places[4:]
+            torture.run_once(chosen)
+        rows.append((layout, torture))
+    with capsys.disabled():
+        print("\n| layout | saves | kills | " + " | ".join(PLACES) + " | most steps lost |\n|" + "---|" * (4 + len(PLACES)))
+        for layout, torture in rows:
+            counts = " | ".join(str(torture.tally.kills[place]) for place in PLACES)
+            how = "behind training" if torture.save_async else "in its way"
+            print(f"| {layout} | {how} | {torture.tally.total} | {counts} | {max(torture.tally.lost.values())} |")
+    assert sum(torture.tally.total for _, torture in rows) >= 100
