@@ -7,9 +7,11 @@ and AdamW. It shares with the trainer the initial weights, the samples, and two 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Training
 from trainkit.train import replicas
 from trainkit.train.begin import begin_weights
-from trainkit.train.build import build
+from trainkit.train.build import Parts, build
 from trainkit.train.data_parallel import World, join
 from trainkit.train.feed import Feed
 from trainkit.train.initialize import initial_value
@@ -191,29 +193,51 @@ def gathered(tensors: dict[str, Shards]) -> dict[str, NDArray[Any]]:
     return whole
 
 
-def train_case(case: Case, root: Path) -> list[StepFound]:
-    """Train it on the ranks of this world by the real step; what was found, on rank 0."""
+@dataclass(frozen=True)
+class Rank:
+    """This rank of a world, ready to train."""
+
+    job: Job
+    mesh: Mesh
+    parts: Parts
+    step: Step
+    feed: Feed
+
+
+@contextlib.contextmanager
+def rank_of_world(case: Case, root: Path) -> Iterator[Rank]:
+    """Meet the others and build what the trainer builds; initial weights are there."""
     job, world = case.job(root), World.from_environment()
     device = join(world, "cpu")
     mesh = Mesh.of(degrees_of(job), world, device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
     parts = build(job, mesh, VOCAB, DTYPES[case.precision])
     begin_weights(job, parts)
-    step = Step(job, parts, mesh, Timers(device))
+    parts.train()
     feed = Feed(job, job.dataset, "train", mesh.data_world, device)
-    gradients: list[dict[str, NDArray[Any]]] = []
-    update = step._update
-
-    def spy(*words: Any) -> Tensor:
-        gradients.append(gathered(step.gradients()))  # as they are before clipping
-        return update(*words)
-
-    step._update = spy  # type: ignore[method-assign]
     try:
-        parts.train()
-        values = [StepValues(*step.run(feed.read(consumed, size), size, stop=False).tolist()) for consumed, size in sizes_of(job)]
+        yield Rank(job, mesh, parts, Step(job, parts, mesh, Timers(device)), feed)
     finally:
         feed.close()
         dist.destroy_process_group()
+
+
+def take_steps(rank: Rank, sizes: list[tuple[int, int]]) -> list[StepValues]:
+    """So many steps by the real Step; `sizes`: of each the samples before it, and its own."""
+    return [StepValues(*rank.step.run(rank.feed.read(consumed, size), size, stop=False).tolist()) for consumed, size in sizes]
+
+
+def train_case(case: Case, root: Path) -> list[StepFound]:
+    """Train it on the ranks of this world; what was found, on rank 0."""
+    gradients: list[dict[str, NDArray[Any]]] = []
+    with rank_of_world(case, root) as rank:
+        update = rank.step._update
+
+        def spy(*words: Any) -> Tensor:
+            gradients.append(gathered(rank.step.gradients()))  # as they are before clipping
+            return update(*words)
+
+        rank.step._update = spy  # type: ignore[method-assign]
+        values = take_steps(rank, sizes_of(rank.job))
     return [StepFound(v.loss, v.norm, g) for v, g in zip(values, gradients, strict=True)]
 
 
@@ -246,20 +270,37 @@ def apart(found: list[StepFound], expected: list[StepFound], seconds: float) -> 
     return Apart(loss, norm, differences[worst], worst, seconds)
 
 
-def run_cases(cases: dict[str, Case], expected: Path, ports: list[int], root: Path) -> dict[str, Apart] | None:
-    """What every rank of one world does: all cases, each with a process group of its own. `expected`: a file of references by case. Rank 0 has the answer."""
-    references = pickle.loads(expected.read_bytes())
+def compare_case(case: Case, expected: Path, root: Path) -> Apart:
+    """Train a case and compare it; `expected`: a file of its reference. The answer means something on rank 0."""
+    began = time.perf_counter()
+    with mock.patch.object(*SABOTAGE[case.sabotage]) if case.sabotage else contextlib.nullcontext():
+        steps = train_case(case, root)
+    reference: list[StepFound] = pickle.loads(expected.read_bytes())
+    return apart(steps, reference, time.perf_counter() - began) if int(os.environ["RANK"]) == 0 else Apart(0, 0, 0, "", 0)
+
+
+# What the ranks of a world do one after another: by a name, "module:function" and its arguments.
+Tasks = dict[str, tuple[str, tuple[Any, ...]]]
+
+
+def run_tasks(tasks: Tasks, ports: list[int]) -> dict[str, Any]:
+    """What every rank of a world does: each task makes a process group of its own."""
     found = {}
-    for (name, case), port in zip(cases.items(), ports, strict=True):
+    for (name, (target, words)), port in zip(tasks.items(), ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        began = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            if case.sabotage:
-                stack.enter_context(mock.patch.object(*SABOTAGE[case.sabotage]))
-            steps = train_case(case, root)
-        if int(os.environ["RANK"]) == 0:
-            found[name] = apart(steps, references[name], time.perf_counter() - began)
-    return found or None
+        module, _, function = target.partition(":")
+        found[name] = getattr(importlib.import_module(module), function)(*words)
+    return found
+
+
+def run_worlds(tasks: dict[int, Tasks]) -> dict[str, list[Any]]:
+    """Each task's results by rank. One world a number of ranks, whose tasks share its processes; larger worlds go first."""
+    found: dict[str, list[Any]] = {}
+    for ranks, of_world in sorted(tasks.items(), reverse=True):
+        ports = [free_port() for _ in of_world]
+        results = run_ranks(ranks, "tests.train.layouts:run_tasks", of_world, ports, timeout=300 + 20 * len(of_world))
+        found |= {name: [result[name] for result in results] for name in of_world}
+    return found
 
 
 def references(cases: dict[str, Case], root: Path) -> dict[str, list[StepFound]]:
@@ -274,13 +315,16 @@ def references(cases: dict[str, Case], root: Path) -> dict[str, list[StepFound]]
     return found
 
 
+def comparisons(cases: dict[str, Case], folder: Path) -> dict[int, Tasks]:
+    """The tasks that compare cases with their references, by number of ranks."""
+    tasks: dict[int, Tasks] = {}
+    for number, (name, steps) in enumerate(references(cases, folder).items()):
+        expected = folder / f"{number}.reference"
+        expected.write_bytes(pickle.dumps(steps))
+        tasks.setdefault(cases[name].ranks, {})[name] = ("tests.train.layouts:compare_case", (cases[name], expected, folder))
+    return tasks
+
+
 def compare(cases: dict[str, Case], folder: Path) -> dict[str, Apart]:
-    """How far each case is from its reference. One world a number of ranks; the cases of it share its processes."""
-    found: dict[str, Apart] = {}
-    for ranks in sorted({case.ranks for case in cases.values()}):
-        chosen = {name: case for name, case in cases.items() if case.ranks == ranks}
-        expected = folder / f"{ranks}.references"
-        expected.write_bytes(pickle.dumps(references(chosen, folder)))
-        words = (chosen, expected, [free_port() for _ in chosen], folder)
-        found |= run_ranks(ranks, "tests.train.layouts:run_cases", *words, timeout=300 + 20 * len(chosen))[0]
-    return found
+    """How far each case is from its reference."""
+    return {name: of_ranks[0] for name, of_ranks in run_worlds(comparisons(cases, folder)).items()}

@@ -1,31 +1,58 @@
-"""Losses, gradient norms and every gradient in every layout against a plain loop over one process."""
+"""Losses, gradient norms and every gradient in every layout against a plain loop over one process; checkpoints from one layout in others; an overflow
+that one rank has. One world of eight, one of four, one of two and one of one rank do all of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.train.layout_cases import LONG, SHORT, limit
-from tests.train.layouts import Apart, Case, StepFound, apart, compare
+from tests.train.layout_cases import LONG, SHORT, layout, limit, words
+from tests.train.layouts import Apart, Case, StepFound, apart, compare, comparisons, run_worlds
+from tests.train.support import same
+
+SMALL: dict[str, Any] = {"train_iters": 4, "global_batch_size": 8}
+SAVED = Case("gpt", layout(2, 2, sp=True, zero=3), 8, SMALL)  # TP2, PP2, DP2: the widest cut there is
+LOADED = [
+    Case("gpt", layout(), 1, SMALL),
+    Case("gpt", layout(zero=3), 8, SMALL),
+    Case("gpt", layout(4), 4, SMALL),
+    Case("gpt", layout(1, 4), 4, SMALL),
+    Case("gpt", layout(2, 1, sp=True, zero=0), 4, SMALL),
+    Case("gpt", layout(1, 2, "zbv"), 2, SMALL),  # tied weights twice on one rank
+]
+FP16 = {**SMALL, "precision": "fp16", "initial_loss_scale": 2.0**10, "hysteresis": 1}
+OVERFLOWS = {  # a layout, and the rank whose gradient is infinite: of the first stage, of the last
+    "TP2, PP2 1F1B, DP2": (Case("gpt", layout(2, 2), 8, FP16, "fp32"), 1),
+    "TP2 + SP, PP2 interleaved, DP2 ZeRO 3": (Case("llama", layout(2, 2, "interleaved", sp=True, zero=3), 8, FP16, "fp32"), 6),
+    "PP2 ZBV": (Case("gpt", layout(1, 2, "zbv"), 2, FP16, "fp32"), 1),
+}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Apart]:
-    """SHORT, trained; a world of two, one of four and one of eight ranks."""
-    return compare(SHORT, tmp_path_factory.mktemp("short"))
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What every task of SHORT, of SAVED and LOADED, and of OVERFLOWS gave, by rank."""
+    root = tmp_path_factory.mktemp("layouts")
+    tasks = comparisons(SHORT, root)
+    tasks[8] = {"saved": ("tests.train.resharding:save_in", (SAVED, root)), **tasks[8]}
+    for case in LOADED:
+        tasks.setdefault(case.ranks, {})[f"loaded {words(case)}"] = ("tests.train.resharding:load_in", (case, root))
+    for name, (case, where) in OVERFLOWS.items():
+        tasks[case.ranks][f"overflow {name}"] = ("tests.train.resharding:overflow_in", (case, root, where))
+    return run_worlds(tasks)
 
 
 @pytest.mark.parametrize("name", [name for name, case in SHORT.items() if not case.sabotage])
-def test_a_layout_equals_the_plain_loop(found: dict[str, Apart], name: str) -> None:
-    close(SHORT[name], found[name])
+def test_a_layout_equals_the_plain_loop(found: dict[str, list[Any]], name: str) -> None:
+    close(SHORT[name], found[name][0])
 
 
 @pytest.mark.parametrize("name", [name for name, case in SHORT.items() if case.sabotage])
-def test_a_mistake_would_be_seen(found: dict[str, Apart], name: str) -> None:
+def test_a_mistake_would_be_seen(found: dict[str, list[Any]], name: str) -> None:
     """The same comparison, of a trainer that leaves out one sum."""
-    assert found[name].loss > 1e5 * limit(SHORT[name]) and found[name].gradient > 1e-3
+    assert found[name][0].loss > 1e5 * limit(SHORT[name]) and found[name][0].gradient > 1e-3
 
 
 def close(case: Case, a: Apart) -> None:
@@ -36,7 +63,8 @@ def close(case: Case, a: Apart) -> None:
 def test_the_comparison_sees_one_element() -> None:
     gradients = {"large": np.array([1.0, -2.0]), "small": np.array([1e-9, 0.0]), "middle": np.array([[0.5, 0.25]])}
     expected = [StepFound(2.0, 3.0, gradients)]
-    for name, at, change in (("large", 1, 1e-9), ("middle", (0, 1), 1e-9), ("small", 0, 1e-10)):
+    places: list[tuple[str, Any, float]] = [("large", 1, 1e-9), ("middle", (0, 1), 1e-9), ("small", 0, 1e-10)]
+    for name, at, change in places:
         changed = {key: value.copy() for key, value in gradients.items()}
         changed[name][at] += change
         a = apart([StepFound(2.0, 3.0, changed)], expected, 0.0)
@@ -45,6 +73,30 @@ def test_the_comparison_sees_one_element() -> None:
     for nowhere in (np.nan, np.inf):
         broken = {**gradients, "middle": np.array([[0.5, nowhere]])}
         assert not apart([StepFound(2.0, 3.0, broken)], expected, 0.0).gradient <= 1e-10
+
+
+@pytest.mark.parametrize("name", [words(case) for case in LOADED])
+def test_a_checkpoint_goes_from_any_layout_to_any(found: dict[str, list[Any]], name: str) -> None:
+    """Weights and both moments bit for bit, by name and global shape; then the same samples and, in fp64, the same losses."""
+    state, losses, checksums = found["saved"][0]
+    assert len(state) == 3 * 64 and all(np.isfinite(value).all() for value in state.values())
+    matrix = state["model.layers.1.attention.qkv.weight"]
+    assert matrix.shape == (96, 32) and all(np.abs(matrix[rows] - matrix[others]).min() > 0 for rows, others in ((0, 32), (31, 64), (1, 2)))
+    assert all(np.abs(state[f"optimizer.exp_avg_sq.{key[6:]}"]).max() > 0 for key in state if key.startswith("model."))
+    loaded, losses_here, checksums_here = found[f"loaded {name}"][0]
+    assert same(loaded, state)
+    assert checksums_here == checksums and losses_here == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_an_overflow_of_one_rank_is_skipped_by_all(found: dict[str, list[Any]], name: str) -> None:
+    """In fp16, on a rank of the first or of the last stage: no rank changes a weight or a moment, all halve the scale, and all go on."""
+    ranks = found[f"overflow {name}"]
+    assert len(ranks) == OVERFLOWS[name][0].ranks
+    for rank in ranks:
+        assert (rank["kept"], rank["went on"], rank["applied"]) == (True, True, 2)
+        assert rank["overflows"] == [0, 1, 0] and rank["scales"] == [2.0**10, 2.0**10, 2.0**9]
+        assert rank["losses"] == ranks[0]["losses"] and np.isfinite(rank["losses"]).all()
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def jobs(draw: st.DrawFn) -> Job:
     heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     groups = draw(st.sampled_from([None, *(g for g in range(1, heads + 1) if heads % g == 0)])) if family == "llama" else None
     sizes = {"ffn_hidden_size": draw(st.sampled_from([None, 3, 30, 64])), "vocab_size": draw(st.sampled_from([3, 16, 61]))}
-    model = shape(family, draw(st.integers(1, 9)), 2 * heads, heads, draw(st.sampled_from([4, 6, 8])), num_query_groups=groups, **sizes)
+    model = shape(family, draw(st.integers(1, 9)), 8 * heads, heads, draw(st.sampled_from([4, 6, 8])), num_query_groups=groups, **sizes)
     pipeline, zero = draw(st.integers(1, 4)), draw(st.integers(0, 3))
     schedule = draw(st.sampled_from(["1f1b", "interleaved", "zbv"])) if pipeline > 1 else "1f1b"
     keys = layout(draw(st.integers(1, 4)), pipeline, schedule, sp=draw(st.booleans()), zero=zero, copies=draw(st.integers(1, 3)) if zero else 1)
@@ -69,7 +69,7 @@ TAKEN = {
     "pp4 zbv, 3 micro-batches": ("llama", 4, layout(1, 4, "zbv")),
     "3-d": ("gpt", 8, layout(2, 2, "interleaved", sp=True)),
     "hsdp of a stage": ("neox-tied", 8, layout(1, 2, copies=2, zero=3)),
-    "all at once": ("llama-tied", 16, layout(2, 2, "zbv", sp=True, copies=2, zero=3)),
+    "all at once": ("llama-tied", 16, layout(2, 2, "zbv", sp=True, copies=2)),
 }
 
 

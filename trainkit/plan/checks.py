@@ -137,9 +137,9 @@ def _schedule(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
 def _zero(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
     """A stage of ZeRO that the engine has."""
     asked, piped = job.parallelism.zero_stage, layout.pipeline > 1
-    known = rules.zero_in_pipeline if piped else rules.zero_stages
+    known = rules.zero_in_bubble if layout.v_shaped else rules.zero_in_pipeline if piped else rules.zero_stages
     if asked not in known:
-        under = " under a pipeline" if piped and asked in rules.zero_stages else ""
+        under = "" if asked not in rules.zero_stages else " under a zero-bubble pipeline" if layout.v_shaped else " under a pipeline"
         message = f"engine {rules.engine} has no ZeRO stage {asked}{under}"
         yield Objection("no-such-zero-stage", ZERO, message, tuple({ZERO: stage} for stage in reversed(known) if stage < asked)[:1])
 

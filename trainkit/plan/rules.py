@@ -31,7 +31,7 @@ class Rules:
         virtual_stages: it has an interleaved schedule.
         whole_rounds: under that schedule the micro-batches of a step must be a multiple of the stages; False: torch.distributed.pipelining's own demand, a
             multiple of the rounds that the stages make.
-        zero_bubble: it has ZB-V.
+        zero_bubble: it has ZB-V, `zero_in_bubble` with these values of zero_stage: where parameters are resharded, backward would gather them twice.
         uneven_shares: the MLP's width need not divide by tensor-parallel size.
         repeats_groups: heads of keys and values may be fewer than tensor-parallel ranks, which then hold the same ones.
         replicates: it has HSDP.
@@ -50,6 +50,7 @@ class Rules:
     virtual_stages: bool = True
     whole_rounds: bool = False
     zero_bubble: bool = True
+    zero_in_bubble: tuple[int, ...] = (0, 1)
     uneven_shares: bool = True
     repeats_groups: bool = True
     replicates: bool = True
