@@ -311,7 +311,39 @@ def bench(talk: Talk, name: str = "", list: bool = False, quick: bool = False, d
     return runner.bench(talk, name, listing=list, quick=quick, device=device)
 
 
+@make_task(
+    positional=["run"],
+    help={
+        **RUN,
+        "verify": "read every file and compare its hash",
+        "pin": "keep the checkpoint of this step for ever",
+        "unpin": "let the checkpoint of this step go when its time comes",
+    },
+    reports=True,
+    at_least={"pin": 0, "unpin": 0},
+)
+def checkpoints(talk: Talk, run: str, verify: bool = False, pin: int = 0, unpin: int = 0) -> Answer:
+    """List a run's checkpoints: size, layout, whether they are whole and why they are kept; exit 16 when none is whole."""
+    from trainkit.cli import checkpoints as keeper
+
+    return keeper.checkpoints(talk, run, hashes=verify, pinned=pin, unpinned=unpin)
+
+
+@make_task(
+    positional=["run"],
+    help={**RUN, "step": "the step", "samples": "how many to show; 0: all"},
+    reports=True,
+    at_least={"step": 1, "samples": 0},
+)
+def replay(talk: Talk, run: str, step: int = 1, samples: int = 4) -> Answer:
+    """Rebuild the batch of a step from the order of samples, and show it as text."""
+    from trainkit.cli import checkpoints as keeper
+
+    return keeper.replay(talk, run, step, samples)
+
+
 namespace = Collection(
     *(jobs, show, check, plan, build, prep_data, data_stats, data_verify, train, resume),
     *(runs, status, logs, tensorboard, report, generate, evaluate, export, test, bench),
+    *(checkpoints, replay),
 )

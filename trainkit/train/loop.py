@@ -16,6 +16,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.windows import Window
 from trainkit.train import checkpoint, data_parallel
 from trainkit.train.agree import agree
 from trainkit.train.begin import begin_weights, refuse_what_cannot_run
@@ -31,6 +32,7 @@ from trainkit.train.readback import Readback
 from trainkit.train.report import Reporter
 from trainkit.train.saver import Saver
 from trainkit.train.schedule import global_batch_size
+from trainkit.train.spread import across_ranks
 from trainkit.train.step import Step, StepValues
 from trainkit.train.timers import Timers
 from trainkit.train.torch_compat import compile_cache_counts
@@ -81,7 +83,7 @@ class Trainer:
         self.job, self.run, self.world, self.heartbeat, self.stop = job, run, world, heartbeat, stop
         self.device = data_parallel.join(world, job.cluster.device_type)
         agree(job, world)
-        mesh = Mesh.of(degrees_of(job), world, self.device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
+        self.mesh = mesh = Mesh.of(degrees_of(job), world, self.device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
         vocab = vocab_size(job)
         self.parts = build(job, mesh, vocab)
         self.timers = Timers(self.device)
@@ -166,6 +168,8 @@ class Trainer:
         self.parts.train()
         self.profiler.before(self.step + 1)
         samples = global_batch_size(self.job, self.consumed_samples)
+        if self.reporter:
+            self.reporter.begins(Window(self.step + 1, self.consumed_samples, samples))
         values = self.maker.run(self.train_feed.read(self.consumed_samples, samples), samples, self.stop.is_set())
         if self.job.training.compile and self.reporter and not self.said_compiled:
             print(f"compiled: {compile_cache_counts()}", flush=True)
@@ -238,6 +242,8 @@ class Trainer:
         times, now = self.timers.take(since.steps), time.perf_counter()
         seconds = now - since.began
         self.since = SinceLog(began=now)
+        memory = self.memory.now()
+        compared = across_ranks(self.job, self.mesh, times, memory, facts.samples)
         if not self.reporter:
             return
         tokens_per_second = since.samples * self.job.model.seq_length / seconds
@@ -258,7 +264,8 @@ class Trainer:
             **self.utilization.of(tokens_per_second),
             "batch_checksum": int(values.checksum),
             "times_ms": times,
-            "memory_bytes": self.memory.now(),
+            "memory_bytes": memory,
+            **compared,
         }
         self.reporter.step(row)
 

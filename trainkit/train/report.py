@@ -1,4 +1,4 @@
-"""What rank 0 writes while it trains: metrics.jsonl, TensorBoard, Weights & Biases and Megatron's log lines."""
+"""What rank 0 writes while it trains: metrics.jsonl, TensorBoard, Weights & Biases, Megatron's log lines, and which samples each step took."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import cut, read_rows
+from trainkit.runs.windows import Window, Windows
 from trainkit.train.wandb_log import open_wandb
 
 # Megatron-LM's names (training/training.py, training_log) and units: seconds, TFLOP/s of one device
@@ -164,7 +165,17 @@ class Reporter:
         self.job = job
         self.metrics = Lines(run.metrics)
         self.board = Board(run.tensorboard, step)
+        self.windows: Windows | None = Windows(run)
         self.named_peak = False
+
+    def begins(self, window: Window) -> None:
+        """A step is about to take these samples. Without a disk nobody will know of them, and training goes on."""
+        try:
+            if self.windows:
+                self.windows.note(window)
+        except OSError as error:
+            self.windows = None
+            _warn(f"samples of steps can no longer be noted: {error}; `replay` knows those of logged steps")
 
     def step(self, row: dict[str, Any]) -> None:
         """One training row (docs/run-folder.md): to the metrics, to TensorBoard under Megatron's names, to W&B, and as log lines to stdout.
@@ -209,6 +220,8 @@ class Reporter:
         finally:
             self.metrics.close()
             self.board.close()
+            if self.windows:
+                self.windows.close()
             if self.wandb:
                 self.wandb.close()
 

@@ -1,0 +1,82 @@
+"""`checkpoints` and `replay` as they are typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Project
+from tests.trained import MODEL, new_run, text_job, write_checkpoint
+from trainkit.base.errors import TrainkitError
+from trainkit.runs.checkpoints import finished, pin, step_of
+from trainkit.runs.windows import SLOTS, Window, Windows, find_window
+from trainkit.train.model import Transformer
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_checkpoints_and_replay(project: Project) -> None:
+    sets = ["--set=checkpoint.keep_last=1", "--set=checkpoint.keep_best=1", "--set=training.eval_interval=5", "--set=checkpoint.keep_every=10"]
+    project.invoke("train", "text", *sets)
+    (run,) = project.runs()
+    document = project.document("checkpoints", "last", "--verify", "--pin=10")
+    assert document["schema"] == "checkpoints/1" and document["run"] == run.name
+    losses = {row["step"]: row["validation"]["valid"] for row in document["checkpoints"]}
+    measured = {row["step"]: row["lm_loss"] for row in project.metrics(run) if "eval" in row}
+    best = min((5, 10, 15, 20), key=lambda step: measured[step])
+    assert set(losses) == {best, 10, 20} and all(losses[step] == measured[step] for step in losses)
+    rows = {row["step"]: row for row in document["checkpoints"]}
+    assert rows[10]["kept"][0] == "every 10" and rows[10]["kept"][-1] == "pinned" and rows[20]["kept"][:2] == ["newest 1", "every 10"]
+    assert all(row["problems"] == [] and row["bytes"] > 0 and row["layout"]["world_size"] == 2 for row in rows.values())
+
+    flip(run / "checkpoints/step-00000020/rank-00001.bin")
+    assert "sizes are right" in project.invoke("checkpoints", "last", "--unpin=10").stdout
+    told = project.invoke("checkpoints", "last", "--verify").stdout
+    assert "rank-00001.bin does not have the hash" in told and "pinned" not in told
+    missing = project.invoke("checkpoints", "last", "--pin=11", exit=16).stderr
+    assert "no checkpoint of step 11" in missing and "10" in missing
+    for step in losses:
+        flip(run / f"checkpoints/step-{step:08d}/rank-00000.bin")
+    project.invoke("checkpoints", "last", "--verify", exit=16)
+
+    replayed = project.document("replay", "last", "--step=7", "--samples=0")
+    assert (replayed["first"], replayed["count"], replayed["same"], len(replayed["samples"])) == (48, 8, True, 8)
+    assert [(s["data_rank"], s["micro_batch"]) for s in replayed["samples"]] == [(0, 0)] * 2 + [(1, 0)] * 2 + [(0, 1)] * 2 + [(1, 1)] * 2
+    assert any("the quick brown" in s["text"] for s in replayed["samples"])
+    said = project.invoke("replay", "last", "--step=7", "--samples=1").stdout
+    assert "they are those that the step was made with" in said and "7 more" in said and replayed["samples"][0]["text"] in said
+    project.invoke("replay", "last", "--step=21", exit=3)
+    lines = (run / "metrics.jsonl").read_text().replace(f'"batch_checksum": {replayed["batch_checksum"]}', '"batch_checksum": 1')
+    (run / "metrics.jsonl").write_text(lines)
+    assert "they are NOT" in project.invoke("replay", "last", "--step=7", exit=6).stdout
+
+
+def test_the_ring_keeps_the_last_steps(tmp_path: Path) -> None:
+    run = new_run(text_job(tmp_path))
+    assert find_window(run, 3) is None
+    windows = Windows(run)
+    for step in (3, 4, 3 + SLOTS):
+        windows.note(Window(step, 10 * step, 10))
+    windows.note(Window(4, 100, 12))  # after a rollback, with other samples
+    windows.close()
+    assert find_window(run, 3 + SLOTS) == (3 + SLOTS, 10 * (3 + SLOTS), 10) and find_window(run, 4) == (4, 100, 12) and find_window(run, 0) is None
+    run.metrics.write_text(json.dumps({"step": 3, "consumed_samples": 30, "global_batch_size": 8}) + "\n")
+    assert find_window(run, 3) == (3, 22, 8)
+
+
+def test_pins(tmp_path: Path) -> None:
+    run = new_run(text_job(tmp_path))
+    write_checkpoint(run, Transformer(MODEL, 301), 3)
+    pin(run.checkpoints, 3, pinned=True)
+    pin(run.checkpoints, 3, pinned=True)
+    assert [step_of(folder) for folder in finished(run.checkpoints)] == [3]
+    pin(run.checkpoints, 3, pinned=False)
+    pin(run.checkpoints, 3, pinned=False)
+    with pytest.raises(TrainkitError, match="no checkpoint of step 4"):
+        pin(run.checkpoints, 4, pinned=False)

@@ -1,0 +1,61 @@
+"""windows.bin: which stretch of the order of samples each of the last steps took, noted before the step begins, so that the step that ends a run is there.
+
+A ring of records of three int64 (step, first position, samples); that of step n lies at n modulo SLOTS. What is written survives the process, though not a
+loss of power; the metrics tell of logged steps for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import read_rows
+
+SLOTS = 4096
+RECORD = struct.Struct("<qqq")
+
+
+class Window(NamedTuple):
+    """What one step took: positions [first, first + samples) of the order of samples."""
+
+    step: int
+    first: int
+    samples: int
+
+
+def path_of(run: RunFolder) -> Path:
+    """The ring of a run."""
+    return run.path / "windows.bin"
+
+
+class Windows:
+    """Notes windows; rank 0's. Raises OSError where the file cannot be opened."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._handle = os.open(path_of(run), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def note(self, window: Window) -> None:
+        """A step begins. Costs a few microseconds; raises OSError as the disk does."""
+        os.pwrite(self._handle, RECORD.pack(*window), window.step % SLOTS * RECORD.size)
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+def find_window(run: RunFolder, step: int) -> Window | None:
+    """What `step` took, the last time it was made: from the ring, else from the metrics; None where neither knows."""
+    try:
+        with open(path_of(run), "rb") as file:
+            file.seek(step % SLOTS * RECORD.size)
+            record = file.read(RECORD.size)
+    except FileNotFoundError:
+        record = b""
+    if len(record) == RECORD.size and (found := Window(*RECORD.unpack(record))).step == step and found.samples > 0:
+        return found
+    for row in reversed(read_rows(run.metrics)):
+        if row["step"] == step and "global_batch_size" in row:
+            return Window(step, row["consumed_samples"] - row["global_batch_size"], row["global_batch_size"])
+    return None
