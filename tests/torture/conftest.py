@@ -14,7 +14,7 @@ import pytest
 
 from tests.distributed import ROOT
 from tests.torture.faults import Fault
-from trainkit.jobs.schema import Checkpoint, Cluster, Dataset, Job, Model, Training
+from trainkit.jobs.schema import Checkpoint, Cluster, Dataset, Job, Model, Parallelism, Training
 from trainkit.runs.folder import RunFolder
 
 LAYOUTS = {"1": (1, 1, 1), "DP2": (2, 1, 1), "TP2": (2, 2, 1), "PP2": (2, 1, 2), "TP2 x PP2": (4, 2, 2)}  # ranks, tensor, pipeline
@@ -25,14 +25,14 @@ SAVE_INTERVAL = 3
 def job_of(layout: str, root: Path, *, keep: dict[str, Any] | None = None, **training: Any) -> Job:
     """A job of 12 steps with evaluations and saves that do not fall together."""
     ranks, tensor, pipeline = LAYOUTS[layout]
-    values = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 12, "lr": 1e-2, "lr_warmup_iters": 3, "eval_iters": 2}
+    values: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 12, "lr": 1e-2, "lr_warmup_iters": 3, "eval_iters": 2}
     values |= {"eval_interval": 4, "save_interval": SAVE_INTERVAL, **training}
     return Job(
         name="tiny",
         cluster=Cluster(name="here", ranks_per_node=ranks, root=str(root)),
         model=MODEL,
         dataset=Dataset(name="mock", source="mock", split="90,10,0"),
-        parallelism={"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline},
+        parallelism=Parallelism(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline),
         training=Training(**values),
         checkpoint=Checkpoint(**{"keep_last": 2, "keep_every": 6, "keep_best": 1, **(keep or {})}),
     )

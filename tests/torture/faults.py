@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import trainkit.runs.checkpoints
 import trainkit.train.checkpoint
@@ -61,6 +62,8 @@ def install(faults: list[Fault], rank: int) -> None:
             _die_deleting(fault)
         elif fault["at"] == "clock":
             _jump(fault["seconds"])
+        elif fault["at"] == "room":
+            _leave_no_room()
         elif fault["at"] == "metrics":
             _fill_disk(fault["calls"])
         else:
@@ -135,24 +138,39 @@ def _die_deleting(fault: Fault) -> None:
                 die(fault)
             shutil.rmtree(folder)
 
-    trainkit.runs.checkpoints.shutil = cast(Any, Shutil)
+    setattr(trainkit.runs.checkpoints, "shutil", Shutil)  # noqa: B010  (mypy knows of no such name there)
 
 
 def _jump(seconds: float) -> None:
     """The wall clock is set back or forth at every second look at it."""
     real: Callable[[], float] = time.time
     calls = iter(range(10**9))
-    time.time = lambda: real() + (seconds if next(calls) % 2 else 0.0)  # type: ignore[assignment]
+    time.time = lambda: real() + (seconds if next(calls) % 2 else 0.0)
+
+
+def _leave_no_room() -> None:
+    """The file system says that it is full."""
+
+    class Os(Through):
+        @staticmethod
+        def statvfs(path: Path) -> Any:
+            return SimpleNamespace(f_bavail=0, f_frsize=4096)
+
+    setattr(trainkit.train.checkpoint, "os", Os())  # noqa: B010
+
+
+class Through:
+    """The module os, for a class that changes one of its functions."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
 
 
 def _fill_disk(calls: list[int]) -> None:
     """The disk takes no metrics at these writes (counted from 1), of the first of them half a line."""
     real, count = os.write, iter(range(1, 10**9))
 
-    class Os:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(os, name)
-
+    class Os(Through):
         @staticmethod
         def write(handle: int, data: bytes) -> int:
             number = next(count)
@@ -162,4 +180,4 @@ def _fill_disk(calls: list[int]) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(handle, data)
 
-    trainkit.train.report.os = cast(Any, Os())
+    setattr(trainkit.train.report, "os", Os())  # noqa: B010

@@ -34,7 +34,8 @@ def _child(run: RunFolder, rank: int, leader: int, environment: dict[str, str], 
 
 
 def _start(order: dict[str, Any]) -> list[int]:
-    run, pids = RunFolder(Path(order["run"])), []
+    run = RunFolder(Path(order["run"]))
+    pids: list[int] = []
     run.attempt(1).log(0).parent.mkdir(parents=True, exist_ok=True)
     for rank, environment in enumerate(rank_environments(order["ranks"])):
         leader = pids[0] if pids else 0

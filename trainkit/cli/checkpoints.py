@@ -81,10 +81,14 @@ def replay(talk: Talk, words: str, step: int, samples: int) -> Answer:
     warn_of_another_tokenizer(run)
     batch = rebuild(run, read_job(run.job), step)
     shown = batch.samples[: samples or None]
-    same = {True: "they are those that the step was made with", False: "they are NOT those that the step was made with: the data has changed since"}
+    same = {
+        None: "that step has no row in the metrics to compare with",
+        True: "they are those that the step was made with",
+        False: "they are NOT those that the step was made with: the data has changed since",
+    }
     if not talk.json:
         talk.say(f"step {step} of run {run.id}: samples {batch.window.first} to {batch.window.first + batch.window.samples - 1} of the order;")
-        talk.say(f"checksum {batch.checksum}: {same.get(batch.same, 'that step has no row in the metrics to compare with')}")
+        talk.say(f"checksum {batch.checksum}: {same[batch.same]}")
         for s in shown:
             talk.say(f"--- position {s.position}: sample {s.number} of {s.dataset}, micro-batch {s.micro_batch} of data-parallel rank {s.data_rank}")
             talk.say(s.text if s.text is not None else " ".join(map(str, s.tokens)))

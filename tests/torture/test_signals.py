@@ -1,0 +1,98 @@
+"""Told to stop at any moment: the checkpoint of that step exists, all ranks end with 12, and nothing is done twice or left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import wait_for
+from tests.torture.conftest import Ranks, job_of
+from tests.torture.test_disk import log_of, whole_steps
+from tests.train.support import new_run
+from tests.train.test_resume import facts, steps
+from trainkit.runs.folder import RunFolder
+
+GRACE = 20.0  # seconds on a busy machine; the work itself takes a fraction of one
+
+
+def tell(signal_number: signal.Signals, mark: Path, victims: slice = slice(None)) -> Callable[[list[int]], None]:
+    """Signal these ranks while one of them sleeps in the midst of what it does."""
+
+    def during(pids: list[int]) -> None:
+        wait_for(mark.exists, "the moment to come", 60)
+        for pid in pids[victims]:
+            os.kill(pid, signal_number)
+
+    return during
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    run = new_run(job_of("DP2", tmp_path_factory.mktemp("whole"), keep={"keep_last": 9}))
+    assert ranks.run(run, 2) == [0, 0]
+    return run
+
+
+# at: the call in which one rank sleeps for a second; then the step whose checkpoint must be there
+CASES = [
+    ("step", 5, 5),
+    ("eval", 2, 4),  # the first is made before the first step
+    ("prepare", 2, 6),
+    ("write", 2, 6),
+    ("publish", 3, 9),
+    ("prune", 3, 9),
+    ("eval", 4, 12),  # the very last one
+]
+
+
+@pytest.mark.parametrize(("at", "call", "step"), CASES, ids=[f"{at} {call}" for at, call, _ in CASES])
+@pytest.mark.parametrize("signal_number", [signal.SIGUSR1, signal.SIGTERM], ids=["USR1", "TERM"])
+def test_a_stop_is_heard(at: str, call: int, step: int, signal_number: signal.Signals, ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+    """One rank alone is told: all stop at the same step, at most one step on, and go on as if nothing had been."""
+    run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9}))
+    sleep = {"do": "sleep", "at": at, "call": call, "when": "before", "seconds": 1.0, "mark": str(tmp_path / "mark"), "rank": 0}
+    began = time.monotonic()
+    victim = slice(1, 2) if signal_number == signal.SIGUSR1 else slice(None)
+    assert ranks.run(run, 2, [sleep], tell(signal_number, tmp_path / "mark", victim)) == [12, 12], log_of(run)
+    assert time.monotonic() - began < GRACE * 2
+    saved = whole_steps(run)[-1]
+    assert step <= saved <= step + (at == "step") and steps(run)[-1] == saved
+    assert ranks.run(run, 2) == [0, 0], log_of(run)
+    assert facts(run) == facts(reference)
+    assert ranks.run(run, 2) == [0, 0] and facts(run) == facts(reference)  # once more finds nothing to do
+
+
+def test_a_stop_behind_a_save_behind_training(ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+    run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": True}))
+    sleep = {"do": "sleep", "at": "publish", "call": 1, "when": "before", "seconds": 1.0, "mark": str(tmp_path / "mark"), "rank": 0}
+    assert ranks.run(run, 2, [sleep], tell(signal.SIGUSR1, tmp_path / "mark")) == [12, 12], log_of(run)
+    assert whole_steps(run)[-1] == steps(run)[-1] < 12
+    assert ranks.run(run, 2) == [0, 0] and facts(run) == facts(reference)
+
+
+@pytest.mark.parametrize("at", ["load", "step"])
+def test_while_there_is_nothing_new_to_save_nobody_waits(at: str, ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+    """A first step that is compiled for minutes, a checkpoint that takes as long to load: the process leaves, and nothing is lost."""
+    run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9}))
+    mark = tmp_path / "mark"
+    sleep = {"do": "sleep", "at": "step", "call": 5, "when": "before", "seconds": 1.0, "mark": str(mark), "rank": 0}
+    assert ranks.run(run, 2, [sleep], tell(signal.SIGUSR1, mark)) == [12, 12], log_of(run)
+    reached, mark = whole_steps(run)[-1], tmp_path / "again"
+    compiles = {"do": "sleep", "at": at, "call": 1, "when": "before", "seconds": 600.0, "mark": str(mark)}
+    began = time.monotonic()
+    assert ranks.run(run, 2, [compiles], tell(signal.SIGTERM, mark)) == [12, 12], log_of(run)
+    assert time.monotonic() - began < GRACE * 2
+    assert whole_steps(run)[-1] == reached
+    assert ranks.run(run, 2) == [0, 0] and facts(run) == facts(reference)
+
+
+def test_heartbeats_tell_how_long_a_save_takes(ranks: Ranks, tmp_path: Path) -> None:
+    run = new_run(job_of("1", tmp_path))
+    assert ranks.run(run, 1) == [0]
+    assert 0 < json.loads(run.attempt(1).heartbeat(0).read_text())["save_seconds"] < GRACE
