@@ -198,6 +198,9 @@ class Job(Table):
         kernel = self.cluster.device_type == "cuda" and t.precision != "fp32" and self.model.attention_dropout == 0
         if t.compile and self.parallelism.pipeline_schedule == "zbv":
             raise wrong("training.compile", "training.compile and pipeline_schedule = 'zbv' exclude each other: a compiled backward cannot be split in two")
+        if t.recompute_granularity == "selective" and self.parallelism.pipeline_schedule == "zbv":
+            message = "'selective' keeps what backward reads once, and pipeline_schedule = 'zbv' goes through it twice; use 'full' or 'none'"
+            raise wrong("training.recompute_granularity", f"training.recompute_granularity = {message}")
         if t.compile and t.reset_attention_mask and not kernel:
             message = "training.compile with reset_attention_mask needs the variable-length kernel: a CUDA device, 16 bits and no attention_dropout"
             raise wrong("training.compile", f"{message}; document by document, every batch would be compiled anew")

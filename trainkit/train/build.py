@@ -17,7 +17,6 @@ from trainkit.train.recompute import wrap_blocks
 from trainkit.train.schedule import batch_sizes
 from trainkit.train.shards import Held, held_parameters
 
-
 LAST = "@last"  # after the name of tied weights: the last chunk's copy of them on the rank that has the first chunk too
 
 

@@ -90,7 +90,7 @@ class LeanStage(PipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
@@ -108,13 +108,14 @@ class TimedStage(LeanStage):
         if not self.has_backward:  # an evaluation is a phase by itself
             return call(*args, **words)
         self.timers.end()
-        with self.timers(phase):
-            result = call(*args, **words)
-        self.timers.begin("pipeline")
-        return result
+        try:
+            with self.timers(phase):
+                return call(*args, **words)
+        finally:
+            self.timers.begin("pipeline")
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **words: Any) -> Any:
-        self.submod.micro_batch = fwd_chunk_id
+        self.submod.micro_batch = fwd_chunk_id  # type: ignore[assignment]  # a Chunk
         return self._timed("forward", super().forward_one_chunk, fwd_chunk_id, *args, **words)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **words: Any) -> None:
@@ -144,7 +145,7 @@ def make_schedule(
         learning: forward and backward, of what the last chunk returns; else forward alone.
     """
     count = parallelism.pipeline_model_parallel_size * len(chunks)
-    stages = [TimedStage(chunk, count, mesh, timers, *activations) for chunk in chunks]
+    stages: list[Any] = [TimedStage(chunk, count, mesh, timers, *activations) for chunk in chunks]
     # scale_grads would divide after adding up, too late for fp16; the objective is divided already
     words: dict[str, Any] = {"loss_fn": (lambda objective, _: objective) if learning else None, "scale_grads": False}
     if parallelism.pipeline_schedule == "zbv":

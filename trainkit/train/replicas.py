@@ -54,7 +54,7 @@ def _over_tensor_ranks(held: Mapping[str, Held], mesh: Mesh) -> None:
         place[rank // count] = view.flatten()
     flat = torch.cat([place.flatten() for place in places])
     dist.all_reduce(flat, group=mesh.tensor_group)
-    for view, count, place in zip(views, alike, flat.split([place.numel() for place in places]), strict=True):
+    for view, count, place in zip(views, alike, torch.split(flat, [place.numel() for place in places]), strict=True):
         view.copy_(place.view(size // count, -1)[rank // count].view_as(view))
 
 

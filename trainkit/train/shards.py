@@ -130,7 +130,7 @@ class Shards(torch.Tensor):
         self.parts = parts
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"shards are for checkpoints only, not for {function}")
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -158,4 +158,4 @@ def shards_of(held: Held, tensor: Tensor) -> Shards:
 
 def model_tensors(held: Mapping[str, Held]) -> dict[str, Shards]:
     """model.NAME of all parameters; of two copies the first."""
-    return {f"model.{h.name}": shards_of(h, h.parameter) for h in reversed(held.values())}
+    return {f"model.{h.name}": shards_of(h, h.parameter) for h in reversed([*held.values()])}

@@ -196,7 +196,7 @@ class Step:
 
     def gradients(self) -> dict[str, Shards]:
         """This rank's part of all gradients after `backward`, by name; scaled as they are."""
-        held = {h.name: h for h in reversed(self.parts.held.values())}
+        held = {h.name: h for h in reversed([*self.parts.held.values()])}
         return {name: shards_of(h, h.parameter.grad) for name, h in held.items() if h.parameter.grad is not None}
 
     @torch.no_grad()

@@ -140,7 +140,7 @@ def _draw_apart(attention: Attention, group: TensorGroup) -> None:
 
     def before(*_: Any) -> None:
         seed = int(torch.randint(2**62, ()))  # of the host's generator: nothing waits
-        saved.append((torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None))
+        saved.append((torch.get_rng_state(), torch.cuda.get_rng_state() if next(attention.parameters()).is_cuda else None))
         torch.manual_seed(seed + group.rank)
 
     def after(*_: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ Outlined = TypeVar("Outlined", bound=Tensor)
 
 def outline(kind: type[Outlined], shape: tuple[int, ...], dtype: torch.dtype) -> Outlined:
     """A tensor of a subclass that has a shape and a dtype, and no memory."""
-    return cast(Outlined, Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device="cpu"))  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=torch.device("cpu"))
 
 
 def name_group(name: str, group: dist.ProcessGroup) -> None:
@@ -49,8 +49,8 @@ def name_group(name: str, group: dist.ProcessGroup) -> None:
     from torch._C import _distributed_c10d as c10d
 
     with contextlib.suppress(RuntimeError):  # there is none of that name
-        c10d._unregister_process_group(name)
-    c10d._register_process_group(name, group)
+        c10d._unregister_process_group(cast(Any, name))
+    c10d._register_process_group(cast(Any, name), group)
 
 
 def gathered(x: Tensor, size: int, group: str) -> Tensor:

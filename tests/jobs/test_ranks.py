@@ -1,0 +1,45 @@
+"""The order of ranks, and how widths are shared."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from trainkit.jobs.models import Model
+from trainkit.jobs.ranks import Degrees, Place, key_value_heads, place_of, rank_of, share
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (4, 1, 1, 1), (2, 3, 1, 4), (2, 2, 2, 3)])
+def test_every_rank_has_one_place(sizes: tuple[int, int, int, int]) -> None:
+    degrees = Degrees(*sizes)
+    places = [place_of(rank, degrees) for rank in range(degrees.world)]
+    assert [rank_of(place, degrees) for place in places] == list(range(degrees.world))
+    every = product(range(degrees.pipeline), range(degrees.replicate), range(degrees.shard), range(degrees.tensor))
+    assert places == [Place(*place) for place in every]  # tensor fastest, then data (its copies outside its shards), then pipeline
+
+
+def test_neighbours() -> None:
+    """TP 4, PP 2, DP 3: as Megatron-LM's order tp-dp-pp."""
+    degrees = Degrees(tensor=4, pipeline=2, shard=3)
+    assert rank_of(Place(0, 0, 0, 3), degrees) == 3 and rank_of(Place(0, 0, 1, 0), degrees) == 4 and rank_of(Place(1, 0, 0, 0), degrees) == 12
+
+
+@pytest.mark.parametrize(("size", "parts"), [(50257, 8), (61, 4), (64, 4), (301, 2), (7, 7), (171, 2), (6144, 8)])
+def test_shares_cover_and_are_nearly_equal(size: int, parts: int) -> None:
+    shares = [share(size, parts, index) for index in range(parts)]
+    ends = [0, *(start + length for start, length in shares)]
+    assert [start for start, _ in shares] == ends[:-1] and ends[-1] == size
+    lengths = [length for _, length in shares]
+    unit = 64 if size >= 64 * parts else 1
+    assert min(lengths) > 0 and max(lengths) - min(lengths) < 2 * unit
+    assert all(start % unit == 0 for start, _ in shares)
+
+
+@pytest.mark.parametrize(("groups", "tensor"), [(8, 4), (4, 4), (2, 4), (1, 8)])
+def test_heads_of_keys_are_those_that_the_queries_read(groups: int, tensor: int) -> None:
+    model = Model(family="llama", num_layers=1, hidden_size=64, num_attention_heads=8, num_query_groups=groups, seq_length=8)
+    for index in range(tensor):
+        first, count = key_value_heads(model, tensor, index)
+        queries = range(index * 8 // tensor, (index + 1) * 8 // tensor)
+        assert sorted({query * groups // 8 for query in queries}) == list(range(first, first + count))

@@ -1,0 +1,53 @@
+"""What ranks compare before they train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed import run_ranks
+from tests.train.support import tiny_job
+from trainkit.base.errors import ConfigError
+from trainkit.train import agree
+from trainkit.train.data_parallel import World, join
+
+
+def _refusals(root: Path) -> dict[str, list[str]]:
+    """What each of these ranks is told when the last one differs."""
+    world = World.from_environment()
+    join(world, "cpu")
+    job = tiny_job(world.size, root)
+    other = job.model_copy(update={"training": job.training.model_copy(update={"lr": 0.5, "seed": 7})})
+    layout = job.model_copy(update={"parallelism": job.parallelism.model_copy(update={"tensor_model_parallel_size": 2})})
+    known, found = agree.fingerprint, {}
+    for name, mine in (("same", job), ("job", other), ("layout", layout), ("torch", job)):
+        if name == "torch" and world.rank == world.size - 1:
+            agree.fingerprint = lambda job: {**known(job), "torch": "2.0.0"}
+        try:
+            agree.agree(mine if world.rank == world.size - 1 else job, world)
+            found[name] = ["agreed"]
+        except ConfigError as error:
+            found[name] = [problem.message for problem in error.list]
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_rank_that_differs_is_named_everywhere(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = run_ranks(3, "tests.train.test_agree:_refusals", tmp_path)
+    assert told[0] == told[1] == told[2]
+    for found in told[0].values():
+        assert len(found) == 1  # of three ranks one differs
+    assert told[0]["same"] == ["agreed"]
+    assert told[0]["job"][0].startswith("rank 2 was started with something else: ")
+    assert "job.training.lr is 0.5, on rank 0 0.01" in told[0]["job"][0] and "job.training.seed is 7, on rank 0 1234" in told[0]["job"][0]
+    assert "layout is Degrees(tensor=2" in told[0]["layout"][0]
+    assert f"torch is 2.0.0, on rank 0 {torch.__version__}" in told[0]["torch"][0]
+
+
+def test_differences_are_cut_short_not_hidden() -> None:
+    first, other = {str(i): "a" for i in range(9)}, {str(i): "b" for i in range(9)}
+    assert len(agree.differences(first, other)) == 9
+    assert agree.differences({"a": "1"}, {}) == ["a is missing, on rank 0 1"]

@@ -1,0 +1,161 @@
+"""Chunks of a model and their schedules; and whole training runs, evaluations and resumed dropout included, on four ranks against one."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.train.support import new_run, same, tiny_job, whole
+from trainkit.jobs.schema import Job, Model, Parallelism
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import read_rows
+from trainkit.train import data_parallel
+from trainkit.train.data_parallel import World
+from trainkit.train.heartbeat import Heartbeat
+from trainkit.train.loop import Trainer
+from trainkit.train.model import build_on_meta
+from trainkit.train.pipeline import Chunk, chunks_on, chunks_per_stage, schedule_problem, tied_at
+from trainkit.train.shards import Shards
+
+GPT = Model(name="tiny", num_layers=5, hidden_size=24, num_attention_heads=4, seq_length=16, vocab_size=301)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1f1b": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+    "zbv": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"},
+    "interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "zero_stage": 3},
+}
+
+
+def parallelism(stages: int, **keys: Any) -> Parallelism:
+    return Parallelism(pipeline_model_parallel_size=stages, **keys)
+
+
+@pytest.mark.parametrize("keys", [{}, {"virtual_pipeline_model_parallel_size": 2}, {"pipeline_schedule": "zbv"}])
+@pytest.mark.parametrize("untied", [False, True])
+def test_chunks_make_up_the_model(keys: dict[str, Any], untied: bool) -> None:
+    """Each parameter is in one chunk; tied weights in the first and the last."""
+    p = parallelism(2, **keys)
+    model = GPT.model_copy(update={"untie_embeddings_and_output_weights": untied})
+    count = 2 * chunks_per_stage(p)
+    numbers = [number for stage in range(2) for number in chunks_on(stage, p)]
+    assert sorted(numbers) == list(range(count))
+    with torch.device("meta"):
+        names = [name for number in range(count) for name, _ in Chunk(model, 301, number, count).named_parameters()]
+    twice = [] if untied else ["embed_tokens.weight"]
+    assert sorted(names) == sorted([name for name, _ in build_on_meta(model, 301).named_parameters()] + twice)
+
+
+def test_the_v_turns_on_the_last_stage() -> None:
+    assert [chunks_on(stage, parallelism(3, pipeline_schedule="zbv")) for stage in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [chunks_on(stage, parallelism(3, virtual_pipeline_model_parallel_size=2)) for stage in range(3)] == [(0, 3), (1, 4), (2, 5)]
+
+
+def test_where_tied_weights_are(tmp_path: Path) -> None:
+    def at(keys: dict[str, Any], untied: bool = False) -> int | None:
+        job = tiny_job(4, tmp_path)
+        model = GPT.model_copy(update={"untie_embeddings_and_output_weights": untied})
+        return tied_at(job.model_copy(update={"parallelism": Parallelism(**keys), "model": model}))
+
+    assert at({}) is None and at(LAYOUTS["1f1b"]) == 1 and at(LAYOUTS["interleaved"]) == 1
+    assert at(LAYOUTS["1f1b"], untied=True) is None  # nothing is tied
+    assert at(LAYOUTS["zbv"]) is None  # both on stage 0
+
+
+def test_schedules_say_what_they_cannot() -> None:
+    interleaved = parallelism(4, virtual_pipeline_model_parallel_size=2)
+    assert schedule_problem(interleaved, 6) is None and schedule_problem(interleaved, 8) is None  # 1 round of 6, 2 of 4
+    assert "2 rounds" in (schedule_problem(interleaved, 9) or "")
+    assert schedule_problem(parallelism(4, pipeline_schedule="zbv"), 9) is None
+
+
+def _job(root: Path, ranks: int, keys: dict[str, Any], dropout: float, **training: Any) -> Job:
+    job = tiny_job(ranks, root, **{"train_iters": 4, "micro_batch_size": 1, "global_batch_size": 4, "eval_iters": 1, "eval_interval": 4, **training})
+    model = GPT.model_copy(update={"hidden_dropout": dropout, "attention_dropout": dropout})
+    return job.model_copy(update={"model": model, "parallelism": Parallelism(**keys)})
+
+
+def _trained(root: Path, keys: dict[str, Any], dropout: float = 0.0, *, until: int = 4, **training: Any) -> dict[str, Any]:
+    """Go on with what lies in `root`, or begin, up to step `until`, and save there."""
+    world = World.from_environment()
+    job = _job(root, world.size, keys, dropout, **training)
+    run = new_run(job) if world.rank == 0 else RunFolder(root / "runs/tiny/one")
+    made = Trainer(job, run, world, Heartbeat(None, world.rank), threading.Event())
+    if until < 4:
+        while made.step < until:
+            made.train_step()
+            made.settle(all=True)
+        made.save(last=True)
+        made.saver.finish(last=True)
+    else:
+        made.train()
+    return {"tensors": {name: _whole(made, name) for name in sorted(made.maker.expected())}, "rows": read_rows(run.metrics)}
+
+
+def _whole(made: Trainer, name: str) -> Any:
+    """A tensor that lies on some ranks, on all."""
+    shape = made.maker.expected()[name]
+    return whole(made.maker.tensors().get(name, Shards({}, shape, torch.float32)))
+
+
+def on_ranks(root: Path) -> dict[str, Any]:
+    """All runs of one world, in one process group."""
+    data_parallel.join = functools.cache(data_parallel.join)
+    if World.from_environment().size == 1:
+        return {"one": _trained(root / "one", {})}
+    found = {name: _trained(root / name, keys) for name, keys in LAYOUTS.items()}
+    alone: dict[str, Any] = {"tensor_model_parallel_size": 4}
+    for name, keys in (("dropping-sp", LAYOUTS["1f1b"]), ("dropping-tp", alone)):
+        words: dict[str, Any] = {"eval_iters": 0, "recompute_granularity": "full" if name == "dropping-tp" else "none"}
+        found[name] = _trained(root / name, keys, 0.3, **words)
+        _trained(root / f"{name}-broken", keys, 0.3, until=2, **words)
+        found[f"{name}-resumed"] = _trained(root / f"{name}-broken", keys, 0.3, **words)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    four = run_ranks(4, "tests.train.test_pipeline:on_ranks", tmp_path_factory.mktemp("four"), timeout=400)
+    found: dict[str, dict[str, Any]] = four[0] | run_ranks(1, "tests.train.test_pipeline:on_ranks", tmp_path_factory.mktemp("one"))[0]
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_is_the_same_in_every_layout(runs: dict[str, dict[str, Any]], name: str) -> None:
+    """Losses of training and evaluation, gradient norms and samples; weights as far as Adam allows."""
+    one, found = runs["one"], runs[name]
+    assert len(found["rows"]) == len(one["rows"]) == 4 + 2  # steps, and evaluations at 0 and 4
+    for ours, theirs in zip(found["rows"], one["rows"], strict=True):
+        assert ours["step"] == theirs["step"] and ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-6)
+        if "grad_norm" in theirs:
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5) and ours["batch_checksum"] == theirs["batch_checksum"]
+    assert found["tensors"].keys() == one["tensors"].keys()
+    for key, value in one["tensors"].items():
+        np.testing.assert_allclose(found["tensors"][key], value, rtol=1e-3, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_tell_of_all_ranks(runs: dict[str, dict[str, Any]], name: str) -> None:
+    rows = [row for row in runs[name]["rows"] if "eval" not in row]
+    for row in rows:
+        ranks, pipeline = row["ranks"], row["pipeline"]
+        assert 0 < ranks["compute_ms_least"] <= ranks["compute_ms_mean"] <= ranks["compute_ms_most"] and ranks["slowest"] in range(4)
+        assert 0 < pipeline["idle"] < 1 and 0 < pipeline["predicted_idle"] < 1
+        assert pipeline["memory_stage_0"] > 0 and pipeline["memory_stage_1"] > 0 and "memory_stage_2" not in pipeline
+        assert row["times_ms"]["pipeline"] > 0
+    assert "ranks" not in runs["one"]["rows"][1]
+    # of 4 micro-batches where ranks are tensor-parallel, of 2 on the others, whose data-parallel size is 2
+    assert rows[0]["pipeline"]["predicted_idle"] == pytest.approx({"1f1b": 1 / 5, "zbv": 1 / 13, "interleaved": 1 / 5}[name])
+
+
+@pytest.mark.parametrize("name", ["dropping-sp", "dropping-tp"])
+def test_dropout_is_resumed_bit_by_bit(runs: dict[str, dict[str, Any]], name: str) -> None:
+    """What several ranks hold alike is alike after it, too: `whole` would find a difference."""
+    assert same(runs[name]["tensors"], runs[f"{name}-resumed"]["tensors"])
+    losses = [row["lm_loss"] for row in runs[name]["rows"] if "grad_norm" in row]
+    assert losses != [row["lm_loss"] for row in runs["one"]["rows"] if "grad_norm" in row]  # it does drop

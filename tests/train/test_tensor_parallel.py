@@ -1,0 +1,81 @@
+"""How tensor parallelism cuts a model, without ranks: every element of every tensor lies somewhere, and as often as its layout says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainkit.jobs.schema import Model
+from trainkit.train import tensor_parallel
+from trainkit.train.model import build_on_meta
+from trainkit.train.shards import Segment, Shards, held_parameters, shards_of, slices
+from trainkit.train.tensor_group import TensorGroup
+
+VOCAB = 61
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8, "ffn_hidden_size": 71}
+MODELS = {
+    "gpt": Model(family="gpt", **SIZES),
+    "neox": Model(family="gpt-neox", gpt_j_tied=True, **SIZES),
+    "llama": Model(family="llama", num_query_groups=2, **SIZES),
+    "llama-wide": Model(family="llama", num_query_groups=1, kv_channels=16, **SIZES),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_make_up_the_whole(name: str, size: int) -> None:
+    model = MODELS[name]
+    shapes = {name: tuple(p.shape) for name, p in build_on_meta(model, VOCAB).named_parameters()}
+    times = {name: np.zeros(shape) for name, shape in shapes.items()}
+    expected = {name: np.zeros(shape) for name, shape in shapes.items()}
+    for rank in range(size):
+        module = build_on_meta(model, VOCAB)
+        tensor_parallel.apply(module, VOCAB, TensorGroup(size, rank, sequence=True))
+        held = held_parameters(module, size)
+        assert held.keys() == shapes.keys()
+        for key, h in held.items():
+            assert h.layout.shape == shapes[key]
+            assert tuple(h.parameter.shape) == h.layout.local_shape
+            for cut in h.cuts:
+                view = cut.of(h.parameter)
+                times[key][slices(cut.offsets, view)] += 1
+                expected[key][slices(cut.offsets, view)] = cut.replicas
+    for key in shapes:
+        assert (times[key] == expected[key]).all() and times[key].min() >= 1, key
+    shared = {key for key in shapes if times[key].max() > 1 and not (times[key] == size).all()}
+    assert shared == ({k for k in shapes if "qkv" in k} if model.query_groups < size else set())
+
+
+def test_a_fused_projection_keeps_queries_keys_and_values_together() -> None:
+    """4 query heads and 2 of keys on 2 ranks: rank 1 holds queries 2 and 3, key 1, value 1."""
+    module = build_on_meta(MODELS["llama"], VOCAB)
+    tensor_parallel.apply(module, VOCAB, TensorGroup(2, 1))
+    head = 8
+    layout = held_parameters(module, 2)["layers.0.attention.qkv.weight"].layout
+    assert layout.segments == (Segment(0, 2 * head, 2 * head), Segment(2 * head, 5 * head, head), Segment(3 * head, 7 * head, head))
+    assert module.layers["0"].attention.widths == [2 * head, head, head]  # type: ignore[union-attr]
+
+
+def test_one_rank_is_left_alone() -> None:
+    module = build_on_meta(MODELS["gpt"], VOCAB)
+    before = [type(part) for part in module.modules()]
+    tensor_parallel.apply(module, VOCAB, TensorGroup())
+    assert [type(part) for part in module.modules()] == before
+
+
+def test_shards_are_views_and_compute_nothing() -> None:
+    module = build_on_meta(MODELS["gpt"], VOCAB)
+    tensor_parallel.apply(module, VOCAB, TensorGroup(2, 1))
+    module.to_empty(device="cpu")
+    held = held_parameters(module, 2)["layers.1.mlp.down.weight"]
+    shards = shards_of(held, held.parameter)
+    assert isinstance(shards, Shards) and tuple(shards.shape) == (32, 71)
+    ((offsets, view),) = shards.parts.items()
+    assert offsets == (0, 35) and tuple(view.shape) == (32, 36)
+    view.fill_(3.0)
+    assert (held.parameter == 3.0).all()
+    with pytest.raises(NotImplementedError, match="for checkpoints only"):
+        torch.add(shards, 1)
