@@ -1,0 +1,198 @@
+"""Which checkpoints stay, which are looked at how closely, who may write, and that a hostile one executes nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from trainkit.base.errors import TrainkitError
+from trainkit.base.locks import locked
+from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.runs.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    DataFile,
+    Manifest,
+    files_to_hash,
+    folder_of,
+    newest_valid,
+    open_checkpoint,
+    pin,
+    prune,
+    valid_by_size,
+    verify,
+    why_kept,
+)
+from trainkit.train import checkpoint
+from trainkit.train.checkpoint import LOCK, NotSaved
+from trainkit.train.shards import Shards
+from trainkit.train.staging import Staging
+from trainkit.train.storage import Reader, TensorLoadPlanner
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def save(folder: Path, step: int, *, loss: float | None = None, value: float = 1.0) -> Checkpoint:
+    measured = {} if loss is None else {"valid": loss}
+    tensors = {"model.w": torch.full((50, 3), value), "model.b": torch.arange(3.0)}
+    return checkpoint.save(folder, tensors, step=step, consumed_samples=8 * step, layout={}, job={}, state={}, validation=measured)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [c.manifest.step for c in valid_by_size(folder)]
+
+
+def test_why_each_stays(tmp_path: Path) -> None:
+    losses = {2: 3.0, 4: 1.5, 6: None, 8: 2.0, 10: 1.75, 12: None, 14: 2.5}
+    for step, loss in losses.items():
+        save(tmp_path, step, loss=loss)
+    pin(tmp_path, 8, pinned=True)
+    keep = Keep(keep_last=2, keep_every=6, keep_best=2)
+    told = {2: [], 4: ["validation loss 1.5000"], 6: ["every 6"], 8: ["pinned"], 10: ["newest 2", "validation loss 1.7500"]}
+    assert why_kept(valid_by_size(tmp_path), keep, 12) == told | {12: ["newest 2", "every 6"], 14: ["after step 12"]}
+    assert prune(tmp_path, keep, 12) == [2] and steps_in(tmp_path) == [4, 6, 8, 10, 12, 14]
+    pin(tmp_path, 8, pinned=False)
+    assert prune(tmp_path, Keep(keep_last=1), 14) == [4, 6, 8, 10, 12] and steps_in(tmp_path) == [14]
+
+
+def test_what_was_pinned_at_the_last_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    rename = Path.rename
+
+    def pinned_meanwhile(self: Path, target: Path) -> Path:
+        if self.name == "step-00000001":
+            pin(tmp_path, 1, pinned=True)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", pinned_meanwhile)
+    assert prune(tmp_path, Keep(keep_last=1), 2) == [] and steps_in(tmp_path) == [1, 2]
+
+
+def test_how_closely_is_looked() -> None:
+    files = tuple(DataFile(path=f"rank-{i:05d}.bin", bytes=1, xxh128="") for i in range(20))
+    manifest = Manifest(step=7, consumed_samples=0, files=files, tensors={}, layout={}, job={}, versions={}, state={})
+    assert files_to_hash(manifest, "full") == list(files) and files_to_hash(manifest, "size") == []
+    some = files_to_hash(manifest, "sample")
+    assert len(some) == 3 and some == files_to_hash(manifest, "sample") != files_to_hash(manifest.model_copy(update={"step": 8}), "sample")
+
+
+@pytest.mark.parametrize("how", ["size", "sample", "full"])
+def test_a_flipped_bit_is_found_where_hashes_are_compared(how: Any, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    data = folder_of(tmp_path, 2) / "rank-00000.bin"
+    data.write_bytes(bytes([data.read_bytes()[0] ^ 1]) + data.read_bytes()[1:])
+    found = checkpoint.newest_valid_together(tmp_path, how, print)
+    assert found is not None and found.manifest.step == (2 if how == "size" else 1)
+
+
+def test_two_writers_at_once(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with locked(tmp_path / LOCK, {"host": "other"}), pytest.raises(NotSaved, match="'host': 'other'"):
+        save(tmp_path, 2)
+    assert steps_in(tmp_path) == [1] and save(tmp_path, 2).manifest.step == 2
+
+
+def test_two_writers_one_after_the_other(tmp_path: Path) -> None:
+    """The other's checkpoint of the same step is whole: it is not overwritten."""
+    save(tmp_path, 3, value=1.0)
+    with pytest.raises(TrainkitError, match="written by another process") as error:
+        save(tmp_path, 3, value=2.0)
+    assert error.value.exit == 17 and verify(folder_of(tmp_path, 3)) == [] and not list(tmp_path.glob("*.tmp"))
+    (folder_of(tmp_path, 3) / "rank-00000.bin").write_bytes(b"torn")  # now it is in the way, and worth nothing
+    save(tmp_path, 3, value=2.0)
+    assert verify(folder_of(tmp_path, 3)) == []
+
+
+def test_what_others_left_unfinished_goes(tmp_path: Path) -> None:
+    (tmp_path / "step-00000002.tmp").mkdir(parents=True)
+    (tmp_path / "step-00000002.tmp/rank-00000.bin").write_bytes(b"half")
+    (tmp_path / "step-00000001.tmp").mkdir()
+    save(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002"] and verify(folder_of(tmp_path, 2)) == []
+
+
+class Hostile:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_hostile_checkpoint_executes_nothing(tmp_path: Path) -> None:
+    """Pickles wherever bytes can be: as DCP's metadata, as a data file with the right hash, as a tensor's name and dtype."""
+    mark, folder = tmp_path / "executed", folder_of(tmp_path / "run", 1)
+    evil = pickle.dumps(Hostile(mark))
+    with pytest.raises(FileExistsError):  # it works where it is let
+        pickle.loads(evil), pickle.loads(evil)
+    mark.rmdir()
+    save(tmp_path / "run", 1)
+    data = evil.ljust((folder / "rank-00000.bin").stat().st_size, b"\0")
+    (folder / "rank-00000.bin").write_bytes(data)
+    (folder / ".metadata").write_bytes(evil)
+    (folder / "optimizer.pt").write_bytes(evil)
+    document = json.loads((folder / MANIFEST).read_text())
+    document["files"][0]["xxh128"] = xxhash.xxh3_128_hexdigest(data)
+    (folder / MANIFEST).write_text(json.dumps(document))
+    found = newest_valid(tmp_path / "run", pytest.fail)
+    assert found is not None
+    tensors = {"model.w": torch.zeros(50, 3), "model.b": torch.zeros(3)}
+    checkpoint.load(found, tensors)
+    first = tensors["model.w" if found.manifest.tensors["model.w"].chunks[0].start == 0 else "model.b"]
+    assert first.flatten()[:3].numpy().tobytes() == data[:12]  # bytes are bytes
+    nothing = torch.Size([0])
+    item = ReadItem(LoadItemType.BYTE_IO, MetadataIndex("evil"), nothing, MetadataIndex("evil"), nothing, nothing)  # what DCP would unpickle
+    with pytest.raises(TypeError, match="evil is no tensor"):
+        Reader(folder, found.manifest.tensors).read_data(LoadPlan([item]), TensorLoadPlanner())
+    with pytest.raises(TypeError, match="evil is no tensor"):
+        TensorLoadPlanner().load_bytes(item, io.BytesIO(evil))
+    document["tensors"]["model.w"]["dtype"] = evil.decode("latin-1")
+    (folder / MANIFEST).write_text(json.dumps(document))
+    assert "unknown dtype" in verify(folder)[0]
+    (folder / MANIFEST).write_bytes(evil)
+    assert MANIFEST in verify(folder)[0]
+    assert not mark.exists()
+
+
+def test_staged_copies_are_copies_in_the_same_room() -> None:
+    whole = torch.arange(12.0).reshape(4, 3)
+    tensors = {"a": torch.ones(3), "b": Shards({(0, 0): whole[:2], (3, 0): whole[3:]}, (4, 3), torch.float32)}
+    staging = Staging()
+    first = staging.copy(tensors)
+    rooms = [first["a"].data_ptr(), *(part.data_ptr() for part in first["b"].parts.values())]  # type: ignore[attr-defined]
+    whole.add_(1)
+    assert first["b"].parts[3, 0].tolist() == [[9.0, 10.0, 11.0]]  # type: ignore[attr-defined]
+    second = staging.copy(tensors)
+    assert rooms == [second["a"].data_ptr(), *(part.data_ptr() for part in second["b"].parts.values())]  # type: ignore[attr-defined]
+    assert second["b"].parts[3, 0].tolist() == [[10.0, 11.0, 12.0]] and staging.bytes == 4 * (3 + 9)  # type: ignore[attr-defined]
+
+
+def test_a_manifest_from_before_has_no_losses(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1).folder
+    document = json.loads((folder / MANIFEST).read_text())
+    del document["validation"]
+    (folder / MANIFEST).write_text(json.dumps(document))
+    assert open_checkpoint(folder).manifest.validation == {}
