@@ -62,7 +62,8 @@ def test_a_stop_is_heard(at: str, call: int, step: int, signal_number: signal.Si
     assert ranks.run(run, 2, [sleep], tell(signal_number, tmp_path / "mark", victim)) == [12, 12], log_of(run)
     assert time.monotonic() - began < GRACE * 2
     saved = whole_steps(run)[-1]
-    assert step <= saved <= step + (at == "step") and steps(run)[-1] == saved
+    late = at in ("step", "prune")  # the told rank has given its word for this step already
+    assert step <= saved <= step + late and steps(run)[-1] == saved
     assert ranks.run(run, 2) == [0, 0], log_of(run)
     assert facts(run) == facts(reference)
     assert ranks.run(run, 2) == [0, 0] and facts(run) == facts(reference)  # once more finds nothing to do
