@@ -58,6 +58,10 @@ training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 30, lr =
 """
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-cluster", action="store_true", help="fail, not skip, where tests/cluster cannot have its hosts")
+
+
 @dataclass
 class Project:
     """A folder with tasks.py and jobs.toml, as a user has one."""
