@@ -1,0 +1,29 @@
+"""What a code snapshot holds: one rule for who takes it, on the head, and for the agents, which check that theirs is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainkit.base.files import sha256_tree
+
+COMPLETE = "complete"  # the file that makes a folder a snapshot; it holds the hash
+ABOUT = "origin.json"  # where the content came from: no part of it
+COPIED = (".py", ".so", ".pyi", ".typed", ".toml")
+
+
+def package_files(package: Path) -> list[str]:
+    """Relative names of a package's files that a run needs, "trainkit/..."."""
+    root = package.parent
+    return sorted(str(p.relative_to(root)) for p in package.rglob("*") if p.name.endswith(COPIED) and "__pycache__" not in p.parts and p.is_file())
+
+
+def snapshot_files(root: Path) -> list[str]:
+    """Relative names of all files of a snapshot, without what Python and we add to it."""
+    skipped = {root / COMPLETE, root / ABOUT}
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if "__pycache__" not in p.parts and p not in skipped and p.is_file())
+
+
+def snapshot_hash(root: Path) -> str:
+    """The hash of the code below `root` as it is now: of a snapshot everything, of a checkout (no snapshot) the trainkit package."""
+    whole = (root / COMPLETE).is_file()
+    return sha256_tree(root, snapshot_files(root) if whole else package_files(root / "trainkit"))
