@@ -35,7 +35,7 @@ def hello(session: Mapping[str, Any], folder: Path, node: int, local_address: st
     def fact(name: str, find: Callable[[], Any]) -> Any:
         try:
             return find()
-        except (OSError, ValueError, TrainkitError) as error:
+        except (OSError, ValueError, KeyError, TypeError, TrainkitError) as error:
             errors[name] = str(error)
             return None
 

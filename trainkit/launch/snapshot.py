@@ -64,7 +64,8 @@ def take_snapshot(package: Path, code: Path, project: Path | None = None) -> Sna
     try:
         target = code / (digest := _copied(sources, temporary))
         if not (target / COMPLETE).is_file():
-            write_json(temporary / ABOUT, document("snapshot/1", project=str(repository) if repository else None, left_out=[vars(each) for each in left_out]))
+            about = {"files": sorted(sources), "project": str(repository) if repository else None, "left_out": [vars(each) for each in left_out]}
+            write_json(temporary / ABOUT, document("snapshot/1", **about))
             write_text(temporary / COMPLETE, digest + "\n")
             _published(temporary, target)
     finally:
