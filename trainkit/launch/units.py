@@ -129,7 +129,8 @@ async def _open_crew(place: Place, name: str) -> AsyncIterator[Crew]:
     """The agents of all hosts, agreed; everything of them is gone afterwards. Raises TrainkitError (exit 8, 7)."""
     cluster = place.job.cluster
     snapshot = take_snapshot(PACKAGE, place.root / "code")
-    folder = place.root / "sessions" / secrets.token_hex(8)
+    name += f"-{secrets.token_hex(4)}"  # what is stopped on a host is found by it
+    folder = place.root / "sessions" / name
     environment = {variable: os.environ[variable] for variable in PASSED_ON if variable in os.environ}
     session = new_session(folder, name, 0, place.hosts, cluster, snapshot.folder, folder / "transports", environment)
     away = [host for host in place.hosts if not is_here(host)]
@@ -141,8 +142,15 @@ async def _open_crew(place: Place, name: str) -> AsyncIterator[Crew]:
             answers = await crew.gather(cluster.watch.connect)
             if missing := [(each.host, each.why) for each in answers if isinstance(each, Missing)]:
                 raise TrainkitError(f"agents did not come from {len(missing)} of {len(place.hosts)} hosts:\n{table(missing)}", exit=Exit.START)
-            if wrong := disagreements([each for each in answers if isinstance(each, Hello)], session, place.job):
+            if wrong := disagreements([each for each in answers if isinstance(each, Hello)], session, 0):
                 raise TrainkitError(f"hosts that cannot work together:\n{table(wrong)}", exit=Exit.HEALTH)
+            marks = {node: session.mark(node) for node in crew.present}
+            frames: dict[int, Frame] = {
+                n: {"type": "reserve", "run": name, "attempt": 0, "slots": [], "share": True, "mark": mark} for n, mark in marks.items()
+            }
+            _, silent = await crew.ask(frames, {"reserved"}, cluster.watch.connect)  # no slot: but from now on what is marked dies with its agent
+            if silent:
+                raise TrainkitError(f"agents do not answer:\n{table([(crew.host(n), why) for n, why in silent.items()])}", exit=Exit.START)
             yield crew
     finally:
         await door.close()
