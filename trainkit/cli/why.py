@@ -1,0 +1,111 @@
+"""The task `why`: which rank failed first, where, how, and what to do about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from trainkit.base.errors import Exit
+from trainkit.base.forms import document
+from trainkit.cli.ending import last_lines, print_next
+from trainkit.cli.jobs import load_jobs
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.runs.folder import AttemptFolder, RunFolder
+from trainkit.runs.record import Record, find_run, read_events, read_record
+
+LINES = 30
+SHOWN = 12  # later failures of other ranks
+
+
+def why(talk: Talk, words: str, attempt: int) -> Answer:
+    """The task `why`. The exit code is 0: the question was answered."""
+    run = find_run(load_jobs(talk).roots(), words)
+    record = read_record(run)
+    told = [_attempt(each) for each in run.attempts()]
+    chosen = next((each for each in reversed(told) if each["cause"] and (not attempt or each["attempt"] == attempt)), None)
+    cause = dict(chosen["cause"]) if chosen else dict(record.root_cause or {})
+    cause.setdefault("last", _last(cause))
+    others = _later_failures(run.attempt(chosen["attempt"]), cause) if chosen else []
+    if not talk.json:
+        _print(talk, run, record, chosen, cause, others, told)
+    answer = {"run": run.id, "job": run.job_name, "state": record.state, "exit": record.exit, "class": record.failure_class}
+    failure = {"attempt": chosen["attempt"] if chosen else None, "root_cause": cause if cause.get("message") else None, "others": others}
+    return Answer(document("why/1", **answer, **failure, attempts=told, next=record.next_tasks()))
+
+
+def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
+    """One attempt: how it ended, and why. `cause` is empty where it ended well, was told to end, or left no word."""
+    events = read_events(attempt)
+    started: dict[str, Any] = next((e for e in events if e["event"] == "started"), {})
+    ended: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "ended"), {})
+    cause = (ended.get("root_cause") or {}) if ended.get("class") != "success" else {}
+    hosts = list(dict.fromkeys(e["host"] for e in events if e["event"] == "rank_started"))
+    span = {"started": started.get("time"), "ended": ended.get("time")}
+    return {"attempt": attempt.number, **span, "exit": ended.get("exit"), "class": ended.get("class"), "hosts": hosts, "cause": cause}
+
+
+def _last(cause: dict[str, Any]) -> list[str]:
+    return last_lines(Path(cause["log"]), LINES) if cause.get("log") else []
+
+
+def _later_failures(attempt: AttemptFolder, cause: dict[str, Any]) -> list[dict[str, Any]]:
+    """Other ranks that ended badly by themselves: as a rule echoes of the first."""
+    hosts = {e["rank"]: e["host"] for e in read_events(attempt) if e["event"] == "rank_started"}
+    ends = [e for e in read_events(attempt) if e["event"] == "rank_ended" and not e["stopped"] and not e["done"] and e["code"] not in (0, int(Exit.PREEMPTED))]
+    return [{"rank": e["rank"], "host": hosts.get(e["rank"]), "code": e["code"], "time": e["time"]} for e in ends if e["rank"] != cause.get("rank")]
+
+
+def _how(cause: dict[str, Any]) -> str:
+    """A signal, an exception or an exit code, in few words."""
+    if cause.get("signal"):
+        return f"ended by {cause['signal']}"
+    if cause.get("type"):
+        return f"{cause['type']}: {cause.get('message')}"
+    return str(cause.get("message"))
+
+
+def _print(
+    talk: Talk, run: RunFolder, record: Record, chosen: dict[str, Any] | None, cause: dict[str, Any], others: list[dict[str, Any]], told: list[dict[str, Any]]
+) -> None:
+    console = talk.console
+    if not cause.get("message"):
+        console.print(f"[bold]{run.id}[/] ({run.job_name}) is {record.state}: nothing has failed")
+        return
+    exit, failure_class = (chosen["exit"], chosen["class"]) if chosen else (record.exit, record.failure_class)
+    where = f"rank {cause['rank']} on {cause.get('host', '?')}" if "rank" in cause else str(cause.get("host", "the run"))
+    number = f", attempt {chosen['attempt']} of {len(told)}" if chosen else ""
+    console.print(f"[bold]{run.id}[/] ({run.job_name}) is {record.state}{number}: exit {exit}, class [bold]{failure_class}[/]")
+    console.print(f"[red]{escape(where)}: {escape(_how(cause))}[/]")
+    for key, text in (("time", "at {}"), ("step", "in step {}"), ("log", "log: {}"), ("advice", "advice: {}")):
+        if cause.get(key) not in (None, ""):
+            talk.say("  " + text.format(cause[key]))
+    if cause.get("last"):
+        talk.say("its last lines:")
+        for line in cause["last"][-LINES:]:
+            talk.say(f"  {line}")
+    for other in others[:SHOWN]:
+        talk.say(f"later: rank {other['rank']} on {other['host']} ended with {other['code']}")
+    if len(others) > SHOWN:
+        talk.say(f"later: {len(others) - SHOWN} more ranks")
+    if len(told) > 1:
+        console.print(_attempts_table(told))
+    print_next(talk, record)
+
+
+def _attempts_table(told: list[dict[str, Any]]) -> Table:
+    table = Table("attempt", "exit", "class", "rank", "host", "step", "what", box=None, pad_edge=False)
+    for each in told:
+        cause = each["cause"]
+        cells = [cause.get("rank", ""), cause.get("host", ""), cause.get("step", "")]
+        first = (_how(cause).splitlines() or [""])[0] if cause.get("message") else "" if each["class"] else "no last word"
+        table.add_row(
+            str(each["attempt"]), *("" if each[key] is None else str(each[key]) for key in ("exit", "class")), *map(_cell, cells), escape(first[:100])
+        )
+    return table
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else escape(str(value))
