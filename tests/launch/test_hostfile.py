@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -212,8 +213,17 @@ def test_as_many_hosts_as_nodes_and_spares(tmp_path: Path) -> None:
         choose_hosts(job_on_hosts(tmp_path, nodes=6), path)
 
 
+def test_this_host_has_its_own_name(tmp_path: Path) -> None:
+    path, own = tmp_path / "hosts", os.uname().nodename
+    path.write_text("localhost slots=2\nb slots=2\n")
+    assert [h.name for h in choose_hosts(job_on_hosts(tmp_path), path, include="localhost@b").hosts] == [own, "b"]
+    path.write_text(f"b\n127.0.0.1\n{own}\n")
+    with pytest.raises(ConfigError, match=f"hosts:3: 'localhost' and '{own}' are this same machine"):
+        choose_hosts(job_on_hosts(tmp_path), path)
+
+
 def test_the_runs_own_list(tmp_path: Path) -> None:
     run, hosts = RunFolder(tmp_path / "runs/j/x"), HostList((Host("a", "u", 22, (0, 2), 3), Host("b", slots=(1, 3))), 1, "hosts")
     write_hosts(run, hosts)
     assert read_hosts(run) == hosts
-    assert local_hosts(job_on_hosts(tmp_path)) == HostList((Host("localhost", slots=(0, 1)),), 1)
+    assert local_hosts(job_on_hosts(tmp_path)) == HostList((Host(os.uname().nodename, slots=(0, 1)),), 1)

@@ -120,6 +120,6 @@ def say_hosts(talk: Talk, job: Job, hosts: HostList) -> None:
     spares = f"; spare: {named(hosts.spares)}" if hosts.spares else ""
     talk.say(f"hosts of {hosts.hostfile}: {named(hosts.running)}, {hosts.ranks_per_node} rank{'s' if hosts.ranks_per_node > 1 else ''} each{spares}")
     if len(hosts.spares) < job.cluster.spares:
-        talk.say(f"{len(hosts.spares)} of {job.cluster.spares} spares: the hostfile has no more hosts")
+        talk.say(f"{len(hosts.spares)} of {job.cluster.spares} spares: no more hosts are left")
     for name, why in left_out(job.cluster).items():
         talk.say(f"{name} is left out: {why}; {talk.command} nodes --release {name} lets it in again")

@@ -14,8 +14,8 @@ from trainkit.cli.hosts import HostWords
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.load import Jobs
-from trainkit.launch.hostfile import OVER_SSH, Host, find_hostfile, read_hostfile
-from trainkit.launch.hosts import HERE
+from trainkit.launch.hostfile import OVER_SSH, Host, find_hostfile
+from trainkit.launch.hosts import hosts_of_file, this_host
 from trainkit.launch.quarantine import Quarantine, quarantined, release
 from trainkit.launch.sweep import HostReport, survey
 
@@ -35,10 +35,10 @@ def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
     HostWords(hostfile=hostfile).refuse_where_unread(chosen)
     if chosen.launcher == "slurm":
         raise ConfigError(f"cluster '{chosen.name}' is Slurm's: sinfo knows its nodes")
-    hosts = read_hostfile(find_hostfile(chosen, hostfile)) if chosen.launcher in OVER_SSH else (Host(HERE),)
+    hosts = hosts_of_file(find_hostfile(chosen, hostfile)) if chosen.launcher in OVER_SSH else (this_host(),)
     out = quarantined(root)
     reports = survey(chosen, hosts, root)
-    rows = [_row(report, out.get(report.host.lower())) for report in reports]
+    rows = [_row(host, report, out.get(host.name.lower())) for host, report in zip(hosts, reports, strict=True)]
     if not talk.json:
         talk.console.print(_table(rows))
     unreachable = sum(not row["reachable"] for row in rows)
@@ -57,11 +57,11 @@ def _usual_cluster(talk: Talk, jobs: Jobs) -> str:
     return name
 
 
-def _row(report: HostReport, out: Quarantine | None) -> dict[str, Any]:
+def _row(host: Host, report: HostReport, out: Quarantine | None) -> dict[str, Any]:
     facts = report.hello or {}
     busy = [{"slot": slot, **holder} for slot, holder in sorted((facts.get("slots") or {}).items())]
     return {
-        "host": report.host,
+        "host": host.name,
         "reachable": report.error is None,
         "error": report.error,
         "name": facts.get("host"),

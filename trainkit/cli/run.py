@@ -89,7 +89,7 @@ def _dry_run(talk: Talk, job: Job, plan: Plan, hosts: HostList, *, background: b
         talk.say(f"would run: {shlex.join(words)}")
     ranks = job.ranks_per_node
     for node, host in enumerate(hosts.running):
-        talk.say(f"would start on {host.name}: ranks {_span(node * ranks, ranks)}, each {shlex.join(command.argv)}")
+        talk.say(f"would start on {host.name}: {_span(node * ranks, ranks)}, each {shlex.join(command.argv)}")
     for name, value in command.env.items():
         talk.say(f"  with {name}={value}")
     for name in command.secret_names:
@@ -100,7 +100,7 @@ def _dry_run(talk: Talk, job: Job, plan: Plan, hosts: HostList, *, background: b
 
 
 def _span(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first} to {first + count - 1}"
+    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
 
 @dataclass(frozen=True)

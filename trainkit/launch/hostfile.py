@@ -100,7 +100,7 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
         words = [(match.start(), match.group()) for match in re.finditer(r"\S+", content.partition("#")[0])]
         try:
             for host in _hosts_of(words) if words else ():
-                if (earlier := first.setdefault(_who(host.name), len(hosts))) < len(hosts):
+                if (earlier := first.setdefault(who(host.name), len(hosts))) < len(hosts):
                     message = f"host '{host.name}' stands in line {hosts[earlier].line} already"
                     raise _Wrong(message, words[0][0], "a host has one line; its slots say how often it is used")
                 hosts.append(replace(host, line=line))
@@ -113,7 +113,7 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def _who(name: str) -> str:
+def who(name: str) -> str:
     """One word for equal hosts: names of hosts know no case, and this machine's loopback has several."""
     lower = name.lower()
     return "localhost" if lower in ("localhost", "::1") or lower.startswith("127.") else lower
@@ -229,7 +229,7 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple
 
 def _filtered(hosts: Sequence[Host], text: str, flag: str, problems: list[Problem]) -> dict[str, tuple[set[int], bool]]:
     """{host: (slots, whether slots were written)} of one filter; what is wrong is added to `problems`."""
-    known = {_who(host.name): host for host in hosts}
+    known = {who(host.name): host for host in hosts}
     found: dict[str, tuple[set[int], bool]] = {}
     offset = 0
     for part in text.split("@") if text else []:
@@ -240,7 +240,7 @@ def _filtered(hosts: Sequence[Host], text: str, flag: str, problems: list[Proble
             names, _ = _address(words.group(1), offset)
             slots = None if words.group(2) is None else _slot_numbers(words.group(2), offset + len(words.group(1)) + 1)
             for name in names:
-                host = known.get(_who(name))
+                host = known.get(who(name))
                 if host is None:
                     raise _Wrong(f"the hostfile has no host '{name}'", offset, choices(name, [h.name for h in hosts]) if len(hosts) <= 64 else "")
                 if host.name in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,10 +12,10 @@ from trainkit.base.errors import ConfigError, Place, Problem
 from trainkit.base.files import write_json
 from trainkit.base.forms import document, read_form
 from trainkit.jobs.schema import Job
-from trainkit.launch.hostfile import Host, read_hostfile, select
+from trainkit.launch.hostfile import Host, read_hostfile, select, who
 from trainkit.runs.folder import RunFolder
 
-HERE = "localhost"  # a host of this name is this machine: no ssh
+HERE = "localhost"  # what a hostfile may call this machine
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,35 @@ def read_hosts(run: RunFolder) -> HostList:
     return HostList(tuple(Host(**{**host, "slots": tuple(host["slots"])}) for host in value["hosts"]), value["nodes"], value["hostfile"])
 
 
+def this_host() -> Host:
+    """This machine by its own name."""
+    return Host(os.uname().nodename)
+
+
 def local_hosts(job: Job) -> HostList:
     """This machine alone, with as many slots as the job has ranks a node."""
-    return HostList((Host(HERE, slots=tuple(range(job.ranks_per_node))),), 1)
+    return HostList((replace(this_host(), slots=tuple(range(job.ranks_per_node))),), 1)
 
 
-def hosts_of_file(job: Job, path: Path, include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """The hosts of a hostfile after its filters, those without `slots=` with the job's ranks a node. Raises ConfigError as the reader and `select`."""
-    usual = tuple(range(job.ranks_per_node))
-    return select([replace(host, slots=host.slots or usual) for host in read_hostfile(path)], include, exclude)
+def hosts_of_file(path: Path, include: str = "", exclude: str = "", slots: int = 1) -> tuple[Host, ...]:
+    """The hosts of a hostfile after its filters. `localhost` has this machine's own name then: others see it too.
+
+    Args:
+        path: the hostfile.
+        include: as in `select`.
+        exclude: as in `select`.
+        slots: of hosts without `slots=`.
+
+    Raises ConfigError as the reader and `select`, and where this machine is there by its own name as well.
+    """
+    usual, own = tuple(range(slots)), this_host().name
+    found = select([replace(host, slots=host.slots or usual) for host in read_hostfile(path)], include, exclude)
+    hosts = tuple(replace(host, name=own) if who(host.name) == HERE else host for host in found)
+    here = [host for host in hosts if host.name.lower() == own.lower()]
+    if len(here) > 1:
+        message = f"'localhost' and '{own}' are this same machine (line {here[0].line})"
+        raise ConfigError([Problem(message, Place(str(path), here[1].line), "a host has one line")])
+    return hosts
 
 
 def choose_hosts(job: Job, path: Path, *, include: str = "", exclude: str = "", bad: Mapping[str, str] | None = None) -> HostList:
@@ -88,7 +109,7 @@ def choose_hosts(job: Job, path: Path, *, include: str = "", exclude: str = "", 
     Raises ConfigError where there are fewer hosts than nodes, and where hosts differ in their number of slots: every node has as many ranks.
     """
     bad = bad or {}
-    found = hosts_of_file(job, path, include, exclude)
+    found = hosts_of_file(path, include, exclude, job.ranks_per_node)
     usable = [host for host in found if host.name.lower() not in bad]
     if len(usable) < job.nodes:
         filtered = " that --include and --exclude leave" if include or exclude else ""
