@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,8 +34,9 @@ class HostWords:
 
     def sets(self) -> list[str]:
         """Those that are values of the job, as overrides."""
-        cluster = [f"cluster={json.dumps(self.cluster)}"] if self.cluster else []
-        return [*cluster, *([f"nodes={self.nodes}"] if self.nodes else [])]
+        given = {"cluster": self.cluster, "cluster.hostfile": self.hostfile and os.path.abspath(os.path.expanduser(self.hostfile))}
+        words = [f"{key}={json.dumps(value)}" for key, value in given.items() if value]
+        return [*words, *([f"nodes={self.nodes}"] if self.nodes else [])]
 
     def refuse_where_unread(self, cluster: Cluster) -> None:
         """Raise ConfigError for words about hosts where the cluster has no hostfile: they would be ignored."""
