@@ -135,7 +135,7 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     root = Path(job.cluster.root or ".")
     needs = needs_of(job, STAGES)  # of all, before the first begins: what is hopeless is said at once
     if stages:
-        bring_up_to_date(talk, needs if talk.dry_run else needs_in_turn(job, STAGES), root)
+        bring_up_to_date(talk, needs if talk.dry_run else needs_in_turn(job, STAGES), root, job=job)
     else:
         refuse_stale(needs, root)
     plan = _refuse_infeasible(plan_of(job))
@@ -182,7 +182,7 @@ def resume(talk: Talk, text: str, sets: Sequence[str], *, share: bool, words: Ho
     if talk.dry_run:
         talk.say(f"would go on with run {run.id} in {run.path}, attempt {record.attempt + 1}, from its newest valid checkpoint")
         return Answer(record.to_json())
-    bring_up_to_date(talk, Index().needs(job, stamps_folder(root, Index.name)), root)
+    bring_up_to_date(talk, Index().needs(job, stamps_folder(root, Index.name)), root, job=job)
     _refuse_without_samples(job)
     talk.say(f"run {run.id} ({record.state}) is at step {record.step}; going on as attempt {record.attempt + 1}")
     view, events = TrainingView(talk.console, job.training.train_iters), EventTail(run, told=True)

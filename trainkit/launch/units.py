@@ -8,41 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import trainkit
-from trainkit.base.address import address_in, toward
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.process import stop
 from trainkit.jobs.schema import Job
-from trainkit.launch.agreement import disagreements, table
-from trainkit.launch.crew import Crew, Hello, Missing
-from trainkit.launch.door import Door
+from trainkit.launch.crew import Crew
 from trainkit.launch.frames import Frame
 from trainkit.launch.hostfile import Host, find_hostfile
 from trainkit.launch.hosts import hosts_of_file
-from trainkit.launch.launchers.contract import Launcher
-from trainkit.launch.launchers.pdsh import Pdsh
-from trainkit.launch.launchers.ssh import Ssh
 from trainkit.launch.quarantine import quarantined
-from trainkit.launch.session import is_here, new_session
-from trainkit.launch.snapshot import take_snapshot
-from trainkit.launch.world import PASSED_ON
+from trainkit.launch.sweep import agreed, open_crew
 from trainkit.stages.batch import Batch, Counted, Ledger
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.here import GRACE_SECONDS, POLL_SECONDS, LocalBatch, most_here
 from trainkit.stages.run import Reporter
 
-PACKAGE = Path(trainkit.__file__).parent
-LAUNCHERS: dict[str, Launcher] = {"ssh": Ssh(), "pdsh": Pdsh()}
 GONE_SECONDS = 5.0  # beyond the grace, until an agent has nothing left of what it stopped
 TRIES = 3  # hosts that a unit may lose: then it is suspected of being the reason
 ALWAYS_HERE = ("build",)  # it compiles for the interpreter that asks
@@ -80,7 +67,7 @@ def place_of(job: Job, stage: str, notice: Callable[[str], None]) -> Place | Non
         return None
     path, root = find_hostfile(cluster), Path(cluster.root or ".")
     bad = quarantined(root)
-    hosts = tuple(host for host in hosts_of_file(job, path) if host.name.lower() not in bad)
+    hosts = tuple(host for host in hosts_of_file(path) if host.name.lower() not in bad)
     if len(hosts) < asked.nodes:
         left_out = f", without {', '.join(sorted(bad))}, left out as suspected of failures" if bad else ""
         message = f"clusters.{cluster.name}.stages.{stage}.nodes = {asked.nodes}, and {path} has {len(hosts)} hosts{left_out}"
@@ -116,45 +103,13 @@ async def _execute(place: Place, ledger: Ledger, tasks: int) -> None:
     assert task is not None
     with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with _open_crew(place, f"{ledger.need.stage}-{ledger.need.name}") as crew:
+    async with open_crew(place.job.cluster, place.hosts, place.root, f"{ledger.need.stage}-{ledger.need.name}") as crew:
+        await agreed(crew)
         spread = _Spread(place, ledger, crew, tasks)
         try:
             await spread.run()
         finally:
             await spread.stop()
-
-
-@contextlib.asynccontextmanager
-async def _open_crew(place: Place, name: str) -> AsyncIterator[Crew]:
-    """The agents of all hosts, agreed; everything of them is gone afterwards. Raises TrainkitError (exit 8, 7)."""
-    cluster = place.job.cluster
-    snapshot = take_snapshot(PACKAGE, place.root / "code")
-    name += f"-{secrets.token_hex(4)}"  # what is stopped on a host is found by it
-    folder = place.root / "sessions" / name
-    environment = {variable: os.environ[variable] for variable in PASSED_ON if variable in os.environ}
-    session = new_session(folder, name, 0, place.hosts, cluster, snapshot.folder, folder / "transports", environment)
-    away = [host for host in place.hosts if not is_here(host)]
-    door = Door()
-    await door.listen(address_in(cluster.interface) if cluster.interface else toward(away[0].name) if away else "127.0.0.1")
-    try:
-        session.write(place.root, door.address, door.port, {})
-        async with Crew(session, LAUNCHERS[cluster.launcher], door) as crew:
-            answers = await crew.gather(cluster.watch.connect)
-            if missing := [(each.host, each.why) for each in answers if isinstance(each, Missing)]:
-                raise TrainkitError(f"agents did not come from {len(missing)} of {len(place.hosts)} hosts:\n{table(missing)}", exit=Exit.START)
-            if wrong := disagreements([each for each in answers if isinstance(each, Hello)], session, 0):
-                raise TrainkitError(f"hosts that cannot work together:\n{table(wrong)}", exit=Exit.HEALTH)
-            marks = {node: session.mark(node) for node in crew.present}
-            frames: dict[int, Frame] = {
-                n: {"type": "reserve", "run": name, "attempt": 0, "slots": [], "share": True, "mark": mark} for n, mark in marks.items()
-            }
-            _, silent = await crew.ask(frames, {"reserved"}, cluster.watch.connect)  # no slot: but from now on what is marked dies with its agent
-            if silent:
-                raise TrainkitError(f"agents do not answer:\n{table([(crew.host(n), why) for n, why in silent.items()])}", exit=Exit.START)
-            yield crew
-    finally:
-        await door.close()
-        session.remove()
 
 
 class _RemoteBatch(Batch):
