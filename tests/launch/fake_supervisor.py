@@ -176,10 +176,16 @@ def alive(pid: int) -> bool:
         return False
 
 
+def setsid(path: Path) -> str:
+    """A program in a session of its own that ignores TERM and writes its pid to `path`."""
+    return f"import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+
+
 def ignoring(path: Path) -> str:
-    """A program that ignores TERM and leaves a child in a session of its own, which ignores it too and writes its pid to `path`."""
-    child = f"import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    return f"import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    """A program that ignores TERM and has such a child."""
+    return (
+        f"import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); subprocess.Popen([sys.executable, '-c', {setsid(path)!r}]); time.sleep(600)"
+    )
 
 
 def pid_in(path: Path) -> int:

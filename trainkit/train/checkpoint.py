@@ -167,11 +167,19 @@ def newest_valid(checkpoints: Path, on_damage: Callable[[str], None]) -> Checkpo
 
 
 def save(
-    checkpoints: Path, tensors: dict[str, torch.Tensor], *, step: int, consumed_samples: int, layout: dict[str, int], job: dict[str, Any], state: dict[str, Any]
+    checkpoints: Path,
+    tensors: dict[str, torch.Tensor],
+    *,
+    step: int,
+    consumed_samples: int,
+    layout: dict[str, int],
+    job: dict[str, Any],
+    state: dict[str, Any],
+    moved: Callable[[], None] = lambda: None,
 ) -> None:
     """Write and publish a checkpoint; called by all ranks together.
 
-    Every rank writes, hashes and fsyncs its file in step-N.tmp; rank 0 writes the manifest, renames and fsyncs the parent.
+    Every rank writes, hashes and fsyncs its file in step-N.tmp, calling `moved` after every part; rank 0 writes the manifest, renames and fsyncs the parent.
 
     Raises:
         TrainkitError: exit 10 on all ranks when one could not write; older checkpoints are as they were.
@@ -183,7 +191,7 @@ def save(
             shutil.rmtree(stale)
         temporary.mkdir(parents=True)
     dist.barrier()
-    writer = Writer(temporary, rank)
+    writer = Writer(temporary, rank, moved)
     try:
         write_tensors(tensors, storage_writer=writer, planner=TensorSavePlanner())
     except CheckpointException as error:

@@ -270,6 +270,7 @@ class Trainer:
         """(summed cross-entropy, tokens) over all ranks."""
         sums, batch_size = torch.zeros(2, dtype=torch.float64, device=self.device), self.job.global_batch_size
         for i in range(self.job.training.eval_iters):
+            self.heartbeat.again()
             for batch in feed.read(i * batch_size, batch_size):
                 losses: Losses = self.model(batch.tokens_BS, Labels(batch.labels_BS), positions_BS=batch.positions_BS, documents=batch.documents)
                 sums += torch.stack([losses.cross_entropy, losses.tokens.double()])
@@ -286,7 +287,9 @@ class Trainer:
         layout = {"world_size": self.world.size, "data_parallel_size": self.world.size, **degrees}
         about = {"layout": layout, "job": self.job.model_dump(mode="json"), "state": {**self.maker.state(), "rollbacks": self.rollbacks}}
         with self.timers("checkpoint"):
-            checkpoint.save(self.run.checkpoints, self.maker.tensors(), step=self.step, consumed_samples=self.consumed_samples, **about)
+            checkpoint.save(
+                self.run.checkpoints, self.maker.tensors(), step=self.step, consumed_samples=self.consumed_samples, moved=self.heartbeat.again, **about
+            )
             if self.world.rank == 0:
                 checkpoint.prune(self.run.checkpoints, self.job.checkpoint.keep_last, self.step)
         self.since.began += time.perf_counter() - began

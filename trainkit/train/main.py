@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import faulthandler
 import os
 import signal
 import sys
@@ -25,9 +26,10 @@ def listen(stop: threading.Event) -> None:
     """Take TERM and USR1 in a thread of their own. Must run before torch starts threads: they inherit the blocked signals.
 
     TERM from our parent, which knows what it does, ends the process at once. Any other TERM (a scheduler's) and USR1 ask
-    for a checkpoint at the end of the step.
+    for a checkpoint at the end of the step. USR2 prints all threads' stacks on stderr, from C: where Python hangs in a library it still answers.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
 
     def wait() -> None:
         while True:

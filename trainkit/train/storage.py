@@ -7,6 +7,7 @@ fsynced by its writer, and metadata that is JSON. DCP's own storage pickles its 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,10 +92,13 @@ def _box(item: WriteItem) -> ChunkStorageMetadata:
 
 
 class Writer(StorageWriter):
-    """Writes this rank's parts into `folder`/rank-NNNNN.bin. After a save, `files` and `tensors` hold the manifest's tables on rank 0."""
+    """Writes this rank's parts into `folder`/rank-NNNNN.bin, calling `moved` after each.
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.name = folder, f"rank-{rank:05d}.bin"
+    After a save, `files` and `tensors` hold the manifest's tables on rank 0.
+    """
+
+    def __init__(self, folder: Path, rank: int, moved: Callable[[], None] = lambda: None) -> None:
+        self.folder, self.name, self.moved = folder, f"rank-{rank:05d}.bin", moved
         self.files: list[DataFile] = []
         self.tensors: dict[str, TensorEntry] = {}
 
@@ -127,6 +131,7 @@ class Writer(StorageWriter):
                     file.write(piece)
                     digest.update(piece)
                 parts.append((item.index, Chunk(offsets=tuple(box.offsets), sizes=tuple(box.sizes), file=self.name, start=start, bytes=len(data))))
+                self.moved()
             file.flush()
             os.fsync(file.fileno())
             written = DataFile(path=self.name, bytes=file.tell(), xxh128=digest.hexdigest())
