@@ -207,8 +207,9 @@ def test_as_many_hosts_as_nodes_and_spares(tmp_path: Path) -> None:
     assert ([h.name for h in chosen.running], chosen.spares, chosen.ranks_per_node) == (["n2", "n4"], (), 2)
     with pytest.raises(ConfigError, match=r"wants 7 nodes, and .*hosts has 6 hosts\n"):
         choose_hosts(job_on_hosts(tmp_path, nodes=7), path)
-    with pytest.raises(ConfigError, match=r"wants 2 nodes, .* has 2 hosts that --include and --exclude leave; n1 is left out: it broke"):
+    with pytest.raises(ConfigError, match=r"wants 2 nodes, .* has 2 hosts that --include and --exclude leave; n1 is left out: it broke") as error:
         choose_hosts(job_on_hosts(tmp_path), path, include="n1@n2", bad={"n1": "it broke"})
+    assert error.value.exit == 8
     with pytest.raises(ConfigError, match=r"hosts:2: host 'n6' has 2 slots, 'n1' has 4"):
         choose_hosts(job_on_hosts(tmp_path, nodes=6), path)
 

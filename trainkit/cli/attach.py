@@ -30,6 +30,17 @@ def attach(talk: Talk, words: str) -> Answer:
     return follow_run(talk, run, EventTail(run, told=True))
 
 
+def started(run: RunFolder, events: EventTail) -> bool:
+    """Wait until the ranks of a run have been started; False where it ended before. The supervisor bounds the time."""
+    while True:
+        running = read_record(run).state == "running"
+        if any(event["event"] == "go" for _, event in events.new()):
+            return True
+        if not running:
+            return False
+        time.sleep(POLL_SECONDS)
+
+
 def follow_run(talk: Talk, run: RunFolder, events: EventTail) -> Answer:
     """Show how a run goes on until it ends; the exit code is the run's. Ctrl-C twice saves and stops the run; once only ends the following (130).
 

@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.forms import document
 from trainkit.base.process import allow_open_files
-from trainkit.cli.attach import follow_run
+from trainkit.cli.attach import follow_run, started
 from trainkit.cli.ending import print_ending
 from trainkit.cli.hosts import NO_WORDS, HostWords, hosts_of_job, resolve_on_hosts, say_hosts, sets_of_hosts
 from trainkit.cli.jobs import load_jobs
@@ -218,8 +218,8 @@ def _refuse_running(record: Record) -> None:
 
 def _finish(talk: Talk, run: RunFolder, job: Job, outcome: Outcome | None, events: EventTail, following: Following) -> Answer:
     """How it ended. Without an outcome a supervisor of its own goes on with the run: follow it, unless nobody wants to."""
-    if outcome is None and following.detach:
-        talk.say(f"run {run.id} goes on by itself in {run.path}")
+    if outcome is None and following.detach and started(run, events):
+        talk.say(f"run {run.id} has started, and goes on by itself in {run.path}")
         talk.say(f"  {talk.command} attach {run.id} follows it, {talk.command} cancel {run.id} stops it")
         return Answer(read_record(run).to_json())
     if outcome is None:

@@ -25,26 +25,26 @@ def why(talk: Talk, words: str, attempt: int) -> Answer:
     run = find_run(load_jobs(talk).roots(), words)
     record = read_record(run)
     told = [_attempt(each) for each in run.attempts()]
-    chosen = next((each for each in reversed(told) if each["cause"] and (not attempt or each["attempt"] == attempt)), None)
-    cause = dict(chosen["cause"]) if chosen else dict(record.root_cause or {})
+    chosen = next((each for each in reversed(told) if each["root_cause"] and (not attempt or each["attempt"] == attempt)), None)
+    cause = dict(chosen["root_cause"]) if chosen else dict(record.root_cause or {})
     cause.setdefault("last", _last(cause))
     others = _later_failures(run.attempt(chosen["attempt"]), cause) if chosen else []
     if not talk.json:
         _print(talk, run, record, chosen, cause, others, told)
     answer = {"run": run.id, "job": run.job_name, "state": record.state, "exit": record.exit, "class": record.failure_class}
     failure = {"attempt": chosen["attempt"] if chosen else None, "root_cause": cause if cause.get("message") else None, "others": others}
-    return Answer(document("why/1", **answer, **failure, attempts=told, next=record.next_tasks()))
+    return Answer(document("why/1", **answer, **failure, attempts=told, next=[task for task in record.next_tasks() if " why " not in task]))
 
 
 def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
-    """One attempt: how it ended, and why. `cause` is empty where it ended well, was told to end, or left no word."""
+    """One attempt: how it ended, and why. `root_cause` is None where it ended well, was told to end, or left no word."""
     events = read_events(attempt)
     started: dict[str, Any] = next((e for e in events if e["event"] == "started"), {})
     ended: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "ended"), {})
     cause = (ended.get("root_cause") or {}) if ended.get("class") != "success" else {}
     hosts = list(dict.fromkeys(e["host"] for e in events if e["event"] == "rank_started"))
     span = {"started": started.get("time"), "ended": ended.get("time")}
-    return {"attempt": attempt.number, **span, "exit": ended.get("exit"), "class": ended.get("class"), "hosts": hosts, "cause": cause}
+    return {"attempt": attempt.number, **span, "exit": ended.get("exit"), "class": ended.get("class"), "hosts": hosts, "root_cause": cause or None}
 
 
 def _last(cause: dict[str, Any]) -> list[str]:
@@ -92,13 +92,13 @@ def _print(
         talk.say(f"later: {len(others) - SHOWN} more ranks")
     if len(told) > 1:
         console.print(_attempts_table(told))
-    print_next(talk, record)
+    print_next(talk, record, without="why")
 
 
 def _attempts_table(told: list[dict[str, Any]]) -> Table:
     table = Table("attempt", "exit", "class", "rank", "host", "step", "what", box=None, pad_edge=False)
     for each in told:
-        cause = each["cause"]
+        cause = each["root_cause"] or {}
         cells = [cause.get("rank", ""), cause.get("host", ""), cause.get("step", "")]
         first = (_how(cause).splitlines() or [""])[0] if cause.get("message") else "" if each["class"] else "no last word"
         table.add_row(

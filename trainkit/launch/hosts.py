@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.errors import ConfigError, Place, Problem
+from trainkit.base.errors import ConfigError, Exit, Place, Problem
 from trainkit.base.files import write_json
 from trainkit.base.forms import document, read_form
 from trainkit.jobs.schema import Job
@@ -106,7 +106,8 @@ def choose_hosts(job: Job, path: Path, *, include: str = "", exclude: str = "", 
         exclude: as in `select`.
         bad: hosts to leave out now, and why (those in quarantine).
 
-    Raises ConfigError where there are fewer hosts than nodes, and where hosts differ in their number of slots: every node has as many ranks.
+    Raises ConfigError where there are fewer hosts than nodes (exit 8 where there would be enough if none were left out), and where hosts differ in
+    their number of slots: every node has as many ranks.
     """
     bad = bad or {}
     found = hosts_of_file(path, include, exclude, job.ranks_per_node)
@@ -115,9 +116,8 @@ def choose_hosts(job: Job, path: Path, *, include: str = "", exclude: str = "", 
         filtered = " that --include and --exclude leave" if include or exclude else ""
         message = f"job '{job.name}' wants {job.nodes} nodes, and {path} has {len(found)} host{'s' if len(found) != 1 else ''}{filtered}"
         out = [f"{host.name} is left out: {bad[host.name.lower()]}" for host in found if host.name.lower() in bad]
-        raise ConfigError(
-            "; ".join([message, *out]), hint="--nodes N runs it on fewer" + (", `invoke nodes --release HOST` lets a host in again" if out else "")
-        )
+        hint = "--nodes N runs it on fewer" + (", `invoke nodes --release HOST` lets a host in again" if out else "")
+        raise ConfigError("; ".join([message, *out]), exit=Exit.START if len(found) >= job.nodes else Exit.CONFIG, hint=hint)
     chosen = usable[: job.nodes + job.cluster.spares]
     _refuse_unequal(chosen, path)
     return HostList(tuple(chosen), job.nodes, str(path))
