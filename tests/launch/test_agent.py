@@ -202,6 +202,8 @@ def test_how_processes_end(session: Session, tmp_path: Path) -> None:
         "3": (-9, False, False),
         "4": (0, False, False),
     }
+    beats = [f["beats"]["0"] for f in peer.heard if f["type"] == "heartbeat" and "0" in f["beats"]]
+    assert beats and beats[-1]["phase"] == "done"  # before the word of its end
     assert ends["1"]["error"] == words | {"message": "no *** here"} and SECRET not in error.read_text()
     assert ends["1"]["last"] == [str(n) for n in range(70, 100)] and ends["4"]["last"] == ["well"] and ends["4"]["error"] is None
     assert not ends["3"]["oom"] and all(abs(end["time"] - time.time()) < 20 for end in ends.values())

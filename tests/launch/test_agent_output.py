@@ -79,6 +79,13 @@ def test_a_supervisor_that_does_not_read_holds_nobody_up(session: Session, tmp_p
     assert peer.hear("heartbeat")
 
 
+def test_a_supervisor_may_want_no_output(session: Session, tmp_path: Path) -> None:
+    peer = session.begin()
+    peer.go(process("0", "print('words')", log=str(tmp_path / "0.log"), output=False), process("1", "print('words')", log="/dev/full", output=False))
+    assert {tuple(peer.hear("ended")["last"]) for _ in range(2)} == {("words",)}
+    assert (tmp_path / "0.log").read_text() == "words\n" and peer.output("0") == "" and "No space left" in peer.output("1") and "words" not in peer.output("1")
+
+
 def test_what_must_be_whole_waits_instead(session: Session, tmp_path: Path) -> None:
     lines, done = 60_000, tmp_path / "done"
     program = f"import json\nfor i in range({lines}): print(json.dumps({{'progress': i, 'x': 'y' * 200}}))\nopen({str(done)!r}, 'w')\nprint('half', end='')"

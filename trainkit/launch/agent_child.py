@@ -49,7 +49,7 @@ class Child:
         self.log, self.error = _path(spec.get("log")), _path(spec.get("error"))
         self.heartbeat = heartbeats / f"{_file_name(self.key)}.json" if spec.get("heartbeat") else None
         self.redactor, self.writer = redactor, writer
-        self.output = Output(self.key, self.log, redactor, writer, whole=bool(spec.get("whole")))
+        self.output = Output(self.key, self.log, redactor, writer, whole=bool(spec.get("whole")), told=bool(spec.get("output", True)))
         self.code: int | None = None
         self.ended_at = 0.0
         self.stopped = False  # we told it to end

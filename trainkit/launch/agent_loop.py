@@ -193,7 +193,10 @@ class Agent:
             marks.kill(self.strays())  # what overwrote its environment; the last of the run here has ended
         for child in [c for c in self.telling if c.logged()]:
             self.telling.remove(child)
+            self._note_troubles()
             self._send_output(child)
+            if last := child.beat():
+                self.send({"type": "heartbeat", "beats": {child.key: last}, "clock": time.time()})
             assert self.memory
             self.send(child.ended(oom=self.memory.killed(child)))
             del self.children[child.key]
@@ -211,11 +214,7 @@ class Agent:
         """Heartbeats and output, as far as the supervisor keeps up."""
         if now - self.batched >= BATCH_SECONDS:
             self.batched = now
-            while self.writer.troubles:
-                path, why = self.writer.troubles.popleft()
-                for child in self.children.values():
-                    if child.log == path:
-                        child.output.note(f"cannot write {path} on {os.uname().nodename}: {why}; the process goes on, its log is incomplete")
+            self._note_troubles()
             for child in self.children.values():
                 child.output.tick(now)
                 if self.connection is None or self.connection.room:
@@ -228,6 +227,14 @@ class Agent:
             if self.connection and self.connection.room:  # else: the next one says it all
                 beats = {child.key: said for child in self.children.values() if (said := child.beat())}
                 self.send({"type": "heartbeat", "beats": beats, "clock": time.time()})
+
+    def _note_troubles(self) -> None:
+        """Say once of a log that it cannot be written."""
+        while self.writer.troubles:
+            path, why = self.writer.troubles.popleft()
+            for child in self.children.values():
+                if child.log == path:
+                    child.output.note(f"cannot write {path} on {os.uname().nodename}: {why}; the process goes on, its log is incomplete")
 
     def _send_output(self, child: Child) -> None:
         for frame in child.output.frames():

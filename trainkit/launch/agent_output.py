@@ -111,10 +111,11 @@ class Output:
     Args:
         log: where all of it goes, None for nowhere.
         whole: the supervisor gets every line, in whole lines; else at most BATCH bytes at a time.
+        told: the supervisor gets it at all; else only what we have to say about it.
     """
 
-    def __init__(self, key: str, log: Path | None, redactor: Redactor, writer: LogWriter, *, whole: bool) -> None:
-        self.key, self.log, self.whole, self._writer = key, log, whole, writer
+    def __init__(self, key: str, log: Path | None, redactor: Redactor, writer: LogWriter, *, whole: bool, told: bool = True) -> None:
+        self.key, self.log, self.whole, self._told, self._writer = key, log, whole, told, writer
         decoder = codecs.getincrementaldecoder("utf-8")
         self._streams = {name: _Stream(name, RedactedStream(redactor), decoder("surrogateescape")) for name in ("out", "err")}
         self._batch: deque[tuple[str, bytearray]] = deque()
@@ -181,7 +182,8 @@ class Output:
                 self._last.append(line[:LAST_BYTES])
         if self.captured is not None and stream.name == "err":
             self.captured += data
-        self._append(stream.name, data)
+        if self._told:
+            self._append(stream.name, data)
 
     def _append(self, name: str, data: bytes) -> None:
         if self._batch and self._batch[-1][0] == name:
