@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -51,13 +52,13 @@ print(len(ours))
 
 
 def test_hello(session: Session) -> None:
+    import torch
+
     peer = session.begin()
     hello = peer.hello
     assert session.agent and hello["pid"] != session.agent.pid == int(Path(f"/proc/{hello['pid']}/stat").read_text().rpartition(")")[2].split()[1])
     assert (hello["node"], hello["host"], hello["nonce"], hello["address"], hello["address_error"]) == (0, socket.gethostname(), "abc", "127.0.0.1", None)
-    assert hello["writable"] is None and not hello["errors"] and abs(hello["clock"] - time.time()) < 20
-    import torch
-
+    assert hello["interface"] == "lo" and hello["writable"] is None and not hello["errors"] and abs(hello["clock"] - time.time()) < 20
     assert hello["versions"]["torch"] == torch.__version__ and hello["versions"]["python"] == sys.version.split()[0]
     assert hello["snapshot"] == snapshot_hash(Path(trainkit.__file__).parents[1]) and len(hello["snapshot"]) == 64
     assert hello["slots"] == {}
@@ -209,6 +210,39 @@ def test_how_processes_end(session: Session, tmp_path: Path) -> None:
     assert not ends["3"]["oom"] and all(abs(end["time"] - time.time()) < 20 for end in ends.values())
 
 
+def memory_limited(folder_name: str, limit: int) -> Path | None:
+    """A memory cgroup, of either version, that this process may make."""
+    for base, file in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+        folder = base / folder_name
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            try:
+                (folder / file).write_text(str(limit))
+                return folder
+            except OSError:
+                folder.rmdir()
+    return None
+
+
+def test_want_of_memory_is_known(session: Session) -> None:
+    """A rank that the kernel kills for it, beside one that somebody kills."""
+    cgroup = memory_limited(session.run, 300 * 2**20)
+    if cgroup is None:
+        pytest.skip("no memory cgroup can be made here")
+    try:
+        peer = session.begin()
+        assert session.agent
+        for pid in (session.agent.pid, peer.hello["pid"]):
+            (cgroup / "cgroup.procs").write_text(str(pid))
+        peer.go(process("0", "x = bytearray(2**30)"), process("1", "import os; os.kill(os.getpid(), 9)"))
+        ends = {end["key"]: (end["code"], end["oom"]) for end in (peer.hear("ended") for _ in range(2))}
+        assert ends == {"0": (-9, True), "1": (-9, False)}
+    finally:
+        session.close()
+        assert wait_until(lambda: not (cgroup / "cgroup.procs").read_text())
+        cgroup.rmdir()
+
+
 def test_beats_come_once_each(session: Session) -> None:
     program = """
 import json, os, time
@@ -286,6 +320,10 @@ def test_slots_are_refused_by_name_and_freed(session: Session, tmp_path: Path) -
         busy = second.hear("busy")
         assert (busy["slot"], busy["holder"]["run"], busy["holder"]["pid"]) == ("gpu1", session.run, peer.hello["pid"])
         second.say(type="reserve", run=other.run, attempt=1, slots=["gpu1", "gpu2"], share=True, mark=other.mark)
+        second.hear("reserved")
+        peer.say(type="reserve", run=session.run, attempt=1, slots=["gpu1"], share=False, mark=session.mark)
+        assert peer.hear("reserved")["cleared"] == []  # again, and fewer
+        second.say(type="reserve", run=other.run, attempt=1, slots=["gpu0"], share=False, mark=other.mark)
         second.hear("reserved")
         peer.say(type="bye")
         assert session.agent and session.agent.wait(timeout=20) == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -115,7 +117,7 @@ while time.time() < end:  # each child goes on, in a session of its own, when it
     assert not session.left()
 
 
-@pytest.mark.parametrize("how", ["closed", "silent", "stdin", "term"])
+@pytest.mark.parametrize("how", ["closed", "reset", "silent", "stdin", "term"])
 def test_a_lost_lease_ends_everything(session: Session, tmp_path: Path, how: str) -> None:
     other = Session(tmp_path / "other")
     try:
@@ -125,6 +127,11 @@ def test_a_lost_lease_ends_everything(session: Session, tmp_path: Path, how: str
         hard = Hard(session, tmp_path, stdin=subprocess.PIPE if how == "stdin" else subprocess.DEVNULL)
         assert session.agent
         if how == "closed":
+            hard.peer.sock.close()
+        elif how == "reset":  # while the agent has much to say and nobody listens
+            hard.peer.go(process("3", "while True: print('x' * 1000)", whole=True))
+            time.sleep(1.5)
+            hard.peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             hard.peer.sock.close()
         elif how == "stdin":
             assert session.agent.stdin
@@ -183,6 +190,12 @@ def test_an_agent_that_hangs_is_a_dead_one(session: Session, tmp_path: Path) -> 
     os.kill(int(hard.peer.hello["pid"]), signal.SIGSTOP)
     assert hard.gone(2 + SLACK) and session.agent and session.agent.wait(timeout=5) == 128 + 9
     assert "has not moved" in session.words()
+
+
+def test_an_agent_that_hangs_before_the_start_frees_its_slots(session: Session) -> None:
+    peer = session.begin()
+    os.kill(int(peer.hello["pid"]), signal.SIGSTOP)
+    assert slots.holders(session.node_folder) and wait_until(lambda: not slots.holders(session.node_folder), 2 + SLACK)
 
 
 def test_orphans_of_a_dead_run_are_ended_by_the_next(session: Session, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base import slots
-from trainkit.base.address import address_in
+from trainkit.base.address import address_in, own_addresses
 from trainkit.base.errors import TrainkitError
 from trainkit.base.process import identity
 from trainkit.base.tree import snapshot_hash
@@ -47,6 +47,7 @@ def hello(session: Mapping[str, Any], folder: Path, node: int, local_address: st
         "identity": identity().as_dict(),
         "address": address or local_address,
         "address_error": errors.get("address"),
+        "interface": fact("interface", lambda: {a: name for name, a in own_addresses()}.get(address or local_address)),
         "versions": {
             "python": platform.python_version(),
             "torch": fact("torch", lambda: version_of("torch", session.get("python_paths") or ())),
