@@ -51,9 +51,9 @@ def follow_run(talk: Talk, run: RunFolder, events: EventTail) -> Answer:
     record: Record | None = read_record(run)
     if record is not None and record.state == "running":
         view = TrainingView(talk.console, job.training.train_iters)
-        view.begin(run)
         try:
             with _presses() as presses:
+                view.begin(run)
                 record = _Follower(run, view, events, presses).follow()
         finally:
             view.end()

@@ -117,8 +117,8 @@ def _answer(talk: Talk, record: Record, rows: list[NodeRow]) -> Answer:
         code = Exit.DONE
     else:
         code = Exit.PREEMPTED if record.state == "preempted" else Exit.CANCELLED
-    if not talk.json:
-        talk.say({Exit.PREEMPTED: f"saved at step {record.step}; {talk.command} resume {record.run.id} goes on"}.get(code, ""))
+    if code == Exit.PREEMPTED:
+        talk.say(f"saved at step {record.step}; {talk.command} resume {record.run.id} goes on")
     return Answer(document("cancel/1", **_head(record), hosts=rows), code)
 
 
