@@ -20,8 +20,10 @@ import trainkit
 from tests.launch.fake_supervisor import AGENT, SECRET, Peer, Session, process, wait_until
 from trainkit.base.tree import snapshot_hash
 from trainkit.launch import frames
+from trainkit.launch.agent_hello import driver_version, gpus
 from trainkit.launch.agent_link import Lost, dial
 from trainkit.launch.agent_loop import Agent
+from trainkit.launch.snapshot import take_snapshot
 
 
 @pytest.fixture
@@ -63,6 +65,45 @@ def test_hello(session: Session) -> None:
     assert hello["snapshot"] == snapshot_hash(Path(trainkit.__file__).parents[1]) and len(hello["snapshot"]) == 64
     assert hello["slots"] == {}
     assert Path(f"/proc/{session.agent.pid}/cmdline").read_bytes().startswith(b"trainkit-keeper")  # who kills by agent.py spares it
+
+
+def test_the_code_it_runs_is_told_by_its_content(session: Session, tmp_path: Path) -> None:
+    """What programs write beside a snapshot's files is none of it; an edited file is."""
+    digest, folder, _ = take_snapshot(Path(trainkit.__file__).parent, tmp_path / "code")
+
+    def told() -> str | None:
+        session.start(agent=folder / "trainkit" / "launch" / "agent.py")
+        peer = session.accept()
+        hello = peer.hear("hello")
+        peer.say(type="bye")
+        assert session.agent and session.agent.wait(timeout=20) == 0
+        assert ("snapshot" in hello["errors"]) == (hello["snapshot"] is None)
+        return str(hello["snapshot"]) if hello["snapshot"] else None
+
+    (folder / "written-by-a-program").write_text("x")
+    assert told() == digest == folder.name
+    with open(folder / "trainkit" / "py.typed", "a") as file:
+        file.write("edited")
+    assert told() not in (digest, None)
+    (folder / "trainkit" / "py.typed").unlink()
+    assert told() is None
+
+
+def test_gpus_by_what_the_driver_says(tmp_path: Path) -> None:
+    """/proc/driver/nvidia as drivers 535 (closed) and 550 (open) write it: two of three GPUs are given to this container."""
+    devices, driver = tmp_path / "dev", tmp_path / "nvidia"
+    for number, place in enumerate(("0000:c3:00.0", "0000:03:00.0", "0000:19:00.0")):
+        about = driver / "gpus" / place / "information"
+        about.parent.mkdir(parents=True)
+        about.write_text(f"Model: \t\t NVIDIA H{number}00 80GB HBM3\nIRQ:   \t\t 45\nBus Location: \t {place}\nDevice Minor: \t {number}\nGPU Excluded:\t No\n")
+    devices.mkdir()
+    for name in ("nvidia2", "nvidia0", "nvidia7", "nvidiactl", "nvidia-uvm"):
+        (devices / name).touch()
+    assert gpus(devices, driver) == ["NVIDIA H000 80GB HBM3", "NVIDIA H200 80GB HBM3", "nvidia7"]
+    assert gpus(tmp_path / "none", tmp_path / "none") == [] and driver_version(tmp_path / "none") is None
+    for text in ("Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023", "Open Kernel Module for x86_64  535.129.03  Release Build  (dvs-builder@U16)"):
+        (driver / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 {text}\nGCC version:  gcc version 12.3.0 (Ubuntu)\n")
+        assert driver_version(driver) == "535.129.03"
 
 
 def test_an_address_that_is_not_here_is_said_not_guessed(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ while time.time() < end:  # each child goes on, in a session of its own, when it
     assert not session.left()
 
 
-@pytest.mark.parametrize("how", ["closed", "reset", "silent", "stdin", "term"])
+@pytest.mark.parametrize("how", ["closed", "reset", "noise", "silent", "stdin", "term"])
 def test_a_lost_lease_ends_everything(session: Session, tmp_path: Path, how: str) -> None:
     other = Session(tmp_path / "other")
     try:
@@ -128,6 +128,8 @@ def test_a_lost_lease_ends_everything(session: Session, tmp_path: Path, how: str
         assert session.agent
         if how == "closed":
             hard.peer.sock.close()
+        elif how == "noise":
+            hard.peer.sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
         elif how == "reset":  # while the agent has much to say and nobody listens
             hard.peer.go(process("3", "while True: print('x' * 1000)", whole=True))
             time.sleep(1.5)
@@ -183,6 +185,18 @@ def _cmdline(folder: Path) -> bytes:
         return (folder / "cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def test_a_bug_of_its_own_leaves_nothing(tmp_path: Path) -> None:
+    session = Session(tmp_path / "session", lease=60, grace="no number")
+    try:
+        hard = Hard(session, tmp_path)
+        hard.peer.sock.close()
+        assert session.agent and session.agent.wait(timeout=SLACK) == 2
+        assert not any(alive(pid) for pid in hard.pids) and not session.left() and "TypeError" in session.words()
+        assert not slots.holders(session.node_folder) and not list(session.node_folder.glob("trainkit-test*"))
+    finally:
+        session.close()
 
 
 def test_an_agent_that_hangs_is_a_dead_one(session: Session, tmp_path: Path) -> None:
