@@ -61,7 +61,7 @@ def of_agent(p: Process) -> bool:
 
 
 def of_keeper(p: Process) -> bool:
-    return p.host != HEAD and p.argv[0].startswith("trainkit-keeper ")
+    return p.host != HEAD and p.argv[0].startswith("run-keeper ")
 
 
 def of_transport(name: str) -> Callable[[Process], bool]:

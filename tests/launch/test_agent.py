@@ -64,7 +64,9 @@ def test_hello(session: Session) -> None:
     assert hello["versions"]["torch"] == torch.__version__ and hello["versions"]["python"] == sys.version.split()[0]
     assert hello["snapshot"] == snapshot_hash(Path(trainkit.__file__).parents[1]) and len(hello["snapshot"]) == 64
     assert hello["slots"] == {}
-    assert Path(f"/proc/{session.agent.pid}/cmdline").read_bytes().startswith(b"trainkit-keeper")  # who kills by agent.py spares it
+    keeper = Path(f"/proc/{session.agent.pid}")
+    shown = (keeper / "cmdline").read_text().rstrip("\0")
+    assert shown.startswith("run-keeper ") and shown.endswith(" 0") and "trainkit" not in shown and (keeper / "comm").read_text() == "run-keeper\n"
 
 
 def test_the_code_it_runs_is_told_by_its_content(session: Session, tmp_path: Path) -> None:
@@ -215,6 +217,9 @@ def test_what_cannot_start_is_said_and_the_rest_starts(session: Session, tmp_pat
     errors = [peer.hear("start_failed", key)["error"] for key in "012"]
     assert "/no/such/program" in errors[0] and "/no/such/folder" in errors[1] and "NO_SUCH_VARIABLE" in errors[2]
     peer.hear("started", "3")
+    (session.folder / "secrets.json").unlink()
+    peer.go(process("4", ""), process("5", ""), secret_names=("KEY",))
+    assert all("secrets.json" in peer.hear("start_failed", key)["error"] for key in "45")
     peer.go(process("3", ""))
     assert "runs already" in peer.hear("start_failed", "3")["error"]
 

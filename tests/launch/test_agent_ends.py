@@ -168,9 +168,9 @@ def test_sigkill_leaves_nothing(session: Session, tmp_path: Path, who: str) -> N
         os.kill(agent, signal.SIGKILL)
     elif who == "keeper":
         os.kill(keeper, signal.SIGKILL)
-    else:  # what pkill -9 -f agent.py does
-        found = [int(p.name) for p in Path("/proc").glob("[0-9]*") if str(session.folder).encode() in _cmdline(p) and b"agent.py" in _cmdline(p)]
-        assert found == [agent]
+    else:  # what pkill -9 -f trainkit and killall -9 python do, as far as this session is concerned
+        found = [pid for pid in (keeper, agent, *hard.pids) if b"trainkit" in _cmdline(pid) or _name(pid).startswith("python")]
+        assert agent in found and keeper not in found
         for pid in found:
             os.kill(pid, signal.SIGKILL)
     while slots.holders(session.node_folder):
@@ -180,11 +180,12 @@ def test_sigkill_leaves_nothing(session: Session, tmp_path: Path, who: str) -> N
     assert session.agent.wait(timeout=5) == (-9 if who == "keeper" else 128 + 9)
 
 
-def _cmdline(folder: Path) -> bytes:
-    try:
-        return (folder / "cmdline").read_bytes()
-    except OSError:
-        return b""
+def _cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text()
 
 
 def test_a_bug_of_its_own_leaves_nothing(tmp_path: Path) -> None:

@@ -182,13 +182,15 @@ def _is_connected(sock: socket.socket) -> bool:
 
 def go(agent: Agent, frame: Frame) -> None:
     """Start programs. The secrets they may have are read now, from the session's folder, and never again."""
-    names = frame.get("secret_names") or []
-    stored: dict[str, Any] = read_json(agent.folder / "secrets.json") if names else {}
-    secrets = {name: str(stored[name]) for name in names if name in stored}
+    try:
+        secrets = _secrets(agent, frame.get("secret_names") or [])
+        agent.heartbeats = agent.heartbeats or _private_folder(Path(agent.session["node_folder"]), agent.mark)
+    except (OSError, ValueError) as error:
+        for spec in frame["processes"]:
+            agent.send({"type": "start_failed", "key": str(spec["key"]), "error": str(error)})
+        return
     redactor = Redactor(secrets.values())
     agent.memory = agent.memory or OutOfMemory()
-    if agent.heartbeats is None:
-        agent.heartbeats = _private_folder(Path(agent.session["node_folder"]), agent.mark)
     if agent.link:
         agent.link.guard(agent.mark, lease=agent.session["lease"], folders=[agent.heartbeats])
     for spec in frame["processes"]:
@@ -205,6 +207,12 @@ def go(agent: Agent, frame: Frame) -> None:
         agent.children[key] = child
         agent.watch(child)
         agent.send({"type": "started", "key": key, "pid": child.pid})
+
+
+def _secrets(agent: Agent, names: list[str]) -> dict[str, str]:
+    """The values of those that are there. Raises OSError or ValueError."""
+    stored: dict[str, Any] = read_json(agent.folder / "secrets.json") if names else {}
+    return {name: str(stored[name]) for name in names if name in stored}
 
 
 def send_signal(agent: Agent, frame: Frame) -> None:
