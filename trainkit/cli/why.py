@@ -101,16 +101,16 @@ def _print(
     if len(others) > SHOWN:
         talk.say(f"later: {len(others) - SHOWN} more ranks")
     if len(told) > 1:
-        console.print(_attempts_table(told))
+        console.print(_attempts_table(told, "running" if record.state == "running" else "no last word"))
     print_next(talk, record, without="why")
 
 
-def _attempts_table(told: list[dict[str, Any]]) -> Table:
+def _attempts_table(told: list[dict[str, Any]], wordless: str) -> Table:
     table = Table("attempt", "exit", "class", "rank", "host", "step", "what", box=None, pad_edge=False)
     for each in told:
         cause = each["root_cause"] or {}
         cells = [cause.get("rank", ""), cause.get("host", ""), cause.get("step", "")]
-        first = (_how(cause).splitlines() or [""])[0] if cause.get("message") else "" if each["class"] else "no last word"
+        first = (_how(cause).splitlines() or [""])[0] if cause.get("message") else "" if each["class"] else wordless
         table.add_row(
             str(each["attempt"]), *("" if each[key] is None else str(each[key]) for key in ("exit", "class")), *map(_cell, cells), escape(first[:100])
         )
