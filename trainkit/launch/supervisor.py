@@ -129,10 +129,10 @@ class Supervisor:
         outcome = end.outcome
         if self.asks.first or outcome.failure_class in ("success", "cancelled"):
             return end
-        self._leave_out(end)
         self.began = self.began or end.began
-        if not self.began and len(self.hosts.usable()) < self.job.nodes:
-            return end  # a person waits for this start, and no spare can take its place
+        self._leave_out(end)
+        if not self.began and not (outcome.suspects and len(self.hosts.usable()) >= self.job.nodes):
+            return end  # a person waits for this start, and no spare can mend it
         verdict = self.budgets.after(end)
         end.again = verdict == "again"
         if verdict == "no-progress":
@@ -142,7 +142,8 @@ class Supervisor:
         return end
 
     def _leave_out(self, end: AttemptEnd) -> None:
-        """Keep suspected hosts away from the next attempt, and for a while from other runs too where ranks had run there."""
+        """Keep suspected hosts away from the next attempt, and for a while from other runs too; but not for what a person who tries to start has still
+        to mend."""
         assert self.attempt is not None
         if len(self.hosts.hosts) < 2:
             return
@@ -151,7 +152,7 @@ class Supervisor:
         for host in end.outcome.suspects:
             why = str(whys.get(host) or cause.get("message"))
             self.hosts.leave_out(host, why)
-            if end.began:
+            if self.began:
                 suspect(self.run.root, host, why, self.run.id, self.job.cluster.quarantine_seconds)
             self.attempt.events.write("host_left_out", host=host, why=why)
 
