@@ -153,6 +153,30 @@ def test_a_lost_host_is_replaced_or_done_without(tmp_path: Path, hosts: int, nod
     assert time.monotonic() - began > 1 + 0.5 + 5, "the next attempt did not wait until the lost host had surely stopped"
 
 
+KILLS_ITS_AGENT = """
+import os, signal, subprocess, time
+from pathlib import Path
+if os.environ["RANK"] == "0":
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    (Path(os.environ["FOUND"]) / "pid").write_text(str(child.pid))
+    agent = os.getppid()
+    keeper = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+    time.sleep(0.5)
+    os.kill(keeper, signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_agent_and_its_killed_keeper_leave_is_swept(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    outcome, told = supervised(run, Program(KILLS_ITS_AGENT, env={"FOUND": str(tmp_path)}))
+    assert (outcome.exit, outcome.failure_class) == (10, "infra") and told[-2]["event"] == "ended"
+    pid = int((tmp_path / "pid").read_text())
+    assert told[-1]["event"] == "swept" and pid in [each["pid"] for each in told[-1]["killed"]] and told[-1]["left"] == []
+    assert not alive(pid) and not list((tmp_path / "sessions").iterdir())
+
+
 class Silent(StubAgent):
     """The contact with host h1 is cut when its ranks run; neither side is told."""
 

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
@@ -37,12 +38,14 @@ from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.quarantine import suspect
 from trainkit.launch.retries import Budgets, Choice
+from trainkit.launch.sweep import SweepReport, sweep_hosts
 from trainkit.launch.watch import Watch, nobody
 from trainkit.plan.make import make_plan
 from trainkit.runs.folder import RunFolder
 
 SIGN_SECONDS = 5.0  # between signs of life
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
+SWEEP_SECONDS = 5.0  # for an agent to come to a host that has just lost one
 OWN_STOP_SECONDS = 5.0  # beyond lease and grace, until a host that we lost has surely stopped itself
 
 
@@ -122,7 +125,21 @@ class Supervisor:
             raise
         end = self._judged(end)
         self._record(end)
+        await self._sweep([host for host in hosts if host.name in end.vanished])
         return end
+
+    async def _sweep(self, hosts: Sequence[Host]) -> None:
+        """End what dead agents have left: their keepers see to it, but whoever kills an agent may have killed its keeper too."""
+        assert self.attempt is not None
+        if not hosts:
+            return
+        try:
+            async with asyncio.timeout(2 * SWEEP_SECONDS):
+                reports = await sweep_hosts(self.run, self.job.cluster, hosts, SWEEP_SECONDS, kill=True, launcher=self.launcher)
+        except (TrainkitError, OSError, TimeoutError) as error:
+            reports = [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
+        for report in reports:
+            self.attempt.events.write("swept", **asdict(report))
 
     def _judged(self, end: AttemptEnd) -> AttemptEnd:
         """The end with its verdict: whether there will be another attempt."""
@@ -162,13 +179,12 @@ class Supervisor:
         events, outcome = self.attempt.events, end.outcome
         rest = {"survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
         events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
-        if not end.again:
-            events.close()
 
     def _goes_on(self, end: AttemptEnd) -> bool:
         """Say what follows, where another attempt does."""
         assert self.attempt is not None
         if not end.again:
+            self.attempt.events.close()
             return False
         number = self.attempt.folder.number
         failed = f"attempt {number} failed ({end.outcome.failure_class}): {(end.outcome.root_cause or {}).get('message')}"
