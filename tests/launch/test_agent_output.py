@@ -21,7 +21,7 @@ from trainkit.launch.agent_output import LogWriter
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
-    session = Session(tmp_path)
+    session = Session(tmp_path, lease=60)
     yield session
     session.close()
 
