@@ -58,6 +58,10 @@ training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 30, lr =
 """
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-cluster", action="store_true", help="fail, not skip, where tests/cluster cannot have its hosts")
+
+
 @dataclass
 class Project:
     """A folder with tasks.py and jobs.toml, as a user has one."""
@@ -65,7 +69,7 @@ class Project:
     path: Path
 
     def environment(self, **more: str) -> dict[str, str]:
-        """The caller's environment; slots of its own, so that tests run side by side."""
+        """The caller's environment; a folder for temporary files of its own."""
         temporary = self.path / "tmp"
         temporary.mkdir(exist_ok=True)
         return {**os.environ, "TMPDIR": str(temporary), "COLUMNS": "200", **more}
@@ -114,7 +118,7 @@ class Project:
 def project(tmp_path: Path) -> Project:
     """A project with a small text corpus, a job on it, and a job on random tokens."""
     (tmp_path / "tasks.py").write_text(TASKS)
-    (tmp_path / "jobs.toml").write_text(JOBS)
+    (tmp_path / "jobs.toml").write_text(JOBS.replace("[clusters.here]", f'[clusters.here]\nnode_folder = "{tmp_path}/node"'))  # slots of its own
     (tmp_path / "corpus").mkdir()
     for shard in range(2):
         lines = [json.dumps({"text": f"the quick brown fox number {i} of shard {shard} jumps over the lazy dog and then rests"}) for i in range(150)]

@@ -12,8 +12,10 @@ import pytest
 from tests.conftest import TASKS, Project
 
 TASK_NAMES = [
+    "attach",
     "bench",
     "build",
+    "cancel",
     "check",
     "data-stats",
     "data-verify",
@@ -22,6 +24,7 @@ TASK_NAMES = [
     "generate",
     "jobs",
     "logs",
+    "nodes",
     "plan",
     "prep-data",
     "report",
@@ -32,6 +35,7 @@ TASK_NAMES = [
     "tensorboard",
     "test",
     "train",
+    "why",
 ]
 
 
@@ -111,7 +115,7 @@ def test_bare_prep_data_serves_the_default_job_and_says_so(project: Project) -> 
 
 def test_runs_that_are_not_there(project: Project) -> None:
     assert "there are no runs" in project.invoke("status", "last", exit=3).stderr
-    for words in (["status", "x"], ["logs", "x"], ["resume", "x"], ["generate", "x"], ["report", "x"]):
+    for words in (["status", "x"], ["logs", "x"], ["resume", "x"], ["generate", "x"], ["report", "x"], ["attach", "x"], ["cancel", "x"], ["why", "x"]):
         project.invoke(*words, exit=3)
 
 
@@ -136,7 +140,9 @@ def test_tasks_file_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["logs", "last", "--rank", "abc"], "--rank takes a whole number, not 'abc'"),
+        (["logs", "last", "--rank", "abc"], "--rank takes ranks such as 3 or 0,8-15, or the word failed, not 'abc'"),
+        (["logs", "last", "--rank", "3-1"], "not '3-1'"),
+        (["train", "text", "--nodes", "-1"], "--nodes -1: the lowest is 0"),
         (["logs", "last", "--lines", "-1"], "--lines -1: the lowest is 0"),
         (["generate", "last", "--max-new-tokens", "0"], "--max-new-tokens 0: the lowest is 1"),
         (["generate", "last", "--temperature", "warm"], "--temperature takes a number"),

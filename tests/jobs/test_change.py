@@ -48,3 +48,29 @@ def test_other_keys_stay(checkout: Checkout, tmp_path: Path) -> None:
     written(checkout, path)
     with pytest.raises(ConfigError, match=r"training\.lr cannot change"):
         changed_job(path, ["training.lr=1"])
+
+
+def test_where_a_run_goes_on(checkout: Checkout, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    written(checkout, path)
+    sets = ["nodes=2", "cluster.spares=1", "cluster.watch.heartbeat=60.0", "retry.infra=1", "retry.user=2"]
+    document, job = changed_job(path, sets)
+    assert (job.nodes, job.cluster.spares, job.cluster.watch.heartbeat, job.retries.infra, job.retries.user) == (2, 1, 60, 1, 2)
+    assert (job.global_batch_size, job.world_size) == (2, 4)  # 1 sample on each of 2 ranks, as it was
+    assert document["origins"]["nodes"]["overrode"][0]["value"] == 1 and "retry" not in document["origins"]
+    write_changed_job(path, document)
+    assert changed_job(path, ["nodes=1"])[1].retries.user == 2
+    for wrong in ("cluster.root='/'", "cluster.launcher='ssh'", "model.num_layers=3", "retry.infra=-1", "nodes=0", "cluster.watch.lease='x'"):
+        with pytest.raises(ConfigError):
+            changed_job(path, [wrong])
+
+
+def test_a_run_moves_to_another_cluster(checkout: Checkout, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    written(checkout, path)
+    jobs = checkout(GOOD + '[clusters.far]\nlauncher = "ssh"\nranks_per_node = 1\n[clusters.apart]\nroot = "/elsewhere"\n')
+    document, job = changed_job(path, ["nodes=2"], jobs.resolve("demo", ["cluster=far"]))
+    assert (job.cluster.name, job.cluster.launcher, job.nodes, job.global_batch_size) == ("far", "ssh", 2, 2)
+    assert document["origins"]["cluster.launcher"]["place"].startswith("jobs.toml:")
+    with pytest.raises(ConfigError, match=r"cluster 'apart' has the root /elsewhere"):
+        changed_job(path, [], jobs.resolve("demo", ["cluster=apart"]))

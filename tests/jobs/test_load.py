@@ -152,8 +152,7 @@ def test_bad_input(case: str, checkout: Checkout) -> None:
 
 
 PLANNED = {
-    "retry": ("ranks_per_node = 2", "retry = 2", "clusters.here.retry"),
-    "spares": ("ranks_per_node = 2", "spares = 1", "clusters.here.spares"),
+    "resume": ('model = "tiny"', 'model = "tiny"\nresume = "x"', "jobs.demo.resume"),
     "kernels": ('model = "tiny"', 'model = "tiny"\nkernels = "x"', "jobs.demo.kernels"),
 }
 

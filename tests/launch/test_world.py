@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.redact import Redactor
 from trainkit.engines.contract import Command
-from trainkit.launch.snapshot import take_snapshot
-from trainkit.launch.world import allocate_local, free_port, rank_environment, secret_values, world_document
+from trainkit.launch.world import Allocation, Node, passed_on, port_candidates, rank_environment, secret_values, world_document
 from trainkit.runs.folder import AttemptFolder, RunFolder
 
 HOSTILE = {"A": 'it\'s "quoted" `id` $HOME $(id) %h %n %%', "B": 'a\nb\t{"a": 1} ü 漢字', "C": ""}
 
 
+def world_of(run: Path, nodes: tuple[Node, ...], address: str, *, network: bool = False) -> dict[str, Any]:
+    command = Command(("python", "x"), HOSTILE, ("KEY",), run, ranks_per_node=3)
+    return world_document(RunFolder(run), 2, command, Allocation(nodes, address, 20001), network=network)
+
+
 def test_environment_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SURPRISE", "must not travel")
-    command = Command(("python", "x"), HOSTILE, ("KEY",), tmp_path, ranks_per_node=3)
-    allocation = allocate_local(command, "seed")
-    world = world_document(RunFolder(tmp_path / "runs/j/id"), 2, command, allocation)
-    attempt = AttemptFolder(tmp_path / "attempts/2")
-    environment = rank_environment(world, 0, 2, attempt, 77, {"KEY": "value"})
-    assert {k: environment[k] for k in HOSTILE} == HOSTILE and environment["KEY"] == "value" and "SURPRISE" not in environment
-    torch = {k: environment[k] for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")}
-    assert torch == {
+    world = world_of(tmp_path / "runs/j/id", (Node("h", "127.0.0.1", 0, (0, 1, 2)),), "127.0.0.1")
+    environment = rank_environment(world, 0, 2, AttemptFolder(tmp_path / "attempts/2"))
+    assert environment == {
+        **HOSTILE,
+        "GLOO_SOCKET_IFNAME": "lo",
         "RANK": "2",
         "LOCAL_RANK": "2",
         "WORLD_SIZE": "3",
@@ -35,18 +36,26 @@ def test_environment_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "20001",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempts/2/errors/2.json"),
     }
-    assert environment["TRAINKIT_PARENT_PID"] == "77" and environment["PATH"] == os.environ["PATH"]
-    assert "value" not in str(world)
+    passed = passed_on()
+    assert "SURPRISE" not in passed and passed["PATH"] == os.environ["PATH"]
 
 
-def test_a_taken_port_is_passed_over() -> None:
-    first = free_port("run/1", "127.0.0.1")
-    assert free_port("run/1", "127.0.0.1") == first
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", first))
-        taken.listen()
-        assert free_port("run/1", "127.0.0.1") != first
+def test_several_nodes_talk_over_the_interface_of_their_address(tmp_path: Path) -> None:
+    nodes = (Node("a", "10.0.0.1", 0, (0, 1, 2), "eth1", "4,5,6"), Node("b", "10.0.0.2", 1, (3, 4, 5), "ens3"))
+    first = rank_environment(world_of(tmp_path, nodes, "10.0.0.1"), 0, 0, AttemptFolder(tmp_path / "1"))
+    assert (first["GLOO_SOCKET_IFNAME"], first["CUDA_VISIBLE_DEVICES"], "NCCL_SOCKET_IFNAME" in first) == ("eth1", "4,5,6", False)
+    second = rank_environment(world_of(tmp_path, nodes, "10.0.0.1", network=True), 1, 2, AttemptFolder(tmp_path / "1"))
+    wanted = {"RANK": "5", "LOCAL_RANK": "2", "GROUP_RANK": "1", "WORLD_SIZE": "6", "GLOO_SOCKET_IFNAME": "ens3", "NCCL_SOCKET_IFNAME": "=ens3"}
+    assert {key: second[key] for key in wanted} == wanted and "CUDA_VISIBLE_DEVICES" not in second
+
+
+def test_ports_to_try_are_the_runs_own() -> None:
+    first = port_candidates("run/1")
+    assert first == port_candidates("run/1") != port_candidates("run/2")
+    assert len(set(first)) == len(first) == 64 and all(20000 <= port < 32000 for port in first)
 
 
 def test_secrets_are_all_named_at_once() -> None:
@@ -61,18 +70,3 @@ def test_secrets_are_all_named_at_once() -> None:
 def test_redaction_takes_the_longest_value_first() -> None:
     redactor = Redactor(["secret", "secret-and-more", "abc"])
     assert redactor.text("abc secret secret-and-more \udcff") == "abc *** *** \udcff"
-
-
-def test_snapshot_is_named_by_its_content_and_taken_once(tmp_path: Path) -> None:
-    package = tmp_path / "trainkit"
-    (package / "sub" / "__pycache__").mkdir(parents=True)
-    (package / "a.py").write_text("1")
-    (package / "sub" / "b.so").write_bytes(b"\0")
-    (package / "sub" / "__pycache__" / "b.pyc").write_bytes(b"\0")
-    digest, folder = take_snapshot(package, tmp_path / "code")
-    assert sorted(p.name for p in folder.rglob("*") if p.is_file()) == ["a.py", "b.so", "complete"]
-    assert take_snapshot(package, tmp_path / "code") == (digest, folder)
-    (package / "a.py").write_text("2")
-    other, _ = take_snapshot(package, tmp_path / "code")
-    assert other != digest and (folder / "trainkit" / "a.py").read_text() == "1"
-    assert not list((tmp_path / "code").glob("*.tmp-*"))

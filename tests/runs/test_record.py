@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.files import write_json
 from trainkit.base.process import identity
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog, all_runs, find_run, read_events, read_record
@@ -94,3 +96,46 @@ def test_runs_are_found_by_id_prefix_job_and_last(tmp_path: Path) -> None:
         find_run(roots, "zzz")
     with pytest.raises(ConfigError, match="there are no runs"):
         find_run([tmp_path / "missing"], "last")
+
+
+def sign(run: RunFolder, *, ago: float = 0, ended: bool = False, **who: Any) -> None:
+    me = identity().as_dict() | who
+    value = {"identity": me, "host": me["host"], "time": time.time() - ago, "attempt": 1, "address": "127.0.0.1", "port": 1, "ended": ended}
+    write_json(run.supervisor, {"schema": "supervisor/1", **value})
+
+
+def test_the_supervisors_sign_of_life(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "j", "a")
+    sign(run)
+    assert (read_record(run).state, read_record(run).attempt) == ("running", 0)  # its first attempt is yet to begin
+    end(begin(run), 10, "infra")
+    assert read_record(run).state == "running"  # between two attempts
+    sign(run, ended=True)
+    assert (read_record(run).state, read_record(run).exit) == ("failed", 10)
+    sign(run, start_time=1)  # killed between two attempts
+    assert (read_record(run).state, read_record(run).exit) == ("failed", 10)
+
+
+def test_a_supervisor_on_another_host(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "j", "a")
+    begin(run, host="elsewhere")
+    sign(run, ago=30, host="elsewhere")
+    assert read_record(run).state == "running"
+    sign(run, ago=3600, host="elsewhere")
+    record = read_record(run)
+    assert (record.state, record.exit) == ("unknown", 13)
+    assert record.root_cause is not None and "the supervisor on elsewhere has given no sign of life since 2" in record.root_cause["message"]
+    assert record.next_tasks()[0] == "invoke cancel a"
+    sign(run, ago=3600, host="elsewhere", ended=True)
+    assert read_record(run).state == "failed"  # it said that it had ended, but not how
+    run.supervisor.write_text('{"schema": "supervisor/1", "identity": {}}')
+    with pytest.raises(ConfigError, match="is not as a supervisor writes it"):
+        read_record(run)
+
+
+def test_a_root_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = make_run(tmp_path / "good", "j", "a")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/runs").symlink_to("runs")  # a loop: as a dead mount, it can be seen and not be read
+    assert find_run([tmp_path / "bad", tmp_path / "good"], "last") == seen
+    assert "bad/runs cannot be read" in capsys.readouterr().err

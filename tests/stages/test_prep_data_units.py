@@ -28,7 +28,8 @@ from trainkit.data.sources import Announcement
 from trainkit.data.tokenizer import train_bpe
 from trainkit.jobs.load import load
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.here import SMALL, _Queue, execute_here
+from trainkit.stages.here import execute_here
+from trainkit.stages.queue import SMALL, UnitQueue
 from trainkit.stages.run import make_fresh, stamps_folder
 from trainkit.stages.stamps import Verdict, unit_folder
 
@@ -100,7 +101,7 @@ def test_one_worker_computes_one_unit_at_a_time_while_others_fetch(tmp_path: Pat
 def test_every_unit_begins_once_and_after_those_before_it(rows: list[tuple[set[int], int, bool]], slots: int, dice: Any) -> None:
     """Whatever the order in which units end; a name in `after` that is not to be run is not waited for."""
     units = [Unit(str(i), (), {}, (), tuple(str(a) for a in after if a < i or a == 12), size, network) for i, (after, size, network) in enumerate(rows)]
-    queue, under_way, ended = _Queue(units), list[Unit](), set[str]()
+    queue, under_way, ended = UnitQueue(units), list[Unit](), set[str]()
     while True:
         busy = sum(u.network for u in under_way)
         for begun in [u for batch in queue.take({False: slots - len(under_way) + busy, True: slots - busy}, {False: slots, True: slots}) for u in batch]:
@@ -163,7 +164,7 @@ def test_a_hundred_thousand_units_are_sorted_quickly() -> None:
     fetch = [Unit(f"f{i}", (), {}, network=True, size=i) for i in range(60_000)]
     tokens = [Unit(f"t{i}", (), {}, after=(f"f{i}",), size=i) for i in range(60_000)]
     began = time.process_time()
-    queue = _Queue([*fetch, *tokens, Unit("merge", (), {}, after=tuple(u.name for u in tokens))])
+    queue = UnitQueue([*fetch, *tokens, Unit("merge", (), {}, after=tuple(u.name for u in tokens))])
     under_way = [u for batch in queue.take({False: 4, True: 4}, {False: 4, True: 4}) for u in batch]
     seen = 0
     while under_way:

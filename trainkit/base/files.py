@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -94,11 +94,16 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_tree(root: Path, names: list[str]) -> str:
+def sha256_tree(root: Path, names: Iterable[str]) -> str:
     """Hex SHA-256 over names and contents of files below `root`, independent of times and owners."""
+    return sha256_files({name: root / name for name in names})
+
+
+def sha256_files(files: Mapping[str, Path]) -> str:
+    """The same over files that lie anywhere, by the names they will have."""
     digest = hashlib.sha256()
-    for name in sorted(names):
-        content = (root / name).read_bytes()
-        digest.update(f"{name}\0{len(content)}\0".encode())
+    for name in sorted(files):
+        content = files[name].read_bytes()
+        digest.update(name.encode("utf-8", "surrogateescape") + f"\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,8 +29,8 @@ class Identity:
         return asdict(self)
 
 
-def _start_time(pid: int) -> int:
-    """Field 22 of /proc/PID/stat (proc(5)), or 0 where the process is gone."""
+def start_time(pid: int) -> int:
+    """When a process began, in clock ticks since boot: field 22 of /proc/PID/stat (proc(5)); 0 where it is gone or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -49,14 +49,26 @@ def _boot_id() -> str:
 def identity(pid: int | None = None) -> Identity:
     """The identity of `pid` (default: this process)."""
     number = os.getpid() if pid is None else pid
-    return Identity(os.uname().nodename, number, _start_time(number), _boot_id())
+    return Identity(os.uname().nodename, number, start_time(number), _boot_id())
 
 
 def is_alive(who: Identity) -> bool | None:
     """Whether that very process lives. None: it is another host's, and cannot be asked from here."""
     if who.host != os.uname().nodename:
         return None
-    return who.boot_id == _boot_id() and who.start_time != 0 and _start_time(who.pid) == who.start_time
+    return who.boot_id == _boot_id() and who.start_time != 0 and start_time(who.pid) == who.start_time
+
+
+def _prctl(option: int, argument: int) -> None:
+    """prctl(2) of this process; nothing on systems other than Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends (Linux, PR_SET_CHILD_SUBREAPER): setsid and double forks do not get away from us."""
+    PR_SET_CHILD_SUBREAPER = 36
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -64,11 +76,38 @@ def die_with_parent(parent_pid: int) -> None:
 
     Call it first thing in a child. If the parent died before the call, exits at once.
     """
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    PR_SET_PDEATHSIG = 1
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(128 + signal.SIGKILL)
+
+
+def dying_with(parent_pid: int) -> Callable[[], None]:
+    """`die_with_parent` for a child between fork and exec, of any program: the library call is looked up before the fork."""
+    prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else lambda *_: 0
+    PR_SET_PDEATHSIG = 1
+
+    def prepare() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:
+            os._exit(128 + signal.SIGKILL)
+
+    return prepare
+
+
+def retitle(title: str) -> None:
+    """Show `title` as this process's command line in ps, as far as the old one leaves room, and its first word as its name.
+
+    Writes over the memory that holds argv (proc(5): arg_start, arg_end); Python has its own copy. Best effort.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(title.partition(" ")[0])
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, room = int(fields[45]), int(fields[46]) - int(fields[45])
+        with open("/proc/self/mem", "r+b", buffering=0) as memory:
+            memory.seek(start)
+            memory.write(title.encode()[: room - 1].ljust(room, b"\0"))
 
 
 def allow_open_files() -> None:

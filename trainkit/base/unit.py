@@ -81,9 +81,9 @@ def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None
         sys.exit(int(Exit.STAGE_FAILED))
 
 
-def error_from(said: dict[str, Any]) -> TrainkitError:
-    """The error that a unit's line {"error": said} tells of, to be raised by whoever started it."""
-    problems = [Problem(p["message"], Place(p["file"], p["line"]) if p.get("file") else None, p.get("hint", "")) for p in said["problems"]]
+def error_from(said: dict[str, Any], who: str = "") -> TrainkitError:
+    """The error that a unit's line {"error": said} tells of, to be raised by whoever started it; `who` begins every message."""
+    problems = [Problem(who + p["message"], Place(p["file"], p["line"]) if p.get("file") else None, p.get("hint", "")) for p in said["problems"]]
     return ConfigError(problems, exit=Exit(said["exit"]))
 
 

@@ -72,10 +72,11 @@ def _print_failure(talk: Talk, record: Record) -> None:
     where = f" on rank {cause['rank']} ({cause['host']})" if "rank" in cause else ""
     text = Text(f"{record.state}, exit {record.exit}, class {record.failure_class}{where}: {cause.get('message', 'no reason is recorded')}")
     talk.console.print(text, style="red" if record.state == "failed" else "yellow")
-    if "log" in cause and record.state == "failed":
+    lines = last_lines(Path(cause["log"]), LOG_LINES) if cause.get("log") and record.state == "failed" else []
+    if lines:
         talk.say(f"last lines of {cause['log']}:")
-        for line in last_lines(Path(cause["log"]), LOG_LINES):
-            talk.say(f"  {line}")
+    for line in lines:
+        talk.say(f"  {line}")
 
 
 def print_ending(talk: Talk, run: RunFolder, job: Job, record: Record) -> None:
@@ -88,8 +89,10 @@ def print_ending(talk: Talk, run: RunFolder, job: Job, record: Record) -> None:
     print_next(talk, record)
 
 
-def print_next(talk: Talk, record: Record) -> None:
-    """What is worth trying now."""
+def print_next(talk: Talk, record: Record, without: str = "") -> None:
+    """What is worth trying now, but for the task that says it."""
     talk.say("next:")
     for task in record.next_tasks():
+        if without and task.startswith(f"invoke {without} "):
+            continue
         talk.say(f"  {task.replace('invoke', talk.command, 1)}")

@@ -1,4 +1,4 @@
-"""The tasks that follow runs: runs, status, logs, tensorboard, report."""
+"""The tasks that follow runs: runs, status, tensorboard, report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.forms import document, read_form
-from trainkit.cli.ending import facts_table, last_lines, print_next
+from trainkit.cli.ending import facts_table, print_next
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
@@ -24,7 +24,8 @@ from trainkit.runs.picture import draw_losses
 from trainkit.runs.record import Record, all_runs, find_run, read_record
 from trainkit.runs.summary import Summary, summarize
 
-COLOURS = {"succeeded": "green", "running": "cyan", "failed": "red", "cancelled": "yellow", "preempted": "yellow"}
+COLOURS = {"succeeded": "green", "running": "cyan", "failed": "red", "cancelled": "yellow", "preempted": "yellow", "unknown": "magenta"}
+WATCH_SECONDS = 2.0
 
 
 def runs(talk: Talk, job: str) -> Answer:
@@ -39,14 +40,19 @@ def runs(talk: Talk, job: str) -> Answer:
     return Answer(document("runs/1", runs=[r.row() for r in records]))
 
 
-def status(talk: Talk, words: str) -> Answer:
-    """The task `status`."""
+def status(talk: Talk, words: str, *, watch: bool = False) -> Answer:
+    """The task `status`. With `watch` again and again until the run has ended; under --json only what is then."""
     run = find_run(load_jobs(talk).roots(), words)
-    record = read_record(run)
-    view = look_at_devices(run, "cuda" if read_job(run.job).cluster.device_type == "cuda" else "cpu") if record.state == "running" else DeviceView([])
-    if not talk.json:
-        _print_status(talk, run, record, view)
-    return Answer({**record.to_json(), **view.to_json()})
+    while True:
+        record = read_record(run)
+        view = look_at_devices(run, "cuda" if read_job(run.job).cluster.device_type == "cuda" else "cpu") if record.state == "running" else DeviceView([])
+        if not talk.json:
+            if watch and talk.console.is_terminal:
+                talk.console.clear()
+            _print_status(talk, run, record, view)
+        if not watch or record.state != "running":
+            return Answer({**record.to_json(), **view.to_json()})
+        time.sleep(WATCH_SECONDS)
 
 
 def _bytes(size: int | None) -> str:
@@ -81,46 +87,16 @@ def _print_status(talk: Talk, run: RunFolder, record: Record, view: DeviceView) 
     iters = read_job(run.job).training.train_iters
     talk.console.print(f"[bold]{run.id}[/] ({run.job_name}): [{colour}]{record.state}[/], step {record.step} of {iters}, attempt {record.attempt}")
     if record.root_cause:
-        talk.say(f"exit {record.exit}, class {record.failure_class}: {record.root_cause.get('message')}")
+        kind = f", class {record.failure_class}" if record.failure_class else ""
+        talk.say(f"exit {record.exit}{kind}: {record.root_cause.get('message')}")
     for survivor in record.survivors:
-        talk.say(f"left behind: rank {survivor['rank']}, pid {survivor['pid']} on {survivor['host']}")
+        talk.say(f"left behind: pid {survivor['pid']} ({survivor.get('argv0', '?')}) on {survivor['host']}")
     talk.console.print(facts_table(run))
     if view.ranks:
         talk.console.print(devices_table(view))
     if view.note:
         talk.say(view.note)
     print_next(talk, record)
-
-
-def logs(talk: Talk, words: str, rank: int, attempt: int, *, follow: bool, lines: int) -> None:
-    """The task `logs`."""
-    run = find_run(load_jobs(talk).roots(), words)
-    attempts = run.attempts()
-    chosen = [a for a in attempts if a.number == attempt] if attempt else attempts[-1:]
-    if not chosen:
-        raise ConfigError(f"run {run.id} has no attempt {attempt or ''}".rstrip(), hint=f"attempts: {', '.join(str(a.number) for a in attempts) or 'none'}")
-    path = chosen[0].log(rank)
-    if not path.is_file():
-        there = sorted(int(p.stem) for p in path.parent.glob("*.log"))
-        raise ConfigError(f"run {run.id} has no log of rank {rank}", hint=f"ranks with a log: {', '.join(map(str, there)) or 'none'}")
-    for line in last_lines(path, lines or sys.maxsize):
-        talk.say(line)
-    if follow:
-        _follow(talk, run, path)
-
-
-def _follow(talk: Talk, run: RunFolder, path: Path) -> None:
-    with open(path, "rb") as file:
-        file.seek(0, os.SEEK_END)
-        while True:
-            running = read_record(run).state == "running"
-            data = file.read()
-            if data:
-                sys.stdout.write(data.decode(errors="replace"))
-                sys.stdout.flush()
-            elif not running:
-                return
-            time.sleep(0.2)
 
 
 def tensorboard(talk: Talk, words: str, port: int) -> None:

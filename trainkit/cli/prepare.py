@@ -8,7 +8,7 @@ import itertools
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from trainkit.data.manifest import COUNTS, REASONS, read_manifest
 from trainkit.data.paths import MANIFEST
 from trainkit.data.sources import Announcement
 from trainkit.jobs.load import find_root
+from trainkit.jobs.schema import Job
+from trainkit.launch.units import execute_on, place_of
 from trainkit.stages.build import Build
 from trainkit.stages.contract import Need, Stage
 from trainkit.stages.here import execute_here
@@ -59,17 +61,31 @@ def _agree(talk: Talk, large: Announcement) -> None:
 
 
 def bring_up_to_date(
-    talk: Talk, needs: Iterable[Need], root: Path, *, force: bool = False, workers: int | None = None, reporter: StageReporter | None = None
+    talk: Talk,
+    needs: Iterable[Need],
+    root: Path,
+    *,
+    job: Job | None = None,
+    force: bool = False,
+    workers: int | None = None,
+    reporter: StageReporter | None = None,
 ) -> list[Verdict]:
-    """Make every need fresh, or under a dry run print what would be run. `workers`: units at once; by default one a core."""
+    """Make every need fresh, or under a dry run print what would be run.
+
+    Args:
+        job: on whose behalf; its cluster may have other hosts for the units of a stage.
+        workers: units at once; by default one a core here, and clusters.X.stages.STAGE.tasks_per_node on other hosts.
+    """
     reporter = reporter or StageReporter(talk.console)
     if not talk.dry_run:
-        execute = functools.partial(execute_here, workers=workers, counted=reporter.counted)
         verdicts = []
         with _term_interrupts():
             for need in needs:
                 if need.announcement is not None and not judge(need, stamps_folder(root, need.stage), force=force).fresh:
                     _agree(talk, need.announcement)
+                place = place_of(job, need.stage, talk.say) if job else None
+                run: Callable[..., None] = execute_here if place is None else functools.partial(execute_on, place)
+                execute = functools.partial(run, workers=workers, counted=reporter.counted)
                 verdicts.append(make_fresh(need, root, execute, reporter, force=force))
         return verdicts
     verdicts = []
@@ -77,8 +93,10 @@ def bring_up_to_date(
         stamps = stamps_folder(root, need.stage)
         verdicts.append(judge(need, stamps, force=force))
         reporter.verdict(verdicts[-1])
+        place = place_of(job, need.stage, talk.say) if job else None
+        where = "" if place is None else f" on one of {', '.join(host.name for host in place.hosts)}"
         for unit in [] if verdicts[-1].fresh else missing_units(need, stamps, force=force):
-            talk.say(f"  would run {shlex.join(unit.argv)} {unit.name}.spec.json")
+            talk.say(f"  would run {shlex.join(unit.argv)} {unit.name}.spec.json{'' if unit.network else where}")
     return verdicts
 
 
@@ -120,7 +138,7 @@ def prep_data(talk: Talk, dataset: str, job: str, workers: int, *, force: bool) 
         needs = itertools.chain(datasets, later if talk.dry_run else needs_in_turn(resolved, LATER))
     verdicts = bring_up_to_date(talk, Build().needs(None, stamps_folder(root, Build.name)), root)
     reporter = StageReporter(talk.console)
-    verdicts += bring_up_to_date(talk, needs, root, force=force, workers=workers or None, reporter=reporter)
+    verdicts += bring_up_to_date(talk, needs, root, job=resolved, force=force, workers=workers or None, reporter=reporter)
     rows = [] if talk.dry_run else [_row(need, reporter) for need in datasets]
     if rows and not talk.json:
         talk.console.print(dataset_table(rows))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.forms import document
 from trainkit.base.process import allow_open_files
+from trainkit.cli.attach import follow_run, started
 from trainkit.cli.ending import print_ending
+from trainkit.cli.hosts import NO_WORDS, HostWords, hosts_of_job, resolve_on_hosts, say_hosts, sets_of_hosts
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.plan import plan_of
 from trainkit.cli.prepare import STAGES, bring_up_to_date
@@ -21,13 +26,19 @@ from trainkit.data.mixture import open_mixture
 from trainkit.engines import ENGINES, refuse_unlaunchable
 from trainkit.engines.rules import RULES
 from trainkit.jobs.change import changed_job
+from trainkit.jobs.load import Jobs
 from trainkit.jobs.schema import Job
+from trainkit.launch.hostfile import OVER_SSH
+from trainkit.launch.hosts import HostList, hosts_path, read_hosts
+from trainkit.launch.launchers import LAUNCHERS
 from trainkit.launch.outcome import Outcome
+from trainkit.launch.session import new_session
 from trainkit.launch.start import Watch, refuse_other_inputs, resume_run, start_run
 from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan, make_plan
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import find_run, read_record
+from trainkit.runs.record import Record, find_run, read_record
+from trainkit.runs.tail import EventTail
 from trainkit.stages.index import Index
 from trainkit.stages.run import needs_in_turn, needs_of, refuse_stale, stamps_folder
 
@@ -65,45 +76,80 @@ def _print_plan(talk: Talk, plan: Plan, job: Job) -> None:
     talk.console.print(f"[bold]{job.name}[/]: {size}, {ranks}, {job.training.train_iters} steps of {batch} = {plan.tokens / 1e6:,.2f} million tokens")
 
 
-def _dry_run(talk: Talk, job: Job, plan: Plan) -> Answer:
+def _dry_run(talk: Talk, job: Job, plan: Plan, hosts: HostList, *, background: bool) -> Answer:
+    """Say what would be started where. Nothing is written."""
     run = RunFolder(Path(job.cluster.root or ".") / "runs" / job.name / "RUN")
     command = ENGINES[job.engine].command(job, run, 1)
-    for rank in range(job.world_size):
-        talk.say(f"would start rank {rank}: {shlex.join(command.argv)}")
+    folder = run.session(1)
+    session = new_session(folder, run.id, 1, hosts.running, job.cluster, run.root / "code" / "SHA256", run.attempt(1).transports, {})
+    lines = LAUNCHERS[job.cluster.launcher].commands(session, hosts.running)
+    if background:
+        talk.say("would start a supervisor in a session of its own, which outlives this terminal")
+    for words in lines:
+        talk.say(f"would run: {shlex.join(words)}")
+    ranks = job.ranks_per_node
+    for node, host in enumerate(hosts.running):
+        talk.say(f"would start on {host.name}: {_span(node * ranks, ranks)}, each {shlex.join(command.argv)}")
     for name, value in command.env.items():
         talk.say(f"  with {name}={value}")
     for name in command.secret_names:
         talk.say(f"  with {name} from the environment")
-    return Answer(document("dry-run/1", plan=plan.to_json(), command=command.to_json()))
+    listed = [{"host": host.name, "ranks": list(range(node * ranks, (node + 1) * ranks)), "slots": list(host.slots)} for node, host in enumerate(hosts.running)]
+    told = {"hosts": listed, "spares": [host.name for host in hosts.spares], "launcher": [list(words) for words in lines]}
+    return Answer(document("dry-run/1", plan=plan.to_json(), command=command.to_json(), **told))
 
 
-def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bool) -> Answer:
+def _span(first: int, count: int) -> str:
+    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+
+
+@dataclass(frozen=True)
+class Following:
+    """--detach and --foreground: who keeps the run alive, and who follows it."""
+
+    detach: bool = False
+    foreground: bool = False
+
+    def background(self, job: Job) -> bool:
+        """Whether the supervisor is a process of its own, which no terminal ends. Raises ConfigError where both words are given."""
+        if self.detach and self.foreground:
+            raise ConfigError("--detach and --foreground contradict each other")
+        return self.detach or (job.cluster.launcher in OVER_SSH and not self.foreground)
+
+
+USUAL = Following()
+
+
+def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bool, words: HostWords = NO_WORDS, following: Following = USUAL) -> Answer:
     """The task `train`."""
     jobs = load_jobs(talk)
-    resolved = jobs.resolve(name, sets)
+    refuse_unlaunchable(jobs.resolve(name, [*words.sets(), *sets]).job)  # before its hosts are looked for
+    resolved, hosts = resolve_on_hosts(jobs, name, sets, words)
     job = resolved.job
-    refuse_unlaunchable(job)
+    background = following.background(job)
     plan = _refuse_infeasible(make_plan(job, rules=RULES[job.engine]))
     secret_values(job.cluster.secrets, os.environ)
     _refuse_without_wandb(job)
     _print_plan(talk, plan, job)
+    say_hosts(talk, job, hosts)
     root = Path(job.cluster.root or ".")
     needs = needs_of(job, STAGES)  # of all, before the first begins: what is hopeless is said at once
     if stages:
-        bring_up_to_date(talk, needs if talk.dry_run else needs_in_turn(job, STAGES), root)
+        bring_up_to_date(talk, needs if talk.dry_run else needs_in_turn(job, STAGES), root, job=job)
     else:
         refuse_stale(needs, root)
     plan = _refuse_infeasible(plan_of(job))
     if talk.dry_run:
-        return _dry_run(talk, job, plan)
+        return _dry_run(talk, job, plan, hosts, background=background)
     _refuse_without_samples(job)
     needs = needs_of(job, STAGES)  # as they are now that they are done
     view = TrainingView(talk.console, job.training.train_iters)
     try:
-        run, outcome = start_run(resolved, plan, needs, jobs.root, Watch(view.begin, view.tick, view.notice), share=share)
+        watch = Watch(view.begin, view.tick, view.notice)
+        run, outcome = start_run(resolved, plan, needs, jobs.root, watch, hosts=hosts, share=share, background=background)
     finally:
         view.end()
-    return _finish(talk, run, job, outcome)
+    return _finish(talk, run, job, outcome, EventTail(run), following)
 
 
 def _say_lasting_longer(talk: Talk, job: Job) -> None:
@@ -114,18 +160,16 @@ def _say_lasting_longer(talk: Talk, job: Job) -> None:
         talk.say(f"after step {t.decay_iters} the learning rate is min_lr = {t.min_lr:g}; {way}")
 
 
-def resume(talk: Talk, words: str, sets: Sequence[str], *, share: bool) -> Answer:
+def resume(talk: Talk, text: str, sets: Sequence[str], *, share: bool, words: HostWords = NO_WORDS, following: Following = USUAL, code: str = "run") -> Answer:
     """The task `resume`."""
-    run = find_run(load_jobs(talk).roots(), words)
+    if code not in ("run", "current"):
+        raise ConfigError(f"--code {code!r} is neither run (the code that the run began with) nor current (that of this checkout)")
+    jobs = load_jobs(talk)
+    run = find_run(jobs.roots(), text)
     record = read_record(run)
-    changed, job = changed_job(run.job, sets)
-    if record.state == "running":
-        raise TrainkitError(
-            f"run {run.id} is still running (attempt {record.attempt}, step {record.step})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}"
-        )
-    if record.state == "unknown":
-        hint = "ask there; if that host is gone for good, delete the attempt's events.jsonl"
-        raise TrainkitError(f"run {run.id} was started on another host, which cannot be asked from here", exit=Exit.CONTACT_LOST, hint=hint)
+    changed, job, hosts = _changed(jobs, run, sets, words)
+    background = following.background(job)
+    _refuse_running(record)
     refuse_other_inputs(run)
     root = Path(job.cluster.root or ".")
     _refuse_infeasible(plan_of(job))
@@ -134,21 +178,52 @@ def resume(talk: Talk, words: str, sets: Sequence[str], *, share: bool) -> Answe
         return Answer(record.to_json())
     _refuse_without_wandb(job)
     _say_lasting_longer(talk, job)
+    say_hosts(talk, job, hosts)
     if talk.dry_run:
         talk.say(f"would go on with run {run.id} in {run.path}, attempt {record.attempt + 1}, from its newest valid checkpoint")
         return Answer(record.to_json())
-    bring_up_to_date(talk, Index().needs(job, stamps_folder(root, Index.name)), root)
+    bring_up_to_date(talk, Index().needs(job, stamps_folder(root, Index.name)), root, job=job)
     _refuse_without_samples(job)
     talk.say(f"run {run.id} ({record.state}) is at step {record.step}; going on as attempt {record.attempt + 1}")
-    view = TrainingView(talk.console, job.training.train_iters)
+    view, events = TrainingView(talk.console, job.training.train_iters), EventTail(run, told=True)
     try:
-        outcome = resume_run(run, job, changed, Watch(view.begin, view.tick, view.notice), share=share)
+        watch = Watch(view.begin, view.tick, view.notice)
+        outcome = resume_run(run, job, changed, watch, hosts=hosts, share=share, background=background, code=code == "current", project=jobs.root)
     finally:
         view.end()
-    return _finish(talk, run, job, outcome)
+    return _finish(talk, run, job, outcome, events, following)
 
 
-def _finish(talk: Talk, run: RunFolder, job: Job, outcome: Outcome) -> Answer:
+def _changed(jobs: Jobs, run: RunFolder, sets: Sequence[str], words: HostWords) -> tuple[dict[str, Any], Job, HostList]:
+    """(document, job, hosts) that a run goes on with: where no others are asked for, those it had."""
+    moved = jobs.resolve(run.job_name, [f"cluster={json.dumps(words.cluster)}"]) if words.cluster else None
+    given = [*replace(words, cluster="").sets(), *sets]
+    _, job = changed_job(run.job, given, moved)
+    refuse_unlaunchable(job)
+    former = read_hosts(run) if hosts_path(run).is_file() and moved is None else None
+    hosts = hosts_of_job(job, words, former)
+    changed, job = changed_job(run.job, [*given, *sets_of_hosts(job, hosts, sets)], moved)
+    return changed, job, hosts
+
+
+def _refuse_running(record: Record) -> None:
+    run = record.run
+    if record.state == "running":
+        message = f"run {run.id} is still running (attempt {record.attempt}, step {record.step})"
+        raise TrainkitError(message, exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}; invoke attach {run.id} follows it")
+    if record.state == "unknown":
+        hint = f"ask there, or end for good what may be left of it: invoke cancel {run.id}"
+        raise TrainkitError(f"run {run.id}: {(record.root_cause or {}).get('message')}", exit=Exit.CONTACT_LOST, hint=hint)
+
+
+def _finish(talk: Talk, run: RunFolder, job: Job, outcome: Outcome | None, events: EventTail, following: Following) -> Answer:
+    """How it ended. Without an outcome a supervisor of its own goes on with the run: follow it, unless nobody wants to."""
+    if outcome is None and following.detach and started(run, events):
+        talk.say(f"run {run.id} has started, and goes on by itself in {run.path}")
+        talk.say(f"  {talk.command} attach {run.id} follows it, {talk.command} cancel {run.id} stops it")
+        return Answer(read_record(run).to_json())
+    if outcome is None:
+        return follow_run(talk, run, events)
     record = read_record(run)
     with contextlib.suppress(OSError, SystemExit):  # a terminal that is gone does not change how the run ended
         print_ending(talk, run, job, record)

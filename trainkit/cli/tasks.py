@@ -15,6 +15,16 @@ SET = {"set": "a.b=value: override a value of the resolved job; may be repeated"
 DATASET = {"dataset": "a prepared dataset of jobs.toml", "job": "below the root of this job's cluster; by default below this folder"}
 FORCE = {"force": "do it even if it is fresh"}
 STEP = {"step": "of the checkpoint; 0: the newest valid one"}
+HOSTS = {
+    "cluster": "on this cluster of jobs.toml",
+    "nodes": "on so many nodes; 0: as the job says",
+    "hostfile": "another hostfile than the cluster's",
+    "include": "only these of its hosts: HOST[:SLOTS]@HOST..., SLOTS as in 0,2-3",
+    "exclude": "without these of its hosts, or slots",
+    "detach": "return as soon as the run is on its way; it needs no terminal",
+    "foreground": "tie the run to this command: it ends when this ends",
+    "share": "run beside another run on the same slots",
+}
 DEVICE = {"device": "cpu or cuda; by default what the job's cluster computes on"}
 TENSOR = {"tensor-parallel": "ranks on this machine that the model is split over, for one that no device here holds"}
 
@@ -118,29 +128,82 @@ def data_verify(talk: Talk, dataset: str, job: str = "") -> Answer:
 @make_task(
     positional=["job"],
     iterable=["set"],
-    help={**JOB, **SET, "no-stages": "fail (exit 5) instead of preparing what is stale", "share": "run beside another run on this host's slots"},
+    help={**JOB, **SET, **HOSTS, "no-stages": "fail (exit 5) instead of preparing what is stale"},
     reports=True,
     dry=True,
+    at_least={"nodes": 0},
 )
-def train(talk: Talk, job: str, set: list[str] | None = None, no_stages: bool = False, share: bool = False) -> Answer:
+def train(
+    talk: Talk,
+    job: str,
+    set: list[str] | None = None,
+    no_stages: bool = False,
+    cluster: str = "",
+    nodes: int = 0,
+    hostfile: str = "",
+    include: str = "",
+    exclude: str = "",
+    detach: bool = False,
+    foreground: bool = False,
+    share: bool = False,
+) -> Answer:
     """Prepare what is stale, then train a job and follow it."""
     from trainkit.cli import run
+    from trainkit.cli.hosts import HostWords
 
-    return run.train(talk, job, set or [], stages=not no_stages, share=share)
+    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude), run.Following(detach, foreground)
+    return run.train(talk, job, set or [], stages=not no_stages, share=share, words=hosts, following=following)
 
 
 @make_task(
     positional=["run"],
     iterable=["set"],
-    help={**RUN, "set": "a.b=value: change the number of ranks, intervals or length; may be repeated", "share": "run beside another run on this host's slots"},
+    help={
+        **RUN,
+        **HOSTS,
+        "set": "a.b=value: change the number of ranks, intervals or length; may be repeated",
+        "code": "run: the code that the run began with; current: that of this checkout",
+    },
     reports=True,
     dry=True,
+    at_least={"nodes": 0},
 )
-def resume(talk: Talk, run: str, set: list[str] | None = None, share: bool = False) -> Answer:
-    """Go on with a run from its newest valid checkpoint, on the same or another number of ranks."""
+def resume(
+    talk: Talk,
+    run: str,
+    set: list[str] | None = None,
+    cluster: str = "",
+    nodes: int = 0,
+    hostfile: str = "",
+    include: str = "",
+    exclude: str = "",
+    detach: bool = False,
+    foreground: bool = False,
+    share: bool = False,
+    code: str = "run",
+) -> Answer:
+    """Go on with a run from its newest valid checkpoint, on the same or on other hosts."""
     from trainkit.cli import run as runner
+    from trainkit.cli.hosts import HostWords
 
-    return runner.resume(talk, run, set or [], share=share)
+    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude), runner.Following(detach, foreground)
+    return runner.resume(talk, run, set or [], share=share, words=hosts, following=following, code=code)
+
+
+@make_task(positional=["run"], help=RUN, reports=True)
+def attach(talk: Talk, run: str) -> Answer:
+    """Follow a run to its end, from any terminal; the exit code is the run's."""
+    from trainkit.cli import attach as attacher
+
+    return attacher.attach(talk, run)
+
+
+@make_task(positional=["run"], help={**RUN, "save": "first save at the end of the step; it can go on from there"}, reports=True)
+def cancel(talk: Talk, run: str, save: bool = False) -> Answer:
+    """Stop a run, and ask every node what is left of it; exit 15, 12 with --save, 13 if a node does not answer."""
+    from trainkit.cli import cancel as canceller
+
+    return canceller.cancel(talk, run, save=save)
 
 
 @make_task(help={"job": "only this job's"}, reports=True)
@@ -151,30 +214,54 @@ def runs(talk: Talk, job: str = "") -> Answer:
     return follow.runs(talk, job)
 
 
-@make_task(positional=["run"], help=RUN, reports=True)
-def status(talk: Talk, run: str) -> Answer:
+@make_task(positional=["run"], help={**RUN, "watch": "again every two seconds, until the run has ended"}, reports=True)
+def status(talk: Talk, run: str, watch: bool = False) -> Answer:
     """Say how a run is doing, or how it ended and what to do next."""
     from trainkit.cli import follow
 
-    return follow.status(talk, run)
+    return follow.status(talk, run, watch=watch)
+
+
+@make_task(positional=["run"], help={**RUN, "attempt": "of this attempt; 0: the newest that failed"}, reports=True, at_least={"attempt": 0})
+def why(talk: Talk, run: str, attempt: int = 0) -> Answer:
+    """Say which rank failed first, on which host, how, and what to do about it."""
+    from trainkit.cli import why as asker
+
+    return asker.why(talk, run, attempt)
 
 
 @make_task(
     positional=["run"],
     help={
         **RUN,
-        "rank": "whose log",
+        "rank": "whose log: 3, or 0,8-15, or failed",
+        "node": "of the ranks on this host",
         "attempt": "which attempt; 0: the newest",
         "follow": "go on printing until the run ends",
         "lines": "how many of the last lines; 0: all",
     },
-    at_least={"rank": 0, "attempt": 0, "lines": 0},
+    at_least={"attempt": 0, "lines": 0},
 )
-def logs(talk: Talk, run: str, rank: int = 0, attempt: int = 0, follow: bool = False, lines: int = 50) -> None:
-    """Print a rank's log."""
-    from trainkit.cli import follow as follower
+def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0, follow: bool = False, lines: int = 50) -> None:
+    """Print the logs of ranks; by default that of rank 0."""
+    from trainkit.cli import logs as reader
 
-    follower.logs(talk, run, rank, attempt, follow=follow, lines=lines)
+    reader.logs(talk, run, rank, node, attempt, follow=follow, lines=lines)
+
+
+@make_task(
+    help={
+        "cluster": "of this cluster of jobs.toml; by default that of the job in [defaults]",
+        "hostfile": "another hostfile than the cluster's",
+        "release": "let this host run again, which is left out for a failure",
+    },
+    reports=True,
+)
+def nodes(talk: Talk, cluster: str = "", hostfile: str = "", release: str = "") -> Answer:
+    """Say which hosts of a cluster can be reached, which runs they are busy with, and which are left out."""
+    from trainkit.cli import nodes as looker
+
+    return looker.nodes(talk, cluster, hostfile, release)
 
 
 @make_task(help={"run": "only this run", "port": "the port to listen on"}, dry=True)
@@ -343,7 +430,6 @@ def replay(talk: Talk, run: str, step: int = 1, samples: int = 4) -> Answer:
 
 
 namespace = Collection(
-    *(jobs, show, check, plan, build, prep_data, data_stats, data_verify, train, resume),
-    *(runs, status, logs, tensorboard, report, generate, evaluate, export, test, bench),
-    *(checkpoints, replay),
+    *(jobs, show, check, plan, build, prep_data, data_stats, data_verify, train, resume, attach, cancel),
+    *(runs, status, why, logs, nodes, checkpoints, replay, tensorboard, report, generate, evaluate, export, test, bench),
 )

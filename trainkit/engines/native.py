@@ -18,8 +18,8 @@ class Native:
         """What is planned for, and not launched yet."""
         sets = "--set "
         asked = {
-            f"cluster.launcher = '{job.cluster.launcher}'": job.cluster.launcher != "local",
-            f"nodes = {job.nodes}": job.nodes > 1,
+            f"cluster.launcher = '{job.cluster.launcher}'": job.cluster.launcher == "slurm",
+            f"nodes = {job.nodes} with launcher = 'local'": job.nodes > 1 and job.cluster.launcher == "local",
             f"cluster.device = '{job.cluster.device.name}'": job.cluster.device_type == "neuron",
             f"container = '{job.container.name if job.container else ''}'": job.container is not None,
         }
@@ -28,10 +28,11 @@ class Native:
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         threads = max(1, len(os.sched_getaffinity(0)) // job.ranks_per_node) if job.cluster.device_type == "cpu" else 1
+        python = sys.executable if job.cluster.launcher == "local" else job.cluster.python or sys.executable
         main = run.code / "trainkit" / "train" / "main.py"
         return Command(
             # -I: neither the working folder nor PYTHON* variables decide which code runs
-            argv=(sys.executable, "-I", str(main), str(run.path), "--attempt", str(attempt)),
+            argv=(python, "-I", str(main), str(run.path), "--attempt", str(attempt)),
             env={"OMP_NUM_THREADS": str(threads), **job.cluster.env, **job.env},
             secret_names=job.cluster.secrets,
             cwd=run.path,

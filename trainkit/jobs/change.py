@@ -1,4 +1,4 @@
-"""What may be changed when a run goes on: how it is laid out, reported and kept, and how long it lasts; never which samples it sees."""
+"""What may be changed when a run goes on: where it runs, how it is laid out, reported and kept, how long it lasts; never which samples it sees."""
 
 from __future__ import annotations
 
@@ -11,15 +11,25 @@ from pydantic import ValidationError
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.base.files import write_json
 from trainkit.base.forms import read_form
+from trainkit.jobs.clusters import WatchLimits
 from trainkit.jobs.layers import parse_sets
 from trainkit.jobs.origins import SET
-from trainkit.jobs.resolved import SCHEMA, read_job
-from trainkit.jobs.schema import Job, Parallelism
+from trainkit.jobs.resolved import SCHEMA, Resolved, read_job
+from trainkit.jobs.schema import Job, Parallelism, Retry
 from trainkit.jobs.words import choices
 
 CHANGEABLE = (
+    "nodes",
+    "cluster.hostfile",
+    "cluster.interface",
+    "cluster.python",
+    "cluster.quarantine_seconds",
     "cluster.ranks_per_node",
+    "cluster.spares",
+    "cluster.ssh_args",
+    *(f"cluster.watch.{name}" for name in WatchLimits.model_fields),
     *(f"parallelism.{name}" for name in Parallelism.model_fields),
+    *(f"retry.{name}" for name in Retry.model_fields),
     "training.micro_batch_size",
     "training.train_iters",
     "training.lr_decay_iters",
@@ -42,18 +52,25 @@ CHANGEABLE = (
 FIXED_BY_MEGATRON = ("training.train_iters", "training.eval_interval", "training.eval_iters")  # Megatron's shuffles depend on how many samples are asked for
 
 
-def changed_job(path: Path, sets: Sequence[str]) -> tuple[dict[str, Any], Job]:
+def changed_job(path: Path, sets: Sequence[str], moved: Resolved | None = None) -> tuple[dict[str, Any], Job]:
     """The job of job.json with overrides laid over it: (document job/1, job). Nothing is written.
+
+    Args:
+        path: job.json of the run.
+        sets: overrides, "nodes=2".
+        moved: the job on another cluster, whose table the run takes over.
 
     The global batch stays what it was, even where it was derived from the number of ranks. So does the end of the learning rate's decay where it
     was train_iters, unless training.lr_decay_iters is given: the rate must not jump because training lasts longer.
 
-    Raises ConfigError for a key that may not change once a run has begun, and for a value the schema refuses.
+    Raises ConfigError for a key that may not change once a run has begun, for a value the schema refuses, and for a cluster with another root.
     """
     job = read_job(path)
     document = read_form(path, SCHEMA)
+    if moved is not None:
+        _move(document, job, moved)
     values, origins = document["job"], document["origins"]
-    if sets:
+    if sets or moved is not None:
         values["training"] |= {"global_batch_size": job.global_batch_size, "gradient_accumulation_steps": None}
     given = parse_sets(sets)
     if any(origin.path == ("training", "train_iters") for origin in given):
@@ -68,17 +85,39 @@ def changed_job(path: Path, sets: Sequence[str]) -> tuple[dict[str, Any], Job]:
             why = "Megatron's order of samples depends on how many are asked for, so other samples would follow"
             problems.append(Problem(f"{key} cannot change in a run with sample_order = 'megatron': {why}", SET, "a run with sample_order = 'native' can"))
             continue
-        table, name = origin.path
-        values[table][name] = origin.value
-        former = origins[key]
-        overrode = [{"value": former["value"], "place": former["place"]}, *former["overrode"]]
+        _put(values, origin.path, origin.value)
+        former = origins.get(key)  # none of retry.infra, where the job had no table `retry`
+        overrode = [{"value": former["value"], "place": former["place"]}, *former["overrode"]] if former else []
         origins[key] = {"value": origin.value, "place": str(SET), "overrode": overrode}
+        if origin.path[0] != key:
+            origins.pop(origin.path[0], None)  # "retry is not set" is no longer true
     if problems:
         raise ConfigError(problems)
     try:
         return document, Job.model_validate(values)
     except ValidationError as error:
         raise ConfigError([Problem(f"{'.'.join(map(str, e['loc']))}: {e['msg']}", SET) for e in error.errors(include_url=False)]) from None
+
+
+def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for name in path[:-1]:
+        if values.get(name) is None:
+            values[name] = {}
+        values = values[name]
+    values[path[-1]] = value
+
+
+def _move(document: dict[str, Any], job: Job, moved: Resolved) -> None:
+    """Put another cluster's table, and where its values come from, into the document of a job."""
+    before, after = job.cluster, moved.job.cluster
+    if after.root != before.root:
+        raise ConfigError(
+            f"cluster '{after.name}' has the root {after.root}, and the run lies in {before.root}",
+            hint=f"a run stays where it is; give clusters.{after.name} that root",
+        )
+    document["job"]["cluster"] = after.model_dump(mode="json")
+    origins = {key: origin for key, origin in document["origins"].items() if not key.startswith("cluster.")}
+    document["origins"] = origins | {key: origin.to_json() for key, origin in moved.origins.items() if key.startswith("cluster.")}
 
 
 def write_changed_job(path: Path, document: dict[str, Any]) -> None:

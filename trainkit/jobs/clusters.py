@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trainkit.jobs.devices import Device, built_in_device
-from trainkit.jobs.table import NAME, Environment, SecretNames, Strings, Table
+from trainkit.jobs.table import NAME, Environment, SecretNames, Strings, Table, wrong
 
 TIME = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$|^\d+(:\d{2}){0,2}$"  # Slurm's forms of --time
 SlurmOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | int | bool]
@@ -31,24 +32,61 @@ class Filesystem(Table):
     read_gib_per_second: float | None = Field(None, gt=0, description="aggregate bandwidth of reading, 2**30 bytes a second")
 
 
+class FailureRule(Table):
+    """What a failure is whose message or last lines match a regular expression; these rules come before the built-in ones."""
+
+    match: str = Field(min_length=1, description="regular expression (Python's) that is searched in a failed rank's message and last lines")
+    failure_class: Literal["user", "infra", "hang", "preempted"] = Field(description="what such a failure is: it decides which retry budget it uses up")
+    suspect: bool = Field(False, description="leave the host out for a while (quarantine_seconds)")
+    advice: str = Field("", description="what `why` tells the person who asks")
+
+    @field_validator("match")
+    @classmethod
+    def _compiles(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise wrong("match", f"match = '{value}' is no regular expression: {error}") from None
+        return value
+
+
+class WatchLimits(Table):
+    """How long is waited for what, in seconds."""
+
+    connect: float = Field(30, gt=0, description="until the agents of all hosts have answered")
+    start: float = Field(1800, gt=0, description="from the start of the ranks to the first step; longer is a hang")
+    heartbeat: float = Field(600, gt=0, description="without a sign of progress of any rank; longer is a hang")
+    lease: float = Field(15, gt=0, description="of silence between supervisor and agent; longer is a lost contact, and the host stops its ranks")
+    grace: float = Field(10, ge=0, description="from TERM to KILL of ranks that are stopped")
+    clock: float = Field(30, gt=0, description="that the clocks of two hosts may differ")
+
+
 class Cluster(Table):
     """Where jobs run."""
-
-    planned = ("retry", "spares")
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     launcher: Literal["local", "ssh", "pdsh", "slurm"] = Field("local", description="how ranks are started")
     device: Device = Field(
         default_factory=lambda: built_in_device("cpu"), description="name of a row of the device table: cpu, cuda (any GPU), h100-sxm-80gb, ..."
     )
-    hostfile: str | None = Field(None, description="ssh, pdsh: the file that lists hosts and their slots")
+    hostfile: str | None = Field(None, description="ssh, pdsh: the file that lists hosts and their slots; by default /job/hostfile")
+    spares: int = Field(0, ge=0, description="ssh, pdsh: hosts of the hostfile beyond `nodes` that are kept to replace bad ones")
+    interface: str | None = Field(None, min_length=1, description="ssh, pdsh: the network that ranks talk over: an interface (eth0) or a CIDR (10.0.0.0/8)")
+    ssh_args: Strings = Field((), description="ssh, pdsh: more arguments of ssh")
+    python: str | None = Field(None, pattern="^/", description="ssh, pdsh: the Python interpreter on the nodes; by default the path of the one on the head")
+    node_folder: str = Field("/dev/shm", pattern="^/", description="a folder of each node's own, for heartbeats and the locks of its slots")
+    watch: WatchLimits = Field(default_factory=WatchLimits)
+    failures: dict[Annotated[str, Field(pattern=NAME)], FailureRule] = Field(
+        default_factory=dict, description="what failures mean, by names of your own; tried in order, before the rules that come with trainkit"
+    )
+    quarantine_seconds: float = Field(3600, ge=0, description="ssh, pdsh: how long a host that is suspected of a failure is left out")
     prolog: Strings = Field((), description="shell lines that a node must run before anything else (modules, venv)")
     slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch")
     stages: dict[Annotated[str, Field(pattern=NAME)], StagePlace] = Field(default_factory=dict, description="where stages run, by their names")
     filesystems: dict[Annotated[str, Field(pattern=NAME)], Filesystem] = Field(default_factory=dict, description="shared file systems, by names of your own")
     gpus_per_node: int = Field(0, ge=0, description="GPUs (or cores of another accelerator) of one node")
     max_nodes: int | None = Field(None, ge=1, description="nodes there are")
-    ranks_per_node: int | None = Field(None, ge=1, description="processes a node; by default gpus_per_node, at least 1")
+    ranks_per_node: int | None = Field(None, ge=1, description="processes a node; by default gpus_per_node, at least 1; slots of a hostfile override it")
     network_gb_per_second: float | None = Field(None, gt=0, description="of one node to the others, one way, 1e9 bytes a second")
     root: str | None = Field(None, description="folder for runs, code snapshots and data; by default that of jobs.toml")
     hub_endpoint: str | None = Field(None, pattern=r"^https?://[^@\s]+$", description="where hf:NAME is fetched from; by default the public hub")

@@ -6,14 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.jobs.build import Builder, in_order, validate
 from trainkit.jobs.layers import JOBS_FILE, Findings, compose, parse_sets, read
 from trainkit.jobs.origins import Section
 from trainkit.jobs.resolved import Resolved, origins_of
-from trainkit.jobs.schema import TABLES, Dataset, Job
+from trainkit.jobs.schema import TABLES, Cluster, Dataset, Job, Table
 from trainkit.jobs.words import choices
+
+T = TypeVar("T", bound=Table)
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,21 @@ class Jobs:
 
     def dataset(self, name: str) -> Dataset:
         """A dataset with its tokenizer, apart from any job. Raises ConfigError with everything that is wrong with it."""
-        known = self._builder.tables("datasets")
+        return self._apart("datasets", Dataset, name)
+
+    def cluster(self, name: str) -> Cluster:
+        """A cluster apart from any job. Raises ConfigError with everything that is wrong with it."""
+        return self._apart("clusters", Cluster, name)
+
+    def _apart(self, kind: str, model: type[T], name: str) -> T:
+        known = self._builder.tables(kind)
         if name not in known:
-            raise ConfigError(f"{JOBS_FILE} in {self.root} has no dataset '{name}'", hint=choices(name, known))
+            raise ConfigError(f"{JOBS_FILE} in {self.root} has no {kind[:-1]} '{name}'", hint=choices(name, known))
         findings = Findings(self._builder.outline_problems())
-        dataset = validate(Dataset, self._builder.build("datasets", name, (), findings), findings)
-        if findings.problems or dataset is None:
+        table = validate(model, self._builder.build(kind, name, (), findings), findings)
+        if findings.problems or table is None:
             raise ConfigError(in_order(findings.problems))
-        return dataset
+        return table
 
     def resolve(self, name: str, sets: Sequence[str] = ()) -> Resolved:
         """The job `name` with every value and its origin.

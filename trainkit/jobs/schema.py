@@ -29,6 +29,7 @@ __all__ = [  # the tables that other packages name
     "Model",
     "Parallelism",
     "Profile",
+    "Retry",
     "RopeScaling",
     "Table",
     "Tokenizer",
@@ -128,10 +129,21 @@ class Wandb(Table):
     mode: Literal["online", "offline"] = Field("online", description="offline: only files, for `wandb sync` later")
 
 
+class Retry(Table):
+    """How often a run goes on by itself after a failure, by the failure's class: one kind does not eat the budget of another."""
+
+    infra: int = Field(3, ge=0, description="after a rank or host failed without fault of the job")
+    hang: int = Field(2, ge=0, description="after a hang")
+    user: int = Field(0, ge=0, description="after an error of the job's own code or data")
+    preempted: int = Field(0, ge=0, description="after it was told to save and stop")
+    same_step: int = Field(3, ge=1, description="identical failures at one step, with no progress between them, that end the run for good (exit 14)")
+    shrink: bool = Field(True, description="go on with fewer nodes where too few are left and the plan allows it")
+
+
 class Job(Table):
     """One experiment, complete: after `trainkit.jobs` nobody reads jobs.toml or the environment again."""
 
-    planned = ("retry", "resume", "kernels", "precompile")
+    planned = ("resume", "kernels", "precompile")
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     description: str = Field("", description="one line: what it is and where it comes from")
@@ -159,6 +171,7 @@ class Job(Table):
     init_from: str | None = Field(None, min_length=1, description="weights to begin with: hf:NAME of the hub, hf:NAME@REVISION, or a Hugging Face folder")
     profile: Profile | None = Field(None, description="profile a range of steps")
     wandb: Wandb | None = Field(None, description="report to Weights & Biases as well")
+    retry: Retry | None = Field(None, description="how often it goes on by itself after a failure; by default not at all on this machine")
     env: Environment = Field(default_factory=dict, description="environment variables of every rank, over the cluster's")
     slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch, over the cluster's")
 
@@ -219,6 +232,13 @@ class Job(Table):
     def ranks_per_node(self) -> int:
         """Processes a node."""
         return self.cluster.ranks_per_node or max(1, self.cluster.gpus_per_node)
+
+    @property
+    def retries(self) -> Retry:
+        """Budgets of retries: as given; by default none where the ranks run on this machine only."""
+        if self.retry is not None:
+            return self.retry
+        return Retry() if self.cluster.launcher != "local" else Retry(infra=0, hang=0)
 
     @property
     def sbatch_options(self) -> SlurmOptions:

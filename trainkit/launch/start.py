@@ -1,87 +1,146 @@
-"""From a resolved job to a run: its folder, its code, its world, and one attempt after another."""
+"""From a resolved job to a run: its folder, its code, its hosts, and a supervisor."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import write_json, write_text
+from trainkit.base.files import write_json
 from trainkit.base.forms import document, read_form
-from trainkit.base.locks import Busy, locked
-from trainkit.engines import ENGINES
 from trainkit.jobs.change import write_changed_job
 from trainkit.jobs.resolved import Resolved, write_job
 from trainkit.jobs.schema import Job
+from trainkit.launch.hosts import HostList, write_hosts
 from trainkit.launch.outcome import Outcome
-from trainkit.launch.slots import locked_slots
 from trainkit.launch.snapshot import link_code, take_snapshot
-from trainkit.launch.supervise import Interrupts, Supervisor
-from trainkit.launch.world import allocate_local, secret_values, world_document
+from trainkit.launch.supervisor import locked_run, supervise
+from trainkit.launch.watch import Watch
+from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
+from trainkit.runs.record import read_supervisor
 from trainkit.stages.contract import Need
 from trainkit.stages.stamps import file_identity
 
+__all__ = ["Watch", "refuse_other_inputs", "resume_run", "spawn_supervisor", "start_run"]
+
+SPAWN_SECONDS = 60.0  # a shared file system under load may take that long to give Python its modules
 PACKAGE = Path(trainkit.__file__).parent
 
 
-@dataclass(frozen=True)
-class Watch:
-    """How a person follows an attempt.
+def start_run(
+    resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Path, watch: Watch, *, hosts: HostList, share: bool, background: bool
+) -> tuple[RunFolder, Outcome | None]:
+    """Make a run and supervise it to its end, or have a process of its own do that.
 
     Args:
-        begin: called once with the run before its ranks start.
-        tick: called some twenty times a second.
-        notice: called with one line when something a person should know happens.
-    """
+        resolved: the job.
+        plan: its plan.
+        needs: what it reads, up to date.
+        project: the folder of jobs.toml.
+        watch: how a person follows; not used in the background.
+        hosts: where it runs, and spares.
+        share: run beside other runs on the same slots.
+        background: return as soon as a supervisor that outlives this process has taken over; then the outcome is None.
 
-    begin: Callable[[RunFolder], None]
-    tick: Callable[[], None]
-    notice: Callable[[str], None]
-
-
-def start_run(resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Path, watch: Watch, *, share: bool) -> tuple[RunFolder, Outcome]:
-    """Make a run and follow its first attempt to the end.
-
-    Raises TrainkitError: 17 if the host's slots are taken, 3 if a secret is missing; then nothing is left behind.
+    Raises TrainkitError: 17 if the slots are taken, 3 if a secret is missing; then nothing is left behind.
     """
     job = resolved.job
     secrets = secret_values(job.cluster.secrets, os.environ)
     run = new_run_folder(Path(job.cluster.root or "."), job.name)
     try:
-        with _locked_run(run), locked_slots(job, run, share=share):
+        with locked_run(run):
             _fill(run, resolved, plan, needs, project, secrets)
-            return run, _attempt(run, job, watch, secrets)
+            write_hosts(run, hosts)
+            if not background:
+                return run, _refuse_busy(run, supervise(run, secrets, watch, share=share))
+        spawn_supervisor(run, share=share)
+        return run, None
+    except TrainkitError as error:
+        if error.exit == Exit.HOSTS_BUSY:
+            shutil.rmtree(run.path)
+        raise
     finally:
         if not run.job.exists():
-            shutil.rmtree(run.path)
+            shutil.rmtree(run.path, ignore_errors=True)
 
 
-def resume_run(run: RunFolder, job: Job, document: dict[str, Any], watch: Watch, *, share: bool) -> Outcome:
-    """Follow the next attempt of a run to the end. `document` is the job.json it goes on with.
+def resume_run(
+    run: RunFolder,
+    job: Job,
+    document: dict[str, Any],
+    watch: Watch,
+    *,
+    hosts: HostList,
+    share: bool,
+    background: bool,
+    code: bool = False,
+    project: Path | None = None,
+) -> Outcome | None:
+    """Go on with a run, as `start_run`. `document` is the job.json it goes on with; `code`: with a new snapshot of `project` instead of its own code.
 
-    Raises TrainkitError: 17 if it is running or the host's slots are taken, 3 if a secret is missing.
+    Raises TrainkitError (exit 17) if somebody else is just doing that, or if the slots are taken.
     """
     secrets = secret_values(job.cluster.secrets, os.environ)
-    with _locked_run(run), locked_slots(job, run, share=share):
+    with locked_run(run):
+        if code:
+            link_code(take_snapshot(PACKAGE, run.root / "code", project or run.root).folder, run.code)
         write_changed_job(run.job, document)
-        return _attempt(run, job, watch, secrets)
+        write_hosts(run, hosts)
+        if not background:
+            return _refuse_busy(run, supervise(run, secrets, watch, share=share))
+    spawn_supervisor(run, share=share)
+    return None
+
+
+def _refuse_busy(run: RunFolder, outcome: Outcome) -> Outcome:
+    """The outcome itself. Raises TrainkitError (17) where the slots were taken, with the attempt that never was taken away again."""
+    if outcome.exit != Exit.HOSTS_BUSY:
+        return outcome
+    attempt = run.attempts()[-1]
+    shutil.rmtree(attempt.path)
+    shutil.rmtree(run.session(attempt.number), ignore_errors=True)
+    cause = outcome.root_cause or {}
+    raise TrainkitError(str(cause.get("message")), exit=Exit.HOSTS_BUSY, hint=str(cause.get("advice", "")))
+
+
+def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
+    """Start the run's supervisor in a session of its own, from the run's own code; it lives on when this process and its terminal are gone.
+
+    Returns when launch/supervisor.json says that it is there. Raises TrainkitError with its own words where it ended before.
+    """
+    program = run.code.resolve() / "trainkit" / "launch" / "supervisor.py"
+    argv = [sys.executable, "-I", str(program), str(run.path.resolve()), *(["--share"] if share else [])]
+    log = run.path / "launch" / "supervisor.log"
+    with open(log, "ab") as output:
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd="/", start_new_session=True)
+    deadline = time.monotonic() + SPAWN_SECONDS
+    while (sign := read_supervisor(run)) is None or sign.identity.pid != child.pid:
+        if (code := child.poll()) is not None:
+            said = log.read_text(errors="replace").strip().splitlines()[-1:]
+            known = Exit(code) if code in {e.value for e in Exit} else Exit.BUG
+            raise TrainkitError(f"the supervisor ended at once: {said[0] if said else f'exit code {code}'}", exit=known, hint=f"see {log}")
+        if time.monotonic() > deadline:
+            child.kill()
+            raise TrainkitError(f"the supervisor did not begin within {SPAWN_SECONDS:g} s", exit=Exit.START, hint=f"see {log}")
+        time.sleep(0.02)
 
 
 def _fill(run: RunFolder, resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Path, secrets: Mapping[str, str]) -> None:
     """Snapshot, plan, origin, inputs, and last job.json, which makes the folder a run."""
-    sha256, snapshot = take_snapshot(PACKAGE, run.root / "code")
-    link_code(snapshot, run.code)
+    snapshot = take_snapshot(PACKAGE, run.root / "code", project)
+    link_code(snapshot.folder, run.code)
     write_json(run.plan, plan.to_json())
-    write_origin(run, project, sha256, secrets)
+    write_origin(run, project, snapshot.sha256, secrets, [vars(each) for each in snapshot.left_out])
     made = [path for need in needs if need.stage != "build" for path in need.outputs]
     ready = [path for need in needs for path in need.inputs if path.suffix in (".bin", ".idx")]  # pairs that nobody made here: the run reads them itself
     files = [file_identity(path) for path in dict.fromkeys([*made, *ready])]
@@ -98,29 +157,3 @@ def refuse_other_inputs(run: RunFolder) -> None:
             what = "is missing" if new is None else "has changed"
             message = f"{old[0]} {what} since run {run.id} began; its samples would no longer be the same"
             raise TrainkitError(message, exit=Exit.STAGE_STALE, hint="put the file back, or start a new run with invoke train")
-
-
-@contextlib.contextmanager
-def _locked_run(run: RunFolder) -> Iterator[None]:
-    """Hold the run's lock: one supervisor a run. Raises TrainkitError (exit 17) where another holds it."""
-    try:
-        with locked(run.path / "lock", {"run": run.id}, wait=False):
-            yield
-    except Busy as busy:
-        raise TrainkitError(
-            f"run {run.id} is running already (pid {busy.holder.get('pid', '?')})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}"
-        ) from None
-
-
-def _attempt(run: RunFolder, job: Job, watch: Watch, secrets: Mapping[str, str]) -> Outcome:
-    number = max((a.number for a in run.attempts()), default=0) + 1
-    command = ENGINES[job.engine].command(job, run, number)
-    for name, text in command.files.items():
-        write_text(run.path / name, text)
-    world = world_document(run, number, command, allocate_local(command, f"{run.id}/{number}"))
-    write_json(run.world, world)
-    with Interrupts().listening() as interrupts:
-        supervisor = Supervisor(world, run.attempt(number), secrets, watch.tick, watch.notice)
-        supervisor.record_start()
-        supervisor.show(lambda: watch.begin(run))
-        return supervisor.run(interrupts)

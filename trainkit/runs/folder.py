@@ -24,8 +24,13 @@ class AttemptFolder:
         return self.path / "events.jsonl"
 
     def log(self, rank: int) -> Path:
-        """stdout and stderr of a rank (supervisor)."""
+        """stdout and stderr of a rank (its agent)."""
         return self.path / "logs" / f"{rank}.log"
+
+    @property
+    def transports(self) -> Path:
+        """What ssh or pdsh said, HOST.log (supervisor)."""
+        return self.path / "launch"
 
     def error(self, rank: int) -> Path:
         """Why a rank failed (the rank)."""
@@ -76,6 +81,15 @@ class RunFolder:
     @property
     def world(self) -> Path:
         return self.path / "launch" / "world.json"
+
+    @property
+    def supervisor(self) -> Path:
+        """Who the supervisor is, where it listens, and when it was last there; rewritten every few seconds while it lives."""
+        return self.path / "launch" / "supervisor.json"
+
+    def session(self, attempt: int) -> Path:
+        """By what supervisor and agents of an attempt find and prove themselves to each other."""
+        return self.path / "launch" / f"attempt-{attempt}"
 
     @property
     def code(self) -> Path:

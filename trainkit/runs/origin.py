@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ def printable_environment(environment: Mapping[str, str], secret_names: Iterable
     return {k: None if k in names or any(word in k.upper() for word in HIDDEN) else v for k, v in sorted(environment.items())}
 
 
-def write_origin(run: RunFolder, project: Path, code_sha256: str, secrets: Mapping[str, str]) -> None:
-    """Write origin.json and, where the project is a git checkout with uncommitted changes, origin.diff.
+def write_origin(run: RunFolder, project: Path, code_sha256: str, secrets: Mapping[str, str], left_out: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Write origin.json and, where the project is a git checkout with uncommitted changes, origin.diff. `left_out`: its files that the snapshot lacks.
 
     `secrets` are names and values; the values are written nowhere, not even where the diff holds them.
     """
@@ -61,6 +61,7 @@ def write_origin(run: RunFolder, project: Path, code_sha256: str, secrets: Mappi
         git_diff_bytes=len(diff) if diff is not None else None,
         git_untracked=untracked.splitlines()[:1000] if untracked is not None else None,
         code_sha256=code_sha256,
+        code_left_out=list(left_out),
         host=platform.node(),
         platform=platform.platform(),
         python=sys.version.split()[0],

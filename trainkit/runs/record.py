@@ -1,22 +1,26 @@
-"""What happened to a run: events are appended by the supervisor, the state is read from them."""
+"""What happened to a run: events are appended by the supervisor, the state is read from them and from the supervisor's sign of life."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json
-from trainkit.base.forms import document, utc_now
+from trainkit.base.forms import document, read_form, utc_now
 from trainkit.base.process import Identity, is_alive
 from trainkit.runs.folder import AttemptFolder, RunFolder
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"]
 FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
+SILENCE_SECONDS = 60.0  # of another host's supervisor, which writes its sign of life every 5 s; longer and nobody knows
 _STATE_OF_CLASS: dict[str, State] = {"success": "succeeded", "cancelled": "cancelled", "preempted": "preempted"}
 
 
@@ -53,6 +57,49 @@ def read_events(attempt: AttemptFolder) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
+class SupervisorSign:
+    """launch/supervisor.json, the form supervisor/1.
+
+    Args:
+        identity: which process it is.
+        host: where it runs.
+        time: when it last wrote this, seconds since 1970.
+        attempt: the newest attempt it began.
+        address: where it listens.
+        port: where it listens.
+        ended: it has finished its work.
+    """
+
+    identity: Identity
+    host: str
+    time: float
+    attempt: int
+    address: str
+    port: int
+    ended: bool
+
+    def alive(self, now: float) -> bool | None:
+        """Whether it lives; None: it is another host's, and has been silent."""
+        if self.ended:
+            return False
+        here = is_alive(self.identity)
+        return here if here is not None else True if now - self.time <= SILENCE_SECONDS else None
+
+
+def read_supervisor(run: RunFolder) -> SupervisorSign | None:
+    """The supervisor's sign of life; None where there is none (yet). Raises ConfigError for a file of another form."""
+    if not run.supervisor.is_file():
+        return None
+    value = read_form(run.supervisor, "supervisor/1")
+    try:
+        who = Identity(**value["identity"])
+        at, attempt, port = float(value["time"]), int(value["attempt"]), int(value["port"] or 0)
+        return SupervisorSign(who, str(value["host"]), at, attempt, str(value["address"]), port, bool(value["ended"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{run.supervisor} is not as a supervisor writes it: {error}") from None
+
+
+@dataclass(frozen=True)
 class Record:
     """A run as its folder tells it."""
 
@@ -82,9 +129,13 @@ class Record:
         if self.state == "succeeded":
             writes = [f'invoke generate {run} --prompt "..."'] if _has_tokenizer(self.run) else []
             return [*writes, f"invoke report {run}", "invoke tensorboard"]
-        if self.state in ("failed", "cancelled", "preempted"):
+        if self.state == "failed":
+            return [f"invoke why {run}", f"invoke resume {run}", f"invoke logs {run}"]
+        if self.state in ("cancelled", "preempted"):
             return [f"invoke resume {run}", f"invoke logs {run}"]
-        return [f"invoke logs {run} --follow"]
+        if self.state == "unknown":
+            return [f"invoke cancel {run}", "invoke nodes"]
+        return [f"invoke attach {run}", f"invoke logs {run} --follow"]
 
     def to_json(self) -> dict[str, Any]:
         """The form run/1."""
@@ -123,39 +174,69 @@ def last_step(run: RunFolder) -> int:
 
 
 def read_record(run: RunFolder) -> Record:
-    """The state of a run now. A run whose supervisor is gone without a word is failed, class infra."""
+    """The state of a run now. Between two attempts it is running. A run whose supervisor is gone without a word is failed, class infra; one whose
+    supervisor is on another host and silent is unknown (exit 13)."""
     attempts = run.attempts()
     number = attempts[-1].number if attempts else 0
     events = read_events(attempts[-1]) if attempts else []
     step = last_step(run)
     started = next((e for e in events if e["event"] == "started"), None)
     ended = next((e for e in reversed(events) if e["event"] == "ended"), None)
-    if ended is not None:
+    sign = read_supervisor(run)
+    alive = sign.alive(time.time()) if sign is not None else None
+    if ended is not None and not alive:
         state = _STATE_OF_CLASS.get(ended["class"], "failed")
         return Record(run, state, step, number, ended["exit"], ended["class"], ended["root_cause"], ended["survivors"])
-    if started is None:
-        return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", {"message": "it never started: whoever made it is gone"}, [])
-    alive = is_alive(Identity(**started["supervisor"]))
-    if alive is None:
-        return Record(run, "unknown", step, number, None, None, None, [])
+    if sign is None and started is not None:
+        alive = is_alive(Identity(**started["supervisor"]))
     if alive:
         return Record(run, "running", step, number, None, None, None, [])
-    cause = {"message": f"the supervisor (pid {started['supervisor']['pid']} on {started['supervisor']['host']}) is gone and left no word"}
-    return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", cause, [])
+    if alive is None and (sign is not None or started is not None):
+        host, since = (sign.host, sign.time) if sign else (started["supervisor"]["host"] if started else "?", attempts[-1].events.stat().st_mtime)
+        message = f"the supervisor on {host} has given no sign of life since {_iso(since)}, and that host cannot be asked from here"
+        return Record(run, "unknown", step, number, int(Exit.CONTACT_LOST), None, {"message": message, "host": host, "since": _iso(since)}, [])
+    if sign is not None:
+        message = f"the supervisor (pid {sign.identity.pid} on {sign.host}) is gone and left no word"
+    elif started is not None:
+        message = f"the supervisor (pid {started['supervisor']['pid']} on {started['supervisor']['host']}) is gone and left no word"
+    else:
+        message = "it never started: whoever made it is gone"
+    return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", {"message": message}, [])
 
 
-def all_runs(roots: Iterable[Path]) -> list[RunFolder]:
-    """Every run below ROOT/runs of any root, oldest first."""
-    found = [run for root in roots for run in _runs_below(root)]
+def _iso(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def all_runs(roots: Iterable[Path], warn: Callable[[str], None] = _warn) -> list[RunFolder]:
+    """Every run below ROOT/runs of any root, oldest first. `warn` is told of what cannot be read."""
+    found = [run for root in roots for run in _runs_below(root, warn)]
     return sorted(found, key=lambda run: run.id)
 
 
-def _runs_below(root: Path) -> list[RunFolder]:
-    """Runs of one root; none where it is another cluster's and not to be read from here."""
+def _runs_below(root: Path, warn: Callable[[str], None]) -> list[RunFolder]:
+    """Runs of one root; those that can be seen where parts of it are not to be read from here (another cluster's root, a dead mount)."""
+    found = []
+    for job in _folders(root / "runs", warn):
+        for run in _folders(job, warn):
+            try:
+                found += [RunFolder(run)] if (run / "job.json").is_file() else []
+            except OSError as error:
+                warn(f"{run} cannot be read ({error.strerror}): that run is not seen")
+    return found
+
+
+def _folders(path: Path, warn: Callable[[str], None]) -> list[Path]:
     try:
-        jobs = [job for job in (root / "runs").iterdir() if job.is_dir()] if (root / "runs").is_dir() else []
-        return [RunFolder(run) for job in jobs for run in job.iterdir() if (run / "job.json").is_file()]
-    except PermissionError:
+        return [entry for entry in path.iterdir() if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        warn(f"{path} cannot be read ({error.strerror}): runs there are not seen")
         return []
 
 

@@ -108,6 +108,7 @@ def save(
     *,
     group: dist.ProcessGroup | None = None,
     before: Callable[[], None] = lambda: None,
+    moved: Callable[[], None] = lambda: None,
     **about: Any,
 ) -> Checkpoint:
     """Write and publish a checkpoint; called by all ranks together. Every rank writes, hashes and fsyncs its file in step-N.tmp; rank 0 writes the
@@ -118,6 +119,7 @@ def save(
         tensors: by name; each rank gives what it holds.
         group: over all ranks, on the CPU; by default the default one.
         before: done by rank 0 first; its OSError counts as the disk's.
+        moved: called after every part that this rank has written.
         about: the fields of About.
 
     Returns the checkpoint (its manifest's tables of files and tensors are empty on other ranks than 0).
@@ -131,7 +133,7 @@ def save(
     temporary = target.with_name(target.name + UNFINISHED)
     needed = torch.tensor(sum(part.nbytes for tensor in tensors.values() for part in parts_of(tensor).values()))
     dist.all_reduce(needed, group=group)
-    writer = Writer(temporary, rank)
+    writer = Writer(temporary, rank, moved)
     with contextlib.ExitStack() as held:  # by rank 0
 
         def begin() -> None:

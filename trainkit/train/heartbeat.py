@@ -45,6 +45,11 @@ class Heartbeat:
         """A save took so long; the next beat tells."""
         self.save_seconds = seconds
 
+    def again(self) -> None:
+        """Say that what was begun goes on: to be called at every part of a long save or evaluation, and only there, so that a hang stays one."""
+        if self.phase is not None:
+            self.beat(self.phase, self.step)
+
     def beat(self, phase: Phase, step: int) -> None:
         """Say it; at most two times a second while the phase stays the same."""
         self.step, now = step, time.time()

@@ -94,7 +94,7 @@ class Trainer:
         self.step = self.consumed_samples = self.rollbacks = 0
         self.evaluation_due = True  # the next thing to do at this step
         self.validation: dict[str, float] = {}  # losses measured at this step (rank 0)
-        self.saver = Saver(job.checkpoint, run.checkpoints, heartbeat.saved)
+        self.saver = Saver(job.checkpoint, run.checkpoints, heartbeat.saved, heartbeat.again)
         if not self._load_newest():
             begin_weights(job, self.parts)
         self.readback: Readback[StepFacts] = Readback(self.device)
@@ -301,6 +301,7 @@ class Trainer:
         for i in range(self.job.training.eval_iters):
             if self.told():
                 return None
+            self.heartbeat.again()
             sums += self.maker.evaluate(feed.read(i * batch_size, batch_size))
         dist.all_reduce(sums)
         return sums

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import faulthandler
 import os
 import signal
 import sys
@@ -30,8 +31,10 @@ def listen(stop: threading.Event, nothing_new: Callable[[], bool] = lambda: Fals
 
     TERM from our parent, which knows what it does, ends the process at once. Any other TERM (a scheduler's) and USR1 ask for a checkpoint at the end of
     the step. While there is nothing new to save (starting, loading, compiling the first step, which may take longer than anyone's grace) the process leaves.
+    USR2 prints all threads' stacks on stderr, from C: where Python hangs in a library it still answers.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
 
     def wait() -> None:
         while True:

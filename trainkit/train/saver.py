@@ -32,10 +32,12 @@ class Saver:
         keep: the job's `checkpoint` table.
         folder: the run's checkpoints.
         ended: told of the seconds a save took, when it has ended; from another thread where saves are asynchronous.
+        moved: called after every part of a save that training waits for.
     """
 
-    def __init__(self, keep: Keep, folder: Path, ended: Callable[[float], None] = lambda seconds: None) -> None:
+    def __init__(self, keep: Keep, folder: Path, ended: Callable[[float], None] = lambda seconds: None, moved: Callable[[], None] = lambda: None) -> None:
         self.keep, self.folder, self.ended = keep, folder, ended
+        self.moved = (lambda: None) if keep.save_async else moved
         # A group of its own: a thread that talks in the default one in the midst of training's own words aborts it.
         self._group = dist.new_group(backend="gloo") if keep.save_async else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save") if keep.save_async else None
@@ -96,7 +98,7 @@ class Saver:
     def _save(self, tensors: Mapping[str, Tensor], before: Callable[[], None], **about: Any) -> None:
         began = time.perf_counter()
         self._staging.wait()
-        saved = checkpoint.save(self.folder, tensors, group=self._group, before=before, **about)
+        saved = checkpoint.save(self.folder, tensors, group=self._group, before=before, moved=self.moved, **about)
         seconds = time.perf_counter() - began
         self.ended(seconds)
         if dist.get_rank() != 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any, cast
@@ -74,10 +75,13 @@ def _box(item: WriteItem) -> ChunkStorageMetadata:
 
 
 class Writer(StorageWriter):
-    """Writes this rank's parts into `folder`/rank-NNNNN.bin. After a save, `files` and `tensors` hold the manifest's tables on rank 0."""
+    """Writes this rank's parts into `folder`/rank-NNNNN.bin, calling `moved` after each.
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.name = folder, f"rank-{rank:05d}.bin"
+    After a save, `files` and `tensors` hold the manifest's tables on rank 0.
+    """
+
+    def __init__(self, folder: Path, rank: int, moved: Callable[[], None] = lambda: None) -> None:
+        self.folder, self.name, self.moved = folder, f"rank-{rank:05d}.bin", moved
         self.files: list[DataFile] = []
         self.tensors: dict[str, TensorEntry] = {}
 
@@ -111,6 +115,7 @@ class Writer(StorageWriter):
                     digest.update(piece)
                 end = start + len(data)
                 parts.append((item.index, Chunk(offsets=tuple(box.offsets), sizes=tuple(box.sizes), file=self.name, start=start, bytes=len(data))))
+                self.moved()
             os.fsync(file.fileno())
             if (there := os.fstat(file.fileno()).st_size) != end:
                 raise OSError(errno.EIO, f"the file system has {there} of {end} bytes", str(self.folder / self.name))

@@ -1,0 +1,85 @@
+# shellcheck shell=bash disable=SC2034
+# slurm.sh: the Slurm half of the cluster, sourced by cluster.sh and host.sh; nothing of it runs unless TK_SLURM=1.
+# TK_GPUS=4 TK_CPUS=8: what a node pretends to have. TK_SACCT=1: mariadb and slurmdbd too, so that `sacct` works.
+GPUS=${TK_GPUS:-4}
+
+slurm_needs() {
+    echo slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge
+    [ "${TK_SACCT:-0}" != 1 ] || echo slurmdbd:slurmdbd mariadbd:mariadb-server
+}
+
+slurm_configure() { # on the machine, once: keys, pretend devices, slurm.conf
+    mkdir -p "$D"/{slurm/state,dev}
+    # cgroup v1 freezer, if the machine has one: with it Slurm kills all of a step's processes, as real clusters do; without,
+    # proctrack/linuxproc loses those that daemonize (they stay, and srun waits for them)
+    [ ! -w /sys/fs/cgroup/freezer/cgroup.procs ] || CG=/sys/fs/cgroup/freezer/tk${D//\//-}
+    (umask 077; head -c 128 /dev/urandom > "$D/slurm/munge.key")
+    local g; for g in $(seq 0 $((GPUS - 1))); do mknod "$D/dev/nvidia$g" c 1 3; done   # File= must name a device
+    cat > "$D/slurm/slurm.conf" <<CONF
+ClusterName=tk
+SlurmctldHost=head
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=cred_expire=5
+StateSaveLocation=$D/slurm/state
+SlurmctldPidFile=$D/slurm/slurmctld.pid
+SlurmctldLogFile=$D/slurm/slurmctld.log
+SlurmdSpoolDir=$D/hosts/%n/spool
+SlurmdPidFile=/run/slurmd.pid
+SlurmdLogFile=$D/hosts/%n/log/slurmd.log
+ProctrackType=proctrack/$([ -n "$CG" ] && echo cgroup || echo linuxproc)
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/$([ "${TK_SACCT:-0}" = 1 ] && echo linux || echo none)
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=gpu
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=5
+SchedulerParameters=bf_interval=2,sched_interval=2
+JobRequeue=1
+JobCompType=jobcomp/filetxt
+JobCompLoc=$D/slurm/jobcomp.txt
+$([ "${TK_SACCT:-0}" != 1 ] || printf '%s\n' AccountingStorageType=accounting_storage/slurmdbd AccountingStorageHost=head AccountingStorageTRES=gres/gpu)
+NodeName=node[1-$N] CPUs=${TK_CPUS:-8} RealMemory=4000 Gres=gpu:$GPUS State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+CONF
+    echo "CgroupPlugin=cgroup/v1" > "$D/slurm/cgroup.conf"    # said even if unused: autodetection fails without cgroups
+    echo "Name=gpu Flags=nvidia_gpu_env File=$D/dev/nvidia[0-$((GPUS - 1))]" > "$D/slurm/gres.conf"
+}
+
+slurm_knows() { # HOST: whether the controller has it as a node that takes work
+    [ "$1" = head ] || "$D/on" head sinfo -h -N -n "$1" -o %t 2> /dev/null | grep -qE '^(idle|mix|alloc)$'
+}
+
+slurm_cgroup() { # on a node: a freezer hierarchy of its own, for proctrack/cgroup
+    mount -t tmpfs -o mode=755 tmpfs /sys/fs/cgroup; mkdir /sys/fs/cgroup/freezer
+    mount -t cgroup -o freezer cgroup /sys/fs/cgroup/freezer
+}
+
+slurm_accounting() { # on the head: a database and slurmdbd, so that the real sacct works
+    local db=$D/slurm/db; mkdir -p /run/mysqld
+    [ -d "$db/mysql" ] || mariadb-install-db --no-defaults --user=root --datadir="$db" --skip-test-db \
+        --auth-root-authentication-method=normal > "$D/slurm/mariadb.log" 2>&1
+    setsid mariadbd --no-defaults --user=root --datadir="$db" --socket=/run/mysqld/mysqld.sock --skip-networking \
+        --pid-file=/run/mysqld/mysqld.pid --innodb-flush-log-at-trx-commit=0 >> "$D/slurm/mariadb.log" 2>&1 < /dev/null &
+    for _ in $(seq 200); do mariadb-admin --no-defaults -S /run/mysqld/mysqld.sock ping > /dev/null 2>&1 && break; sleep 0.1; done
+    (umask 077; printf '%s\n' AuthType=auth/munge DbdHost=head SlurmUser=root StorageType=accounting_storage/mysql \
+        StorageHost=localhost StorageUser=root StorageLoc=slurm_acct LogFile="$D/slurm/slurmdbd.log" \
+        PidFile=/run/slurmdbd.pid > /etc/slurm/slurmdbd.conf)
+    slurmdbd
+    for _ in $(seq 200); do (: < /dev/tcp/head/6819) 2> /dev/null && break; sleep 0.1; done
+    sacctmgr -i add cluster tk > /dev/null       # must be there before slurmctld starts
+}
+
+slurm_host() { # NAME: its daemons
+    local f; for f in slurm.conf gres.conf cgroup.conf; do ln -sf "$D/slurm/$f" "/etc/slurm/$f"; done
+    munged --key-file="$D/slurm/munge.key" --log-file="$h/log/munged.log" --seed-file="$h/munge.seed" \
+           --socket=/run/munge/munge.socket.2 --pid-file=/run/munge/munged.pid
+    [ "$1${TK_SACCT:-0}" != head1 ] || slurm_accounting
+    if [ "$1" = head ]; then slurmctld
+    else until timeout 1 bash -c ': < /dev/tcp/head/6817' 2> /dev/null; do sleep 0.1; done; slurmd -N "$1"; fi
+}

@@ -1,0 +1,194 @@
+"""A small supervisor with blocking sockets, to see what real agents do: tests/launch/test_agent*.py."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import trainkit
+from trainkit.base import marks
+from trainkit.launch import frames
+from trainkit.launch.frames import Decoder, Frame
+
+AGENT = Path(trainkit.__file__).parent / "launch" / "agent.py"
+SECRET = "a-secret-value"
+
+
+class Session:
+    """A session folder, the port its agents dial, and one real agent process.
+
+    Args:
+        folder: made.
+        values: put into session.json.
+    """
+
+    def __init__(self, folder: Path, **values: Any) -> None:
+        self.folder, self.token = folder / "session", secrets.token_bytes(32)
+        self.node_folder = folder / "node"
+        for made in (self.folder, self.node_folder):
+            made.mkdir(parents=True)
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.server.settimeout(20)
+        self.run = "test-" + secrets.token_hex(6)
+        self.mark = f"{self.run}/1/0"
+        session = {
+            "schema": "session/1",
+            "run": self.run,
+            "attempt": 1,
+            "address": "127.0.0.1",
+            "port": self.server.getsockname()[1],
+            "nodes": [{"host": "here"}],
+        }
+        session |= {"interface": None, "root": str(folder), "lease": 5, "grace": 1, "node_folder": str(self.node_folder), "nonce": "abc", "python_paths": []}
+        (self.folder / "session.json").write_text(json.dumps(session | values))
+        (self.folder / "token").write_text(self.token.hex())
+        (self.folder / "secrets.json").write_text(json.dumps({"KEY": SECRET}))
+        self.agent: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None, agent: Path = AGENT) -> subprocess.Popen[bytes]:
+        """Start the agent as a launcher does; the process is its keeper."""
+        argv = [sys.executable, "-I", "-S", str(agent), str(self.folder), "0"]
+        self.agent = subprocess.Popen(argv, stdin=stdin, stderr=open(self.folder.parent / "agent.err", "wb"), env=environment, start_new_session=True)  # noqa: SIM115
+        return self.agent
+
+    def accept(self) -> Peer:
+        """The agent's connection, proved on both sides."""
+        peer = Peer(self.server.accept()[0])
+        knock, own = peer.hear("knock"), frames.new_nonce()
+        peer.say(type="challenge", nonce=own, proof=frames.proof(self.token, "supervisor", own, knock["nonce"]))
+        answer = peer.hear("answer")
+        assert frames.proved(answer["proof"], self.token, "agent", knock["nonce"], own, f"agent:{knock['node']}")
+        peer.decoder.limit = frames.LIMIT
+        return peer
+
+    def begin(self, *, slots: tuple[str, ...] = ("cpu",), **how: Any) -> Peer:
+        """Start the agent, hear its hello, reserve."""
+        self.start(**how)
+        peer = self.accept()
+        peer.hello = peer.hear("hello")
+        peer.say(type="reserve", run=self.run, attempt=1, slots=slots, share=False, mark=self.mark)
+        peer.hear("reserved")
+        return peer
+
+    def left(self) -> list[marks.Marked]:
+        """What lives on this machine of the run."""
+        return marks.marked(self.run)
+
+    def words(self) -> str:
+        """What the agent said on stderr."""
+        return (self.folder.parent / "agent.err").read_text()
+
+    def close(self) -> None:
+        """End everything, whatever the test has done to it."""
+        self.server.close()
+        if self.agent:
+            self.agent.kill()
+            self.agent.wait()
+        wait_until(lambda: not marks.kill_marked(self.run))
+
+
+class Peer:
+    """The supervisor's end of one agent's connection. Frames that are not waited for are kept in `heard`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.decoder = sock, Decoder()
+        self.waiting: list[Frame] = []
+        self.heard: list[Frame] = []
+        self.hello: Frame = {}
+
+    def say(self, **frame: Any) -> None:
+        """Send a frame."""
+        self.sock.sendall(frames.encode(frame))
+
+    def go(self, *processes: Frame, secret_names: tuple[str, ...] = ()) -> None:
+        """Start processes."""
+        self.say(type="go", processes=processes, secret_names=secret_names)
+
+    def hear(self, kind: str, key: str | None = None, seconds: float = 20.0) -> Frame:
+        """The next frame of that type (and process); pings go on meanwhile. Raises EOFError at the end of the connection."""
+        deadline, pinged = time.monotonic() + seconds, time.monotonic()
+        while True:
+            while self.waiting:
+                frame = self.waiting.pop(0)
+                self.heard.append(frame)
+                if frame["type"] == kind and key in (None, frame.get("key")):
+                    return frame
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {kind} of {key} within {seconds} s; last {self.heard[-3:]}")
+            if self.decoder.limit == frames.LIMIT and time.monotonic() - pinged > 0.5:
+                pinged = time.monotonic()
+                self.say(type="ping")
+            self.sock.settimeout(0.25)
+            try:
+                data = self.sock.recv(2**18)
+            except TimeoutError:
+                continue
+            if not data:
+                raise EOFError(f"the agent closed the connection before {kind}")
+            self.waiting += self.decoder.feed(data)
+
+    def output(self, key: str, stream: str | None = None) -> str:
+        """All output heard so far of a process."""
+        return "".join(f["text"] for f in self.heard if f["type"] == "output" and f["key"] == key and stream in (None, f["stream"]))
+
+    def until_output(self, key: str, words: str) -> None:
+        """Hear until a process has printed some words."""
+        while words not in self.output(key):
+            self.hear("output", key)
+
+
+def process(key: str, program: str, **values: Any) -> Frame:
+    """An entry of "go": a Python program."""
+    return {
+        "key": key,
+        "argv": [sys.executable, "-u", "-c", program],
+        "env": {},
+        "cwd": "/",
+        "log": None,
+        "error": None,
+        "heartbeat": False,
+        "whole": False,
+    } | values
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> bool:
+    """Whether it came true in that time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def setsid(path: Path) -> str:
+    """A program in a session of its own that ignores TERM and writes its pid to `path`."""
+    return f"import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+
+
+def ignoring(path: Path) -> str:
+    """A program that ignores TERM and has such a child."""
+    return (
+        f"import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); subprocess.Popen([sys.executable, '-c', {setsid(path)!r}]); time.sleep(600)"
+    )
+
+
+def pid_in(path: Path) -> int:
+    """The pid that a program writes to `path`."""
+    assert wait_until(lambda: path.exists() and path.read_text())
+    return int(path.read_text())

@@ -1,0 +1,80 @@
+"""Runs under the real supervisor whose ranks are small programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import trainkit
+from tests.conftest import JOBS
+from trainkit.base.errors import Problem
+from trainkit.engines.contract import Command
+from trainkit.jobs.load import load
+from trainkit.jobs.resolved import write_job
+from trainkit.jobs.schema import Job
+from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts import HostList, write_hosts
+from trainkit.launch.launchers import Launcher
+from trainkit.launch.outcome import Outcome
+from trainkit.launch.snapshot import link_code, take_snapshot
+from trainkit.launch.supervisor import supervise
+from trainkit.launch.watch import Watch, nobody
+from trainkit.runs.folder import RunFolder, new_run_folder
+
+DONE = """
+import json, os
+open(os.environ["TRAINKIT_HEARTBEAT_FILE"], "w").write(json.dumps({"phase": "done"}))
+"""
+
+
+class Program:
+    """An engine whose ranks run `python -c PROGRAM`, or any argv."""
+
+    def __init__(self, program: str = DONE, argv: tuple[str, ...] | None = None, env: dict[str, str] | None = None) -> None:
+        self.argv, self.env = argv or (sys.executable, "-c", program), env or {}
+
+    def problems(self, job: Job) -> list[Problem]:
+        return []
+
+    def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
+        env = {"ATTEMPT": str(attempt), **job.cluster.env, **job.env, **self.env}
+        return Command(self.argv, env, job.cluster.secrets, run.path, ranks_per_node=job.ranks_per_node)
+
+
+def make_run(folder: Path, sets: Sequence[str] = (), hosts: Sequence[Host] | None = None, nodes: int = 1) -> RunFolder:
+    """A run of tests/conftest.py's job on random tokens, complete up to its supervisor; its slots are its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.toml").write_text(JOBS)
+    slots = folder / "node"
+    slots.mkdir(exist_ok=True)
+    given = [
+        f"cluster.node_folder={slots}",
+        f"cluster.root={folder}",
+        "cluster.watch.grace=1",
+        f"nodes={nodes}",
+        *([] if nodes == 1 else ["cluster.launcher=ssh"]),
+        *sets,
+    ]
+    resolved = load(folder).resolve("random", given)
+    run = new_run_folder(folder, "random")
+    link_code(take_snapshot(Path(trainkit.__file__).parent, folder / "code").folder, run.code)
+    default = [Host("localhost" if nodes == 1 else f"h{i}", slots=tuple(range(resolved.job.ranks_per_node))) for i in range(nodes)]
+    write_hosts(run, HostList(tuple(hosts or default), nodes))
+    write_job(run.job, resolved)
+    return run
+
+
+def supervised(
+    run: RunFolder, engine: Program, *, watch: Watch | None = None, launcher: Launcher | None = None, secrets: dict[str, str] | None = None
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    """(outcome, events of the last attempt)."""
+    outcome = supervise(run, secrets or {}, watch or nobody(), share=False, launcher=launcher, engine=engine)
+    return outcome, events(run, run.attempts()[-1].number)
+
+
+def events(run: RunFolder, attempt: int = 1) -> list[dict[str, Any]]:
+    """All events of an attempt."""
+    return [json.loads(line) for line in run.attempt(attempt).events.read_text().splitlines()]

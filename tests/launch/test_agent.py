@@ -1,0 +1,425 @@
+"""A real agent process and a small supervisor: how they meet, what is started, what is said of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trainkit
+from tests.launch.fake_supervisor import AGENT, SECRET, Peer, Session, process, wait_until
+from trainkit.base.tree import snapshot_hash
+from trainkit.launch import frames
+from trainkit.launch.agent_hello import driver_version, gpus
+from trainkit.launch.agent_link import Lost, dial
+from trainkit.launch.snapshot import take_snapshot
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    session = Session(tmp_path, lease=60)
+    yield session
+    session.close()
+
+
+def test_it_needs_only_the_standard_library() -> None:
+    code = f"""
+import runpy, sys
+sys.argv = ["agent.py"]
+try:
+    runpy.run_path({str(AGENT)!r}, run_name="__main__")
+except SystemExit as usage:
+    assert "usage" in str(usage), usage
+from pathlib import Path
+foreign = [n for n, m in sys.modules.items() if (f := getattr(m, "__file__", None)) and "site-packages" in f]
+assert not foreign, foreign
+ours = [n for n in sys.modules if n.startswith("trainkit.")]
+allowed = ("trainkit.base", "trainkit.launch.frames", "trainkit.launch.agent")
+assert ours and all(n == "trainkit.launch" or n.startswith(allowed) for n in ours), ours
+print(len(ours))
+"""
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and int(done.stdout) > 10, done.stderr
+
+
+def test_hello(session: Session) -> None:
+    import torch
+
+    peer = session.begin()
+    hello = peer.hello
+    assert session.agent and hello["pid"] != session.agent.pid == int(Path(f"/proc/{hello['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+    assert (hello["node"], hello["host"], hello["nonce"], hello["address"], hello["address_error"]) == (0, socket.gethostname(), "abc", "127.0.0.1", None)
+    assert hello["interface"] == "lo" and hello["writable"] is None and not hello["errors"] and abs(hello["clock"] - time.time()) < 20
+    assert hello["versions"]["torch"] == torch.__version__ and hello["versions"]["python"] == sys.version.split()[0]
+    assert hello["snapshot"] == snapshot_hash(Path(trainkit.__file__).parents[1]) and len(hello["snapshot"]) == 64
+    assert hello["slots"] == {}
+    keeper = Path(f"/proc/{session.agent.pid}")
+    shown = (keeper / "cmdline").read_text().rstrip("\0")
+    assert shown.startswith("run-keeper ") and shown.endswith(" 0") and "trainkit" not in shown and (keeper / "comm").read_text() == "run-keeper\n"
+
+
+def test_the_code_it_runs_is_told_by_its_content(session: Session, tmp_path: Path) -> None:
+    """What programs write beside a snapshot's files is none of it; an edited file is."""
+    digest, folder, _ = take_snapshot(Path(trainkit.__file__).parent, tmp_path / "code")
+
+    def told() -> str | None:
+        session.start(agent=folder / "trainkit" / "launch" / "agent.py")
+        peer = session.accept()
+        hello = peer.hear("hello")
+        peer.say(type="bye")
+        assert session.agent and session.agent.wait(timeout=20) == 0
+        assert ("snapshot" in hello["errors"]) == (hello["snapshot"] is None)
+        return str(hello["snapshot"]) if hello["snapshot"] else None
+
+    (folder / "written-by-a-program").write_text("x")
+    assert told() == digest == folder.name
+    with open(folder / "trainkit" / "py.typed", "a") as file:
+        file.write("edited")
+    assert told() not in (digest, None)
+    (folder / "trainkit" / "py.typed").unlink()
+    assert told() is None
+
+
+def test_gpus_by_what_the_driver_says(tmp_path: Path) -> None:
+    """/proc/driver/nvidia as drivers 535 (closed) and 550 (open) write it: two of three GPUs are given to this container."""
+    devices, driver = tmp_path / "dev", tmp_path / "nvidia"
+    for number, place in enumerate(("0000:c3:00.0", "0000:03:00.0", "0000:19:00.0")):
+        about = driver / "gpus" / place / "information"
+        about.parent.mkdir(parents=True)
+        about.write_text(f"Model: \t\t NVIDIA H{number}00 80GB HBM3\nIRQ:   \t\t 45\nBus Location: \t {place}\nDevice Minor: \t {number}\nGPU Excluded:\t No\n")
+    devices.mkdir()
+    for name in ("nvidia2", "nvidia0", "nvidia7", "nvidiactl", "nvidia-uvm"):
+        (devices / name).touch()
+    assert gpus(devices, driver) == ["NVIDIA H000 80GB HBM3", "NVIDIA H200 80GB HBM3", "nvidia7"]
+    assert gpus(tmp_path / "none", tmp_path / "none") == [] and driver_version(tmp_path / "none") is None
+    for text in ("Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023", "Open Kernel Module for x86_64  535.129.03  Release Build  (dvs-builder@U16)"):
+        (driver / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 {text}\nGCC version:  gcc version 12.3.0 (Ubuntu)\n")
+        assert driver_version(driver) == "535.129.03"
+
+
+def test_an_address_that_is_not_here_is_said_not_guessed(tmp_path: Path) -> None:
+    session = Session(tmp_path, interface="203.0.113.0/24")
+    try:
+        session.start()
+        hello = session.accept().hear("hello")
+        assert "203.0.113.0/24" in hello["address_error"] and "127.0.0.1" in hello["address_error"]
+    finally:
+        session.close()
+
+
+def challenge(session: Session, frame: frames.Frame | bytes) -> int | None:
+    """What becomes of an agent whose supervisor says `frame` to its knock."""
+    agent = session.start()
+    peer = Peer(session.server.accept()[0])
+    peer.hear("knock")
+    peer.sock.sendall(frame if isinstance(frame, bytes) else frames.encode(frame))
+    peer.sock.sendall(frames.encode({"type": "go", "processes": [process("0", f"open({str(session.folder / 'executed')!r}, 'w')")], "secret_names": []}))
+    return agent.wait(timeout=20)
+
+
+def test_a_supervisor_that_cannot_prove_itself_executes_nothing(session: Session) -> None:
+    own = frames.new_nonce()
+    replayed = frames.proof(session.token, "supervisor", own, frames.new_nonce())  # to another knock
+    mirrored = {"type": "challenge", "nonce": own, "proof": frames.proof(b"another token", "supervisor", own, own)}
+    said: list[frames.Frame | bytes] = [
+        {"type": "challenge", "nonce": own, "proof": replayed},
+        mirrored,
+        {"type": "challenge", "nonce": own},
+        {"type": "challenge", "nonce": 5, "proof": None},
+        {"type": "go", "processes": [process("0", "print(1)")], "secret_names": []},
+        b"\x00\x00\x20\x00" + b"x" * 100,  # longer than a stranger may be
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00\x00\x00\x02{}",
+    ]
+    for frame in said:
+        assert challenge(session, frame) == 8, frame
+        assert "prove" in session.words() and "Traceback" not in session.words()
+    assert not (session.folder / "executed").exists()
+
+
+def test_a_silent_supervisor_is_given_up(session: Session) -> None:
+    with pytest.raises(Lost, match="did not prove"):
+        dial("127.0.0.1", session.server.getsockname()[1], session.token, 0, seconds=0.5)
+    with pytest.raises(Lost, match="cannot connect"):
+        dial("127.0.0.1", 1, session.token, 0, seconds=0.5)
+
+
+def test_a_root_that_is_not_shared_is_said(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-I", "-S", str(AGENT), str(tmp_path / "nothing"), "0"], capture_output=True, text=True, check=False)
+    assert done.returncode == 7 and "nothing" in done.stderr and "share" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_orders_it_cannot_do_end_nothing(session: Session) -> None:
+    peer = session.begin()
+    peer.go(process("0", "import time; time.sleep(600)"))
+    peer.hear("started", "0")
+    for order in (
+        {"type": "dance"},
+        {"type": "go"},
+        {"type": "signal", "signal": "NONE"},
+        {"type": "stop", "grace": "x"},
+        {"type": "connect", "address": 1, "port": 2},
+    ):
+        peer.say(**order)
+        assert peer.hear("refused")["frame"] == order["type"]
+    assert session.left() and not [f for f in peer.heard if f["type"] == "ended"]
+
+
+HOSTILE = {
+    "QUOTES": "'\"`",
+    "SHELL": "$HOME $(id) ${X} ; & | > <",
+    "LINES": "a\nb\r\nc",
+    "PERCENT": "%h %n %% %u",
+    "JSON": '{"a": [1, "b"]}',
+    "UNICODE": "日本 é 𝄞",
+    "EMPTY": "",
+    "BYTES": os.fsdecode(b"\xff\xfe"),
+}
+
+
+def test_words_arrive_as_they_were(session: Session, tmp_path: Path) -> None:
+    """Arguments and environment byte by byte, with secrets, this node's values and torch's."""
+    program = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['OUT'], 'w'))"
+    env = HOSTILE | {"OUT": str(tmp_path / "seen.json"), "HERE": "${node:NODE_ONLY}/x", "NOT": "${host:X} ${node:}"}
+    peer = session.begin(environment={**os.environ, "NODE_ONLY": "of this node"})
+    argv = [sys.executable, "-c", program, *HOSTILE.values()]
+    peer.go({"key": "0", "argv": argv, "env": env, "cwd": str(tmp_path), "heartbeat": True, "log": None, "error": None}, secret_names=("KEY", "ABSENT"))
+    assert peer.hear("ended", "0")["code"] == 0
+    words, seen = json.loads((tmp_path / "seen.json").read_text())
+    assert words == list(HOSTILE.values())
+    assert {name: seen[name] for name in env} == env | {"HERE": "of this node/x"}
+    assert seen["KEY"] == SECRET and "ABSENT" not in seen and seen["PATH"] == os.environ["PATH"]
+    assert seen["TRAINKIT_RUN"] == f"{session.mark}/0" and int(seen["TRAINKIT_PARENT_PID"]) == peer.hello["pid"]
+    assert Path(seen["TRAINKIT_HEARTBEAT_FILE"]).is_relative_to(session.node_folder)
+
+
+def test_what_cannot_start_is_said_and_the_rest_starts(session: Session, tmp_path: Path) -> None:
+    peer = session.begin()
+    bad = [
+        process("0", ""),
+        process("1", "", cwd="/no/such/folder"),
+        process("2", "", env={"A": "${node:NO_SUCH_VARIABLE}"}),
+        process("3", "import time; time.sleep(600)"),
+    ]
+    bad[0]["argv"] = ["/no/such/program"]
+    peer.go(*bad)
+    errors = [peer.hear("start_failed", key)["error"] for key in "012"]
+    assert "/no/such/program" in errors[0] and "/no/such/folder" in errors[1] and "NO_SUCH_VARIABLE" in errors[2]
+    peer.hear("started", "3")
+    (session.folder / "secrets.json").unlink()
+    peer.go(process("4", ""), process("5", ""), secret_names=("KEY",))
+    assert all("secrets.json" in peer.hear("start_failed", key)["error"] for key in "45")
+    peer.go(process("3", ""))
+    assert "runs already" in peer.hear("start_failed", "3")["error"]
+
+
+def test_how_processes_end(session: Session, tmp_path: Path) -> None:
+    """Exit codes and signals as they were; success as the process said it; its error file; the end of its output."""
+    error = tmp_path / "errors" / "1.json"
+    words = {"schema": "rank-error/1", "message": f"no {SECRET} here", "exit": 9}
+    done = (
+        "import json, os; open(os.environ['TRAINKIT_HEARTBEAT_FILE'], 'w').write(json.dumps({'schema': 'heartbeat/1', 'phase': 'done', 'step': 7})); os.abort()"
+    )
+    failing = f"import json; json.dump({words!r}, open({str(error)!r}, 'w')); print('\\n'.join(map(str, range(100)))); raise SystemExit(3)"
+    peer = session.begin()
+    peer.go(
+        process("0", done, heartbeat=True),
+        process("1", failing, error=str(error)),
+        process("2", "import os; os.kill(os.getpid(), 11)"),
+        process("3", "import os, signal; os.kill(os.getpid(), 9)"),
+        process("4", "print('well')", heartbeat=True),
+        secret_names=("KEY",),
+    )
+    ends = {end["key"]: end for end in (peer.hear("ended") for _ in range(5))}
+    assert {key: (end["code"], end["done"], end["stopped"]) for key, end in ends.items()} == {
+        "0": (-6, True, False),
+        "1": (3, False, False),
+        "2": (-11, False, False),
+        "3": (-9, False, False),
+        "4": (0, False, False),
+    }
+    beats = [f["beats"]["0"] for f in peer.heard if f["type"] == "heartbeat" and "0" in f["beats"]]
+    assert beats and beats[-1]["phase"] == "done"  # before the word of its end
+    assert ends["1"]["error"] == words | {"message": "no *** here"} and SECRET not in error.read_text()
+    assert ends["1"]["last"] == [str(n) for n in range(70, 100)] and ends["4"]["last"] == ["well"] and ends["4"]["error"] is None
+    assert not ends["3"]["oom"] and all(abs(end["time"] - time.time()) < 20 for end in ends.values())
+
+
+def memory_limited(folder_name: str, limit: int) -> Path | None:
+    """A memory cgroup, of either version, that this process may make."""
+    for base, file in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+        folder = base / folder_name
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            try:
+                (folder / file).write_text(str(limit))
+                return folder
+            except OSError:
+                folder.rmdir()
+    return None
+
+
+def test_want_of_memory_is_known(session: Session) -> None:
+    """A rank that the kernel kills for it, beside one that somebody kills."""
+    cgroup = memory_limited(session.run, 300 * 2**20)
+    if cgroup is None:
+        pytest.skip("no memory cgroup can be made here")
+    try:
+        peer = session.begin()
+        assert session.agent
+        for pid in (session.agent.pid, peer.hello["pid"]):
+            (cgroup / "cgroup.procs").write_text(str(pid))
+        peer.go(process("0", "x = bytearray(2**30)"), process("1", "import os; os.kill(os.getpid(), 9)"))
+        ends = {end["key"]: (end["code"], end["oom"]) for end in (peer.hear("ended") for _ in range(2))}
+        assert ends == {"0": (-9, True), "1": (-9, False)}
+    finally:
+        session.close()
+        assert wait_until(lambda: not (cgroup / "cgroup.procs").read_text())
+        cgroup.rmdir()
+
+
+def test_beats_come_once_each(session: Session) -> None:
+    program = """
+import json, os, time
+for step in range(3):
+    path = os.environ["TRAINKIT_HEARTBEAT_FILE"]
+    open(path + ".new", "w").write(json.dumps({"schema": "heartbeat/1", "phase": "train", "step": step}))
+    os.replace(path + ".new", path)
+    time.sleep(1.2)
+time.sleep(600)
+"""
+    peer = session.begin()
+    peer.go(process("0", program, heartbeat=True), process("1", "import time; time.sleep(600)", heartbeat=True))
+    beats: list[frames.Frame] = []
+    while not beats or beats[-1].get("0", {}).get("step") != 2:
+        frame = peer.hear("heartbeat")
+        assert abs(frame["clock"] - time.time()) < 20
+        beats += [frame["beats"]] if frame["beats"] else []
+    steps = [beat["0"]["step"] for beat in beats]
+    assert all(set(beat) == {"0"} for beat in beats) and steps == sorted(set(steps)) and len(steps) > 1
+    assert peer.hear("heartbeat")["beats"] == {}
+
+
+def test_signals_reach_the_program_alone(session: Session, tmp_path: Path) -> None:
+    child = "import signal, time; signal.signal(10, lambda *_: print('child', flush=True)); time.sleep(600)"
+    program = f"""
+import signal, subprocess, sys, time
+signal.signal(10, lambda *_: print('heard'))
+subprocess.Popen([sys.executable, '-c', {child!r}])
+time.sleep(0.5)
+print('up')
+time.sleep(600)
+"""
+    peer = session.begin()
+    peer.go(process("0", program), process("1", program.replace("heard", "too")))
+    peer.until_output("0", "up")
+    peer.until_output("1", "up")
+    peer.say(type="signal", signal="USR1", keys=["0"])
+    peer.until_output("0", "heard")
+    time.sleep(0.5)
+    peer.hear("heartbeat")
+    assert "child" not in peer.output("0") and "too" not in peer.output("1")
+
+
+def test_ports_are_tried_and_strangers_on_them_known(session: Session) -> None:
+    peer = session.begin()
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        peer.say(type="listen", ports=[port])
+        assert f"port {port}" in peer.hear("listening")["error"]
+        peer.say(type="listen", ports=[port, 0])
+        mine = peer.hear("listening")["port"]
+        assert mine not in (None, port)
+        peer.say(type="connect", address="127.0.0.1", port=mine)
+        assert peer.hear("connected")["error"] is None
+        peer.say(type="connect", address="127.0.0.1", port=port)
+        stranger, _ = taken.accept()
+        with stranger:
+            stranger.sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian\r\n" * 10)
+            assert "something else" in peer.hear("connected")["error"]
+    peer.say(type="connect", address="127.0.0.1", port=port)
+    assert "refused" in peer.hear("connected")["error"]
+    peer.say(type="unlisten")
+    peer.hear("unlistened")
+    with socket.create_server(("127.0.0.1", mine)):
+        pass  # free for rank 0
+
+
+def test_slots_are_refused_by_name_and_freed(session: Session, tmp_path: Path) -> None:
+    peer = session.begin(slots=("gpu0", "gpu1"))
+    other = Session(tmp_path / "other", node_folder=str(session.node_folder))
+    try:
+        other.start()
+        second = other.accept()
+        assert second.hear("hello")["slots"]["gpu0"]["run"] == session.run
+        second.say(type="reserve", run=other.run, attempt=1, slots=["gpu1", "gpu2"], share=False, mark=other.mark)
+        busy = second.hear("busy")
+        assert (busy["slot"], busy["holder"]["run"], busy["holder"]["pid"]) == ("gpu1", session.run, peer.hello["pid"])
+        second.say(type="reserve", run=other.run, attempt=1, slots=["gpu1", "gpu2"], share=True, mark=other.mark)
+        second.hear("reserved")
+        peer.say(type="reserve", run=session.run, attempt=1, slots=["gpu1"], share=False, mark=session.mark)
+        assert peer.hear("reserved")["cleared"] == []  # again, and fewer
+        second.say(type="reserve", run=other.run, attempt=1, slots=["gpu0"], share=False, mark=other.mark)
+        second.hear("reserved")
+        peer.say(type="bye")
+        assert session.agent and session.agent.wait(timeout=20) == 0
+        second.say(type="reserve", run=other.run, attempt=1, slots=["gpu1", "gpu2"], share=False, mark=other.mark)
+        assert second.hear("reserved")["cleared"] == []
+    finally:
+        other.close()
+
+
+def test_no_order_breaks_it(session: Session) -> None:
+    """Whatever a supervisor with the token says: what cannot be done is refused, what runs goes on."""
+    peer = session.begin()
+    peer.go(process("0", "import time; time.sleep(600)"))
+    peer.hear("started")
+    keys = [
+        "ports",
+        "address",
+        "port",
+        "slots",
+        "run",
+        "attempt",
+        "share",
+        "processes",
+        "secret_names",
+        "signal",
+        "keys",
+        "grace",
+        "kill",
+        "key",
+        "argv",
+        "env",
+    ]
+    values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(keys), v)
+    )
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        st.sampled_from(["reserve", "listen", "unlisten", "connect", "go", "signal", "stacks", "sweep", "x"]), st.dictionaries(st.sampled_from(keys), values)
+    )
+    def say(kind: str, words: dict[str, Any]) -> None:
+        peer.say(**({"signal": "0"} | words | {"type": kind}))
+
+    say()
+    peer.say(type="listen", ports=[0])
+    while not peer.hear("listening")["port"]:
+        pass
+    assert {p.mark for p in session.left()} == {f"{session.mark}/0"} and not [f for f in peer.heard if f["type"] == "ended"]
+    assert [f for f in peer.heard if f["type"] == "refused"]
+    peer.say(type="bye")
+    peer.hear("ended", "0")
+    assert session.agent and session.agent.wait(timeout=20) == 0 and "Traceback" not in session.words()

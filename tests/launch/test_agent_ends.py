@@ -1,0 +1,254 @@
+"""Nothing is left: of programs that ignore, hide or hang, whoever of supervisor, agent, keeper and transport dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.fake_supervisor import Session, alive, ignoring, pid_in, process, setsid, wait_until
+from trainkit.base import slots
+
+SLACK = 5.0  # seconds that everything may take after lease and grace
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    session = Session(tmp_path, lease=2, grace=0.5)
+    yield session
+    session.close()
+
+
+def nameless(path: Path) -> str:
+    """A program that leaves a grandchild in a session of its own with an empty environment, whose parent is gone."""
+    middle = f"import subprocess, sys; subprocess.Popen([sys.executable, '-I', '-c', {setsid(path)!r}], env={{}})"
+    return f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {middle!r}]); time.sleep(600)"
+
+
+class Hard:
+    """A session's agent with programs that are hard to end."""
+
+    def __init__(self, session: Session, folder: Path, *, stdin: int = subprocess.DEVNULL) -> None:
+        self.peer = session.begin(stdin=stdin)
+        paths = [folder / name for name in ("ignores", "nameless", "stopped")]
+        stopped = f"import os, signal; open({str(paths[2])!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), signal.SIGSTOP)"
+        self.peer.go(process("0", ignoring(paths[0])), process("1", nameless(paths[1])), process("2", stopped))
+        ranks = [self.peer.hear("started", key)["pid"] for key in "012"]
+        self.pids = [*ranks, *(pid_in(path) for path in paths[:2])]
+        assert wait_until(lambda: all(alive(pid) for pid in self.pids))
+
+    def gone(self, seconds: float) -> bool:
+        return wait_until(lambda: not any(alive(pid) for pid in self.pids), seconds)
+
+
+def test_stop_proves_what_it_says(session: Session, tmp_path: Path) -> None:
+    hard = Hard(session, tmp_path)
+    began = time.monotonic()
+    hard.peer.say(type="stop", grace=0.5, keys=None)
+    assert hard.peer.hear("stopped")["left"] == [] and 0.5 < time.monotonic() - began < 0.5 + SLACK
+    assert not any(alive(pid) for pid in hard.pids) and not session.left()
+    ends = {f["key"]: (f["code"], f["stopped"]) for f in hard.peer.heard if f["type"] == "ended"}
+    assert ends == {"0": (-9, True), "1": (-15, True), "2": (-15, True)}  # told before "stopped"; the stopped one was woken for its TERM
+    hard.peer.go(process("3", "print('again')"))
+    assert hard.peer.hear("ended", "3")["code"] == 0
+    hard.peer.say(type="bye")
+    assert session.agent and session.agent.wait(timeout=10) == 0 and not list(session.node_folder.glob("trainkit-test*"))
+
+
+def test_a_second_stop_shortens_the_first(session: Session, tmp_path: Path) -> None:
+    peer = session.begin()
+    peer.go(process("0", ignoring(tmp_path / "pid")))
+    pid_in(tmp_path / "pid")
+    peer.say(type="stop", grace=60, keys=None)
+    time.sleep(0.3)
+    peer.say(type="stop", grace=0, keys=None)
+    assert peer.hear("ended", "0", seconds=5)["code"] == -9
+    assert [peer.hear("stopped", seconds=5)["left"] for _ in range(2)] == [[], []]
+
+
+def test_some_are_stopped_and_others_go_on(session: Session, tmp_path: Path) -> None:
+    peer = session.begin()
+    peer.go(process("0", ignoring(tmp_path / "a")), process("1", ignoring(tmp_path / "b")))
+    first, second = pid_in(tmp_path / "a"), pid_in(tmp_path / "b")
+    peer.say(type="stop", grace=0.2, keys=["0"])
+    assert peer.hear("ended")["key"] == "0" and peer.hear("stopped")["left"] == []
+    assert not alive(first) and alive(second)
+
+
+def test_what_a_program_leaves_behind_ends_with_it(session: Session, tmp_path: Path) -> None:
+    peer = session.begin()
+    pid = tmp_path / "pid"
+    program = (
+        f"import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {setsid(pid)!r}])\nwhile not os.path.exists({str(pid)!r}): time.sleep(0.01)"
+    )
+    peer.go(process("0", program), process("1", "import time; time.sleep(600)"))
+    assert peer.hear("ended", "0")["code"] == 0
+    assert not alive(pid_in(pid)) and {p.mark for p in session.left()} == {f"{session.mark}/1"}
+
+
+def test_one_that_forks_and_forks(session: Session) -> None:
+    program = """
+import os, signal, time
+signal.signal(15, signal.SIG_IGN)
+end = time.time() + 60
+while time.time() < end:  # each child goes on, in a session of its own, when its parent ends
+    if os.fork():
+        time.sleep(0.005)
+        os._exit(0)
+    os.setsid()
+"""
+    peer = session.begin()
+    peer.go(process("0", "import os, time\nif os.fork() == 0:\n" + "".join(f"    {line}\n" for line in program.strip().splitlines()) + "time.sleep(600)"))
+    rank = peer.hear("started")["pid"]
+    seen: set[int] = set()
+    while len(seen) < 5:
+        seen |= {p.pid for p in session.left()} - {rank}
+    peer.say(type="stop", grace=0.2, keys=None)
+    assert peer.hear("stopped")["left"] == []
+    time.sleep(0.3)
+    assert not session.left()
+
+
+@pytest.mark.parametrize("how", ["closed", "reset", "noise", "silent", "stdin", "term"])
+def test_a_lost_lease_ends_everything(session: Session, tmp_path: Path, how: str) -> None:
+    other = Session(tmp_path / "other")
+    try:
+        bystander = other.begin()
+        bystander.go(process("0", "import time; time.sleep(600)"))
+        bystander.hear("started")
+        hard = Hard(session, tmp_path, stdin=subprocess.PIPE if how == "stdin" else subprocess.DEVNULL)
+        assert session.agent
+        if how == "closed":
+            hard.peer.sock.close()
+        elif how == "noise":
+            hard.peer.sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        elif how == "reset":  # while the agent has much to say and nobody listens
+            hard.peer.go(process("3", "while True: print('x' * 1000)", whole=True))
+            time.sleep(1.5)
+            hard.peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            hard.peer.sock.close()
+        elif how == "stdin":
+            assert session.agent.stdin
+            session.agent.stdin.close()
+        elif how == "term":
+            session.agent.terminate()
+        assert hard.gone((2 if how == "silent" else 0) + 0.5 + SLACK)
+        assert session.agent.wait(timeout=5) == (15 if how == "term" else 13) and not session.left()
+        assert not slots.holders(session.node_folder) and "stops everything" in session.words()
+        assert other.left() and bystander.hear("heartbeat")
+    finally:
+        other.close()
+
+
+def test_a_stdin_that_is_closed_from_the_start_means_nothing(session: Session) -> None:
+    """As in sbatch, where srun's tasks see end of file at once."""
+    read, write = os.pipe()
+    os.close(write)
+    peer = session.begin(stdin=read)
+    os.close(read)
+    time.sleep(1.0)
+    assert peer.hear("heartbeat")
+
+
+@pytest.mark.parametrize("who", ["agent", "keeper", "both by pattern"])
+def test_sigkill_leaves_nothing(session: Session, tmp_path: Path, who: str) -> None:
+    """Slots are free only after that."""
+    hard = Hard(session, tmp_path)
+    assert session.agent
+    keeper, agent = session.agent.pid, int(hard.peer.hello["pid"])
+    if who == "agent":
+        os.kill(agent, signal.SIGKILL)
+    elif who == "keeper":
+        os.kill(keeper, signal.SIGKILL)
+    else:  # what pkill -9 -f trainkit and killall -9 python do, as far as this session is concerned
+        found = [pid for pid in (keeper, agent, *hard.pids) if b"trainkit" in _cmdline(pid) or _name(pid).startswith("python")]
+        assert agent in found and keeper not in found
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+    while slots.holders(session.node_folder):
+        time.sleep(0.01)
+    assert not any(alive(pid) for pid in hard.pids)
+    assert hard.gone(0.5 + SLACK) and wait_until(lambda: not alive(agent) and not alive(keeper)) and not session.left()
+    assert session.agent.wait(timeout=5) == (-9 if who == "keeper" else 128 + 9)
+
+
+def _cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text()
+
+
+def test_a_bug_of_its_own_leaves_nothing(tmp_path: Path) -> None:
+    session = Session(tmp_path / "session", lease=60, grace="no number")
+    try:
+        hard = Hard(session, tmp_path)
+        hard.peer.sock.close()
+        assert session.agent and session.agent.wait(timeout=SLACK) == 2
+        assert not any(alive(pid) for pid in hard.pids) and not session.left() and "TypeError" in session.words()
+        assert not slots.holders(session.node_folder) and not list(session.node_folder.glob("trainkit-test*"))
+    finally:
+        session.close()
+
+
+def test_an_agent_that_hangs_is_a_dead_one(session: Session, tmp_path: Path) -> None:
+    hard = Hard(session, tmp_path)
+    os.kill(int(hard.peer.hello["pid"]), signal.SIGSTOP)
+    assert hard.gone(2 + SLACK) and session.agent and session.agent.wait(timeout=5) == 128 + 9
+    assert "has not moved" in session.words()
+
+
+def test_an_agent_that_hangs_before_the_start_frees_its_slots(session: Session) -> None:
+    peer = session.begin()
+    os.kill(int(peer.hello["pid"]), signal.SIGSTOP)
+    assert slots.holders(session.node_folder) and wait_until(lambda: not slots.holders(session.node_folder), 2 + SLACK)
+
+
+def test_orphans_of_a_dead_run_are_ended_by_the_next(session: Session, tmp_path: Path) -> None:
+    """Agent and keeper killed at one moment: the ranks die with the agent; what they left is found by its mark when the slots are taken again."""
+    hard = Hard(session, tmp_path)
+    assert session.agent
+    for pid in (session.agent.pid, int(hard.peer.hello["pid"])):
+        os.kill(pid, signal.SIGSTOP)
+    for pid in (session.agent.pid, int(hard.peer.hello["pid"])):
+        os.kill(pid, signal.SIGKILL)
+    ranks, orphans = hard.pids[:3], hard.pids[3:]
+    assert wait_until(lambda: not any(alive(pid) for pid in ranks))
+    assert alive(orphans[0])
+    other = Session(tmp_path / "other", node_folder=str(session.node_folder))
+    try:
+        other.start()
+        peer = other.accept()
+        assert peer.hear("hello")["slots"] == {}
+        peer.say(type="sweep", run=session.run, kill=False)
+        assert [p["pid"] for p in peer.hear("swept")["left"]] == [orphans[0]]
+        peer.say(type="reserve", run=other.run, attempt=1, slots=["cpu"], share=False, mark=other.mark)
+        cleared = peer.hear("reserved")["cleared"]
+        assert [holder["run"] for holder in cleared] == [session.run] and not alive(orphans[0])
+    finally:
+        other.close()
+        os.kill(orphans[1], signal.SIGKILL)  # it gave up its mark, and both who knew it are dead
+
+
+def test_sweep_ends_what_another_session_left(session: Session, tmp_path: Path) -> None:
+    peer = session.begin()
+    environment = {**os.environ, "TRAINKIT_RUN": f"{session.run}-other/1/0/0"}
+    with subprocess.Popen([sys.executable, "-c", ignoring(tmp_path / "pid")], env=environment) as left:
+        try:
+            child = pid_in(tmp_path / "pid")
+            peer.say(type="sweep", run=f"{session.run}-other", kill=False)
+            assert {p["pid"] for p in peer.hear("swept")["left"]} == {left.pid, child}
+            peer.say(type="sweep", run=f"{session.run}-other", kill=True)
+            swept = peer.hear("swept")
+            assert swept["left"] == [] and {p["pid"] for p in swept["killed"]} == {left.pid, child} and not alive(child)
+        finally:
+            left.kill()

@@ -1,0 +1,88 @@
+"""Speaking to a supervisor: who cannot prove itself is not believed, who is not there is None."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runs.test_record import make_run
+from trainkit.base.errors import TrainkitError
+from trainkit.base.files import write_json
+from trainkit.base.process import identity
+from trainkit.launch.control import ask
+from trainkit.launch.door import Door, Link
+from trainkit.launch.frames import Frame
+from trainkit.runs.folder import RunFolder
+
+TOKEN = b"t" * 32
+CANCEL = {"type": "cancel", "save": True}
+
+
+def announce(run: RunFolder, port: int, token: bytes = TOKEN, ended: bool = False) -> None:
+    me = identity()
+    value = {"identity": me.as_dict(), "host": me.host, "time": time.time(), "attempt": 2, "address": "127.0.0.1", "port": port, "ended": ended}
+    write_json(run.supervisor, {"schema": "supervisor/1", **value})
+    run.session(2).mkdir(parents=True, exist_ok=True)
+    (run.session(2) / "token").write_text(token.hex() + "\n")
+
+
+@contextlib.contextmanager
+def listening(heard: list[Frame | None]) -> Iterator[int]:
+    """A supervisor's real door in a thread; gives its port."""
+    ready, ports = threading.Event(), []
+    loop = asyncio.new_event_loop()
+
+    async def serve(stop: asyncio.Event) -> None:
+        async def guest(link: Link, node: int) -> None:
+            link.send({"type": "ping"})
+            heard.append(await link.receive())
+            link.send({"type": "ok"})
+            await link.finish()
+
+        door = Door()
+        door.token, door.guests["control"] = TOKEN, guest
+        await door.listen("127.0.0.1")
+        ports.append(door.port)
+        ready.set()
+        await stop.wait()
+        await door.close()
+
+    stop = asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(stop)))
+    thread.start()
+    assert ready.wait(10)
+    yield ports[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(10)
+    loop.close()
+
+
+def test_asked_and_answered(tmp_path: Path) -> None:
+    run, heard = make_run(tmp_path, "j", "a"), list[Frame | None]()
+    assert ask(run, CANCEL) is None  # no supervisor ever
+    with listening(heard) as port:
+        announce(run, port)
+        assert ask(run, CANCEL) == {"type": "ok"} and heard == [CANCEL]
+        announce(run, port, token=b"x" * 32)
+        with pytest.raises(TrainkitError, match="is not the supervisor of run a") as error:
+            ask(run, CANCEL)
+        assert error.value.exit == 13 and heard == [CANCEL]
+        announce(run, port, ended=True)
+        assert ask(run, CANCEL) is None
+    announce(run, port)
+    assert ask(run, CANCEL) is None  # it has gone
+
+
+def test_one_that_accepts_and_says_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "j", "a")
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        announce(run, mute.getsockname()[1])
+        with pytest.raises(TrainkitError, match="does not answer"):
+            ask(run, CANCEL, timeout=0.3)

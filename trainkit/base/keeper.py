@@ -1,0 +1,175 @@
+"""Two processes that answer for each other: the worker, which starts programs, and its keeper, which outlives it and ends what it left.
+
+The keeper is the parent. When the worker dies, by SIGKILL too, or does not move for as long as its lease, its descendants become the keeper's
+(PR_SET_CHILD_SUBREAPER); it kills them and everything with the worker's mark, and only then lets go of the slots. When the keeper dies, the
+worker sees its link end and stops by itself. Nothing holds against SIGKILL of both at one moment but PR_SET_PDEATHSIG, which ends what the worker
+itself started; a later run that takes the slots ends the rest (`marks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from trainkit.base import marks
+from trainkit.base.errors import Exit
+from trainkit.base.process import adopt_orphans, retitle
+
+MANY = 250  # file descriptors in one message (the kernel's limit is 253)
+WAIT = 0.02  # seconds between two looks at what still lives
+PATIENCE = 2.0  # seconds until the keeper says what does not die
+
+
+class Link:
+    """The worker's end of the line to its keeper."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+
+    def fileno(self) -> int:
+        """Readable once the keeper is gone: it never says anything."""
+        return self._line.fileno()
+
+    def guard(self, mark: str, *, lease: float, folders: Iterable[Path] = ()) -> None:
+        """From now on everything below `mark` dies with us. To be said before the first of it is started.
+
+        Args:
+            lease: seconds without `beat` after which we count as dead.
+            folders: removed at the end.
+        """
+        self._line.send(json.dumps({"marks": [mark], "lease": lease, "folders": [str(folder) for folder in folders]}).encode())
+
+    def hold(self, handles: Iterable[int], *, lease: float) -> None:
+        """Keep these files open until nothing is left of us. `lease` as above."""
+        socket.send_fds(self._line, [json.dumps({"marks": [], "lease": lease, "folders": []}).encode()], list(handles)[:MANY])
+
+    def let_go(self) -> None:
+        """Close what `hold` handed over."""
+        self._line.send(b"let go")
+
+    def beat(self) -> None:
+        """Say that we move."""
+        with contextlib.suppress(OSError):  # a keeper that does not read is stopped itself, or gone: the latter is seen by `fileno`
+            self._line.send(b"beat", socket.MSG_DONTWAIT)
+
+
+def keep(work: Callable[[Link], int], title: str) -> int:
+    """Run `work` in a child process in a session of its own and keep it; returns its exit code (128 + number for a signal), nothing left behind.
+
+    TERM, INT and HUP to the keeper reach the worker as TERM. To be called before there are threads.
+    """
+    own, workers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    adopt_orphans()
+    pid = os.fork()
+    if pid == 0:
+        own.close()
+        _work(work, workers)
+    workers.close()
+    keeper = _Keeper(pid, own)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, keeper.pass_on)
+    retitle(title)
+    return keeper.keep()
+
+
+def _work(work: Callable[[Link], int], line: socket.socket) -> None:
+    code = int(Exit.BUG)
+    try:
+        os.setsid()
+        adopt_orphans()
+        code = work(Link(line))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # threads that hang in a file system do not hold us
+
+
+class _Keeper:
+    def __init__(self, worker: int, line: socket.socket) -> None:
+        self.worker, self.line = worker, line
+        self.lease: float | None = None
+        self.marks: set[str] = set()
+        self.folders: set[str] = set()
+        self.held: list[int] = []
+        self.code: int | None = None
+
+    def pass_on(self, number: int, frame: object) -> None:
+        if self.code is None:  # not reaped: the pid is the worker's
+            os.kill(self.worker, signal.SIGTERM)
+
+    def keep(self) -> int:
+        while self._listen():
+            pass
+        self._end_all()
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        for handle in self.held:
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, 0)
+            os.close(handle)
+        assert self.code is not None
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def _listen(self) -> bool:
+        """One message of the worker; False once it is dead, or as good as."""
+        if not select.select([self.line], [], [], self.lease)[0]:
+            _say(f"the agent has not moved for {self.lease:g} s; it and all it started are killed")
+            return False
+        data, handles, _, _ = socket.recv_fds(self.line, 65536, MANY)
+        self.held += handles
+        if data == b"let go":
+            for handle in self.held:
+                os.close(handle)
+            self.held = []
+        elif data not in (b"beat", b""):
+            message = json.loads(data)
+            self.marks |= set(message["marks"])
+            self.folders |= set(message["folders"])
+            self.lease = message["lease"]
+        return bool(data)
+
+    def _end_all(self) -> None:
+        """Kill until nothing is left, however long that takes: what does not die holds its slot."""
+        began, said, clean = time.monotonic(), False, 0
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.worker, signal.SIGKILL)  # it may be a hung one; of one that has ended already, the exit code stays
+        while self.marks and clean < 2:  # one pass may miss a child in the middle of its exec; without a mark nothing was started
+            self._reap()
+            found = {p.pid: p for p in (*marks.descendants(os.getpid()), *(m for mark in self.marks for m in marks.marked(mark)))}
+            left = list(found.values())
+            marks.kill(left)
+            clean = 0 if left else clean + 1
+            waited = time.monotonic() - began
+            if left and not said and waited > PATIENCE:
+                said = True
+                _say("these do not die: " + ", ".join(f"{p.pid} {p.argv0}" for p in left))
+            time.sleep(WAIT if waited < PATIENCE else 1.0)
+        while self.code is None:
+            self._reap()
+            time.sleep(0.001)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self.worker:
+                    self.code = os.waitstatus_to_exitcode(ended[1])
+
+
+def _say(words: str) -> None:
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"trainkit keeper: {words}\n")
+        sys.stderr.flush()

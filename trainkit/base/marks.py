@@ -1,0 +1,109 @@
+"""Which processes of a host belong to a run: each carries its run's mark in its environment, which children inherit, across setsid and double forks.
+
+A mark is "<run id>/<attempt>/<node>/<key of the process>"; a shorter one, in whole parts, means all below it.
+What overwrites its own environment is found as a descendant instead (`descendants`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainkit.base.process import start_time
+
+MARK_VARIABLE = "TRAINKIT_RUN"
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A living process: who it is, whose it is ("" where it carries no mark), and what it runs."""
+
+    pid: int
+    start_time: int
+    mark: str
+    argv0: str
+
+
+def marked(prefix: str) -> list[Marked]:
+    """The living processes on this host whose mark is `prefix` or below it, zombies and this process left out.
+
+    Only those whose environment may be read: one's own user's, or all for root.
+    """
+    found = []
+    for pid in _pids():
+        mark = _mark(pid)
+        if mark and (mark == prefix or mark.startswith(prefix.rstrip("/") + "/")) and pid != os.getpid() and (process := _described(pid, mark)):
+            found.append(process)
+    return found
+
+
+def descendants(root: int) -> list[Marked]:
+    """The living processes below `root`, itself left out."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        children.setdefault(_parent(pid), []).append(pid)
+    below, found = list(children.get(root, [])), []
+    while below:
+        pid = below.pop()
+        below += children.get(pid, [])
+        if process := _described(pid, _mark(pid)):
+            found.append(process)
+    return found
+
+
+def send(process: Marked, number: int) -> bool:
+    """Send a signal to that very process, never to a later one of its pid. Returns whether it was still there."""
+    try:
+        handle = os.pidfd_open(process.pid)
+    except OSError:
+        return False
+    try:
+        if start_time(process.pid) != process.start_time:
+            return False
+        signal.pidfd_send_signal(handle, number)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def kill(processes: Iterable[Marked]) -> None:
+    """SIGKILL to all, stopped first: while one of them dies another cannot fork a successor."""
+    listed = list(processes)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in listed:
+            send(process, number)
+
+
+def kill_marked(prefix: str, number: int = signal.SIGKILL) -> list[Marked]:
+    """Send a signal to every process below the mark; returns those it reached. One pass: who may fork meanwhile needs another."""
+    return [process for process in marked(prefix) if send(process, number)]
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _read(path: str) -> bytes:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read()
+    return b""
+
+
+def _mark(pid: int) -> str:
+    _, found, rest = (b"\0" + _read(f"/proc/{pid}/environ")).partition(f"\0{MARK_VARIABLE}=".encode())
+    return os.fsdecode(rest.partition(b"\0")[0]) if found else ""
+
+
+def _parent(pid: int) -> int:
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return int(fields[1]) if fields else 0
+
+
+def _described(pid: int, mark: str) -> Marked | None:
+    began = start_time(pid)
+    return Marked(pid, began, mark, os.fsdecode(_read(f"/proc/{pid}/cmdline").partition(b"\0")[0])) if began else None

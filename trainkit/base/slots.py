@@ -1,0 +1,145 @@
+"""A host's slots ("cpu", "gpu0", ...) are locked by run: a second run on them is refused by name.
+
+One file a slot in a folder of the host that all its users may write to. The lock is the kernel's (flock(2)): it ends with the last process that
+holds it, so what a file says without a lock on it is the word of a dead run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.locks import Busy
+
+PREFIX, SUFFIX = "trainkit-", ".lock"
+PATIENCE = 0.5  # seconds: `holders` tries a lock for a moment to see whether it is held
+
+
+class Held:
+    """Slots held for a run.
+
+    Args:
+        handles: open lock files; whoever else gets a copy of them holds the slots too.
+        cleared: what dead runs had written there, a holder each.
+    """
+
+    def __init__(self, handles: list[int], cleared: list[dict[str, Any]]) -> None:
+        self.handles, self.cleared = handles, cleared
+
+    def release(self) -> None:
+        """Free the slots, as far as no other process holds them too."""
+        for handle in self.handles:
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, 0)
+            os.close(handle)
+        self.handles = []
+
+
+def reserve(folder: Path, names: Sequence[str], holder: dict[str, Any]) -> Held:
+    """Take all the slots or none.
+
+    Args:
+        folder: the host's folder for them, made where it is missing.
+        names: of the slots; each a plain file name.
+        holder: what others are told about us; pid and since (Unix seconds) are added.
+
+    Raises Busy with the slot's file and its holder; OSError where the folder cannot be used.
+    """
+    words = json.dumps({"pid": os.getpid(), "since": time.time(), **holder}).encode()
+    handles: list[int] = []
+    try:
+        for name in sorted(set(names)):  # in one order, so that two runs cannot each hold half
+            path = slot_path(folder, name)
+            handle = _open(path)
+            handles.append(handle)
+            _lock(handle, path)
+        cleared = [stale for handle in handles if (stale := _holder(handle))]
+        for handle in handles:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, words, 0)
+    except BaseException:
+        for handle in handles:
+            os.close(handle)
+        raise
+    return Held(handles, cleared)
+
+
+def holders(folder: Path) -> dict[str, dict[str, Any]]:
+    """The slots that are held now, each with what its holder says."""
+    taken = {}
+    for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                taken[slot_name(path)] = _holder(handle)
+            finally:
+                os.close(handle)
+    return taken
+
+
+def slot_path(folder: Path, name: str) -> Path:
+    """The file of a slot. Raises ValueError for a name that is none."""
+    if not name or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is no name of a slot")
+    return folder / f"{PREFIX}{name}{SUFFIX}"
+
+
+def slot_name(path: Path) -> str:
+    """The slot that a file is for."""
+    return path.name.removeprefix(PREFIX).removesuffix(SUFFIX)
+
+
+def _open(path: Path) -> int:
+    """The lock file, made writable for everyone. Linux refuses O_CREAT on another user's file in such a folder (fs.protected_regular): so without it first."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    for _ in range(3):
+        try:
+            handle = os.open(path, flags)
+            break
+        except FileNotFoundError:
+            _make_folder(path.parent)
+        with contextlib.suppress(FileExistsError):  # another made it first
+            handle = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            os.fchmod(handle, 0o666)  # whatever the umask says
+            break
+    else:
+        raise OSError(errno.EAGAIN, "appears and vanishes", str(path))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "is no plain file", str(path))
+    return handle
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o1777)
+
+
+def _lock(handle: int, path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise Busy(path, _holder(handle)) from None
+        time.sleep(0.02)
+
+
+def _holder(handle: int) -> dict[str, Any]:
+    try:
+        value = json.loads(os.pread(handle, 65536, 0) or b"{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

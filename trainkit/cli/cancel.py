@@ -1,0 +1,131 @@
+"""The task `cancel`: ends a run, and asks every node what is left of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.forms import document
+from trainkit.cli.jobs import load_jobs
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.jobs.resolved import read_job
+from trainkit.jobs.schema import Job
+from trainkit.launch.control import ask
+from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts import hosts_path, local_hosts, read_hosts
+from trainkit.launch.sweep import sweep
+from trainkit.runs.folder import AttemptFolder, RunFolder
+from trainkit.runs.record import Record, find_run, read_events, read_record, read_supervisor
+
+POLL_SECONDS = 0.3
+ROOM_SECONDS = 60.0  # beyond lease and grace, for a supervisor that was told to stop at once
+SAY_SECONDS = 15.0
+NodeRow = dict[str, Any]
+
+
+def cancel(talk: Talk, words: str, *, save: bool) -> Answer:
+    """The task `cancel`."""
+    run = find_run(load_jobs(talk).roots(), words)
+    record, job = read_record(run), read_job(run.job)
+    ended = _last_end(run)
+    if record.state == "running" and ask(run, {"type": "cancel", "save": save}) is not None:
+        talk.say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
+        record = _wait(talk, run, job, save=save)
+        ended = _last_end(run)
+        if record.state == "succeeded":
+            talk.say(f"run {run.id} finished before that")
+        rows = _rows_of_end(run, job, ended) if ended else _sweep(run, job)
+        return _answer(talk, record, rows)
+    record = read_record(run)  # it may have ended while it was asked
+    if record.state not in ("running", "unknown") and not _may_have_left(run, ended):
+        talk.say(f"run {run.id} has ended already: {record.state}, exit {record.exit}")
+        return Answer(document("cancel/1", **_head(record), hosts=[]))
+    talk.say(f"run {run.id} has no supervisor that could be asked; asking its nodes what is left")
+    return _answer(talk, record, _sweep(run, job))
+
+
+def _last_end(run: RunFolder) -> dict[str, Any] | None:
+    """The newest attempt's last word."""
+    attempts = run.attempts()
+    return next((e for e in reversed(read_events(attempts[-1])) if e["event"] == "ended"), None) if attempts else None
+
+
+def _may_have_left(run: RunFolder, ended: dict[str, Any] | None) -> bool:
+    """Whether processes may be left of a run whose supervisor is gone: it left no last word, or one that says so."""
+    sign = read_supervisor(run)
+    if ended is None:
+        return bool(run.attempts()) or sign is not None
+    return bool(ended["survivors"] or ended.get("unanswered")) or (sign is not None and not sign.ended)
+
+
+def _wait(talk: Talk, run: RunFolder, job: Job, *, save: bool) -> Record:
+    """Wait for the end. Saving takes as long as a step and a checkpoint take; stopping is bounded. Raises TrainkitError (exit 13) beyond that."""
+    watch = job.cluster.watch
+    began, limit = time.monotonic(), watch.lease + watch.grace + ROOM_SECONDS
+    said = began
+    while (record := read_record(run)).state == "running":
+        now = time.monotonic()
+        if not save and now - began > limit:
+            raise TrainkitError(f"run {run.id} was told to stop {limit:.0f} s ago and still runs", exit=Exit.CONTACT_LOST, hint=f"invoke logs {run.id}")
+        if now - said > SAY_SECONDS:
+            said = now
+            talk.say(f"  waiting, {now - began:.0f} s so far; the run is at step {record.step}")
+        time.sleep(POLL_SECONDS)
+    return record
+
+
+def _rows_of_end(run: RunFolder, job: Job, ended: dict[str, Any]) -> list[NodeRow]:
+    """What the agents of the newest attempt told the supervisor about their hosts when it ended."""
+    silent = ended.get("unanswered") or []
+    names = [host.name for host in _hosts(run, job, run.attempts()[-1:])]
+    rows = dict.fromkeys([*names, *silent, *(each["host"] for each in ended["survivors"])])
+    left = {name: [each for each in ended["survivors"] if each["host"] == name] for name in rows}
+    return [{"host": name, "answered": name not in silent, "error": None, "left": left[name]} for name in rows]
+
+
+def _hosts(run: RunFolder, job: Job, attempts: Sequence[AttemptFolder]) -> list[Host]:
+    """The hosts on which some attempts had an agent; where none is known, all that the run may have used."""
+    listed = (read_hosts(run) if hosts_path(run).is_file() else local_hosts(job)).hosts
+    used = {event["host"] for attempt in attempts for event in read_events(attempt) if event["event"] == "agent_joined"}
+    return [host for host in listed if host.name in used] or list(listed)
+
+
+def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
+    """Ask every host that the run ever used by itself, and end what is left there."""
+    reports = sweep(run, job, _hosts(run, job, run.attempts()), kill=True)
+    return [{"host": each.host, "answered": each.error is None, "error": each.error, "left": each.left, "killed": len(each.killed)} for each in reports]
+
+
+def _head(record: Record) -> dict[str, Any]:
+    return {"run": record.run.id, "job": record.run.job_name, "state": record.state, "exit": record.exit, "class": record.failure_class}
+
+
+def _answer(talk: Talk, record: Record, rows: list[NodeRow]) -> Answer:
+    table = Table("host", "left", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(escape(row["host"]), escape(_left(row)))
+    if not talk.json:
+        talk.console.print(table)
+    if not all(row["answered"] for row in rows):
+        code = Exit.CONTACT_LOST
+    elif any(row["left"] for row in rows):
+        code = Exit.RANK_INFRA
+    elif record.state == "succeeded":
+        code = Exit.DONE
+    else:
+        code = Exit.PREEMPTED if record.state == "preempted" else Exit.CANCELLED
+    if code == Exit.PREEMPTED:
+        talk.say(f"saved at step {record.step}; {talk.command} resume {record.run.id} goes on")
+    return Answer(document("cancel/1", **_head(record), hosts=rows), code)
+
+
+def _left(row: NodeRow) -> str:
+    if not row["answered"]:
+        return "did not answer" + (f": {row['error']}" if row["error"] else "; what is left there is not known")
+    killed = f" ({row['killed']} ended just now)" if row.get("killed") else ""
+    return ", ".join(f"pid {each['pid']} {each.get('argv0', '')}".rstrip() for each in row["left"]) or f"nothing{killed}"

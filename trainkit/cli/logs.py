@@ -1,0 +1,125 @@
+"""The task `logs`: what ranks printed, one or several, of one attempt."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from invoke.exceptions import Exit as Leave
+
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.cli.ending import last_lines
+from trainkit.cli.jobs import load_jobs
+from trainkit.cli.wrapper import Talk
+from trainkit.runs.folder import AttemptFolder, RunFolder
+from trainkit.runs.record import find_run, read_events, read_record
+
+FAILED = "failed"
+MOST = 10**6  # ranks that one word may name
+LOOK_SECONDS = 0.2
+
+
+def logs(talk: Talk, words: str, rank: str, node: str, attempt: int, *, follow: bool, lines: int) -> None:
+    """The task `logs`."""
+    wanted = None if rank in ("", FAILED) else _numbers(rank)
+    run = find_run(load_jobs(talk).roots(), words)
+    chosen = _attempt(run, attempt)
+    events = read_events(chosen)
+    hosts = {event["rank"]: event["host"] for event in events if event["event"] == "rank_started"}
+    if node and node not in hosts.values():
+        _say_transport(talk, run, chosen, node, sorted(set(hosts.values())), lines)
+        return
+    if rank == FAILED:
+        wanted = {event["rank"] for event in events if event["event"] == "rank_ended" and not event["stopped"] and not event["done"] and event["code"] != 0}
+        if not wanted:
+            talk.say(f"no rank of attempt {chosen.number} of run {run.id} failed by itself")
+            return
+    if node:
+        wanted = {r for r, host in hosts.items() if host == node and (wanted is None or r in wanted)}
+    ranks = sorted({0} if wanted is None else wanted)
+    paths = {r: chosen.log(r) for r in ranks}
+    if missing := [r for r, path in paths.items() if not path.is_file()]:
+        there = sorted(int(p.stem) for p in chosen.log(0).parent.glob("*.log"))
+        raise ConfigError(f"run {run.id} has no log of rank {missing[0]}", hint=f"ranks with a log: {_spans(there) or 'none'}")
+    tails = [_Tail(path, f"[{r}] " if len(paths) > 1 else "") for r, path in paths.items()]
+    for tail in tails:
+        for line in last_lines(tail.path, lines or sys.maxsize):
+            talk.say(f"{tail.prefix}{line}")
+    if follow:
+        _follow(run, tails)
+
+
+def _numbers(text: str) -> set[int]:
+    """Ranks from "0,8-15". Ends the task as a wrong number does elsewhere."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part.strip())
+        first, last = (int(match.group(1)), int(match.group(2) or match.group(1))) if match else (1, 0)
+        if last < first or last >= MOST:
+            raise Leave(f"error: --rank takes ranks such as 3 or 0,8-15, or the word {FAILED}, not {text!r}", code=Exit.USAGE)
+        found |= set(range(first, last + 1))
+    return found
+
+
+def _spans(ranks: list[int]) -> str:
+    """0-3, 8."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _attempt(run: RunFolder, number: int) -> AttemptFolder:
+    attempts = run.attempts()
+    chosen = [a for a in attempts if a.number == number] if number else attempts[-1:]
+    if not chosen:
+        raise ConfigError(f"run {run.id} has no attempt {number or ''}".rstrip(), hint=f"attempts: {', '.join(str(a.number) for a in attempts) or 'none'}")
+    return chosen[0]
+
+
+def _say_transport(talk: Talk, run: RunFolder, attempt: AttemptFolder, node: str, hosts: list[str], lines: int) -> None:
+    """What ssh or pdsh said of a host on which no rank was started. Raises ConfigError for a host that the attempt did not have."""
+    path = attempt.transports / f"{node.replace(os.sep, '_')}.log"
+    if not path.is_file():
+        there = sorted({*hosts, *(p.stem for p in attempt.transports.glob("*.log"))})
+        raise ConfigError(f"attempt {attempt.number} of run {run.id} had no host '{node}'", hint=f"its hosts: {', '.join(there) or 'none'}")
+    talk.say(f"no rank was started on {node}; its connection said:")
+    for line in last_lines(path, lines or sys.maxsize):
+        talk.say(line)
+
+
+class _Tail:
+    """The end of one log, whole lines at a time where it is shown beside others."""
+
+    def __init__(self, path: Path, prefix: str) -> None:
+        self.path, self.prefix = path, prefix
+        self.offset = path.stat().st_size
+        self.rest = b""
+
+    def new(self) -> str:
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read()
+        self.offset += len(data)
+        if not self.prefix:
+            return data.decode(errors="replace")
+        *whole, self.rest = (self.rest + data).split(b"\n")
+        return "".join(f"{self.prefix}{line.decode(errors='replace')}\n" for line in whole)
+
+
+def _follow(run: RunFolder, tails: list[_Tail]) -> None:
+    """Print what is new until the run has ended."""
+    while True:
+        running = read_record(run).state == "running"
+        texts = [text for tail in tails if (text := tail.new())]
+        sys.stdout.write("".join(texts))
+        sys.stdout.flush()
+        if not texts and not running:
+            return
+        time.sleep(LOOK_SECONDS)

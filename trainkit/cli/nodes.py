@@ -1,0 +1,90 @@
+"""The task `nodes`: which hosts of a cluster can be reached, what runs there, who is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.forms import document
+from trainkit.cli.hosts import HostWords
+from trainkit.cli.jobs import load_jobs
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.jobs.load import Jobs
+from trainkit.launch.hostfile import OVER_SSH, Host, find_hostfile
+from trainkit.launch.hosts import hosts_of_file, this_host
+from trainkit.launch.quarantine import Quarantine, quarantined, release
+from trainkit.launch.sweep import HostReport, survey
+
+GIB = 2**30
+
+
+def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
+    """The task `nodes`."""
+    jobs = load_jobs(talk)
+    chosen = jobs.cluster(cluster or _usual_cluster(talk, jobs))
+    root = Path(chosen.root or ".")
+    if release_host:
+        if not release(root, release_host):
+            raise ConfigError(f"host '{release_host}' is not left out of cluster '{chosen.name}'", hint=f"left out: {', '.join(quarantined(root)) or 'none'}")
+        talk.say(f"{release_host} may run again")
+        return Answer(document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]))
+    HostWords(hostfile=hostfile).refuse_where_unread(chosen)
+    if chosen.launcher == "slurm":
+        raise ConfigError(f"cluster '{chosen.name}' is Slurm's: sinfo knows its nodes")
+    hosts = hosts_of_file(find_hostfile(chosen, hostfile)) if chosen.launcher in OVER_SSH else (this_host(),)
+    out = quarantined(root)
+    reports = survey(chosen, hosts, root)
+    rows = [_row(host, report, out.get(host.name.lower())) for host, report in zip(hosts, reports, strict=True)]
+    if not talk.json:
+        talk.console.print(_table(rows))
+    unreachable = sum(not row["reachable"] for row in rows)
+    if unreachable:
+        talk.say(f"{unreachable} of {len(rows)} hosts cannot be used")
+    return Answer(document("nodes/1", cluster=chosen.name, hosts=rows), Exit.HEALTH if unreachable else Exit.DONE)
+
+
+def _usual_cluster(talk: Talk, jobs: Jobs) -> str:
+    """The cluster of the job in [defaults]."""
+    job = jobs.default_job
+    if job is None:
+        raise ConfigError("which cluster?", hint="nodes --cluster NAME, or name a job in [defaults]")
+    name = jobs.resolve(job).job.cluster.name
+    talk.say(f"cluster {name}, that of job {job}, named in [defaults]")
+    return name
+
+
+def _row(host: Host, report: HostReport, out: Quarantine | None) -> dict[str, Any]:
+    facts = report.hello or {}
+    busy = [{"slot": slot, **holder} for slot, holder in sorted((facts.get("slots") or {}).items())]
+    return {
+        "host": host.name,
+        "reachable": report.error is None,
+        "error": report.error,
+        "name": facts.get("host"),
+        "address": facts.get("address"),
+        "cpus": facts.get("cpus"),
+        "gpus": facts.get("gpus") or [],
+        "disk_free": facts.get("disk_free"),
+        "versions": facts.get("versions") or {},
+        "busy": busy,
+        "quarantine": vars(out) if out else None,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("host", "address", "cores", "GPUs", "disk free", "busy", "state", box=None, pad_edge=False)
+    for row in rows:
+        runs = list(dict.fromkeys(str(each.get("run", "?")) for each in row["busy"]))
+        free = "" if row["disk_free"] is None else f"{row['disk_free'] / GIB:,.0f} GiB"
+        state = "[green]reachable[/]" if row["reachable"] else f"[red]{escape(str(row['error']))}[/]"
+        if row["quarantine"]:
+            state += f", [yellow]left out until {row['quarantine']['until']}: {escape(row['quarantine']['why'])}[/]"
+        gpus = f"{len(row['gpus'])}" if row["gpus"] else "none"
+        table.add_row(
+            escape(row["host"]), str(row["address"] or ""), str(row["cpus"] or ""), gpus if row["reachable"] else "", free, ", ".join(runs) or "", state
+        )
+    return table

@@ -1,0 +1,40 @@
+"""What asks a supervisor to end its run: Ctrl-C, TERM, the hang-up of a closed terminal, and `invoke cancel`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+from trainkit.launch.outcome import Ask
+
+
+class Asks:
+    """What has been asked so far. The first signal asks to save and stop, a second to stop at once."""
+
+    def __init__(self) -> None:
+        self.first: Ask | None = None
+        self.at_once = False
+
+    def save(self, who: Ask) -> None:
+        """Save at the end of the step, then stop."""
+        self.first = self.first or who
+
+    def stop(self) -> None:
+        """Stop at once; `invoke cancel` is a last word whatever was asked before."""
+        self.first, self.at_once = Ask.CANCEL, True
+
+    def _heard(self, number: int, frame: object) -> None:
+        self.at_once = self.first is not None
+        self.save(Ask.INTERRUPT if number == signal.SIGINT else Ask.SAVE)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Asks]:
+        """Take the three signals for the block; afterwards they are as before."""
+        heeded = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # nohup's wish
+        before = {number: signal.signal(number, self._heard) for number in heeded}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

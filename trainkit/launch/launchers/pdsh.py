@@ -1,0 +1,148 @@
+"""launcher = "pdsh": one pdsh for all hosts, ssh underneath.
+
+pdsh forwards no stdin and no signal, rewrites %h %n %u in its words and waits for the slowest host, so it carries a single safe line and is never
+asked how things went: agents say that themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.files import write_text
+from trainkit.launch.hostfile import Host
+from trainkit.launch.launchers.contract import LaunchEnd, Started
+from trainkit.launch.launchers.local import local_words
+from trainkit.launch.launchers.ssh import ssh_options
+from trainkit.launch.launchers.transports import OnePerHost, end_all, last_line, start_transport
+from trainkit.launch.session import Session, is_here, log_of
+
+FITTING = re.compile(r"[A-Za-z0-9_.-]+")  # a host name that pdsh takes as one word
+LEAST_FANOUT = 32  # pdsh's own
+
+
+class Pdsh:
+    """Agents over pdsh; what is said to a host goes to its own log."""
+
+    name = "pdsh"
+
+    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+        here = [local_words(session, node) for node, host in enumerate(hosts) if is_here(host)]
+        return [*([self._words(session, _away(hosts))] if _away(hosts) else []), *here]
+
+    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+        if shutil.which("pdsh") is None:
+            raise TrainkitError("there is no pdsh on this machine", exit=Exit.START, hint="install it, or set launcher = 'ssh'")
+        away, here = _away(hosts), [node for node, host in enumerate(hosts) if is_here(host)]
+        local = {
+            n: (start_transport(local_words(session, n), log_of(session, n), environment=session.environment, keep_stdin=False), log_of(session, n))
+            for n in here
+        }
+        if not away:
+            return OnePerHost(local)
+        write_text(_script(session), f'#!/bin/bash\nnodes=({" ".join(map(str, away))})\nexec bash {session.script} "${{nodes[$1]}}"\n', 0o755)
+        words, output = self._words(session, away), session.logs / "pdsh.log"
+        child = start_transport(words, output, environment={**os.environ, **ssh_variables(session)}, keep_stdin=True)
+        return OneForAll(child, output, {node: log_of(session, node) for node in away}, {session.hosts[n].name: n for n in away}, OnePerHost(local))
+
+    def _words(self, session: Session, away: Sequence[int]) -> tuple[str, ...]:
+        hosts = [session.hosts[node] for node in away]
+        odd = [host.name for host in hosts if not FITTING.fullmatch(host.name)]
+        if odd:
+            raise ConfigError(f"pdsh cannot take host names like {odd[0]!r}", hint="set launcher = 'ssh', or name the host in ~/.ssh/config")
+        if ports := sorted({host.port for host in hosts if host.port}):
+            hint = "write `Host NAME` and `Port N` into ~/.ssh/config, or set launcher = 'ssh'"
+            raise ConfigError(f"pdsh cannot take a port for a host (the hostfile has {', '.join(map(str, ports))})", hint=hint)
+        names = ",".join(f"{host.user}@{host.name}" if host.user else host.name for host in hosts)
+        timeout = str(max(1, round(session.cluster.watch.connect / 2)))
+        fanout = str(max(LEAST_FANOUT, len(hosts)))
+        return ("pdsh", "-R", "ssh", "-S", "-t", timeout, "-f", fanout, "-w", names, "bash", str(_script(session)), "%n")
+
+
+def _away(hosts: Sequence[Host]) -> list[int]:
+    return [node for node, host in enumerate(hosts) if not is_here(host)]
+
+
+def _script(session: Session) -> Path:
+    """What pdsh runs: from its own count of hosts (%n) to the node."""
+    return session.folder / "pdsh.sh"
+
+
+def ssh_variables(session: Session) -> dict[str, str]:
+    """How pdsh's ssh is told its options. Raises ConfigError for one with a space in it: pdsh splits there."""
+    options = ssh_options(session)
+    if odd := [word for word in options if not word or any(c.isspace() for c in word)]:
+        raise ConfigError(
+            f"clusters.{session.cluster.name}.ssh_args: pdsh cannot pass {odd[0]!r} on", hint="write it into ~/.ssh/config, or set launcher = 'ssh'"
+        )
+    return {"PDSH_SSH_ARGS_APPEND": " ".join(options)}
+
+
+class OneForAll:
+    """One pdsh, whose lines "HOST: text" are taken apart into the hosts' logs."""
+
+    def __init__(self, child: subprocess.Popen[bytes], output: Path, logs: Mapping[int, Path], nodes: Mapping[str, int], local: OnePerHost) -> None:
+        self.child, self.output, self.logs, self.nodes, self.local = child, output, logs, nodes, local
+        self._read, self._clients = 0, set[int]()
+        self._failed: dict[int, LaunchEnd] = {}
+
+    def poll(self) -> Mapping[int, LaunchEnd]:
+        self._share_out()
+        ended = dict(self.local.poll())
+        if self.child.poll() is not None:
+            self._share_out()
+            ended |= {node: LaunchEnd(self.child.returncode, last_line(log)) for node, log in self.logs.items()}
+        return {**ended, **self._failed}
+
+    def _share_out(self) -> None:
+        """Give each host's log its new whole lines, and note hosts that pdsh says are over: it does not return before the slowest."""
+        with open(self.output, "rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        lines: dict[int, list[bytes]] = {}
+        for line in whole.splitlines():
+            if found := re.match(rb"pdsh@[^:]*: ([^:]+): (?:ssh|rcmd).* exit(?:ed|) (?:with exit )?code (\d+)", line):
+                node = self.nodes.get(found[1].decode(errors="replace"))
+                if node is not None:
+                    self._failed[node] = LaunchEnd(int(found[2]), "")
+                continue
+            name, _, text = line.partition(b": ")
+            node = self.nodes.get(name.decode(errors="replace"))
+            if node is not None:
+                lines.setdefault(node, []).append(text)
+        for node, texts in lines.items():
+            with open(self.logs[node], "ab") as log:
+                log.write(b"\n".join(texts) + b"\n")
+        for node, end in self._failed.items():
+            if not end.last:
+                self._failed[node] = LaunchEnd(end.code, last_line(self.logs[node]))
+
+    def close(self) -> None:
+        """pdsh takes no ssh client of its own with it, so those are ended first."""
+        for pid in _children_of(self.child.pid) if self.child.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        end_all([self.child])
+        self._share_out()
+        self.local.close()
+
+
+def _children_of(pid: int) -> list[int]:
+    """Processes whose parent is `pid` (field 4 of /proc/PID/stat, proc(5))."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == pid:
+                    found.append(int(entry))
+    return found

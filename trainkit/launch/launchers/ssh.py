@@ -1,0 +1,61 @@
+"""launcher = "ssh": one ssh a host, all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.jobs.clusters import Cluster
+from trainkit.launch.hostfile import Host
+from trainkit.launch.launchers.contract import Started
+from trainkit.launch.launchers.local import local_words
+from trainkit.launch.launchers.transports import OnePerHost, start_transport
+from trainkit.launch.session import Session, is_here, log_of
+
+# A dead peer is noticed by ssh itself after 15 s; the agents' own lease is what ends the ranks.
+ALIVE = ("-oServerAliveInterval=5", "-oServerAliveCountMax=3")
+
+
+def ssh_options(session: Session) -> tuple[str, ...]:
+    """Options of every ssh. The cluster's own come first: of two values of one option ssh takes the first."""
+    timeout = max(1, round(session.cluster.watch.connect / 2))  # so that ssh's own words about a dead host are there in time
+    return (*session.cluster.ssh_args, "-T", "-oBatchMode=yes", f"-oConnectTimeout={timeout}", *ALIVE)
+
+
+class Ssh:
+    """Agents over OpenSSH; ~/.ssh/config is honoured, nothing is ever asked for."""
+
+    name = "ssh"
+
+    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+        return [self._words(session, node, host) for node, host in enumerate(hosts)]
+
+    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+        if not all(map(is_here, hosts)) and shutil.which("ssh") is None:
+            raise TrainkitError("there is no ssh on this machine", exit=Exit.START, hint="install OpenSSH's client")
+        children = {}
+        for node, words in enumerate(self.commands(session, hosts)):
+            output = log_of(session, node)
+            here = is_here(hosts[node])
+            children[node] = start_transport(words, output, environment=session.environment if here else None, keep_stdin=not here), output
+        return OnePerHost(children)
+
+    def _words(self, session: Session, node: int, host: Host) -> tuple[str, ...]:
+        if is_here(host):
+            return local_words(session, node)
+        port = ("-p", str(host.port)) if host.port else ()
+        user = ("-l", host.user) if host.user else ()
+        return ("ssh", *ssh_options(session), *port, *user, host.name, "bash", str(session.script), str(node))
+
+
+def real_name(cluster: Cluster, host: Host) -> str:
+    """The name or address that ssh would dial for a host, which may be an alias of ~/.ssh/config; the host's own name where ssh cannot say."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        argv = ["ssh", *cluster.ssh_args, "-G", host.name]
+        said = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=5, check=True, stdin=subprocess.DEVNULL).stdout
+        found = [line.partition(" ")[2] for line in said.splitlines() if line.startswith("hostname ")]
+        return found[0] if found else host.name
+    return host.name

@@ -1,0 +1,87 @@
+"""Child processes that carry agents: started so that they die with us, watched without waiting, ended by pid."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainkit.launch.launchers.contract import LaunchEnd
+
+TAIL_BYTES = 4096
+END_SECONDS = 1.0  # for a killed transport to be gone
+PR_SET_PDEATHSIG = 1
+
+
+def start_transport(argv: Sequence[str], output: Path, *, environment: Mapping[str, str] | None = None, keep_stdin: bool) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own whose output goes to a file and who dies with the thread that calls this.
+
+    Args:
+        keep_stdin: its stdin is a pipe that stays open while we live; else /dev/null.
+    """
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked up here: between fork and exec nothing may be
+
+    def die_with_us() -> None:
+        if prctl is not None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    with open(output, "ab") as file:
+        return subprocess.Popen(
+            list(argv),
+            stdin=subprocess.PIPE if keep_stdin else subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=None if environment is None else dict(environment),
+            start_new_session=True,
+            preexec_fn=die_with_us,  # noqa: PLW1509 (one system call, nothing that could hold a lock)
+        )
+
+
+def last_line(path: Path) -> str:
+    """The last line of a file that says something; "" where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    except OSError:
+        return ""
+    return next((line for line in reversed(lines) if line), "")
+
+
+class OnePerHost:
+    """A child a host.
+
+    Args:
+        children: by node, each with the file its output goes to.
+    """
+
+    def __init__(self, children: Mapping[int, tuple[subprocess.Popen[bytes], Path]]) -> None:
+        self.children = children
+        self.ended: dict[int, LaunchEnd] = {}
+
+    def poll(self) -> Mapping[int, LaunchEnd]:
+        for node, (child, output) in self.children.items():
+            if node not in self.ended and child.poll() is not None:
+                self.ended[node] = LaunchEnd(child.returncode, last_line(output))
+        return self.ended
+
+    def close(self) -> None:
+        end_all([child for child, _ in self.children.values()])
+
+
+def end_all(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """KILL what still runs and collect it, within END_SECONDS; agents find the end of their transport by themselves."""
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline and any(child.poll() is None for child in children):
+        time.sleep(0.01)
+    for child in children:
+        if child.stdin is not None:
+            child.stdin.close()

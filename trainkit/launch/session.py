@@ -1,0 +1,142 @@
+"""A session: the folder on the shared root by which agents and supervisor find and prove themselves to each other.
+
+`session.json` says where the supervisor listens, `token` (0600) proves who may speak, `secrets.json` (0600) has the values of secrets while ranks need
+them, and `node.sh` is all that a transport has to run: the words on an ssh or pdsh line are safe ones, whatever the job contains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.base.address import own_addresses
+from trainkit.base.errors import ConfigError
+from trainkit.base.files import write_json, write_text
+from trainkit.base.forms import document
+from trainkit.jobs.clusters import Cluster
+from trainkit.launch.hostfile import Host
+
+LOCAL_LEASE = 1e6
+SAFE_PATH = re.compile(r"[A-Za-z0-9_./+=:@,-]+")
+
+
+@dataclass(frozen=True)
+class Session:
+    """One session as its supervisor knows it.
+
+    Args:
+        folder: on the shared root.
+        run: the run's id, or a name of its own where there is no run.
+        attempt: its number, 0 where there is no run.
+        hosts: nodes in order.
+        cluster: limits, prolog, interpreter, ssh's arguments.
+        code: the folder of the code snapshot, <root>/code/<sha256>.
+        logs: where the transports' output goes, a file a host.
+        token: what both sides prove to know.
+        nonce: what only who sees this folder can know.
+        local: the agents run on this machine with nothing but `environment`; no prolog.
+        environment: what local agents get to see of the caller's environment.
+    """
+
+    folder: Path
+    run: str
+    attempt: int
+    hosts: tuple[Host, ...]
+    cluster: Cluster
+    code: Path
+    logs: Path
+    token: bytes
+    nonce: str
+    local: bool
+    environment: Mapping[str, str]
+
+    @property
+    def python(self) -> str:
+        """The interpreter on the nodes."""
+        return sys.executable if self.local else self.cluster.python or sys.executable
+
+    @property
+    def lease(self) -> float:
+        """Seconds of silence that are a lost contact. On one machine an end is always heard, and a stopped terminal (Ctrl-Z) is no loss."""
+        return LOCAL_LEASE if self.local else self.cluster.watch.lease
+
+    @property
+    def script(self) -> Path:
+        """What a transport runs: `bash node.sh K`."""
+        return self.folder / "node.sh"
+
+    def mark(self, node: int) -> str:
+        """TRAINKIT_RUN of every process of this session on one node."""
+        return f"{self.run}/{self.attempt}/{node}"
+
+    def write(self, root: Path, address: str, port: int, secret_values: Mapping[str, str]) -> None:
+        """Make the folder. Only now can an agent come: it has to know where to."""
+        cluster, watch = self.cluster, self.cluster.watch
+        if not self.local and not SAFE_PATH.fullmatch(str(self.folder)):
+            hint = "ssh lines carry this path unquoted: letters, digits and _ . / + = : @ , - only"
+            raise ConfigError(f"clusters.{cluster.name}.root: {self.folder} does not fit on an ssh line", hint=hint)
+        self.folder.mkdir(parents=True, mode=0o700)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / "token", self.token.hex() + "\n", 0o600)
+        if secret_values:
+            write_json(self.folder / "secrets.json", dict(secret_values), 0o600)
+        value = document(
+            "session/1",
+            run=self.run,
+            attempt=self.attempt,
+            address=address,
+            port=port,
+            nodes=[{"host": host.name} for host in self.hosts],
+            interface=cluster.interface,
+            root=str(root),
+            snapshot=self.code.name,
+            lease=self.lease,
+            grace=watch.grace,
+            node_folder=cluster.node_folder,
+            nonce=self.nonce,
+            folder=str(self.folder.parent.parent),
+            python_paths=[],
+        )
+        write_json(self.folder / "session.json", value)
+        agent = [self.python, "-I", "-S", str(self.code / "trainkit" / "launch" / "agent.py"), str(self.folder)]
+        lines = ["#!/bin/bash", "# What every node of this session runs: node.sh NODE", "set -e", *cluster.prolog, f'exec {shlex.join(agent)} "$1"']
+        write_text(self.script, "\n".join(lines) + "\n", 0o755)
+
+    def forget_secrets(self) -> None:
+        """Take the values of secrets off the disk."""
+        (self.folder / "secrets.json").unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Take the whole folder away; for sessions that belong to no run."""
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self.folder)
+
+
+def new_session(
+    folder: Path, run: str, attempt: int, hosts: Sequence[Host], cluster: Cluster, code: Path, logs: Path, environment: Mapping[str, str]
+) -> Session:
+    """A session that nobody knows of yet; `write` makes its folder."""
+    token, nonce = secrets.token_bytes(32), secrets.token_hex(16)
+    local = cluster.launcher == "local"
+    return Session(folder, run, attempt, tuple(hosts), cluster, code.resolve(), logs, token, nonce, local, environment)
+
+
+def log_of(session: Session, node: int) -> Path:
+    """Where the output of a node's transport goes. Hosts are named by others, so a name cannot leave the folder."""
+    return session.logs / f"{session.hosts[node].name.replace(os.sep, '_')}.log"
+
+
+def is_here(host: Host) -> bool:
+    """Whether a host of the hostfile is this very machine, so that nothing needs to carry its agent."""
+    return host.name in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.gethostname().partition(".")[0]) or host.name in {
+        address for _, address in own_addresses()
+    }

@@ -1,0 +1,307 @@
+"""The supervisor of a run: one attempt after another until it is done, asked to stop, or out of budgets.
+
+As a program: python -I RUN/code/trainkit/launch/supervisor.py RUN_FOLDER [--share], in a session of its own; docs/dispatch.md says what dies when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.files import write_json
+from trainkit.base.forms import document
+from trainkit.base.locks import Busy, locked
+from trainkit.base.process import identity
+from trainkit.engines import ENGINES, Engine
+from trainkit.engines.rules import RULES
+from trainkit.jobs.change import changed_job, write_changed_job
+from trainkit.jobs.resolved import read_job
+from trainkit.jobs.schema import Job
+from trainkit.launch.asks import Asks
+from trainkit.launch.attempt import Attempt, AttemptEnd, Setting
+from trainkit.launch.door import Door, Link
+from trainkit.launch.failures import rules_of
+from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts import read_hosts
+from trainkit.launch.launchers import LAUNCHERS, head_address
+from trainkit.launch.launchers.contract import Launcher
+from trainkit.launch.outcome import Ask, Outcome
+from trainkit.launch.quarantine import suspect
+from trainkit.launch.retries import Budgets, Choice
+from trainkit.launch.sweep import SweepReport, sweep_hosts
+from trainkit.launch.watch import Watch, nobody
+from trainkit.plan.make import make_plan
+from trainkit.runs.folder import RunFolder
+
+SIGN_SECONDS = 5.0  # between signs of life
+CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
+SWEEP_SECONDS = 5.0  # for an agent to come to a host that has just lost one
+OWN_STOP_SECONDS = 5.0  # beyond lease and grace, until a host that we lost has surely stopped itself
+
+
+class Supervisor:
+    """All attempts of one run that follow each other without a person.
+
+    Args:
+        run: its folder, complete: job.json, launch/hosts.json, code.
+        secrets: names and values that only the ranks' environment holds.
+        asks: what is asked of us.
+        watch: how a person follows.
+        share: run beside other runs on the same slots.
+        launcher: another than the job's.
+        engine: another than the job's.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        secrets: Mapping[str, str],
+        asks: Asks,
+        watch: Watch,
+        *,
+        share: bool,
+        launcher: Launcher | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        self.run, self.secrets, self.asks, self.watch, self.share = run, secrets, asks, watch, share
+        self.job = read_job(run.job)
+        self.hosts = Choice(read_hosts(run).hosts)
+        self.launcher = launcher or LAUNCHERS[self.job.cluster.launcher]
+        self.engine = engine or ENGINES[self.job.engine]
+        self.budgets = Budgets(self.job.retries)
+        self.door = Door(self._stranger)
+        self.attempt: Attempt | None = None
+        self.viewing = True
+        self.began = self.ended = False
+
+    async def supervise(self) -> Outcome:
+        """Attempt after attempt; the last one's outcome. Never leaves a process behind on a host that can be reached."""
+        await self.door.listen("127.0.0.1" if self.launcher.name in ("local", "debug") else head_address(self.job.cluster, self.hosts.hosts))
+        self.door.guests["control"] = self._control
+        signing = asyncio.create_task(self._keep_signing())
+        try:
+            while True:
+                end = await self._one_attempt()
+                if not self._goes_on(end):
+                    return end.outcome
+                await self._until_lost_hosts_have_stopped(end)
+                if self.asks.first:
+                    return end.outcome
+        finally:
+            signing.cancel()
+            await asyncio.gather(signing, return_exceptions=True)
+            self.ended = True
+            self._sign()
+            await self.door.close()
+
+    async def _one_attempt(self) -> AttemptEnd:
+        number = max((a.number for a in self.run.attempts()), default=0) + 1
+        first = self.attempt is None
+        hosts = self._choose()
+        command = self.engine.command(self.job, self.run, number)
+        rules = rules_of(self.job.cluster)
+        asks, tick, notice = self.asks, self.watch.tick, self.watch.notice
+        setting = Setting(self.launcher, self.door, self.secrets, rules, self.share, asks, self.show, tick, notice)
+        self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, setting)
+        attempt.record_start()
+        self._sign()
+        if first:
+            self.show(lambda: self.watch.begin(self.run))
+        try:
+            end = await attempt.go()
+        except BaseException as error:
+            end = AttemptEnd(Outcome(Exit.BUG, "infra", {"message": f"the supervisor failed: {type(error).__name__}: {error}"}))
+            self._record(end)
+            raise
+        end = self._judged(end)
+        self._record(end)
+        await self._sweep([host for host in hosts if host.name in end.vanished])
+        return end
+
+    async def _sweep(self, hosts: Sequence[Host]) -> None:
+        """End what dead agents have left: their keepers see to it, but whoever kills an agent may have killed its keeper too."""
+        assert self.attempt is not None
+        if not hosts:
+            return
+        try:
+            async with asyncio.timeout(2 * SWEEP_SECONDS):
+                reports = await sweep_hosts(self.run, self.job.cluster, hosts, SWEEP_SECONDS, kill=True, launcher=self.launcher)
+        except (TrainkitError, OSError, TimeoutError) as error:
+            reports = [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
+        for report in reports:
+            self.attempt.events.write("swept", **asdict(report))
+
+    def _judged(self, end: AttemptEnd) -> AttemptEnd:
+        """The end with its verdict: whether there will be another attempt."""
+        outcome = end.outcome
+        if self.asks.first or outcome.failure_class in ("success", "cancelled"):
+            return end
+        self.began = self.began or end.began
+        self._leave_out(end)
+        if not self.began and not (outcome.suspects and len(self.hosts.usable()) >= self.job.nodes):
+            return end  # a person waits for this start, and no spare can mend it
+        verdict = self.budgets.after(end)
+        end.again = verdict == "again"
+        if verdict == "no-progress":
+            cause = {**(outcome.root_cause or {}), "class": "no-progress"}
+            cause["message"] = f"failed {self.budgets.same_step} times in the same way at step {end.step}: {cause.get('message')}"
+            end.outcome = Outcome(Exit.NO_PROGRESS, "no-progress", cause, outcome.suspects)
+        return end
+
+    def _leave_out(self, end: AttemptEnd) -> None:
+        """Keep suspected hosts away from the next attempt, and for a while from other runs too; but not for what a person who tries to start has still
+        to mend."""
+        assert self.attempt is not None
+        if len(self.hosts.hosts) < 2:
+            return
+        cause = end.outcome.root_cause or {}
+        whys = {row["host"]: row["why"] for row in cause.get("hosts", ())}
+        for host in end.outcome.suspects:
+            why = str(whys.get(host) or cause.get("message"))
+            self.hosts.leave_out(host, why)
+            if self.began:
+                suspect(self.run.root, host, why, self.run.id, self.job.cluster.quarantine_seconds)
+            self.attempt.events.write("host_left_out", host=host, why=why)
+
+    def _record(self, end: AttemptEnd) -> None:
+        """Write the attempt's last events."""
+        assert self.attempt is not None
+        events, outcome = self.attempt.events, end.outcome
+        rest = {"survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
+        events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
+
+    def _goes_on(self, end: AttemptEnd) -> bool:
+        """Say what follows, where another attempt does."""
+        assert self.attempt is not None
+        if not end.again:
+            self.attempt.events.close()
+            return False
+        number = self.attempt.folder.number
+        failed = f"attempt {number} failed ({end.outcome.failure_class}): {(end.outcome.root_cause or {}).get('message')}"
+        left_out = f"; without {', '.join(self.hosts.left_out)}" if self.hosts.left_out else ""
+        self.show(lambda: self.watch.notice(f"{failed}; going on as attempt {number + 1}{left_out}"))
+        self.attempt.events.write("retry", next_attempt=number + 1, left_out=sorted(self.hosts.left_out), **{"class": end.outcome.failure_class})
+        self.attempt.events.close()
+        return True
+
+    def _choose(self) -> tuple[Host, ...]:
+        """Hosts of the next attempt; the job is changed where there are fewer of them than it had."""
+        hosts = self.hosts.take(self.job.nodes, lambda nodes: self.job.retries.shrink and self._shrunk(nodes) is not None)
+        if len(hosts) < self.job.nodes and (job := self._shrunk(len(hosts))) is not None:
+            self.watch.notice(f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size} ranks")
+            written, self.job = changed_job(self.run.job, [f"nodes={len(hosts)}"])
+            write_changed_job(self.run.job, written)
+            write_json(self.run.plan, make_plan(self.job, rules=RULES[self.job.engine]).to_json())
+        return hosts
+
+    def _shrunk(self, nodes: int) -> Job | None:
+        """The job on fewer nodes; None where the plan or the engine objects."""
+        try:
+            _, job = changed_job(self.run.job, [f"nodes={nodes}"])
+        except ConfigError:
+            return None
+        return job if make_plan(job, rules=RULES[job.engine]).feasible and not self.engine.problems(job) else None
+
+    async def _until_lost_hosts_have_stopped(self, end: AttemptEnd) -> None:
+        """Ranks of a host that we lost end when its lease does; two attempts must never write at the same time."""
+        if end.lost_at is None:
+            return
+        watch = self.job.cluster.watch
+        until = end.lost_at + watch.lease + watch.grace + OWN_STOP_SECONDS
+        while time.monotonic() < until and not self.asks.first:
+            self.show(self.watch.tick)
+            await asyncio.sleep(0.1)
+
+    def show(self, view: Callable[[], None]) -> None:
+        """Call a view. One that fails (a closed terminal, a reader that has gone) is called no more; the run goes on."""
+        if not self.viewing:
+            return
+        try:
+            view()
+        except (Exception, SystemExit) as error:  # rich raises SystemExit where the pipe is closed
+            self.viewing = False
+            if self.attempt is not None:
+                self.attempt.events.write("view_lost", reason=f"{type(error).__name__}: {error}")
+
+    async def _keep_signing(self) -> None:
+        while True:
+            await asyncio.sleep(SIGN_SECONDS)
+            with contextlib.suppress(OSError):  # a full disk is told by whoever writes what matters
+                self._sign()
+
+    def _sign(self) -> None:
+        """Say where we are and that we live."""
+        who, number = identity(), self.attempt.folder.number if self.attempt else 0
+        rest = {"attempt": number, "address": self.door.address, "port": self.door.port, "ended": self.ended}
+        write_json(self.run.supervisor, document("supervisor/1", identity=who.as_dict(), host=who.host, time=time.time(), **rest))
+
+    def _stranger(self, peer: str, why: str) -> None:
+        if self.attempt is not None:
+            with contextlib.suppress(OSError):
+                self.attempt.events.write("stranger", peer=peer, why=why)
+
+    async def _control(self, link: Link, node: int) -> None:
+        """Somebody who can read the session's token wants something."""
+        async with asyncio.timeout(CONTROL_SECONDS):
+            frame = await link.receive()
+        if frame is not None and frame["type"] == "cancel":
+            if frame.get("save"):
+                self.asks.save(Ask.SAVE)
+            else:
+                self.asks.stop()
+            link.send({"type": "ok"})
+            await link.finish()
+
+
+@contextlib.contextmanager
+def locked_run(run: RunFolder) -> Iterator[None]:
+    """Hold the run's lock: one supervisor a run. Raises TrainkitError (exit 17) where another holds it."""
+    try:
+        with locked(run.path / "lock", {"run": run.id}, wait=False):
+            yield
+    except Busy as busy:
+        raise TrainkitError(
+            f"run {run.id} is running already (pid {busy.holder.get('pid', '?')})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}"
+        ) from None
+
+
+def supervise(
+    run: RunFolder, secrets: Mapping[str, str], watch: Watch, *, share: bool, launcher: Launcher | None = None, engine: Engine | None = None
+) -> Outcome:
+    """Supervise a run to its end in this process's main thread; arguments as of Supervisor. The caller holds the run's lock."""
+    with Asks().listening() as asks:
+        return asyncio.run(Supervisor(run, secrets, asks, watch, share=share, launcher=launcher, engine=engine).supervise())
+
+
+def main() -> None:
+    """The program."""
+    import os
+
+    from trainkit.launch.world import secret_values
+
+    parser = argparse.ArgumentParser(description="The supervisor of one run.")
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--share", action="store_true", help="run beside other runs on the same slots")
+    words = parser.parse_args()
+    run = RunFolder(words.run_folder)
+    try:
+        with locked_run(run):
+            secrets = secret_values(read_job(run.job).cluster.secrets, os.environ)
+            sys.exit(int(supervise(run, secrets, nobody(), share=words.share).exit))
+    except TrainkitError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        sys.exit(int(error.exit))
+
+
+if __name__ == "__main__":
+    main()

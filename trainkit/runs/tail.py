@@ -1,0 +1,49 @@
+"""Follows a run's events while its supervisor writes them, from one attempt to the next."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trainkit.runs.folder import RunFolder
+
+
+class EventTail:
+    """New events of all attempts, in order, by polling.
+
+    Args:
+        run: the run.
+        told: leave out what is there already.
+    """
+
+    def __init__(self, run: RunFolder, *, told: bool = False) -> None:
+        self.run = run
+        self._offsets: dict[int, int] = {}
+        if told:
+            self.new()
+
+    def new(self) -> list[tuple[int, dict[str, Any]]]:
+        """(attempt, event) of every whole line written since the last call; never waits."""
+        found = []
+        for attempt in self.run.attempts():
+            number = attempt.number
+            if number < max(self._offsets, default=0):
+                continue  # its supervisor has gone on to the next
+            try:
+                with open(attempt.events, "rb") as file:
+                    file.seek(self._offsets.get(number, 0))
+                    lines = file.readlines()
+            except FileNotFoundError:
+                continue
+            whole = [line for line in lines if line.endswith(b"\n")]
+            self._offsets[number] = self._offsets.get(number, 0) + sum(map(len, whole))
+            found += [(number, event) for line in whole if (event := _parsed(line))]
+        return found
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
