@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -17,7 +18,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.process import reap, running, start, stop
 from trainkit.base.unit import PARENT_VARIABLE, error_from
-from trainkit.launch.world import free_port
+from trainkit.launch.world import port_candidates
 
 POLL_SECONDS = 0.05
 ECHO_SECONDS = 0.5  # how long peers of a failed rank have to say what they saw: theirs may be the true reason
@@ -52,11 +53,21 @@ def run_together(argv: Sequence[str], spec: Mapping[str, Any], ranks: int, devic
             stop(team.children, GRACE_SECONDS)
 
 
+def _free_port(seed: str, address: str) -> int:
+    """A port of this machine that nobody listens on, below those that the kernel gives to outgoing connections."""
+    for port in port_candidates(seed):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+            return port
+    raise TrainkitError(f"none of the ports tried on {address} is free", exit=Exit.START)
+
+
 def _environment(ranks: int, device_type: str, folder: Path) -> dict[str, str]:
     """What all ranks have of torch's variables (PyTorch documentation, "torchrun")."""
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))} if device_type == "cpu" else {}
     address = "127.0.0.1"
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port(str(folder), address)), "GLOO_SOCKET_IFNAME": "lo"}
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(_free_port(str(folder), address)), "GLOO_SOCKET_IFNAME": "lo"}
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     return {**os.environ, **threads, **meeting, **sizes, PARENT_VARIABLE: str(os.getpid())}
 

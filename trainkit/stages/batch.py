@@ -11,6 +11,7 @@ from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
+from trainkit.base.unit import error_from
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.queue import UnitQueue
 from trainkit.stages.run import Reporter
