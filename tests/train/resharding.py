@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.train.layouts import Case, Rank, gathered, rank_of_world, take_steps
+from trainkit.runs.checkpoints import folder_of, open_checkpoint
 from trainkit.train import checkpoint
 from trainkit.train.torch_compat import local_part
 
@@ -42,7 +43,7 @@ def save_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
 def load_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
     """Read that checkpoint in another layout, and go on."""
     with rank_of_world(case, root) as rank:
-        saved = checkpoint.open_checkpoint(checkpoint.folder_of(root / "checkpoints", SAVED_AT))
+        saved = open_checkpoint(folder_of(root / "checkpoints", SAVED_AT))
         checkpoint.load(saved, rank.step.tensors(), rank.step.expected())
         rank.step.after_loading()
         rank.step.load_state(saved.manifest.state)
