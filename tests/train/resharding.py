@@ -35,7 +35,7 @@ def save_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
     with rank_of_world(case, root) as rank:
         take_steps(rank, _sizes(rank, 0, SAVED_AT))
         consumed = SAVED_AT * rank.job.global_batch_size
-        about = {"step": SAVED_AT, "consumed_samples": consumed, "layout": {}, "job": {}, "state": rank.step.state()}
+        about: dict[str, Any] = {"step": SAVED_AT, "consumed_samples": consumed, "layout": {}, "job": {}, "state": rank.step.state()}
         checkpoint.save(root / "checkpoints", rank.step.tensors(), **about)
         return gathered(rank.step.tensors()), *_go_on(rank)
 
