@@ -20,8 +20,8 @@ from trainkit.data.paths import DataFolder
 from trainkit.data.tokenizer import load_tokenizer, train_bpe
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.jobs.schema import Tokenizer as TokenizerTable
+from trainkit.runs.checkpoints import MANIFEST, Manifest, folder_of
 from trainkit.runs.folder import RunFolder
-from trainkit.train.checkpoint import MANIFEST, Manifest, folder_of
 from trainkit.train.storage import TensorSavePlanner, Writer
 
 TEXTS = [f"def f{i}(ä, b):\n    return ä ** {i} + b  # größer als 日本語 {i * 7}" for i in range(60)]

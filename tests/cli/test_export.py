@@ -21,6 +21,7 @@ from trainkit.data.paths import DataFolder
 from trainkit.data.tokenizer import train_bpe
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
+from trainkit.runs.checkpoints import folder_of
 from trainkit.runs.folder import RunFolder
 from trainkit.train import checkpoint
 from trainkit.train.initialize import initial_value
@@ -132,10 +133,10 @@ def test_no_valid_checkpoint(project: Project) -> None:
     run, _ = make_run(project, "random")
     error = refusal(project, step=7)
     assert error.exit == 16 and "no checkpoint of step 7" in error.message and "5, 10" in error.hint
-    (checkpoint.folder_of(run.checkpoints, 10) / "rank-00000.bin").write_bytes(b"")
+    (folder_of(run.checkpoints, 10) / "rank-00000.bin").write_bytes(b"")
     assert refusal(project, step=10).exit == 16
     assert call(project)["step"] == 5  # the newest that is valid
-    (checkpoint.folder_of(run.checkpoints, 5) / "rank-00000.bin").write_bytes(b"")
+    (folder_of(run.checkpoints, 5) / "rank-00000.bin").write_bytes(b"")
     assert refusal(project, to=str(project.path / "other")).exit == 16
     assert not (project.path / "other").exists()
 

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 from trainkit.base.errors import Problem
 from trainkit.jobs.schema import Model, RopeScaling
+from trainkit.runs.checkpoints import Checkpoint, folder_of, open_checkpoint
 from trainkit.train import checkpoint
 from trainkit.train.huggingface import load_weights
 from trainkit.train.huggingface.names import FAMILIES
@@ -156,13 +157,13 @@ def theirs(case: str) -> Any:
     return module
 
 
-def save(module: Transformer, folder: Path, step: int = 7) -> checkpoint.Checkpoint:
+def save(module: Transformer, folder: Path, step: int = 7) -> Checkpoint:
     tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
     checkpoint.save(folder, tensors, step=step, consumed_samples=0, layout={}, job={}, state={})
-    return checkpoint.open_checkpoint(checkpoint.folder_of(folder, step))
+    return open_checkpoint(folder_of(folder, step))
 
 
-def write(saved: checkpoint.Checkpoint, model: Model, target: Path, **more: Any) -> Any:
+def write(saved: Checkpoint, model: Model, target: Path, **more: Any) -> Any:
     return export(saved, model, target, **{"dtype": "fp32", "shard_bytes": 10**9, "tokenizer": None, "about": {}, **more})
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from tests.train.support import new_run, tiny_job, whole
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.schema import Model
+from trainkit.runs.checkpoints import finished
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 from trainkit.train import data_parallel
-from trainkit.train.checkpoint import finished
 from trainkit.train.data_parallel import World
 from trainkit.train.feed import Batch
 from trainkit.train.heartbeat import Heartbeat

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.train.layouts import Case, Rank, gathered, rank_of_world, take_steps
+from trainkit.runs.checkpoints import folder_of, open_checkpoint
 from trainkit.train import checkpoint
 from trainkit.train.torch_compat import local_part
 
@@ -34,7 +35,7 @@ def save_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
     with rank_of_world(case, root) as rank:
         take_steps(rank, _sizes(rank, 0, SAVED_AT))
         consumed = SAVED_AT * rank.job.global_batch_size
-        about = {"step": SAVED_AT, "consumed_samples": consumed, "layout": {}, "job": {}, "state": rank.step.state()}
+        about: dict[str, Any] = {"step": SAVED_AT, "consumed_samples": consumed, "layout": {}, "job": {}, "state": rank.step.state()}
         checkpoint.save(root / "checkpoints", rank.step.tensors(), **about)
         return gathered(rank.step.tensors()), *_go_on(rank)
 
@@ -42,7 +43,7 @@ def save_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
 def load_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
     """Read that checkpoint in another layout, and go on."""
     with rank_of_world(case, root) as rank:
-        saved = checkpoint.open_checkpoint(checkpoint.folder_of(root / "checkpoints", SAVED_AT))
+        saved = open_checkpoint(folder_of(root / "checkpoints", SAVED_AT))
         checkpoint.load(saved, rank.step.tensors(), rank.step.expected())
         rank.step.after_loading()
         rank.step.load_state(saved.manifest.state)

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import ROOT, rank_environments
 from trainkit.jobs.schema import Checkpoint, Cluster, Dataset, Job, Model, Training
+from trainkit.runs.checkpoints import folder_of, open_checkpoint
 from trainkit.runs.folder import RunFolder
-from trainkit.train.checkpoint import folder_of, load, open_checkpoint
+from trainkit.train.checkpoint import load
 from trainkit.train.data_parallel import World
 from trainkit.train.heartbeat import Heartbeat
 from trainkit.train.loop import Trainer

@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from tests.train.support import MODEL, Arrays, whole
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.schema import Checkpoint as Keep
-from trainkit.runs.checkpoints import prune
+from trainkit.runs.checkpoints import MANIFEST, Damaged, newest_valid, open_checkpoint, prune, verify
 from trainkit.train import checkpoint
-from trainkit.train.checkpoint import MANIFEST, Damaged, newest_valid, open_checkpoint, verify
 from trainkit.train.model import Transformer
 from trainkit.train.storage import Reader, TensorSavePlanner, Writer
 

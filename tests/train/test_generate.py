@@ -19,8 +19,8 @@ from tests.trained import EOD, MODEL, new_run, prepare, text_job, write_checkpoi
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.schema import Cluster, Dataset
+from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.runs.folder import RunFolder
-from trainkit.train.checkpoint import open_checkpoint
 from trainkit.train.generate import Generation, Reading, continuation, generate
 from trainkit.train.sampling import Sampling
 from trainkit.train.trained import choose_checkpoint, choose_device, load_model

@@ -40,6 +40,7 @@ from tests.train.hf_support import (
 )
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Model
+from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.train import checkpoint
 from trainkit.train.huggingface import check_weights, load_weights
 from trainkit.train.huggingface.config import contradictions, to_hf_config
@@ -105,7 +106,7 @@ def test_every_rank_reads_its_part_and_parts_are_exported_whole(folders: Callabl
         shutil.copytree(folders(case), tmp_path / "hf" / case)
     run_ranks(2, "tests.train.test_huggingface:_on_two_ranks", tmp_path / "hf", tmp_path / "checkpoints")
     for case in cases:
-        saved = checkpoint.open_checkpoint(tmp_path / "checkpoints" / case / "step-00000007")
+        saved = open_checkpoint(tmp_path / "checkpoints" / case / "step-00000007")
         assert len(saved.manifest.tensors["model.embed_tokens.weight"].chunks) == 2
         write(saved, CASES[case][0], tmp_path / "out" / case)
         one, other = (load_file(folder / case / "model.safetensors") for folder in (tmp_path / "out", tmp_path / "hf"))

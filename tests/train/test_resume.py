@@ -15,9 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.distributed import finish
 from tests.train.support import new_run, start_ranks, tiny_job
+from trainkit.runs.checkpoints import finished, verify
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
-from trainkit.train.checkpoint import finished, verify
 
 TIMED = {"elapsed_ms", "tokens_per_second", "samples_per_second", "model_tflops", "hardware_tflops", "times_ms", "memory_bytes", "ranks"}
 LOG_LINE = re.compile(

@@ -40,6 +40,7 @@ class RankMemory:
         activation_bytes: what forward leaves for backward, and the block that is computed again.
         logit_bytes: logits of the last stage and their gradients.
         buffer_bytes: buffers of communication.
+        staging_bytes: the copy that a save behind training is written from; it lies in the host's memory, so it is 0 on other devices than the CPU.
         reserve_bytes: assumed, for all the rest.
     """
 
@@ -51,6 +52,7 @@ class RankMemory:
     activation_bytes: int
     logit_bytes: int
     buffer_bytes: int
+    staging_bytes: int
     reserve_bytes: int
 
     @property
@@ -143,6 +145,8 @@ def stage_memory(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded
     parts["activation_bytes"] = saved_bytes(job, layout, rules, stage) + live_bytes(job, layout, rules)
     parts["logit_bytes"] = logit_bytes(job, layout, rules, vocab_size, padded) if last else 0
     kind = job.cluster.device_type
+    staged = job.checkpoint.save_async and rules.states is None and kind == "cpu"
+    parts["staging_bytes"] = parts["parameter_bytes"] + parts["optimizer_bytes"] if staged else 0
     return RankMemory(stage=stage, reserve_bytes=RESERVE_BYTES[kind] + round(RESERVE_PART[kind] * sum(parts.values())), **parts)
 
 

@@ -24,22 +24,17 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder
 from trainkit.base.locks import Busy, locked
 from trainkit.runs.checkpoints import (
-    MANIFEST,
     UNFINISHED,
     Checkpoint,
-    Damaged,
     Manifest,
     Verify,
     finished,
     folder_of,
     newest_valid,
-    open_checkpoint,
     verify,
 )
 from trainkit.train.staging import parts_of
 from trainkit.train.storage import DTYPE_NAMES, Reader, TensorLoadPlanner, TensorSavePlanner, Writer
-
-__all__ = ["MANIFEST", "Checkpoint", "Damaged", "Manifest", "finished", "folder_of", "load", "newest_valid", "open_checkpoint", "save", "verify"]
 
 LOCK = "writer.lock"  # held by rank 0 while it publishes
 

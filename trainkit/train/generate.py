@@ -16,9 +16,9 @@ from torch import Tensor
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
+from trainkit.runs.checkpoints import Checkpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.train.attention import KeyValueCache
-from trainkit.train.checkpoint import Checkpoint
 from trainkit.train.model import Block, Transformer
 from trainkit.train.sampling import Sampling, choose
 from trainkit.train.sharded import ARGV, Together, refuse_together, spec_of

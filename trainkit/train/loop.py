@@ -15,6 +15,7 @@ import torch.distributed as dist
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
+from trainkit.runs.checkpoints import finished
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.windows import Window
 from trainkit.train import checkpoint, data_parallel
@@ -79,7 +80,7 @@ class Trainer:
 
     def __init__(self, job: Job, run: RunFolder, world: World, heartbeat: Heartbeat, stop: threading.Event) -> None:
         heartbeat.beat("load", 0)
-        refuse_what_cannot_run(job, world, begins=not checkpoint.finished(run.checkpoints))
+        refuse_what_cannot_run(job, world, begins=not finished(run.checkpoints))
         self.job, self.run, self.world, self.heartbeat, self.stop = job, run, world, heartbeat, stop
         self.device = data_parallel.join(world, job.cluster.device_type)
         agree(job, world)
@@ -209,7 +210,7 @@ class Trainer:
         why = f"{what}; training stops, this step has not touched the weights"
         if policy == "skip":
             why = f"{what}; {values.skipped_in_a_row:.0f} steps in a row were skipped (max_skipped_in_a_row {t.max_skipped_in_a_row})"
-        further = "`resume` goes on from the last checkpoint" if checkpoint.finished(self.run.checkpoints) else "no checkpoint was written yet"
+        further = "`resume` goes on from the last checkpoint" if finished(self.run.checkpoints) else "no checkpoint was written yet"
         raise TrainkitError(why, exit=Exit.RANK_USER, hint=f"lower training.lr or lengthen lr_warmup_iters; {further}")
 
     def _roll_back(self, why: RollBack) -> None:

@@ -40,7 +40,7 @@ def spec_of(task: str, job: Job, checkpoint: Path, device_type: str, **words: An
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Do the task as this rank; {"generations": [...]} or the fields of an Evaluation."""
     from trainkit.jobs.ranks import Degrees
-    from trainkit.train.checkpoint import open_checkpoint
+    from trainkit.runs.checkpoints import open_checkpoint
     from trainkit.train.data_parallel import World, join
     from trainkit.train.mesh import Mesh
 

@@ -15,6 +15,7 @@ from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Job
 from trainkit.plan.checks import indivisible
 from trainkit.plan.rules import Rules
+from trainkit.runs.checkpoints import Checkpoint, Damaged, finished, folder_of, newest_valid, open_checkpoint, verify
 from trainkit.runs.folder import RunFolder
 from trainkit.train import checkpoint, tensor_parallel
 from trainkit.train.model import Transformer, build_on_meta
@@ -25,26 +26,26 @@ ALONE = TensorGroup()  # one process holds the model
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose_checkpoint(run: RunFolder, step: int = 0) -> checkpoint.Checkpoint:
+def choose_checkpoint(run: RunFolder, step: int = 0) -> Checkpoint:
     """The run's checkpoint of `step`, whole and with the right hashes; 0: the newest valid one, and every newer one passed over is named on stderr.
 
     Raises:
         TrainkitError: exit 16, there is none, or that of `step` is damaged.
     """
-    steps = [int(folder.name[5:]) for folder in checkpoint.finished(run.checkpoints)]
+    steps = [int(folder.name[5:]) for folder in finished(run.checkpoints)]
     if not steps:
         raise TrainkitError(f"run {run.id} has no checkpoint yet", exit=Exit.NO_CHECKPOINT, hint="the first is written after training.save_interval steps")
     if step and step not in steps:
         hint = f"it has those of steps {', '.join(map(str, steps))}; older ones go as checkpoint.keep_last says"
         raise TrainkitError(f"run {run.id} has no checkpoint of step {step}", exit=Exit.NO_CHECKPOINT, hint=hint)
     if not step:
-        newest = checkpoint.newest_valid(run.checkpoints, lambda words: print(f"WARNING: passed over: {words}", file=sys.stderr))
+        newest = newest_valid(run.checkpoints, lambda words: print(f"WARNING: passed over: {words}", file=sys.stderr))
         assert newest is not None, "there are checkpoints: the newest valid one or an error"
         return newest
-    folder = checkpoint.folder_of(run.checkpoints, step)
-    if problems := checkpoint.verify(folder):
-        raise checkpoint.Damaged(folder, problems)
-    return checkpoint.open_checkpoint(folder)
+    folder = folder_of(run.checkpoints, step)
+    if problems := verify(folder):
+        raise Damaged(folder, problems)
+    return open_checkpoint(folder)
 
 
 def choose_device(job: Job, words: str = "") -> torch.device:
@@ -61,7 +62,7 @@ def choose_device(job: Job, words: str = "") -> torch.device:
     return torch.device(kind)
 
 
-def vocabulary(saved: checkpoint.Checkpoint) -> int:
+def vocabulary(saved: Checkpoint) -> int:
     """Rows of the embedding. Raises TrainkitError (exit 3) where the checkpoint has none."""
     name = "model.embed_tokens.weight"
     if name not in saved.manifest.tensors:
@@ -78,7 +79,7 @@ def refuse_unsplittable(job: Job, ranks: int, device: torch.device) -> None:
         raise ConfigError([Problem(reason) for reason in reasons])
 
 
-def load_model(job: Job, saved: checkpoint.Checkpoint, device: torch.device, dtype: torch.dtype, group: TensorGroup = ALONE) -> Transformer:
+def load_model(job: Job, saved: Checkpoint, device: torch.device, dtype: torch.dtype, group: TensorGroup = ALONE) -> Transformer:
     """The model of a checkpoint, whatever layout wrote it: for reading only, without dropout, weights cast to `dtype` as training casts them.
 
     `group`: the ranks that it is split over, each of which calls this; by default this one holds all of it.
