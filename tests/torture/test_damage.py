@@ -29,6 +29,11 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def lose_files(folder: Path) -> None:
+    for file in folder.glob("*.bin"):
+        file.unlink()
+
+
 def exchange(folder: Path) -> None:
     """Two files in each other's place: sizes may be right, hashes are not."""
     first, second, spare = folder / "rank-00000.bin", folder / "rank-00001.bin", folder / "spare"
@@ -49,7 +54,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "missing file": (lambda folder: (folder / "rank-00000.bin").unlink(), "rank-00000.bin is missing"),
     "torn manifest": (lambda folder: cut(folder / MANIFEST), MANIFEST),
     "files without manifest": (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST} cannot be read"),
-    "manifest without files": (lambda folder: [file.unlink() for file in folder.glob("*.bin")], "rank-00001.bin is missing"),
+    "manifest without files": (lose_files, "rank-00001.bin is missing"),
     "files exchanged": (exchange, "rank-0000"),
     "files of an older step": (of_an_older_step, "does not have the hash"),
 }

@@ -19,7 +19,7 @@ from trainkit.runs.checkpoints import finished, verify
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 
-TIMED = {"elapsed_ms", "tokens_per_second", "samples_per_second", "model_tflops", "hardware_tflops", "times_ms", "memory_bytes", "ranks"}
+TIMED = {"elapsed_ms", "tokens_per_second", "samples_per_second", "model_tflops", "hardware_tflops", "times_ms", "memory_bytes", "ranks", "pipeline"}
 LOG_LINE = re.compile(
     r" iteration +(\d+)/ +12 \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): \d+\.\d \| learning rate: \d\.\d{6}E[+-]\d\d \|"
     r" global batch size: +8 \| lm loss: \d\.\d{6}E[+-]\d\d \| loss scale: 1\.0 \| grad norm: \d+\.\d{3} \|"

@@ -209,9 +209,13 @@ class Job(Table):
     def _compiles(self) -> Job:
         t = self.training
         kernel = self.cluster.device_type == "cuda" and t.precision != "fp32" and self.model.attention_dropout == 0
-        if t.compile and self.parallelism.pipeline_schedule == "zbv":
+        p = self.parallelism
+        if t.compile and p.pipeline_schedule == "zbv":
             raise wrong("training.compile", "training.compile and pipeline_schedule = 'zbv' exclude each other: a compiled backward cannot be split in two")
-        if t.recompute_granularity == "selective" and self.parallelism.pipeline_schedule == "zbv":
+        if t.compile and self.model.attention_dropout > 0 and p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
+            message = "training.compile with attention_dropout and tensor parallelism needs sequence_parallel: without it two kinds of random numbers are drawn"
+            raise wrong("training.compile", f"{message} by turns, between which a compiled block cannot change")
+        if t.recompute_granularity == "selective" and p.pipeline_schedule == "zbv":
             message = "'selective' keeps what backward reads once, and pipeline_schedule = 'zbv' goes through it twice; use 'full' or 'none'"
             raise wrong("training.recompute_granularity", f"training.recompute_granularity = {message}")
         if t.compile and t.reset_attention_mask and not kernel:

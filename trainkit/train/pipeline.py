@@ -111,7 +111,7 @@ class Chunk(Transformer):
         assert isinstance(losses, Losses)
         work.cross_entropy = work.cross_entropy + losses.cross_entropy
         work.tokens = work.tokens + losses.tokens
-        return losses.objective
+        return losses.objective.reshape(1)  # torch joins what the last stage returns of the micro-batches
 
 
 class Pipeline:
@@ -157,8 +157,8 @@ class Pipeline:
         schedule = self._schedule(len(batches), learning)
         if learning:
             with self.timers("pipeline"):
-                schedule.step(*given, return_outputs=False, **({"target": numbers} if self.chunks[-1].last else {}))
+                schedule.step(*given, **({"target": numbers} if self.chunks[-1].last else {}))
         else:
-            schedule.step(*given, return_outputs=False)
+            schedule.step(*given)
         assert isinstance(work.cross_entropy, Tensor) and isinstance(work.tokens, Tensor)
         return work.cross_entropy, work.tokens

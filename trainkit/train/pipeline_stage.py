@@ -32,7 +32,8 @@ class LeanStage(PipelineStage):
     ) -> None:
         between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)  # without requires_grad no gradient would be sent back
         given = torch.empty((1,), dtype=torch.int64, device="meta") if number == 0 else between
-        made = torch.empty((), dtype=dtype, device="meta", requires_grad=True) if number == count - 1 else between
+        wide = torch.promote_types(dtype, torch.float32)
+        made = torch.empty((1,), dtype=wide, device="meta", requires_grad=True) if number == count - 1 else between
         self._arriving = (shape, dtype)
         super().__init__(module, number, count, device, input_args=given, output_args=made, group=group)
 
@@ -53,23 +54,23 @@ class LeanStage(PipelineStage):
         self._drop(*self.grad_recv_info.values())
         return found
 
-    def _room(self, infos: Any) -> None:
+    def _room(self, infos: Any, *, learning: bool) -> None:
         for info in infos:
-            if not getattr(info, "is_root_arg", False) and hasattr(info, "buffer") and info.buffer is None:
-                info.buffer = torch.empty(self._arriving[0], dtype=self._arriving[1], device=self.device)
+            if getattr(info, "buffer", None) is not None and info.buffer.is_meta:
+                info.buffer = torch.empty(self._arriving[0], dtype=self._arriving[1], device=self.device, requires_grad=learning)
 
     def _drop(self, *of_micro_batches: Any) -> None:
         for info in (info for infos in of_micro_batches for info in infos):
-            if hasattr(info, "buffer"):
-                info.buffer = None
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = torch.empty(0, device="meta")  # some versions of torch look at its gradient
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        self._room(self.args_recv_info[fwd_chunk_id])
+        self._room(self.args_recv_info[fwd_chunk_id], learning=self.has_backward)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         if self.has_backward and not self.is_last:
-            self._room(self.grad_recv_info[bwd_chunk_id])
+            self._room(self.grad_recv_info[bwd_chunk_id], learning=False)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **words: Any) -> Any:
@@ -147,7 +148,7 @@ def make_schedule(
     count = parallelism.pipeline_model_parallel_size * len(chunks)
     stages: list[Any] = [TimedStage(chunk, count, mesh, timers, *activations) for chunk in chunks]
     # scale_grads would divide after adding up, too late for fp16; the objective is divided already
-    words: dict[str, Any] = {"loss_fn": (lambda objective, _: objective) if learning else None, "scale_grads": False}
+    words: dict[str, Any] = {"loss_fn": (lambda objective, _: objective.sum()) if learning else None, "scale_grads": False}
     if parallelism.pipeline_schedule == "zbv":
         return ScheduleZBVZeroBubble(stages, micro_batches, **words)
     if len(stages) > 1:

@@ -1,0 +1,175 @@
+"""Weights and moments written in one layout and read in another, bit by bit; and weights of Hugging Face's files into every layout."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import run_ranks
+from tests.train.hf_support import write
+from tests.train.support import tiny_job
+from tests.trained import new_run, text_job, write_checkpoint
+from trainkit.base.errors import Problem
+from trainkit.jobs.ranks import degrees_of
+from trainkit.jobs.schema import Job, Model, Parallelism
+from trainkit.runs.checkpoints import Checkpoint, folder_of, open_checkpoint
+from trainkit.train import checkpoint
+from trainkit.train.begin import layout_problems
+from trainkit.train.build import build
+from trainkit.train.data_parallel import World, join
+from trainkit.train.huggingface import load_weights
+from trainkit.train.initialize import initial_value
+from trainkit.train.mesh import Mesh
+from trainkit.train.model import build_on_meta
+from trainkit.train.pipeline import tied_at
+from trainkit.train.shards import Shards, slices
+from trainkit.train.step import Step
+from trainkit.train.timers import Timers
+
+ROWS = 301
+SIZES: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "seq_length": 16, "vocab_size": ROWS, "ffn_hidden_size": 71}
+MODELS = {
+    "gpt": Model(name="gpt", num_layers=5, **SIZES),  # tied
+    "llama": Model(name="llama", family="llama", num_layers=4, num_query_groups=2, **SIZES),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor 4": {"tensor_model_parallel_size": 4},
+    "tensor 2, pipeline 2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+    "pipeline 2, zbv": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"},
+    "pipeline 4, ZeRO 3": {"pipeline_model_parallel_size": 4, "zero_stage": 3},
+    "HSDP 2 x 2": {"data_parallel_replicate_size": 2, "zero_stage": 3},
+    "ZeRO 0": {"zero_stage": 0},
+}
+
+
+def job_in(root: Path, model: str, ranks: int, keys: dict[str, Any], **training: Any) -> Job:
+    return tiny_job(ranks, root, **training).model_copy(update={"model": MODELS[model], "parallelism": Parallelism(**keys)})
+
+
+def value(name: str, shape: tuple[int, ...], model: Model) -> Tensor:
+    """What a tensor of a checkpoint holds here: no two elements alike, by name."""
+    return initial_value(f"{name}.weight", (*shape, 1), model, 7)[..., 0].abs()
+
+
+def made_in(root: Path, model: str, keys: dict[str, Any]) -> Step:
+    world = World.from_environment()
+    job, device = job_in(root, model, world.size, keys), join_once(world)
+    mesh = Mesh.of(degrees_of(job), world, device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
+    return Step(job, build(job, mesh, ROWS), mesh, Timers(device))
+
+
+@functools.cache
+def join_once(world: World) -> torch.device:
+    return join(world, "cpu")
+
+
+def fill(tensors: dict[str, Shards], model: Model) -> None:
+    for name, shards in tensors.items():
+        whole = value(name, tuple(shards.shape), model)
+        for at, view in shards.parts.items():
+            view.copy_(whole[slices(at, view)])
+
+
+def differing(tensors: dict[str, Shards], model: Model, prefix: str = "") -> list[str]:
+    """Names of those that are not what `fill` would make of them."""
+    wrong = []
+    for name, shards in tensors.items():
+        whole = value(prefix + name, tuple(shards.shape), model)
+        if not all(torch.equal(view, whole[slices(at, view)]) for at, view in shards.parts.items()):
+            wrong.append(name)
+    return wrong
+
+
+@torch.no_grad()
+def written_and_read(root: Path, hub: Path | None) -> dict[str, Any]:
+    """Every layout writes, every layout reads all of it; what is wrong then."""
+    found: dict[str, Any] = {}
+    for model, shape in MODELS.items():
+        for n, keys in enumerate(LAYOUTS.values()):
+            step = made_in(root, model, keys)
+            fill(step.tensors(), shape)
+            step.after_loading()
+            words: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "job": {}, "state": {}}
+            checkpoint.save(root / model, step.tensors(), step=n, **words)
+        for name, keys in LAYOUTS.items():
+            step = made_in(root, model, keys)
+            for n, writer in enumerate(LAYOUTS):
+                fill(step.tensors(), shape.model_copy(update={"init_method_std": 0.5}))
+                checkpoint.load(open_checkpoint(folder_of(root / model, n)), step.tensors(), step.expected())
+                step.after_loading()
+                found[f"{model}: {writer} -> {name}"] = differing(step.tensors(), shape) + second_copies(step)
+            if hub is not None:
+                load_weights(hub / model, step.parts.held, shape, ROWS)
+                weights = {key: t for key, t in step.tensors().items() if key.startswith("model.")}
+                found[f"{model}: hub -> {name}"] = differing(weights, shape) + [key for key in second_copies(step) if "optimizer" not in key]
+    return found
+
+
+def second_copies(step: Step) -> list[str]:
+    """Tied weights on one rank twice, where the copies differ."""
+    return [key for key, held in step.parts.held.items() if key != held.name and not torch.equal(*(p.to_local() for p in two(step, key)))]  # type: ignore[operator]
+
+
+def two(step: Step, key: str) -> tuple[Any, Any]:
+    return step.parameters[key].detach(), step.parameters[step.parts.held[key].name].detach()
+
+
+def test_every_layout_reads_what_every_other_wrote(tmp_path: Path) -> None:
+    """One process reads them too, and writes the Hugging Face files that all layouts read."""
+    for model in MODELS.values():
+        module = build_on_meta(model, ROWS)
+        module.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                p.copy_(value(f"model.{name}", tuple(p.shape), model))
+        saved = one_process_saves(tmp_path / "alone" / model.name, module)
+        write(saved, model, tmp_path / "hub" / model.name)
+    found = run_ranks(4, "tests.train.test_layout_checkpoint:written_and_read", tmp_path / "four", tmp_path / "hub", timeout=250)
+    for rank, of_rank in enumerate(found):
+        assert len(of_rank) == 2 * len(LAYOUTS) * (len(LAYOUTS) + 1)
+        wrong = {what: names for what, names in of_rank.items() if names}
+        assert not wrong, f"rank {rank}: {wrong}"
+    for model in MODELS.values():
+        module = build_on_meta(model, ROWS)
+        module.to_empty(device="cpu")
+        for n in range(len(LAYOUTS)):
+            checkpoint.load(open_checkpoint(folder_of(tmp_path / "four" / model.name, n)), plain(module))
+            assert all(torch.equal(p, value(f"model.{name}", tuple(p.shape), model)) for name, p in module.named_parameters())
+
+
+def plain(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {f"model.{name}": p.detach() for name, p in module.named_parameters()}
+
+
+def one_process_saves(folder: Path, module: torch.nn.Module) -> Checkpoint:
+    """What a checkpoint of these weights by one process is."""
+    run = new_run(text_job(folder))
+    return open_checkpoint(write_checkpoint(run, module, 1))
+
+
+def problems(found: Any) -> str:
+    return "\n".join(p.message for p in found if isinstance(p, Problem))
+
+
+@pytest.mark.parametrize(
+    ("keys", "training", "words"),
+    [
+        ({"tensor_model_parallel_size": 3}, {}, ["num_attention_heads 4 does not divide by tensor-parallel size 3"]),
+        ({"tensor_model_parallel_size": 12, "sequence_parallel": True}, {}, ["num_attention_heads", "seq_length 16 does not divide"]),
+        ({"pipeline_model_parallel_size": 6}, {}, ["4 layers for 6 pipeline stages"]),
+        ({"pipeline_model_parallel_size": 2, "zero_stage": 2}, {}, ["zero_stage 2 does not go with a pipeline"]),
+        ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "zero_stage": 3}, {}, ["zero_stage 3 does not go with pipeline_schedule = 'zbv'"]),
+        ({"data_parallel_replicate_size": 5}, {}, ["data-parallel size 12 does not divide by data_parallel_replicate_size 5"]),
+        ({}, {"global_batch_size": 20}, ["global_batch_size 20 does not divide by micro_batch_size x data-parallel size = 24"]),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(tmp_path: Path, keys: dict[str, Any], training: dict[str, Any], words: list[str]) -> None:
+    job = job_in(tmp_path, "llama", 12, keys, **{"global_batch_size": 48, **training})
+    text = problems(layout_problems(job, World(0, 11)))
+    assert "is for 12 ranks and was started with 11" in text
+    assert all(word in text for word in words), text
