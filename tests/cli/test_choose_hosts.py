@@ -56,7 +56,8 @@ def test_never_fewer_hosts_than_asked_for(project: Project, jobs: Jobs) -> None:
 
 def test_hosts_in_quarantine_are_passed_over_and_let_in_again(project: Project, jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     suspect(project.path, "n1", "Xid 79", "some-run", 1000)
-    assert [h.name for h in resolve_on_hosts(jobs, "random", [], far(nodes=2))[1].hosts] == ["n2", "n3", "n4"]
+    chosen = resolve_on_hosts(jobs, "random", [], far(nodes=2))[1]
+    assert [h.name for h in chosen.hosts] == ["n2", "n3", "n4"] and chosen.left_out == ("n1",)
     with pytest.raises(ConfigError, match=r"wants 4 nodes.*; n1 is left out: Xid 79 \(run some-run\), until") as error:
         resolve_on_hosts(jobs, "random", [], far(nodes=4))
     assert error.value.exit == 8 and "--release" in str(error.value)

@@ -219,7 +219,7 @@ def _refuse_running(record: Record) -> None:
 def _finish(talk: Talk, run: RunFolder, job: Job, outcome: Outcome | None, events: EventTail, following: Following) -> Answer:
     """How it ended. Without an outcome a supervisor of its own goes on with the run: follow it, unless nobody wants to."""
     if outcome is None and following.detach and started(run, events):
-        talk.say(f"run {run.id} has started, and goes on by itself in {run.path}")
+        talk.say(f"run {run.id} goes on by itself in {run.path}")
         talk.say(f"  {talk.command} attach {run.id} follows it, {talk.command} cancel {run.id} stops it")
         return Answer(read_record(run).to_json())
     if outcome is None:
