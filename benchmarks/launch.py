@@ -113,7 +113,7 @@ class Sides:
         while (path := metrics()) is None or not path.exists() or '"step": 1,' not in path.read_text():
             if process.poll() is not None or time.monotonic() - began > LONGEST:
                 process.kill()
-                sys.exit(f"no first step: {' '.join(argv)} ended with {process.wait()}\n{(project.path / 'output').read_text()[-3000:]}")
+                sys.exit(f"no first step: {' '.join(argv)} ended with {process.wait()}\n{(project / 'output').read_text()[-3000:]}")
             time.sleep(0.01)
         took = time.monotonic() - began
         process.wait(timeout=LONGEST)

@@ -125,7 +125,9 @@ class Cluster:
         """What runs on the nodes besides what booted with them, and on the head below trainkit's name: nothing, between two tests."""
         booted = ("host.sh", "sleep 86400", "sshd: /usr/sbin/sshd -E", "/usr/sbin/sshd -E")
         words = {p: " ".join(p.argv) for p in self.processes()}
-        return [p for p, text in words.items() if not any(w in text for w in booted) and (p.host != HEAD or p.mark or "trainkit" in text)]
+        return [
+            p for p, text in words.items() if not any(w in text for w in booted) and (p.host != HEAD or p.mark or "trainkit" in text or "run-keeper" in text)
+        ]
 
     def kill(self, *processes: Process, number: int = signal.SIGKILL) -> None:
         """Send a signal to processes of the hosts; one that has ended meanwhile is no failure."""
