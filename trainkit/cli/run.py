@@ -219,7 +219,7 @@ def _refuse_running(record: Record) -> None:
         message = f"run {run.id} is still running (attempt {record.attempt}, step {record.step})"
         raise TrainkitError(message, exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}; invoke attach {run.id} follows it")
     if record.state == "unknown":
-        hint = f"ask there, or end for good what may be left of it: invoke cancel {run.id}"
+        hint = f"ask there, or end what may be left of it: invoke cancel {run.id} (--force where a host is gone for good)"
         raise TrainkitError(f"run {run.id}: {(record.root_cause or {}).get('message')}", exit=Exit.CONTACT_LOST, hint=hint)
 
 
