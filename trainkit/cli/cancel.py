@@ -51,7 +51,7 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
     if ended is None and not any(row["left"] for row in rows) and (force or all(row["answered"] for row in rows)):
         _close(run, record)
         record = read_record(run)
-    return _answer(talk, record, rows)
+    return _answer(talk, record, rows, force=force)
 
 
 def _close(run: RunFolder, record: Record) -> None:
@@ -114,7 +114,11 @@ def _hosts(run: RunFolder, job: Job, attempts: Sequence[AttemptFolder]) -> list[
 
 def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
     """Ask every host that the run ever used by itself, and end what is left there."""
-    reports = sweep(run, job, _hosts(run, job, run.attempts()), kill=True)
+    hosts = _hosts(run, job, run.attempts())
+    try:
+        reports = sweep(run, job, hosts, kill=True)
+    except TrainkitError as error:  # no way leads to any of them
+        return [{"host": host.name, "answered": False, "error": error.message, "left": [], "killed": 0} for host in hosts]
     return [{"host": each.host, "answered": each.error is None, "error": each.error, "left": each.left, "killed": len(each.killed)} for each in reports]
 
 
@@ -122,13 +126,13 @@ def _head(record: Record) -> dict[str, Any]:
     return {"run": record.run.id, "job": record.run.job_name, "state": record.state, "exit": record.exit, "class": record.failure_class}
 
 
-def _answer(talk: Talk, record: Record, rows: list[NodeRow]) -> Answer:
+def _answer(talk: Talk, record: Record, rows: list[NodeRow], *, force: bool = False) -> Answer:
     table = Table("host", "left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(escape(row["host"]), escape(_left(row)))
     if not talk.json:
         talk.console.print(table)
-    if not all(row["answered"] for row in rows):
+    if not force and not all(row["answered"] for row in rows):
         code = Exit.CONTACT_LOST
     elif any(row["left"] for row in rows):
         code = Exit.RANK_INFRA
