@@ -156,6 +156,15 @@ def test_status_again_until_the_end(project: Project, run: RunFolder, capsys: py
     assert answer.document["state"] == "preempted" and out.count("attempt 3") > 1 and "running" in out
 
 
+def test_a_run_that_cannot_be_read_hides_no_other(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    other = RunFolder(run.path.with_name("20260102-000000-bbbb"))
+    other.supervisor.parent.mkdir(parents=True)
+    other.job.write_text("{}")
+    other.supervisor.write_text('{"schema": "supervisor/9"}')
+    assert [row["run"] for row in follow.runs(talk(project), "").document["runs"]] == [run.id]
+    assert "20260102-000000-bbbb" in capsys.readouterr().err
+
+
 def test_events_are_told_once(project: Project, run: RunFolder) -> None:
     seen, all_of_it = EventTail(run, told=True), EventTail(run)
     assert seen.new() == [] and [told(number, event) for number, event in all_of_it.new() if told(number, event)] == [

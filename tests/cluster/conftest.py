@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.machines import Cluster, ClusterProject, NoCluster, make_project
+from tests.cluster.machines import Cluster, NoCluster
+from tests.cluster.on_head import ClusterProject, make_project
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -178,7 +179,7 @@ class Supervisor:
         """Write the attempt's last events."""
         assert self.attempt is not None
         events, outcome = self.attempt.events, end.outcome
-        rest = {"survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
+        rest: dict[str, Any] = {"survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
         events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
 
     def _goes_on(self, end: AttemptEnd) -> bool:
@@ -191,7 +192,8 @@ class Supervisor:
         failed = f"attempt {number} failed ({end.outcome.failure_class}): {(end.outcome.root_cause or {}).get('message')}"
         left_out = f"; without {', '.join(self.hosts.left_out)}" if self.hosts.left_out else ""
         self.show(lambda: self.watch.notice(f"{failed}; going on as attempt {number + 1}{left_out}"))
-        self.attempt.events.write("retry", next_attempt=number + 1, left_out=sorted(self.hosts.left_out), **{"class": end.outcome.failure_class})
+        what: dict[str, Any] = {"class": end.outcome.failure_class}
+        self.attempt.events.write("retry", next_attempt=number + 1, left_out=sorted(self.hosts.left_out), **what)
         self.attempt.events.close()
         return True
 
