@@ -144,8 +144,8 @@ time.sleep(600)
 
 def test_closing_is_bounded(tmp_path: Path) -> None:
     program = "trap '' TERM INT HUP; sleep 600 & echo ready; wait; sleep 600"
-    stubborn = subprocess.Popen(["bash", "-c", program], start_new_session=True, stdout=subprocess.PIPE, text=True)
-    assert stubborn.stdout is not None and stubborn.stdout.readline() == "ready\n"
+    stubborn = subprocess.Popen(["bash", "-c", program], start_new_session=True, stdout=subprocess.PIPE)
+    assert stubborn.stdout is not None and stubborn.stdout.readline() == b"ready\n"
     began = time.monotonic()
     transports = OnePerHost({0: (stubborn, tmp_path / "log")})
     assert transports.poll() == {}
