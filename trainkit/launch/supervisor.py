@@ -102,7 +102,8 @@ class Supervisor:
             signing.cancel()
             await asyncio.gather(signing, return_exceptions=True)
             self.ended = True
-            self._sign()
+            with contextlib.suppress(OSError):  # the attempt's last event says how it ended, and that we are gone can be seen
+                self._sign()
             await self.door.close()
 
     async def _one_attempt(self) -> AttemptEnd:
@@ -201,7 +202,8 @@ class Supervisor:
         """Hosts of the next attempt; the job is changed where there are fewer of them than it had."""
         hosts = self.hosts.take(self.job.nodes, lambda nodes: self.job.retries.shrink and self._shrunk(nodes) is not None)
         if len(hosts) < self.job.nodes and (job := self._shrunk(len(hosts))) is not None:
-            self.watch.notice(f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size} ranks")
+            told = f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size} ranks"
+            self.show(lambda: self.watch.notice(told))
             written, self.job = changed_job(self.run.job, [f"nodes={len(hosts)}"])
             write_changed_job(self.run.job, written)
             write_json(self.run.plan, make_plan(self.job, rules=RULES[self.job.engine]).to_json())
