@@ -94,13 +94,9 @@ def _trained(root: Path, keys: dict[str, Any], dropout: float = 0.0, *, until: i
         made.saver.finish(last=True)
     else:
         made.train()
-    return {"tensors": {name: _whole(made, name) for name in sorted(made.maker.expected())}, "rows": read_rows(run.metrics)}
-
-
-def _whole(made: Trainer, name: str) -> Any:
-    """A tensor that lies on some ranks, on all."""
-    shape = made.maker.expected()[name]
-    return whole(made.maker.tensors().get(name, Shards({}, shape, torch.float32)))
+    here = made.maker.tensors()  # of the others there is nothing on this rank
+    tensors = {name: whole(here.get(name, Shards({}, shape, torch.float32))) for name, shape in sorted(made.maker.expected().items())}
+    return {"tensors": tensors, "rows": read_rows(run.metrics)}
 
 
 def on_ranks(root: Path) -> dict[str, Any]:
