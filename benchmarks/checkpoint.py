@@ -95,7 +95,9 @@ def _trainkit(tensors: dict[str, Any], folder: Path, *, behind: bool) -> tuple[C
 
 def _peer(name: str, tensors: dict[str, Any], folder: Path) -> tuple[Callable[[int], float], dict[str, Callable[[], object]]]:
     import torch
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     path = folder / "checkpoint"
 
@@ -117,10 +119,10 @@ def _peer(name: str, tensors: dict[str, Any], folder: Path) -> tuple[Callable[[i
 
     saves: dict[str, Callable[[], object]] = {
         "plain": plain,
-        "DCP": lambda: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path)),
+        "DCP": lambda: dcp_save(tensors, storage_writer=FileSystemWriter(path)),
         "torch.save": torch_save,
     }
-    loads = {"plain": {}, "DCP": {"load": lambda: dcp.load(tensors, checkpoint_id=path)}, "torch.save": {"load": torch_load}}[name]
+    loads = {"plain": {}, "DCP": {"load": lambda: dcp_load(tensors, checkpoint_id=path)}, "torch.save": {"load": torch_load}}[name]
 
     def save(number: int) -> float:
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

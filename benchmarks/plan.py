@@ -2,23 +2,23 @@
 
     python benchmarks/plan.py [--quick] [--rows FILE]
 
-Trains demo-sized models of all three families on this machine by the real trainer, on 1, 2 and 4 data-parallel ranks, and prints what the plan says beside
-what the run logged and wrote. Activations are those of one rank under fully_shard: all that torch.autograd.graph.saved_tensors_hooks sees, each storage once,
-weights left out; under selective recomputation, whose cache the hooks do not see, every storage that lives after forward. The peak is shown without a claim:
-on a CPU it is the process's, of which the plan assumes the interpreter's part. Then every job of jobs.toml is planned by the task itself.
+Trains demo-sized models of all three families on this machine by the real trainer, on 1, 2 and 4 data-parallel ranks and in every other kind of layout, and
+prints what the plan says beside what the run logged and wrote. Activations are those of one rank under fully_shard: all that
+torch.autograd.graph.saved_tensors_hooks sees, each storage once, weights left out, in a pipeline at the fullest moment of a step; under selective
+recomputation, whose cache the hooks do not see, every storage that lives after forward. The peak is shown without a claim: on a CPU it is the process's,
+of which the plan assumes the interpreter's part. Then every job of jobs.toml is planned by the task itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,17 @@ VARIANTS: dict[str, list[str]] = {
     "bf16": ['training.precision="bf16"'],
     "full": ['training.recompute_granularity="full"'],
     "selective": ['training.recompute_granularity="selective"'],
+}
+TENSOR, SEQUENCE, PIPELINE = "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true", "parallelism.pipeline_model_parallel_size=2"
+# Ranks, and what makes them one model's.
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "TP2": (2, [TENSOR]),
+    "TP2 + SP": (2, [TENSOR, SEQUENCE]),
+    "PP2 1F1B": (2, [PIPELINE]),
+    "PP2 interleaved": (2, [PIPELINE, "parallelism.virtual_pipeline_model_parallel_size=2"]),
+    "PP2 ZBV": (2, [PIPELINE, 'parallelism.pipeline_schedule="zbv"']),
+    "TP2 + SP, PP2 1F1B": (4, [TENSOR, SEQUENCE, PIPELINE]),
+    "HSDP 2x2 ZeRO 3": (4, ["parallelism.data_parallel_replicate_size=2", "parallelism.zero_stage=3"]),
 }
 Row = dict[str, Any]
 
@@ -59,20 +70,22 @@ def project(folder: Path) -> None:
     (folder / "jobs.toml").write_text(text)
 
 
-def trained(folder: Path, name: str, ranks: int, sets: list[str]) -> list[Row]:
-    """Train one layout; what the plan said and what the run logged and wrote."""
+def trained(folder: Path, name: str, ranks: int, sets: list[str], what: str = "") -> list[Row]:
+    """Train one layout; what the plan said of each stage and what the run logged and wrote."""
     words = [word for value in (f"cluster.ranks_per_node={ranks}", *sets) for word in ("--set", value)]
     plan = json.loads(invoke(folder, "plan", f"plan-{name}", *words, "--json"))
     run = Path(json.loads(invoke(folder, "train", f"plan-{name}", *words, "--share", "--json"))["folder"])
-    logged = [json.loads(line)["memory_bytes"] for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    logged, stages = last["memory_bytes"], plan["memory"]["stages"]
+    peaks = [last.get("pipeline", {}).get(f"memory_stage_{stage['stage']}", logged["max_resident"]) for stage in stages]
     manifest = json.loads(next((run / "checkpoints").glob("step-*/manifest.json")).read_text())
     written = sum(chunk["bytes"] for tensor in manifest["tensors"].values() for chunk in tensor["chunks"])
-    rank, case = plan["memory"]["fullest_rank"], f"{FAMILIES[name]} on {ranks}{' ' + ' '.join(sets) if sets else ''}"
+    case = f"{FAMILIES[name]} on {ranks}{' ' + (what or ' '.join(sets)) if sets else ''}"
     return [
-        row(case, "parameters, shard of rank 0", rank["parameter_bytes"], logged["parameters"], 0.0),
-        row(case, "optimizer, shard of rank 0", rank["optimizer_bytes"], logged["optimizer"], 0.0),
+        row(case, "parameters, shard of rank 0", stages[0]["parameter_bytes"], logged["parameters"], 0.0),
+        row(case, "optimizer, shard of rank 0", stages[0]["optimizer_bytes"], logged["optimizer"], 0.0),
         row(case, "checkpoint", plan["checkpoint_bytes"], written, 0.0),
-        row(case, "peak of the process", rank["total_bytes"], logged["max_resident"], None),
+        *(row(case, f"peak of a process, stage {s['stage']}", s["total_bytes"], peak, None) for s, peak in zip(stages, peaks, strict=True)),
     ]
 
 
@@ -90,31 +103,80 @@ def row(case: str, what: str, predicted: float, measured: float, limit: float | 
     }
 
 
-def saved_bytes(job_json: str) -> dict[str, int]:
-    """In a process of its own: bytes that forward leaves for backward on one rank, {"hooks": ..., "alive": ...}."""
+def saved_bytes(job_json: str, rank: int) -> dict[str, int]:
+    """In a process of its own: the most bytes that one rank's forwards of a step hold for backward at a time, {"hooks": ..., "alive": ...}.
+
+    The rank has no peers: its collectives and transfers do nothing (torch's fake process group), so that the sizes are true and the values are not. `alive`,
+    where there is no pipeline: every storage that an operation has made and that lives after a forward, for what the hooks do not see.
+    """
     import torch
+    import torch.distributed as dist
     from torch.autograd.graph import saved_tensors_hooks
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
+    from trainkit.jobs.ranks import degrees_of
     from trainkit.jobs.schema import Job
-    from trainkit.train.data_parallel import World, join, prepare_backward, shard
+    from trainkit.train.build import build
+    from trainkit.train.data_parallel import World, prepare_backward
+    from trainkit.train.feed import Batch
     from trainkit.train.loss import Labels
-    from trainkit.train.model import build_on_meta
-    from trainkit.train.recompute import wrap_blocks
+    from trainkit.train.mesh import Mesh
+    from trainkit.train.pipeline import tied_at
+    from trainkit.train.pipeline_stage import LeanStage
+    from trainkit.train.step import Step
+    from trainkit.train.timers import Timers
 
-    job = Job.model_validate_json(job_json)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
-    _, mesh = join(World(0, 1), "cpu")
-    model = build_on_meta(job.model, job.model.vocab_size or 0)
-    wrap_blocks(model, job.model, job.training)
-    sharded = shard(model, mesh, job.training.precision)
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        torch.nn.init.zeros_(parameter)
-    found: dict[int, int] = {}
-    kept: list[torch.Tensor] = []
+    job, device = Job.model_validate_json(job_json), torch.device("cpu")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.world_size)
+    mesh = Mesh.of(degrees_of(job), World(rank, job.world_size), device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
+    parts = build(job, mesh, job.model.vocab_size or 0)
+    parts.train()
+    for held in parts.held.values():
+        torch.nn.init.zeros_(held.parameter)
+    step = Step(job, parts, mesh, Timers(device))
+    tokens = torch.zeros(job.training.micro_batch_size, job.model.seq_length, dtype=torch.int64)
+    holders: dict[int, list[int]] = {}  # by address: bytes, and how many hold them
+    most = {"hooks": 0}
+
+    class Holder:
+        """One saved tensor, until backward has used it."""
+
+        def __init__(self, tensor: torch.Tensor) -> None:
+            # Detached: an operation that saves its own result would be held by it for good.
+            self.tensor, self.address = tensor.detach(), tensor.untyped_storage().data_ptr()
+            holders.setdefault(self.address, [tensor.untyped_storage().nbytes(), 0])[1] += 1
+
+        def __del__(self) -> None:
+            holders[self.address][1] -= 1
+            if not holders[self.address][1]:
+                del holders[self.address]
+
+    def look(own: set[int], kept: Iterable[torch.Tensor] = ()) -> None:
+        there = {address: size for address, (size, _) in holders.items()}
+        there |= {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        most["hooks"] = max(most["hooks"], sum(size for address, size in there.items() if address not in own))
+
+    if step.pipeline is not None:
+        stages: list[LeanStage] = []
+        forward = LeanStage.forward_one_chunk
+
+        def watched(stage: LeanStage, *words: Any, **more: Any) -> Any:
+            result = forward(stage, *words, **more)
+            stages.extend([stage] if stage not in stages else [])
+            weights = {p.untyped_storage().data_ptr() for module in parts.modules for p in module.parameters() if not isinstance(p, DTensor)}  # gathered
+            look(weights, (tensor for each in stages for outputs, _ in each.fwd_cache.values() for tensor in outputs))  # what a stage sends, it keeps
+            return result
+
+        LeanStage.forward_one_chunk = watched  # type: ignore[method-assign, assignment]
+        dist.recv = lambda tensor, **_: tensor.fill_(1)  # stages ask each other whether all know their shapes: yes
+        batches = [Batch(tokens, tokens, 0, i) for i in range(job.gradient_accumulation_steps)]
+        with saved_tensors_hooks(Holder, lambda holder: holder.tensor):
+            step.pipeline.run(batches, learning=True, z_loss=0.0, scale=1.0)
+        return {**most, "alive": most["hooks"]}
+
     made: list[weakref.ref[torch.UntypedStorage]] = []
 
     class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -123,46 +185,46 @@ def saved_bytes(job_json: str) -> dict[str, int]:
             made.extend(weakref.ref(leaf.untyped_storage()) for leaf in tree_leaves(result) if type(leaf) is torch.Tensor)
             return result
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)  # a storage that is freed would lend its address to the next
-        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+    (module,), (unit,) = parts.modules, parts.units
 
-    tokens = torch.zeros(job.training.micro_batch_size, job.model.seq_length, dtype=torch.int64)
+    def once() -> Any:
+        prepare_backward(unit, last=False)
+        return module(tokens, Labels(tokens))
 
-    def forward() -> Any:
-        prepare_backward(sharded, last=False)
-        return model(tokens, Labels(tokens))
-
-    forward()  # gathers the weights, which stay
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    once()  # gathers the weights, which stay
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     with Living():  # type: ignore[no-untyped-call]
-        held = forward()
+        held_now = once()
     storages = {storage.data_ptr(): storage.nbytes() for ref in made if (storage := ref()) is not None}
-    del held
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return {name: sum(size for address, size in each.items() if address not in own) for name, each in (("hooks", found), ("alive", storages))}
+    del held_now
+    with saved_tensors_hooks(Holder, lambda holder: holder.tensor):
+        result = once()
+    look(own)
+    del result
+    return {**most, "alive": sum(size for address, size in storages.items() if address not in own)}
 
 
-def activations(folder: Path, name: str, variant: str) -> Row:
-    """What forward saves, beside the plan's activations (less the block that is computed again) and the head's gradient."""
+def activations(folder: Path, name: str, sets: list[str], what: str, rank: int = 0) -> Row:
+    """What forward saves on a rank, beside the plan's activations of its stage (less the block that is computed again) and the head's gradient."""
     from trainkit.jobs.load import load
+    from trainkit.jobs.ranks import degrees_of, place_of
     from trainkit.plan.activations import head_gradient_bytes
     from trainkit.plan.activations import saved_bytes as predicted_bytes
     from trainkit.plan.layout import layout_of, padded_vocab_size
     from trainkit.plan.rules import Rules
 
-    job = load(folder).resolve(f"plan-{name}", ["cluster.ranks_per_node=1", *VARIANTS[variant]]).job
-    argv = [sys.executable, str(Path(__file__).resolve()), "--saved"]
+    job = load(folder).resolve(f"plan-{name}", sets).job
+    argv = [sys.executable, str(Path(__file__).resolve()), "--saved", str(rank)]
     done = subprocess.run(argv, cwd=folder, input=job.model_dump_json(), capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{argv} ended with {done.returncode}\n{done.stderr}")
-    measured = json.loads(done.stdout.splitlines()[-1])["alive" if variant == "selective" else "hooks"]
+    measured = json.loads(done.stdout.splitlines()[-1])["alive" if job.training.recompute_granularity == "selective" else "hooks"]
     layout, vocab = layout_of(job), job.model.vocab_size or 0
-    padded = padded_vocab_size(vocab, job.model.make_vocab_size_divisible_by, 1)
-    predicted = predicted_bytes(job, layout, Rules(), 0) + head_gradient_bytes(job, layout, vocab, padded)
-    return row(f"{FAMILIES[name]} {variant}".strip(), "saved by forward", predicted, measured, ACTIVATIONS)
+    stage = place_of(rank, degrees_of(job)).pipeline
+    predicted = predicted_bytes(job, layout, Rules(), stage)
+    if stage == layout.last_stage:
+        predicted += head_gradient_bytes(job, layout, vocab, padded_vocab_size(vocab, job.model.make_vocab_size_divisible_by, layout.tensor))
+    return row(f"{FAMILIES[name]} {what}".strip(), f"saved by forward, stage {stage}", predicted, measured, ACTIVATIONS)
 
 
 def answers(quick: bool) -> list[Row]:
@@ -191,10 +253,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer layouts and jobs")
     parser.add_argument("--rows", type=Path, help="write the table as JSON into this file")
-    parser.add_argument("--saved", action="store_true", help=argparse.SUPPRESS)  # a process of its own
+    parser.add_argument("--saved", type=int, help=argparse.SUPPRESS)  # a process of its own, as this rank
     arguments = parser.parse_args()
-    if arguments.saved:
-        print(json.dumps(saved_bytes(sys.stdin.read())))
+    if arguments.saved is not None:
+        print(json.dumps(saved_bytes(sys.stdin.read(), arguments.saved)))
         return
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -205,7 +267,11 @@ def main() -> None:
                 rows += show(trained(folder, name, ranks, []))
             if not arguments.quick:
                 rows += show(trained(folder, name, 2, ['training.optimizer="sgd"']))
-            rows += [each for variant in VARIANTS for each in show([activations(folder, name, variant)])]
+            rows += [each for variant, sets in VARIANTS.items() for each in show([activations(folder, name, ["cluster.ranks_per_node=1", *sets], variant)])]
+            for what, (ranks, sets) in LAYOUTS.items():
+                rows += show(trained(folder, name, ranks, sets, what))
+                for rank in sorted({0, ranks - 1}) if "DP" not in what else ():
+                    rows += show([activations(folder, name, [f"cluster.ranks_per_node={ranks}", *sets], what, rank)])
     rows += show(answers(arguments.quick))
     if arguments.rows:
         arguments.rows.write_text(json.dumps(rows))

@@ -180,7 +180,8 @@ def test_a_tokenizer_made_anew_is_warned_of(run: RunFolder, capsys: pytest.Captu
 
 def test_split_over_ranks_it_writes_and_measures_the_same(run: RunFolder) -> None:
     prompts = ["def ", "größer"]
-    for sampling in ({}, {"temperature": 1.0, "seed": 3}):
+    cases: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}]
+    for sampling in cases:
         assert generated(run, prompts, ranks=2, **sampling) == generated(run, prompts, **sampling)
     alone, split = (evaluated(run, samples=5, ranks=ranks) for ranks in (1, 2))
     assert split["loss"] == pytest.approx(alone["loss"], rel=1e-6)

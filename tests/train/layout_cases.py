@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.train.layouts import Apart, Case, compare
+from tests.train.layouts import Case, compare
 
 EXACT, SMOKE = 1e-10, 1e-5  # of fp64 and of fp32
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
@@ -82,7 +82,7 @@ LONG = named(
         *(Case(model, layout(1, 2, schedule), 2) for model in (*_FAMILIES, "gpt-untied", "neox-tied") for schedule in _SCHEDULES),
         *(Case(model, layout(zero=stage), 2) for model in _FAMILIES for stage in range(4)),
         *(Case(model, layout(2, sp=True), 2, mode) for model in _FAMILIES for mode in (FULL, SELECTIVE, {**FULL, "recompute_every": 2})),
-        *(Case("gpt", layout(1, 2, schedule), 2, mode) for schedule in _SCHEDULES for mode in (FULL, SELECTIVE)),
+        *(Case("gpt", layout(1, 2, schedule), 2, mode) for schedule in _SCHEDULES for mode in (FULL, SELECTIVE) if (schedule, mode) != ("zbv", SELECTIVE)),
         *(Case("llama", each, 2, {"micro_batch_size": 2}) for each in (layout(2, sp=True), layout(1, 2), layout(zero=1))),
         *(Case("gpt", each, 2, {"rampup_batch_size": (2, 2, 12)}) for each in (layout(2), layout(1, 2), layout(1, 2, "zbv"), layout(zero=2))),
         *(Case(model, each, 2, precision="fp32") for model in _FAMILIES for each in (layout(2, sp=True), layout(1, 2), layout(zero=3))),
@@ -98,7 +98,7 @@ LONG = named(
         *(Case(model, layout(2, 2, schedule, sp=True), 8) for model in _FAMILIES for schedule in _SCHEDULES),
         *(Case("gpt", layout(2, 2, "1f1b", zero=stage), 8) for stage in (0, 3)),
         Case("llama", layout(2, 2, "interleaved", sp=True, zero=3), 8, FULL),
-        Case("llama", layout(2, 2, "zbv", sp=True), 8, SELECTIVE),
+        Case("llama", layout(2, 2, "zbv", sp=True), 8, FULL),
         *(Case("gpt", each, 8) for each in (layout(2, copies=2, zero=3), layout(1, 2, copies=2, zero=1), layout(4, 2, sp=True), layout(1, 4))),
     ],
     global_batch_size=4,
@@ -112,17 +112,16 @@ def limit(case: Case) -> float:
 
 def main() -> None:
     cases = {name: case for name, case in (SHORT if "--short" in sys.argv else LONG).items() if not case.sabotage}
-    with tempfile.TemporaryDirectory() as folder:
-        found = compare(cases, Path(folder))
-    print("| layout | ranks | loss | norm | gradient |\n|---|---|---|---|---|")
-    for name, case in cases.items():
-        print(line(name, case, found[name]))
-    sys.exit(any(not max(a.loss, a.gradient) <= limit(cases[name]) for name, a in found.items()))
-
-
-def line(name: str, case: Case, a: Apart) -> str:
-    """A row of the table."""
-    return f"| {name} | {case.ranks} | {a.loss:.0e} | {a.norm:.0e} | {a.gradient:.0e} |"
+    print("| layout | ranks | loss | norm | gradient |\n|---|---|---|---|---|", flush=True)
+    wrong = []
+    for ranks in sorted({case.ranks for case in cases.values()}):
+        chosen = {name: case for name, case in cases.items() if case.ranks == ranks}
+        with tempfile.TemporaryDirectory() as folder:
+            found = compare(chosen, Path(folder))
+        for name, a in found.items():
+            print(f"| {name} | {ranks} | {a.loss:.0e} | {a.norm:.0e} | {a.gradient:.0e} |", flush=True)
+        wrong += [name for name, a in found.items() if not max(a.loss, a.norm, a.gradient) <= limit(chosen[name])]
+    sys.exit(f"not equal: {', '.join(wrong)}" if wrong else 0)
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def train_case(case: Case, root: Path) -> list[StepFound]:
             gradients.append(gathered(rank.step.gradients()))  # as they are before clipping
             return update(*words)
 
-        rank.step._update = spy  # type: ignore[method-assign]
+        rank.step._update = spy  # type: ignore[method-assign, assignment]
         values = take_steps(rank, sizes_of(rank.job))
     return [StepFound(v.loss, v.norm, g) for v, g in zip(values, gradients, strict=True)]
 
@@ -258,7 +258,7 @@ def apart(found: list[StepFound], expected: list[StepFound], seconds: float) -> 
     assert len(found) == len(expected)
     loss = max(abs(f.loss / e.loss - 1) for f, e in zip(found, expected, strict=True))
     norm = max(abs(f.norm / e.norm - 1) for f, e in zip(found, expected, strict=True))
-    differences = {}
+    differences: dict[str, float] = {}
     for f, e in zip(found, expected, strict=True):
         assert f.gradients.keys() == e.gradients.keys(), f"not in both: {f.gradients.keys() ^ e.gradients.keys()}"
         floor = 1e-3 * max(np.abs(g).max() for g in e.gradients.values())

@@ -66,7 +66,7 @@ def overflow_in(case: Case, root: Path, where: int) -> dict[str, Any]:
                 gradient.view(-1)[0] = torch.inf
             return result
 
-        step.backward = broken  # type: ignore[method-assign]
+        step.backward = broken  # type: ignore[method-assign, assignment]
         values += take_steps(rank, [second])
         step.backward = backward  # type: ignore[method-assign]
         after = _copies(rank)

@@ -189,6 +189,14 @@ def test_staged_copies_are_copies_in_the_same_room() -> None:
     assert second["b"].parts[3, 0].tolist() == [[10.0, 11.0, 12.0]] and staging.bytes == 4 * (3 + 9)  # type: ignore[attr-defined]
 
 
+def test_a_file_that_cannot_be_read_is_an_error_not_a_crash(tmp_path: Path) -> None:
+    found = save(tmp_path, 1)
+    (found.folder / "rank-00000.bin").write_bytes(b"short")  # after it was looked at
+    with pytest.raises(TrainkitError, match=r"rank 0 could not read .*rank-00000.bin") as error:
+        checkpoint.load(found, {"model.w": torch.zeros(50, 3), "model.b": torch.zeros(3)})
+    assert error.value.exit == 10
+
+
 def test_a_manifest_from_before_has_no_losses(tmp_path: Path) -> None:
     folder = save(tmp_path, 1).folder
     document = json.loads((folder / MANIFEST).read_text())

@@ -51,9 +51,10 @@ def job_in(root: Path, model: str, ranks: int, keys: dict[str, Any], **training:
     return tiny_job(ranks, root, **training).model_copy(update={"model": MODELS[model], "parallelism": Parallelism(**keys)})
 
 
-def value(name: str, shape: tuple[int, ...], model: Model) -> Tensor:
+@functools.cache
+def value(name: str, shape: tuple[int, ...], factor: float = 1.0) -> Tensor:
     """What a tensor of a checkpoint holds here: no two elements alike, by name."""
-    return initial_value(f"{name}.weight", (*shape, 1), model, 7)[..., 0].abs()
+    return factor * initial_value(f"{name}.weight", (*shape, 1), MODELS["gpt"], 7)[..., 0].abs()
 
 
 def made_in(root: Path, model: str, keys: dict[str, Any]) -> Step:
@@ -68,18 +69,18 @@ def join_once(world: World) -> torch.device:
     return join(world, "cpu")
 
 
-def fill(tensors: dict[str, Shards], model: Model) -> None:
+def fill(tensors: dict[str, Shards], factor: float = 1.0) -> None:
     for name, shards in tensors.items():
-        whole = value(name, tuple(shards.shape), model)
+        whole = value(name, tuple(shards.shape), factor)
         for at, view in shards.parts.items():
             view.copy_(whole[slices(at, view)])
 
 
-def differing(tensors: dict[str, Shards], model: Model, prefix: str = "") -> list[str]:
+def differing(tensors: dict[str, Shards]) -> list[str]:
     """Names of those that are not what `fill` would make of them."""
     wrong = []
     for name, shards in tensors.items():
-        whole = value(prefix + name, tuple(shards.shape), model)
+        whole = value(name, tuple(shards.shape))
         if not all(torch.equal(view, whole[slices(at, view)]) for at, view in shards.parts.items()):
             wrong.append(name)
     return wrong
@@ -92,27 +93,27 @@ def written_and_read(root: Path, hub: Path | None) -> dict[str, Any]:
     for model, shape in MODELS.items():
         for n, keys in enumerate(LAYOUTS.values()):
             step = made_in(root, model, keys)
-            fill(step.tensors(), shape)
+            fill(step.tensors())
             step.after_loading()
             words: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "job": {}, "state": {}}
             checkpoint.save(root / model, step.tensors(), step=n, **words)
         for name, keys in LAYOUTS.items():
             step = made_in(root, model, keys)
             for n, writer in enumerate(LAYOUTS):
-                fill(step.tensors(), shape.model_copy(update={"init_method_std": 0.5}))
+                fill(step.tensors(), 0.5)
                 checkpoint.load(open_checkpoint(folder_of(root / model, n)), step.tensors(), step.expected())
                 step.after_loading()
-                found[f"{model}: {writer} -> {name}"] = differing(step.tensors(), shape) + second_copies(step)
+                found[f"{model}: {writer} -> {name}"] = differing(step.tensors()) + second_copies(step)
             if hub is not None:
                 load_weights(hub / model, step.parts.held, shape, ROWS)
                 weights = {key: t for key, t in step.tensors().items() if key.startswith("model.")}
-                found[f"{model}: hub -> {name}"] = differing(weights, shape) + [key for key in second_copies(step) if "optimizer" not in key]
+                found[f"{model}: hub -> {name}"] = differing(weights) + [key for key in second_copies(step) if "optimizer" not in key]
     return found
 
 
 def second_copies(step: Step) -> list[str]:
     """Tied weights on one rank twice, where the copies differ."""
-    return [key for key, held in step.parts.held.items() if key != held.name and not torch.equal(*(p.to_local() for p in two(step, key)))]  # type: ignore[operator]
+    return [key for key, held in step.parts.held.items() if key != held.name and not torch.equal(*(p.to_local() for p in two(step, key)))]
 
 
 def two(step: Step, key: str) -> tuple[Any, Any]:
@@ -126,7 +127,7 @@ def test_every_layout_reads_what_every_other_wrote(tmp_path: Path) -> None:
         module.to_empty(device="cpu")
         with torch.no_grad():
             for name, p in module.named_parameters():
-                p.copy_(value(f"model.{name}", tuple(p.shape), model))
+                p.copy_(value(f"model.{name}", tuple(p.shape)))
         saved = one_process_saves(tmp_path / "alone" / model.name, module)
         write(saved, model, tmp_path / "hub" / model.name)
     found = run_ranks(4, "tests.train.test_layout_checkpoint:written_and_read", tmp_path / "four", tmp_path / "hub", timeout=250)
@@ -139,7 +140,7 @@ def test_every_layout_reads_what_every_other_wrote(tmp_path: Path) -> None:
         module.to_empty(device="cpu")
         for n in range(len(LAYOUTS)):
             checkpoint.load(open_checkpoint(folder_of(tmp_path / "four" / model.name, n)), plain(module))
-            assert all(torch.equal(p, value(f"model.{name}", tuple(p.shape), model)) for name, p in module.named_parameters())
+            assert all(torch.equal(p, value(f"model.{name}", tuple(p.shape))) for name, p in module.named_parameters())
 
 
 def plain(module: torch.nn.Module) -> dict[str, Tensor]:

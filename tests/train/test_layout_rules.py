@@ -23,6 +23,7 @@ from trainkit.plan.make import make_plan
 from trainkit.train.begin import layout_problems
 from trainkit.train.build import build
 from trainkit.train.data_parallel import World
+from trainkit.train.memory import Memory
 from trainkit.train.mesh import Mesh
 from trainkit.train.pipeline import tied_at
 from trainkit.train.step import Step
@@ -50,7 +51,7 @@ def jobs(draw: st.DrawFn) -> Job:
     return job_of(model, draw(st.sampled_from([ranks, fitting])), parallelism=keys, **training)
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=200)
 @given(jobs())
 @example(job_of(shape(layers=4), 4, parallelism=layout(1, 4), global_batch_size=2))  # fewer micro-batches than stages
 @example(job_of(shape("llama", heads=8, hidden=16, num_query_groups=2), 4, parallelism=layout(4), global_batch_size=2))  # repeated key-value heads
@@ -73,31 +74,43 @@ TAKEN = {
 }
 
 
-def build_as_every_rank(root: Path) -> dict[str, int]:
-    """Build the parts, the optimizer and the schedules of every rank of every TAKEN layout, without peers; how many parameters all of them hold."""
-    found = {}
-    for name, (model, ranks, keys) in TAKEN.items():
-        job = matrix_job(model, ranks, root, keys, global_batch_size=3 if "3 micro" in name else 4)
-        for rank in range(ranks):
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)  # type: ignore[no-untyped-call]
-            world, device = World(rank, ranks), torch.device("cpu")
-            mesh = Mesh.of(degrees_of(job), world, device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
+def build_as_every_rank(root: Path) -> dict[str, list[tuple[int, int]]]:
+    """Build parts, optimizer and schedules of every rank of every TAKEN layout, without peers. Of each stage, the most bytes that one of its ranks holds of
+    parameters and of the optimizer's state."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name, (_, ranks, keys) in TAKEN.items():
+        job, device = taken(name, root), torch.device("cpu")
+        held = [(0, 0)] * keys["pipeline_model_parallel_size"]
+        for number in range(ranks):
+            dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=ranks)
+            mesh = Mesh.of(degrees_of(job), World(number, ranks), device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
             parts = build(job, mesh, VOCAB)
             step = Step(job, parts, mesh, Timers(device))
             for learning in (True, False):
                 if step.pipeline is not None:
                     step.pipeline._schedule(job.gradient_accumulation_steps, learning)
-            found[name] = found.get(name, 0) + len(parts.held)
+            memory, stage = Memory(step.parameters, step.optimizer.state_tensors().values(), device).now(), mesh.place.pipeline
+            held[stage] = max(held[stage][0], memory["parameters"]), max(held[stage][1], memory["optimizer"])
             dist.destroy_process_group()
+        found[name] = held
     return found
 
 
-def test_what_is_taken_can_be_built(tmp_path: Path) -> None:
-    for model, ranks, keys in TAKEN.values():
-        job = matrix_job(model, ranks, tmp_path, keys)
-        assert not list(layout_problems(job, World(0, ranks)))
-    (found,) = run_ranks(1, "tests.train.test_layout_rules:build_as_every_rank", tmp_path)
-    assert found.keys() == TAKEN.keys() and min(found.values()) > 10
+def taken(name: str, root: Path) -> Job:
+    """The job of a TAKEN layout."""
+    model, ranks, keys = TAKEN[name]
+    return matrix_job(model, ranks, root, keys, global_batch_size=3 if "3 micro" in name else 4)
+
+
+def test_what_is_taken_can_be_built_and_holds_the_planned_bytes(tmp_path: Path) -> None:
+    """Parameters and optimizer state of every stage, to the byte."""
+    (found,) = run_ranks(1, "tests.train.test_layout_rules:build_as_every_rank", tmp_path, timeout=300)
+    for name in TAKEN:
+        job = taken(name, tmp_path)
+        assert not list(layout_problems(job, World(0, job.world_size)))
+        plan = make_plan(job, rules=RULES["native"])
+        assert plan.feasible and plan.memory is not None
+        assert found[name] == [(stage.parameter_bytes, stage.optimizer_bytes) for stage in plan.memory.stages], name
 
 
 def test_every_reason_is_named_at_once() -> None:

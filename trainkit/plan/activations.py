@@ -22,14 +22,16 @@ ID_BYTES = 8
 
 @dataclass(frozen=True)
 class PerToken:
-    """Bytes a token: `whole` that every tensor-parallel rank has unless the sequence is split, `divided` that tensor parallelism divides."""
+    """Bytes a token: `whole` that every tensor-parallel rank has unless the sequence is split, `divided` that tensor parallelism divides, `gathered` that every
+    rank has, split or not."""
 
     whole: float = 0.0
     divided: float = 0.0
+    gathered: float = 0.0
 
     def on_rank(self, layout: Layout) -> float:
         """On one tensor-parallel rank."""
-        return self.whole / (layout.tensor if layout.sequence else 1) + self.divided / layout.tensor
+        return self.whole / (layout.tensor if layout.sequence else 1) + self.divided / layout.tensor + self.gathered
 
 
 def width(job: Job) -> int:
@@ -46,6 +48,12 @@ def _on_cpu(job: Job, rules: Rules) -> bool:
     return rules.states is None and job.cluster.device_type == "cpu"
 
 
+def _gathers(job: Job, rules: Rules) -> bool:
+    """With sequence parallelism the native trainer keeps what a split projection reads, all tokens of it, where Megatron-LM keeps this rank's and gathers
+    it again in backward."""
+    return rules.states is None and job.parallelism.sequence_parallel and job.parallelism.tensor_model_parallel_size > 1
+
+
 def _norm_width(job: Job, rules: Rules) -> int:
     """Bytes a channel that a norm keeps besides its input in w. LayerNorm and fused RMSNorm keep statistics alone; on the CPU torch's RMSNorm is put
     together from products: it keeps the normalized input, both of them in fp32."""
@@ -54,11 +62,16 @@ def _norm_width(job: Job, rules: Rules) -> int:
     return 4 if job.training.precision == "fp32" else 8 - width(job)
 
 
+def _key_heads(job: Job) -> int:
+    """Heads of keys and values on all tensor-parallel ranks of a group together: no rank has less than one."""
+    return max(job.model.query_groups, job.parallelism.tensor_model_parallel_size)
+
+
 def _attention(job: Job, rules: Rules) -> float:
     """Bytes of queries, keys and values, the result and what rotary positions add: 2Q + 2K, turned queries and keys beside the projection that values keep
     alive. Where only a part of each head turns, attention's result is laid out otherwise and copied for the projection after it."""
     model = job.model
-    q, k = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
+    q, k = model.num_attention_heads * model.head_size, _key_heads(job) * model.head_size
     turned = q + k if model.rotary_channels else 0
     copied = q if rules.states is None and 0 < model.rotary_channels < model.head_size else 0
     return width(job) * (2 * q + 2 * k + turned + copied)
@@ -95,18 +108,19 @@ def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
     model, w, h = job.model, width(job), job.model.hidden_size
     if mode == "full":
         return PerToken(whole=w * h)
-    q, k, f = model.num_attention_heads * model.head_size, model.query_groups * model.head_size, model.ffn_width
+    q, k, f = model.num_attention_heads * model.head_size, _key_heads(job) * model.head_size, model.ffn_width
     if mode == "selective" and rules.states is None:
         up = 2 * f if model.family == "llama" else f
         scores = w * model.num_attention_heads * model.seq_length if _unfused(job, rules) else 4 * model.num_attention_heads
         return PerToken(whole=w * 3 * h, divided=w * (2 * q + 2 * k + up) + scores)
     norms = 1 if model.gpt_j_tied else 2
     inputs = 1 if model.parallel_residual else 2
+    gathered = 2 * w * h if _gathers(job, rules) else 0
     masks = 2 * h * mask_width(job, rules) if model.hidden_dropout > 0 else 0
     statistics = 4 * norms * (1 if model.family == "llama" else 2)
-    whole = w * h * (inputs + norms) + h * norms * _norm_width(job, rules) + masks + statistics
+    whole = w * h * (inputs + (0 if gathered else norms)) + h * norms * _norm_width(job, rules) + masks + statistics
     weights = 0.0 if mode == "selective" and rules.saves_scores else _scores(job, rules)
-    return PerToken(whole, _attention(job, rules) + w * _mlp(model, rules) + weights)
+    return PerToken(whole, _attention(job, rules) + w * _mlp(model, rules) + weights, gathered)
 
 
 def _micro_batch_tokens(job: Job) -> int:
@@ -129,8 +143,13 @@ def saved_bytes(job: Job, layout: Layout, rules: Rules, stage: int) -> int:
     if rules.states is None:  # cosines and sines in fp32, once for all samples of a micro-batch
         per_token += 8 * model.rotary_channels / t.micro_batch_size
     flying = layout.in_flight(stage) * per_token
+    chunks = layout.chunks_of(stage)
+    if rules.states is None:  # torch.distributed.pipelining keeps what a chunk has sent
+        flying += layout.in_flight(stage) * sum(i < len(layout.chunks) - 1 for i in chunks) * PerToken(whole=w * model.hidden_size).on_rank(layout)
     if stage == layout.last_stage:  # one micro-batch at a time is at its end
-        flying += PerToken(whole=model.hidden_size * (2 * w + _norm_width(job, rules))).on_rank(layout)
+        result, gathers = w * model.hidden_size, _gathers(job, rules)
+        norm = model.hidden_size * (w + _norm_width(job, rules))
+        flying += PerToken(whole=norm + (0 if gathers else result), gathered=result if gathers else 0).on_rank(layout)
     return round(flying * _micro_batch_tokens(job))
 
 

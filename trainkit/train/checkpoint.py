@@ -150,11 +150,14 @@ def _write(writer: Writer, tensors: Mapping[str, Tensor], group: dist.ProcessGro
     try:
         write_tensors(dict(tensors), storage_writer=writer, planner=TensorSavePlanner(), process_group=group)
     except CheckpointException as error:
-        who, (reason, _) = next(iter(error.failures.items()))
-        words = f"rank {who} could not write checkpoint {target}: {reason}"
-        if all(isinstance(why, OSError) for why, _ in error.failures.values()):
-            raise NotSaved(words) from error
-        raise RuntimeError(f"{words} ({type(reason).__name__})") from error
+        words, disk = _first_failure(error, f"could not write checkpoint {target}")
+        raise (NotSaved if disk else RuntimeError)(words) from error
+
+
+def _first_failure(error: CheckpointException, what: str) -> tuple[str, bool]:
+    """(which rank met what, whether disks are to blame for all of it)."""
+    rank, (reason, _) = next(iter(error.failures.items()))
+    return f"rank {rank} {what}: {type(reason).__name__}: {reason}", all(isinstance(why, OSError) for why, _ in error.failures.values())
 
 
 def newest_valid_together(checkpoints: Path, how: Verify, tell: Callable[[str], None]) -> Checkpoint | None:
@@ -183,7 +186,7 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expected: Mappin
         expected: shapes of all that the ranks hold together; by default those of `tensors`.
 
     Raises:
-        TrainkitError: exit 3, the checkpoint is of another model; every tensor that differs is named.
+        TrainkitError: exit 3, the checkpoint is of another model; every tensor that differs is named. Exit 10: a file cannot be read.
     """
     saved, whole = checkpoint.manifest.tensors, expected if expected is not None else {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     problems = [f"{name} is not in it" for name in whole if name not in saved]
@@ -196,4 +199,11 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expected: Mappin
         raise TrainkitError(f"{checkpoint.folder} is a checkpoint of another model:\n  " + "\n  ".join(problems[:20]), exit=Exit.CONFIG)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
-        read_tensors(dict(tensors), storage_reader=Reader(checkpoint.folder, saved), planner=TensorLoadPlanner(), no_dist=not dist.is_initialized())
+        try:
+            read_tensors(dict(tensors), storage_reader=Reader(checkpoint.folder, saved), planner=TensorLoadPlanner(), no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            words, disk = _first_failure(error, f"could not read checkpoint {checkpoint.folder}")
+            if not disk:
+                raise RuntimeError(words) from error
+            hint = "checkpoint.verify = 'full' finds such files before one is chosen, and passes over it"
+            raise TrainkitError(words, exit=Exit.RANK_INFRA, hint=hint) from error

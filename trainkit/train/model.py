@@ -1,4 +1,4 @@
-"""The language model of all three families, read from top to bottom. It knows nothing of ranks, shards or devices.
+"""The language model of all three families, read from top to bottom. It knows of one device.
 
 Shapes: B samples of a micro-batch, S tokens of a sample, H hidden size, F width of the MLP, A attention heads, G heads of keys and values,
 D channels of a head, R channels of it that turn, V vocabulary, P learned positions.
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
     Args:
         model: the shape.
-        number: its place in the whole model; a pipeline stage keeps it.
+        number: its place in the whole model.
     """
 
     def __init__(self, model: Model, number: int) -> None:
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
 
     Args:
         model: the shape.
-        vocab_size: rows of the embedding and of the head, whatever the layout.
+        vocab_size: rows of the embedding and of the head.
     """
 
     def __init__(self, model: Model, vocab_size: int) -> None:
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
         self.read_out = read_out
         self.embed_tokens = nn.Embedding(vocab_size, model.hidden_size)
         self.embed_positions = nn.Embedding(model.positions, model.hidden_size) if model.family == "gpt" else None
-        # A dict, not a list: a layer keeps its global number when a pipeline stage holds only some of them.
+        # A dict, not a list: a layer keeps its number in a model that has only some of them.
         self.layers = nn.ModuleDict({str(i): Block(model, i) for i in range(model.num_layers)})
         self.final_norm = norm(model)
         self.head = nn.Linear(model.hidden_size, vocab_size, bias=False) if model.untied else None
