@@ -8,7 +8,8 @@ Seconds from the call to the first step in metrics.jsonl. trainkit: everything `
 supervisor, agreement of all hosts). torchrun: one ssh a host with torch.distributed.run, all at once, in a run folder that is there already.
 deepspeed: its launcher over pdsh with that folder; PYTHON is an interpreter that has DeepSpeed (DS_BUILD_OPS=0 pip install deepspeed) and torch.
 Cold: the machine's page cache dropped, no compiled Python beside the run's code, and for trainkit a root without a snapshot. Warm: the best of the
-repeats after it. The sides take turns; the machine should have nothing else to do (its load before the table is printed). Needs root and the packages that tests/cluster/cluster.sh names.
+repeats after it. The sides take turns; the machine should have nothing else to do (its load before the table is printed). Needs root and the
+packages that tests/cluster/cluster.sh names.
 
 Second table: seconds from the start of so many agents to what follows, on this machine over loopback: all agreed (proof, hello, code hashed, slots),
 one process started by each, all of them stopped with the proof that nothing is left, all agents gone. Real agents are processes, two each; stub
