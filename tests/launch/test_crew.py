@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +22,7 @@ from trainkit.launch.crew import Crew, Hello, Missing
 from trainkit.launch.door import Door
 from trainkit.launch.frames import Decoder, Frame, encode, new_nonce, proof
 from trainkit.launch.hostfile import Host
+from trainkit.launch.launchers.contract import LaunchEnd, Started
 from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.session import Session, is_here, new_session
 
@@ -113,6 +117,58 @@ def test_silence_is_a_lost_contact_and_an_end_is_one_at_once(tmp_path: Path) -> 
 
     ((node, frame),), _ = with_crew(tmp_path, 2, Mute, act, lease=1.5)
     assert node == 1 and frame["silent"] is True and frame["ago"] >= 1.5 and "silent for" in frame["why"]
+
+
+class Beaten(StubAgent):
+    """Notes when it was pinged."""
+
+    pings: ClassVar[dict[int, list[float]]] = {}
+
+    async def on_ping(self, frame: Frame) -> None:
+        self.pings.setdefault(self.node, []).append(time.monotonic())
+
+
+class Sick:
+    """Transports whose files cannot be read, or whose file system does not answer."""
+
+    def __init__(self, started: Started, trouble: Callable[[], Any]) -> None:
+        self.started, self.trouble = started, trouble
+        self.looking = self.most = 0
+
+    def poll(self) -> Mapping[int, LaunchEnd]:
+        self.looking += 1
+        self.most = max(self.most, self.looking)
+        try:
+            self.trouble()
+        finally:
+            self.looking -= 1
+        return self.started.poll()
+
+    def close(self) -> None:
+        self.started.close()
+
+
+def test_a_shared_root_that_fails_or_stalls_stops_no_ping(tmp_path: Path) -> None:
+    answers = threading.Event()
+
+    def fail() -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    async def act(crew: Crew, door: Door) -> None:
+        await crew.gather(5)
+        assert crew._started is not None
+        try:
+            for trouble in (fail, answers.wait):
+                crew._started = sick = Sick(crew._started, trouble)
+                Beaten.pings[0] = []
+                async with asyncio.timeout(10):
+                    while len(Beaten.pings[0]) < 2 or not sick.most:
+                        await asyncio.sleep(0.05)
+                assert sick.most == 1, "looks at the transports side by side"
+        finally:
+            answers.set()
+
+    with_crew(tmp_path, 1, Beaten, act)
 
 
 def strange(address: str, port: int, *frames: bytes) -> bytes:

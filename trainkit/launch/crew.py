@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class Crew:
         self._phase = "gather"
         self._leaving: set[int] = set()
         self._started: Started | None = None
+        self._ends: Mapping[int, LaunchEnd] = {}
+        self._looking: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Crew:
@@ -106,10 +109,10 @@ class Crew:
         """Wait until every agent has said hello or cannot come any more, at most `timeout` seconds; the answers by node."""
         deadline = time.monotonic() + timeout
         nodes = range(len(self.session.hosts))
-        ended = self._ended()
+        ended = await self._ended()
         while time.monotonic() < deadline and not all(node in self.hellos or node in self.lost or node in ended for node in nodes):
             await asyncio.sleep(POLL_SECONDS)
-            ended = self._ended()
+            ended = await self._ended()
         if any(node not in self.hellos and node in ended for node in nodes):
             await asyncio.sleep(2 * POLL_SECONDS)  # a hello may be on its way although its transport has just ended
         return [self.hellos.get(node) or self._missing(node, ended.get(node), timeout) for node in nodes]
@@ -137,8 +140,18 @@ class Crew:
     def _silent(self, got: Mapping[int, Frame], asked: Mapping[int, Frame]) -> dict[int, str]:
         return {node: str(self.lost[node]["why"]) for node in asked if node not in got and node in self.lost}
 
-    def _ended(self) -> Mapping[int, LaunchEnd]:
-        return self._started.poll() if self._started is not None else {}
+    async def _ended(self) -> Mapping[int, LaunchEnd]:
+        """How transports have ended, as far as is known. A look reads files on the shared root: it has a thread, one at a time, and while that waits
+        for the file system we go on with what we knew."""
+        if self._started is not None and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(asyncio.to_thread(self._look, self._started))
+        if self._looking is not None:
+            await asyncio.wait({self._looking}, timeout=POLL_SECONDS)
+        return self._ends
+
+    def _look(self, started: Started) -> None:
+        with contextlib.suppress(OSError):
+            self._ends = dict(started.poll())
 
     def _missing(self, node: int, end: LaunchEnd | None, timeout: float) -> Missing:
         host = self.host(node)
@@ -188,11 +201,11 @@ class Crew:
             await asyncio.sleep(PING_SECONDS)
             now = time.monotonic()
             late, last = now - last > 3 * PING_SECONDS, now
-            ended = self._ended()
-            for node, link in list(self._links.items()):
-                if node in self.lost or node in self._leaving:
-                    continue
+            links = {node: link for node, link in self._links.items() if node not in self.lost and node not in self._leaving}
+            for link in links.values():
                 link.send({"type": "ping"})
+            ended = await self._ended()
+            for node, link in links.items():
                 if now - link.heard > self.session.lease and not late:  # after a pause of our own their frames are still to be read
                     self._lose(node, f"its agent was silent for {now - link.heard:.0f} s", silent=True)
                 elif node in ended and node in self.hellos:
@@ -201,5 +214,5 @@ class Crew:
 
     async def _all_gone(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and len(self._ended()) < len(self.session.hosts):
+        while time.monotonic() < deadline and len(await self._ended()) < len(self.session.hosts):
             await asyncio.sleep(POLL_SECONDS / 5)
