@@ -171,6 +171,28 @@ def test_a_shared_root_that_fails_or_stalls_stops_no_ping(tmp_path: Path) -> Non
     with_crew(tmp_path, 1, Beaten, act)
 
 
+class Fading(Beaten):
+    """Hears all that is said to it, and is heard no more once it has said hello."""
+
+    async def _beat(self) -> None:
+        return
+
+
+def test_who_is_not_heard_is_soon_not_pinged(tmp_path: Path) -> None:
+    """Its lease must not outlast ours by more than what follows a lost contact allows for."""
+
+    async def act(crew: Crew, door: Door) -> float:
+        await crew.gather(5)
+        Beaten.pings[0] = []
+        while not crew.lost:
+            await asyncio.sleep(0.05)
+        assert crew.lost[0]["silent"]
+        return Beaten.pings[0][-1] - crew._links[0].heard
+
+    after, _ = with_crew(tmp_path, 1, Fading, act, lease=5.0)
+    assert after < 3.5
+
+
 def strange(address: str, port: int, *frames: bytes) -> bytes:
     """What the door answers to bytes of somebody unknown, until it hangs up."""
     with socket.create_connection((address, port), timeout=5) as sock:

@@ -17,6 +17,7 @@ from trainkit.launch.session import Session
 
 POLL_SECONDS = 0.05
 PING_SECONDS = 1.0
+HEARD_SECONDS = 3.0  # of silence end the pings: a host that we do not hear must not live on by them when we have given it up
 BYE_SECONDS = 3.0  # for agents that have nothing left to stop, and their transports, to end by themselves
 HELD_FRAMES = 10_000  # of all agents together that nobody has looked at; more have to wait in their connections
 
@@ -203,7 +204,8 @@ class Crew:
             late, last = now - last > 3 * PING_SECONDS, now
             links = {node: link for node, link in self._links.items() if node not in self.lost and node not in self._leaving}
             for link in links.values():
-                link.send({"type": "ping"})
+                if now - link.heard < HEARD_SECONDS:
+                    link.send({"type": "ping"})
             ended = await self._ended()
             for node, link in links.items():
                 if now - link.heard > self.session.lease and not late:  # after a pause of our own their frames are still to be read
