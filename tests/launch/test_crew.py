@@ -242,6 +242,27 @@ class Differs(StubAgent):
         return super().facts() | (self.other if self.node == 1 else {})
 
 
+@pytest.mark.parametrize(
+    ("words", "not_shared"),
+    [
+        ("bash: {}/node.sh: No such file or directory", True),
+        ("bash: {}/pdsh.sh: No such file or directory", True),
+        ("{}/node.sh: line 4: /opt/env.sh: No such file or directory", False),
+        ("{}/node.sh: line 5: /opt/venv/bin/python: No such file or directory", False),
+    ],
+)
+def test_a_missing_interpreter_is_no_missing_root(tmp_path: Path, words: str, not_shared: bool) -> None:
+    class Unstarted(StubAgent):
+        async def run(self) -> None:
+            raise OSError(words.format(self.session.folder))
+
+    async def act(crew: Crew, door: Door) -> list[Hello | Missing]:
+        return await crew.gather(5)
+
+    (answer,), _ = with_crew(tmp_path, 1, Unstarted, act)
+    assert isinstance(answer, Missing) and answer.not_shared is not_shared and words.format(tmp_path / "s") in answer.why
+
+
 DIFFERENCES = [
     ({"versions": {"python": "3", "torch": "2.1"}}, "torch 2.1; 2 on 2 of 3 hosts"),
     ({"nonce": "x"}, "is not shared"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -158,7 +159,8 @@ class Crew:
         host = self.host(node)
         if end is not None:
             words = end.last or f"{self.launcher.name} ended with {end.code} and said nothing"
-            return Missing(node, host, words, str(self.session.script) in end.last and "No such file" in end.last)
+            unseen = re.search(re.escape(f"{self.session.folder}/") + r"[a-z]+\.sh: No such file", end.last)  # bash's words, about no file but this
+            return Missing(node, host, words, unseen is not None)
         if node in self.lost:
             return Missing(node, host, f"its agent came and went: {self.lost[node]['why']}")
         if node in self._links:
