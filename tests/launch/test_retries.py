@@ -170,6 +170,7 @@ if os.environ["RANK"] == "0":
     agent = os.getppid()
     keeper = int(Path("/proc", str(agent), "stat").read_text().rpartition(")")[2].split()[1])
     time.sleep(0.5)
+    os.kill(agent, signal.SIGSTOP)  # so that it cannot notice, and do, anything in between
     os.kill(keeper, signal.SIGKILL)
     os.kill(agent, signal.SIGKILL)
 time.sleep(600)
