@@ -242,6 +242,23 @@ class Differs(StubAgent):
         return super().facts() | (self.other if self.node == 1 else {})
 
 
+def test_a_hello_that_was_long_on_its_way_misleads_no_clock(tmp_path: Path) -> None:
+    class Late(StubAgent):
+        def facts(self) -> dict[str, Any]:
+            return super().facts() | {"clock": time.time() - 20}
+
+    async def act(crew: Crew, door: Door) -> float:
+        (hello,) = await crew.gather(5)
+        assert isinstance(hello, Hello) and hello.clock_offset < -19
+        async with asyncio.timeout(10):
+            while crew.hellos[0].clock_offset < -19:
+                await asyncio.sleep(0.05)
+        return crew.hellos[0].clock_offset
+
+    offset, _ = with_crew(tmp_path, 1, Late, act)
+    assert -10 < offset < 0.01
+
+
 @pytest.mark.parametrize(
     ("words", "not_shared"),
     [
