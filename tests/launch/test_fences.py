@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import functools
 import json
@@ -19,13 +20,16 @@ import trainkit
 from tests.conftest import JOBS, wait_for
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.forms import utc_now
+from trainkit.engines.contract import Command
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
+from trainkit.jobs.schema import Job
 from trainkit.launch import start, supervisor
 from trainkit.launch.frames import Frame
 from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import local_hosts
 from trainkit.launch.launchers.debug import Debug, StubAgent
+from trainkit.launch.outcome import RankEnd, judge_outcome
 from trainkit.launch.quarantine import quarantined
 from trainkit.launch.snapshot import link_code, take_snapshot
 from trainkit.launch.watch import nobody
@@ -130,3 +134,18 @@ def test_a_head_that_loses_most_hosts_blames_none(tmp_path: Path) -> None:
     second = f"import os, time\nif os.environ['ATTEMPT'] == '1':\n    time.sleep(60)\n{DONE}"
     outcome, told = supervised(run, Program(second), launcher=Debug(Gone))
     assert outcome.exit == 0 and quarantined(run.root) == {} and told[0]["world_size"] == 8, outcome
+
+
+def test_a_program_that_starts_its_ranks_itself_is_started_once_a_node(tmp_path: Path) -> None:
+    class Once(Program):
+        def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
+            return dataclasses.replace(super().command(job, run, attempt), spawn="per_node")
+
+    hosts = [Host(f"h{i}", slots=(0, 1)) for i in range(2)]
+    outcome, told = supervised(make_run(tmp_path, hosts=hosts, nodes=2), Once(DONE), launcher=Debug(StubAgent))
+    assert outcome.exit == 0 and [e["rank"] for e in told if e["event"] == "rank_started"] == [0, 2]
+
+
+def test_what_a_rank_writes_of_itself_cannot_end_the_supervisor() -> None:
+    strange = RankEnd(0, "h", 9, 1.0, False, error={"exit": [1], "type": ["x"], "message": None, "step": {}})
+    assert judge_outcome([strange], 1, None).exit == 9

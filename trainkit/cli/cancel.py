@@ -92,10 +92,12 @@ def _wait(talk: Talk, run: RunFolder, job: Job, *, save: bool) -> Record:
     """Wait for the end. Saving takes as long as a step and a checkpoint take; stopping is bounded. Raises TrainkitError (exit 13) beyond that."""
     watch = job.cluster.watch
     began, limit = time.monotonic(), watch.lease + watch.grace + ROOM_SECONDS
-    said = began
+    said = seen = began
     while (record := read_record(run)).state in ("running", "unknown"):
         now = time.monotonic()
-        if not save and now - began > limit:
+        if record.state == "running":
+            seen = now
+        if (not save and now - began > limit) or now - seen > limit:
             raise TrainkitError(f"run {run.id} was told to stop {limit:.0f} s ago and still runs", exit=Exit.CONTACT_LOST, hint=f"invoke logs {run.id}")
         if now - said > SAY_SECONDS:
             said = now

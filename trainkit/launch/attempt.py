@@ -217,11 +217,12 @@ class Attempt:
         """Start every rank. Raises NoStart (8) with all that could not be started."""
         for folder in (self.folder.log(0).parent, self.folder.error(0).parent, self.folder.heartbeat(0).parent):
             folder.mkdir(parents=True, exist_ok=True)
+        a_node = None if self.command.spawn == "per_rank" else 1  # a program that starts the node's ranks itself goes by the first of them
         for node, entry in enumerate(self.world["nodes"]):
-            self.node_of |= dict.fromkeys(entry["ranks"], node)
+            self.node_of |= dict.fromkeys(entry["ranks"][:a_node], node)
         self.waiting = set(self.node_of)
         for node, entry in enumerate(self.world["nodes"]):
-            processes = [self._process(node, local_rank, rank) for local_rank, rank in enumerate(entry["ranks"])]
+            processes = [self._process(node, local_rank, rank) for local_rank, rank in enumerate(entry["ranks"][:a_node])]
             crew.send(node, {"type": "go", "processes": processes, "secret_names": list(self.setting.secrets)})
         deadline = time.monotonic() + self.job.cluster.watch.connect
         while self.waiting and not self.losses:

@@ -100,7 +100,13 @@ def _cause(end: RankEnd) -> dict[str, Any]:
     cause: dict[str, Any] = {"rank": end.rank, "host": end.host, "code": end.code, "log": end.log, "time": iso(end.time), "last": list(end.last)}
     if end.error:
         error = end.error
-        return cause | {"exit": error.get("exit", int(Exit.RANK_USER)), "type": error.get("type"), "message": error.get("message"), "step": error.get("step")}
+        code, kind, step = error.get("exit"), error.get("type"), error.get("step")  # a rank's own file: anything may stand there
+        return cause | {
+            "exit": code if isinstance(code, int) else int(Exit.RANK_USER),
+            "type": kind if isinstance(kind, str) else None,
+            "message": str(error.get("message")),
+            "step": step if isinstance(step, int) else None,
+        }
     if end.code < 0:
         name = signal_name(-end.code)
         why = " (killed by the kernel: out of memory)" if end.oom else ""

@@ -37,7 +37,7 @@ from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import read_hosts
 from trainkit.launch.launchers import LAUNCHERS, head_address
 from trainkit.launch.launchers.contract import Launcher
-from trainkit.launch.outcome import Ask, Outcome
+from trainkit.launch.outcome import Ask, Outcome, judge_outcome
 from trainkit.launch.quarantine import suspect
 from trainkit.launch.retries import Budgets, Choice
 from trainkit.launch.session import SECRETS
@@ -99,6 +99,8 @@ class Supervisor:
         signing = asyncio.create_task(self._keep_signing())
         try:
             await self._fence(*former)
+            if self.asks.first:
+                return judge_outcome([], 1, self.asks.first)
             while True:
                 end = await self._one_attempt()
                 if not self._goes_on(end):
@@ -106,10 +108,14 @@ class Supervisor:
                 await self._until_lost_hosts_have_stopped(end)
                 await self._pause(end)
                 if self.asks.first:
+                    end.outcome = judge_outcome([], 1, self.asks.first)
+                    self._record(end)  # the last word counts
                     return end.outcome
         finally:
             signing.cancel()
             await asyncio.gather(signing, return_exceptions=True)
+            if self.attempt is not None:
+                self.attempt.events.close()
             self.ended = True
             with contextlib.suppress(OSError):  # the attempt's last event says how it ended, and that we are gone can be seen
                 self._sign()
@@ -132,7 +138,13 @@ class Supervisor:
     async def _fence(self, hosts: Sequence[Host], seen: float) -> None:
         """Let nothing of an earlier attempt write beside the first of ours: ask its hosts; one that cannot prove that nothing is left has until its lease
         and its grace are over."""
-        if not hosts or await self._sweep(hosts) == len(hosts):
+        if not hosts:
+            return
+        number = self.run.attempts()[-1].number
+        with contextlib.suppress(OSError, ValueError):  # whoever wants us to stop finds the token of that attempt
+            self.door.token = bytes.fromhex((self.run.session(number) / "token").read_text().strip())
+        self._sign()
+        if await self._sweep(hosts) == len(hosts):
             return
         watch = self.job.cluster.watch
         until = min(seen, time.time()) + SIGN_SECONDS + watch.lease + watch.grace + OWN_STOP_SECONDS
@@ -165,6 +177,8 @@ class Supervisor:
         rules = rules_of(self.job.cluster)
         asks, tick, notice = self.asks, self.watch.tick, self.watch.notice
         setting = Setting(self.launcher, self.door, self.secrets, rules, self.share, asks, self.show, tick, notice)
+        if self.attempt is not None:
+            self.attempt.events.close()
         self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, setting)
         attempt.record_start()
         self._sign()
@@ -240,7 +254,6 @@ class Supervisor:
         """Say what follows, where another attempt does."""
         assert self.attempt is not None
         if not end.again:
-            self.attempt.events.close()
             return False
         number = self.attempt.folder.number
         failed = f"attempt {number} failed ({end.outcome.failure_class}): {(end.outcome.root_cause or {}).get('message')}"
@@ -248,7 +261,6 @@ class Supervisor:
         self.show(lambda: self.watch.notice(f"{failed}; going on as attempt {number + 1}{left_out}"))
         what: dict[str, Any] = {"class": end.outcome.failure_class}
         self.attempt.events.write("retry", next_attempt=number + 1, left_out=sorted(self.hosts.left_out), **what)
-        self.attempt.events.close()
         return True
 
     def _choose(self) -> tuple[Host, ...]:
@@ -297,7 +309,7 @@ class Supervisor:
     def _sign(self) -> None:
         """Say where we are and that we live."""
         with self.pen:
-            who, number = identity(), self.attempt.folder.number if self.attempt else 0
+            who, number = identity(), self.attempt.folder.number if self.attempt else max((a.number for a in self.run.attempts()), default=0)
             rest = {"attempt": number, "address": self.door.address, "port": self.door.port, "ended": self.ended}
             write_json(self.run.supervisor, document("supervisor/1", identity=who.as_dict(), host=who.host, time=time.time(), **rest))
 
