@@ -31,6 +31,18 @@ def test_all_or_none_and_by_name(tmp_path: Path) -> None:
     assert holders(tmp_path) == {} and reserve(tmp_path, ["gpu0"], {}).cleared == []
 
 
+def test_who_shares_takes_what_is_free_and_keeps_the_next_one_out(tmp_path: Path) -> None:
+    first = reserve(tmp_path, ["gpu1", "gpu2"], {"run": "first"})
+    beside = reserve(tmp_path, ["gpu0", "gpu1", "gpu2", "gpu3"], {"run": "beside"}, share=True)
+    assert {slot: holder["run"] for slot, holder in holders(tmp_path).items()} == {"gpu0": "beside", "gpu1": "first", "gpu2": "first", "gpu3": "beside"}
+    first.release()
+    with pytest.raises(Busy) as busy:
+        reserve(tmp_path, ["gpu0", "gpu1"], {"run": "third"})
+    assert busy.value.holder["run"] == "beside"
+    beside.release()
+    assert holders(tmp_path) == {}
+
+
 def test_one_that_died_is_cleared_and_told(tmp_path: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path; from trainkit.base.slots import reserve; reserve(Path(sys.argv[1]), ['cpu'], {'run': 'dead'}); os._exit(1)"

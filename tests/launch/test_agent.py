@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import trainkit
 from tests.launch.fake_supervisor import AGENT, SECRET, Peer, Session, process, wait_until
+from trainkit.base.slots import holders
 from trainkit.base.tree import snapshot_hash
 from trainkit.launch import frames
 from trainkit.launch.agent_hello import driver_version, gpus
@@ -368,6 +369,8 @@ def test_slots_are_refused_by_name_and_freed(session: Session, tmp_path: Path) -
         assert (busy["slot"], busy["holder"]["run"], busy["holder"]["pid"]) == ("gpu1", session.run, peer.hello["pid"])
         second.say(type="reserve", run=other.run, attempt=1, slots=["gpu1", "gpu2"], share=True, mark=other.mark)
         second.hear("reserved")
+        told = {slot: holder["run"] for slot, holder in holders(session.node_folder).items()}
+        assert told == {"gpu0": session.run, "gpu1": session.run, "gpu2": other.run}  # who shares holds what was free
         peer.say(type="reserve", run=session.run, attempt=1, slots=["gpu1"], share=False, mark=session.mark)
         assert peer.hear("reserved")["cleared"] == []  # again, and fewer
         second.say(type="reserve", run=other.run, attempt=1, slots=["gpu0"], share=False, mark=other.mark)

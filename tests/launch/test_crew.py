@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +22,7 @@ from trainkit.launch.crew import Crew, Hello, Missing
 from trainkit.launch.door import Door
 from trainkit.launch.frames import Decoder, Frame, encode, new_nonce, proof
 from trainkit.launch.hostfile import Host
+from trainkit.launch.launchers.contract import LaunchEnd, Started
 from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.session import Session, is_here, new_session
 
@@ -115,6 +119,80 @@ def test_silence_is_a_lost_contact_and_an_end_is_one_at_once(tmp_path: Path) -> 
     assert node == 1 and frame["silent"] is True and frame["ago"] >= 1.5 and "silent for" in frame["why"]
 
 
+class Beaten(StubAgent):
+    """Notes when it was pinged."""
+
+    pings: ClassVar[dict[int, list[float]]] = {}
+
+    async def on_ping(self, frame: Frame) -> None:
+        self.pings.setdefault(self.node, []).append(time.monotonic())
+
+
+class Sick:
+    """Transports whose files cannot be read, or whose file system does not answer."""
+
+    def __init__(self, started: Started, trouble: Callable[[], Any]) -> None:
+        self.started, self.trouble = started, trouble
+        self.looking = self.most = 0
+
+    def poll(self) -> Mapping[int, LaunchEnd]:
+        self.looking += 1
+        self.most = max(self.most, self.looking)
+        try:
+            self.trouble()
+        finally:
+            self.looking -= 1
+        return self.started.poll()
+
+    def close(self) -> None:
+        self.started.close()
+
+
+def test_a_shared_root_that_fails_or_stalls_stops_no_ping(tmp_path: Path) -> None:
+    answers = threading.Event()
+
+    def fail() -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    async def act(crew: Crew, door: Door) -> None:
+        await crew.gather(5)
+        assert crew._started is not None
+        try:
+            for trouble in (fail, answers.wait):
+                crew._started = sick = Sick(crew._started, trouble)
+                Beaten.pings[0] = []
+                async with asyncio.timeout(10):
+                    while len(Beaten.pings[0]) < 2 or not sick.most:
+                        await asyncio.sleep(0.05)
+                assert sick.most == 1, "looks at the transports side by side"
+        finally:
+            answers.set()
+
+    with_crew(tmp_path, 1, Beaten, act)
+
+
+class Fading(Beaten):
+    """Hears all that is said to it, and is heard no more once it has said hello."""
+
+    async def _beat(self) -> None:
+        return
+
+
+def test_who_is_not_heard_is_soon_not_pinged(tmp_path: Path) -> None:
+    """Its lease must not outlast ours by more than what follows a lost contact allows for."""
+
+    async def act(crew: Crew, door: Door) -> float:
+        await crew.gather(5)
+        Beaten.pings[0] = []
+        while not crew.lost:
+            await asyncio.sleep(0.05)
+        assert crew.lost[0]["silent"]
+        return Beaten.pings[0][-1] - crew._links[0].heard
+
+    after, _ = with_crew(tmp_path, 1, Fading, act, lease=5.0)
+    assert after < 3.5
+
+
 def strange(address: str, port: int, *frames: bytes) -> bytes:
     """What the door answers to bytes of somebody unknown, until it hangs up."""
     with socket.create_connection((address, port), timeout=5) as sock:
@@ -162,6 +240,44 @@ class Differs(StubAgent):
 
     def facts(self) -> dict[str, Any]:
         return super().facts() | (self.other if self.node == 1 else {})
+
+
+def test_a_hello_that_was_long_on_its_way_misleads_no_clock(tmp_path: Path) -> None:
+    class Late(StubAgent):
+        def facts(self) -> dict[str, Any]:
+            return super().facts() | {"clock": time.time() - 20}
+
+    async def act(crew: Crew, door: Door) -> float:
+        (hello,) = await crew.gather(5)
+        assert isinstance(hello, Hello) and hello.clock_offset < -19
+        async with asyncio.timeout(10):
+            while crew.hellos[0].clock_offset < -19:
+                await asyncio.sleep(0.05)
+        return crew.hellos[0].clock_offset
+
+    offset, _ = with_crew(tmp_path, 1, Late, act)
+    assert -10 < offset < 0.01
+
+
+@pytest.mark.parametrize(
+    ("words", "not_shared"),
+    [
+        ("bash: {}/node.sh: No such file or directory", True),
+        ("bash: {}/pdsh.sh: No such file or directory", True),
+        ("{}/node.sh: line 4: /opt/env.sh: No such file or directory", False),
+        ("{}/node.sh: line 5: /opt/venv/bin/python: No such file or directory", False),
+    ],
+)
+def test_a_missing_interpreter_is_no_missing_root(tmp_path: Path, words: str, not_shared: bool) -> None:
+    class Unstarted(StubAgent):
+        async def run(self) -> None:
+            raise OSError(words.format(self.session.folder))
+
+    async def act(crew: Crew, door: Door) -> list[Hello | Missing]:
+        return await crew.gather(5)
+
+    (answer,), _ = with_crew(tmp_path, 1, Unstarted, act)
+    assert isinstance(answer, Missing) and answer.not_shared is not_shared and words.format(tmp_path / "s") in answer.why
 
 
 DIFFERENCES = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -70,6 +73,47 @@ def test_a_torn_event_is_left_out(tmp_path: Path) -> None:
         file.write('{"event": "ended", "exi')
     assert [e["event"] for e in read_events(run.attempt(1))] == ["started"]
     assert read_record(run).state == "running"
+
+
+def test_a_full_disk_tears_one_event_and_not_the_next(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "j", "a")
+    log = begin(run)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (run.attempt(1).events.stat().st_size + 20, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            log.note("rank_ended", rank=1)
+        with pytest.raises(OSError, match="File too large"):  # nothing of this one is written
+            log.note("rank_ended", rank=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    log.write("retry", next_attempt=2)
+    end(log, 0, "success")
+    assert [e["event"] for e in read_events(run.attempt(1))] == ["started", "retry", "ended"]
+
+
+def test_the_word_of_another_after_a_torn_event(tmp_path: Path) -> None:
+    """Who cancels a run whose supervisor died in the middle of a line writes the last one."""
+    run = make_run(tmp_path, "j", "a")
+    begin(run).close()
+    with open(run.attempt(1).events, "a") as file:
+        file.write('{"event": "rank_en')
+    end(EventLog(run.attempt(1)), 130, "cancelled")
+    assert [e["event"] for e in read_events(run.attempt(1))] == ["started", "ended"]
+
+
+def test_a_closed_log_writes_to_nobody_elses_file(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "j", "a")
+    log = begin(run)
+    log.close()
+    with open(tmp_path / "other", "wb") as first, open(tmp_path / "others", "wb"):  # one of them has the log's number now
+        log.write("view_lost")
+        log.note("stranger")
+        log.close()
+        first.write(b"x")
+    assert os.stat(tmp_path / "other").st_size == 1 and os.stat(tmp_path / "others").st_size == 0
+    assert [e["event"] for e in read_events(run.attempt(1))] == ["started"]
 
 
 def test_the_step_is_that_of_the_last_whole_row(tmp_path: Path) -> None:

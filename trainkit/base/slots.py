@@ -20,7 +20,7 @@ from typing import Any
 from trainkit.base.locks import Busy
 
 PREFIX, SUFFIX = "trainkit-", ".lock"
-PATIENCE = 0.5  # seconds: `holders` tries a lock for a moment to see whether it is held
+PATIENCE = 0.5  # seconds for all slots: `holders` tries a lock for a moment to see whether it is held
 
 
 class Held:
@@ -43,24 +43,29 @@ class Held:
         self.handles = []
 
 
-def reserve(folder: Path, names: Sequence[str], holder: dict[str, Any]) -> Held:
-    """Take all the slots or none.
+def reserve(folder: Path, names: Sequence[str], holder: dict[str, Any], *, share: bool = False) -> Held:
+    """Take all the slots or none; to share, those that are free.
 
     Args:
         folder: the host's folder for them, made where it is missing.
         names: of the slots; each a plain file name.
         holder: what others are told about us; pid and since (Unix seconds) are added.
+        share: leave the others to who holds them, and never raise Busy.
 
     Raises Busy with the slot's file and its holder; OSError where the folder cannot be used.
     """
     words = json.dumps({"pid": os.getpid(), "since": time.time(), **holder}).encode()
     handles: list[int] = []
+    deadline = time.monotonic() + PATIENCE
     try:
         for name in sorted(set(names)):  # in one order, so that two runs cannot each hold half
             path = slot_path(folder, name)
             handle = _open(path)
             handles.append(handle)
-            _lock(handle, path)
+            if not _locked(handle, deadline):
+                if not share:
+                    raise Busy(path, _holder(handle))
+                os.close(handles.pop())
         cleared = [stale for handle in handles if (stale := _holder(handle))]
         for handle in handles:
             os.ftruncate(handle, 0)
@@ -126,14 +131,14 @@ def _make_folder(folder: Path) -> None:
         folder.chmod(0o1777)
 
 
-def _lock(handle: int, path: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
+def _locked(handle: int, deadline: float) -> bool:
+    """Whether we hold the lock now; it is tried at least once."""
     while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise Busy(path, _holder(handle)) from None
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.02)
 
 

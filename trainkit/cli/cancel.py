@@ -19,6 +19,7 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.control import ask
 from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import hosts_path, local_hosts, read_hosts
+from trainkit.launch.start import SPAWN_SECONDS
 from trainkit.launch.sweep import sweep
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import EventLog, Record, find_run, read_events, read_record, read_supervisor
@@ -32,9 +33,10 @@ NodeRow = dict[str, Any]
 def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer:
     """The task `cancel`. With `force`, hosts that do not answer count as gone."""
     run = find_run(load_jobs(talk).roots(), words)
+    _wait_for_sign(run)
     record, job = read_record(run), read_job(run.job)
     ended = _last_end(run)
-    if record.state == "running" and ask(run, {"type": "cancel", "save": save}) is not None:
+    if record.state in ("running", "unknown") and ask(run, {"type": "cancel", "save": save}) is not None:
         talk.say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
         record = _wait(talk, run, job, save=save)
         ended = _last_end(run)
@@ -52,6 +54,12 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
         _close(run, record)
         record = read_record(run)
     return _answer(talk, record, rows, force=force)
+
+
+def _wait_for_sign(run: RunFolder) -> None:
+    """A run that was made this minute may have a supervisor that has not said so yet: only with its word can it be told to stop."""
+    while read_supervisor(run) is None and not run.attempts() and time.time() - run.job.stat().st_mtime < SPAWN_SECONDS:
+        time.sleep(POLL_SECONDS)
 
 
 def _close(run: RunFolder, record: Record) -> None:
@@ -84,10 +92,12 @@ def _wait(talk: Talk, run: RunFolder, job: Job, *, save: bool) -> Record:
     """Wait for the end. Saving takes as long as a step and a checkpoint take; stopping is bounded. Raises TrainkitError (exit 13) beyond that."""
     watch = job.cluster.watch
     began, limit = time.monotonic(), watch.lease + watch.grace + ROOM_SECONDS
-    said = began
-    while (record := read_record(run)).state == "running":
+    said = seen = began
+    while (record := read_record(run)).state in ("running", "unknown"):
         now = time.monotonic()
-        if not save and now - began > limit:
+        if record.state == "running":
+            seen = now
+        if (not save and now - began > limit) or now - seen > limit:
             raise TrainkitError(f"run {run.id} was told to stop {limit:.0f} s ago and still runs", exit=Exit.CONTACT_LOST, hint=f"invoke logs {run.id}")
         if now - said > SAY_SECONDS:
             said = now
@@ -139,9 +149,11 @@ def _answer(talk: Talk, record: Record, rows: list[NodeRow], *, force: bool = Fa
     elif record.state == "succeeded":
         code = Exit.DONE
     else:
-        code = Exit.PREEMPTED if record.state == "preempted" else Exit.CANCELLED
+        code = Exit.PREEMPTED if record.state == "preempted" and (record.root_cause or {}).get("saved") else Exit.CANCELLED
     if code == Exit.PREEMPTED:
         talk.say(f"saved at step {record.step}; {talk.command} resume {record.run.id} goes on")
+    elif record.state == "preempted":
+        talk.say("stopped before it had saved: it would go on from an older checkpoint")
     return Answer(document("cancel/1", **_head(record), hosts=rows), code)
 
 

@@ -28,9 +28,10 @@ def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
     chosen = jobs.cluster(cluster or _usual_cluster(talk, jobs))
     root = Path(chosen.root or ".")
     if release_host:
-        if not release(root, release_host):
+        released = [host for host in (list(quarantined(root)) if release_host == "all" else release_host.split(",")) if release(root, host)]
+        if not released:
             raise ConfigError(f"host '{release_host}' is not left out of cluster '{chosen.name}'", hint=f"left out: {', '.join(quarantined(root)) or 'none'}")
-        talk.say(f"{release_host} may run again")
+        talk.say(f"{', '.join(released)} may run again")
         return Answer(document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]))
     HostWords(hostfile=hostfile).refuse_where_unread(chosen)
     if chosen.launcher == "slurm":

@@ -261,7 +261,7 @@ def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0,
     help={
         "cluster": "of this cluster of jobs.toml; by default that of the job in [defaults]",
         "hostfile": "another hostfile than the cluster's",
-        "release": "let this host run again, which is left out for a failure",
+        "release": "let these hosts (NAME,NAME or all) run again, which are left out for a failure",
     },
     reports=True,
 )

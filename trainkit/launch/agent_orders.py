@@ -37,12 +37,12 @@ def ping(agent: Agent, frame: Frame) -> None:
 
 
 def reserve(agent: Agent, frame: Frame) -> Task:
-    """Take the host's slots; end first what a dead run left on them."""
+    """Take the host's slots; end first what a dead run left on them. Who shares takes those that are free, so that the next one finds a holder."""
     folder = Path(agent.session["node_folder"])
     _free(agent)
     words = {"run": frame["run"], "attempt": frame["attempt"], "mark": agent.mark, "folder": agent.session.get("folder", str(agent.folder))}
     try:
-        held = slots.reserve(folder, [] if frame.get("share") else frame["slots"], words)
+        held = slots.reserve(folder, frame["slots"], words, share=bool(frame.get("share")))
     except Busy as busy:
         agent.send({"type": "busy", "slot": slots.slot_name(busy.path), "holder": busy.holder})
         return

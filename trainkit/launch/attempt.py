@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ from trainkit.runs.record import EventLog
 
 POLL_SECONDS = 0.05
 ECHO_SECONDS = 0.5  # how long peers of a failed rank have to write down their own view before they are stopped
-TEARDOWN_SECONDS = 20.0  # from the good end of one rank to that of the last: they all end at the same step
+TEARDOWN_SECONDS = 90.0  # from the good end of one rank to that of the last: they end at the same step, but rank 0 has reports to finish (W&B waits up to 60 s)
 STOP_SECONDS = 8.0  # beyond the grace, for an agent to prove that nothing is left
 
 
@@ -74,9 +75,9 @@ class AttemptEnd:
         step: the furthest step of any rank.
         survivors: processes that outlived everything, by host.
         unanswered: hosts that did not say what is left on them.
-        vanished: hosts whose agents ended although they were not asked to: what they started may still be there.
+        doubtful: hosts on which something may still run: contact was lost, or they did not say that nothing is left.
         lost: how many contacts were lost.
-        lost_at: when the last of them was heard last, by time.monotonic(); None: none was lost, or nothing is left there.
+        lost_at: since when the last of the doubtful ones hears nothing of us, by time.monotonic(); None: there are none, or nothing is left there.
         again: another attempt follows; the supervisor decides.
     """
 
@@ -85,7 +86,7 @@ class AttemptEnd:
     step: int = 0
     survivors: list[dict[str, Any]] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
-    vanished: list[str] = field(default_factory=list)
+    doubtful: list[str] = field(default_factory=list)
     lost: int = 0
     lost_at: float | None = None
     again: bool = False
@@ -148,17 +149,23 @@ class Attempt:
             outcome = Outcome(error.exit, "user" if error.exit == Exit.CONFIG else "infra", {"message": error.message, "advice": error.hint})
         except OSError as error:
             outcome = Outcome(Exit.RANK_INFRA, "infra", {"message": f"the supervisor cannot go on: {error}"})
+        except Exception as error:  # ours, or what a host said that nobody foresaw: what is left on the hosts is still to be told
+            traceback.print_exc()
+            outcome = Outcome(Exit.BUG, "infra", {"message": f"the supervisor failed: {type(error).__name__}: {error}"})
         finally:
             self.session.forget_secrets()
         outcome = outcome or judge_outcome(self.ends, len(self.node_of), self.setting.asks.first, self.losses, self.setting.rules)
         unanswered = [host.name for node, host in enumerate(self.session.hosts) if node not in self.stopped] if self.node_of else []
+        doubtful = {*unanswered, *(lost.host for lost in self.losses), *(each["host"] for each in survivors)}
+        if doubtful and self.lost_at is None:
+            self.lost_at = time.monotonic()
         return AttemptEnd(
             self._clean(outcome),
             began=self.began,
             step=self.pulse.step(),
             survivors=survivors,
             unanswered=unanswered,
-            vanished=[lost.host for lost in self.losses if not lost.silent],
+            doubtful=sorted(doubtful),
             lost=len(self.losses),
             lost_at=self.lost_at,
         )
@@ -210,11 +217,12 @@ class Attempt:
         """Start every rank. Raises NoStart (8) with all that could not be started."""
         for folder in (self.folder.log(0).parent, self.folder.error(0).parent, self.folder.heartbeat(0).parent):
             folder.mkdir(parents=True, exist_ok=True)
+        a_node = None if self.command.spawn == "per_rank" else 1  # a program that starts the node's ranks itself goes by the first of them
         for node, entry in enumerate(self.world["nodes"]):
-            self.node_of |= dict.fromkeys(entry["ranks"], node)
+            self.node_of |= dict.fromkeys(entry["ranks"][:a_node], node)
         self.waiting = set(self.node_of)
         for node, entry in enumerate(self.world["nodes"]):
-            processes = [self._process(node, local_rank, rank) for local_rank, rank in enumerate(entry["ranks"])]
+            processes = [self._process(node, local_rank, rank) for local_rank, rank in enumerate(entry["ranks"][:a_node])]
             crew.send(node, {"type": "go", "processes": processes, "secret_names": list(self.setting.secrets)})
         deadline = time.monotonic() + self.job.cluster.watch.connect
         while self.waiting and not self.losses:
@@ -224,6 +232,7 @@ class Attempt:
             await self._take_next(crew)
         if self.not_started:
             raise NoStart(Exit.START, "could not start all ranks", self.not_started)
+        self.session.forget_secrets()  # every agent has read them
         self.events.write("go")
         self.began = True
         self.pulse.begin()
@@ -311,14 +320,14 @@ class Attempt:
         elif kind == "stacks":
             self.stacks.take(node, frame)
         elif kind == "output":
-            self.events.write("agent_said", node=node, host=crew.host(node), text=frame.get("text"))
+            self._note("agent_said", node=node, host=crew.host(node), text=frame.get("text"))
         elif kind == "lost":
             self._lost(crew, node, frame)
 
     def _started(self, rank: int, host: str, pid: int) -> None:
         self.waiting.discard(rank)
         self.running.add(rank)
-        self.events.note("rank_started", rank=rank, host=host, pid=pid)
+        self._note("rank_started", rank=rank, host=host, pid=pid)
 
     def _ended(self, crew: Crew, node: int, frame: Frame) -> None:
         rank = int(frame["key"])
@@ -339,7 +348,12 @@ class Attempt:
             log=str(self.folder.log(rank)),
         )
         self.ends.append(end)
-        self.events.note("rank_ended", rank=rank, code=end.code, stopped=end.stopped, done=end.done)
+        self._note("rank_ended", rank=rank, code=end.code, stopped=end.stopped, done=end.done)
+
+    def _note(self, event: str, **values: Any) -> None:
+        """Tell of one rank. What is decided is decided by what we hold in memory: a full disk loses the line, not the run."""
+        with contextlib.suppress(OSError):
+            self.events.note(event, **values)
 
     def _redacted_error(self, rank: int) -> dict[str, Any] | None:
         """What the rank wrote down about its failure, with secrets taken out, of the file too."""
@@ -358,8 +372,9 @@ class Attempt:
         if node not in self.stopped or gone & self.running:
             ago = float(frame["ago"])
             self.losses.append(LostContact(crew.host(node), frame["why"], time.time() - ago, frame["silent"]))
-            self.lost_at = time.monotonic() - ago
-            self.events.write("contact_lost", node=node, host=crew.host(node), why=frame["why"])
+            self.lost_at = max(self.lost_at or 0.0, time.monotonic() - ago)
+            with contextlib.suppress(OSError):  # a full disk must not keep us from stopping the others
+                self.events.write("contact_lost", node=node, host=crew.host(node), why=frame["why"])
         self.running -= gone
         self.waiting -= gone
 
@@ -368,10 +383,11 @@ class Attempt:
         grace = self.job.cluster.watch.grace
         nodes = [node for node in crew.present if node not in self.stopped] if self.node_of else []
         if nodes:
-            if self.running:
-                self.events.write("stopping", reason=reason, ranks=sorted(self.running))
             for node in nodes:
                 crew.send(node, {"type": "stop", "grace": grace, "keys": None})
+            if self.running:
+                with contextlib.suppress(OSError):
+                    self.events.write("stopping", reason=reason, ranks=sorted(self.running))
             deadline = time.monotonic() + grace + STOP_SECONDS
             while time.monotonic() < deadline and any(node not in self.stopped and node not in crew.lost for node in nodes):
                 await self._take_next(crew)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -16,13 +18,14 @@ from trainkit.launch.session import Session
 
 POLL_SECONDS = 0.05
 PING_SECONDS = 1.0
+HEARD_SECONDS = 3.0  # of silence end the pings: a host that we do not hear must not live on by them when we have given it up
 BYE_SECONDS = 3.0  # for agents that have nothing left to stop, and their transports, to end by themselves
 HELD_FRAMES = 10_000  # of all agents together that nobody has looked at; more have to wait in their connections
 
 
 @dataclass(frozen=True)
 class Hello:
-    """An agent that is there. `clock_offset`: seconds its clock is ahead of ours (the frame's way included)."""
+    """An agent that is there. `clock_offset`: seconds its clock is ahead of ours, less the quickest frame's way."""
 
     node: int
     host: str
@@ -61,6 +64,8 @@ class Crew:
         self._phase = "gather"
         self._leaving: set[int] = set()
         self._started: Started | None = None
+        self._ends: Mapping[int, LaunchEnd] = {}
+        self._looking: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Crew:
@@ -106,10 +111,10 @@ class Crew:
         """Wait until every agent has said hello or cannot come any more, at most `timeout` seconds; the answers by node."""
         deadline = time.monotonic() + timeout
         nodes = range(len(self.session.hosts))
-        ended = self._ended()
+        ended = await self._ended()
         while time.monotonic() < deadline and not all(node in self.hellos or node in self.lost or node in ended for node in nodes):
             await asyncio.sleep(POLL_SECONDS)
-            ended = self._ended()
+            ended = await self._ended()
         if any(node not in self.hellos and node in ended for node in nodes):
             await asyncio.sleep(2 * POLL_SECONDS)  # a hello may be on its way although its transport has just ended
         return [self.hellos.get(node) or self._missing(node, ended.get(node), timeout) for node in nodes]
@@ -137,14 +142,25 @@ class Crew:
     def _silent(self, got: Mapping[int, Frame], asked: Mapping[int, Frame]) -> dict[int, str]:
         return {node: str(self.lost[node]["why"]) for node in asked if node not in got and node in self.lost}
 
-    def _ended(self) -> Mapping[int, LaunchEnd]:
-        return self._started.poll() if self._started is not None else {}
+    async def _ended(self) -> Mapping[int, LaunchEnd]:
+        """How transports have ended, as far as is known. A look reads files on the shared root: it has a thread, one at a time, and while that waits
+        for the file system we go on with what we knew."""
+        if self._started is not None and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(asyncio.to_thread(self._look, self._started))
+        if self._looking is not None:
+            await asyncio.wait({self._looking}, timeout=POLL_SECONDS)
+        return self._ends
+
+    def _look(self, started: Started) -> None:
+        with contextlib.suppress(OSError):
+            self._ends = dict(started.poll())
 
     def _missing(self, node: int, end: LaunchEnd | None, timeout: float) -> Missing:
         host = self.host(node)
         if end is not None:
             words = end.last or f"{self.launcher.name} ended with {end.code} and said nothing"
-            return Missing(node, host, words, str(self.session.script) in end.last and "No such file" in end.last)
+            unseen = re.search(re.escape(f"{self.session.folder}/") + r"[a-z]+\.sh: No such file", end.last)  # bash's words, about no file but this
+            return Missing(node, host, words, unseen is not None)
         if node in self.lost:
             return Missing(node, host, f"its agent came and went: {self.lost[node]['why']}")
         if node in self._links:
@@ -162,12 +178,18 @@ class Crew:
                 if frame["type"] == "hello" and node not in self.hellos:
                     self.hellos[node] = self._hello(node, frame)
                 elif frame["type"] != "lost":  # which only we say
+                    self._compare_clocks(node, frame)
                     while self.received.qsize() >= HELD_FRAMES:
                         await asyncio.sleep(POLL_SECONDS)
                     self.received.put_nowait((node, frame))
         except (BadFrame, ValueError, TypeError) as error:
             why = f"its agent speaks another protocol: {error}"
         self._lose(node, why, silent=False)
+
+    def _compare_clocks(self, node: int, frame: Frame) -> None:
+        """A frame is late by its way and by what we do meanwhile: of all that tell their time, the one that was least late is nearest."""
+        if "clock" in frame and (hello := self.hellos.get(node)) and (offset := float(frame["clock"]) - time.time()) > hello.clock_offset:
+            self.hellos[node] = replace(hello, clock_offset=offset)
 
     def _hello(self, node: int, facts: Frame) -> Hello:
         offset = float(facts.get("clock") or time.time()) - time.time()
@@ -188,11 +210,12 @@ class Crew:
             await asyncio.sleep(PING_SECONDS)
             now = time.monotonic()
             late, last = now - last > 3 * PING_SECONDS, now
-            ended = self._ended()
-            for node, link in list(self._links.items()):
-                if node in self.lost or node in self._leaving:
-                    continue
-                link.send({"type": "ping"})
+            links = {node: link for node, link in self._links.items() if node not in self.lost and node not in self._leaving}
+            for link in links.values():
+                if now - link.heard < HEARD_SECONDS:
+                    link.send({"type": "ping"})
+            ended = await self._ended()
+            for node, link in links.items():
                 if now - link.heard > self.session.lease and not late:  # after a pause of our own their frames are still to be read
                     self._lose(node, f"its agent was silent for {now - link.heard:.0f} s", silent=True)
                 elif node in ended and node in self.hellos:
@@ -201,5 +224,5 @@ class Crew:
 
     async def _all_gone(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and len(self._ended()) < len(self.session.hosts):
+        while time.monotonic() < deadline and len(await self._ended()) < len(self.session.hosts):
             await asyncio.sleep(POLL_SECONDS / 5)

@@ -100,7 +100,13 @@ def _cause(end: RankEnd) -> dict[str, Any]:
     cause: dict[str, Any] = {"rank": end.rank, "host": end.host, "code": end.code, "log": end.log, "time": iso(end.time), "last": list(end.last)}
     if end.error:
         error = end.error
-        return cause | {"exit": error.get("exit", int(Exit.RANK_USER)), "type": error.get("type"), "message": error.get("message"), "step": error.get("step")}
+        code, kind, step = error.get("exit"), error.get("type"), error.get("step")  # a rank's own file: anything may stand there
+        return cause | {
+            "exit": code if isinstance(code, int) else int(Exit.RANK_USER),
+            "type": kind if isinstance(kind, str) else None,
+            "message": str(error.get("message")),
+            "step": step if isinstance(step, int) else None,
+        }
     if end.code < 0:
         name = signal_name(-end.code)
         why = " (killed by the kernel: out of memory)" if end.oom else ""
@@ -126,7 +132,7 @@ def judge_outcome(
     Success is every rank's own word, written before teardown; a rank that aborts in teardown after that has not failed.
     The root cause is the first failure, by the supervisor's clock, that is no echo of a peer's death.
     """
-    if len(ends) == world_size and all(end.done for end in ends):
+    if 0 < world_size == len(ends) and all(end.done for end in ends):
         return Outcome(Exit.DONE, "success", None)
     expected = {0, int(Exit.PREEMPTED)} | ({-signal.SIGUSR1} if asked else set())  # USR1 ends a rank that has not got so far as to wait for it
     failed = sorted((end for end in ends if not end.stopped and end.code not in expected and not end.done), key=lambda end: end.time)
@@ -143,7 +149,9 @@ def judge_outcome(
     if asked == Ask.CANCEL:
         return Outcome(Exit.CANCELLED, "cancelled", {"message": "stopped by invoke cancel"})
     if asked or any(end.code == int(Exit.PREEMPTED) for end in ends):
-        return Outcome(Exit.PREEMPTED, "preempted", {"message": "told to save and stop" if asked else "a rank was told to save and stop"})
+        saved = len(ends) == world_size and all(end.code == int(Exit.PREEMPTED) or end.done for end in ends)
+        told = "told to save and stop" if asked else "a rank was told to save and stop"
+        return Outcome(Exit.PREEMPTED, "preempted", {"message": told if saved else f"{told}; it was stopped before all ranks had saved", "saved": saved})
     silent = min((end for end in ends if end.code == 0 and not end.done and not end.stopped), key=lambda end: end.time, default=None)
     if silent is not None:
         return _of_rank(_cause(silent) | {"exit": int(Exit.RANK_INFRA), "message": "exited with 0 and had not said that it was done"}, rules)

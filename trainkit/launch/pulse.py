@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trainkit.base.files import temporary_name
@@ -27,6 +30,9 @@ class Pulse:
         self.beats: dict[int, Mapping[str, Any]] = {}
         self._first_step: dict[int, int] = {}
         self._copied: dict[int, tuple[float, str]] = {}
+        self._to_copy: dict[int, Mapping[str, Any]] = {}  # the newest of each rank, however long the file system takes
+        self._lock = threading.Lock()
+        self._copier = ThreadPoolExecutor(1, "heartbeats")
         self.stepping = False  # whether any rank has made a step
         self.last = time.monotonic()
 
@@ -34,26 +40,36 @@ class Pulse:
         """The ranks have just been started."""
         self.last = time.monotonic()
 
-    def take(self, rank: int, beat: Mapping[str, Any]) -> None:
-        """A rank has said how far it is."""
+    def take(self, rank: int, said: Any) -> None:
+        """A rank has said how far it is. It can be any program, whose mistakes are not ours: what is no heartbeat is not taken for one."""
+        beat = {"phase": "", "step": 0, **said} if isinstance(said, Mapping) else {}
+        phase, step = beat.get("phase"), beat.get("step")
+        if not isinstance(phase, str) or not isinstance(step, int):
+            return
         self.beats[rank], self.last = beat, time.monotonic()
-        if beat.get("phase") == "train":
-            step = int(beat.get("step", 0))
+        if phase == "train":
             self.stepping = self.stepping or step > self._first_step.setdefault(rank, step)
-        before, phase = self._copied.get(rank, (0.0, ""))
-        if beat.get("phase") != phase or self.last - before > COPY_SECONDS:
-            self._copied[rank] = self.last, str(beat.get("phase"))
-            self._copy(rank, beat)
+        before, copied = self._copied.get(rank, (0.0, ""))
+        if phase != copied or self.last - before > COPY_SECONDS:
+            self._copied[rank] = self.last, phase
+            with self._lock:
+                waiting = rank in self._to_copy
+                self._to_copy[rank] = beat
+            if not waiting:
+                self._copier.submit(self._copy, rank)
 
-    def _copy(self, rank: int, beat: Mapping[str, Any]) -> None:
-        """For people and `status`; nothing is decided by it, so it need not be durable."""
+    def _copy(self, rank: int) -> None:
+        """For people and `status`; nothing is decided by it, so it need not be durable, and nobody waits for it."""
+        with self._lock:
+            beat = self._to_copy.pop(rank)
         path = self.attempt.heartbeat(rank)
         temporary = temporary_name(path)
         try:
             temporary.write_text(json.dumps(beat))
             temporary.replace(path)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     @property
     def limit(self) -> float:
@@ -67,10 +83,10 @@ class Pulse:
 
     def step(self) -> int:
         """The furthest step of any rank."""
-        return max((int(beat.get("step", 0)) for beat in self.beats.values()), default=0)
+        return max((beat["step"] for beat in self.beats.values()), default=0)
 
     def behind(self, ranks: Collection[int]) -> list[int]:
         """Of these ranks, those that are not as far as the furthest; those that never said anything are."""
-        steps = {rank: int(self.beats[rank].get("step", 0)) if rank in self.beats else -1 for rank in ranks}
+        steps = {rank: self.beats[rank]["step"] if rank in self.beats else -1 for rank in ranks}
         furthest = max(steps.values(), default=0)
         return sorted(rank for rank, step in steps.items() if step < furthest)

@@ -68,5 +68,6 @@ def quarantined(root: Path, now: datetime.datetime | None = None) -> dict[str, Q
 def release(root: Path, host: str) -> bool:
     """Let a host run again; whether it was left out."""
     there = host.lower() in quarantined(root)
-    _path(root, host).unlink(missing_ok=True)
+    if there:  # only then the name is one of a file there, and of no other
+        _path(root, host).unlink(missing_ok=True)
     return there

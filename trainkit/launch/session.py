@@ -26,6 +26,7 @@ from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hostfile import Host
 
 LOCAL_LEASE = 1e6
+SECRETS = "secrets.json"  # in a session's folder, 0600, until every rank runs
 SAFE_PATH = re.compile(r"[A-Za-z0-9_./+=:@,-]+")
 
 
@@ -88,7 +89,7 @@ class Session:
         self.logs.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / "token", self.token.hex() + "\n", 0o600)
         if secret_values:
-            write_json(self.folder / "secrets.json", dict(secret_values), 0o600)
+            write_json(self.folder / SECRETS, dict(secret_values), 0o600)
         value = document(
             "session/1",
             run=self.run,
@@ -113,7 +114,7 @@ class Session:
 
     def forget_secrets(self) -> None:
         """Take the values of secrets off the disk."""
-        (self.folder / "secrets.json").unlink(missing_ok=True)
+        (self.folder / SECRETS).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Take the whole folder away; for sessions that belong to no run."""

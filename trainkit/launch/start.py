@@ -27,7 +27,7 @@ from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
-from trainkit.runs.record import read_supervisor
+from trainkit.runs.record import read_events, read_supervisor
 from trainkit.stages.contract import Need
 from trainkit.stages.stamps import file_identity
 
@@ -57,21 +57,21 @@ def start_run(
     job = resolved.job
     secrets = secret_values(job.cluster.secrets, os.environ)
     run = new_run_folder(Path(job.cluster.root or "."), job.name)
-    try:
-        with locked_run(run):
+    with locked_run(run):
+        try:
             _fill(run, resolved, plan, needs, project, secrets)
             write_hosts(run, hosts)
-            if not background:
-                return run, _refuse_busy(run, supervise(run, secrets, watch, share=share))
-        spawn_supervisor(run, share=share)
-        return run, None
-    except TrainkitError as error:
-        if error.exit == Exit.HOSTS_BUSY:
-            shutil.rmtree(run.path)
-        raise
-    finally:
-        if not run.job.exists():
+        except BaseException:
             shutil.rmtree(run.path, ignore_errors=True)
+            raise
+        if not background:
+            outcome = supervise(run, secrets, watch, share=share)
+            if _never_began(run, 0, outcome):
+                shutil.rmtree(run.path)
+                raise _busy(outcome)
+            return run, outcome
+    spawn_supervisor(run, share=share)
+    return run, None
 
 
 def resume_run(
@@ -97,20 +97,28 @@ def resume_run(
         write_changed_job(run.job, document)
         write_hosts(run, hosts)
         if not background:
-            return _refuse_busy(run, supervise(run, secrets, watch, share=share))
+            before = len(run.attempts())
+            outcome = supervise(run, secrets, watch, share=share)
+            if _never_began(run, before, outcome):
+                attempt = run.attempts()[-1]
+                shutil.rmtree(attempt.path)
+                shutil.rmtree(run.session(attempt.number), ignore_errors=True)
+                raise _busy(outcome)
+            return outcome
     spawn_supervisor(run, share=share)
     return None
 
 
-def _refuse_busy(run: RunFolder, outcome: Outcome) -> Outcome:
-    """The outcome itself. Raises TrainkitError (17) where the slots were taken, with the attempt that never was taken away again."""
-    if outcome.exit != Exit.HOSTS_BUSY:
-        return outcome
-    attempt = run.attempts()[-1]
-    shutil.rmtree(attempt.path)
-    shutil.rmtree(run.session(attempt.number), ignore_errors=True)
+def _never_began(run: RunFolder, before: int, outcome: Outcome) -> bool:
+    """Whether a supervisor found the slots taken at its very first try, so that what it has written tells nothing. After any attempt that ran there is
+    something to keep, however the last one ended."""
+    attempts = run.attempts()[before:]
+    return outcome.exit == Exit.HOSTS_BUSY and len(attempts) == 1 and all(event["event"] != "go" for event in read_events(attempts[0]))
+
+
+def _busy(outcome: Outcome) -> TrainkitError:
     cause = outcome.root_cause or {}
-    raise TrainkitError(str(cause.get("message")), exit=Exit.HOSTS_BUSY, hint=str(cause.get("advice", "")))
+    return TrainkitError(str(cause.get("message")), exit=Exit.HOSTS_BUSY, hint=str(cause.get("advice", "")))
 
 
 def spawn_supervisor(run: RunFolder, *, share: bool) -> None:

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -36,17 +37,20 @@ from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import read_hosts
 from trainkit.launch.launchers import LAUNCHERS, head_address
 from trainkit.launch.launchers.contract import Launcher
-from trainkit.launch.outcome import Ask, Outcome
+from trainkit.launch.outcome import Ask, Outcome, judge_outcome
 from trainkit.launch.quarantine import suspect
 from trainkit.launch.retries import Budgets, Choice
+from trainkit.launch.session import SECRETS
 from trainkit.launch.sweep import SweepReport, sweep_hosts
 from trainkit.launch.watch import Watch, nobody
 from trainkit.plan.make import make_plan
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import read_events, read_supervisor
 
 SIGN_SECONDS = 5.0  # between signs of life
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
 SWEEP_SECONDS = 5.0  # for an agent to come to a host that has just lost one
+PAUSES = (0.0, 30.0, 300.0)  # before the tries that follow the first, second and later ones in a row that did not begin
 OWN_STOP_SECONDS = 5.0  # beyond lease and grace, until a host that we lost has surely stopped itself
 
 
@@ -81,39 +85,100 @@ class Supervisor:
         self.engine = engine or ENGINES[self.job.engine]
         self.budgets = Budgets(self.job.retries)
         self.door = Door(self._stranger)
+        self.pen = threading.Lock()  # of our sign: the last word must be written last
         self.attempt: Attempt | None = None
         self.viewing = True
+        self.false_starts = 0  # attempts in a row whose ranks did not begin
         self.began = self.ended = False
 
     async def supervise(self) -> Outcome:
         """Attempt after attempt; the last one's outcome. Never leaves a process behind on a host that can be reached."""
         await self.door.listen("127.0.0.1" if self.launcher.name in ("local", "debug") else head_address(self.job.cluster, self.hosts.hosts))
         self.door.guests["control"] = self._control
+        former = self._former_attempt()
         signing = asyncio.create_task(self._keep_signing())
         try:
+            await self._fence(*former)
+            if self.asks.first:
+                return judge_outcome([], 1, self.asks.first)
             while True:
                 end = await self._one_attempt()
                 if not self._goes_on(end):
                     return end.outcome
                 await self._until_lost_hosts_have_stopped(end)
+                await self._pause(end)
                 if self.asks.first:
+                    end.outcome = judge_outcome([], 1, self.asks.first)
+                    self._record(end)  # the last word counts
                     return end.outcome
         finally:
             signing.cancel()
             await asyncio.gather(signing, return_exceptions=True)
+            if self.attempt is not None:
+                self.attempt.events.close()
             self.ended = True
             with contextlib.suppress(OSError):  # the attempt's last event says how it ended, and that we are gone can be seen
                 self._sign()
             await self.door.close()
 
+    def _former_attempt(self) -> tuple[list[Host], float]:
+        """(Hosts on which something of the attempt before our first may still run, when their supervisor was last seen, by time.time()): of an attempt
+        whose supervisor died, or could not learn of every host that nothing is left."""
+        attempts = self.run.attempts()
+        if not attempts or self.launcher.name == "slurm":  # Slurm ends what its jobs leave
+            return [], 0.0
+        events, sign = read_events(attempts[-1]), read_supervisor(self.run)
+        ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
+        if ended is not None and not ended["survivors"] and not ended.get("unanswered"):
+            return [], 0.0
+        names = dict.fromkeys(event["host"] for event in events if event["event"] == "agent_joined")
+        known = {host.name: host for host in self.hosts.hosts}
+        return [known.get(name) or Host(name) for name in names], sign.time if sign is not None else time.time()
+
+    async def _fence(self, hosts: Sequence[Host], seen: float) -> None:
+        """Let nothing of an earlier attempt write beside the first of ours: ask its hosts; one that cannot prove that nothing is left has until its lease
+        and its grace are over."""
+        if not hosts:
+            return
+        number = self.run.attempts()[-1].number
+        with contextlib.suppress(OSError, ValueError):  # whoever wants us to stop finds the token of that attempt
+            self.door.token = bytes.fromhex((self.run.session(number) / "token").read_text().strip())
+        self._sign()
+        if await self._sweep(hosts) == len(hosts):
+            return
+        watch = self.job.cluster.watch
+        until = min(seen, time.time()) + SIGN_SECONDS + watch.lease + watch.grace + OWN_STOP_SECONDS
+        if until > time.time():
+            told = f"not every host of the attempt before can be asked: waiting {until - time.time():.0f} s, until what it left has stopped by itself"
+            self.show(lambda: self.watch.notice(told))
+        await self._wait(until - time.time())
+
+    async def _pause(self, end: AttemptEnd) -> None:
+        """Wait before another try where one did not even begin: a switch that reboots takes minutes, and the budget is small."""
+        self.false_starts = 0 if end.began else self.false_starts + 1
+        if self.false_starts:
+            await self._wait(PAUSES[min(self.false_starts, len(PAUSES)) - 1])
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait, unless somebody asks to stop."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.asks.first:
+            self.show(self.watch.tick)
+            await asyncio.sleep(0.1)
+
     async def _one_attempt(self) -> AttemptEnd:
-        number = max((a.number for a in self.run.attempts()), default=0) + 1
+        former = self.run.attempts()
+        for old in former:  # what a supervisor that was killed could not take away
+            (self.run.session(old.number) / SECRETS).unlink(missing_ok=True)
+        number = max((a.number for a in former), default=0) + 1
         first = self.attempt is None
         hosts = self._choose()
         command = self.engine.command(self.job, self.run, number)
         rules = rules_of(self.job.cluster)
         asks, tick, notice = self.asks, self.watch.tick, self.watch.notice
         setting = Setting(self.launcher, self.door, self.secrets, rules, self.share, asks, self.show, tick, notice)
+        if self.attempt is not None:
+            self.attempt.events.close()
         self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, setting)
         attempt.record_start()
         self._sign()
@@ -127,14 +192,13 @@ class Supervisor:
             raise
         end = self._judged(end)
         self._record(end)
-        if await self._sweep([host for host in hosts if host.name in end.vanished]) == end.lost:
+        if end.doubtful and await self._sweep([host for host in hosts if host.name in end.doubtful]) == len(end.doubtful):
             end.lost_at = None
         return end
 
     async def _sweep(self, hosts: Sequence[Host]) -> int:
         """End what dead agents have left: their keepers see to it, but whoever kills an agent may have killed its keeper too. Returns how many hosts
         have proved that nothing is left."""
-        assert self.attempt is not None
         if not hosts:
             return 0
         try:
@@ -142,8 +206,9 @@ class Supervisor:
                 reports = await sweep_hosts(self.run, self.job.cluster, hosts, SWEEP_SECONDS, kill=True, launcher=self.launcher)
         except (TrainkitError, OSError, TimeoutError) as error:
             reports = [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
-        for report in reports:
-            self.attempt.events.write("swept", **asdict(report))
+        if self.attempt is not None:
+            for report in reports:
+                self.attempt.events.write("swept", **asdict(report))
         return sum(report.error is None and not report.left for report in reports)
 
     def _judged(self, end: AttemptEnd) -> AttemptEnd:
@@ -155,6 +220,8 @@ class Supervisor:
         cause = outcome.root_cause or {}
         whys = {row["host"]: row["why"] for row in cause.get("hosts", ())}
         suspects = {host: str(whys.get(host) or cause.get("message")) for host in outcome.suspects} if len(self.hosts.hosts) > 1 else {}
+        if 2 * max(len(suspects), end.lost) > max(2, self.job.nodes):  # this machine, its network or the shared root is to blame, not all of them
+            suspects = {}
         self.hosts.left_out |= suspects
         if not self.began and not (suspects and len(self.hosts.usable()) >= self.job.nodes):
             return end  # a person waits for this start, and no spare can mend it
@@ -187,7 +254,6 @@ class Supervisor:
         """Say what follows, where another attempt does."""
         assert self.attempt is not None
         if not end.again:
-            self.attempt.events.close()
             return False
         number = self.attempt.folder.number
         failed = f"attempt {number} failed ({end.outcome.failure_class}): {(end.outcome.root_cause or {}).get('message')}"
@@ -195,7 +261,6 @@ class Supervisor:
         self.show(lambda: self.watch.notice(f"{failed}; going on as attempt {number + 1}{left_out}"))
         what: dict[str, Any] = {"class": end.outcome.failure_class}
         self.attempt.events.write("retry", next_attempt=number + 1, left_out=sorted(self.hosts.left_out), **what)
-        self.attempt.events.close()
         return True
 
     def _choose(self) -> tuple[Host, ...]:
@@ -222,10 +287,7 @@ class Supervisor:
         if end.lost_at is None:
             return
         watch = self.job.cluster.watch
-        until = end.lost_at + watch.lease + watch.grace + OWN_STOP_SECONDS
-        while time.monotonic() < until and not self.asks.first:
-            self.show(self.watch.tick)
-            await asyncio.sleep(0.1)
+        await self._wait(end.lost_at + watch.lease + watch.grace + OWN_STOP_SECONDS - time.monotonic())
 
     def show(self, view: Callable[[], None]) -> None:
         """Call a view. One that fails (a closed terminal, a reader that has gone) is called no more; the run goes on."""
@@ -242,13 +304,14 @@ class Supervisor:
         while True:
             await asyncio.sleep(SIGN_SECONDS)
             with contextlib.suppress(OSError):  # a full disk is told by whoever writes what matters
-                self._sign()
+                await asyncio.to_thread(self._sign)  # a file system that stalls must not keep the loop from pinging
 
     def _sign(self) -> None:
         """Say where we are and that we live."""
-        who, number = identity(), self.attempt.folder.number if self.attempt else 0
-        rest = {"attempt": number, "address": self.door.address, "port": self.door.port, "ended": self.ended}
-        write_json(self.run.supervisor, document("supervisor/1", identity=who.as_dict(), host=who.host, time=time.time(), **rest))
+        with self.pen:
+            who, number = identity(), self.attempt.folder.number if self.attempt else max((a.number for a in self.run.attempts()), default=0)
+            rest = {"attempt": number, "address": self.door.address, "port": self.door.port, "ended": self.ended}
+            write_json(self.run.supervisor, document("supervisor/1", identity=who.as_dict(), host=who.host, time=time.time(), **rest))
 
     def _stranger(self, peer: str, why: str) -> None:
         if self.attempt is not None:

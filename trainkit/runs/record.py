@@ -29,21 +29,33 @@ class EventLog:
 
     def __init__(self, attempt: AttemptFolder) -> None:
         attempt.path.mkdir(parents=True, exist_ok=True)
-        self._handle = os.open(attempt.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._handle = os.open(attempt.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        size = os.fstat(self._handle).st_size
+        self._torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"  # by who wrote here before, and died or had no room
 
     def write(self, event: str, **values: Any) -> None:
         """Append an event; it and all before it are durable before the call returns."""
         self.note(event, **values)
-        os.fsync(self._handle)
+        if self._handle >= 0:
+            os.fsync(self._handle)
 
     def note(self, event: str, **values: Any) -> None:
         """Append an event that is one of many of its kind: durable with the next one written."""
+        if self._handle < 0:
+            return
         rest = json.dumps({"time": utc_now(), "event": event, **values}).encode() + b"\n"
+        if self._torn:  # half a line must not take this one with it
+            rest = b"\n" + rest
+        self._torn = True
         while rest:
             rest = rest[os.write(self._handle, rest) :]
+        self._torn = False
 
     def close(self) -> None:
-        os.close(self._handle)
+        """End the log; what comes later goes nowhere, and never to another file that has its number by then."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
 
 
 def read_events(attempt: AttemptFolder) -> list[dict[str, Any]]:

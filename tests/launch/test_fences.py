@@ -1,0 +1,151 @@
+"""Two attempts never write at once, what has been trained is never deleted, and trouble of the head is not blamed on every host."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import fcntl
+import functools
+import json
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainkit
+from tests.conftest import JOBS, wait_for
+from tests.launch.supervised import DONE, Program, events, make_run, supervised
+from trainkit.base.forms import utc_now
+from trainkit.engines.contract import Command
+from trainkit.jobs.load import load
+from trainkit.jobs.resolved import write_job
+from trainkit.jobs.schema import Job
+from trainkit.launch import start, supervisor
+from trainkit.launch.frames import Frame
+from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts import local_hosts
+from trainkit.launch.launchers.debug import Debug, StubAgent
+from trainkit.launch.outcome import RankEnd, judge_outcome
+from trainkit.launch.quarantine import quarantined
+from trainkit.launch.snapshot import link_code, take_snapshot
+from trainkit.launch.watch import nobody
+from trainkit.runs.folder import RunFolder
+
+KILLED_LATER = "import os, signal, time; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_slots_taken_between_two_attempts_delete_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs.toml").write_text(JOBS)
+    (tmp_path / "node").mkdir()
+    sets = [f"cluster.node_folder={tmp_path / 'node'}", f"cluster.root={tmp_path}", "cluster.watch.grace=1", "retry.infra=1"]
+    resolved = load(tmp_path).resolve("random", sets)
+
+    def fill(run: RunFolder, *rest: Any) -> None:
+        (run.checkpoints / "step-00005000").mkdir(parents=True)
+        link_code(take_snapshot(Path(trainkit.__file__).parent, tmp_path / "code").folder, run.code)
+        write_job(run.job, resolved)
+
+    monkeypatch.setattr(start, "_fill", fill)
+    monkeypatch.setattr(start, "supervise", functools.partial(start.supervise, engine=Program(KILLED_LATER)))
+    over = threading.Event()
+
+    def take() -> None:
+        """Be the other run that waits for these slots."""
+        path = tmp_path / "node" / "trainkit-cpu.lock"
+        wait_for(path.exists, "the first attempt's lock")
+        time.sleep(0.3)
+        with open(path, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.truncate(0)
+            file.write(json.dumps({"run": "another"}))
+            file.flush()
+            over.wait(60)
+
+    racer = threading.Thread(target=take)
+    racer.start()
+    try:
+        words: dict[str, Any] = {"hosts": local_hosts(resolved.job), "share": False, "background": False}
+        run, outcome = start.start_run(resolved, None, [], tmp_path, nobody(), **words)  # type: ignore[arg-type]
+    finally:
+        over.set()
+        racer.join()
+    assert outcome is not None and outcome.exit == 17
+    assert (run.checkpoints / "step-00005000").is_dir() and len(run.attempts()) == 2
+    assert next(e for e in events(run, 1) if e["event"] == "ended")["root_cause"]["signal"] == "SIGKILL"
+
+
+def test_a_resumed_run_ends_what_a_dead_supervisor_left(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    attempt = run.attempt(1)
+    attempt.path.mkdir(parents=True)
+    (run.session(1)).mkdir(parents=True)
+    (run.session(1) / "secrets.json").write_text("{}")
+    told = [{"event": "started"}, {"event": "agent_joined", "host": "localhost"}, {"event": "go"}]
+    attempt.events.write_text("".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told))
+    left = subprocess.Popen(["sleep", "600"], env={**os.environ, "TRAINKIT_RUN": f"{run.id}/1/0/0"}, start_new_session=True)
+    try:
+        outcome, after = supervised(run, Program(DONE))
+        assert left.poll() is not None, "the attempt after it ran beside it"
+    finally:
+        left.kill()
+        left.wait()
+    assert outcome.exit == 0 and after[0]["attempt"] == 2 and not (run.session(1) / "secrets.json").exists()
+
+
+def test_hosts_that_cannot_be_asked_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "SIGN_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "OWN_STOP_SECONDS", 0.5)
+
+    class Unreachable(StubAgent):
+        async def run(self) -> None:
+            if self.session.run.startswith("sweep"):
+                raise OSError("no route to host")
+            await super().run()
+
+    run = make_run(tmp_path, ["cluster.watch.lease=1", "cluster.watch.grace=0.5"], hosts=[Host(f"h{i}", slots=(0, 1)) for i in range(2)], nodes=2)
+    run.attempt(1).path.mkdir(parents=True)
+    ended = {"event": "ended", "class": "infra", "exit": 13, "root_cause": None, "survivors": [], "unanswered": ["h1"]}
+    told = [{"event": "agent_joined", "host": "h1"}, ended]
+    run.attempt(1).events.write_text("".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told))
+    began = time.monotonic()
+    outcome, _ = supervised(run, Program(DONE), launcher=Debug(Unreachable))
+    assert outcome.exit == 0 and time.monotonic() - began > 2.5
+
+
+def test_a_head_that_loses_most_hosts_blames_none(tmp_path: Path) -> None:
+    class Gone(StubAgent):
+        """Three of four go at once, as they do where the head's own network fails."""
+
+        async def on_go(self, frame: Frame) -> None:
+            await super().on_go(frame)
+            if self.session.attempt == 1 and self.node:
+                await asyncio.sleep(0.3)
+                await self.stop(0)
+                self.link.close()
+                raise OSError("cut")
+
+    hosts = [Host(f"h{i}", slots=(0, 1)) for i in range(4)]
+    sets = ["retry.infra=1", "cluster.watch.lease=1", "cluster.watch.grace=0.5", "cluster.spares=0"]
+    run = make_run(tmp_path, sets, hosts=hosts, nodes=4)
+    second = f"import os, time\nif os.environ['ATTEMPT'] == '1':\n    time.sleep(60)\n{DONE}"
+    outcome, told = supervised(run, Program(second), launcher=Debug(Gone))
+    assert outcome.exit == 0 and quarantined(run.root) == {} and told[0]["world_size"] == 8, outcome
+
+
+def test_a_program_that_starts_its_ranks_itself_is_started_once_a_node(tmp_path: Path) -> None:
+    class Once(Program):
+        def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
+            return dataclasses.replace(super().command(job, run, attempt), spawn="per_node")
+
+    hosts = [Host(f"h{i}", slots=(0, 1)) for i in range(2)]
+    outcome, told = supervised(make_run(tmp_path, hosts=hosts, nodes=2), Once(DONE), launcher=Debug(StubAgent))
+    assert outcome.exit == 0 and [e["rank"] for e in told if e["event"] == "rank_started"] == [0, 2]
+
+
+def test_what_a_rank_writes_of_itself_cannot_end_the_supervisor() -> None:
+    strange = RankEnd(0, "h", 9, 1.0, False, error={"exit": [1], "type": ["x"], "message": None, "step": {}})
+    assert judge_outcome([strange], 1, None).exit == 9
