@@ -12,6 +12,7 @@ of which the plan assumes the interpreter's part. Then every job of jobs.toml is
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -165,6 +166,7 @@ def saved_bytes(job_json: str, rank: int) -> dict[str, int]:
 
         def watched(stage: LeanStage, *words: Any, **more: Any) -> Any:
             result = forward(stage, *words, **more)
+            gc.collect()  # torch's split backward leaves cycles, which Python frees when it comes by
             stages.extend([stage] if stage not in stages else [])
             weights = {p.untyped_storage().data_ptr() for module in parts.modules for p in module.parameters() if not isinstance(p, DTensor)}  # gathered
             look(weights, (tensor for each in stages for outputs, _ in each.fwd_cache.values() for tensor in outputs))  # what a stage sends, it keeps

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import tomli
 
+from tests.train.layout_cases import LONG, limit
 from trainkit.cli.tasks import namespace
 from trainkit.data.indexed import IndexedWriter
 from trainkit.jobs.clusters import WatchLimits
 from trainkit.jobs.load import load
-from trainkit.jobs.schema import Job, Model, Retry, Training
+from trainkit.jobs.schema import Job, Model, Parallelism, Retry, Training
 from trainkit.launch.hosts import choose_hosts, hosts_of_file
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -44,6 +45,20 @@ def test_the_keys_of_the_training_guide() -> None:
             assert set(job) <= set(Job.model_fields)
             if "training" in job:
                 Training.model_validate(job["training"])
+
+
+def test_the_guide_to_parallelism() -> None:
+    """Its keys exist, all keys are in it, and its table is that of the cases which the slow test compares."""
+    text = (DOCS / "parallelism.md").read_text()
+    for document in tables(text):
+        for job in document["jobs"].values():
+            Parallelism.model_validate(job["parallelism"])
+            Training.model_validate(job["training"])
+    assert all(f"`{key}" in text for key in Parallelism.model_fields)
+    rows = re.findall(r"^\| (.+?) \| (\d) \| (\S+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+    assert {name: int(ranks) for name, ranks, *_ in rows} == {name: case.ranks for name, case in LONG.items()}
+    for name, _, *differences in rows:
+        assert all(float(difference) <= limit(LONG[name]) for difference in differences), name
 
 
 def test_the_guide_to_sample_order_is_a_jobs_toml(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import math
 import os
 import resource
 import sys
@@ -104,7 +105,7 @@ class Trainkit:
         job = _job(case, precision, device, self.folder.name)
         run = new_run_folder(Path(self.folder.name), "bench")
         self.trainer = Trainer(job, run, World(0, 1), Heartbeat(None, 0), threading.Event())
-        self.parameters = sum(p.numel() for p in self.trainer.model.parameters())
+        self.parameters = sum(math.prod(shape) for shape in self.trainer.parts.shapes.values())
         self.flops_per_token = model_flops_per_token_of(job.model, case.model["vocab_size"])
         self.last: list[float] = []
 

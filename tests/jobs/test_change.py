@@ -43,6 +43,20 @@ def test_the_decay_moves_where_it_is_asked_to(checkout: Checkout, tmp_path: Path
     assert changed_job(path, ["training.eval_iters=3"])[0]["job"]["training"]["lr_decay_iters"] == 10
 
 
+def test_the_layout_may_change_and_the_batch_stays(checkout: Checkout, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    written(checkout, path)
+    before = read_job(path)
+    sets = ["cluster.ranks_per_node=8", "parallelism.tensor_model_parallel_size=2", "parallelism.pipeline_model_parallel_size=2", "parallelism.zero_stage=3"]
+    document, job = changed_job(path, sets)
+    p = job.parallelism
+    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.zero_stage, job.data_parallel_size) == (2, 2, 3, 2)
+    assert job.global_batch_size == before.global_batch_size and job.training.gradient_accumulation_steps is None
+    assert document["origins"]["parallelism.zero_stage"]["place"] == "--set"
+    with pytest.raises(ConfigError, match="needs pipeline_model_parallel_size above 1"):
+        changed_job(path, ["parallelism.pipeline_schedule='zbv'"])
+
+
 def test_other_keys_stay(checkout: Checkout, tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     written(checkout, path)

@@ -253,13 +253,14 @@ class Apart:
     seconds: float
 
 
-def apart(found: list[StepFound], expected: list[StepFound], seconds: float) -> Apart:
-    """Compare all steps."""
-    assert len(found) == len(expected)
-    loss = max(abs(f.loss / e.loss - 1) for f, e in zip(found, expected, strict=True))
-    norm = max(abs(f.norm / e.norm - 1) for f, e in zip(found, expected, strict=True))
+def apart(found: list[StepFound], expected: list[StepFound], seconds: float, *, first: bool = False) -> Apart:
+    """Compare losses of all steps, norms and gradients too, or of the `first` alone: in fp32 AdamW makes weights of what rounding leaves of gradients near 0,
+    and the model whose gradients are compared is then another one."""
+    loss = float(np.max([abs(f.loss / e.loss - 1) for f, e in zip(found, expected, strict=True)]))
+    pairs = list(zip(found, expected, strict=True))[: 1 if first else None]
+    norm = float(np.max([abs(f.norm / e.norm - 1) for f, e in pairs]))
     differences: dict[str, float] = {}
-    for f, e in zip(found, expected, strict=True):
+    for f, e in pairs:
         assert f.gradients.keys() == e.gradients.keys(), f"not in both: {f.gradients.keys() ^ e.gradients.keys()}"
         floor = 1e-3 * max(np.abs(g).max() for g in e.gradients.values())
         for name, gradient in e.gradients.items():
@@ -276,7 +277,9 @@ def compare_case(case: Case, expected: Path, root: Path) -> Apart:
     with mock.patch.object(*SABOTAGE[case.sabotage]) if case.sabotage else contextlib.nullcontext():
         steps = train_case(case, root)
     reference: list[StepFound] = pickle.loads(expected.read_bytes())
-    return apart(steps, reference, time.perf_counter() - began) if int(os.environ["RANK"]) == 0 else Apart(0, 0, 0, "", 0)
+    if int(os.environ["RANK"]):
+        return Apart(0, 0, 0, "", 0)
+    return apart(steps, reference, time.perf_counter() - began, first=case.precision == "fp32")
 
 
 # What the ranks of a world do one after another: by a name, "module:function" and its arguments.

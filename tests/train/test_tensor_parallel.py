@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from trainkit.jobs.ranks import Degrees
 from trainkit.jobs.schema import Model
 from trainkit.train import tensor_parallel
 from trainkit.train.model import build_on_meta
-from trainkit.train.shards import Segment, Shards, held_parameters, shards_of, slices
+from trainkit.train.replicas import squared_norm
+from trainkit.train.shards import Held, Segment, Shards, held_parameters, shards_of, slices, uncut
 from trainkit.train.tensor_group import TensorGroup
 
 VOCAB = 61
@@ -79,3 +82,18 @@ def test_shards_are_views_and_compute_nothing() -> None:
     assert (held.parameter == 3.0).all()
     with pytest.raises(NotImplementedError, match="for checkpoints only"):
         torch.add(shards, 1)
+
+
+def test_the_norm_counts_each_element_once_and_misses_no_infinity() -> None:
+    """On two ranks: what is whole on both counts half on each, what is split in full, the second copy of tied weights not at all, unless it is not finite."""
+
+    def held(name: str, replicas: int, *, counts: bool = True) -> Held:
+        parameter = torch.nn.Parameter(torch.ones(4))
+        parameter.grad = torch.full((4,), 2.0)
+        return Held(name, parameter, uncut((4,), replicas), counts)
+
+    mesh: Any = SimpleNamespace(degrees=Degrees(tensor=2), device=torch.device("cpu"))
+    parameters = {"norm": held("norm", 2), "split": held("split", 1), "tied@last": held("tied", 1, counts=False)}
+    assert float(squared_norm(parameters, mesh)) == 16 / 2 + 16
+    parameters["tied@last"].parameter.grad[1] = torch.inf  # type: ignore[index]
+    assert squared_norm(parameters, mesh).isnan()

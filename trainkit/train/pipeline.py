@@ -111,7 +111,7 @@ class Chunk(Transformer):
         assert isinstance(losses, Losses)
         work.cross_entropy = work.cross_entropy + losses.cross_entropy
         work.tokens = work.tokens + losses.tokens
-        return losses.objective.reshape(1)  # torch joins what the last stage returns of the micro-batches
+        return torch.stack([losses.objective])  # torch joins what the last stage returns; fully_shard warns of a view
 
 
 class Pipeline:

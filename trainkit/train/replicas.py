@@ -59,15 +59,17 @@ def _over_tensor_ranks(held: Mapping[str, Held], mesh: Mesh) -> None:
 
 
 def squared_norm(held: Mapping[str, Held], mesh: Mesh) -> Tensor:
-    """This rank's part of the squared gradient norm, shape (), in fp64: what n ranks hold alike counts 1 / n on each."""
-    by_count: dict[int, list[Tensor]] = {}
+    """This rank's part of the squared gradient norm, shape (), in fp64: what n ranks hold alike counts 1 / n on each, the second copy of tied weights 0 times,
+    which is NaN all the same where it is not finite."""
+    by_weight: dict[float, list[Tensor]] = {}
     for h in held.values():
-        if h.counts and h.parameter.grad is not None:
-            local = local_part(h.parameter.grad)
-            if mesh.degrees.tensor == 1:
-                by_count.setdefault(1, []).append(local)
-                continue
-            for cut in h.cuts:
-                by_count.setdefault(cut.replicas, []).append(cut.of(local))
-    parts = [optimizer.squared_norm(gradients) / (count * mesh.degrees.replicate) for count, gradients in by_count.items()]
+        if h.parameter.grad is None:
+            continue
+        local = local_part(h.parameter.grad)
+        if mesh.degrees.tensor == 1:
+            by_weight.setdefault(float(h.counts), []).append(local)
+            continue
+        for cut in h.cuts:
+            by_weight.setdefault(h.counts / cut.replicas, []).append(cut.of(local))
+    parts = [optimizer.squared_norm(gradients) * (weight / mesh.degrees.replicate) for weight, gradients in by_weight.items()]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=mesh.device)
