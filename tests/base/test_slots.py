@@ -105,6 +105,16 @@ def test_no_file_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
     held.release()
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_in_the_folder_holds_up_nobody(tmp_path: Path) -> None:
+    os.mkfifo(slot_path(tmp_path, "a"))
+    held = reserve(tmp_path, ["cpu"], {"run": "r"})
+    assert set(holders(tmp_path)) == {"cpu"}
+    with pytest.raises(OSError, match="no plain file"):
+        reserve(tmp_path, ["a"], {})
+    held.release()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
 def test_between_users(tmp_path: Path) -> None:
     """Another user sees who holds a slot, is refused, and takes it afterwards, with a umask that lets nobody else in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -237,6 +238,24 @@ def test_orphans_of_a_dead_run_are_ended_by_the_next(session: Session, tmp_path:
     finally:
         other.close()
         os.kill(orphans[1], signal.SIGKILL)  # it gave up its mark, and both who knew it are dead
+
+
+def test_a_word_against_a_living_run_is_not_believed(session: Session, tmp_path: Path) -> None:
+    """The files of slots are everybody's to write; what holds a slot is nobody's orphan."""
+    peer = session.begin()
+    peer.go(process("0", "import time; time.sleep(600)"))
+    pid = peer.hear("started", "0")["pid"]
+    other = Session(tmp_path / "other", node_folder=str(session.node_folder))
+    try:
+        slots.slot_path(session.node_folder, "gpu0").write_text(json.dumps({"run": session.run, "mark": f"{session.mark}/0"}))
+        other.start()
+        second = other.accept()
+        second.hear("hello")
+        second.say(type="reserve", run=other.run, attempt=1, slots=["gpu0"], share=False, mark=other.mark)
+        assert second.hear("reserved")["cleared"] != [] and alive(pid)
+        peer.hear("heartbeat")
+    finally:
+        other.close()
 
 
 def test_sweep_ends_what_another_session_left(session: Session, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_slots_taken_between_two_attempts_delete_nothing(tmp_path: Path, monkeyp
         write_job(run.job, resolved)
 
     monkeypatch.setattr(start, "_fill", fill)
-    monkeypatch.setattr(start, "supervise", functools.partial(start.supervise, engine=Program(KILLED_LATER)))
+    monkeypatch.setattr(start, "supervise", functools.partial(supervisor.supervise, engine=Program(KILLED_LATER)))
     over = threading.Event()
 
     def take() -> None:
@@ -108,8 +108,8 @@ def test_hosts_that_cannot_be_asked_are_waited_for(tmp_path: Path, monkeypatch: 
 
     run = make_run(tmp_path, ["cluster.watch.lease=1", "cluster.watch.grace=0.5"], hosts=[Host(f"h{i}", slots=(0, 1)) for i in range(2)], nodes=2)
     run.attempt(1).path.mkdir(parents=True)
-    ended = {"event": "ended", "class": "infra", "exit": 13, "root_cause": None, "survivors": [], "unanswered": ["h1"]}
-    told = [{"event": "agent_joined", "host": "h1"}, ended]
+    ended: dict[str, Any] = {"event": "ended", "class": "infra", "exit": 13, "root_cause": None, "survivors": [], "unanswered": ["h1"]}
+    told: list[dict[str, Any]] = [{"event": "agent_joined", "host": "h1"}, ended]
     run.attempt(1).events.write_text("".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told))
     began = time.monotonic()
     outcome, _ = supervised(run, Program(DONE), launcher=Debug(Unreachable))

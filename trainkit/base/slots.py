@@ -20,6 +20,7 @@ from typing import Any
 from trainkit.base.locks import Busy
 
 PREFIX, SUFFIX = "trainkit-", ".lock"
+MOST = 4096  # slots of a host that are told, and bytes that each holder may say: anybody can write there, and all of it goes into one frame
 PATIENCE = 0.5  # seconds for all slots: `holders` tries a lock for a moment to see whether it is held
 
 
@@ -78,11 +79,11 @@ def reserve(folder: Path, names: Sequence[str], holder: dict[str, Any], *, share
 
 
 def holders(folder: Path) -> dict[str, dict[str, Any]]:
-    """The slots that are held now, each with what its holder says."""
+    """The slots that are held now, each with what its holder says; of the first MOST."""
     taken = {}
-    for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
+    for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}"))[:MOST]:
         with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # anybody may put a pipe there, whose other end nobody opens
             try:
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -106,7 +107,7 @@ def slot_name(path: Path) -> str:
 
 def _open(path: Path) -> int:
     """The lock file, made writable for everyone. Linux refuses O_CREAT on another user's file in such a folder (fs.protected_regular): so without it first."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     for _ in range(3):
         try:
             handle = os.open(path, flags)
@@ -144,7 +145,7 @@ def _locked(handle: int, deadline: float) -> bool:
 
 def _holder(handle: int) -> dict[str, Any]:
     try:
-        value = json.loads(os.pread(handle, 65536, 0) or b"{}")
+        value = json.loads(os.pread(handle, MOST, 0) or b"{}")
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

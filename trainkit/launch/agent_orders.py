@@ -48,7 +48,7 @@ def reserve(agent: Agent, frame: Frame) -> Task:
         return
     agent.held = held
     agent.link.hold(held.handles, lease=agent.session["lease"])
-    stale = [mark for holder in held.cleared if isinstance(mark := holder.get("mark"), str) and mark.count("/") >= 2]
+    stale = _stale_marks(held.cleared, slots.holders(folder))
     deadline = time.monotonic() + SWEEP_SECONDS
     while (left := [p for mark in stale for p in marks.marked(mark)]) and time.monotonic() < deadline:
         marks.kill(left)  # nobody holds its lock any more: agent and keeper are dead, these are its orphans
@@ -59,6 +59,13 @@ def reserve(agent: Agent, frame: Frame) -> Task:
         agent.send({"type": "busy", "slot": ",".join(frame["slots"]), "holder": holder})
     else:
         agent.send({"type": "reserved", "cleared": held.cleared})
+
+
+def _stale_marks(cleared: list[dict[str, Any]], living: dict[str, dict[str, Any]]) -> list[str]:
+    """Marks of what may be ended. Anybody can write into a slot that is free: a word against a run that holds one now is not believed."""
+    said = [mark for holder in cleared if isinstance(mark := holder.get("mark"), str) and mark.count("/") >= 2]
+    held = [mark for holder in living.values() if isinstance(mark := holder.get("mark"), str)]
+    return [mark for mark in said if not any(f"{mark}/".startswith(f"{other}/") or f"{other}/".startswith(f"{mark}/") for other in held)]
 
 
 def _free(agent: Agent) -> None:
