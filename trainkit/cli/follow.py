@@ -17,6 +17,7 @@ from trainkit.cli.ending import facts_table, print_next
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
+from trainkit.launch.slurm.settle import settled, settled_all
 from trainkit.plan.conventions import CONVENTIONS, tflops_per_device
 from trainkit.runs.devices import DeviceView, Gpu, look_at_devices
 from trainkit.runs.folder import RunFolder
@@ -24,13 +25,13 @@ from trainkit.runs.picture import draw_losses
 from trainkit.runs.record import Record, all_runs, find_run, read_record
 from trainkit.runs.summary import Summary, summarize
 
-COLOURS = {"succeeded": "green", "running": "cyan", "failed": "red", "cancelled": "yellow", "preempted": "yellow", "unknown": "magenta"}
+COLOURS = {"queued": "blue", "succeeded": "green", "running": "cyan", "failed": "red", "cancelled": "yellow", "preempted": "yellow", "unknown": "magenta"}
 WATCH_SECONDS = 2.0
 
 
 def runs(talk: Talk, job: str) -> Answer:
     """The task `runs`."""
-    records = [read_record(run) for run in all_runs(load_jobs(talk).roots()) if not job or run.job_name == job]
+    records = settled_all([read_record(run) for run in all_runs(load_jobs(talk).roots()) if not job or run.job_name == job])
     table = Table("run", "job", "state", "step", "attempt", box=None, pad_edge=False)
     for record in records:
         colour = COLOURS.get(record.state, "white")
@@ -44,13 +45,13 @@ def status(talk: Talk, words: str, *, watch: bool = False) -> Answer:
     """The task `status`. With `watch` again and again until the run has ended; under --json only what is then."""
     run = find_run(load_jobs(talk).roots(), words)
     while True:
-        record = read_record(run)
+        record = settled(read_record(run))
         view = look_at_devices(run, "cuda" if read_job(run.job).cluster.device_type == "cuda" else "cpu") if record.state == "running" else DeviceView([])
         if not talk.json:
             if watch and talk.console.is_terminal:
                 talk.console.clear()
             _print_status(talk, run, record, view)
-        if not watch or record.state != "running":
+        if not watch or record.state not in ("queued", "running"):
             return Answer({**record.to_json(), **view.to_json()})
         time.sleep(WATCH_SECONDS)
 

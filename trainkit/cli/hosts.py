@@ -17,6 +17,7 @@ from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hostfile import OVER_SSH, Host, find_hostfile
 from trainkit.launch.hosts import HostList, choose_hosts, local_hosts
 from trainkit.launch.quarantine import quarantined
+from trainkit.launch.slurm.allocation import granted, hosts_of
 
 RANKS = "cluster.ranks_per_node"
 SHOWN = 8  # hosts named in one line
@@ -24,13 +25,14 @@ SHOWN = 8  # hosts named in one line
 
 @dataclass(frozen=True)
 class HostWords:
-    """--cluster, --nodes, --hostfile, --include, --exclude; empty or 0 where not given."""
+    """--cluster, --nodes, --hostfile, --include, --exclude, --existing; empty, 0 or false where not given."""
 
     cluster: str = ""
     nodes: int = 0
     hostfile: str = ""
     include: str = ""
     exclude: str = ""
+    existing: bool = False
 
     def sets(self) -> list[str]:
         """Those that are values of the job, as overrides."""
@@ -40,6 +42,8 @@ class HostWords:
 
     def refuse_where_unread(self, cluster: Cluster) -> None:
         """Raise ConfigError for words about hosts where the cluster has no hostfile: they would be ignored."""
+        if self.existing and cluster.launcher != "slurm":
+            raise ConfigError(f"--existing is for clusters whose launcher is slurm; cluster '{cluster.name}' has launcher = '{cluster.launcher}'")
         given = [name for name in ("hostfile", "include", "exclude") if getattr(self, name)]
         if given and cluster.launcher not in OVER_SSH:
             raise ConfigError(
@@ -64,6 +68,8 @@ def hosts_of_job(job: Job, words: HostWords, former: HostList | None = None) -> 
         former: those that a run had, which goes on: they are taken again, as far as they are not in quarantine, where no others are asked for.
     """
     words.refuse_where_unread(job.cluster)
+    if words.existing:
+        return hosts_of(job, granted(os.environ))
     if job.cluster.launcher not in OVER_SSH:
         return local_hosts(job)
     bad = left_out(job.cluster)

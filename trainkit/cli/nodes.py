@@ -10,6 +10,7 @@ from rich.table import Table
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.forms import document
+from trainkit.cli import slurm
 from trainkit.cli.hosts import HostWords
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
@@ -34,7 +35,7 @@ def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
         return Answer(document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]))
     HostWords(hostfile=hostfile).refuse_where_unread(chosen)
     if chosen.launcher == "slurm":
-        raise ConfigError(f"cluster '{chosen.name}' is Slurm's: sinfo knows its nodes")
+        return slurm.nodes(talk, chosen)
     hosts = hosts_of_file(find_hostfile(chosen, hostfile)) if chosen.launcher in OVER_SSH else (this_host(),)
     out = quarantined(root)
     reports = survey(chosen, hosts, root)

@@ -7,11 +7,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from trainkit.jobs import sbatch
 from trainkit.jobs.devices import Device, built_in_device
 from trainkit.jobs.table import NAME, Environment, SecretNames, Strings, Table, wrong
 
 TIME = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$|^\d+(:\d{2}){0,2}$"  # Slurm's forms of --time
 SlurmOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | int | bool]
+
+
+def refuse_unknown_options(options: SlurmOptions) -> SlurmOptions:
+    """The options themselves, once sbatch would know them all and each fits on a line."""
+    for name, value in options.items():
+        if said := sbatch.objection(name):
+            raise wrong(f"slurm.{name}", said)
+        if isinstance(value, str) and not value.isprintable():
+            raise wrong(f"slurm.{name}", f"slurm.{name} = {value!r} does not fit on one line of a batch script")
+    return options
 
 
 class StagePlace(Table):
@@ -92,6 +103,11 @@ class Cluster(Table):
     hub_endpoint: str | None = Field(None, pattern=r"^https?://[^@\s]+$", description="where hf:NAME is fetched from; by default the public hub")
     env: Environment = Field(default_factory=dict, description="environment variables of every rank")
     secrets: SecretNames = Field((), description="names of secret variables taken from the caller's environment; '?' at the end: optional")
+
+    @field_validator("slurm")
+    @classmethod
+    def _known_to_sbatch(cls, value: SlurmOptions) -> SlurmOptions:
+        return refuse_unknown_options(value)
 
     @property
     def device_type(self) -> Literal["cpu", "cuda", "neuron"]:

@@ -83,7 +83,7 @@ class Supervisor:
 
     async def supervise(self) -> Outcome:
         """Attempt after attempt; the last one's outcome. Never leaves a process behind on a host that can be reached."""
-        await self.door.listen("127.0.0.1" if self.launcher.name in ("local", "debug") else head_address(self.job.cluster, self.hosts.hosts))
+        await self.door.listen(self.address())
         self.door.guests["control"] = self._control
         signing = asyncio.create_task(self._keep_signing())
         try:
@@ -100,6 +100,10 @@ class Supervisor:
             self.ended = True
             self._sign()
             await self.door.close()
+
+    def address(self) -> str:
+        """Where to listen: an address of this machine that all agents reach."""
+        return "127.0.0.1" if self.launcher.name in ("local", "debug") else head_address(self.job.cluster, self.hosts.hosts)
 
     async def _one_attempt(self) -> AttemptEnd:
         number = max((a.number for a in self.run.attempts()), default=0) + 1
@@ -119,6 +123,7 @@ class Supervisor:
         except BaseException as error:
             end = AttemptEnd(Outcome(Exit.BUG, "infra", {"message": f"the supervisor failed: {type(error).__name__}: {error}"}))
             self._record(end)
+            attempt.events.close()
             raise
         end = self._judged(end)
         self._record(end)
@@ -156,18 +161,17 @@ class Supervisor:
             self.attempt.events.write("host_left_out", host=host, why=why)
 
     def _record(self, end: AttemptEnd) -> None:
-        """Write the attempt's last events."""
+        """Write how the attempt ended."""
         assert self.attempt is not None
         events, outcome = self.attempt.events, end.outcome
-        rest = {"survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
+        rest = {"step": end.step, "survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
         events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
-        if not end.again:
-            events.close()
 
     def _goes_on(self, end: AttemptEnd) -> bool:
         """Say what follows, where another attempt does."""
         assert self.attempt is not None
         if not end.again:
+            self.attempt.events.close()
             return False
         number = self.attempt.folder.number
         failed = f"attempt {number} failed ({end.outcome.failure_class}): {(end.outcome.root_cause or {}).get('message')}"
@@ -279,7 +283,12 @@ def main() -> None:
     run = RunFolder(words.run_folder)
     try:
         with locked_run(run):
-            secrets = secret_values(read_job(run.job).cluster.secrets, os.environ)
+            cluster = read_job(run.job).cluster
+            if cluster.launcher == "slurm":
+                from trainkit.launch.slurm.batch import supervise_batch
+
+                sys.exit(int(supervise_batch(run, os.environ).exit))
+            secrets = secret_values(cluster.secrets, os.environ)
             sys.exit(int(supervise(run, secrets, nobody(), share=words.share).exit))
     except TrainkitError as error:
         print(f"ERROR: {error}", file=sys.stderr)

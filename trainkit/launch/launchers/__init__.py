@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from trainkit.base.address import address_in, toward
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.clusters import Cluster
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hostfile import OVER_SSH, Host
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.launchers.local import Local
 from trainkit.launch.launchers.pdsh import Pdsh
+from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.launchers.ssh import Ssh, real_name
 from trainkit.launch.session import is_here
 
-LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (Local(), Ssh(), Pdsh())}
+LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (Local(), Ssh(), Pdsh(), Slurm())}
 
 
 def head_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
@@ -29,7 +30,7 @@ def head_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
     if cluster.interface:
         with contextlib.suppress(ConfigError):  # the head of a cluster need not be on the network of its ranks
             return address_in(cluster.interface)
-    return toward(real_name(cluster, away[0]))
+    return toward(real_name(cluster, away[0]) if cluster.launcher in OVER_SSH else away[0].name)
 
 
 __all__ = ["LAUNCHERS", "Launcher", "head_address"]
