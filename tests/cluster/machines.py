@@ -108,7 +108,7 @@ class Cluster:
                 host = hosts.get(os.readlink(entry / "ns" / "uts"))
                 if host is None or (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
                     continue
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
                 variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue  # it has ended meanwhile

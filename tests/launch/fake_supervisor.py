@@ -52,9 +52,9 @@ class Session:
         (self.folder / "secrets.json").write_text(json.dumps({"KEY": SECRET}))
         self.agent: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(self, *, stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None, agent: Path = AGENT) -> subprocess.Popen[bytes]:
         """Start the agent as a launcher does; the process is its keeper."""
-        argv = [sys.executable, "-I", "-S", str(AGENT), str(self.folder), "0"]
+        argv = [sys.executable, "-I", "-S", str(agent), str(self.folder), "0"]
         self.agent = subprocess.Popen(argv, stdin=stdin, stderr=open(self.folder.parent / "agent.err", "wb"), env=environment, start_new_session=True)  # noqa: SIM115
         return self.agent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,8 +20,10 @@ import trainkit
 from tests.launch.fake_supervisor import AGENT, SECRET, Peer, Session, process, wait_until
 from trainkit.base.tree import snapshot_hash
 from trainkit.launch import frames
+from trainkit.launch.agent_hello import driver_version, gpus
 from trainkit.launch.agent_link import Lost, dial
 from trainkit.launch.agent_loop import Agent
+from trainkit.launch.snapshot import take_snapshot
 
 
 @pytest.fixture
@@ -51,17 +54,58 @@ print(len(ours))
 
 
 def test_hello(session: Session) -> None:
+    import torch
+
     peer = session.begin()
     hello = peer.hello
     assert session.agent and hello["pid"] != session.agent.pid == int(Path(f"/proc/{hello['pid']}/stat").read_text().rpartition(")")[2].split()[1])
     assert (hello["node"], hello["host"], hello["nonce"], hello["address"], hello["address_error"]) == (0, socket.gethostname(), "abc", "127.0.0.1", None)
-    assert hello["writable"] is None and not hello["errors"] and abs(hello["clock"] - time.time()) < 20
-    import torch
-
+    assert hello["interface"] == "lo" and hello["writable"] is None and not hello["errors"] and abs(hello["clock"] - time.time()) < 20
     assert hello["versions"]["torch"] == torch.__version__ and hello["versions"]["python"] == sys.version.split()[0]
     assert hello["snapshot"] == snapshot_hash(Path(trainkit.__file__).parents[1]) and len(hello["snapshot"]) == 64
     assert hello["slots"] == {}
-    assert Path(f"/proc/{session.agent.pid}/cmdline").read_bytes().startswith(b"trainkit-keeper")  # who kills by agent.py spares it
+    keeper = Path(f"/proc/{session.agent.pid}")
+    shown = (keeper / "cmdline").read_text().rstrip("\0")
+    assert shown.startswith("run-keeper ") and shown.endswith(" 0") and "trainkit" not in shown and (keeper / "comm").read_text() == "run-keeper\n"
+
+
+def test_the_code_it_runs_is_told_by_its_content(session: Session, tmp_path: Path) -> None:
+    """What programs write beside a snapshot's files is none of it; an edited file is."""
+    digest, folder, _ = take_snapshot(Path(trainkit.__file__).parent, tmp_path / "code")
+
+    def told() -> str | None:
+        session.start(agent=folder / "trainkit" / "launch" / "agent.py")
+        peer = session.accept()
+        hello = peer.hear("hello")
+        peer.say(type="bye")
+        assert session.agent and session.agent.wait(timeout=20) == 0
+        assert ("snapshot" in hello["errors"]) == (hello["snapshot"] is None)
+        return str(hello["snapshot"]) if hello["snapshot"] else None
+
+    (folder / "written-by-a-program").write_text("x")
+    assert told() == digest == folder.name
+    with open(folder / "trainkit" / "py.typed", "a") as file:
+        file.write("edited")
+    assert told() not in (digest, None)
+    (folder / "trainkit" / "py.typed").unlink()
+    assert told() is None
+
+
+def test_gpus_by_what_the_driver_says(tmp_path: Path) -> None:
+    """/proc/driver/nvidia as drivers 535 (closed) and 550 (open) write it: two of three GPUs are given to this container."""
+    devices, driver = tmp_path / "dev", tmp_path / "nvidia"
+    for number, place in enumerate(("0000:c3:00.0", "0000:03:00.0", "0000:19:00.0")):
+        about = driver / "gpus" / place / "information"
+        about.parent.mkdir(parents=True)
+        about.write_text(f"Model: \t\t NVIDIA H{number}00 80GB HBM3\nIRQ:   \t\t 45\nBus Location: \t {place}\nDevice Minor: \t {number}\nGPU Excluded:\t No\n")
+    devices.mkdir()
+    for name in ("nvidia2", "nvidia0", "nvidia7", "nvidiactl", "nvidia-uvm"):
+        (devices / name).touch()
+    assert gpus(devices, driver) == ["NVIDIA H000 80GB HBM3", "NVIDIA H200 80GB HBM3", "nvidia7"]
+    assert gpus(tmp_path / "none", tmp_path / "none") == [] and driver_version(tmp_path / "none") is None
+    for text in ("Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023", "Open Kernel Module for x86_64  535.129.03  Release Build  (dvs-builder@U16)"):
+        (driver / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 {text}\nGCC version:  gcc version 12.3.0 (Ubuntu)\n")
+        assert driver_version(driver) == "535.129.03"
 
 
 def test_an_address_that_is_not_here_is_said_not_guessed(tmp_path: Path) -> None:
@@ -173,6 +217,9 @@ def test_what_cannot_start_is_said_and_the_rest_starts(session: Session, tmp_pat
     errors = [peer.hear("start_failed", key)["error"] for key in "012"]
     assert "/no/such/program" in errors[0] and "/no/such/folder" in errors[1] and "NO_SUCH_VARIABLE" in errors[2]
     peer.hear("started", "3")
+    (session.folder / "secrets.json").unlink()
+    peer.go(process("4", ""), process("5", ""), secret_names=("KEY",))
+    assert all("secrets.json" in peer.hear("start_failed", key)["error"] for key in "45")
     peer.go(process("3", ""))
     assert "runs already" in peer.hear("start_failed", "3")["error"]
 
@@ -207,6 +254,39 @@ def test_how_processes_end(session: Session, tmp_path: Path) -> None:
     assert ends["1"]["error"] == words | {"message": "no *** here"} and SECRET not in error.read_text()
     assert ends["1"]["last"] == [str(n) for n in range(70, 100)] and ends["4"]["last"] == ["well"] and ends["4"]["error"] is None
     assert not ends["3"]["oom"] and all(abs(end["time"] - time.time()) < 20 for end in ends.values())
+
+
+def memory_limited(folder_name: str, limit: int) -> Path | None:
+    """A memory cgroup, of either version, that this process may make."""
+    for base, file in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+        folder = base / folder_name
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            try:
+                (folder / file).write_text(str(limit))
+                return folder
+            except OSError:
+                folder.rmdir()
+    return None
+
+
+def test_want_of_memory_is_known(session: Session) -> None:
+    """A rank that the kernel kills for it, beside one that somebody kills."""
+    cgroup = memory_limited(session.run, 300 * 2**20)
+    if cgroup is None:
+        pytest.skip("no memory cgroup can be made here")
+    try:
+        peer = session.begin()
+        assert session.agent
+        for pid in (session.agent.pid, peer.hello["pid"]):
+            (cgroup / "cgroup.procs").write_text(str(pid))
+        peer.go(process("0", "x = bytearray(2**30)"), process("1", "import os; os.kill(os.getpid(), 9)"))
+        ends = {end["key"]: (end["code"], end["oom"]) for end in (peer.hear("ended") for _ in range(2))}
+        assert ends == {"0": (-9, True), "1": (-9, False)}
+    finally:
+        session.close()
+        assert wait_until(lambda: not (cgroup / "cgroup.procs").read_text())
+        cgroup.rmdir()
 
 
 def test_beats_come_once_each(session: Session) -> None:
@@ -286,6 +366,10 @@ def test_slots_are_refused_by_name_and_freed(session: Session, tmp_path: Path) -
         busy = second.hear("busy")
         assert (busy["slot"], busy["holder"]["run"], busy["holder"]["pid"]) == ("gpu1", session.run, peer.hello["pid"])
         second.say(type="reserve", run=other.run, attempt=1, slots=["gpu1", "gpu2"], share=True, mark=other.mark)
+        second.hear("reserved")
+        peer.say(type="reserve", run=session.run, attempt=1, slots=["gpu1"], share=False, mark=session.mark)
+        assert peer.hear("reserved")["cleared"] == []  # again, and fewer
+        second.say(type="reserve", run=other.run, attempt=1, slots=["gpu0"], share=False, mark=other.mark)
         second.hear("reserved")
         peer.say(type="bye")
         assert session.agent and session.agent.wait(timeout=20) == 0

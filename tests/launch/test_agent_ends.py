@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -115,7 +117,7 @@ while time.time() < end:  # each child goes on, in a session of its own, when it
     assert not session.left()
 
 
-@pytest.mark.parametrize("how", ["closed", "silent", "stdin", "term"])
+@pytest.mark.parametrize("how", ["closed", "reset", "noise", "silent", "stdin", "term"])
 def test_a_lost_lease_ends_everything(session: Session, tmp_path: Path, how: str) -> None:
     other = Session(tmp_path / "other")
     try:
@@ -125,6 +127,13 @@ def test_a_lost_lease_ends_everything(session: Session, tmp_path: Path, how: str
         hard = Hard(session, tmp_path, stdin=subprocess.PIPE if how == "stdin" else subprocess.DEVNULL)
         assert session.agent
         if how == "closed":
+            hard.peer.sock.close()
+        elif how == "noise":
+            hard.peer.sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        elif how == "reset":  # while the agent has much to say and nobody listens
+            hard.peer.go(process("3", "while True: print('x' * 1000)", whole=True))
+            time.sleep(1.5)
+            hard.peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             hard.peer.sock.close()
         elif how == "stdin":
             assert session.agent.stdin
@@ -159,9 +168,9 @@ def test_sigkill_leaves_nothing(session: Session, tmp_path: Path, who: str) -> N
         os.kill(agent, signal.SIGKILL)
     elif who == "keeper":
         os.kill(keeper, signal.SIGKILL)
-    else:  # what pkill -9 -f agent.py does
-        found = [int(p.name) for p in Path("/proc").glob("[0-9]*") if str(session.folder).encode() in _cmdline(p) and b"agent.py" in _cmdline(p)]
-        assert found == [agent]
+    else:  # what pkill -9 -f trainkit and killall -9 python do, as far as this session is concerned
+        found = [pid for pid in (keeper, agent, *hard.pids) if b"trainkit" in _cmdline(pid) or _name(pid).startswith("python")]
+        assert agent in found and keeper not in found
         for pid in found:
             os.kill(pid, signal.SIGKILL)
     while slots.holders(session.node_folder):
@@ -171,11 +180,24 @@ def test_sigkill_leaves_nothing(session: Session, tmp_path: Path, who: str) -> N
     assert session.agent.wait(timeout=5) == (-9 if who == "keeper" else 128 + 9)
 
 
-def _cmdline(folder: Path) -> bytes:
+def _cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text()
+
+
+def test_a_bug_of_its_own_leaves_nothing(tmp_path: Path) -> None:
+    session = Session(tmp_path / "session", lease=60, grace="no number")
     try:
-        return (folder / "cmdline").read_bytes()
-    except OSError:
-        return b""
+        hard = Hard(session, tmp_path)
+        hard.peer.sock.close()
+        assert session.agent and session.agent.wait(timeout=SLACK) == 2
+        assert not any(alive(pid) for pid in hard.pids) and not session.left() and "TypeError" in session.words()
+        assert not slots.holders(session.node_folder) and not list(session.node_folder.glob("trainkit-test*"))
+    finally:
+        session.close()
 
 
 def test_an_agent_that_hangs_is_a_dead_one(session: Session, tmp_path: Path) -> None:
@@ -183,6 +205,12 @@ def test_an_agent_that_hangs_is_a_dead_one(session: Session, tmp_path: Path) -> 
     os.kill(int(hard.peer.hello["pid"]), signal.SIGSTOP)
     assert hard.gone(2 + SLACK) and session.agent and session.agent.wait(timeout=5) == 128 + 9
     assert "has not moved" in session.words()
+
+
+def test_an_agent_that_hangs_before_the_start_frees_its_slots(session: Session) -> None:
+    peer = session.begin()
+    os.kill(int(peer.hello["pid"]), signal.SIGSTOP)
+    assert slots.holders(session.node_folder) and wait_until(lambda: not slots.holders(session.node_folder), 2 + SLACK)
 
 
 def test_orphans_of_a_dead_run_are_ended_by_the_next(session: Session, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.launch.fake_supervisor import SECRET, Session, process, wait_until
 from trainkit.base.redact import RedactedStream, Redactor
+from trainkit.launch.agent_output import LogWriter
 
 
 @pytest.fixture
@@ -108,6 +109,17 @@ def test_a_full_disk_under_a_log_is_said_once(session: Session, tmp_path: Path) 
     assert peer.hear("ended", "0")["code"] == 0
     said = peer.output("0")
     assert said.count("No space left") == 1 and str(log) in said and all(f"line {i}\n" in said for i in range(20))
+
+
+def test_what_a_log_misses_is_said_in_it(tmp_path: Path) -> None:
+    writer, log = LogWriter(), tmp_path / "logs" / "0.log"
+    log.parent.write_text("in the way")
+    writer.write(log, b"lost")
+    assert wait_until(lambda: writer.idle(log)) and writer.troubles.popleft() == (log, "File exists")
+    log.parent.unlink()
+    writer.write(log, b"kept\n")
+    assert wait_until(lambda: writer.idle(log)) and not writer.troubles
+    assert log.read_text() == "[trainkit: 4 bytes of output are missing here: this log could not be written]\nkept\n"
 
 
 def test_a_log_on_a_file_system_that_hangs(session: Session, tmp_path: Path) -> None:

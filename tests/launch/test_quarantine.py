@@ -32,7 +32,7 @@ def test_suspected_again_it_stays_out_longer(tmp_path: Path) -> None:
     "text", ["{", "{}", '{"schema": "quarantine/1"}', '{"schema": "quarantine/1", "host": "a", "since": "x", "until": "y", "why": "", "run": ""}']
 )
 def test_a_file_of_another_kind_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "hosts").mkdir()
-    (tmp_path / "hosts/a.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"hosts/a\.json"):
+    (tmp_path / "quarantine").mkdir()
+    (tmp_path / "quarantine/a.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"quarantine/a\.json"):
         quarantined(tmp_path)

@@ -40,18 +40,21 @@ class Link:
         """Readable once the keeper is gone: it never says anything."""
         return self._line.fileno()
 
-    def guard(self, mark: str, handles: Iterable[int] = (), *, lease: float, folders: Iterable[Path] = ()) -> None:
-        """From now on everything below `mark` dies with us, and the files `handles` stay open until it has.
+    def guard(self, mark: str, *, lease: float, folders: Iterable[Path] = ()) -> None:
+        """From now on everything below `mark` dies with us. To be said before the first of it is started.
 
         Args:
             lease: seconds without `beat` after which we count as dead.
             folders: removed at the end.
         """
-        message = {"mark": mark, "lease": lease, "folders": [str(folder) for folder in folders]}
-        socket.send_fds(self._line, [json.dumps(message).encode()], list(handles)[:MANY])
+        self._line.send(json.dumps({"marks": [mark], "lease": lease, "folders": [str(folder) for folder in folders]}).encode())
+
+    def hold(self, handles: Iterable[int], *, lease: float) -> None:
+        """Keep these files open until nothing is left of us. `lease` as above."""
+        socket.send_fds(self._line, [json.dumps({"marks": [], "lease": lease, "folders": []}).encode()], list(handles)[:MANY])
 
     def let_go(self) -> None:
-        """Close what `guard` handed over; the marks stay guarded."""
+        """Close what `hold` handed over."""
         self._line.send(b"let go")
 
     def beat(self) -> None:
@@ -118,8 +121,8 @@ class _Keeper:
             with contextlib.suppress(OSError):
                 os.ftruncate(handle, 0)
             os.close(handle)
-        code = int(Exit.BUG) if self.code is None else self.code
-        return code if code >= 0 else 128 - code
+        assert self.code is not None
+        return self.code if self.code >= 0 else 128 - self.code
 
     def _listen(self) -> bool:
         """One message of the worker; False once it is dead, or as good as."""
@@ -132,9 +135,9 @@ class _Keeper:
             for handle in self.held:
                 os.close(handle)
             self.held = []
-        elif data != b"beat" and data:
+        elif data not in (b"beat", b""):
             message = json.loads(data)
-            self.marks.add(message["mark"])
+            self.marks |= set(message["marks"])
             self.folders |= set(message["folders"])
             self.lease = message["lease"]
         return bool(data)
@@ -143,9 +146,8 @@ class _Keeper:
         """Kill until nothing is left, however long that takes: what does not die holds its slot."""
         began, said, clean = time.monotonic(), False, 0
         with contextlib.suppress(ProcessLookupError):
-            if self.lease is not None:  # it may be a hung one; where nothing is guarded yet it has ended by itself
-                os.kill(self.worker, signal.SIGKILL)
-        while clean < 2:  # one pass may miss a child in the middle of its exec
+            os.kill(self.worker, signal.SIGKILL)  # it may be a hung one; of one that has ended already, the exit code stays
+        while self.marks and clean < 2:  # one pass may miss a child in the middle of its exec; without a mark nothing was started
             self._reap()
             found = {p.pid: p for p in (*marks.descendants(os.getpid()), *(m for mark in self.marks for m in marks.marked(mark)))}
             left = list(found.values())
@@ -156,7 +158,9 @@ class _Keeper:
                 said = True
                 _say("these do not die: " + ", ".join(f"{p.pid} {p.argv0}" for p in left))
             time.sleep(WAIT if waited < PATIENCE else 1.0)
-        self._reap()
+        while self.code is None:
+            self._reap()
+            time.sleep(0.001)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -96,10 +96,12 @@ def dying_with(parent_pid: int) -> Callable[[], None]:
 
 
 def retitle(title: str) -> None:
-    """Show `title` as this process's command line in ps, as far as the old one leaves room: who kills by a pattern should see who is who.
+    """Show `title` as this process's command line in ps, as far as the old one leaves room, and its first word as its name.
 
     Writes over the memory that holds argv (proc(5): arg_start, arg_end); Python has its own copy. Best effort.
     """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(title.partition(" ")[0])
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, room = int(fields[45]), int(fields[46]) - int(fields[45])

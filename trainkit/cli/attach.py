@@ -55,9 +55,9 @@ def follow_run(talk: Talk, run: RunFolder, events: EventTail) -> Answer:
     record: Record | None = settled(read_record(run))
     if record is not None and record.state in GOING:
         view = TrainingView(talk.console, job.training.train_iters)
-        view.begin(run)
         try:
             with _presses() as presses:
+                view.begin(run)
                 record = _Follower(run, view, events, presses, Queue(run) if read_slurm_jobs(run) else None).follow()
         finally:
             view.end()

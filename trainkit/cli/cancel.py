@@ -16,9 +16,10 @@ from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.control import ask
+from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import hosts_path, local_hosts, read_hosts
 from trainkit.launch.sweep import sweep
-from trainkit.runs.folder import RunFolder
+from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import Record, find_run, read_events, read_record, read_supervisor
 
 POLL_SECONDS = 0.3
@@ -79,23 +80,24 @@ def _wait(talk: Talk, run: RunFolder, job: Job, *, save: bool) -> Record:
 
 
 def _rows_of_end(run: RunFolder, job: Job, ended: dict[str, Any]) -> list[NodeRow]:
-    """What the agents told the supervisor about their hosts when it ended."""
-    silent = set(ended.get("unanswered") or ())
-    names = [host.name for host in _hosts(run, job)]
-    extra = [host for host in (*silent, *(each["host"] for each in ended["survivors"])) if host not in names]
-    return [
-        {"host": name, "answered": name not in silent, "error": None, "left": [each for each in ended["survivors"] if each["host"] == name]}
-        for name in dict.fromkeys([*names, *extra])
-    ]
+    """What the agents of the newest attempt told the supervisor about their hosts when it ended."""
+    silent = ended.get("unanswered") or []
+    names = [host.name for host in _hosts(run, job, run.attempts()[-1:])]
+    rows = dict.fromkeys([*names, *silent, *(each["host"] for each in ended["survivors"])])
+    left = {name: [each for each in ended["survivors"] if each["host"] == name] for name in rows}
+    return [{"host": name, "answered": name not in silent, "error": None, "left": left[name]} for name in rows]
 
 
-def _hosts(run: RunFolder, job: Job) -> Sequence[Any]:
-    return (read_hosts(run) if hosts_path(run).is_file() else local_hosts(job)).hosts
+def _hosts(run: RunFolder, job: Job, attempts: Sequence[AttemptFolder]) -> list[Host]:
+    """The hosts on which some attempts had an agent; where none is known, all that the run may have used."""
+    listed = (read_hosts(run) if hosts_path(run).is_file() else local_hosts(job)).hosts
+    used = {event["host"] for attempt in attempts for event in read_events(attempt) if event["event"] == "agent_joined"}
+    return [host for host in listed if host.name in used] or list(listed)
 
 
 def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
-    """Ask every host of the run by itself, and end what is left there."""
-    reports = sweep(run, job, _hosts(run, job), kill=True)
+    """Ask every host that the run ever used by itself, and end what is left there."""
+    reports = sweep(run, job, _hosts(run, job, run.attempts()), kill=True)
     return [{"host": each.host, "answered": each.error is None, "error": each.error, "left": each.left, "killed": len(each.killed)} for each in reports]
 
 
@@ -117,8 +119,8 @@ def _answer(talk: Talk, record: Record, rows: list[NodeRow]) -> Answer:
         code = Exit.DONE
     else:
         code = Exit.PREEMPTED if record.state == "preempted" else Exit.CANCELLED
-    if not talk.json:
-        talk.say({Exit.PREEMPTED: f"saved at step {record.step}; {talk.command} resume {record.run.id} goes on"}.get(code, ""))
+    if code == Exit.PREEMPTED:
+        talk.say(f"saved at step {record.step}; {talk.command} resume {record.run.id} goes on")
     return Answer(document("cancel/1", **_head(record), hosts=rows), code)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from trainkit.base.errors import Exit
+from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.forms import document
 from trainkit.cli.ending import last_lines, print_next
 from trainkit.cli.jobs import load_jobs
@@ -25,8 +25,8 @@ def why(talk: Talk, words: str, attempt: int) -> Answer:
     run = find_run(load_jobs(talk).roots(), words)
     record = read_record(run)
     told = [_attempt(each) for each in run.attempts()]
-    chosen = next((each for each in reversed(told) if each["root_cause"] and (not attempt or each["attempt"] == attempt)), None)
-    cause = dict(chosen["root_cause"]) if chosen else dict(record.root_cause or {})
+    chosen = _chosen(run, record, told, attempt)
+    cause = dict(chosen["root_cause"] or {}) if chosen else {}
     cause.setdefault("last", _last(cause))
     others = _later_failures(run.attempt(chosen["attempt"]), cause) if chosen else []
     if not talk.json:
@@ -45,6 +45,17 @@ def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
     hosts = list(dict.fromkeys(e["host"] for e in events if e["event"] == "rank_started"))
     span = {"started": started.get("time"), "ended": ended.get("time")}
     return {"attempt": attempt.number, **span, "exit": ended.get("exit"), "class": ended.get("class"), "hosts": hosts, "root_cause": cause or None}
+
+
+def _chosen(run: RunFolder, record: Record, told: list[dict[str, Any]], number: int) -> dict[str, Any] | None:
+    """The attempt that is asked about: that of the number, else the newest one that went wrong; None where none did. Raises ConfigError."""
+    if number and not any(each["attempt"] == number for each in told):
+        raise ConfigError(f"run {run.id} has no attempt {number}", hint=f"attempts: {', '.join(str(each['attempt']) for each in told) or 'none'}")
+    if record.state in ("failed", "unknown") and told and told[-1]["class"] is None:  # its supervisor left no word: the record says what is known
+        told[-1] |= {"root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
+    if record.root_cause and not told:
+        return {"attempt": 0, "root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
+    return next((each for each in reversed(told) if each["root_cause"] and number in (0, each["attempt"])), None)
 
 
 def _last(cause: dict[str, Any]) -> list[str]:
@@ -71,13 +82,12 @@ def _print(
     talk: Talk, run: RunFolder, record: Record, chosen: dict[str, Any] | None, cause: dict[str, Any], others: list[dict[str, Any]], told: list[dict[str, Any]]
 ) -> None:
     console = talk.console
-    if not cause.get("message"):
+    if chosen is None or not cause.get("message"):
         console.print(f"[bold]{run.id}[/] ({run.job_name}) is {record.state}: nothing has failed")
         return
-    exit, failure_class = (chosen["exit"], chosen["class"]) if chosen else (record.exit, record.failure_class)
     where = f"rank {cause['rank']} on {cause.get('host', '?')}" if "rank" in cause else str(cause.get("host", "the run"))
-    number = f", attempt {chosen['attempt']} of {len(told)}" if chosen else ""
-    console.print(f"[bold]{run.id}[/] ({run.job_name}) is {record.state}{number}: exit {exit}, class [bold]{failure_class}[/]")
+    what = f"attempt {chosen['attempt']} of {len(told)}: exit {chosen['exit']}, class [bold]{chosen['class'] or 'unknown'}[/]"
+    console.print(f"[bold]{run.id}[/] ({run.job_name}) is {record.state}; {what}")
     console.print(f"[red]{escape(where)}: {escape(_how(cause))}[/]")
     for key, text in (("time", "at {}"), ("step", "in step {}"), ("log", "log: {}"), ("advice", "advice: {}")):
         if cause.get(key) not in (None, ""):
@@ -91,16 +101,16 @@ def _print(
     if len(others) > SHOWN:
         talk.say(f"later: {len(others) - SHOWN} more ranks")
     if len(told) > 1:
-        console.print(_attempts_table(told))
+        console.print(_attempts_table(told, "running" if record.state == "running" else "no last word"))
     print_next(talk, record, without="why")
 
 
-def _attempts_table(told: list[dict[str, Any]]) -> Table:
+def _attempts_table(told: list[dict[str, Any]], wordless: str) -> Table:
     table = Table("attempt", "exit", "class", "rank", "host", "step", "what", box=None, pad_edge=False)
     for each in told:
         cause = each["root_cause"] or {}
         cells = [cause.get("rank", ""), cause.get("host", ""), cause.get("step", "")]
-        first = (_how(cause).splitlines() or [""])[0] if cause.get("message") else "" if each["class"] else "no last word"
+        first = (_how(cause).splitlines() or [""])[0] if cause.get("message") else "" if each["class"] else wordless
         table.add_row(
             str(each["attempt"]), *("" if each[key] is None else str(each[key]) for key in ("exit", "class")), *map(_cell, cells), escape(first[:100])
         )

@@ -20,7 +20,8 @@ def main() -> None:
     if len(sys.argv) != 3 or not sys.argv[2].isdigit():
         sys.exit("usage: agent.py SESSION_FOLDER NODE")
     folder, node = Path(sys.argv[1]), int(sys.argv[2])
-    sys.exit(keep(lambda link: Agent(folder, node, link).run(), f"trainkit-keeper {folder} {node}"))
+    title = f"run-keeper {'/'.join(folder.parts[-3:])} {node}"  # `pkill -9 -f trainkit` and `killall -9 python` spare it: it ends what they leave
+    sys.exit(keep(lambda link: Agent(folder, node, link).run(), title))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Child:
         self.redactor, self.writer = redactor, writer
         self.output = Output(self.key, self.log, redactor, writer, whole=bool(spec.get("whole")), told=bool(spec.get("output", True)))
         self.code: int | None = None
-        self.ended_at = 0.0
+        self.began, self.ended_at = time.monotonic(), 0.0
         self.stopped = False  # we told it to end
         self._beat_seen = (0, 0)
         own = {MARK_VARIABLE: mark, PARENT_VARIABLE: str(os.getpid())}
@@ -198,15 +198,16 @@ class OutOfMemory:
     """Evidence that the kernel killed for want of memory: the memory cgroup's own count, or its line about the pid. Best effort."""
 
     def __init__(self) -> None:
-        self._before = _oom_kills()
+        self._seen = _oom_kills()
 
     def killed(self, child: Child) -> bool:
         """Whether `child`, ended by SIGKILL that we did not send, was killed for that."""
         if child.code != -signal.SIGKILL or child.stopped:
             return False
-        now = _oom_kills()
-        counted, self._before = now > self._before, now
-        return counted or child.pid in _killed_pids()
+        if _oom_kills() > self._seen:
+            self._seen += 1  # one count a process
+            return True
+        return child.pid in _killed_pids(child.began)
 
 
 def _oom_kills() -> int:
@@ -229,8 +230,11 @@ def _count(path: Path) -> int:
     return 0
 
 
-def _killed_pids() -> set[int]:
-    """Pids of the kernel log's "Killed process N" lines (the pids of this pid namespace on a plain host)."""
+def _killed_pids(since: float) -> set[int]:
+    """Pids of the kernel log's "Killed process N" lines after a moment of the monotonic clock (this pid namespace's pids on a plain host).
+
+    A record is "priority,number,microseconds,flags;text" (Documentation/ABI/testing/dev-kmsg).
+    """
     found = set()
     with contextlib.suppress(OSError):
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
@@ -240,8 +244,9 @@ def _killed_pids() -> set[int]:
                     record = os.read(log, 8192)
                 except BrokenPipeError:  # the kernel wrote over it meanwhile
                     continue
-                if match := re.search(rb"Killed process (\d+)", record):
-                    found.add(int(match[1]))
+                match = re.match(rb"\d+,\d+,(\d+),[^;]*;.*Killed process (\d+)", record)
+                if match and int(match[1]) / 1e6 >= since - 1:
+                    found.add(int(match[2]))
         finally:
             os.close(log)
     return found

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base import slots
-from trainkit.base.address import address_in
+from trainkit.base.address import address_in, own_addresses
 from trainkit.base.errors import TrainkitError
 from trainkit.base.process import identity
 from trainkit.base.tree import snapshot_hash
 from trainkit.launch.frames import Frame
+
+NVIDIA = Path("/proc/driver/nvidia")
 
 
 def hello(session: Mapping[str, Any], folder: Path, node: int, local_address: str, code: Path) -> Frame:
@@ -47,11 +49,12 @@ def hello(session: Mapping[str, Any], folder: Path, node: int, local_address: st
         "identity": identity().as_dict(),
         "address": address or local_address,
         "address_error": errors.get("address"),
+        "interface": fact("interface", lambda: {a: name for name, a in own_addresses()}.get(address or local_address)),
         "versions": {
             "python": platform.python_version(),
             "torch": fact("torch", lambda: version_of("torch", session.get("python_paths") or ())),
             "kernel": os.uname().release,
-            "driver": fact("driver", _driver),
+            "driver": fact("driver", driver_version),
         },
         "executable": sys.executable,
         "snapshot": fact("snapshot", lambda: snapshot_hash(code)),
@@ -93,20 +96,21 @@ def _site_folders() -> Iterator[Path]:
                 yield prefix / inner
 
 
-def gpus() -> list[str]:
+def gpus(devices: Path = Path("/dev"), driver: Path = NVIDIA) -> list[str]:
     """Names of the GPUs whose device files are here, by their numbers; NVIDIA's driver says them in /proc, without nvidia-smi's second."""
-    present = {int(p.name.removeprefix("nvidia")) for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()}
+    present = {int(p.name.removeprefix("nvidia")) for p in devices.glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()}
     names = {}
-    for about in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+    for about in driver.glob("gpus/*/information"):
         said = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", about.read_text(), re.MULTILINE))
         if said.get("Device Minor", "").isdigit():
             names[int(said["Device Minor"])] = said.get("Model", "")
     return [names.get(number) or f"nvidia{number}" for number in sorted(present)]
 
 
-def _driver() -> str | None:
+def driver_version(driver: Path = NVIDIA) -> str | None:
+    """The version of NVIDIA's kernel driver; None where there is none."""
     try:
-        text = Path("/proc/driver/nvidia/version").read_text()
+        text = (driver / "version").read_text()
     except FileNotFoundError:
         return None
     match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)

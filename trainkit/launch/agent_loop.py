@@ -159,7 +159,7 @@ class Agent:
         for key, events in self.selector.select(self._patience(time.monotonic())):
             if events & selectors.EVENT_WRITE and self.connection:
                 self._flush()
-            if events & selectors.EVENT_READ and key.fileobj in self.selector.get_map():  # an earlier one may have taken it out
+            if events & selectors.EVENT_READ and self._watched(key.fd):  # an earlier event may have taken it out
                 key.data()
         now = time.monotonic()
         self._collect()
@@ -169,6 +169,9 @@ class Agent:
                 self.tasks.remove(task)
         if self.connection and self.leaving is None and now - self.heard > self.session["lease"]:
             self.lose(f"the supervisor has been silent for {now - self.heard:.0f} s")
+
+    def _watched(self, handle: int) -> bool:
+        return handle in self.selector.get_map()
 
     def _patience(self, now: float) -> float:
         """Seconds until something must be done that no event tells of."""
@@ -208,7 +211,7 @@ class Agent:
         if not child.collect():
             return False
         for handle in handles:
-            if handle in self.selector.get_map():
+            if self._watched(handle):
                 self.selector.unregister(handle)
         return True
 
@@ -245,7 +248,7 @@ class Agent:
     def watch(self, child: Child) -> None:
         """Read the child's pipes, or let it wait while its output must be whole and nobody takes it."""
         for handle in child.pipes.open:
-            watched = handle in self.selector.get_map()
+            watched = self._watched(handle)
             if watched and child.output.full:
                 self.selector.unregister(handle)
             elif not watched and not child.output.full:
@@ -296,6 +299,8 @@ class Agent:
 
     def end(self, keys: list[str] | None, grace: float) -> Task:
         """TERM, KILL after the grace, until nothing is left or does not die: of these processes, or with None of everything."""
+        if self.memory is None:
+            return  # nothing was ever started
         children = [child for child in self.children.values() if keys is None or child.key in keys]
         deadline = time.monotonic() + grace
         for child in children:

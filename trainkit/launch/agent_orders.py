@@ -39,9 +39,7 @@ def ping(agent: Agent, frame: Frame) -> None:
 def reserve(agent: Agent, frame: Frame) -> Task:
     """Take the host's slots; end first what a dead run left on them."""
     agent.mark, folder = frame["mark"], Path(agent.session["node_folder"])
-    if agent.held:
-        agent.held.release()
-        agent.held = None
+    _free(agent)
     words = {"run": frame["run"], "attempt": frame["attempt"], "mark": agent.mark, "folder": agent.session.get("folder", str(agent.folder))}
     try:
         held = slots.reserve(folder, [] if frame.get("share") else frame["slots"], words)
@@ -49,23 +47,27 @@ def reserve(agent: Agent, frame: Frame) -> Task:
         agent.send({"type": "busy", "slot": slots.slot_name(busy.path), "holder": busy.holder})
         return
     agent.held = held
-    agent.heartbeats = agent.heartbeats or _private_folder(folder, agent.mark)
     if agent.link:
-        agent.link.guard(agent.mark, held.handles, lease=agent.session["lease"], folders=[agent.heartbeats])
+        agent.link.hold(held.handles, lease=agent.session["lease"])
     stale = [mark for holder in held.cleared if isinstance(mark := holder.get("mark"), str) and mark.count("/") >= 2]
     deadline = time.monotonic() + SWEEP_SECONDS
     while (left := [p for mark in stale for p in marks.marked(mark)]) and time.monotonic() < deadline:
         marks.kill(left)  # nobody holds its lock any more: agent and keeper are dead, these are its orphans
         yield
     if left:
-        held.release()
-        agent.held = None
-        if agent.link:
-            agent.link.let_go()
+        _free(agent)
         holder = held.cleared[0] | {"left": [{"pid": p.pid, "argv0": p.argv0} for p in left]}
         agent.send({"type": "busy", "slot": ",".join(frame["slots"]), "holder": holder})
     else:
         agent.send({"type": "reserved", "cleared": held.cleared})
+
+
+def _free(agent: Agent) -> None:
+    if agent.held:
+        agent.held.release()
+        agent.held = None
+        if agent.link:
+            agent.link.let_go()
 
 
 def _private_folder(folder: Path, mark: str) -> Path:
@@ -180,13 +182,15 @@ def _is_connected(sock: socket.socket) -> bool:
 
 def go(agent: Agent, frame: Frame) -> None:
     """Start programs. The secrets they may have are read now, from the session's folder, and never again."""
-    names = frame.get("secret_names") or []
-    stored: dict[str, Any] = read_json(agent.folder / "secrets.json") if names else {}
-    secrets = {name: str(stored[name]) for name in names if name in stored}
+    try:
+        secrets = _secrets(agent, frame.get("secret_names") or [])
+        agent.heartbeats = agent.heartbeats or _private_folder(Path(agent.session["node_folder"]), agent.mark)
+    except (OSError, ValueError) as error:
+        for spec in frame["processes"]:
+            agent.send({"type": "start_failed", "key": str(spec["key"]), "error": str(error)})
+        return
     redactor = Redactor(secrets.values())
     agent.memory = agent.memory or OutOfMemory()
-    if agent.heartbeats is None:
-        agent.heartbeats = _private_folder(Path(agent.session["node_folder"]), agent.mark)
     if agent.link:
         agent.link.guard(agent.mark, lease=agent.session["lease"], folders=[agent.heartbeats])
     for spec in frame["processes"]:
@@ -203,6 +207,12 @@ def go(agent: Agent, frame: Frame) -> None:
         agent.children[key] = child
         agent.watch(child)
         agent.send({"type": "started", "key": key, "pid": child.pid})
+
+
+def _secrets(agent: Agent, names: list[str]) -> dict[str, str]:
+    """The values of those that are there. Raises OSError or ValueError."""
+    stored: dict[str, Any] = read_json(agent.folder / "secrets.json") if names else {}
+    return {name: str(stored[name]) for name in names if name in stored}
 
 
 def send_signal(agent: Agent, frame: Frame) -> None:

@@ -73,7 +73,7 @@ class LogWriter:
                     self._change.wait()
                 path, data = self._queue.popleft()
                 lost = self._lost.pop(path, 0)
-            note = f"[trainkit: {lost:,} bytes of output are missing here: this log could not be written fast enough]\n".encode() if lost else b""
+            note = f"[trainkit: {lost:,} bytes of output are missing here: this log could not be written]\n".encode() if lost else b""
             self._do(path, data, note)
             with self._change:
                 self._waiting[path] -= len(data or b"") + 1
@@ -91,6 +91,8 @@ class LogWriter:
             while rest:
                 rest = rest[self._files[path].write(rest) :]
         except OSError as error:
+            with self._change:
+                self._lost[path] = self._lost.get(path, 0) + len(data or b"")
             if path not in self._said:
                 self._said.add(path)
                 self.troubles.append((path, error.strerror or str(error)))

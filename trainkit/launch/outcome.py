@@ -144,6 +144,9 @@ def judge_outcome(
         return Outcome(Exit.CANCELLED, "cancelled", {"message": "stopped by invoke cancel"})
     if asked or any(end.code == int(Exit.PREEMPTED) for end in ends):
         return Outcome(Exit.PREEMPTED, "preempted", {"message": "told to save and stop" if asked else "a rank was told to save and stop"})
+    silent = min((end for end in ends if end.code == 0 and not end.done and not end.stopped), key=lambda end: end.time, default=None)
+    if silent is not None:
+        return _of_rank(_cause(silent) | {"exit": int(Exit.RANK_INFRA), "message": "exited with 0 and had not said that it was done"}, rules)
     return Outcome(Exit.RANK_INFRA, "infra", {"message": "a rank ended without recording success"})
 
 

@@ -1,4 +1,4 @@
-"""Hosts that are suspected of failures: left out for a while. One file a host below <root>/hosts, so that every run on that root knows."""
+"""Hosts that are suspected of failures: left out for a while. One file a host below <root>/quarantine, so that every run on that root knows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from trainkit.base.files import write_json
 from trainkit.base.forms import document, read_form
 
 SCHEMA = "quarantine/1"
+FOLDER = "quarantine"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Quarantine:
 
 
 def _path(root: Path, host: str) -> Path:
-    return root / "hosts" / f"{host.lower()}.json"  # a hostfile's names hold no slash
+    return root / FOLDER / f"{host.lower()}.json"  # a hostfile's names hold no slash
 
 
 def suspect(root: Path, host: str, why: str, run: str, seconds: float) -> Quarantine:
@@ -52,7 +53,7 @@ def quarantined(root: Path, now: datetime.datetime | None = None) -> dict[str, Q
     """The hosts that are left out now, by name in small letters. Raises ConfigError where a file there is none of these."""
     now = now or datetime.datetime.now(datetime.UTC)
     found = {}
-    for path in sorted((root / "hosts").glob("*.json")):
+    for path in sorted((root / FOLDER).glob("*.json")):
         value = read_form(path, SCHEMA)
         try:
             entry = Quarantine(*(str(value[key]) for key in ("host", "since", "until", "why", "run")))

@@ -23,7 +23,7 @@ from trainkit.base.tree import ABOUT, COMPLETE, package_files
 PROJECT = "project"  # the folder of a snapshot that holds the user's repository
 LARGEST = 10 * 2**20  # bytes of one of its files: more is data
 WHOLE = 256 * 2**20  # bytes of all of them
-OWN = ("runs", "code", "data", "stamps", "hosts", "sessions")  # what trainkit itself keeps below a root
+OWN = ("runs", "code", "data", "stamps", "quarantine", "sessions")  # what trainkit itself keeps below a root
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from trainkit.base.address import address_in, toward
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hostfile import OVER_SSH, Host
 from trainkit.launch.launchers.contract import Launcher
@@ -18,11 +18,14 @@ from trainkit.launch.session import is_here
 
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (Local(), Ssh(), Pdsh(), Slurm())}
 
+TRIED = 8  # hosts: a name server that does not answer takes seconds for each
+
 
 def head_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
-    """The address of this machine that the agents dial: on the cluster's network where we have one there, else on the way to the first other host.
+    """The address of this machine that the agents dial: on the cluster's network where we have one there, else on the way to the first other host
+    that has an address.
 
-    Raises TrainkitError (exit 8) where no way leads to that host.
+    Raises TrainkitError (exit 8) where no way leads to any of the first hosts.
     """
     away = [host for host in hosts if not is_here(host)]
     if not away:
@@ -30,7 +33,14 @@ def head_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
     if cluster.interface:
         with contextlib.suppress(ConfigError):  # the head of a cluster need not be on the network of its ranks
             return address_in(cluster.interface)
-    return toward(real_name(cluster, away[0]) if cluster.launcher in OVER_SSH else away[0].name)
+    problem: TrainkitError | None = None
+    for host in away[:TRIED]:
+        try:
+            return toward(real_name(cluster, host) if cluster.launcher in OVER_SSH else host.name)
+        except TrainkitError as error:  # a host that has no address is a row of a table later; here it only cannot show the way
+            problem = problem or error
+    assert problem is not None
+    raise problem
 
 
 __all__ = ["LAUNCHERS", "Launcher", "head_address"]

@@ -1,0 +1,131 @@
+"""Slots of a host: all or none, refused by name, freed by the kernel, across users."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from trainkit.base.locks import Busy
+from trainkit.base.slots import holders, reserve, slot_name, slot_path
+
+
+def test_all_or_none_and_by_name(tmp_path: Path) -> None:
+    held = reserve(tmp_path, ["gpu1", "gpu0"], {"run": "first", "attempt": 2})
+    assert held.cleared == [] and set(holders(tmp_path)) == {"gpu0", "gpu1"}
+    with pytest.raises(Busy) as busy:
+        reserve(tmp_path, ["cpu", "gpu1", "gpu2"], {"run": "second"})
+    holder = busy.value.holder
+    assert (slot_name(busy.value.path), holder["run"], holder["attempt"], holder["pid"]) == ("gpu1", "first", 2, os.getpid())
+    assert abs(holder["since"] - time.time()) < 60 and set(holders(tmp_path)) == {"gpu0", "gpu1"}
+    other = reserve(tmp_path, ["cpu", "gpu2"], {"run": "second"})
+    assert holders(tmp_path)["gpu2"]["run"] == "second"
+    held.release()
+    other.release()
+    assert holders(tmp_path) == {} and reserve(tmp_path, ["gpu0"], {}).cleared == []
+
+
+def test_one_that_died_is_cleared_and_told(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from trainkit.base.slots import reserve; reserve(Path(sys.argv[1]), ['cpu'], {'run': 'dead'}); os._exit(1)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert holders(tmp_path) == {}
+    held = reserve(tmp_path, ["cpu"], {"run": "living"})
+    assert [holder["run"] for holder in held.cleared] == ["dead"] and holders(tmp_path)["cpu"]["run"] == "living"
+    held.release()
+
+
+def test_a_copy_of_the_handles_holds_too(tmp_path: Path) -> None:
+    held = reserve(tmp_path, ["cpu"], {"run": "r"})
+    copies = [os.dup(handle) for handle in held.handles]
+    held.release()
+    with pytest.raises(Busy):
+        reserve(tmp_path, ["cpu"], {})
+    for copy in copies:
+        os.close(copy)
+    reserve(tmp_path, ["cpu"], {}).release()
+
+
+def test_looking_at_slots_refuses_nobody(tmp_path: Path) -> None:
+    """`holders` takes a lock for a moment to see whether it is held."""
+    reserve(tmp_path, ["cpu"], {}).release()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            holders(tmp_path)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(100):
+            reserve(tmp_path, ["cpu"], {}).release()
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "a\0"])
+def test_what_is_no_slot(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="no name of a slot"):
+        slot_path(tmp_path, name)
+
+
+def test_no_file_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("words")
+    slot_path(tmp_path, "gpu0").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic"):
+        reserve(tmp_path, ["cpu", "gpu0"], {})
+    slot_path(tmp_path, "gpu1").mkdir()
+    with pytest.raises(OSError):
+        reserve(tmp_path, ["gpu1"], {})
+    slot_path(tmp_path, "gpu2").write_text("no json")
+    held = reserve(tmp_path, ["gpu2"], {})
+    assert held.cleared == [] and set(holders(tmp_path)) == {"gpu2"} and precious.read_text() == "words"
+    held.release()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+def test_between_users(tmp_path: Path) -> None:
+    """Another user sees who holds a slot, is refused, and takes it afterwards, with a umask that lets nobody else in."""
+    folder = Path("/dev/shm") / f"trainkit-test-{os.getpid()}"  # tmp_path lets no other user through
+    program = f"""
+import os, sys
+from pathlib import Path
+from trainkit.base.locks import Busy
+from trainkit.base.slots import holders, reserve
+os.umask(0o077); os.setgid(65534); os.setuid(65534)
+try:
+    held = reserve(Path({str(folder)!r}), ["cpu"], {{"run": "nobody's"}})
+    print("took it", held.cleared)
+except Busy as busy:
+    print("refused by", busy.holder["run"], holders(Path({str(folder)!r})))
+"""
+
+    def as_nobody() -> str:
+        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+    try:
+        held = reserve(folder, ["cpu"], {"run": "root's"})
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o1777 and stat.S_IMODE(slot_path(folder, "cpu").stat().st_mode) == 0o666
+        assert as_nobody().startswith("refused by root's {'cpu'")
+        held.release()
+        assert as_nobody() == "took it []\n"
+        again = reserve(folder, ["cpu"], {"run": "root's"})
+        assert [holder["run"] for holder in again.cleared] == ["nobody's"]
+        again.release()
+        slot_path(folder, "cpu").unlink()
+        assert as_nobody() == "took it []\n"  # its file now, in a folder with the sticky bit: root's O_CREAT would be refused
+        reserve(folder, ["cpu"], {}).release()
+    finally:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()

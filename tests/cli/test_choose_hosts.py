@@ -1,0 +1,107 @@
+"""Which hosts a task takes: words, hostfile, quarantine; and what a dry run says of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.conftest import Project
+from trainkit.base.errors import ConfigError
+from trainkit.cli.hosts import HostWords, hosts_of_job, resolve_on_hosts, sets_of_hosts
+from trainkit.cli.nodes import nodes
+from trainkit.cli.wrapper import Talk
+from trainkit.jobs.load import Jobs, load
+from trainkit.launch.quarantine import quarantined, suspect
+
+FAR = """
+[clusters.far]
+launcher = "pdsh"
+hostfile = "hosts"
+ranks_per_node = 2
+spares = 1
+"""
+
+
+@pytest.fixture
+def jobs(project: Project) -> Jobs:
+    (project.path / "jobs.toml").write_text((project.path / "jobs.toml").read_text() + FAR)
+    (project.path / "hosts").write_text("n[1-4] slots=4\n")
+    return load(project.path, {})
+
+
+def far(**words: object) -> HostWords:
+    return HostWords(cluster="far", **words)  # type: ignore[arg-type]
+
+
+def test_slots_are_the_ranks_of_a_node_and_say_where_they_come_from(project: Project, jobs: Jobs) -> None:
+    resolved, hosts = resolve_on_hosts(jobs, "random", [], far(nodes=2))
+    assert ([h.name for h in hosts.running], [h.name for h in hosts.spares], resolved.job.world_size) == (["n1", "n2"], ["n3"], 8)
+    origin = resolved.origins["cluster.ranks_per_node"]
+    assert str(origin.place) == f"{project.path}/hosts:1" and [older.value for older in origin.overrode] == [2, None]
+    resolved, hosts = resolve_on_hosts(jobs, "random", [], far(nodes=2, include="n[3-4]:1-2"))
+    assert ([h.slots for h in hosts.hosts], resolved.job.ranks_per_node) == ([(1, 2), (1, 2)], 2)
+    with pytest.raises(ConfigError, match=r"cluster\.ranks_per_node = 3, but n1 has 4 slots in .*hosts"):
+        resolve_on_hosts(jobs, "random", ["cluster.ranks_per_node=3"], far(nodes=2))
+    assert resolve_on_hosts(jobs, "random", ["cluster.ranks_per_node=4"], far(nodes=2))[0].job.world_size == 8
+
+
+def test_never_fewer_hosts_than_asked_for(project: Project, jobs: Jobs) -> None:
+    with pytest.raises(ConfigError, match=r"wants 9 nodes, and .*hosts has 4 hosts"):
+        resolve_on_hosts(jobs, "random", [], far(nodes=9))
+    (project.path / "hosts").unlink()
+    with pytest.raises(ConfigError, match=r"clusters\.far\.hostfile = .*there is no such file"):
+        resolve_on_hosts(jobs, "random", [], far())
+
+
+def test_hosts_in_quarantine_are_passed_over_and_let_in_again(project: Project, jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    suspect(project.path, "n1", "Xid 79", "some-run", 1000)
+    assert [h.name for h in resolve_on_hosts(jobs, "random", [], far(nodes=2))[1].hosts] == ["n2", "n3", "n4"]
+    with pytest.raises(ConfigError, match=r"wants 4 nodes.*; n1 is left out: Xid 79 \(run some-run\), until") as error:
+        resolve_on_hosts(jobs, "random", [], far(nodes=4))
+    assert error.value.exit == 8 and "--release" in str(error.value)
+    talk = Talk(json=False, dry_run=False, folder=project.path)
+    assert nodes(talk, "far", "", "N1").document["released"] == "N1" and quarantined(project.path) == {}
+    with pytest.raises(ConfigError, match="'n1' is not left out"):
+        nodes(talk, "far", "", "n1")
+
+
+def test_a_run_that_goes_on_takes_the_hosts_it_had(project: Project, jobs: Jobs) -> None:
+    resolved, had = resolve_on_hosts(jobs, "random", [], far(nodes=2, exclude="n1"))
+    job = resolved.job
+    assert [h.name for h in hosts_of_job(job, HostWords(), had).hosts] == ["n2", "n3", "n4"] == [h.name for h in had.hosts]
+    suspect(project.path, "n2", "it broke", "r", 1000)
+    assert [h.name for h in hosts_of_job(job, HostWords(), had).hosts] == ["n3", "n4"]
+    assert [h.name for h in hosts_of_job(job, HostWords(include="n1@n4"), had).hosts] == ["n1", "n4"]
+    suspect(project.path, "n3", "it broke too", "r", 1000)
+    assert [h.name for h in hosts_of_job(job, HostWords(), had).hosts] == ["n1", "n4"]  # too few of its own: the hostfile has others
+    assert sets_of_hosts(job, had, []) == []
+    (project.path / "hosts").write_text("n[1-4] slots=1\n")
+    assert sets_of_hosts(job, hosts_of_job(job, HostWords(include="n1@n4"), had), []) == ["cluster.ranks_per_node=1"]
+
+
+@pytest.mark.parametrize(("launcher", "program"), [("ssh", "ssh"), ("pdsh", "pdsh")])
+def test_a_dry_run_says_hosts_ranks_and_command_lines(project: Project, jobs: Jobs, launcher: str, program: str) -> None:
+    words = ("--cluster", "far", "--nodes", "2", "--set", f'cluster.launcher="{launcher}"', "--set", "training.global_batch_size=16", "--dry-run")
+    document = project.document("train", "random", *words)
+    assert document["hosts"] == [{"host": "n1", "ranks": [0, 1, 2, 3], "slots": [0, 1, 2, 3]}, {"host": "n2", "ranks": [4, 5, 6, 7], "slots": [0, 1, 2, 3]}]
+    assert document["spares"] == ["n3"] and document["launcher"][0][0] == program and len(document["launcher"]) == (1 if launcher == "pdsh" else 2)
+    out = project.invoke("train", "random", *words).stdout
+    assert "hosts of" in out and "would start on n2: ranks 4 to 7" in out and f"would run: {program} " in out and "outlives this terminal" in out
+    assert not (project.path / "runs").exists()
+
+
+def test_nodes_of_this_machine(project: Project, jobs: Jobs) -> None:
+    (row,) = json.loads(project.invoke("nodes", "--cluster", "here", "--json").stdout)["hosts"]
+    assert row["reachable"] and row["busy"] == [] and row["cpus"] >= 1 and row["versions"]["python"]
+    assert not list((project.path / "sessions").glob("*"))
+    assert "of job text, named in [defaults]" in project.invoke("nodes").stdout
+    assert "has no cluster 'fra'" in project.invoke("nodes", "--cluster", "fra", exit=3).stderr
+    assert "--hostfile is for clusters" in project.invoke("nodes", "--cluster", "here", "--hostfile", "hosts", exit=3).stderr
+
+
+def test_hosts_without_an_address(project: Project, jobs: Jobs) -> None:
+    """Hosts that have one and do not answer need a network: tests/cluster."""
+    (project.path / "hosts").write_text("nowhere-1.invalid slots=1\nnowhere-2.invalid slots=1\n")
+    assert "nowhere-1.invalid has no address here" in project.invoke("nodes", "--cluster", "far", exit=8).stderr
+    assert not list((project.path / "sessions").glob("*"))

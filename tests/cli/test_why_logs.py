@@ -1,0 +1,175 @@
+"""`why`, `logs` and `status --watch` of runs over two hosts, from what their folders hold."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from invoke.exceptions import Exit as Leave
+
+from tests.conftest import Project
+from tests.runs.test_record import begin, end
+from trainkit.base.errors import ConfigError
+from trainkit.cli import follow, logs
+from trainkit.cli.attach import told
+from trainkit.cli.why import why
+from trainkit.cli.wrapper import Talk
+from trainkit.jobs.load import load
+from trainkit.jobs.resolved import write_job
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import EventLog
+from trainkit.runs.tail import EventTail
+
+FAILED = {"rank": 3, "host": "node2", "code": 1, "type": "ValueError", "message": "the tokens end", "step": 7, "time": "2026-01-01T00:00:02.000Z"}
+
+
+@pytest.fixture
+def run(project: Project) -> RunFolder:
+    """A run of two attempts over two hosts: the first lost a host, in the second rank 3 failed and rank 0 after it."""
+    run = RunFolder(project.path / "runs" / "random" / "20260101-000000-aaaa")
+    run.path.mkdir(parents=True)
+    write_job(run.job, load(project.path).resolve("random"))
+    events = begun(run, 1)
+    cause = {"host": "node1", "message": "contact with node1 was lost", "advice": "look whether it is up"}
+    events.write("ended", exit=13, root_cause=cause, survivors=[], unanswered=["node1"], **{"class": "infra"})
+    events.write("retry", next_attempt=2, **{"class": "infra"})
+    events = begun(run, 2)
+    for rank in range(4):
+        run.attempt(2).log(rank).parent.mkdir(exist_ok=True)
+        run.attempt(2).log(rank).write_text("".join(f"line {i} of {rank}\n" for i in range(40)))
+    ends = {3: {"code": 1}, 0: {"code": -6}, 1: {"code": -15, "stopped": True}, 2: {"code": 0, "done": True}}
+    for rank, values in ends.items():
+        events.write("rank_ended", **{"rank": rank, "stopped": False, "done": False, **values})
+    last = {"log": str(run.attempt(2).log(3)), "last": [f"line {i} of 3" for i in range(10, 40)], "advice": "look at the data"}
+    events.write("ended", exit=9, root_cause=FAILED | last, survivors=[], unanswered=[], **{"class": "user"})
+    return run
+
+
+def begun(run: RunFolder, attempt: int) -> EventLog:
+    events = begin(run, attempt, start_time=1)
+    for rank in range(4):
+        events.write("rank_started", rank=rank, host=f"node{1 + rank // 2}", pid=100 + rank)
+    events.write("go")
+    return events
+
+
+def talk(project: Project, json: bool = False) -> Talk:
+    return Talk(json=json, dry_run=False, folder=project.path)
+
+
+def said(project: Project, capsys: pytest.CaptureFixture[str], *words: Any, **more: Any) -> list[str]:
+    """Lines that `logs` prints."""
+    logs.logs(talk(project), "last", *words, **{"follow": False, "lines": 1, **more})
+    return capsys.readouterr().out.splitlines()
+
+
+def test_why_names_rank_host_and_line(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    document = why(talk(project), "last", 0).document
+    out = capsys.readouterr().out
+    assert "rank 3 on node2: ValueError: the tokens end" in out and "advice: look at the data" in out and "  line 39 of 3" in out and "in step 7" in out
+    assert "attempt 2 of 2: exit 9, class user" in out and "later: rank 0 on node1 ended with -6" in out and "invoke why" not in out
+    assert [row["attempt"] for row in document["attempts"]] == [1, 2] and document["attempts"][1]["hosts"] == ["node1", "node2"]
+    assert (document["schema"], document["root_cause"]["rank"], len(document["root_cause"]["last"])) == ("why/1", 3, 30)
+    assert [other["rank"] for other in document["others"]] == [0]
+    first = why(talk(project), "last", 1).document
+    assert first["root_cause"]["host"] == "node1" and "contact with node1 was lost" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="has no attempt 3"):
+        why(talk(project), "last", 3)
+
+
+def test_why_of_a_supervisor_without_a_last_word(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    begun(run, 3)
+    document = why(talk(project), "last", 0).document
+    assert document["attempt"] == 3 and "is gone and left no word" in document["root_cause"]["message"] and document["exit"] == 10
+    assert "attempt 3 of 3" in capsys.readouterr().out
+
+
+def test_why_of_a_good_run(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    other = RunFolder(run.path.with_name("20260102-000000-bbbb"))
+    other.path.mkdir()
+    write_job(other.job, load(project.path).resolve("random"))
+    end(begin(other), 0, "success")
+    assert why(talk(project), "last", 0).document["root_cause"] is None
+    assert "nothing has failed" in capsys.readouterr().out
+
+
+def test_logs_of_several_ranks(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(project, capsys, "", "", 0) == ["line 39 of 0"]
+    assert said(project, capsys, "2", "", 2) == ["line 39 of 2"]
+    assert said(project, capsys, "1,2-3", "", 0) == ["[1] line 39 of 1", "[2] line 39 of 2", "[3] line 39 of 3"]
+    assert said(project, capsys, "failed", "", 0) == ["[0] line 39 of 0", "[3] line 39 of 3"]
+    assert said(project, capsys, "", "node2", 0) == ["[2] line 39 of 2", "[3] line 39 of 3"]
+    assert said(project, capsys, "0-2", "node2", 0) == ["line 39 of 2"]
+    assert len(said(project, capsys, "0", "", 0, lines=0)) == 40
+    with pytest.raises(ConfigError, match="no log of rank 9") as error:
+        said(project, capsys, "9", "", 0)
+    assert error.value.list[0].hint == "ranks with a log: 0-3"
+    with pytest.raises(ConfigError, match="has no attempt 5"):
+        said(project, capsys, "0", "", 5)
+    for words in ("x", "1-", "3-1", "0-99999999", "1,,2"):
+        with pytest.raises(Leave):
+            said(project, capsys, words, "", 0)
+
+
+def test_logs_of_a_host_that_started_nothing(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run.attempt(2).transports / "node9.log"
+    path.parent.mkdir()
+    path.write_text("ssh: connect to host node9 port 22: No route to host\n")
+    assert said(project, capsys, "", "node9", 0)[1] == "ssh: connect to host node9 port 22: No route to host"
+    with pytest.raises(ConfigError, match="had no host 'nodeX'") as error:
+        said(project, capsys, "", "nodeX", 0)
+    assert error.value.list[0].hint == "its hosts: node1, node2, node9"
+
+
+def test_following_several_logs_to_the_end(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    events = begin(run, 3)  # this process is its supervisor, and lives
+    for rank in range(2):
+        run.attempt(3).log(rank).parent.mkdir(exist_ok=True)
+        run.attempt(3).log(rank).write_text("")
+        events.write("rank_started", rank=rank, host="node1", pid=1)
+
+    def write() -> None:
+        with open(run.attempt(3).log(0), "a") as one, open(run.attempt(3).log(1), "a") as two:
+            for file, text in ((one, "half a "), (two, "from one\n"), (one, "line\n")):
+                file.write(text)
+                file.flush()
+                time.sleep(0.3)
+        end(events, 0, "success")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    logs.logs(talk(project), "last", "0-1", "", 0, follow=True, lines=0)
+    thread.join()
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] half a line", "[1] from one"]
+
+
+def test_status_again_until_the_end(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "WATCH_SECONDS", 0.1)
+    events = begin(run, 3)
+    timer = threading.Timer(1.0, lambda: end(events, 12, "preempted"))
+    timer.start()
+    answer = follow.status(talk(project), "last", watch=True)
+    timer.join()
+    out = capsys.readouterr().out
+    assert answer.document["state"] == "preempted" and out.count("attempt 3") > 1 and "running" in out
+
+
+def test_events_are_told_once(project: Project, run: RunFolder) -> None:
+    seen, all_of_it = EventTail(run, told=True), EventTail(run)
+    assert seen.new() == [] and [told(number, event) for number, event in all_of_it.new() if told(number, event)] == [
+        "attempt 1 failed (infra); going on as attempt 2",
+        "attempt 2 begins",
+    ]
+    with open(run.attempt(2).events, "a") as file:
+        file.write('{"event": "contact_lost", "ho')
+        file.flush()
+        assert seen.new() == []
+        file.write('st": "node2"}\nnonsense\n')
+    assert [told(*each) for each in seen.new()] == ["contact to node2 is lost"]
+
+
+def test_a_hang_names_who_is_missing() -> None:
+    assert told(1, {"event": "hang", "missing": [1, 3]}).startswith("no progress: a hang; ranks that did not answer: 1, 3")
+    assert told(1, {"event": "go"}) == ""
