@@ -11,6 +11,7 @@ from rich.table import Table
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.forms import document
+from trainkit.cli import slurm
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
@@ -18,6 +19,7 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.control import ask
 from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import hosts_path, local_hosts, read_hosts
+from trainkit.launch.slurm.settle import newest_job, settled
 from trainkit.launch.sweep import sweep
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import Record, find_run, read_events, read_record, read_supervisor
@@ -31,17 +33,21 @@ NodeRow = dict[str, Any]
 def cancel(talk: Talk, words: str, *, save: bool) -> Answer:
     """The task `cancel`."""
     run = find_run(load_jobs(talk).roots(), words)
-    record, job = read_record(run), read_job(run.job)
+    record, job = settled(read_record(run)), read_job(run.job)
     ended = _last_end(run)
+    if record.state == "queued":
+        slurm.cancel_queued(talk, run)
+        return Answer(document("cancel/1", **_head(read_record(run)), hosts=[]), Exit.CANCELLED)
     if record.state == "running" and ask(run, {"type": "cancel", "save": save}) is not None:
         talk.say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
         record = _wait(talk, run, job, save=save)
         ended = _last_end(run)
         if record.state == "succeeded":
             talk.say(f"run {run.id} finished before that")
+        slurm.make_sure(run)
         rows = _rows_of_end(run, job, ended) if ended else _sweep(run, job)
         return _answer(talk, record, rows)
-    record = read_record(run)  # it may have ended while it was asked
+    record = settled(read_record(run))  # it may have ended while it was asked
     if record.state not in ("running", "unknown") and not _may_have_left(run, ended):
         talk.say(f"run {run.id} has ended already: {record.state}, exit {record.exit}")
         return Answer(document("cancel/1", **_head(record), hosts=[]))
@@ -96,7 +102,10 @@ def _hosts(run: RunFolder, job: Job, attempts: Sequence[AttemptFolder]) -> list[
 
 
 def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
-    """Ask every host that the run ever used by itself, and end what is left there."""
+    """Ask every host that the run ever used by itself, and end what is left there. Nodes of Slurm's are not asked: it ends all that a job left."""
+    if (newest := newest_job(run)) is not None:
+        slurm.end_job(run, newest)
+        return [{"host": host.name, "answered": True, "error": None, "left": []} for host in _hosts(run, job, run.attempts())]
     reports = sweep(run, job, _hosts(run, job, run.attempts()), kill=True)
     return [{"host": each.host, "answered": each.error is None, "error": each.error, "left": each.left, "killed": len(each.killed)} for each in reports]
 

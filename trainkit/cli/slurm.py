@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from typing import Any
+from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
@@ -31,7 +31,7 @@ CANCEL_SECONDS = 120.0  # for Slurm to end a job: KillWait, and epilogs
 POLL_SECONDS = 0.5
 
 
-def dry_run(talk: Talk, job: Job, plan: Plan, root: Any) -> Answer:
+def dry_run(talk: Talk, job: Job, plan: Plan, root: Path) -> Answer:
     """Print the batch script, the line that submits it and the line of srun in it. Nothing is written."""
     run = RunFolder(root.absolute() / "runs" / job.name / "RUN")
     text, line = batch_script(job, run), submit_words(run)
@@ -54,7 +54,7 @@ def say_submitted(talk: Talk, run: RunFolder, id: str, *, detach: bool) -> None:
         talk.say(f"  {talk.command} attach {id} follows it, {talk.command} cancel {id} stops it")
 
 
-def end_job(talk: Talk, run: RunFolder, job: SlurmJob) -> str:
+def end_job(run: RunFolder, job: SlurmJob) -> str:
     """scancel the run's job and wait until Slurm says that it is over: its last state. Raises TrainkitError (exit 13) where it is not."""
     ask(["scancel", *(each.id for each in read_slurm_jobs(run) if each.follows == job.id), job.id])
     deadline = time.monotonic() + CANCEL_SECONDS
@@ -70,16 +70,16 @@ def cancel_queued(talk: Talk, run: RunFolder) -> None:
     """Take a run that waits out of the queue, and note that."""
     job = newest_job(run)
     assert job is not None
-    state = end_job(talk, run, job)
+    state = end_job(run, job)
     change_slurm_job(run, job.id, ended={"state": "CANCELLED", "message": f"job {job.id} was taken out of the queue", "exit": int(Exit.CANCELLED)})
     talk.say(f"job {job.id} is out of the queue ({state})")
 
 
-def make_sure(talk: Talk, run: RunFolder) -> None:
+def make_sure(run: RunFolder) -> None:
     """After its supervisor has stopped a run: the job is to end too, with any successor."""
     if (job := newest_job(run)) is not None:
         with contextlib.suppress(TrainkitError):
-            end_job(talk, run, job)
+            end_job(run, job)
 
 
 def nodes(talk: Talk, cluster: Cluster) -> Answer:

@@ -24,6 +24,7 @@ HOSTS = {
     "detach": "return as soon as the run is on its way; it needs no terminal",
     "foreground": "tie the run to this command: it ends when this ends",
     "share": "run beside another run on the same slots",
+    "existing": "slurm: on the nodes of the allocation that this is typed in (salloc)",
 }
 DEVICE = {"device": "cpu or cuda; by default what the job's cluster computes on"}
 
@@ -145,12 +146,13 @@ def train(
     detach: bool = False,
     foreground: bool = False,
     share: bool = False,
+    existing: bool = False,
 ) -> Answer:
     """Prepare what is stale, then train a job and follow it."""
     from trainkit.cli import run
     from trainkit.cli.hosts import HostWords
 
-    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude), run.Following(detach, foreground)
+    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude, existing), run.Following(detach, foreground)
     return run.train(talk, job, set or [], stages=not no_stages, share=share, words=hosts, following=following)
 
 
@@ -179,13 +181,14 @@ def resume(
     detach: bool = False,
     foreground: bool = False,
     share: bool = False,
+    existing: bool = False,
     code: str = "run",
 ) -> Answer:
     """Go on with a run from its newest valid checkpoint, on the same or on other hosts."""
     from trainkit.cli import run as runner
     from trainkit.cli.hosts import HostWords
 
-    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude), runner.Following(detach, foreground)
+    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude, existing), runner.Following(detach, foreground)
     return runner.resume(talk, run, set or [], share=share, words=hosts, following=following, code=code)
 
 

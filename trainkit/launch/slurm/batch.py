@@ -54,6 +54,7 @@ class BatchSupervisor(Supervisor):
         super().__init__(run, secrets, asks, watch, share=True)  # who may be on a node is Slurm's affair
         self.told, self.granted = asks, granted
         self.later: Kind = ""
+        self.noted = False
         self.by_slurm = False  # Slurm has put the job back by itself
 
     def address(self) -> str:
@@ -91,6 +92,12 @@ class BatchSupervisor(Supervisor):
         exit = Exit.NO_PROGRESS if verdict == "no-progress" else end.outcome.exit
         change_slurm_job(self.run, self.granted.job, ended={"state": "GIVEN UP", "message": message, "exit": int(exit)})
         raise TrainkitError(message, exit=exit, hint=f"invoke why {self.run.id}; invoke resume {self.run.id} begins with new budgets")
+
+    def _sign(self) -> None:
+        super()._sign()
+        if not self.noted:  # from here on the sign of life says how the run is, no longer the queue
+            self.noted = True
+            change_slurm_job(self.run, self.granted.job, began=self.attempt.folder.number if self.attempt else 0)
 
     def _choose(self) -> tuple[Host, ...]:
         return self.hosts.hosts  # all that the job was given; a job never shrinks here, Slurm gives it other nodes
@@ -178,11 +185,10 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
 
 
 def _noted(run: RunFolder, where: Granted) -> SlurmJob:
-    """This job's entry in launch/slurm.json, which from now on has begun."""
-    number = max((attempt.number for attempt in run.attempts()), default=0) + 1
-    if all(job.id != where.job for job in read_slurm_jobs(run)):
-        add_slurm_job(run, where.job, first_attempt=number)  # submitted by hand
-    change_slurm_job(run, where.job, began=number, ended=None)
+    """This job's entry in launch/slurm.json."""
+    if all(job.id != where.job for job in read_slurm_jobs(run)):  # submitted by hand
+        add_slurm_job(run, where.job, first_attempt=max((attempt.number for attempt in run.attempts()), default=0) + 1)
+    change_slurm_job(run, where.job, ended=None)
     return next(job for job in read_slurm_jobs(run) if job.id == where.job)
 
 
