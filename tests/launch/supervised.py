@@ -50,7 +50,14 @@ def make_run(folder: Path, sets: Sequence[str] = (), hosts: Sequence[Host] | Non
     (folder / "jobs.toml").write_text(JOBS)
     slots = folder / "node"
     slots.mkdir(exist_ok=True)
-    given = [f"cluster.node_folder={slots}", f"cluster.root={folder}", "cluster.watch.grace=1", f"nodes={nodes}", *sets]
+    given = [
+        f"cluster.node_folder={slots}",
+        f"cluster.root={folder}",
+        "cluster.watch.grace=1",
+        f"nodes={nodes}",
+        *([] if nodes == 1 else ["cluster.launcher=ssh"]),
+        *sets,
+    ]
     resolved = load(folder).resolve("random", given)
     run = new_run_folder(folder, "random")
     link_code(take_snapshot(Path(trainkit.__file__).parent, folder / "code").folder, run.code)

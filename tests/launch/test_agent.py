@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import trainkit
 from tests.launch.fake_supervisor import AGENT, SECRET, Peer, Session, process, wait_until
@@ -22,7 +23,6 @@ from trainkit.base.tree import snapshot_hash
 from trainkit.launch import frames
 from trainkit.launch.agent_hello import driver_version, gpus
 from trainkit.launch.agent_link import Lost, dial
-from trainkit.launch.agent_loop import Agent
 from trainkit.launch.snapshot import take_snapshot
 
 
@@ -379,16 +379,46 @@ def test_slots_are_refused_by_name_and_freed(session: Session, tmp_path: Path) -
         other.close()
 
 
-def test_a_double_in_a_thread(session: Session) -> None:
-    """Without a keeper, inside another process: the same words."""
-    codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(Agent(session.folder, 0).run()))
-    thread.start()
-    peer = session.accept()
-    peer.hear("hello")
-    peer.go(process("0", "print('one'); raise SystemExit(4)"), process("1", "import time; time.sleep(600)"))
-    assert peer.hear("ended", "0")["code"] == 4
+def test_no_order_breaks_it(session: Session) -> None:
+    """Whatever a supervisor with the token says: what cannot be done is refused, what runs goes on."""
+    peer = session.begin()
+    peer.go(process("0", "import time; time.sleep(600)"))
+    peer.hear("started")
+    keys = [
+        "ports",
+        "address",
+        "port",
+        "slots",
+        "run",
+        "attempt",
+        "share",
+        "processes",
+        "secret_names",
+        "signal",
+        "keys",
+        "grace",
+        "kill",
+        "key",
+        "argv",
+        "env",
+    ]
+    values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(keys), v)
+    )
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        st.sampled_from(["reserve", "listen", "unlisten", "connect", "go", "signal", "stacks", "sweep", "x"]), st.dictionaries(st.sampled_from(keys), values)
+    )
+    def say(kind: str, words: dict[str, Any]) -> None:
+        peer.say(**({"signal": "0"} | words | {"type": kind}))
+
+    say()
+    peer.say(type="listen", ports=[0])
+    while not peer.hear("listening")["port"]:
+        pass
+    assert {p.mark for p in session.left()} == {f"{session.mark}/0"} and not [f for f in peer.heard if f["type"] == "ended"]
+    assert [f for f in peer.heard if f["type"] == "refused"]
     peer.say(type="bye")
-    assert (peer.hear("ended", "1")["code"], peer.heard[-1]["stopped"]) == (-signal.SIGTERM, True)
-    thread.join(timeout=10)
-    assert codes == [0] and wait_until(lambda: not session.left())
+    peer.hear("ended", "0")
+    assert session.agent and session.agent.wait(timeout=20) == 0 and "Traceback" not in session.words()

@@ -43,11 +43,10 @@ class Agent:
     Args:
         folder: the session's folder, which this host must see as the supervisor does.
         node: this host's number in the session.
-        link: to the keeper; the agent is then a process of its own, takes its signals and answers for all its descendants.
-            Without one it is a double inside another process, which has nothing but the marks to find what its programs start.
+        link: to the keeper of this process, which is the agent's own: it takes the signals and answers for all descendants.
     """
 
-    def __init__(self, folder: Path, node: int, link: Link | None = None) -> None:
+    def __init__(self, folder: Path, node: int, link: Link) -> None:
         self.folder, self.node, self.link = folder, node, link
         self.session: dict[str, Any] = {}
         self.token = b""
@@ -96,8 +95,6 @@ class Agent:
     def _listen_to_all(self) -> None:
         assert self.connection
         self.selector.register(self.connection.sock, selectors.EVENT_READ, self._hear)
-        if self.link is None:
-            return
         self.selector.register(self.link, selectors.EVENT_READ, lambda: self.lose("the keeper of this agent is gone"))
         woken, wake = socket.socketpair()
         woken.setblocking(False)
@@ -143,7 +140,7 @@ class Agent:
         """Carry an order out; a bad one must not end what runs."""
         try:
             yield from order(self, frame) or ()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, TrainkitError) as error:
+        except Exception as error:
             self._refuse(frame, f"{type(error).__name__}: {error}")
 
     def _refuse(self, frame: Frame, why: str) -> None:
@@ -175,7 +172,7 @@ class Agent:
 
     def _patience(self, now: float) -> float:
         """Seconds until something must be done that no event tells of."""
-        if self.tasks or self.telling or (self.link is None and self.children):
+        if self.tasks or self.telling:
             return TICK
         if any(child.output.waiting for child in self.children.values()):
             return max(0.0, min(self.batched + BATCH_SECONDS, self.beaten + BEAT) - now)
@@ -192,7 +189,7 @@ class Agent:
         """Notice who has ended."""
         ended = [child for child in self.children.values() if child.running and self._collect_one(child)]
         self.telling += ended
-        if self.link and not self.tasks:
+        if not self.tasks:
             _reap_orphans({child.pid for child in self.children.values() if child.running})
         if ended and not any(child.running for child in self.children.values()):
             marks.kill(self.strays())  # what overwrote its environment; the last of the run here has ended
@@ -227,8 +224,7 @@ class Agent:
                 self.watch(child)
         if now - self.beaten >= BEAT:
             self.beaten = now
-            if self.link:
-                self.link.beat()
+            self.link.beat()
             if self.connection and self.connection.room:  # else: the next one says it all
                 beats = {child.key: said for child in self.children.values() if (said := child.beat())}
                 self.send({"type": "heartbeat", "beats": beats, "clock": time.time()})
@@ -275,9 +271,8 @@ class Agent:
             self.selector.unregister(self.connection.sock)
             self.connection.sock.close()
             self.connection = None
-        if self.link:
-            with contextlib.suppress(KeyError, ValueError):
-                self.selector.unregister(self.link)  # readable for ever once the keeper is gone
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(self.link)  # readable for ever once the keeper is gone
         self.leave(int(Exit.CONTACT_LOST), why, self.session["grace"])
 
     def leave(self, code: int, why: str, grace: float) -> None:
@@ -323,9 +318,7 @@ class Agent:
 
     def strays(self) -> list[marks.Marked]:
         """Everything of the run on this host, as this agent knows it."""
-        roots = [os.getpid()] if self.link else [child.pid for child in self.children.values() if child.running]
-        found = {p.pid: p for p in (*marks.marked(self.mark), *(p for root in roots for p in marks.descendants(root)))}
-        return list(found.values())
+        return list({p.pid: p for p in (*marks.marked(self.mark), *marks.descendants(os.getpid()))}.values())
 
     def _close(self) -> None:
         for child in self.children.values():

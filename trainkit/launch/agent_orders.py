@@ -38,7 +38,7 @@ def ping(agent: Agent, frame: Frame) -> None:
 
 def reserve(agent: Agent, frame: Frame) -> Task:
     """Take the host's slots; end first what a dead run left on them."""
-    agent.mark, folder = frame["mark"], Path(agent.session["node_folder"])
+    folder = Path(agent.session["node_folder"])
     _free(agent)
     words = {"run": frame["run"], "attempt": frame["attempt"], "mark": agent.mark, "folder": agent.session.get("folder", str(agent.folder))}
     try:
@@ -47,8 +47,7 @@ def reserve(agent: Agent, frame: Frame) -> Task:
         agent.send({"type": "busy", "slot": slots.slot_name(busy.path), "holder": busy.holder})
         return
     agent.held = held
-    if agent.link:
-        agent.link.hold(held.handles, lease=agent.session["lease"])
+    agent.link.hold(held.handles, lease=agent.session["lease"])
     stale = [mark for holder in held.cleared if isinstance(mark := holder.get("mark"), str) and mark.count("/") >= 2]
     deadline = time.monotonic() + SWEEP_SECONDS
     while (left := [p for mark in stale for p in marks.marked(mark)]) and time.monotonic() < deadline:
@@ -66,8 +65,7 @@ def _free(agent: Agent) -> None:
     if agent.held:
         agent.held.release()
         agent.held = None
-        if agent.link:
-            agent.link.let_go()
+        agent.link.let_go()
 
 
 def _private_folder(folder: Path, mark: str) -> Path:
@@ -132,16 +130,16 @@ def connect(agent: Agent, frame: Frame) -> Task:
     address, port = frame["address"], int(frame["port"])
     error: str | None = None
     try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
         with socket.socket(family, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
-            yield from _reach(sock, (address, port), _greeting(agent.token, port))
+            yield from _reach(sock, place, _greeting(agent.token, port))
     except OSError as failed:
         error = failed.strerror or str(failed)
     agent.send({"type": "connected", "error": error})
 
 
-def _reach(sock: socket.socket, place: tuple[str, int], expected: bytes) -> Task:
+def _reach(sock: socket.socket, place: tuple[Any, ...], expected: bytes) -> Task:
     deadline = time.monotonic() + CONNECT_SECONDS
     code = sock.connect_ex(place)
     said = b""
@@ -191,8 +189,7 @@ def go(agent: Agent, frame: Frame) -> None:
         return
     redactor = Redactor(secrets.values())
     agent.memory = agent.memory or OutOfMemory()
-    if agent.link:
-        agent.link.guard(agent.mark, lease=agent.session["lease"], folders=[agent.heartbeats])
+    agent.link.guard(agent.mark, lease=agent.session["lease"], folders=[agent.heartbeats])
     for spec in frame["processes"]:
         key = str(spec["key"])
         try:

@@ -74,6 +74,7 @@ class AttemptEnd:
         step: the furthest step of any rank.
         survivors: processes that outlived everything, by host.
         unanswered: hosts that did not say what is left on them.
+        vanished: hosts whose agents ended although they were not asked to: what they started may still be there.
         lost_at: when a contact was lost, by time.monotonic(); None: none was.
         again: another attempt follows; the supervisor decides.
     """
@@ -83,6 +84,7 @@ class AttemptEnd:
     step: int = 0
     survivors: list[dict[str, Any]] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
+    vanished: list[str] = field(default_factory=list)
     lost_at: float | None = None
     again: bool = False
 
@@ -132,7 +134,6 @@ class Attempt:
         """Start the ranks, follow them to their end, judge it. Leaves nothing running on any host that can be reached. Writes no "ended"."""
         survivors: list[dict[str, Any]] = []
         outcome: Outcome | None = None
-        crew: Crew | None = None
         try:
             door = self.setting.door
             self.session.write(self.run.root, door.address, door.port, self.setting.secrets)
@@ -141,12 +142,17 @@ class Attempt:
                     outcome = await self._guarded(crew)
                 finally:
                     survivors = await self._stop_all(crew, "the supervisor ends")
-                    self.session.forget_secrets()
+        except TrainkitError as error:
+            outcome = Outcome(error.exit, "user" if error.exit == Exit.CONFIG else "infra", {"message": error.message, "advice": error.hint})
+        except OSError as error:
+            outcome = Outcome(Exit.RANK_INFRA, "infra", {"message": f"the supervisor cannot go on: {error}"})
         finally:
             self.session.forget_secrets()
         outcome = outcome or judge_outcome(self.ends, len(self.node_of), self.setting.asks.first, self.losses, self.setting.rules)
-        unanswered = [crew.host(node) for node in range(len(self.session.hosts)) if node not in self.stopped] if self.node_of else []
-        return AttemptEnd(self._clean(outcome), self.began, self.pulse.step(), survivors, unanswered, self.lost_at)
+        unanswered = [host.name for node, host in enumerate(self.session.hosts) if node not in self.stopped] if self.node_of else []
+        return AttemptEnd(
+            self._clean(outcome), self.began, self.pulse.step(), survivors, unanswered, [lost.host for lost in self.losses if not lost.silent], self.lost_at
+        )
 
     async def _guarded(self, crew: Crew) -> Outcome | None:
         """The attempt up to the point where everything has ended or has to be stopped; the outcome where it is known without judging ends."""
@@ -158,8 +164,6 @@ class Attempt:
             return error.outcome
         except _Asked:
             return judge_outcome([], 1, self.setting.asks.first)
-        except TrainkitError as error:
-            return Outcome(error.exit, "user" if error.exit == Exit.CONFIG else "infra", {"message": error.message, "advice": error.hint})
 
     def _clean(self, outcome: Outcome) -> Outcome:
         return Outcome(outcome.exit, outcome.failure_class, self.redactor.value(outcome.root_cause), outcome.suspects)

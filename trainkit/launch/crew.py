@@ -11,7 +11,6 @@ from typing import Any
 
 from trainkit.launch.door import Door, Link
 from trainkit.launch.frames import BadFrame, Frame
-from trainkit.launch.hosts import HERE
 from trainkit.launch.launchers.contract import LaunchEnd, Launcher, Started
 from trainkit.launch.session import Session
 
@@ -89,8 +88,8 @@ class Crew:
         return sorted(node for node in self._links if node in self.hellos and node not in self.lost)
 
     def host(self, node: int) -> str:
-        """A node's name as people know it: that of the hostfile; of this machine alone, its own."""
-        return self.hellos[node].host if node in self.hellos else self.session.hosts[node].name
+        """A node's name in the hostfile."""
+        return self.session.hosts[node].name
 
     def send(self, node: int, frame: Frame) -> None:
         """Send a frame; one to an agent that is lost goes nowhere."""
@@ -170,9 +169,8 @@ class Crew:
         self._lose(node, why, silent=False)
 
     def _hello(self, node: int, facts: Frame) -> Hello:
-        name = self.session.hosts[node].name
         offset = float(facts.get("clock") or time.time()) - time.time()
-        return Hello(node, str(facts.get("host")) if name == HERE else name, facts, offset)
+        return Hello(node, self.host(node), facts, offset)
 
     def _lose(self, node: int, why: str, *, silent: bool) -> None:
         if node in self.lost or node in self._leaving:
@@ -194,7 +192,7 @@ class Crew:
                 if node in self.lost or node in self._leaving:
                     continue
                 link.send({"type": "ping"})
-                if now - link.heard > self.session.cluster.watch.lease and not late:  # after a pause of our own their frames are still to be read
+                if now - link.heard > self.session.lease and not late:  # after a pause of our own their frames are still to be read
                     self._lose(node, f"its agent was silent for {now - link.heard:.0f} s", silent=True)
                 elif node in ended and node in self.hellos:
                     end = ended[node]

@@ -25,6 +25,7 @@ from trainkit.base.forms import document
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hostfile import Host
 
+LOCAL_LEASE = 1e6
 SAFE_PATH = re.compile(r"[A-Za-z0-9_./+=:@,-]+")
 
 
@@ -64,6 +65,11 @@ class Session:
         return sys.executable if self.local else self.cluster.python or sys.executable
 
     @property
+    def lease(self) -> float:
+        """Seconds of silence that are a lost contact. On one machine an end is always heard, and a stopped terminal (Ctrl-Z) is no loss."""
+        return LOCAL_LEASE if self.local else self.cluster.watch.lease
+
+    @property
     def script(self) -> Path:
         """What a transport runs: `bash node.sh K`."""
         return self.folder / "node.sh"
@@ -93,7 +99,7 @@ class Session:
             interface=cluster.interface,
             root=str(root),
             snapshot=self.code.name,
-            lease=watch.lease,
+            lease=self.lease,
             grace=watch.grace,
             node_folder=cluster.node_folder,
             nonce=self.nonce,

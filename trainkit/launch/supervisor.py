@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
@@ -37,12 +38,14 @@ from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.quarantine import suspect
 from trainkit.launch.retries import Budgets, Choice
+from trainkit.launch.sweep import SweepReport, sweep_hosts
 from trainkit.launch.watch import Watch, nobody
 from trainkit.plan.make import make_plan
 from trainkit.runs.folder import RunFolder
 
 SIGN_SECONDS = 5.0  # between signs of life
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
+SWEEP_SECONDS = 5.0  # for an agent to come to a host that has just lost one
 OWN_STOP_SECONDS = 5.0  # beyond lease and grace, until a host that we lost has surely stopped itself
 
 
@@ -127,17 +130,31 @@ class Supervisor:
             raise
         end = self._judged(end)
         self._record(end)
+        await self._sweep([host for host in hosts if host.name in end.vanished])
         return end
+
+    async def _sweep(self, hosts: Sequence[Host]) -> None:
+        """End what dead agents have left: their keepers see to it, but whoever kills an agent may have killed its keeper too."""
+        assert self.attempt is not None
+        if not hosts:
+            return
+        try:
+            async with asyncio.timeout(2 * SWEEP_SECONDS):
+                reports = await sweep_hosts(self.run, self.job.cluster, hosts, SWEEP_SECONDS, kill=True, launcher=self.launcher)
+        except (TrainkitError, OSError, TimeoutError) as error:
+            reports = [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
+        for report in reports:
+            self.attempt.events.write("swept", **asdict(report))
 
     def _judged(self, end: AttemptEnd) -> AttemptEnd:
         """The end with its verdict: whether there will be another attempt."""
         outcome = end.outcome
         if self.asks.first or outcome.failure_class in ("success", "cancelled"):
             return end
-        self._leave_out(end)
         self.began = self.began or end.began
-        if not self.began and len(self.hosts.usable()) < self.job.nodes:
-            return end  # a person waits for this start, and no spare can take its place
+        self._leave_out(end)
+        if not self.began and not (outcome.suspects and len(self.hosts.usable()) >= self.job.nodes):
+            return end  # a person waits for this start, and no spare can mend it
         verdict = self.budgets.after(end)
         end.again = verdict == "again"
         if verdict == "no-progress":
@@ -147,7 +164,8 @@ class Supervisor:
         return end
 
     def _leave_out(self, end: AttemptEnd) -> None:
-        """Keep suspected hosts away from the next attempt, and for a while from other runs too where ranks had run there."""
+        """Keep suspected hosts away from the next attempt, and for a while from other runs too; but not for what a person who tries to start has still
+        to mend."""
         assert self.attempt is not None
         if len(self.hosts.hosts) < 2:
             return
@@ -156,7 +174,7 @@ class Supervisor:
         for host in end.outcome.suspects:
             why = str(whys.get(host) or cause.get("message"))
             self.hosts.leave_out(host, why)
-            if end.began:
+            if self.began:
                 suspect(self.run.root, host, why, self.run.id, self.job.cluster.quarantine_seconds)
             self.attempt.events.write("host_left_out", host=host, why=why)
 

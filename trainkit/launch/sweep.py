@@ -107,22 +107,25 @@ def survey(cluster: Cluster, hosts: Sequence[Host], root: Path, *, launcher: Lau
 
 def sweep(run: RunFolder, job: Job, hosts: Sequence[Host], *, kill: bool, launcher: Launcher | None = None) -> list[SweepReport]:
     """Ask every host what a run without a supervisor has left there, and end it if `kill`."""
+    return asyncio.run(sweep_hosts(run, job.cluster, hosts, job.cluster.watch.connect, kill=kill, launcher=launcher))
 
-    async def ask() -> list[SweepReport]:
-        code = run.root / "code" / run.code.resolve().name
-        async with open_crew(job.cluster, hosts, run.root, "sweep", code=code, launcher=launcher) as crew:
-            answers = await crew.gather(job.cluster.watch.connect)
-            frames: dict[int, Frame] = {node: {"type": "sweep", "run": run.id, "kill": kill} for node in crew.present}
-            got, silent = await crew.ask(frames, {"swept"}, SWEEP_SECONDS)
-        reports = []
-        for node, answer in enumerate(answers):
-            frame = got.get(node)
-            if not isinstance(answer, Hello):
-                reports.append(SweepReport(answer.host, answer.why))
-            elif frame is None or frame["type"] == "refused":
-                reports.append(SweepReport(answer.host, silent.get(node) or str((frame or {}).get("error"))))
-            else:
-                reports.append(SweepReport(answer.host, None, frame["left"], frame["killed"]))
-        return reports
 
-    return asyncio.run(ask())
+async def sweep_hosts(
+    run: RunFolder, cluster: Cluster, hosts: Sequence[Host], seconds: float, *, kill: bool, launcher: Launcher | None = None
+) -> list[SweepReport]:
+    """As `sweep`, in a running loop; agents have so many `seconds` to come."""
+    code = run.root / "code" / run.code.resolve().name
+    async with open_crew(cluster, hosts, run.root, "sweep", code=code, launcher=launcher) as crew:
+        answers = await crew.gather(seconds)
+        frames: dict[int, Frame] = {node: {"type": "sweep", "run": run.id, "kill": kill} for node in crew.present}
+        got, silent = await crew.ask(frames, {"swept"}, SWEEP_SECONDS)
+    reports = []
+    for node, answer in enumerate(answers):
+        frame = got.get(node)
+        if not isinstance(answer, Hello):
+            reports.append(SweepReport(answer.host, answer.why))
+        elif frame is None or frame["type"] == "refused":
+            reports.append(SweepReport(answer.host, silent.get(node) or str((frame or {}).get("error"))))
+        else:
+            reports.append(SweepReport(answer.host, None, frame["left"], frame["killed"]))
+    return reports

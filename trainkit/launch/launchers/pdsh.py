@@ -49,8 +49,8 @@ class Pdsh:
             return OnePerHost(local)
         write_text(_script(session), f'#!/bin/bash\nnodes=({" ".join(map(str, away))})\nexec bash {session.script} "${{nodes[$1]}}"\n', 0o755)
         words, output = self._words(session, away), session.logs / "pdsh.log"
-        child = start_transport(words, output, environment={**os.environ, **_variables(session)}, keep_stdin=True)
-        return _OneForAll(child, output, {node: log_of(session, node) for node in away}, {session.hosts[n].name: n for n in away}, OnePerHost(local))
+        child = start_transport(words, output, environment={**os.environ, **ssh_variables(session)}, keep_stdin=True)
+        return OneForAll(child, output, {node: log_of(session, node) for node in away}, {session.hosts[n].name: n for n in away}, OnePerHost(local))
 
     def _words(self, session: Session, away: Sequence[int]) -> tuple[str, ...]:
         hosts = [session.hosts[node] for node in away]
@@ -75,7 +75,7 @@ def _script(session: Session) -> Path:
     return session.folder / "pdsh.sh"
 
 
-def _variables(session: Session) -> dict[str, str]:
+def ssh_variables(session: Session) -> dict[str, str]:
     """How pdsh's ssh is told its options. Raises ConfigError for one with a space in it: pdsh splits there."""
     options = ssh_options(session)
     if odd := [word for word in options if not word or any(c.isspace() for c in word)]:
@@ -85,7 +85,7 @@ def _variables(session: Session) -> dict[str, str]:
     return {"PDSH_SSH_ARGS_APPEND": " ".join(options)}
 
 
-class _OneForAll:
+class OneForAll:
     """One pdsh, whose lines "HOST: text" are taken apart into the hosts' logs."""
 
     def __init__(self, child: subprocess.Popen[bytes], output: Path, logs: Mapping[int, Path], nodes: Mapping[str, int], local: OnePerHost) -> None:

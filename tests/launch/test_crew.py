@@ -1,0 +1,234 @@
+"""Agents as the supervisor sees them: who comes, who hangs, who is a stranger, who disagrees; with agents in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.launch.supervised import DONE, Program, events, make_run, supervised
+from trainkit.base.address import own_addresses
+from trainkit.jobs.clusters import Cluster, WatchLimits
+from trainkit.launch.crew import Crew, Hello, Missing
+from trainkit.launch.door import Door
+from trainkit.launch.frames import Decoder, Frame, encode, new_nonce, proof
+from trainkit.launch.hostfile import Host
+from trainkit.launch.launchers.debug import Debug, StubAgent
+from trainkit.launch.session import Session, is_here, new_session
+
+Act = Callable[[Crew, Door], Any]
+
+
+def with_crew(folder: Path, hosts: int, make: Callable[[Session, int], StubAgent], act: Act, **limits: float) -> tuple[Any, list[tuple[str, str]]]:
+    """(what `act` returns, strangers) of a crew of agents in this process."""
+    strangers: list[tuple[str, str]] = []
+
+    async def main() -> Any:
+        door = Door(lambda peer, why: strangers.append((peer, why)))
+        await door.listen("127.0.0.1")
+        cluster = Cluster(name="c", launcher="ssh", watch=WatchLimits(**limits))
+        names = [Host(f"h{i}") for i in range(hosts)]
+        session = new_session(folder / "s", "run", 1, names, cluster, folder / "code", folder / "logs", {})
+        session.write(folder, door.address, door.port, {})
+        try:
+            async with asyncio.timeout(60), Crew(session, Debug(make), door) as crew:
+                return await act(crew, door)
+        finally:
+            await door.close()
+
+    return asyncio.run(main()), strangers
+
+
+def test_a_hundred_agents_come_and_answer(tmp_path: Path) -> None:
+    async def act(crew: Crew, door: Door) -> tuple[int, int]:
+        answers = await crew.gather(20)
+        frames: dict[int, Frame] = {node: {"type": "reserve", "slots": []} for node in crew.present}
+        got, silent = await crew.ask(frames, {"reserved"}, 20)
+        assert not silent
+        return sum(isinstance(answer, Hello) for answer in answers), len(got)
+
+    assert with_crew(tmp_path, 100, StubAgent, act)[0] == (100, 100)
+
+
+class Odd(StubAgent):
+    """Agents with a fault each: 1 ends before it knocks, 2 never says hello, 3 hangs after it."""
+
+    async def run(self) -> None:
+        if self.node == 1:
+            raise OSError("no way to the supervisor")
+        await super().run()
+
+    async def _knock(self) -> None:
+        await super()._knock()
+        if self.node == 2:
+            await asyncio.sleep(60)
+
+    async def on_reserve(self, frame: Frame) -> None:
+        if self.node == 3:
+            await asyncio.sleep(60)
+        await super().on_reserve(frame)
+
+
+def test_who_does_not_come_is_named_with_the_reason(tmp_path: Path) -> None:
+    async def act(crew: Crew, door: Door) -> list[Hello | Missing]:
+        return await crew.gather(1.5)
+
+    answers, _ = with_crew(tmp_path, 4, Odd, act)
+    assert [type(answer) for answer in answers] == [Hello, Missing, Missing, Hello]
+    assert "no way to the supervisor" in answers[1].why and "hung: no hello" in answers[2].why
+
+
+def test_who_hangs_while_asked_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    async def act(crew: Crew, door: Door) -> Any:
+        await crew.gather(1)
+        began = time.monotonic()
+        got, silent = await crew.ask({node: {"type": "reserve"} for node in (0, 3)}, {"reserved"}, 0.5)
+        return sorted(got), silent, time.monotonic() - began
+
+    (got, silent, took), _ = with_crew(tmp_path, 4, Odd, act)
+    assert got == [0] and silent == {3: "no answer within 0.5 s"} and took < 5
+
+
+class Mute(StubAgent):
+    """Says nothing after its hello."""
+
+    async def _beat(self) -> None:
+        if self.node == 0:
+            await super()._beat()
+
+
+def test_silence_is_a_lost_contact_and_an_end_is_one_at_once(tmp_path: Path) -> None:
+    async def act(crew: Crew, door: Door) -> list[tuple[int, Frame]]:
+        await crew.gather(5)
+        lost: list[tuple[int, Frame]] = []
+        while not lost:
+            lost = [pair for pair in [await crew.received.get()] if pair[1]["type"] == "lost"]
+        return lost
+
+    ((node, frame),), _ = with_crew(tmp_path, 2, Mute, act, lease=1.5)
+    assert node == 1 and frame["silent"] is True and frame["ago"] >= 1.5 and "silent for" in frame["why"]
+
+
+def strange(address: str, port: int, *frames: bytes) -> bytes:
+    """What the door answers to bytes of somebody unknown, until it hangs up."""
+    with socket.create_connection((address, port), timeout=5) as sock:
+        said = b""
+        for data in frames:
+            sock.sendall(data)
+        while data := sock.recv(65536):
+            said += data
+        return said
+
+
+def test_strangers_are_told_nothing_and_reported(tmp_path: Path) -> None:
+    knock = {"type": "knock", "role": "agent", "node": 0, "nonce": new_nonce()}
+
+    def wrong_token(address: str, port: int) -> bytes:
+        with socket.create_connection((address, port), timeout=5) as sock:
+            sock.sendall(encode({**knock, "node": 1}))
+            challenge = next(Decoder().feed(sock.recv(65536)))
+            sock.sendall(encode({"type": "answer", "proof": proof(b"guess", "agent", str(knock["nonce"]), challenge["nonce"], "agent:1")}))
+            return sock.recv(65536)
+
+    async def act(crew: Crew, door: Door) -> Any:
+        await crew.gather(5)
+        place = door.address, door.port
+        loop = asyncio.get_running_loop()
+        said = [
+            await loop.run_in_executor(None, strange, *place, b"GET / HTTP/1.1\r\n\r\n"),
+            await loop.run_in_executor(None, strange, *place, struct.pack(">I", 2**31) + b"x"),
+            await loop.run_in_executor(None, strange, *place, encode({"type": "hello"})),
+            await loop.run_in_executor(None, strange, *place, encode({**knock, "role": "root"})),
+            await loop.run_in_executor(None, wrong_token, *place),
+        ]
+        got, _ = await crew.ask({0: {"type": "reserve"}}, {"reserved"}, 5)
+        return said, len(got)
+
+    (said, answered), strangers = with_crew(tmp_path, 1, StubAgent, act)
+    assert said == [b""] * 5 and answered == 1, "a stranger was answered, or disturbed those who are ours"
+    assert len(strangers) == 5 and strangers[-1][1] == "a wrong token"
+
+
+class Differs(StubAgent):
+    """Node 1 of the facts below is not as the others are."""
+
+    other: ClassVar[dict[str, Any]] = {}
+
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | (self.other if self.node == 1 else {})
+
+
+DIFFERENCES = [
+    ({"versions": {"python": "3", "torch": "2.1"}}, "torch 2.1; 2 on 2 of 3 hosts"),
+    ({"nonce": "x"}, "is not shared"),
+    ({"snapshot": "y"}, "other code"),
+    ({"writable": "No space left on device"}, "No space left on device"),
+    ({"clock": time.time() + 10_000}, "s ahead; 30 s are allowed"),
+    ({"address_error": "no interface eth7; there is lo"}, "no interface eth7"),
+]
+
+
+@pytest.mark.parametrize(("facts", "said"), DIFFERENCES)
+def test_hosts_that_do_not_fit_together_are_refused_before_a_rank_starts(tmp_path: Path, facts: dict[str, Any], said: str) -> None:
+    class Other(Differs):
+        other = facts
+
+    run = make_run(tmp_path, ["training.global_batch_size=12"], nodes=3)
+    outcome, told = supervised(run, Program(DONE), launcher=Debug(Other))
+    assert (outcome.exit, outcome.failure_class) == (7, "infra") and outcome.root_cause is not None
+    assert [row["host"] for row in outcome.root_cause["hosts"]] == ["h1"] and said in outcome.root_cause["message"]
+    assert not [e for e in told if e["event"] == "rank_started"] and told[-1]["exit"] == 7
+    assert len(run.attempts()) == 1, "a person's mistake was tried again"
+
+
+def test_unreachable_hosts_are_told_in_one_table(tmp_path: Path) -> None:
+    class Two(StubAgent):
+        async def run(self) -> None:
+            if self.node != 1:
+                raise OSError(f"no route to h{self.node}")
+            await super().run()
+
+    run = make_run(tmp_path, ["training.global_batch_size=12"], nodes=3)
+    outcome, _ = supervised(run, Program(DONE), launcher=Debug(Two))
+    assert outcome.exit == 8 and outcome.root_cause is not None
+    assert "2 of 3 hosts are not reached" in outcome.root_cause["message"] and "no route to h0" in outcome.root_cause["message"]
+    assert [row["host"] for row in outcome.root_cause["hosts"]] == ["h0", "h2"]
+
+
+def test_a_busy_host_is_named_with_its_run(tmp_path: Path) -> None:
+    class Taken(StubAgent):
+        async def on_reserve(self, frame: Frame) -> None:
+            self.link.send({"type": "busy", "slot": "cpu", "holder": {"run": "other", "pid": 7, "folder": "/f"}})
+
+    outcome, _ = supervised(make_run(tmp_path), Program(DONE), launcher=Debug(Taken))
+    assert outcome.exit == 17 and "cpu is taken by run other (pid 7, /f)" in (outcome.root_cause or {})["message"]
+
+
+def test_rank_0_out_of_reach(tmp_path: Path) -> None:
+    class Walled(StubAgent):
+        async def on_connect(self, frame: Frame) -> None:
+            self.link.send({"type": "connected", "error": "No route to host" if self.node else None})
+
+    outcome, _ = supervised(make_run(tmp_path, nodes=2), Program(DONE), launcher=Debug(Walled))
+    message = (outcome.root_cause or {})["message"]
+    assert outcome.exit == 8 and "unable to reach rank 0's host h0" in message and "h1  No route to host" in message
+
+
+def test_what_this_machine_is_called() -> None:
+    mine = [socket.gethostname(), "localhost", *(address for _, address in own_addresses())]
+    assert all(is_here(Host(name)) for name in mine)
+    assert not is_here(Host("node1")) and not is_here(Host("203.0.113.7"))
+
+
+def test_events_of_a_run_over_hosts(tmp_path: Path) -> None:
+    run = make_run(tmp_path, nodes=2)
+    outcome, _ = supervised(run, Program(DONE), launcher=Debug())
+    told = events(run)
+    assert outcome.exit == 0 and [e["host"] for e in told if e["event"] == "agent_joined"] == ["h0", "h1"]
+    assert sorted((e["rank"], e["host"]) for e in told if e["event"] == "rank_started") == [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1")]

@@ -1,0 +1,152 @@
+"""What the transports are told, what they are refused, and that they die with us."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import alive, wait_for
+from trainkit.base.errors import ConfigError
+from trainkit.jobs.clusters import Cluster
+from trainkit.launch.hostfile import Host
+from trainkit.launch.launchers import LAUNCHERS, head_address
+from trainkit.launch.launchers.local import Local
+from trainkit.launch.launchers.pdsh import OneForAll, Pdsh, ssh_variables
+from trainkit.launch.launchers.ssh import Ssh, real_name
+from trainkit.launch.launchers.transports import OnePerHost
+from trainkit.launch.session import Session, new_session
+
+AWAY = [Host("node1"), Host("node2", user="ann"), Host("node3", port=2222)]
+OPTIONS = ("-T", "-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")
+
+
+def session(folder: Path, hosts: list[Host], **cluster: Any) -> Session:
+    made = Cluster(name="c", **{"launcher": "ssh", **cluster})
+    return new_session(folder / "s", "run", 1, hosts, made, folder / "code", folder / "logs", {"PATH": os.environ["PATH"], "WHO": "us"})
+
+
+def test_ssh_lines_carry_only_safe_words(tmp_path: Path) -> None:
+    given = session(tmp_path, AWAY, ssh_args=("-oStrictHostKeyChecking=accept-new",), env={"X": "$(id)"}, prolog=("module load 'x y'",))
+    lines = Ssh().commands(given, AWAY)
+    end = ("bash", f"{tmp_path}/s/node.sh")
+    assert lines[0] == ("ssh", "-oStrictHostKeyChecking=accept-new", *OPTIONS, "node1", *end, "0")
+    assert lines[1] == ("ssh", "-oStrictHostKeyChecking=accept-new", *OPTIONS, "-l", "ann", "node2", *end, "1")
+    assert lines[2] == ("ssh", "-oStrictHostKeyChecking=accept-new", *OPTIONS, "-p", "2222", "node3", *end, "2")
+
+
+def test_pdsh_line(tmp_path: Path) -> None:
+    hosts = [Host("localhost"), *AWAY[:2]]
+    given = session(tmp_path, hosts, launcher="pdsh")
+    away, here = Pdsh().commands(given, hosts)
+    assert away == ("pdsh", "-R", "ssh", "-S", "-t", "15", "-f", "32", "-w", "node1,ann@node2", "bash", f"{tmp_path}/s/pdsh.sh", "%n")
+    assert here == ("/bin/bash", f"{tmp_path}/s/node.sh", "0")
+    assert ssh_variables(given) == {"PDSH_SSH_ARGS_APPEND": " ".join(OPTIONS)}
+
+
+@pytest.mark.parametrize(("hosts", "said"), [(AWAY, "pdsh cannot take a port"), ([Host("fe80::1%eth0")], "pdsh cannot take host names like 'fe80::1%eth0'")])
+def test_what_pdsh_cannot_do_is_refused_with_a_way_out(tmp_path: Path, hosts: list[Host], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        Pdsh().commands(session(tmp_path, hosts, launcher="pdsh"), hosts)
+    assert "launcher = 'ssh'" in str(caught.value)
+
+
+def test_an_argument_with_a_space_does_not_reach_pdsh(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pdsh cannot pass '-o ProxyCommand=a b'"):
+        ssh_variables(session(tmp_path, AWAY, ssh_args=("-o ProxyCommand=a b",)))
+
+
+def test_a_root_that_would_need_quoting_is_refused_for_ssh_and_fine_here(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not fit on an ssh line"):
+        session(tmp_path / "with space", AWAY).write(tmp_path, "127.0.0.1", 1, {})
+    session(tmp_path / "with space", [Host("localhost")], launcher="local").write(tmp_path, "127.0.0.1", 1, {})
+
+
+def test_several_hosts_are_not_local(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nodes = 3 need launcher = 'ssh'"):
+        Local().commands(session(tmp_path, AWAY, launcher="local"), AWAY)
+    assert set(LAUNCHERS) == {"local", "ssh", "pdsh"}
+
+
+def test_the_head_is_dialled_where_the_hosts_can_reach_it() -> None:
+    assert head_address(Cluster(), [Host("localhost")]) == "127.0.0.1"
+    assert head_address(Cluster(interface="127.0.0.0/8"), [Host("203.0.113.7")]) == "127.0.0.1"
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client")
+def test_an_alias_of_ssh_config_is_resolved(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text("Host box\n  HostName 192.0.2.7\n")
+    assert real_name(Cluster(ssh_args=("-F", str(config))), Host("box")) == "192.0.2.7"
+    assert real_name(Cluster(ssh_args=("-F", str(config))), Host("other")) == "other"
+
+
+def test_the_script_of_a_node_runs_the_prolog_and_stops_where_it_fails(tmp_path: Path) -> None:
+    code = tmp_path / "code" / "trainkit" / "launch"
+    code.mkdir(parents=True)
+    (code / "agent.py").write_text("import os, sys; print(sys.argv[1:], sys.flags.isolated, sys.flags.no_site, os.environ.get('MODULE'))")
+    given = session(tmp_path, AWAY, prolog=("export MODULE='a b'",))
+    given.write(tmp_path, "127.0.0.1", 1, {"KEY": "value-of-key"})
+    said = subprocess.run(["bash", str(given.script), "2"], capture_output=True, text=True, check=True).stdout
+    assert said == f"{[str(given.folder), '2']} 1 1 a b\n"
+    assert (given.folder / "secrets.json").stat().st_mode & 0o777 == 0o600 and given.folder.stat().st_mode & 0o777 == 0o700
+    given.forget_secrets()
+    assert not any(b"value-of-key" in p.read_bytes() for p in given.folder.iterdir())
+    failing = session(tmp_path / "2", AWAY, prolog=("false", "echo not reached"))
+    failing.write(tmp_path, "127.0.0.1", 1, {})
+    done = subprocess.run(["bash", str(failing.script), "0"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+
+
+def test_lines_of_pdsh_go_to_their_hosts_logs(tmp_path: Path) -> None:
+    output = tmp_path / "pdsh.log"
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    logs = {0: tmp_path / "node1.log", 2: tmp_path / "node3.log"}
+    transports = OneForAll(child, output, logs, {"node1": 0, "node3": 2}, OnePerHost({}))
+    try:
+        output.write_bytes(
+            b"node1: one\nnode3: ssh: connect to host node3 port 22: No route to host\nnode9: nobody\npdsh@h: node3: ssh exited with exit code 255\nnode1: tw"
+        )
+        ended = transports.poll()
+        assert ended[2].code == 255 and ended[2].last == "ssh: connect to host node3 port 22: No route to host" and set(ended) == {2}
+        with open(output, "ab") as more:
+            more.write(b"o: three\n")
+        transports.poll()
+        assert logs[0].read_text() == "one\ntwo: three\n"
+    finally:
+        transports.close()
+    assert child.returncode == -signal.SIGKILL and set(transports.poll()) == {0, 2}
+
+
+def test_a_transport_dies_with_its_supervisor(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from pathlib import Path
+from trainkit.launch.launchers.transports import start_transport
+print(start_transport(["sleep", "600"], Path({str(tmp_path / "log")!r}), keep_stdin=True).pid, flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert alive(pid)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not alive(pid), "the transport to die", timeout=5)
+
+
+def test_closing_is_bounded(tmp_path: Path) -> None:
+    stubborn = subprocess.Popen(["bash", "-c", "trap '' TERM INT HUP; sleep 600 & wait; sleep 600"], start_new_session=True)
+    began = time.monotonic()
+    transports = OnePerHost({0: (stubborn, tmp_path / "log")})
+    assert transports.poll() == {}
+    transports.close()
+    assert time.monotonic() - began < 5 and transports.poll()[0].code == -signal.SIGKILL
+    os.killpg(stubborn.pid, signal.SIGKILL)

@@ -1,0 +1,280 @@
+"""Failures and what follows them: budgets by class, hosts left out, spares, fewer hosts, the same failure again; over real programs with agents in
+this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import alive, wait_for
+from tests.launch.supervised import DONE, Program, events, make_run, supervised
+from trainkit.base.errors import Exit
+from trainkit.base.files import read_json
+from trainkit.jobs.schema import Retry
+from trainkit.launch.attempt import AttemptEnd
+from trainkit.launch.control import ask
+from trainkit.launch.frames import Frame
+from trainkit.launch.hostfile import Host
+from trainkit.launch.launchers.debug import Debug, StubAgent
+from trainkit.launch.outcome import Outcome
+from trainkit.launch.quarantine import quarantined
+from trainkit.launch.retries import Budgets, Choice
+from trainkit.launch.supervisor import supervise
+from trainkit.launch.watch import Watch
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import FailureClass
+
+HOSTS = [Host(f"h{i}", slots=(0, 1)) for i in range(4)]
+QUICK = ["cluster.watch.lease=1", "cluster.watch.grace=0.5"]
+
+
+def failed(failure_class: FailureClass, step: int = 1, exit: Exit = Exit.RANK_INFRA, kind: str = "SIGKILL", began: bool = True) -> AttemptEnd:
+    return AttemptEnd(Outcome(exit, failure_class, {"signal": kind}), began, step)
+
+
+def test_one_kind_of_failure_does_not_eat_the_budget_of_another() -> None:
+    budgets = Budgets(Retry(infra=2, hang=1, user=0, preempted=1))
+    ends = [failed(kind, step) for step, kind in enumerate(["infra", "hang", "infra", "preempted", "infra"])]  # type: ignore[arg-type]
+    assert [budgets.after(end) for end in ends] == ["again", "again", "again", "again", "enough"]
+    assert budgets.after(failed("user", 9, Exit.RANK_USER)) == budgets.after(failed("hang", 10)) == "enough"
+
+
+def test_the_same_failure_at_the_same_step_ends_it() -> None:
+    budgets = Budgets(Retry(infra=10, same_step=3))
+    assert [budgets.after(failed("infra", 7)) for _ in range(3)] == ["again", "again", "no-progress"]
+    budgets = Budgets(Retry(infra=10, same_step=3))
+    assert [budgets.after(failed("infra", step)) for step in (7, 7, 8, 8, 9)] == ["again"] * 5
+
+
+def test_what_the_next_attempt_would_be_told_again_is_not_tried() -> None:
+    assert Budgets(Retry(user=5)).after(failed("user", exit=Exit.NO_CHECKPOINT)) == "enough"
+
+
+def test_hosts_of_the_next_attempt() -> None:
+    choice = Choice(HOSTS)
+
+    def names(found: Sequence[Host]) -> list[str]:
+        return [host.name for host in found]
+
+    assert names(choice.take(2, lambda n: False)) == ["h0", "h1"]
+    choice.leave_out("h0", "x")
+    assert names(choice.take(2, lambda n: False)) == ["h1", "h2"]
+    choice.leave_out("h1", "x")
+    choice.leave_out("h2", "x")
+    assert names(choice.take(2, lambda n: True)) == ["h3"]
+    assert names(choice.take(2, lambda n: False)) == ["h0", "h1"] and not choice.left_out
+
+
+FAILS_ONCE = f"""
+import os, signal, time
+if os.environ["ATTEMPT"] == "1":
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+{DONE}
+"""
+
+
+def test_a_killed_rank_is_tried_again_and_done(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ["retry.infra=1"])
+    outcome, _ = supervised(run, Program(FAILS_ONCE))  # a real agent
+    assert outcome.exit == 0 and len(run.attempts()) == 2
+    first = events(run, 1)
+    assert [e["event"] for e in first[-2:]] == ["ended", "retry"] and first[-1]["class"] == "infra" and first[-1]["next_attempt"] == 2
+    cause = first[-2]["root_cause"]
+    assert (cause["rank"], cause["signal"], first[-2]["exit"]) == (1, "SIGKILL", 10) and first[-2]["survivors"] == []
+
+
+def test_the_same_crash_three_times_is_no_progress(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ["retry.infra=9"])
+    outcome, told = supervised(run, Program("import os; os.abort()"))
+    assert (outcome.exit, outcome.failure_class) == (14, "no-progress") and len(run.attempts()) == 3
+    assert told[-1]["exit"] == 14 and "3 times" in told[-1]["root_cause"]["message"]
+
+
+def test_a_users_error_is_not_tried_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ["retry.infra=9"])
+    outcome, told = supervised(run, Program("import sys; print('what went wrong'); sys.exit(3)"))
+    assert (outcome.exit, outcome.failure_class) == (9, "user") and len(run.attempts()) == 1
+    assert told[-1]["root_cause"]["last"] == ["what went wrong"]
+
+
+def test_an_abort_in_teardown_after_success(tmp_path: Path) -> None:
+    outcome, _ = supervised(make_run(tmp_path), Program(DONE + "import os; os.abort() if os.environ['RANK'] == '1' else None"))
+    assert outcome.exit == 0
+
+
+def test_exit_0_of_a_rank_that_never_said_done(tmp_path: Path) -> None:
+    outcome, _ = supervised(make_run(tmp_path), Program("import os\nif os.environ['RANK'] == '0':\n" + DONE.replace("\n", "\n  ")))
+    assert (outcome.exit, outcome.failure_class) == (10, "infra")
+
+
+class Dies(StubAgent):
+    """The agent of host h1 goes, with all it started, when its ranks run."""
+
+    async def on_go(self, frame: Frame) -> None:
+        await super().on_go(frame)
+        if self.session.hosts[self.node].name == "h1":
+            await asyncio.sleep(0.3)
+            await self.stop(0)
+            self.link.close()
+            raise OSError("the host has gone")
+
+
+SECOND_IS_DONE = f"""
+import os, time
+if os.environ["ATTEMPT"] == "1":
+    time.sleep(60)
+{DONE}
+"""
+
+
+@pytest.mark.parametrize(("hosts", "nodes", "world"), [(3, 2, 4), (2, 2, 2)])
+def test_a_lost_host_is_replaced_or_done_without(tmp_path: Path, hosts: int, nodes: int, world: int) -> None:
+    run = make_run(tmp_path, ["retry.infra=2", *QUICK], hosts=HOSTS[:hosts], nodes=nodes)
+    began = time.monotonic()
+    outcome, told = supervised(run, Program(SECOND_IS_DONE), launcher=Debug(Dies))
+    assert outcome.exit == 0 and len(run.attempts()) == 2, outcome
+    first = events(run, 1)
+    ended = next(e for e in first if e["event"] == "ended")
+    assert ended["root_cause"]["host"] == "h1" and ended["exit"] == 10 and ended["unanswered"] == ["h1"]
+    assert next(e for e in first if e["event"] == "host_left_out")["host"] == "h1"
+    assert told[0]["world_size"] == world and "h1" not in [e["host"] for e in told if e["event"] == "agent_joined"]
+    assert read_json(run.job)["job"]["nodes"] == world // 2 and read_json(run.job)["job"]["training"]["global_batch_size"] == 8
+    assert set(quarantined(run.root)) == {"h1"}
+    assert time.monotonic() - began > 1 + 0.5 + 5, "the next attempt did not wait until the lost host had surely stopped"
+
+
+KILLS_ITS_AGENT = """
+import os, signal, subprocess, time
+from pathlib import Path
+if os.environ["RANK"] == "0":
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    (Path(os.environ["FOUND"]) / "pid").write_text(str(child.pid))
+    agent = os.getppid()
+    keeper = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+    time.sleep(0.5)
+    os.kill(keeper, signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_agent_and_its_killed_keeper_leave_is_swept(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    outcome, told = supervised(run, Program(KILLS_ITS_AGENT, env={"FOUND": str(tmp_path)}))
+    assert (outcome.exit, outcome.failure_class) == (10, "infra") and told[-2]["event"] == "ended"
+    pid = int((tmp_path / "pid").read_text())
+    assert told[-1]["event"] == "swept" and pid in [each["pid"] for each in told[-1]["killed"]] and told[-1]["left"] == []
+    assert not alive(pid) and not list((tmp_path / "sessions").iterdir())
+
+
+class Silent(StubAgent):
+    """The contact with host h1 is cut when its ranks run; neither side is told."""
+
+    async def on_go(self, frame: Frame) -> None:
+        await super().on_go(frame)
+        if self.session.hosts[self.node].name == "h1":
+            await asyncio.sleep(0.3)
+            for task in asyncio.all_tasks():
+                if getattr(task.get_coro(), "__qualname__", "") == "StubAgent._beat" and task.get_coro().cr_frame.f_locals["self"] is self:  # type: ignore[union-attr]
+                    task.cancel()
+            await asyncio.sleep(3)
+
+
+def test_a_cut_network_is_a_lost_contact_within_the_lease(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ["retry.infra=0", *QUICK], nodes=2)
+    began = time.monotonic()
+    outcome, told = supervised(run, Program("import time; time.sleep(60)"), launcher=Debug(Silent))
+    assert (outcome.exit, outcome.failure_class) == (13, "infra") and told[-1]["unanswered"] == ["h1"] and time.monotonic() - began < 20
+
+
+HANGS = """
+import json, os, time
+path = os.environ["TRAINKIT_HEARTBEAT_FILE"]
+for step in range(4):
+    open(path + ".new", "w").write(json.dumps({"phase": "train", "step": step, "time": time.time()}))
+    os.rename(path + ".new", path)
+    time.sleep(1.2)
+    if os.environ["RANK"] == "1" and step == 2:
+        break
+time.sleep(60)
+"""
+
+
+def test_a_hang_is_found_stacks_are_kept_and_the_missing_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ["cluster.watch.heartbeat=2.5"])
+    outcome, told = supervised(run, Program(HANGS))
+    assert (outcome.exit, outcome.failure_class) == (11, "hang") and outcome.root_cause is not None
+    assert outcome.root_cause["missing"] == [1] and outcome.root_cause["rank"] == 1 and "step 2" in outcome.root_cause["message"]
+    assert next(e for e in told if e["event"] == "hang")["missing"] == [1]
+    assert told[-1]["survivors"] == []
+
+
+def test_ranks_that_never_come_to_a_step_hang_after_the_start_limit(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ["cluster.watch.start=1"])
+    outcome, _ = supervised(run, Program("import time; time.sleep(60)"))
+    assert outcome.exit == 11 and "never said where it is" in (outcome.root_cause or {})["message"]
+
+
+ENDLESS = """
+import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(12))
+open(os.path.join(os.environ["READY"], os.environ["RANK"]), "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+def in_thread(run: RunFolder, folder: Path, act: threading.Thread) -> Outcome:
+    """The outcome of an endless run that `act` ends."""
+    act.start()
+    try:
+        return supervise(run, {}, Watch(lambda run: None, lambda: None, lambda text: None), share=False, engine=Program(ENDLESS, env={"READY": str(folder)}))
+    finally:
+        act.join()
+
+
+def ready(folder: Path) -> list[int]:
+    """Pids of two ranks once they run."""
+    pids = wait_for(lambda: [int(p.read_text() or 0) for p in folder.iterdir()] if len(list(folder.iterdir())) == 2 else None, "the ranks")
+    assert isinstance(pids, list)
+    return pids
+
+
+@pytest.mark.parametrize(("save", "code", "failure_class"), [(False, 15, "cancelled"), (True, 12, "preempted")])
+def test_cancelled_over_the_control_connection(tmp_path: Path, save: bool, code: int, failure_class: str) -> None:
+    run, folder = make_run(tmp_path, ["retry.preempted=5", "retry.infra=5"]), tmp_path / "ready"
+    folder.mkdir()
+    answers: list[object] = []
+
+    def cancel() -> None:
+        pids.extend(ready(folder))
+        answers.append(ask(run, {"type": "cancel", "save": save}))
+
+    pids: list[int] = []
+    outcome = in_thread(run, folder, threading.Thread(target=cancel))
+    assert (outcome.exit, outcome.failure_class) == (code, failure_class) and answers == [{"type": "ok"}]
+    assert len(run.attempts()) == 1, "it went on although it was asked to stop"
+    assert not any(alive(pid) for pid in pids)
+    assert ask(run, {"type": "cancel", "save": save}) is None
+
+
+def test_asked_to_stop_before_the_ranks_run(tmp_path: Path) -> None:
+    class Slow(StubAgent):
+        async def on_reserve(self, frame: Frame) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(30)
+
+    run = make_run(tmp_path, ["retry.preempted=5"])
+    began = time.monotonic()
+    outcome, told = supervised(run, Program(DONE), launcher=Debug(Slow))
+    assert (outcome.exit, outcome.failure_class) == (12, "preempted") and time.monotonic() - began < 15
+    assert "rank_started" not in json.dumps(told) and len(run.attempts()) == 1
