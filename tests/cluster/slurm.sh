@@ -45,7 +45,10 @@ JobCompType=jobcomp/filetxt
 JobCompLoc=$D/slurm/jobcomp.txt
 $([ "${TK_SACCT:-0}" != 1 ] || printf '%s\n' AccountingStorageType=accounting_storage/slurmdbd AccountingStorageHost=head AccountingStorageTRES=gres/gpu)
 NodeName=node[1-$N] CPUs=${TK_CPUS:-8} RealMemory=4000 Gres=gpu:$GPUS State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=5
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 CONF
     echo "CgroupPlugin=cgroup/v1" > "$D/slurm/cgroup.conf"    # said even if unused: autodetection fails without cgroups
     echo "Name=gpu Flags=nvidia_gpu_env File=$D/dev/nvidia[0-$((GPUS - 1))]" > "$D/slurm/gres.conf"
