@@ -26,9 +26,16 @@ TASK_ENDED = re.compile(rb"srun: error: (\S+): tasks? [\d,-]+: (?:Exited with ex
 
 
 class Slurm:
-    """Agents as the tasks of one step."""
+    """Agents as the tasks of one step.
+
+    Args:
+        further: more words of srun; outside an allocation srun makes one of its own, as they say.
+    """
 
     name = "slurm"
+
+    def __init__(self, further: Sequence[str] = ()) -> None:
+        self.further = tuple(further)
 
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
         return [srun_words(session, hosts, os.environ)]
