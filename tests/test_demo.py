@@ -16,6 +16,7 @@ def copy_jobs(project: Project) -> None:
     """This checkout's experiments, the files they include too."""
     shutil.copy(ROOT / "jobs.toml", project.path / "jobs.toml")
     shutil.copytree(ROOT / "jobs", project.path / "jobs")
+    (project.path / "jobs.local.toml").write_text(f'[clusters.here]\nnode_folder = "{project.path}/node"\n')  # slots of its own
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 import tomli
 
+from trainkit.cli.tasks import namespace
 from trainkit.data.indexed import IndexedWriter
+from trainkit.jobs.clusters import WatchLimits
 from trainkit.jobs.load import load
-from trainkit.jobs.schema import Job, Model, Training
+from trainkit.jobs.schema import Job, Model, Retry, Training
+from trainkit.launch.hosts import choose_hosts, hosts_of_file
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 GUIDES = sorted(DOCS.glob("*.md"))
@@ -55,6 +59,28 @@ def test_the_guide_to_sample_order_is_a_jobs_toml(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "40 400 uint16\n"), done.stderr
+
+
+def test_the_guide_to_clusters(tmp_path: Path) -> None:
+    """Its tables are a jobs.toml, its hostfile is one, and its commands have the words that tasks have."""
+    text = (DOCS / "clusters.md").read_text()
+    base = "[models.small]\nnum_layers = 1\nhidden_size = 32\nnum_attention_heads = 2\nseq_length = 16\nvocab_size = 512\n"
+    (tmp_path / "jobs.toml").write_text(base + "\n".join(re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)))
+    (hostfile,) = re.findall(r"^```hostfile\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "hostfile").write_text(hostfile)
+    job = load(tmp_path, {}).resolve("big").job
+    hosts = choose_hosts(job, tmp_path / "hostfile")
+    assert [host.name for host in hosts.hosts] == [os.uname().nodename, "node02", "node03", "node04"] and hosts.ranks_per_node == job.ranks_per_node == 8
+    assert len(hosts_of_file(tmp_path / "hostfile")) == 6
+    assert re.search(job.cluster.failures["cable"].match, "NET/IB : Got completion with error 12, opcode 0, len 0, vendor err 129")
+    for path in re.findall(r"`((?:watch|retry)\.[a-z_]+)`", text):
+        table, key = path.split(".")
+        assert key in (WatchLimits if table == "watch" else Retry).model_fields, path
+    commands = [line.split("#")[0].split() for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
+    assert len(commands) > 12
+    for _, task, *words in commands:
+        known = {name for argument in namespace[task].get_arguments() for name in argument.names} | {"json", "dry-run"}
+        assert {word[2:] for word in words if word.startswith("--")} <= {name.replace("_", "-") for name in known}, (task, words)
 
 
 def test_every_key_in_backquotes_exists() -> None:

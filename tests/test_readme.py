@@ -33,6 +33,7 @@ def test_its_commands_work_in_a_fresh_clone(tmp_path: Path) -> None:
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("VIRTUAL_ENV", "PYTEST", "COV", "PYTHON"))}
     environment = keep | {"TMPDIR": str(tmp_path), "COLUMNS": "160"}
+    (clone / "jobs.local.toml").write_text(f'[clusters.here]\nnode_folder = "{tmp_path}/node"\n')  # slots of its own: other tests run beside
     for line in commands():
         done = subprocess.run(["bash", "-ec", line], cwd=clone, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         assert done.returncode == 0, f"{line} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -91,9 +91,9 @@ class Cluster:
         """The words that run `argv` on `host`; on the head the process is that very program."""
         return [str(self.folder / "on"), host, *argv]
 
-    def on(self, host: str, *argv: str, timeout: float = 60) -> str:
+    def on(self, host: str, *argv: str, cwd: Path | None = None, timeout: float = 60) -> str:
         """What `argv` prints on `host`; fails unless it exits with 0."""
-        done = subprocess.run(self.command(host, *argv), capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(self.command(host, *argv), cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
         assert done.returncode == 0, f"{argv} on {host} exited with {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 

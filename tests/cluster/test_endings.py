@@ -90,6 +90,7 @@ VICTIMS: list[tuple[str, Callable[[Path, Process], bool], int]] = [
     ("pdsh", lambda run, p: p.pid == supervisor(run), signal.SIGTERM),
     ("ssh", lambda run, p: of_agent(p) and p.host == "node2", signal.SIGKILL),
     ("pdsh", lambda run, p: of_keeper(p) and p.host == "node1", signal.SIGKILL),
+    ("ssh", lambda run, p: (of_agent(p) or of_keeper(p)) and p.host == "node2", signal.SIGKILL),
     ("pdsh", lambda run, p: of_keeper(p) and p.host == "node1", signal.SIGTERM),
     ("pdsh", lambda run, p: of_transport("pdsh")(p), signal.SIGKILL),
     ("pdsh", lambda run, p: of_transport("pdsh")(p), signal.SIGTERM),

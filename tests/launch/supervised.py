@@ -26,7 +26,7 @@ from trainkit.runs.folder import RunFolder, new_run_folder
 
 DONE = """
 import json, os
-open(os.environ["TRAINKIT_HEARTBEAT_FILE"], "w").write(json.dumps({"phase": "done"}))
+open(os.environ["TRAINKIT_HEARTBEAT_FILE"], "w").write(json.dumps(dict(phase="done")))
 """
 
 

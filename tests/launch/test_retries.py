@@ -65,10 +65,10 @@ def test_hosts_of_the_next_attempt() -> None:
         return [host.name for host in found]
 
     assert names(choice.take(2, lambda n: False)) == ["h0", "h1"]
-    choice.leave_out("h0", "x")
+    choice.left_out["h0"] = "x"
     assert names(choice.take(2, lambda n: False)) == ["h1", "h2"]
-    choice.leave_out("h1", "x")
-    choice.leave_out("h2", "x")
+    choice.left_out["h1"] = "x"
+    choice.left_out["h2"] = "x"
     assert names(choice.take(2, lambda n: True)) == ["h3"]
     assert names(choice.take(2, lambda n: False)) == ["h0", "h1"] and not choice.left_out
 
@@ -118,7 +118,12 @@ def test_exit_0_of_a_rank_that_never_said_done(tmp_path: Path) -> None:
 
 
 class Dies(StubAgent):
-    """The agent of host h1 goes, with all it started, when its ranks run."""
+    """The agent of host h1 goes, with all it started, when its ranks run; there is no way to that host afterwards."""
+
+    async def run(self) -> None:
+        if self.session.run.startswith("sweep"):
+            raise OSError("no route to host")
+        await super().run()
 
     async def on_go(self, frame: Frame) -> None:
         await super().on_go(frame)
@@ -153,14 +158,17 @@ def test_a_lost_host_is_replaced_or_done_without(tmp_path: Path, hosts: int, nod
     assert time.monotonic() - began > 1 + 0.5 + 5, "the next attempt did not wait until the lost host had surely stopped"
 
 
-KILLS_ITS_AGENT = """
-import os, signal, subprocess, time
+KILLS_ITS_AGENT = f"""
+import os, signal, subprocess, sys, time
 from pathlib import Path
+if os.environ["ATTEMPT"] == "2":
+    {DONE.strip().replace(chr(10), "; ")}
+    sys.exit()
 if os.environ["RANK"] == "0":
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     (Path(os.environ["FOUND"]) / "pid").write_text(str(child.pid))
     agent = os.getppid()
-    keeper = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+    keeper = int(Path("/proc", str(agent), "stat").read_text().rpartition(")")[2].split()[1])
     time.sleep(0.5)
     os.kill(keeper, signal.SIGKILL)
     os.kill(agent, signal.SIGKILL)
@@ -169,12 +177,16 @@ time.sleep(600)
 
 
 def test_what_a_killed_agent_and_its_killed_keeper_leave_is_swept(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    outcome, told = supervised(run, Program(KILLS_ITS_AGENT, env={"FOUND": str(tmp_path)}))
-    assert (outcome.exit, outcome.failure_class) == (10, "infra") and told[-2]["event"] == "ended"
-    pid = int((tmp_path / "pid").read_text())
-    assert told[-1]["event"] == "swept" and pid in [each["pid"] for each in told[-1]["killed"]] and told[-1]["left"] == []
+    run = make_run(tmp_path, ["retry.infra=1", "cluster.watch.lease=60"])
+    began = time.monotonic()
+    outcome, _ = supervised(run, Program(KILLS_ITS_AGENT, env={"FOUND": str(tmp_path)}))
+    told = events(run, 1)
+    ended = next(e for e in told if e["event"] == "ended")
+    assert outcome.exit == 0 and (ended["exit"], ended["class"]) == (10, "infra")
+    pid, swept = int((tmp_path / "pid").read_text()), told[-2]
+    assert swept["event"] == "swept" and pid in [each["pid"] for each in swept["killed"]] and swept["left"] == []
     assert not alive(pid) and not list((tmp_path / "sessions").iterdir())
+    assert time.monotonic() - began < 60, "a host that has proved that nothing is left was waited for"
 
 
 class Silent(StubAgent):

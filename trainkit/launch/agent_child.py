@@ -51,7 +51,8 @@ class Child:
         self.redactor, self.writer = redactor, writer
         self.output = Output(self.key, self.log, redactor, writer, whole=bool(spec.get("whole")), told=bool(spec.get("output", True)))
         self.code: int | None = None
-        self.began, self.ended_at = time.monotonic(), 0.0
+        self.began = time.monotonic()
+        self.ended_at, self._log_until = 0.0, 0.0
         self.stopped = False  # we told it to end
         self._beat_seen = (0, 0)
         own = {MARK_VARIABLE: mark, PARENT_VARIABLE: str(os.getpid())}
@@ -117,7 +118,7 @@ class Child:
         """Reap it if it has ended, kill what it left behind and read the rest of its output. Returns whether that was now."""
         if not self.running or not self._has_ended():
             return False
-        self.ended_at = time.time()
+        self.ended_at, self._log_until = time.time(), time.monotonic() + LOG_SECONDS
         self.signal(signal.SIGKILL, group=True)  # before the reaping: until then the group's number is nobody else's
         self.code = self.process.wait()
         for _ in range(20):
@@ -132,7 +133,7 @@ class Child:
 
     def logged(self) -> bool:
         """Whether its log is written as far as it can be, or has taken too long."""
-        return self.log is None or self.writer.idle(self.log) or time.time() > self.ended_at + LOG_SECONDS
+        return self.log is None or self.writer.idle(self.log) or time.monotonic() > self._log_until
 
     def beat(self) -> dict[str, Any] | None:
         """What its heartbeat file says, if that changed since the last call."""

@@ -75,7 +75,8 @@ class AttemptEnd:
         survivors: processes that outlived everything, by host.
         unanswered: hosts that did not say what is left on them.
         vanished: hosts whose agents ended although they were not asked to: what they started may still be there.
-        lost_at: when a contact was lost, by time.monotonic(); None: none was.
+        lost: how many contacts were lost.
+        lost_at: when the last of them was heard last, by time.monotonic(); None: none was lost, or nothing is left there.
         again: another attempt follows; the supervisor decides.
     """
 
@@ -85,6 +86,7 @@ class AttemptEnd:
     survivors: list[dict[str, Any]] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
     vanished: list[str] = field(default_factory=list)
+    lost: int = 0
     lost_at: float | None = None
     again: bool = False
 
@@ -151,7 +153,14 @@ class Attempt:
         outcome = outcome or judge_outcome(self.ends, len(self.node_of), self.setting.asks.first, self.losses, self.setting.rules)
         unanswered = [host.name for node, host in enumerate(self.session.hosts) if node not in self.stopped] if self.node_of else []
         return AttemptEnd(
-            self._clean(outcome), self.began, self.pulse.step(), survivors, unanswered, [lost.host for lost in self.losses if not lost.silent], self.lost_at
+            self._clean(outcome),
+            began=self.began,
+            step=self.pulse.step(),
+            survivors=survivors,
+            unanswered=unanswered,
+            vanished=[lost.host for lost in self.losses if not lost.silent],
+            lost=len(self.losses),
+            lost_at=self.lost_at,
         )
 
     async def _guarded(self, crew: Crew) -> Outcome | None:

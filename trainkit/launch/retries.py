@@ -50,11 +50,7 @@ class Choice:
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = tuple(hosts)
-        self.left_out: dict[str, str] = {}  # why, by name
-
-    def leave_out(self, name: str, why: str) -> None:
-        """Do not take this host while others will do."""
-        self.left_out[name] = why
+        self.left_out: dict[str, str] = {}  # why, by name: not taken while others will do
 
     def usable(self) -> list[Host]:
         """Those not left out, in order."""

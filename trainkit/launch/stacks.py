@@ -41,7 +41,8 @@ class Stacks:
 
     def write(self) -> None:
         """One file a rank: attempts/N/stacks/RANK.txt."""
-        for rank, text in self.texts.items():
+        for rank in sorted({*self.texts, *self.silent}):
+            text = self.texts.get(rank) or f"it did not answer (state {self.states.get(rank, 'unknown')})\n"
             write_text(self.folder / f"{rank}.txt", text.encode("utf-8", "replace").decode())
 
     def judge(self, pulse: Pulse, ranks: Collection[int], host_of: Callable[[int], str], seconds: float) -> Outcome:

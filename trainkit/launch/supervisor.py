@@ -130,14 +130,16 @@ class Supervisor:
             raise
         end = self._judged(end)
         self._record(end)
-        await self._sweep([host for host in hosts if host.name in end.vanished])
+        if await self._sweep([host for host in hosts if host.name in end.vanished]) == end.lost:
+            end.lost_at = None
         return end
 
-    async def _sweep(self, hosts: Sequence[Host]) -> None:
-        """End what dead agents have left: their keepers see to it, but whoever kills an agent may have killed its keeper too."""
+    async def _sweep(self, hosts: Sequence[Host]) -> int:
+        """End what dead agents have left: their keepers see to it, but whoever kills an agent may have killed its keeper too. Returns how many hosts
+        have proved that nothing is left."""
         assert self.attempt is not None
         if not hosts:
-            return
+            return 0
         try:
             async with asyncio.timeout(2 * SWEEP_SECONDS):
                 reports = await sweep_hosts(self.run, self.job.cluster, hosts, SWEEP_SECONDS, kill=True, launcher=self.launcher)
@@ -145,6 +147,7 @@ class Supervisor:
             reports = [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
         for report in reports:
             self.attempt.events.write("swept", **asdict(report))
+        return sum(report.error is None and not report.left for report in reports)
 
     def _judged(self, end: AttemptEnd) -> AttemptEnd:
         """The end with its verdict: whether there will be another attempt."""
@@ -152,28 +155,26 @@ class Supervisor:
         if self.asks.first or outcome.failure_class in ("success", "cancelled"):
             return end
         self.began = self.began or end.began
-        self._leave_out(end)
-        if not self.began and not (outcome.suspects and len(self.hosts.usable()) >= self.job.nodes):
+        cause = outcome.root_cause or {}
+        whys = {row["host"]: row["why"] for row in cause.get("hosts", ())}
+        suspects = {host: str(whys.get(host) or cause.get("message")) for host in outcome.suspects} if len(self.hosts.hosts) > 1 else {}
+        self.hosts.left_out |= suspects
+        if not self.began and not (suspects and len(self.hosts.usable()) >= self.job.nodes):
             return end  # a person waits for this start, and no spare can mend it
         verdict = self.budgets.after(end)
         end.again = verdict == "again"
+        self._leave_out(suspects)
         if verdict == "no-progress":
-            cause = {**(outcome.root_cause or {}), "class": "no-progress"}
+            cause = {**cause, "class": "no-progress"}
             cause["message"] = f"failed {self.budgets.same_step} times in the same way at step {end.step}: {cause.get('message')}"
             end.outcome = Outcome(Exit.NO_PROGRESS, "no-progress", cause, outcome.suspects)
         return end
 
-    def _leave_out(self, end: AttemptEnd) -> None:
-        """Keep suspected hosts away from the next attempt, and for a while from other runs too; but not for what a person who tries to start has still
-        to mend."""
+    def _leave_out(self, suspects: Mapping[str, str]) -> None:
+        """Say which hosts the next attempt will not have, and keep them from other runs for a while; but never for what a person who tries to start has
+        still to mend."""
         assert self.attempt is not None
-        if len(self.hosts.hosts) < 2:
-            return
-        cause = end.outcome.root_cause or {}
-        whys = {row["host"]: row["why"] for row in cause.get("hosts", ())}
-        for host in end.outcome.suspects:
-            why = str(whys.get(host) or cause.get("message"))
-            self.hosts.leave_out(host, why)
+        for host, why in suspects.items():
             if self.began:
                 suspect(self.run.root, host, why, self.run.id, self.job.cluster.quarantine_seconds)
             self.attempt.events.write("host_left_out", host=host, why=why)
@@ -218,7 +219,7 @@ class Supervisor:
         return job if make_plan(job, rules=RULES[job.engine]).feasible and not self.engine.problems(job) else None
 
     async def _until_lost_hosts_have_stopped(self, end: AttemptEnd) -> None:
-        """Ranks of a host that we lost end when its lease does; two attempts must never write at the same time."""
+        """Ranks of a host that we lost end when its lease does, if it cannot tell that they have; two attempts must never write at the same time."""
         if end.lost_at is None:
             return
         watch = self.job.cluster.watch
