@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -176,15 +177,20 @@ def test_names_with_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_how_long_before_the_limit(tmp_path: Path) -> None:
+    """Twice a step of 20 s and a save of 400 s, and the minute in which Slurm looks."""
     run = RunFolder(tmp_path)
-    assert seconds_before_limit(run, 1.0) == 300, "no save was seen yet"
+    chosen = job("jean-zay-7-5b")
     folder = run.checkpoints / "step-00000010"
     folder.mkdir(parents=True)
     for name, at in (("0.bin", 1000), ("manifest.json", 1400)):
         (folder / name).write_text("{}")
         os.utime(folder / name, (at, at))
-    assert seconds_before_limit(run, 20.0) == 2 * (400 + 20) + 60
-    assert seconds_before_limit(run, None) == 300
+    assert seconds_before_limit(run, chosen) == 300, "no step was seen yet"
+    tokens = chosen.global_batch_size * chosen.model.seq_length
+    run.metrics.write_text("".join(json.dumps({"step": n, "lm_loss": 1.0, "tokens_per_second": tokens / 20}) + "\n" for n in range(1, 11)))
+    assert seconds_before_limit(run, chosen) == 2 * (400 + 20) + 60
+    shutil.rmtree(run.checkpoints)
+    assert seconds_before_limit(run, chosen) == 300, "no save was seen yet"
 
 
 def test_what_the_record_says_of_the_queue(tmp_path: Path) -> None:

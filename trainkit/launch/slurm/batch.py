@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from trainkit.base.errors import Exit, TrainkitError
@@ -19,7 +19,8 @@ from trainkit.launch.launchers import head_address
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.slurm.allocation import Granted, ask, granted, hosts_of
 from trainkit.launch.slurm.queue import look, restarts
-from trainkit.launch.slurm.submit import forget_secrets, read_secrets, submit
+from trainkit.launch.slurm.script import seconds_before_limit
+from trainkit.launch.slurm.submit import forget_secrets, read_secrets, submit, write_script
 from trainkit.launch.supervisor import Supervisor
 from trainkit.launch.watch import Watch
 from trainkit.runs.folder import RunFolder
@@ -102,10 +103,12 @@ class BatchSupervisor(Supervisor):
     def _choose(self) -> tuple[Host, ...]:
         return self.hosts.hosts  # all that the job was given; a job never shrinks here, Slurm gives it other nodes
 
-    def _leave_out(self, end: AttemptEnd) -> None:
+    def _leave_out(self, suspects: Mapping[str, str]) -> None:
         """No quarantine: which nodes are good is for Slurm to say."""
-        for host in end.outcome.suspects:
-            self.hosts.leave_out(host, str((end.outcome.root_cause or {}).get("message")))
+
+    async def _sweep(self, hosts: Sequence[Host]) -> int:
+        """Where another job goes on, Slurm has ended this one's processes before; a dead node could not be asked anyway."""
+        return 0 if self.later else await super()._sweep(hosts)
 
     def _judged(self, end: AttemptEnd) -> AttemptEnd:
         """The end with its verdict: again in this allocation, later in another, or not at all."""
@@ -197,6 +200,7 @@ def _successor(run: RunFolder, supervisor: BatchSupervisor, entry: SlurmJob) -> 
     """With resume = "chain" a successor waits for our end, whatever that is; it is taken back where it will not be needed. So are secrets."""
     waiting = next((job.id for job in read_slurm_jobs(run) if job.follows == entry.id), None)
     if supervisor.job.resume == "chain" and waiting is None:
+        write_script(run, supervisor.job, {}, seconds=seconds_before_limit(run, supervisor.job))
         waiting = submit(run, first_attempt=entry.first_attempt, follows=entry.id)
     try:
         yield

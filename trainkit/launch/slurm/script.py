@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Mapping
@@ -13,9 +14,10 @@ from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
 from trainkit.launch.session import SAFE_PATH
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.summary import summarize
 
 SIGNAL_SECONDS = 300  # before the time limit, where no save of the run was seen yet
-LEAST_SIGNAL_SECONDS = 60  # Slurm looks at time limits once in that time
+PRECISION_SECONDS = 60  # Slurm looks at time limits once in that time
 # What a job gets of its submitter's environment; the rest is what a login on the node gives, and the prolog. slurm.export says otherwise.
 EXPORTED = ("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LC_ALL", "TZ")
 
@@ -80,15 +82,13 @@ def allocation_variables(options: Mapping[str, str | int | bool]) -> dict[str, s
     return {variable: str(options[name]) for name, variable in names.items() if name in options}
 
 
-def seconds_before_limit(run: RunFolder, step_seconds: float | None) -> int:
-    """How long before its time limit a run must be told to save: twice the last step and save, at least Slurm's own precision.
-
-    Args:
-        step_seconds: of a usual step; None where none is known.
-    """
+def seconds_before_limit(run: RunFolder, job: Job) -> int:
+    """How long before its time limit a run must be told to save: twice the last step and save, and Slurm's own precision."""
+    speed = summarize(run).tokens_per_second
     saved = sorted(run.checkpoints.glob("step-*/manifest.json")) if run.checkpoints.is_dir() else []
-    if not saved or step_seconds is None:
+    if not saved or not speed:
         return SIGNAL_SECONDS
+    step = job.global_batch_size * job.model.seq_length / speed
     folder = saved[-1].parent
     times = [file.stat().st_mtime for file in folder.rglob("*") if file.is_file()]
-    return max(LEAST_SIGNAL_SECONDS, round(2 * (max(times) - min(times) + step_seconds)) + LEAST_SIGNAL_SECONDS)
+    return math.ceil(2 * (max(times) - min(times) + step)) + PRECISION_SECONDS

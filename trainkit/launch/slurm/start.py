@@ -19,7 +19,6 @@ from trainkit.launch.supervisor import locked_run
 from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan
 from trainkit.runs.folder import RunFolder, new_run_folder
-from trainkit.runs.summary import summarize
 from trainkit.stages.contract import Need
 
 
@@ -48,7 +47,5 @@ def submit_again(run: RunFolder, job: Job, document: dict[str, Any], *, code: bo
         if code:
             link_code(take_snapshot(PACKAGE, run.root / "code", project).folder, run.code)
         write_changed_job(run.job, document)
-        speed = summarize(run).tokens_per_second
-        step = job.global_batch_size * job.model.seq_length / speed if speed else None
-        write_script(run, job, secrets, seconds=seconds_before_limit(run, step))
+        write_script(run, job, secrets, seconds=seconds_before_limit(run, job))
         return submit(run, first_attempt=max((attempt.number for attempt in run.attempts()), default=0) + 1)
