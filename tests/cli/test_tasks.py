@@ -19,6 +19,7 @@ TASK_NAMES = [
     "check",
     "data-stats",
     "data-verify",
+    "doctor",
     "evaluate",
     "export",
     "generate",

@@ -26,7 +26,7 @@ GIB = 2**30
 def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
     """The task `nodes`."""
     jobs = load_jobs(talk)
-    chosen = jobs.cluster(cluster or _usual_cluster(talk, jobs))
+    chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
     root = Path(chosen.root or ".")
     if release_host:
         if not release(root, release_host):
@@ -48,7 +48,7 @@ def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
     return Answer(document("nodes/1", cluster=chosen.name, hosts=rows), Exit.HEALTH if unreachable else Exit.DONE)
 
 
-def _usual_cluster(talk: Talk, jobs: Jobs) -> str:
+def usual_cluster(talk: Talk, jobs: Jobs) -> str:
     """The cluster of the job in [defaults]."""
     job = jobs.default_job
     if job is None:

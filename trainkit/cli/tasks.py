@@ -266,6 +266,21 @@ def nodes(talk: Talk, cluster: str = "", hostfile: str = "", release: str = "") 
     return looker.nodes(talk, cluster, hostfile, release)
 
 
+@make_task(
+    help={
+        "cluster": "of this cluster of jobs.toml; by default that of the job in [defaults]",
+        "hostfile": "another hostfile than the cluster's",
+        "all-reduce": "also measure all-reduces between pairs of hosts: names a slow one",
+    },
+    reports=True,
+)
+def doctor(talk: Talk, cluster: str = "", hostfile: str = "", all_reduce: bool = False) -> Answer:
+    """Look for what is wrong with the hosts of a cluster, with advice; exit 7 if something is."""
+    from trainkit.cli import doctor as examiner
+
+    return examiner.doctor(talk, cluster, hostfile, all_reduce=all_reduce)
+
+
 @make_task(help={"run": "only this run", "port": "the port to listen on"}, dry=True)
 def tensorboard(talk: Talk, run: str = "", port: int = 6006) -> None:
     """Open TensorBoard over all runs."""
@@ -395,5 +410,5 @@ def bench(talk: Talk, name: str = "", list: bool = False, quick: bool = False, d
 
 namespace = Collection(
     *(jobs, show, check, plan, build, prep_data, data_stats, data_verify, train, resume, attach, cancel),
-    *(runs, status, why, logs, nodes, tensorboard, report, generate, evaluate, export, test, bench),
+    *(runs, status, why, logs, nodes, doctor, tensorboard, report, generate, evaluate, export, test, bench),
 )

@@ -38,7 +38,7 @@ class Slurm:
         self.further = tuple(further)
 
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        return [srun_words(session, hosts, os.environ)]
+        return [self._words(session, hosts)]
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
         if shutil.which("srun") is None:
@@ -46,8 +46,12 @@ class Slurm:
         write_text(node_script(session), node_text(session, hosts), 0o755)
         environment = {name: value for name, value in os.environ.items() if not NOT_FOR_AGENTS.fullmatch(name)}
         output = session.logs / "srun.log"
-        child = start_transport(srun_words(session, hosts, os.environ), output, environment=environment, keep_stdin=False)
+        child = start_transport(self._words(session, hosts), output, environment=environment, keep_stdin=False)
         return _Step(child, output, {node: log_of(session, node) for node in range(len(hosts))}, {host.name: node for node, host in enumerate(hosts)})
+
+    def _words(self, session: Session, hosts: Sequence[Host]) -> tuple[str, ...]:
+        program, *rest = srun_words(session, hosts, os.environ)
+        return (program, *self.further, *rest)
 
 
 def srun_words(session: Session, hosts: Sequence[Host], environment: Mapping[str, str]) -> tuple[str, ...]:
