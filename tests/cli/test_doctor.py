@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_rounds_are_disjoint_pairs_and_none_comes_twice(count: int) -> None:
     assert min(some.count(node) for node in nodes) >= min(2, count - 1), "a host with one partner cannot be told from it"
 
 
-def pairs_of(speeds: dict[tuple[int, int], float | None]) -> list[Pair]:
+def pairs_of(speeds: Mapping[tuple[int, int], float | None]) -> list[Pair]:
     return [Pair(*pair, speed, "" if speed is not None else "connection closed") for pair, speed in speeds.items()]
 
 

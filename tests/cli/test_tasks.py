@@ -22,6 +22,7 @@ TASK_NAMES = [
     "doctor",
     "evaluate",
     "export",
+    "fleet",
     "generate",
     "jobs",
     "logs",

@@ -281,6 +281,24 @@ def doctor(talk: Talk, cluster: str = "", hostfile: str = "", all_reduce: bool =
     return examiner.doctor(talk, cluster, hostfile, all_reduce=all_reduce)
 
 
+@make_task(
+    positional=["verb"],
+    help={
+        "verb": "start, stop or status",
+        "cluster": "a cluster of jobs.toml with a fleet; by default that of the job in [defaults]",
+        "wait": "seconds until start or stop must be done",
+    },
+    reports=True,
+    dry=True,
+    at_least={"wait": 0},
+)
+def fleet(talk: Talk, verb: str, cluster: str = "", wait: float = 900.0) -> Answer:
+    """Start or stop the compute nodes of an AWS ParallelCluster and wait until it is done, or say how they are."""
+    from trainkit.cli import fleet as keeper
+
+    return keeper.fleet(talk, verb, cluster, wait)
+
+
 @make_task(help={"run": "only this run", "port": "the port to listen on"}, dry=True)
 def tensorboard(talk: Talk, run: str = "", port: int = 6006) -> None:
     """Open TensorBoard over all runs."""
@@ -410,5 +428,5 @@ def bench(talk: Talk, name: str = "", list: bool = False, quick: bool = False, d
 
 namespace = Collection(
     *(jobs, show, check, plan, build, prep_data, data_stats, data_verify, train, resume, attach, cancel),
-    *(runs, status, why, logs, nodes, doctor, tensorboard, report, generate, evaluate, export, test, bench),
+    *(runs, status, why, logs, nodes, doctor, fleet, tensorboard, report, generate, evaluate, export, test, bench),
 )

@@ -72,6 +72,13 @@ class WatchLimits(Table):
     clock: float = Field(30, gt=0, description="that the clocks of two hosts may differ")
 
 
+class Fleet(Table):
+    """The compute nodes of an AWS ParallelCluster, which `fleet` starts and stops."""
+
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9-]*$", description="the cluster's name, as pcluster knows it")
+    region: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="its AWS region; by default that of your AWS configuration")
+
+
 class Cluster(Table):
     """Where jobs run."""
 
@@ -95,6 +102,7 @@ class Cluster(Table):
     slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch")
     stages: dict[Annotated[str, Field(pattern=NAME)], StagePlace] = Field(default_factory=dict, description="where stages run, by their names")
     filesystems: dict[Annotated[str, Field(pattern=NAME)], Filesystem] = Field(default_factory=dict, description="shared file systems, by names of your own")
+    fleet: Fleet | None = Field(None, description="its nodes are an AWS ParallelCluster's")
     gpus_per_node: int = Field(0, ge=0, description="GPUs (or cores of another accelerator) of one node")
     max_nodes: int | None = Field(None, ge=1, description="nodes there are")
     ranks_per_node: int | None = Field(None, ge=1, description="processes a node; by default gpus_per_node, at least 1; slots of a hostfile override it")
