@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.cluster.machines import HEAD
-from tests.cluster.slurm_project import SlurmProject
+from tests.cluster.machines import HEAD, Cluster, NoCluster
+from tests.cluster.slurm_project import SlurmProject, make_slurm_project
 from tests.conftest import wait_for
 
 
@@ -30,6 +31,7 @@ def test_inside_salloc(slurm: SlurmProject) -> None:
     slurm.invoke("train", "random", "--existing", exit=3)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_goes_on_in_the_same_allocation(slurm: SlurmProject) -> None:
     slurm.ranks_count(50)
     run, id = slurm.submit()
@@ -41,6 +43,7 @@ def test_a_killed_rank_goes_on_in_the_same_allocation(slurm: SlurmProject) -> No
     assert [entry["id"] for entry in slurm.slurm_jobs(run)] == [id] and slurm.count() == 50
 
 
+@pytest.mark.slow
 def test_the_supervisor_is_killed(slurm: SlurmProject) -> None:
     """Its agents stop by themselves, the job ends, and the run can go on by hand; nothing is left."""
     slurm.ranks_count(50)
@@ -56,6 +59,7 @@ def test_the_supervisor_is_killed(slurm: SlurmProject) -> None:
     assert slurm.document("status", run.name)["attempt"] == 2
 
 
+@pytest.mark.slow
 def test_slurmctld_restarts(slurm: SlurmProject) -> None:
     """While the job waits, and while it runs: who follows says so and goes on, the run does not notice."""
     slurm.ranks_count(80)
@@ -98,6 +102,7 @@ def test_what_sbatch_refuses_leaves_nothing(slurm: SlurmProject) -> None:
     assert "invalid partition specified: nowhere" in said and not slurm.runs()
 
 
+@pytest.mark.slow
 def test_a_script_submitted_by_hand(slurm: SlurmProject) -> None:
     """The script of a run that ended goes on with it, as it stands."""
     slurm.ranks_count(40)
@@ -109,6 +114,37 @@ def test_a_script_submitted_by_hand(slurm: SlurmProject) -> None:
     assert slurm.slurm_jobs(run)[-1]["id"] == id and slurm.document("status", id)["attempt"] == 2
 
 
+@pytest.mark.slow
+def test_secrets_travel_in_no_environment_of_the_job(slurm: SlurmProject) -> None:
+    """Ranks have them, after a requeue too; the job's own environment, its script and every file that is left have not."""
+    secret = "hunter2-hunter2"
+    text = (slurm.path / "jobs.toml").read_text()
+    (slurm.path / "jobs.toml").write_text(text.replace("ranks_per_node = 2", 'ranks_per_node = 2\nsecrets = ["THE_KEY"]', 1))
+    slurm.ranks_do(
+        """
+        import os, time
+        open(f"{os.environ['HERE']}/knows-{attempt}-{rank}", "w").write(str(len(os.environ["THE_KEY"])))
+        beat(1)
+        while attempt == 1: time.sleep(0.1)
+        done()
+        """
+    )
+    text = (slurm.path / "jobs.toml").read_text()
+    (slurm.path / "jobs.toml").write_text(text.replace("env = { RANK_DOES", f'env = {{ HERE = "{slurm.path}", RANK_DOES'))
+    slurm.invoke("train", "random", exit=3)
+    slurm.invoke("train", "random", "--detach", THE_KEY=secret)
+    (run,) = slurm.runs()
+    id = slurm.slurm_jobs(run)[0]["id"]
+    wait_for(lambda: len(list(slurm.path.glob("knows-1-*"))) == 4, "ranks", timeout=60)
+    supervisors = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("supervisor.py") for word in p.argv)]
+    assert supervisors and all(secret.encode() not in Path(f"/proc/{p.pid}/environ").read_bytes() for p in supervisors)
+    assert (run / "launch" / "secrets.json").stat().st_mode & 0o777 == 0o600
+    slurm.cluster.on(HEAD, "scontrol", "requeue", id)
+    slurm.wait_state(run, "succeeded", timeout=120)
+    assert {path.read_text() for path in slurm.path.glob("knows-2-*")} == {str(len(secret))}
+    assert not [p for p in run.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
+
+
 def test_nodes_are_those_of_sinfo(slurm: SlurmProject) -> None:
     slurm.cluster.on(HEAD, "scontrol", "update", "NodeName=node3", "State=DRAIN", "Reason=bad fan")
     try:
@@ -116,6 +152,43 @@ def test_nodes_are_those_of_sinfo(slurm: SlurmProject) -> None:
     finally:
         slurm.cluster.on(HEAD, "scontrol", "update", "NodeName=node3", "State=RESUME")
     assert "drain" in rows["node3"]["state"] and rows["node3"]["reason"] == "bad fan" and rows["node1"]["state"] == "idle"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [{"TK_CGROUP": "0"}, {"TK_SACCT": "1"}], ids=["linuxproc", "slurmdbd"])
+def test_other_slurms(variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process tracking that loses daemons, and accounting: nothing is left of ranks that leave their session, and the run goes on after a requeue."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    try:
+        cluster = Cluster(tmp_path / "cluster", 2, slurm=True)
+    except NoCluster as why:
+        pytest.skip(str(why))
+    try:
+        slurm = make_slurm_project(tmp_path / "project", cluster)
+        slurm.ranks_do(
+            """
+            import subprocess, time
+            subprocess.run(["setsid", "--fork", "sleep", "1000"])
+            beat(1)
+            while attempt == 1: time.sleep(0.1)
+            done()
+            """
+        )
+        run, id = slurm.submit()
+        wait_for(lambda: len(_sleepers(cluster)) == 4, "the ranks' daemons", timeout=60)
+        cluster.on(HEAD, "scontrol", "requeue", id)
+        slurm.wait_state(run, "succeeded", timeout=120)
+        wait_for(lambda: not slurm.jobs() and not cluster.processes_of(run.name), "nothing to be left", timeout=30)
+        assert not _sleepers(cluster)
+        if "TK_SACCT" in variables:
+            assert "COMPLETED" in cluster.on(HEAD, "sacct", "--allocations", "--noheader", f"--jobs={id}", "--format=State")
+    finally:
+        cluster.close()
+
+
+def _sleepers(cluster: Cluster) -> list[int]:
+    return [p.pid for p in cluster.processes() if p.argv == ("sleep", "1000")]
 
 
 @pytest.mark.slow

@@ -108,6 +108,7 @@ def test_requeue_goes_on_in_one_record(slurm: SlurmProject) -> None:
     assert output.read_text().count("run ") >= 2
 
 
+@pytest.mark.slow
 def test_the_time_limit_comes_near(slurm: SlurmProject) -> None:
     """USR1 before the limit: save, requeue by ourselves, go on; the limit itself never strikes."""
     slurm.ranks_count(120)
@@ -119,6 +120,7 @@ def test_the_time_limit_comes_near(slurm: SlurmProject) -> None:
     slurm.invoke("cancel", run.name, exit=15)
 
 
+@pytest.mark.slow
 def test_a_job_of_higher_priority_takes_the_nodes(slurm: SlurmProject) -> None:
     slurm.ranks_count(80)
     slurm.slurm(nodelist="node[1-2]")
@@ -132,6 +134,7 @@ def test_a_job_of_higher_priority_takes_the_nodes(slurm: SlurmProject) -> None:
     assert slurm.count() == 80 and slurm.document("status", id)["attempt"] == 2
 
 
+@pytest.mark.slow
 def test_a_chain_does_without_requeue(slurm: SlurmProject) -> None:
     """resume = "chain": a successor waits from the beginning, and is taken back when it is not needed."""
     slurm.ranks_count(60)
@@ -147,6 +150,7 @@ def test_a_chain_does_without_requeue(slurm: SlurmProject) -> None:
     wait_for(lambda: not slurm.jobs(), "no successor to be left", timeout=30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["node1", "node2"], ids=["batch-host", "other-host"])
 def test_a_node_crashes(slurm: SlurmProject, host: str) -> None:
     """Slurm puts the job back into the queue; on good nodes it goes on from the last step saved."""

@@ -17,6 +17,7 @@ from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import write_hosts
 from trainkit.launch.launchers import head_address
 from trainkit.launch.outcome import Ask, Outcome
+from trainkit.launch.retries import Budgets
 from trainkit.launch.slurm.allocation import Granted, ask, granted, hosts_of
 from trainkit.launch.slurm.queue import look, restarts
 from trainkit.launch.slurm.script import seconds_before_limit
@@ -75,6 +76,9 @@ class BatchSupervisor(Supervisor):
             ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
             retry: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "retry"), {})
             began = any(event["event"] == "go" for event in events)
+            if ended is not None and not retry and ended["class"] != "preempted":
+                self.budgets = Budgets(self.job.retries)  # it was the end; that the job runs again is a person's word: scontrol requeue
+                continue
             if ended is None:
                 kind: str = "infra"  # its node, or KILL without a word
                 end = AttemptEnd(Outcome(Exit.RANK_INFRA, "infra", {"message": "its supervisor was gone without a word"}), began, last_step(self.run))
