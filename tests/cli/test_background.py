@@ -91,6 +91,9 @@ def test_saved_by_cancel_and_cancelled_without_a_supervisor(project: Project, ru
     assert "has no supervisor that could be asked" in out and "nothing" in out
     assert not any(map(alive, ranks(running, 2)))
     assert "is gone and left no word" in project.invoke("why", "last").stdout
+    status = project.document("status", "last")
+    assert status["state"] == "cancelled" and "left no word" in status["root_cause"]["message"]
+    assert "has ended already" in project.invoke("cancel", "last").stdout
 
 
 def test_words_that_contradict_each_other(project: Project) -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+import trainkit
 from tests.conftest import Project
+from tests.runs.test_record import begin, sign
 from trainkit.base.errors import ConfigError
 from trainkit.cli.hosts import HostWords, hosts_of_job, resolve_on_hosts, sets_of_hosts
 from trainkit.cli.nodes import nodes
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import Jobs, load
+from trainkit.jobs.resolved import write_job
+from trainkit.launch.hosts import write_hosts
 from trainkit.launch.quarantine import quarantined, suspect
+from trainkit.launch.snapshot import link_code, take_snapshot
+from trainkit.runs.folder import RunFolder
 
 FAR = """
 [clusters.far]
@@ -56,7 +63,8 @@ def test_never_fewer_hosts_than_asked_for(project: Project, jobs: Jobs) -> None:
 
 def test_hosts_in_quarantine_are_passed_over_and_let_in_again(project: Project, jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     suspect(project.path, "n1", "Xid 79", "some-run", 1000)
-    assert [h.name for h in resolve_on_hosts(jobs, "random", [], far(nodes=2))[1].hosts] == ["n2", "n3", "n4"]
+    chosen = resolve_on_hosts(jobs, "random", [], far(nodes=2))[1]
+    assert [h.name for h in chosen.hosts] == ["n2", "n3", "n4"] and chosen.left_out == ("n1",)
     with pytest.raises(ConfigError, match=r"wants 4 nodes.*; n1 is left out: Xid 79 \(run some-run\), until") as error:
         resolve_on_hosts(jobs, "random", [], far(nodes=4))
     assert error.value.exit == 8 and "--release" in str(error.value)
@@ -98,6 +106,25 @@ def test_nodes_of_this_machine(project: Project, jobs: Jobs) -> None:
     assert "of job text, named in [defaults]" in project.invoke("nodes").stdout
     assert "has no cluster 'fra'" in project.invoke("nodes", "--cluster", "fra", exit=3).stderr
     assert "--hostfile is for clusters" in project.invoke("nodes", "--cluster", "here", "--hostfile", "hosts", exit=3).stderr
+
+
+def test_a_run_whose_head_is_gone(project: Project, jobs: Jobs) -> None:
+    """Its hosts are asked from here; one that will never answer again must not keep it from going on for ever."""
+    (project.path / "hosts").write_text("nowhere-1.invalid slots=2\n")
+    resolved, hosts = resolve_on_hosts(jobs, "random", ['cluster.launcher="ssh"'], far())
+    run = RunFolder(project.path / "runs" / "random" / "20260101-000000-aaaa")
+    run.path.mkdir(parents=True)
+    write_job(run.job, resolved)
+    write_hosts(run, hosts)
+    link_code(take_snapshot(Path(trainkit.__file__).parent, project.path / "code").folder, run.code)
+    begin(run, host="elsewhere")
+    sign(run, ago=3600, host="elsewhere")
+    assert project.document("status", "last", exit=0)["state"] == "unknown"
+    assert "no sign of life since" in project.invoke("resume", "last", "--dry-run", exit=13).stderr
+    (row,) = project.document("cancel", "last", exit=13)["hosts"]
+    assert row["host"] == "nowhere-1.invalid" and not row["answered"] and "has no address here" in row["error"]
+    assert project.document("cancel", "last", "--force", exit=15)["state"] == "cancelled"
+    assert "has ended already" in project.invoke("cancel", "last").stdout
 
 
 def test_hosts_without_an_address(project: Project, jobs: Jobs) -> None:

@@ -127,12 +127,12 @@ def test_following_several_logs_to_the_end(project: Project, run: RunFolder, cap
     events = begin(run, 3)  # this process is its supervisor, and lives
     for rank in range(2):
         run.attempt(3).log(rank).parent.mkdir(exist_ok=True)
-        run.attempt(3).log(rank).write_text("")
+        run.attempt(3).log(rank).write_text("torn" if rank else "")
         events.write("rank_started", rank=rank, host="node1", pid=1)
 
     def write() -> None:
         with open(run.attempt(3).log(0), "a") as one, open(run.attempt(3).log(1), "a") as two:
-            for file, text in ((one, "half a "), (two, "from one\n"), (one, "line\n")):
+            for file, text in ((one, "half a "), (two, "from one\n"), (one, "line\n"), (two, "last")):
                 file.write(text)
                 file.flush()
                 time.sleep(0.3)
@@ -142,7 +142,7 @@ def test_following_several_logs_to_the_end(project: Project, run: RunFolder, cap
     thread.start()
     logs.logs(talk(project), "last", "0-1", "", 0, follow=True, lines=0)
     thread.join()
-    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] half a line", "[1] from one"]
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] half a line", "[1] last", "[1] tornfrom one"]
 
 
 def test_status_again_until_the_end(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +154,15 @@ def test_status_again_until_the_end(project: Project, run: RunFolder, capsys: py
     timer.join()
     out = capsys.readouterr().out
     assert answer.document["state"] == "preempted" and out.count("attempt 3") > 1 and "running" in out
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    other = RunFolder(run.path.with_name("20260102-000000-bbbb"))
+    other.supervisor.parent.mkdir(parents=True)
+    other.job.write_text("{}")
+    other.supervisor.write_text('{"schema": "supervisor/9"}')
+    assert [row["run"] for row in follow.runs(talk(project), "").document["runs"]] == [run.id]
+    assert "20260102-000000-bbbb" in capsys.readouterr().err
 
 
 def test_events_are_told_once(project: Project, run: RunFolder) -> None:

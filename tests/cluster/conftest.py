@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.machines import Cluster, ClusterProject, NoCluster, make_project
+from tests.cluster.machines import Cluster, NoCluster
+from tests.cluster.on_head import ClusterProject, make_project
 from tests.cluster.slurm_project import SlurmProject, make_slurm_project
 from tests.conftest import wait_for
 

@@ -1,16 +1,12 @@
-"""The private cluster that cluster.sh makes, and projects whose tasks are typed on its head."""
+"""The private cluster that cluster.sh makes. (Needs no pytest: benchmarks/launch.py has one too.)"""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
-import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-
-from tests.conftest import Project
 
 HERE = Path(__file__).resolve().parent
 HEAD = "head"
@@ -129,7 +125,9 @@ class Cluster:
         """What runs on the nodes besides what booted with them, and on the head below trainkit's name: nothing, between two tests."""
         booted = ("host.sh", "sleep 86400", "sshd: /usr/sbin/sshd -E", "/usr/sbin/sshd -E")
         words = {p: " ".join(p.argv) for p in self.processes()}
-        return [p for p, text in words.items() if not any(w in text for w in booted) and (p.host != HEAD or p.mark or "trainkit" in text)]
+        return [
+            p for p, text in words.items() if not any(w in text for w in booted) and (p.host != HEAD or p.mark or "trainkit" in text or "run-keeper" in text)
+        ]
 
     def kill(self, *processes: Process, number: int = signal.SIGKILL) -> None:
         """Send a signal to processes of the hosts; one that has ended meanwhile is no failure."""
@@ -138,72 +136,3 @@ class Cluster:
                 os.kill(process.pid, number)
             except ProcessLookupError:
                 continue
-
-
-JOBS = """
-[clusters.pair]
-launcher = "ssh"
-hostfile = "{path}/hostfile"
-python = "{python}"
-env = {{ OMP_NUM_THREADS = "1" }}
-watch = {{ connect = 20, start = 60, lease = 3, grace = 1 }}
-
-[models.tiny]
-num_layers = 2
-hidden_size = 32
-num_attention_heads = 2
-seq_length = 16
-vocab_size = 128
-
-[jobs.random]
-cluster = "pair"
-model = "tiny"
-dataset = "mock"
-nodes = 2
-training = {{ micro_batch_size = 2, global_batch_size = 8, train_iters = 30, lr = 1e-2, eval_iters = 1, eval_interval = 10, save_interval = 5 }}
-"""
-
-
-@dataclass
-class ClusterProject(Project):
-    """A project whose tasks are typed on the head; its folder is one that all hosts share."""
-
-    cluster: Cluster = field(kw_only=True)
-
-    def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
-        """Start `invoke WORDS...` on the head, in a session of its own; the pid is that of `invoke` itself."""
-        argv, pipe = self.cluster.command(HEAD, sys.executable, "-m", "invoke", *words), subprocess.PIPE
-        env = self.environment(**more)
-        return subprocess.Popen(argv, cwd=self.path, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-
-    def hosts(self, *lines: str) -> None:
-        """Write the hostfile."""
-        (self.path / "hostfile").write_text("".join(f"{line}\n" for line in lines))
-
-    def ranks_do(self, code: str) -> None:
-        """Have every rank run this Python (see rank.py) instead of training."""
-        (self.path / "does.py").write_text(textwrap.dedent(code))
-        with open(self.path / "jobs.toml", "a") as file:
-            file.write(f'env = {{ RANK_DOES = "{self.path}/does.py" }}\n')
-
-
-def make_project(folder: Path, cluster: Cluster) -> ClusterProject:
-    """A project with a job on random tokens for two of the nodes, two ranks each.
-
-    The nodes' interpreter is a script that starts rank.py in the place of the trainer where the job's environment says RANK_DOES: a rank
-    without torch begins in a tenth of the time.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    python = folder / "python"
-    python.write_text(
-        f"""#!/bin/bash
-if [ -n "$RANK_DOES" ] && [[ " $* " == *"/trainkit/train/main.py "* ]]; then exec {sys.executable} -I {HERE / "rank.py"} "$@"; fi
-exec {sys.executable} "$@"
-"""
-    )
-    python.chmod(0o755)
-    (folder / "tasks.py").write_text("from trainkit.cli.tasks import namespace\n")
-    (folder / "jobs.toml").write_text(JOBS.format(path=folder, python=python))
-    project = ClusterProject(folder, cluster=cluster)
-    project.hosts("node1 slots=2", "node2 slots=2")
-    return project

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.machines import HEAD, Cluster, ClusterProject, make_project
+from tests.cluster.machines import HEAD, Cluster
+from tests.cluster.on_head import ClusterProject, make_project
 from tests.conftest import wait_for
 
 CLUSTER = """

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.machines import HEAD, Cluster, ClusterProject, Process
+from tests.cluster.machines import HEAD, Cluster, Process
+from tests.cluster.on_head import ClusterProject
 from tests.conftest import wait_for
 
 GRACE = 1.0  # watch.grace of the project

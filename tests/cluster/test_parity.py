@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.machines import HEAD, Cluster, ClusterProject
+from tests.cluster.machines import HEAD, Cluster
+from tests.cluster.on_head import ClusterProject
 
 HOSTILE = {
     "QUOTES": """a 'single', a "double", a \\ and a \\\\""",

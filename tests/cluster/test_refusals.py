@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.machines import HEAD, Cluster, ClusterProject
+from tests.cluster.machines import HEAD, Cluster
+from tests.cluster.on_head import ClusterProject
 from tests.cluster.test_endings import GRACE, NO_RETRIES, begun, events, left_after, of_agent
 from tests.conftest import wait_for
 

@@ -6,7 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from tests.cluster.machines import Cluster, ClusterProject
+from tests.cluster.machines import Cluster
+from tests.cluster.on_head import ClusterProject
 from tests.conftest import wait_for
 
 TEXT = """

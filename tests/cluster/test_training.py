@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.machines import Cluster, ClusterProject
+from tests.cluster.machines import Cluster
+from tests.cluster.on_head import ClusterProject
 from tests.cluster.test_endings import events, left_after
 from tests.conftest import wait_for
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,8 @@ TOKEN = b"t" * 32
 CANCEL = {"type": "cancel", "save": True}
 
 
-def announce(run: RunFolder, port: int, token: bytes = TOKEN, ended: bool = False) -> None:
-    me = identity()
+def announce(run: RunFolder, port: int, token: bytes = TOKEN, ended: bool = False, start_time: int | None = None) -> None:
+    me = identity() if start_time is None else replace(identity(), start_time=start_time)
     value = {"identity": me.as_dict(), "host": me.host, "time": time.time(), "attempt": 2, "address": "127.0.0.1", "port": port, "ended": ended}
     write_json(run.supervisor, {"schema": "supervisor/1", **value})
     run.session(2).mkdir(parents=True, exist_ok=True)
@@ -71,18 +72,33 @@ def test_asked_and_answered(tmp_path: Path) -> None:
         announce(run, port)
         assert ask(run, CANCEL) == {"type": "ok"} and heard == [CANCEL]
         announce(run, port, token=b"x" * 32)
-        with pytest.raises(TrainkitError, match="is not the supervisor of run a") as error:
+        with pytest.raises(TrainkitError, match=r"in the place of the supervisor of run a .* is somebody else") as error:
             ask(run, CANCEL)
         assert error.value.exit == 13 and heard == [CANCEL]
         announce(run, port, ended=True)
         assert ask(run, CANCEL) is None
+    announce(run, port, start_time=1)
+    assert ask(run, CANCEL) is None  # another process has its pid
     announce(run, port)
-    assert ask(run, CANCEL) is None  # it has gone
+    with pytest.raises(TrainkitError, match=r"cannot be reached: .*refused"):
+        ask(run, CANCEL, timeout=0.3)
 
 
 def test_one_that_accepts_and_says_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path, "j", "a")
     with socket.create_server(("127.0.0.1", 0)) as mute:
         announce(run, mute.getsockname()[1])
-        with pytest.raises(TrainkitError, match="does not answer"):
+        with pytest.raises(TrainkitError, match="cannot be reached: timed out"):
             ask(run, CANCEL, timeout=0.3)
+
+
+def test_asked_again_until_the_attempt_has_its_token(tmp_path: Path) -> None:
+    run, heard = make_run(tmp_path, "j", "a"), list[Frame | None]()
+    with listening(heard) as port:
+        announce(run, port)
+        token = run.session(2) / "token"
+        token.rename(token.with_name("later"))
+        timer = threading.Timer(0.5, lambda: token.with_name("later").rename(token))
+        timer.start()
+        assert ask(run, CANCEL) == {"type": "ok"}
+        timer.join()

@@ -177,6 +177,17 @@ def test_filters_that_say_nothing_sensible(include: str, exclude: str, said: lis
     assert len(found) == len(said) and all(f.startswith(s) for f, s in zip(found, said, strict=True)), found
 
 
+@given(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
+def test_including_and_excluding_the_same_slots_are_opposites(chosen: set[tuple[int, int]]) -> None:
+    by_host = {n: sorted(slot for host, slot in chosen if host == n) for n in range(4)}
+    text = "@".join(f"n{n}:{','.join(map(str, slots))}" for n, slots in by_host.items() if slots)
+    if not text:
+        return
+    included, rest = ({(h.name, slot) for h in select(HOSTS, **{word: text}) for slot in h.slots} for word in ("include", "exclude"))
+    assert included == {(f"n{n}", slot) for n, slot in chosen}
+    assert included | rest == {(h.name, slot) for h in HOSTS for slot in h.slots} and not included & rest
+
+
 def job_on_hosts(folder: Path, more: str = "", nodes: int = 2) -> Job:
     (folder / "jobs.toml").write_text(GOOD.replace("ranks_per_node = 2", f'launcher = "pdsh"\nranks_per_node = 2\n{more}'))
     return load(folder, {}).resolve("demo", [f"nodes={nodes}"]).job

@@ -34,14 +34,17 @@ def attach(talk: Talk, words: str) -> Answer:
 
 
 def started(run: RunFolder, events: EventTail) -> bool:
-    """Wait until the ranks of a run have been started; False where it ended before. The supervisor bounds the time."""
-    while True:
-        running = read_record(run).state == "running"
-        if any(event["event"] == "go" for _, event in events.new()):
-            return True
-        if not running:
-            return False
-        time.sleep(POLL_SECONDS)
+    """Wait until the ranks of a run have been started, or a person presses Ctrl-C; False where it ended before. The supervisor bounds the time."""
+    try:
+        while True:
+            running = read_record(run).state == "running"
+            if any(event["event"] == "go" for _, event in events.new()):
+                return True
+            if not running:
+                return False
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        return True
 
 
 def follow_run(talk: Talk, run: RunFolder, events: EventTail) -> Answer:

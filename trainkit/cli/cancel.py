@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.forms import document
+from trainkit.base.files import write_json
+from trainkit.base.forms import document, read_form
 from trainkit.cli import slurm
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
@@ -22,7 +23,7 @@ from trainkit.launch.hosts import hosts_path, local_hosts, read_hosts
 from trainkit.launch.slurm.settle import newest_job, settled
 from trainkit.launch.sweep import sweep
 from trainkit.runs.folder import AttemptFolder, RunFolder
-from trainkit.runs.record import Record, find_run, read_events, read_record, read_supervisor
+from trainkit.runs.record import EventLog, Record, find_run, read_events, read_record, read_supervisor
 
 POLL_SECONDS = 0.3
 ROOM_SECONDS = 60.0  # beyond lease and grace, for a supervisor that was told to stop at once
@@ -30,8 +31,8 @@ SAY_SECONDS = 15.0
 NodeRow = dict[str, Any]
 
 
-def cancel(talk: Talk, words: str, *, save: bool) -> Answer:
-    """The task `cancel`."""
+def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer:
+    """The task `cancel`. With `force`, hosts that do not answer count as gone."""
     run = find_run(load_jobs(talk).roots(), words)
     record, job = settled(read_record(run)), read_job(run.job)
     ended = _last_end(run)
@@ -52,7 +53,23 @@ def cancel(talk: Talk, words: str, *, save: bool) -> Answer:
         talk.say(f"run {run.id} has ended already: {record.state}, exit {record.exit}")
         return Answer(document("cancel/1", **_head(record), hosts=[]))
     talk.say(f"run {run.id} has no supervisor that could be asked; asking its nodes what is left")
-    return _answer(talk, record, _sweep(run, job))
+    rows = _sweep(run, job)
+    if ended is None and not any(row["left"] for row in rows) and (force or all(row["answered"] for row in rows)):
+        _close(run, record)
+        record = read_record(run)
+    return _answer(talk, record, rows, force=force)
+
+
+def _close(run: RunFolder, record: Record) -> None:
+    """Write the last word that a dead supervisor could not, so that the run can be resumed: nothing of it is left."""
+    why = (record.root_cause or {}).get("message") or "its supervisor is gone"
+    for attempt in run.attempts()[-1:]:
+        events = EventLog(attempt)
+        rest = {"survivors": [], "unanswered": [], "class": "cancelled"}
+        events.write("ended", exit=int(Exit.CANCELLED), root_cause={"message": f"stopped by invoke cancel; {why}"}, **rest)
+        events.close()
+    if run.supervisor.is_file():
+        write_json(run.supervisor, read_form(run.supervisor, "supervisor/1") | {"ended": True})
 
 
 def _last_end(run: RunFolder) -> dict[str, Any] | None:
@@ -103,10 +120,14 @@ def _hosts(run: RunFolder, job: Job, attempts: Sequence[AttemptFolder]) -> list[
 
 def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
     """Ask every host that the run ever used by itself, and end what is left there. Nodes of Slurm's are not asked: it ends all that a job left."""
+    hosts = _hosts(run, job, run.attempts())
     if (newest := newest_job(run)) is not None:
         slurm.end_job(run, newest)
-        return [{"host": host.name, "answered": True, "error": None, "left": []} for host in _hosts(run, job, run.attempts())]
-    reports = sweep(run, job, _hosts(run, job, run.attempts()), kill=True)
+        return [{"host": host.name, "answered": True, "error": None, "left": []} for host in hosts]
+    try:
+        reports = sweep(run, job, hosts, kill=True)
+    except TrainkitError as error:  # no way leads to any of them
+        return [{"host": host.name, "answered": False, "error": error.message, "left": [], "killed": 0} for host in hosts]
     return [{"host": each.host, "answered": each.error is None, "error": each.error, "left": each.left, "killed": len(each.killed)} for each in reports]
 
 
@@ -114,13 +135,13 @@ def _head(record: Record) -> dict[str, Any]:
     return {"run": record.run.id, "job": record.run.job_name, "state": record.state, "exit": record.exit, "class": record.failure_class}
 
 
-def _answer(talk: Talk, record: Record, rows: list[NodeRow]) -> Answer:
+def _answer(talk: Talk, record: Record, rows: list[NodeRow], *, force: bool = False) -> Answer:
     table = Table("host", "left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(escape(row["host"]), escape(_left(row)))
     if not talk.json:
         talk.console.print(table)
-    if not all(row["answered"] for row in rows):
+    if not force and not all(row["answered"] for row in rows):
         code = Exit.CONTACT_LOST
     elif any(row["left"] for row in rows):
         code = Exit.RANK_INFRA

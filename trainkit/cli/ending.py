@@ -70,6 +70,8 @@ def _print_failure(talk: Talk, record: Record) -> None:
     where = f" on rank {cause['rank']} ({cause['host']})" if "rank" in cause else ""
     text = Text(f"{record.state}, exit {record.exit}, class {record.failure_class}{where}: {cause.get('message', 'no reason is recorded')}")
     talk.console.print(text, style="red" if record.state == "failed" else "yellow")
+    if cause.get("advice") and record.state == "failed":
+        talk.say(f"advice: {cause['advice']}")
     lines = last_lines(Path(cause["log"]), LOG_LINES) if cause.get("log") and record.state == "failed" else []
     if lines:
         talk.say(f"last lines of {cause['log']}:")

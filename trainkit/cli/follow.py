@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ WATCH_SECONDS = 2.0
 
 def runs(talk: Talk, job: str) -> Answer:
     """The task `runs`."""
-    records = settled_all([read_record(run) for run in all_runs(load_jobs(talk).roots()) if not job or run.job_name == job])
+    records = settled_all(list(_records(run for run in all_runs(load_jobs(talk).roots()) if not job or run.job_name == job)))
     table = Table("run", "job", "state", "step", "attempt", box=None, pad_edge=False)
     for record in records:
         colour = COLOURS.get(record.state, "white")
@@ -39,6 +40,15 @@ def runs(talk: Talk, job: str) -> Answer:
     if not talk.json:
         talk.console.print(table if records else "no runs yet; start one: invoke train JOB")
     return Answer(document("runs/1", runs=[r.row() for r in records]))
+
+
+def _records(found: Iterable[RunFolder]) -> Iterator[Record]:
+    """The records of runs. One that cannot be read (another version's, a damaged file) is said, and hides no other."""
+    for run in found:
+        try:
+            yield read_record(run)
+        except ConfigError as error:
+            print(f"warning: run {run.id}: {error}", file=sys.stderr, flush=True)
 
 
 def status(talk: Talk, words: str, *, watch: bool = False) -> Answer:

@@ -76,7 +76,8 @@ def hosts_of_job(job: Job, words: HostWords, former: HostList | None = None) -> 
     if former is not None and not (words.hostfile or words.include or words.exclude):
         usable = [host for host in former.hosts if host.name.lower() not in bad]
         if len(usable) >= job.nodes:
-            return HostList(tuple(usable[: job.nodes + job.cluster.spares]), job.nodes, former.hostfile)
+            passed_over = tuple(host.name for host in former.hosts if host not in usable)
+            return HostList(tuple(usable[: job.nodes + job.cluster.spares]), job.nodes, former.hostfile, passed_over)
     before = former.hostfile if former is not None and former.hostfile else ""
     path = find_hostfile(job.cluster, words.hostfile or before).absolute()
     return choose_hosts(job, path, include=words.include, exclude=words.exclude, bad=bad)
@@ -129,5 +130,6 @@ def say_hosts(talk: Talk, job: Job, hosts: HostList) -> None:
     talk.say(f"hosts of {hosts.hostfile}: {named(hosts.running)}, {hosts.ranks_per_node} rank{'s' if hosts.ranks_per_node > 1 else ''} each{spares}")
     if len(hosts.spares) < job.cluster.spares:
         talk.say(f"{len(hosts.spares)} of {job.cluster.spares} spares: no more hosts are left")
-    for name, why in left_out(job.cluster).items():
-        talk.say(f"{name} is left out: {why}; {talk.command} nodes --release {name} lets it in again")
+    why = left_out(job.cluster) if hosts.left_out else {}
+    for name in hosts.left_out:
+        talk.say(f"{name} is left out: {why.get(name.lower())}; {talk.command} nodes --cluster {job.cluster.name} --release {name} lets it in again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 import sys
@@ -46,7 +47,7 @@ def logs(talk: Talk, words: str, rank: str, node: str, attempt: int, *, follow: 
         raise ConfigError(f"run {run.id} has no log of rank {missing[0]}", hint=f"ranks with a log: {_spans(there) or 'none'}")
     tails = [_Tail(path, f"[{r}] " if len(paths) > 1 else "") for r, path in paths.items()]
     for tail in tails:
-        for line in last_lines(tail.path, lines or sys.maxsize):
+        for line in tail.last(lines or sys.maxsize, torn=not follow):
             talk.say(f"{tail.prefix}{line}")
     if follow:
         _follow(run, tails)
@@ -95,29 +96,38 @@ def _say_transport(talk: Talk, run: RunFolder, attempt: AttemptFolder, node: str
 
 
 class _Tail:
-    """The end of one log, whole lines at a time where it is shown beside others."""
+    """The end of one log. Beside others it is told in whole lines."""
 
     def __init__(self, path: Path, prefix: str) -> None:
-        self.path, self.prefix = path, prefix
-        self.offset = path.stat().st_size
-        self.rest = b""
+        self.path, self.prefix, self.offset = path, prefix, 0
 
-    def new(self) -> str:
+    def last(self, count: int, *, torn: bool) -> list[str]:
+        """The last lines; `torn`: with a last one that has no end yet, else `new` gives it later."""
+        lines: collections.deque[bytes] = collections.deque(maxlen=count)
+        with open(self.path, "rb") as file:
+            for line in file:
+                if torn or line.endswith(b"\n"):
+                    self.offset += len(line)
+                    lines.append(line)
+        return [line.decode(errors="replace").rstrip("\n") for line in lines]
+
+    def new(self, *, torn: bool) -> str:
+        """What has come since."""
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             data = file.read()
+        if self.prefix and not torn:
+            data = data[: data.rfind(b"\n") + 1]
         self.offset += len(data)
-        if not self.prefix:
-            return data.decode(errors="replace")
-        *whole, self.rest = (self.rest + data).split(b"\n")
-        return "".join(f"{self.prefix}{line.decode(errors='replace')}\n" for line in whole)
+        text = data.decode(errors="replace")
+        return "".join(f"{self.prefix}{line}\n" for line in text.removesuffix("\n").split("\n")) if self.prefix and text else text
 
 
 def _follow(run: RunFolder, tails: list[_Tail]) -> None:
     """Print what is new until the run has ended."""
     while True:
         running = read_record(run).state == "running"
-        texts = [text for tail in tails if (text := tail.new())]
+        texts = [text for tail in tails if (text := tail.new(torn=not running))]
         sys.stdout.write("".join(texts))
         sys.stdout.flush()
         if not texts and not running:

@@ -25,6 +25,7 @@ from trainkit.cli.progress import TrainingView
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.data.mixture import open_mixture
 from trainkit.engines import ENGINES, refuse_unlaunchable
+from trainkit.engines.contract import Command
 from trainkit.engines.rules import RULES
 from trainkit.jobs.change import changed_job
 from trainkit.jobs.load import Jobs
@@ -79,13 +80,11 @@ def _print_plan(talk: Talk, plan: Plan, job: Job) -> None:
     talk.console.print(f"[bold]{job.name}[/]: {size}, {ranks}, {job.training.train_iters} steps of {batch} = {plan.tokens / 1e6:,.2f} million tokens")
 
 
-def _dry_run(talk: Talk, job: Job, plan: Plan, hosts: HostList, *, background: bool) -> Answer:
-    """Say what would be started where. Nothing is written."""
-    run = RunFolder(Path(job.cluster.root or ".") / "runs" / job.name / "RUN")
-    command = ENGINES[job.engine].command(job, run, 1)
-    folder = run.session(1)
-    session = new_session(folder, run.id, 1, hosts.running, job.cluster, run.root / "code" / "SHA256", run.attempt(1).transports, {})
-    lines = LAUNCHERS[job.cluster.launcher].commands(session, hosts.running)
+def _say_start(talk: Talk, run: RunFolder, job: Job, attempt: int, hosts: HostList, *, background: bool) -> tuple[Command, list[list[str]]]:
+    """Say what an attempt would start where. Returns the ranks' command, and the launcher's command lines. Nothing is written."""
+    command = ENGINES[job.engine].command(job, run, attempt)
+    session = new_session(run.session(attempt), run.id, attempt, hosts.running, job.cluster, run.root / "code" / "SHA256", run.attempt(attempt).transports, {})
+    lines = [list(words) for words in LAUNCHERS[job.cluster.launcher].commands(session, hosts.running)]
     if background:
         talk.say("would start a supervisor in a session of its own, which outlives this terminal")
     for words in lines:
@@ -97,8 +96,15 @@ def _dry_run(talk: Talk, job: Job, plan: Plan, hosts: HostList, *, background: b
         talk.say(f"  with {name}={value}")
     for name in command.secret_names:
         talk.say(f"  with {name} from the environment")
+    return command, lines
+
+
+def _dry_run(talk: Talk, job: Job, plan: Plan, hosts: HostList, *, background: bool) -> Answer:
+    """Say what would be started where."""
+    run, ranks = RunFolder(Path(job.cluster.root or ".") / "runs" / job.name / "RUN"), job.ranks_per_node
+    command, lines = _say_start(talk, run, job, 1, hosts, background=background)
     listed = [{"host": host.name, "ranks": list(range(node * ranks, (node + 1) * ranks)), "slots": list(host.slots)} for node, host in enumerate(hosts.running)]
-    told = {"hosts": listed, "spares": [host.name for host in hosts.spares], "launcher": [list(words) for words in lines]}
+    told = {"hosts": listed, "spares": [host.name for host in hosts.spares], "launcher": lines}
     return Answer(document("dry-run/1", plan=plan.to_json(), command=command.to_json(), **told))
 
 
@@ -188,6 +194,7 @@ def resume(talk: Talk, text: str, sets: Sequence[str], *, share: bool, words: Ho
     say_hosts(talk, job, hosts)
     if talk.dry_run:
         talk.say(f"would go on with run {run.id} in {run.path}, attempt {record.attempt + 1}, from its newest valid checkpoint")
+        _say_start(talk, run, job, record.attempt + 1, hosts, background=background)
         return Answer(record.to_json())
     bring_up_to_date(talk, Index().needs(job, stamps_folder(root, Index.name)), root, job=job)
     _refuse_without_samples(job)
@@ -226,7 +233,7 @@ def _refuse_running(record: Record) -> None:
         hint = f"invoke attach {run.id} follows it, invoke cancel {run.id} takes it out of the queue"
         raise TrainkitError(f"run {run.id} waits in Slurm's queue", exit=Exit.HOSTS_BUSY, hint=hint)
     if record.state == "unknown":
-        hint = f"ask there, or end for good what may be left of it: invoke cancel {run.id}"
+        hint = f"ask there, or end what may be left of it: invoke cancel {run.id} (--force where a host is gone for good)"
         raise TrainkitError(f"run {run.id}: {(record.root_cause or {}).get('message')}", exit=Exit.CONTACT_LOST, hint=hint)
 
 
@@ -239,7 +246,7 @@ def _follow_submitted(talk: Talk, run: RunFolder, id: str, events: EventTail, fo
 def _finish(talk: Talk, run: RunFolder, job: Job, outcome: Outcome | None, events: EventTail, following: Following) -> Answer:
     """How it ended. Without an outcome a supervisor of its own goes on with the run: follow it, unless nobody wants to."""
     if outcome is None and following.detach and started(run, events):
-        talk.say(f"run {run.id} has started, and goes on by itself in {run.path}")
+        talk.say(f"run {run.id} goes on by itself in {run.path}")
         talk.say(f"  {talk.command} attach {run.id} follows it, {talk.command} cancel {run.id} stops it")
         return Answer(read_record(run).to_json())
     if outcome is None:

@@ -200,12 +200,20 @@ def attach(talk: Talk, run: str) -> Answer:
     return attacher.attach(talk, run)
 
 
-@make_task(positional=["run"], help={**RUN, "save": "first save at the end of the step; it can go on from there"}, reports=True)
-def cancel(talk: Talk, run: str, save: bool = False) -> Answer:
+@make_task(
+    positional=["run"],
+    help={
+        **RUN,
+        "save": "first save at the end of the step; it can go on from there",
+        "force": "where its supervisor is gone: take hosts that do not answer for gone too, so that it can be resumed",
+    },
+    reports=True,
+)
+def cancel(talk: Talk, run: str, save: bool = False, force: bool = False) -> Answer:
     """Stop a run, and ask every node what is left of it; exit 15, 12 with --save, 13 if a node does not answer."""
     from trainkit.cli import cancel as canceller
 
-    return canceller.cancel(talk, run, save=save)
+    return canceller.cancel(talk, run, save=save, force=force)
 
 
 @make_task(help={"job": "only this job's"}, reports=True)

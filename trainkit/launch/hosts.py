@@ -26,11 +26,13 @@ class HostList:
         hosts: those that run, then the spares.
         nodes: how many run.
         hostfile: where they come from; None: no file.
+        left_out: names of those that would have been taken, were they not suspected of failures. Not kept in hosts.json.
     """
 
     hosts: tuple[Host, ...]
     nodes: int
     hostfile: str | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def running(self) -> tuple[Host, ...]:
@@ -112,15 +114,16 @@ def choose_hosts(job: Job, path: Path, *, include: str = "", exclude: str = "", 
     bad = bad or {}
     found = hosts_of_file(path, include, exclude, job.ranks_per_node)
     usable = [host for host in found if host.name.lower() not in bad]
+    passed_over = tuple(host.name for host in found if host.name.lower() in bad)
     if len(usable) < job.nodes:
         filtered = " that --include and --exclude leave" if include or exclude else ""
         message = f"job '{job.name}' wants {job.nodes} nodes, and {path} has {len(found)} host{'s' if len(found) != 1 else ''}{filtered}"
-        out = [f"{host.name} is left out: {bad[host.name.lower()]}" for host in found if host.name.lower() in bad]
+        out = [f"{name} is left out: {bad[name.lower()]}" for name in passed_over]
         hint = "--nodes N runs it on fewer" + (", `invoke nodes --release HOST` lets a host in again" if out else "")
         raise ConfigError("; ".join([message, *out]), exit=Exit.START if len(found) >= job.nodes else Exit.CONFIG, hint=hint)
     chosen = usable[: job.nodes + job.cluster.spares]
     _refuse_unequal(chosen, path)
-    return HostList(tuple(chosen), job.nodes, str(path))
+    return HostList(tuple(chosen), job.nodes, str(path), passed_over)
 
 
 def _refuse_unequal(hosts: Sequence[Host], path: Path) -> None:

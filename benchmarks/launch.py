@@ -1,0 +1,273 @@
+"""Claim: from `invoke train` to the first step takes at most 1.2 times what torchrun takes that is typed by hand on every host.
+
+    python benchmarks/launch.py [--deepspeed PYTHON] [--repeats 3] [--agents 16,64,128] [--stubs 10,100,1000] [--quick]
+
+First table: the same trainer on the same tiny model, one rank a host, on 1, 2 and 4 hosts of the cluster of namespaces that tests/cluster uses (real
+sshd, addresses of their own, one shared disk; all hosts share this machine's cores, so importing torch N times takes its time on every side).
+Seconds from the call to the first step in metrics.jsonl. trainkit: everything `invoke train` does (reading the job, its plan, the code snapshot, the
+supervisor, agreement of all hosts). torchrun: one ssh a host with torch.distributed.run, all at once, in a run folder that is there already.
+deepspeed: its launcher over pdsh with that folder; PYTHON is an interpreter that has DeepSpeed (DS_BUILD_OPS=0 pip install deepspeed) and torch.
+Cold: the machine's page cache dropped, no compiled Python beside the run's code, and for trainkit a root without a snapshot. Warm: the median of the
+repeats after it. The sides take turns. Needs root and the packages that tests/cluster/cluster.sh names.
+
+Second table: seconds from the start of so many agents to what follows, on this machine over loopback: all agreed (proof, hello, code hashed, slots),
+one process started by each, all of them stopped with the proof that nothing is left, all agents gone. Real agents are processes, two each; stub
+agents are coroutines that speak the protocol and start nothing: they show what the supervisor itself costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(CHECKOUT))
+
+from tests.cluster.machines import HEAD, Cluster, NoCluster  # noqa: E402
+from trainkit.base.process import allow_open_files  # noqa: E402
+from trainkit.jobs.clusters import Cluster as Description  # noqa: E402
+from trainkit.jobs.clusters import WatchLimits  # noqa: E402
+from trainkit.launch.frames import Frame  # noqa: E402
+from trainkit.launch.hostfile import Host  # noqa: E402
+from trainkit.launch.launchers.contract import Launcher, Started  # noqa: E402
+from trainkit.launch.launchers.debug import Debug, StubAgent  # noqa: E402
+from trainkit.launch.launchers.local import local_words  # noqa: E402
+from trainkit.launch.launchers.transports import OnePerHost, start_transport  # noqa: E402
+from trainkit.launch.session import Session, log_of  # noqa: E402
+from trainkit.launch.sweep import agreed, open_crew  # noqa: E402
+
+LIMIT = 1.2  # trainkit's seconds over torchrun's
+HOSTS = (1, 2, 4)
+LONGEST = 180.0  # seconds to a first step
+JOBS = """
+[clusters.hosts]
+launcher = "ssh"
+hostfile = "{path}/hostfile"
+env = {{ OMP_NUM_THREADS = "1" }}
+
+[models.tiny]
+num_layers = 2
+hidden_size = 32
+num_attention_heads = 2
+seq_length = 16
+vocab_size = 128
+
+[jobs.tiny]
+cluster = "hosts"
+model = "tiny"
+dataset = "mock"
+nodes = {hosts}
+training = {{ micro_batch_size = 2, global_batch_size = 8, train_iters = 3, lr = 1e-2, eval_iters = 0 }}
+"""
+CACHES = Path("/proc/sys/vm/drop_caches")
+
+
+def forget_files() -> bool:
+    """Drop the machine's page cache; False where that is not allowed."""
+    os.sync()
+    try:
+        CACHES.write_text("3\n")
+    except OSError:
+        return False
+    return True
+
+
+def forget_bytecode(code: Path) -> None:
+    """Take compiled Python from beside the run's code."""
+    for folder in code.rglob("__pycache__"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class Sides:
+    """A project on the head for each number of hosts, and how each side starts its trainer."""
+
+    cluster: Cluster
+    folder: Path
+    deepspeed: str
+
+    def project(self, name: str, hosts: int) -> Path:
+        """A folder with a job of three steps for so many hosts."""
+        project = self.folder / name
+        project.mkdir(exist_ok=True)
+        (project / "tasks.py").write_text("from trainkit.cli.tasks import namespace\n")
+        (project / "jobs.toml").write_text(JOBS.format(path=project, hosts=hosts))
+        (project / "hostfile").write_text("".join(f"node{i + 1} slots=1\n" for i in range(hosts)))
+        return project
+
+    def _until_first_step(self, project: Path, argv: Sequence[str], metrics: Callable[[], Path | None]) -> float:
+        """Start a program on the head and wait for the first step; then for its end."""
+        began = time.monotonic()
+        with open(project / "output", "wb") as output:
+            process = subprocess.Popen(self.cluster.command(HEAD, *argv), cwd=project, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        while (path := metrics()) is None or not path.exists() or '"step": 1,' not in path.read_text():
+            if process.poll() is not None or time.monotonic() - began > LONGEST:
+                process.kill()
+                sys.exit(f"no first step: {' '.join(argv)} ended with {process.wait()}\n{(project / 'output').read_text()[-3000:]}")
+            time.sleep(0.01)
+        took = time.monotonic() - began
+        process.wait(timeout=LONGEST)
+        return took
+
+    def trainkit(self, project: Path, hosts: int) -> float:
+        """`invoke train` as a person types it."""
+        known = set((project / "runs").glob("*/*"))
+
+        def metrics() -> Path | None:
+            return next((run / "metrics.jsonl" for run in (project / "runs").glob("*/*") if run not in known), None)
+
+        return self._until_first_step(project, (sys.executable, "-m", "invoke", "train", "tiny"), metrics)
+
+    def _given_run(self, project: Path) -> tuple[Path, str]:
+        """A run folder with a job and its code and nothing else, and the words of the trainer on it."""
+        made = min((project / "runs" / "tiny").iterdir())
+        run = made.with_name(f"by-hand-{time.monotonic_ns()}")
+        run.mkdir()
+        shutil.copy(made / "job.json", run / "job.json")
+        (run / "code").symlink_to(os.readlink(made / "code"))
+        return run, f"{run}/code/trainkit/train/main.py {run} --attempt 1"
+
+    def torchrun(self, project: Path, hosts: int) -> float:
+        """One ssh a host, all at once."""
+        run, words = self._given_run(project)
+        place = "--master-addr 10.77.0.11 --master-port 29511"
+        line = f"OMP_NUM_THREADS=1 {sys.executable} -m torch.distributed.run --nnodes {hosts} --nproc-per-node 1 {place} --node-rank"
+        calls = "".join(f"ssh node{i + 1} '{line} {i} {words}' & " for i in range(hosts))
+        return self._until_first_step(project, ("bash", "-c", f"{calls} wait"), lambda: run / "metrics.jsonl")
+
+    def deepspeed_launcher(self, project: Path, hosts: int) -> float:
+        """DeepSpeed's own launcher over pdsh."""
+        run, words = self._given_run(project)
+        options = f"--hostfile {project}/hostfile --force_multi --launcher pdsh --no_ssh_check --no_local_rank --master_addr 10.77.0.11"
+        argv = (self.deepspeed, "-m", "deepspeed.launcher.runner", *options.split(), *words.split())
+        return self._until_first_step(project, ("env", "OMP_NUM_THREADS=1", *argv), lambda: run / "metrics.jsonl")
+
+    def measure(self, hosts: int, repeats: int) -> dict[str, tuple[float, float]]:
+        """{side: (cold, median warm)} in seconds."""
+        sides = {"trainkit": self.trainkit, "torchrun": self.torchrun} | ({"deepspeed": self.deepspeed_launcher} if self.deepspeed else {})
+        project = self.project(f"hosts-{hosts}", hosts)
+        self.trainkit(project, hosts)  # makes the run whose job and code the others take
+        cold, warm = dict[str, float](), {side: list[float]() for side in sides}
+        for side, start in sides.items():
+            fresh = self.project(f"cold-{hosts}", hosts) if side == "trainkit" else project
+            forget_bytecode(project / "code")
+            forget_files()
+            cold[side] = start(fresh, hosts)
+        for _ in range(repeats):
+            for side, start in sides.items():
+                warm[side].append(start(project, hosts))
+        return {side: (cold[side], statistics.median(warm[side])) for side in sides}
+
+
+def first_steps(folder: Path, deepspeed: str, counts: Sequence[int], repeats: int) -> bool:
+    """The first table; whether the claim holds."""
+    try:
+        cluster = Cluster(folder / "cluster", max(counts))
+    except NoCluster as why:
+        print(f"the first table is left out, no cluster of namespaces here: {why}")
+        return True
+    holds = True
+    print(f"seconds to the first step (cold: {'page cache dropped' if forget_files() else 'page cache kept, it may not be dropped here'})")
+    print(f"{'hosts':>5}  {'side':<10} {'cold':>7} {'ratio':>7} {'warm':>7} {'ratio':>7}")
+    try:
+        for hosts in counts:
+            took = Sides(cluster, folder, deepspeed).measure(hosts, repeats)
+            for side, (cold, warm) in took.items():
+                ratios = cold / took["torchrun"][0], warm / took["torchrun"][1]
+                holds = holds and (side != "trainkit" or ratios[1] <= LIMIT)
+                print(f"{hosts:>5}  {side:<10} {cold:>7.1f} {ratios[0]:>7.2f} {warm:>7.1f} {ratios[1]:>7.2f}", flush=True)
+    finally:
+        cluster.close()
+    print(f"limit of trainkit's ratio, warm: {LIMIT}{'' if deepspeed else '; no --deepspeed PYTHON was given'}\n")
+    return holds
+
+
+class Many:
+    """A launcher whose hosts are all this machine."""
+
+    name = "many"
+
+    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+        return [local_words(session, node) for node in range(len(hosts))]
+
+    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+        outputs = [log_of(session, node) for node in range(len(hosts))]
+        words = self.commands(session, hosts)
+        return OnePerHost(
+            {n: (start_transport(words[n], outputs[n], environment=session.environment, keep_stdin=False), outputs[n]) for n in range(len(hosts))}
+        )
+
+
+class Idle(StubAgent):
+    """A stub that says it starts what it is told to."""
+
+    async def on_go(self, frame: Frame) -> None:
+        for process in frame["processes"]:
+            self.link.send({"type": "started", "key": process["key"], "pid": os.getpid()})
+
+
+async def session_of(agents: int, launcher: Launcher, root: Path) -> Mapping[str, float]:
+    """{what has happened to all agents: seconds since the start}."""
+    description = Description(name="bench", launcher="ssh", interface="lo", watch=WatchLimits(connect=300, lease=60))
+    hosts = [Host(f"host{i}", slots=(0,)) for i in range(agents)]
+    began, marks = time.monotonic(), dict[str, float]()
+    process: Frame = {"argv": ["/bin/sleep", "1000"], "env": {}, "cwd": "/", "log": None, "error": None, "heartbeat": False, "whole": False, "output": False}
+    go: Frame = {"type": "go", "processes": [{"key": "0", **process}], "secret_names": []}
+    stop: Frame = {"type": "stop", "grace": 5.0, "keys": None}
+    async with open_crew(description, hosts, root, "bench", launcher=launcher) as crew:
+        for name, frame, answer in (("agreed", None, ""), ("started", go, "started"), ("stopped", stop, "stopped")):
+            if frame is None:
+                await agreed(crew)
+            else:
+                got, silent = await crew.ask(dict.fromkeys(range(agents), frame), {answer}, 300)
+                assert not silent and (name != "stopped" or not any(found["left"] for found in got.values())), f"{name}: {silent}"
+            marks[name] = time.monotonic() - began
+    return marks | {"gone": time.monotonic() - began}
+
+
+def growth(folder: Path, real: Sequence[int], stubs: Sequence[int]) -> None:
+    """The second table."""
+    allow_open_files()
+    print(f"{'agents':>7} {'kind':<5} {'agreed':>8} {'started':>8} {'stopped':>8} {'gone':>8} {'ms an agent':>12}")
+    for kind, counts in (("real", real), ("stub", stubs)):
+        for agents in counts:
+            launcher: Launcher = Many() if kind == "real" else Debug(Idle)
+            marks = asyncio.run(session_of(agents, launcher, folder))
+            seconds = " ".join(f"{value:>8.2f}" for value in marks.values())
+            print(f"{agents:>7} {kind:<5} {seconds} {marks['gone'] / agents * 1e3:>12.1f}", flush=True)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed", default="", help="an interpreter that has DeepSpeed and torch")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--hosts", type=numbers, default=list(HOSTS))
+    parser.add_argument("--agents", type=numbers, default=[16, 64, 128])
+    parser.add_argument("--stubs", type=numbers, default=[10, 100, 1000])
+    parser.add_argument("--quick", action="store_true", help="two hosts once, 4 agents, 100 stubs")
+    words = parser.parse_args()
+    if words.quick:
+        words.repeats, words.hosts, words.agents, words.stubs = 1, [2], [4], [100]
+    with tempfile.TemporaryDirectory(prefix="trainkit-launch-") as folder:
+        growth(Path(folder) / "agents", words.agents, words.stubs)
+        print()
+        holds = first_steps(Path(folder), words.deepspeed, words.hosts, words.repeats) if words.hosts else True
+    sys.exit(0 if holds else 1)
+
+
+if __name__ == "__main__":
+    main()
