@@ -32,8 +32,9 @@ def test_what_is_changed_while_it_waits_changes_nothing(slurm: SlurmProject) -> 
     (slurm.path / "jobs.toml").write_text(given)
     slurm.slurm(hold=True)
     run, id = slurm.submit()
-    assert slurm.wait_state(run, "queued")["next"][0].startswith("invoke attach")
-    assert "JobHeldUser" in slurm.invoke("runs").stdout + slurm.cluster.on(HEAD, "squeue", "--format=%r")
+    waiting = slurm.wait_state(run, "queued")
+    assert waiting["slurm"]["reason"] == "JobHeldUser" and waiting["next"][0].startswith("invoke attach")
+    assert f"job {id} waits: JobHeldUser" in slurm.invoke("status", id).stdout
     (slurm.path / "jobs.toml").write_text(given.replace("before", "after"))
     slurm.cluster.on(HEAD, "scontrol", "release", id)
     slurm.wait_state(run, "succeeded")

@@ -54,6 +54,15 @@ def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, str
     return {"state": seen.state, "message": message, "exit": int(Exit.START)}
 
 
+def seen_now(record: Record) -> JobLook | None:
+    """What Slurm says of the job of a run that has not ended; None where it has, is none of Slurm's, or Slurm cannot be asked."""
+    job = newest_job(record.run) if record.state in ("queued", "running") else None
+    if job is not None:
+        with contextlib.suppress(TrainkitError):
+            return look([job.id]).get(job.id)
+    return None
+
+
 def settled(record: Record) -> Record:
     """The record after one question to Slurm, where one is needed; as it was where Slurm cannot be asked."""
     job = newest_job(record.run) if record.state in ("queued", "unknown", "failed") else None
