@@ -81,6 +81,10 @@ def test_how_a_run_goes_on() -> None:
     assert options_in(batch_script(job("jean-zay-7-5b", "slurm.signal=B:USR1@900"), RUN, seconds=60))["signal"] == "B:USR1@900"
 
 
+def test_what_can_never_start_does_not_wait() -> None:
+    assert options_in(batch_script(job("jean-zay-7-5b", "slurm.dependency=afterok:12"), RUN))["kill-on-invalid-dep"] == "yes"
+
+
 def test_values_arrive_as_they_are_written() -> None:
     for value in ["a b", "it's", '"x"', "a#b", "$HOME", "`id`", "a # b", "\\", "漢"]:
         text = _with_comment(value)

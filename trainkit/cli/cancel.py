@@ -39,7 +39,7 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
     if record.state == "queued":
         slurm.cancel_queued(talk, run)
         return Answer(document("cancel/1", **_head(read_record(run)), hosts=[]), Exit.CANCELLED)
-    if record.state == "running" and ask(run, {"type": "cancel", "save": save}) is not None:
+    if record.state == "running" and _told(talk, run, save=save):
         talk.say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
         record = _wait(talk, run, job, save=save)
         ended = _last_end(run)
@@ -54,10 +54,21 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
         return Answer(document("cancel/1", **_head(record), hosts=[]))
     talk.say(f"run {run.id} has no supervisor that could be asked; asking its nodes what is left")
     rows = _sweep(run, job)
+    ended = _last_end(run)  # Slurm's TERM lets a supervisor that could not be reached have its last word
     if ended is None and not any(row["left"] for row in rows) and (force or all(row["answered"] for row in rows)):
         _close(run, record)
-        record = read_record(run)
-    return _answer(talk, record, rows, force=force)
+    return _answer(talk, read_record(run), rows, force=force)
+
+
+def _told(talk: Talk, run: RunFolder, *, save: bool) -> bool:
+    """Tell the supervisor; whether there was one. Raises TrainkitError (exit 13) where it cannot be reached, and nobody else could end the run."""
+    try:
+        return ask(run, {"type": "cancel", "save": save}) is not None
+    except TrainkitError as error:
+        if newest_job(run) is None:
+            raise
+        talk.say(f"{error.message}; Slurm can end its job: ranks save, as far as KillWait allows")
+        return False
 
 
 def _close(run: RunFolder, record: Record) -> None:

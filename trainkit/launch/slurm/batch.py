@@ -19,7 +19,7 @@ from trainkit.launch.launchers import head_address
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.retries import Budgets
 from trainkit.launch.slurm.allocation import Granted, ask, granted, hosts_of
-from trainkit.launch.slurm.queue import look, restarts
+from trainkit.launch.slurm.queue import failed_nodes, look, restarts
 from trainkit.launch.slurm.script import seconds_before_limit
 from trainkit.launch.slurm.submit import forget_secrets, read_secrets, submit, write_script
 from trainkit.launch.supervisor import Supervisor
@@ -57,6 +57,7 @@ class BatchSupervisor(Supervisor):
         self.told, self.granted = asks, granted
         self.later: Kind = ""
         self.noted = False
+        self.failed: list[str] = []  # nodes
         self.by_slurm = False  # Slurm has put the job back by itself
 
     def address(self) -> str:
@@ -130,6 +131,7 @@ class BatchSupervisor(Supervisor):
         cause["message"] = {
             "time-limit": "its time limit comes near: saved",
             "preemption": "Slurm takes its nodes back: saved",
+            "infra": f"{', '.join(self.failed)} failed: the others saved",
         }.get(kind, "Slurm ended the job (scancel, or its time limit): saved")
         end.outcome = Outcome(end.outcome.exit, end.outcome.failure_class, cause)
         if not kind or self.job.resume == "never":
@@ -149,9 +151,12 @@ class BatchSupervisor(Supervisor):
         try:
             state = look([self.granted.job]).get(self.granted.job)
             self.by_slurm = restarts(self.granted.job) > self.granted.restarts
+            self.failed = failed_nodes(self.granted.hosts) if self.by_slurm else []
         except TrainkitError as error:
             self.watch.notice(f"cannot ask Slurm why it ends the job: {error}")
             return ""
+        if self.failed:
+            return "infra"
         in_grace = state is not None and state.state == "RUNNING"
         return "preemption" if self.by_slurm or in_grace else ""
 

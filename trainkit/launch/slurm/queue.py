@@ -96,6 +96,13 @@ def restarts(id: str) -> int:
     return int(found[0]) if found and found[0].isdigit() else 0
 
 
+def failed_nodes(names: Sequence[str]) -> list[str]:
+    """Those of the nodes that Slurm has given up: down, or failing. Raises TrainkitError (exit 8)."""
+    text = ask(["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N|%T"])
+    rows = {tuple(line.split("|")) for line in text.splitlines() if line.count("|") == 1}
+    return sorted({name for name, state in rows if state.startswith(("down", "fail"))})
+
+
 class Patience:
     """When to ask next: soon after a change, ever more rarely without one. slurmctld serves the whole cluster."""
 

@@ -62,6 +62,8 @@ def all_options(job: Job, run: RunFolder, *, seconds: int = SIGNAL_SECONDS) -> S
         ends["requeue"] = True
     elif "requeue" not in given:
         ends["no-requeue"] = True
+    if "dependency" in given:
+        ends["kill-on-invalid-dep"] = "yes"  # else a job whose dependency has failed waits for ever
     ends["signal"] = f"B:USR1@{seconds}"
     return {**own, **given, **{name: value for name, value in ends.items() if name not in given}}
 
