@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.machines import HEAD, Cluster, ClusterProject
+from tests.cluster.machines import HEAD, Cluster
+from tests.cluster.on_head import ClusterProject
 from tests.cluster.slurm_project import SlurmProject
 
 

@@ -216,12 +216,19 @@ def cancel(talk: Talk, run: str, save: bool = False, force: bool = False) -> Ans
     return canceller.cancel(talk, run, save=save, force=force)
 
 
-@make_task(help={"job": "only this job's"}, reports=True)
-def runs(talk: Talk, job: str = "") -> Answer:
+@make_task(
+    help={
+        "job": "only this job's",
+        "table": "what each achieved: nodes, tokens/s, TFLOP/s of a device (medians), memory of a rank",
+        "flops": "in the table also TFLOP/s as others count them: megatron-2021, palm-6n or gpt-neox-2022",
+    },
+    reports=True,
+)
+def runs(talk: Talk, job: str = "", table: bool = False, flops: str = "") -> Answer:
     """List runs, oldest first."""
     from trainkit.cli import follow
 
-    return follow.runs(talk, job)
+    return follow.runs(talk, job, table=table, flops=flops)
 
 
 @make_task(positional=["run"], help={**RUN, "watch": "again every two seconds, until the run has ended"}, reports=True)
