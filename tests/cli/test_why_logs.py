@@ -180,5 +180,5 @@ def test_events_are_told_once(project: Project, run: RunFolder) -> None:
 
 
 def test_a_hang_names_who_is_missing() -> None:
-    assert told(1, {"event": "hang", "missing": [1, 3]}).startswith("no progress: a hang; ranks that did not answer: 1, 3")
+    assert told(1, {"event": "hang", "missing": [1, 3]}).startswith("no rank moves any more: a hang; missing ranks: 1, 3;")
     assert told(1, {"event": "go"}) == ""

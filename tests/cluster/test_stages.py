@@ -100,6 +100,7 @@ def test_one_that_fails_names_unit_and_host(head: ClusterProject) -> None:
 
 def test_fewer_hosts_than_asked_for(head: ClusterProject) -> None:
     write_corpus(head, 1, 5)
+    assert "on one of node1, node2" in head.invoke("prep-data", "--job", "text", "--dry-run").stdout
     head.hosts("node1 slots=2")
     failed = head.invoke("prep-data", "--job", "text", exit=3)
     assert "stages.prep-data.nodes = 2" in failed.stderr and "has 1 hosts" in failed.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -12,8 +14,10 @@ import pytest
 from tests.launch.supervised import DONE, Program, make_run, supervised
 from trainkit.base.files import read_json
 from trainkit.launch.asks import Asks
-from trainkit.launch.outcome import Ask
-from trainkit.launch.watch import Watch
+from trainkit.launch.hostfile import Host
+from trainkit.launch.outcome import Ask, Outcome
+from trainkit.launch.supervisor import Supervisor
+from trainkit.launch.watch import Watch, nobody
 from trainkit.runs.folder import RunFolder
 
 SECRET = "first-line-of-a-key\nsecond-line-of-a-key"
@@ -96,6 +100,36 @@ def test_the_folder_of_a_run_that_is_over(run: RunFolder) -> None:
     assert run.session(1).joinpath("token").stat().st_mode & 0o777 == 0o600
     assert {p.name for p in (run.path / "attempts/1/heartbeat").iterdir()} == {"0.json", "1.json"}
     assert [p.name for p in (run.root / "node").iterdir()] == ["trainkit-cpu.lock"], "the agent left more than its lock"
+
+
+def test_two_runs_on_one_host_share_it_or_the_second_is_refused(tmp_path: Path) -> None:
+    first, second, third = (make_run(tmp_path) for _ in range(3))
+    slow, quick = Program("import time; time.sleep(3)\n" + DONE), Program(DONE)
+
+    async def side_by_side() -> list[Outcome]:
+        supervisors = [Supervisor(run, {}, Asks(), nobody(), share=True, engine=engine) for run, engine in ((first, slow), (second, quick))]
+        return list(await asyncio.gather(*(supervisor.supervise() for supervisor in supervisors)))
+
+    assert [outcome.exit for outcome in asyncio.run(side_by_side())] == [0, 0]
+
+    async def one_after_the_other() -> list[Outcome]:
+        holds = asyncio.ensure_future(Supervisor(third, {}, Asks(), nobody(), share=False, engine=slow).supervise())
+        while '"go"' not in (third.attempt(1).events.read_text() if third.attempt(1).events.exists() else ""):
+            await asyncio.sleep(0.05)
+        refused = await Supervisor(make_run(tmp_path), {}, Asks(), nobody(), share=False, engine=quick).supervise()
+        return [refused, await holds]
+
+    refused, done = asyncio.run(one_after_the_other())
+    assert (refused.exit, done.exit) == (17, 0) and third.id in str(refused.root_cause)
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
+def test_a_launcher_that_cannot_even_try(tmp_path: Path) -> None:
+    hosts = [Host("node1", port=2222, slots=(0, 1)), Host("node2", slots=(0, 1))]
+    run = make_run(tmp_path, ["cluster.launcher=pdsh", "cluster.interface=127.0.0.0/8"], hosts=hosts, nodes=2)
+    outcome, told = supervised(run, Program(DONE))
+    assert (outcome.exit, outcome.failure_class) == (3, "user") and "pdsh cannot take a port" in told[-1]["root_cause"]["message"]
+    assert len(run.attempts()) == 1
 
 
 def test_nohups_wish_is_heeded() -> None:

@@ -139,7 +139,7 @@ def told(attempt: int, event: dict[str, Any]) -> str:
         case "host_left_out":
             return f"{event.get('host', '?')} is left out: {event.get('why', '')}"
         case "hang":
-            return f"no progress: a hang; ranks that did not answer: {_listed(event.get('missing'))}; their stacks are in attempts/{attempt}/stacks"
+            return f"no rank moves any more: a hang; missing ranks: {_listed(event.get('missing'))}; all stacks are in attempts/{attempt}/stacks"
         case "saving":
             return "saving at the end of this step, then stopping"
         case "stranger":

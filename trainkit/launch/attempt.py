@@ -204,7 +204,7 @@ class Attempt:
 
     def _joined(self, hello: Hello) -> None:
         address, offset = hello.facts.get("address"), round(hello.clock_offset, 3)
-        self.events.write("agent_joined", node=hello.node, host=hello.host, address=address, clock_offset=offset)
+        self.events.note("agent_joined", node=hello.node, host=hello.host, address=address, clock_offset=offset)
 
     async def _start(self, crew: Crew) -> None:
         """Start every rank. Raises NoStart (8) with all that could not be started."""
@@ -318,7 +318,7 @@ class Attempt:
     def _started(self, rank: int, host: str, pid: int) -> None:
         self.waiting.discard(rank)
         self.running.add(rank)
-        self.events.write("rank_started", rank=rank, host=host, pid=pid)
+        self.events.note("rank_started", rank=rank, host=host, pid=pid)
 
     def _ended(self, crew: Crew, node: int, frame: Frame) -> None:
         rank = int(frame["key"])
@@ -339,7 +339,7 @@ class Attempt:
             log=str(self.folder.log(rank)),
         )
         self.ends.append(end)
-        self.events.write("rank_ended", rank=rank, code=end.code, stopped=end.stopped, done=end.done)
+        self.events.note("rank_ended", rank=rank, code=end.code, stopped=end.stopped, done=end.done)
 
     def _redacted_error(self, rank: int) -> dict[str, Any] | None:
         """What the rank wrote down about its failure, with secrets taken out, of the file too."""

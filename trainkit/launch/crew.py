@@ -106,9 +106,10 @@ class Crew:
         """Wait until every agent has said hello or cannot come any more, at most `timeout` seconds; the answers by node."""
         deadline = time.monotonic() + timeout
         nodes = range(len(self.session.hosts))
-        while time.monotonic() < deadline and not all(node in self.hellos or node in self.lost or node in self._ended() for node in nodes):
-            await asyncio.sleep(POLL_SECONDS)
         ended = self._ended()
+        while time.monotonic() < deadline and not all(node in self.hellos or node in self.lost or node in ended for node in nodes):
+            await asyncio.sleep(POLL_SECONDS)
+            ended = self._ended()
         if any(node not in self.hellos and node in ended for node in nodes):
             await asyncio.sleep(2 * POLL_SECONDS)  # a hello may be on its way although its transport has just ended
         return [self.hellos.get(node) or self._missing(node, ended.get(node), timeout) for node in nodes]

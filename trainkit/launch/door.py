@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 
+from trainkit.base.process import allow_open_files
 from trainkit.launch.frames import LIMIT, BadFrame, Decoder, Frame, encode, new_nonce, proof, proved
 
 PROOF_SECONDS = 10.0  # that a stranger has
@@ -79,6 +80,7 @@ class Door:
 
     async def listen(self, address: str) -> None:
         """Listen on a free port of one address. Raises OSError where this machine has no such address."""
+        allow_open_files()  # a connection an agent, and with ssh a pipe each
         self._server = await asyncio.start_server(self._knock, address, 0, backlog=WAITING_CONNECTIONS)
         self.address, self.port = address, self._server.sockets[0].getsockname()[1]
 

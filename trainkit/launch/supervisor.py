@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -101,7 +102,8 @@ class Supervisor:
             signing.cancel()
             await asyncio.gather(signing, return_exceptions=True)
             self.ended = True
-            self._sign()
+            with contextlib.suppress(OSError):  # the attempt's last event says how it ended, and that we are gone can be seen
+                self._sign()
             await self.door.close()
 
     def address(self) -> str:
@@ -183,7 +185,7 @@ class Supervisor:
         """Write how the attempt ended."""
         assert self.attempt is not None
         events, outcome = self.attempt.events, end.outcome
-        rest = {"step": end.step, "survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
+        rest: dict[str, Any] = {"step": end.step, "survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
         events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
 
     def _goes_on(self, end: AttemptEnd) -> bool:
@@ -196,7 +198,8 @@ class Supervisor:
         failed = f"attempt {number} failed ({end.outcome.failure_class}): {(end.outcome.root_cause or {}).get('message')}"
         left_out = f"; without {', '.join(self.hosts.left_out)}" if self.hosts.left_out else ""
         self.show(lambda: self.watch.notice(f"{failed}; going on as attempt {number + 1}{left_out}"))
-        self.attempt.events.write("retry", next_attempt=number + 1, left_out=sorted(self.hosts.left_out), **{"class": end.outcome.failure_class})
+        what: dict[str, Any] = {"class": end.outcome.failure_class}
+        self.attempt.events.write("retry", next_attempt=number + 1, left_out=sorted(self.hosts.left_out), **what)
         self.attempt.events.close()
         return True
 
@@ -204,7 +207,8 @@ class Supervisor:
         """Hosts of the next attempt; the job is changed where there are fewer of them than it had."""
         hosts = self.hosts.take(self.job.nodes, lambda nodes: self.job.retries.shrink and self._shrunk(nodes) is not None)
         if len(hosts) < self.job.nodes and (job := self._shrunk(len(hosts))) is not None:
-            self.watch.notice(f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size} ranks")
+            told = f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size} ranks"
+            self.show(lambda: self.watch.notice(told))
             written, self.job = changed_job(self.run.job, [f"nodes={len(hosts)}"])
             write_changed_job(self.run.job, written)
             write_json(self.run.plan, make_plan(self.job, rules=RULES[self.job.engine]).to_json())

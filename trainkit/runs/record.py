@@ -26,17 +26,22 @@ _STATE_OF_CLASS: dict[str, State] = {"success": "succeeded", "cancelled": "cance
 
 
 class EventLog:
-    """Appends events to attempts/N/events.jsonl, each durable before the call returns."""
+    """Appends events to attempts/N/events.jsonl."""
 
     def __init__(self, attempt: AttemptFolder) -> None:
         attempt.path.mkdir(parents=True, exist_ok=True)
         self._handle = os.open(attempt.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def write(self, event: str, **values: Any) -> None:
+        """Append an event; it and all before it are durable before the call returns."""
+        self.note(event, **values)
+        os.fsync(self._handle)
+
+    def note(self, event: str, **values: Any) -> None:
+        """Append an event that is one of many of its kind: durable with the next one written."""
         rest = json.dumps({"time": utc_now(), "event": event, **values}).encode() + b"\n"
         while rest:
             rest = rest[os.write(self._handle, rest) :]
-        os.fsync(self._handle)
 
     def close(self) -> None:
         os.close(self._handle)

@@ -93,7 +93,9 @@ class BatchSupervisor(Supervisor):
     def _give_up(self, number: int, kind: str, verdict: str, end: AttemptEnd) -> None:
         """Raise TrainkitError, once the record says why there is no further attempt."""
         message = f"attempt {number} ended ({kind}), and " + (
-            f"{self.budgets.same_step} times in the same way at step {end.step}" if verdict == "no-progress" else f"the budget retry.{kind} is used up"
+            f"{self.budgets.same_step} times in the same way at step {end.step}"
+            if verdict == "no-progress"
+            else f"the budget retry.{kind.replace('-', '_')} is used up"
         )
         exit = Exit.NO_PROGRESS if verdict == "no-progress" else end.outcome.exit
         change_slurm_job(self.run, self.granted.job, ended={"state": "GIVEN UP", "message": message, "exit": int(exit)})
@@ -117,7 +119,7 @@ class BatchSupervisor(Supervisor):
 
     def _judged(self, end: AttemptEnd) -> AttemptEnd:
         """The end with its verdict: again in this allocation, later in another, or not at all."""
-        if end.outcome.failure_class == "preempted" and self.told.signalled is not None:
+        if self.told.signalled is not None and end.outcome.failure_class in ("preempted", "infra"):
             return self._judged_by_signal(end)
         end = super()._judged(end)
         if end.again and self.hosts.left_out:
@@ -126,14 +128,12 @@ class BatchSupervisor(Supervisor):
         return end
 
     def _judged_by_signal(self, end: AttemptEnd) -> AttemptEnd:
-        kind = self._why_signalled()
-        cause = dict(end.outcome.root_cause or {})
-        cause["message"] = {
-            "time-limit": "its time limit comes near: saved",
-            "preemption": "Slurm takes its nodes back: saved",
-            "infra": f"{', '.join(self.failed)} failed: the others saved",
-        }.get(kind, "Slurm ended the job (scancel, or its time limit): saved")
-        end.outcome = Outcome(end.outcome.exit, end.outcome.failure_class, cause)
+        kind, cause = self._why_signalled(), dict(end.outcome.root_cause or {})
+        if end.outcome.failure_class == "infra":
+            kind = "infra" if kind else ""  # a lost node: Slurm tells those that are left
+        else:
+            cause["message"] = _why(kind, self.failed)
+            end.outcome = Outcome(end.outcome.exit, end.outcome.failure_class, cause)
         if not kind or self.job.resume == "never":
             return end
         verdict = self.budgets.after(end, kind)
@@ -180,6 +180,15 @@ class BatchSupervisor(Supervisor):
         events.write("retry", next_attempt=self.attempt.folder.number + 1, left_out=[], by="slurm", **{"class": self.later})
         if self.job.resume == "requeue":
             change_slurm_job(self.run, id, began=None)
+
+
+def _why(kind: Kind, failed: Sequence[str]) -> str:
+    """Why Slurm wanted a run to stop, which then has saved."""
+    return {
+        "time-limit": "its time limit comes near: saved",
+        "preemption": "Slurm takes its nodes back: saved",
+        "infra": f"{', '.join(failed)} failed: the others saved",
+    }.get(kind, "Slurm ended the job (scancel, or its time limit): saved")
 
 
 def supervise_batch(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
