@@ -19,7 +19,7 @@ from trainkit.launch.launchers import head_address
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.retries import Budgets
 from trainkit.launch.slurm.allocation import Granted, ask, granted, hosts_of
-from trainkit.launch.slurm.queue import failed_nodes, look, restarts
+from trainkit.launch.slurm.queue import failed_nodes, look, put_back
 from trainkit.launch.slurm.script import seconds_before_limit
 from trainkit.launch.slurm.submit import forget_secrets, read_secrets, submit, write_script
 from trainkit.launch.supervisor import Supervisor
@@ -150,15 +150,15 @@ class BatchSupervisor(Supervisor):
             return "time-limit"
         try:
             state = look([self.granted.job]).get(self.granted.job)
-            self.by_slurm = restarts(self.granted.job) > self.granted.restarts
-            self.failed = failed_nodes(self.granted.hosts) if self.by_slurm else []
+            self.by_slurm, preempted = put_back(self.granted.job, self.granted.restarts)
+            self.failed = failed_nodes(self.granted.hosts) if self.by_slurm or self.job.resume == "chain" else []
         except TrainkitError as error:
             self.watch.notice(f"cannot ask Slurm why it ends the job: {error}")
             return ""
         if self.failed:
             return "infra"
         in_grace = state is not None and state.state == "RUNNING"
-        return "preemption" if self.by_slurm or in_grace else ""
+        return "preemption" if self.by_slurm or preempted or in_grace else ""
 
     def _goes_on(self, end: AttemptEnd) -> bool:
         if self.later:

@@ -89,11 +89,11 @@ def _in_accounts(id: str) -> JobLook | None:
     return JobLook(id, state.split()[0], f"exit code {code}", start, limit, nodes)
 
 
-def restarts(id: str) -> int:
-    """How often Slurm has put a job back into the queue, this time included. Raises TrainkitError (exit 8)."""
-    text = ask(["scontrol", "--oneliner", "show", "job", id])
-    found = [word.partition("=")[2] for word in text.split() if word.startswith("Restarts=")]
-    return int(found[0]) if found and found[0].isdigit() else 0
+def put_back(id: str, restarts: int) -> tuple[bool, bool]:
+    """(whether Slurm has put a job back into the queue since it had been restarted so often, whether it was preempted). Raises TrainkitError (exit 8)."""
+    words = ask(["scontrol", "--oneliner", "show", "job", id]).split()
+    facts = {key: value for key, equals, value in (word.partition("=") for word in words) if equals}
+    return int(facts.get("Restarts") or 0) > restarts, facts.get("PreemptTime", "None") != "None"  # the latter is not there for other jobs
 
 
 def failed_nodes(names: Sequence[str]) -> list[str]:
