@@ -32,6 +32,7 @@ TASK_NAMES = [
     "report",
     "resume",
     "runs",
+    "setup-hosts",
     "show",
     "status",
     "tensorboard",

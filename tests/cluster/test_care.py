@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -54,3 +55,37 @@ def test_doctor_through_srun(slurm: SlurmProject) -> None:
     assert [row["host"] for row in document["hosts"]] == ["node1", "node2"]
     (finding,) = [f for f in document["findings"] if f["wrong"]]
     assert finding["host"] == "node3" and "drained: fan broken" in finding["message"] and "resume" in finding["advice"]
+
+
+@pytest.fixture
+def bare(cluster: Cluster) -> Iterator[Cluster]:
+    """Root has a home of each host's own, and node1 and node2 take its keys too."""
+    for host in (HEAD, "node1", "node2"):
+        cluster.on(host, "sh", "-c", "sed -i 's#:/root:#:/run/root:#' /etc/passwd && mkdir -p -m 700 /run/root")
+    for host in ("node1", "node2"):
+        own = "s#^AuthorizedKeysFile .*#AuthorizedKeysFile .ssh/authorized_keys /etc/ssh/authorized_keys#"
+        cluster.on(host, "sh", "-c", f"sed -i '{own}' /etc/ssh/sshd_config && kill -HUP $(cat /run/sshd.pid)")
+    yield cluster
+    back = "[ ! -f /etc/ssh/00-cluster.conf ] || mv /etc/ssh/00-cluster.conf /etc/ssh/ssh_config.d/"
+    cluster.on(HEAD, "sh", "-c", f"sed -i 's#:/run/root:#:/root:#' /etc/passwd; rm -rf /run/root; {back}")
+    for host in ("node1", "node2"):  # their /etc is made anew
+        cluster.crash(host)
+        cluster.boot(host)
+
+
+def test_setup_hosts_makes_strangers_let_us_in(head: ClusterProject, bare: Cluster) -> None:
+    (head.path / "hostfile").unlink()
+    words = ("setup-hosts", "--cluster", "pair", "--host", "node1", "--host", "node2", "--slots", "2", "--perform")
+    made = json.loads(head.invoke(*words, "--json", HOME="/run/root").stdout)
+    assert [(step["where"], step["state"]) for step in made["steps"]] == [(w, "changed") for w in ("here", "node1", "node2", "here")], made
+    assert (head.path / "hostfile").read_text() == "node1 slots=2\nnode2 slots=2\n"
+    again = json.loads(head.invoke(*words, "--json", HOME="/run/root").stdout)
+    assert {step["state"] for step in again["steps"]} == {"already"}
+    for host in ("node1", "node2"):  # the cluster's own key is forgotten: only the new one is left, where ssh looks by itself
+        bare.on(host, "rm", "/etc/ssh/authorized_keys")
+    bare.on(HEAD, "mv", "/etc/ssh/ssh_config.d/00-cluster.conf", "/etc/ssh/00-cluster.conf")
+    assert bare.on(HEAD, "ssh", "-oBatchMode=yes", "node2", "hostname").strip() == "node2"
+    bare.on("node2", "rm", "/run/root/.ssh/authorized_keys")
+    failed = head.invoke(*words, exit=7, HOME="/run/root").stdout
+    assert "node2: accepts this machine's key (~/.ssh/authorized_keys): failed: " in failed and "Permission denied" in failed
+    assert "| ssh node2 'cat >> ~/.ssh/authorized_keys'" in failed and "node1: accepts this machine's key (~/.ssh/authorized_keys): already" in failed

@@ -297,6 +297,38 @@ def doctor(talk: Talk, cluster: str = "", hostfile: str = "", all_reduce: bool =
 
 
 @make_task(
+    iterable=["host"],
+    help={
+        "cluster": "a cluster of jobs.toml with launcher ssh or pdsh; by default that of the job in [defaults]",
+        "hostfile": "the hosts of this file; with --host: the file to write",
+        "host": "[user@]host[:port] of a node, for a hostfile that is not there yet; may be repeated",
+        "slots": "ranks of a node in that hostfile; 0: as the cluster says",
+        "share": "export this folder of this machine over NFS, and mount it on the hosts under the same path",
+        "address": "this machine's address, as the hosts reach it",
+        "perform": "do it; else it is only printed",
+    },
+    reports=True,
+    dry=True,
+    at_least={"slots": 0},
+)
+def setup_hosts(
+    talk: Talk,
+    cluster: str = "",
+    hostfile: str = "",
+    host: list[str] | None = None,
+    slots: int = 0,
+    share: str = "",
+    address: str = "",
+    perform: bool = False,
+) -> Answer:
+    """Print what bare machines need to become a cluster (keys, NFS, hostfile), or do it; it may run again."""
+    from trainkit.cli import setup_hosts as maker
+
+    words = maker.SetupWords(hostfile, tuple(host or ()), slots, share, address)
+    return maker.setup_hosts(talk, cluster, words, performing=perform)
+
+
+@make_task(
     positional=["verb"],
     help={
         "verb": "start, stop or status",
@@ -443,5 +475,5 @@ def bench(talk: Talk, name: str = "", list: bool = False, quick: bool = False, d
 
 namespace = Collection(
     *(jobs, show, check, plan, build, prep_data, data_stats, data_verify, train, resume, attach, cancel),
-    *(runs, status, why, logs, nodes, doctor, fleet, tensorboard, report, generate, evaluate, export, test, bench),
+    *(runs, status, why, logs, nodes, doctor, setup_hosts, fleet, tensorboard, report, generate, evaluate, export, test, bench),
 )
