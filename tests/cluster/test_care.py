@@ -27,6 +27,15 @@ def test_doctor_says_what_differs_and_what_to_do(head: ClusterProject) -> None:
     assert "nothing is wrong" in out and "10.77.0.11 (eth0)" in out
 
 
+def test_top_runs_once_on_each_host(head: ClusterProject) -> None:
+    head.hosts("node1", "node2", "node9")
+    document = head.document("nodes", "--cluster", "pair", "--top", exit=7)
+    rows = {row["host"]: row for row in document["hosts"]}
+    assert document["command"][0] == "top" and "No route" in rows["node9"]["error"]
+    for host in ("node1", "node2"):  # its own processes: the agent is one of few there
+        assert rows[host]["error"] is None and "load average" in rows[host]["text"] and "top" in rows[host]["text"].splitlines()[-1], rows[host]
+
+
 @pytest.fixture
 def slow_cable(cluster: Cluster) -> Iterator[Cluster]:
     """node2's cable carries 25 MB/s in both directions."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,33 +11,16 @@ from rich.table import Table
 
 from trainkit.base.errors import Exit
 from trainkit.base.forms import document
-from trainkit.cli.hosts import HostWords
+from trainkit.cli.hosts import hosts_to_ask
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.nodes import usual_cluster
 from trainkit.cli.wrapper import Answer, Talk
-from trainkit.jobs.clusters import Cluster
 from trainkit.launch.crew import Hello, Missing
 from trainkit.launch.doctor import COLUMNS, Examination, Finding, examine
-from trainkit.launch.hostfile import OVER_SSH, Host, find_hostfile
-from trainkit.launch.hosts import hosts_of_file, this_host
-from trainkit.launch.launchers.contract import Launcher
-from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.quarantine import quarantined
-from trainkit.launch.slurm.care import ready_nodes, words_at_once
 
 GIB = 2**30
 HEADINGS = {"disk": "disk free", "gpus": "GPUs", "files": "open files", "shm": "/dev/shm"}
-
-
-def hosts_of(chosen: Cluster, hostfile: str, *, devices: bool) -> tuple[list[Host], dict[str, str], Launcher | None]:
-    """(hosts to ask, hosts that cannot be asked and why, the launcher where it is not simply the cluster's)."""
-    HostWords(hostfile=hostfile).refuse_where_unread(chosen)
-    if chosen.launcher == "slurm":
-        hosts, others = ready_nodes(chosen, os.environ)
-        return hosts, others, Slurm(words_at_once(chosen, os.environ, devices=devices))
-    if chosen.launcher in OVER_SSH:
-        return list(hosts_of_file(find_hostfile(chosen, hostfile))), {}, None
-    return [this_host()], {}, None
 
 
 def doctor(talk: Talk, cluster: str, hostfile: str, *, all_reduce: bool) -> Answer:
@@ -46,7 +28,7 @@ def doctor(talk: Talk, cluster: str, hostfile: str, *, all_reduce: bool) -> Answ
     jobs = load_jobs(talk)
     chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
     root = Path(chosen.root or ".")
-    hosts, others, launcher = hosts_of(chosen, hostfile, devices=all_reduce)
+    hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=all_reduce)
     seen = examine(chosen, hosts, root, all_reduce=all_reduce, launcher=launcher) if hosts else Examination([], [])
     busy = {name: why for name, why in others.items() if "allocated" in why}
     advice = "`scontrol show node HOST` says since when; `scontrol update nodename=HOST state=resume` lets it in again"

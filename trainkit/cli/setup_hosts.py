@@ -111,8 +111,8 @@ def _print(talk: Talk, wanted: Wanted, steps: Sequence[Step]) -> None:
     for where in dict.fromkeys(step.where for step in steps):
         of_one = "".join(f"# {step.title}\n(\n{step.script})\n" for step in steps if step.where == where)
         texts.setdefault(of_one, []).append(where)
-    for text, where in texts.items():
-        talk.say(f"### {'on this machine' if where == [HERE] else 'on ' + ', '.join(where)}, in bash:")
+    for text, machines in texts.items():
+        talk.say(f"### {'on this machine' if machines == [HERE] else 'on ' + ', '.join(machines)}, in bash:")
         talk.say(PREAMBLE + text)
     if not wanted.share:
         talk.say("### no folder is shared: --share FOLDER adds the export here and the mount on the hosts")

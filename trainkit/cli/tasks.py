@@ -271,13 +271,16 @@ def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0,
         "cluster": "of this cluster of jobs.toml; by default that of the job in [defaults]",
         "hostfile": "another hostfile than the cluster's",
         "release": "let this host run again, which is left out for a failure",
+        "top": "what runs on each: nvidia-smi, neuron-ls or top, once a host",
     },
     reports=True,
 )
-def nodes(talk: Talk, cluster: str = "", hostfile: str = "", release: str = "") -> Answer:
+def nodes(talk: Talk, cluster: str = "", hostfile: str = "", release: str = "", top: bool = False) -> Answer:
     """Say which hosts of a cluster can be reached, which runs they are busy with, and which are left out."""
     from trainkit.cli import nodes as looker
 
+    if top:
+        return looker.nodes_top(talk, cluster, hostfile)
     return looker.nodes(talk, cluster, hostfile, release)
 
 

@@ -6,10 +6,15 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from trainkit.launch.crew import Crew
+from trainkit.jobs.clusters import Cluster
+from trainkit.launch.crew import Crew, Hello, Missing
 from trainkit.launch.frames import Frame
+from trainkit.launch.hostfile import Host
+from trainkit.launch.launchers.contract import Launcher
+from trainkit.launch.sweep import open_crew
 
 STOP_SECONDS = 5.0  # beyond the grace, until an agent has ended what was too slow
 
@@ -107,3 +112,20 @@ def _take(said: Said, frame: Frame, ended: set[tuple[int, str]], who: tuple[int,
     elif kind == "ended":
         said.code = int(frame["code"])
         ended.add(who)
+
+
+def on_all(cluster: Cluster, hosts: Sequence[Host], root: Path, argv: Sequence[str], seconds: float, *, launcher: Launcher | None = None) -> dict[str, Said]:
+    """What one command line says on each host, by host, in order."""
+
+    async def run() -> dict[str, Said]:
+        async with open_crew(cluster, hosts, root, "once", launcher=launcher) as crew:
+            answers = await crew.gather(cluster.watch.connect)
+            await guard(crew)
+            said = await run_together(crew, {node: [Program(argv, dict(cluster.env))] for node in crew.present}, seconds)
+        return {a.host: said[a.node, "0"] if isinstance(a, Hello) and (a.node, "0") in said else Said(error=_why(a)) for a in answers}
+
+    return asyncio.run(run())
+
+
+def _why(answer: Hello | Missing) -> str:
+    return answer.why if isinstance(answer, Missing) else "its agent was lost"
