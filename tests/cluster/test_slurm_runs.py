@@ -112,7 +112,7 @@ def test_requeue_goes_on_in_one_record(slurm: SlurmProject) -> None:
 @pytest.mark.slow
 def test_the_time_limit_comes_near(slurm: SlurmProject) -> None:
     """USR1 before the limit: save, requeue by ourselves, go on; the limit itself never strikes."""
-    slurm.ranks_count(120)
+    slurm.ranks_count(10_000)
     slurm.slurm(time="1", signal="B:USR1@55")
     run, _ = slurm.submit()
     wait_for((run / "attempts" / "2").exists, "attempt 2", timeout=120)
@@ -123,7 +123,7 @@ def test_the_time_limit_comes_near(slurm: SlurmProject) -> None:
 
 @pytest.mark.slow
 def test_a_job_of_higher_priority_takes_the_nodes(slurm: SlurmProject) -> None:
-    slurm.ranks_count(80)
+    slurm.ranks_count(10_000)
     slurm.slurm(nodelist="node[1-2]")
     run, id = slurm.submit()
     slurm.wait_step(3)
@@ -131,8 +131,10 @@ def test_a_job_of_higher_priority_takes_the_nodes(slurm: SlurmProject) -> None:
     wait_for(lambda: slurm.events(run, 1).get("retry"), "the run to make room", timeout=60)
     assert slurm.events(run, 1)["retry"]["class"] == "preemption"
     slurm.wait_state(run, "queued")
-    slurm.wait_state(run, "succeeded", timeout=120)
-    assert slurm.count() == 80 and slurm.document("status", id)["attempt"] == 2
+    count = slurm.count()
+    slurm.wait_step(count + 3, timeout=120)
+    assert slurm.document("status", id)["attempt"] == 2 and slurm.slurm_jobs(run)[0]["began"] == 2
+    slurm.invoke("cancel", run.name, exit=15)
 
 
 @pytest.mark.slow
