@@ -34,22 +34,25 @@ def submit(run: RunFolder, *, first_attempt: int, follows: str | None = None) ->
     Raises TrainkitError (exit 8) with sbatch's own words.
     """
     words = submit_words(run, [f"--dependency=afterany:{follows}"] if follows else [])
+    id = sbatch(words, run.path, hint=f"options come from clusters.X.slurm and jobs.X.slurm; the script: {script_path(run)}")
+    add_slurm_job(run, id, first_attempt=first_attempt, follows=follows)
+    return id
+
+
+def sbatch(words: Sequence[str], folder: Path, *, hint: str) -> str:
+    """Run a line of sbatch --parsable: the job's number. Raises TrainkitError (exit 8) with sbatch's own words."""
     environment = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(("SLURM_", "SBATCH_"))}
     try:
-        done = subprocess.run(
-            words, cwd=run.path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SUBMIT_SECONDS, check=False
-        )
+        done = subprocess.run(words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SUBMIT_SECONDS, check=False)
     except FileNotFoundError:
         raise TrainkitError("there is no sbatch on this machine", exit=Exit.START, hint="type it where jobs are submitted, or load Slurm's module") from None
     except subprocess.TimeoutExpired:
-        hint = "squeue --me says whether it has the job all the same"
-        raise TrainkitError(f"sbatch did not answer within {SUBMIT_SECONDS:g} s", exit=Exit.START, hint=hint) from None
+        message = f"sbatch did not answer within {SUBMIT_SECONDS:g} s"
+        raise TrainkitError(message, exit=Exit.START, hint="squeue --me says whether it has the job all the same") from None
     id = done.stdout.strip().split("\n")[-1].partition(";")[0]
     if done.returncode != 0 or not id.isdigit():
         said = " ".join((done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split())
-        hint = f"options come from clusters.X.slurm and jobs.X.slurm; the script: {script_path(run)}"
         raise TrainkitError(f"sbatch refuses the job: {said}", exit=Exit.START, hint=hint)
-    add_slurm_job(run, id, first_attempt=first_attempt, follows=follows)
     return id
 
 
