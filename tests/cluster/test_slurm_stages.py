@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.cluster.machines import HEAD
 from tests.cluster.slurm_project import SlurmProject
 from tests.cluster.test_stages import TEXT, made, replace_in_jobs, write_corpus
@@ -19,6 +21,7 @@ time = 5
 def arrays(project: SlurmProject, shards: int, lines: int) -> None:
     write_corpus(project, shards, lines)
     replace_in_jobs(project, 'cluster = "pair"\nmodel = "text"', 'cluster = "queue"\nmodel = "text"')
+    replace_in_jobs(project, "vocab_size = 300", "vocab_size = 300\ntraining_bytes = 1000")  # the first shard alone
     replace_in_jobs(project, TEXT.partition("[tokenizers")[0], STAGES)
 
 
@@ -30,14 +33,19 @@ def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmP
     dry = slurm.invoke("prep-data", "--job", "text", "--dry-run").stdout
     assert "#SBATCH --partition=urgent" in dry and "#SBATCH --array=0-1" in dry and "#SBATCH --time=5" in dry and slurm.jobs() == []
     failed = slurm.invoke("prep-data", "--job", "text", exit=6)
-    assert "part-03" in failed.stderr and "on a node of Slurm's" in failed.stderr, failed.stderr
+    assert re.search(r"part-03.jsonl:2: tokens-00003 on node[123]: is not JSON", failed.stderr), failed.stderr
     graph = [line for line in failed.stdout.splitlines() if line.startswith("job ")]
-    assert "after job" in graph[-1] and ("merge" in graph[-1] or "1 unit in 1 x 1 task" in graph[-1]), graph
+    assert [line.partition(": ")[2].partition(": ")[2].partition(",")[0] for line in graph] == [
+        "1 unit in 1 x 1 task",
+        "5 units in 2 x 2 tasks",
+        "1 unit in 1 x 1 task",
+    ]
+    assert "after job" not in graph[0] and all("has gone well" in line for line in graph[1:]), graph
     assert not slurm.jobs(), "what cannot run any more is taken out of the queue"
     broken.write_text(text)
     again = slurm.invoke("prep-data", "--job", "text").stdout
-    first = next(line for line in again.splitlines() if line.startswith("job "))
-    assert ": 1 unit in 1 x 1 task" in first, again  # the broken shard alone
+    graph = [line for line in again.splitlines() if line.startswith("job ")]
+    assert len(graph) == 2 and all("1 unit in 1 x 1 task" in line for line in graph), again  # the broken shard alone, and what joins them
     accounts = slurm.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--format=%P")
     assert set(accounts.split()) <= {"urgent"}
     by_slurm = made(slurm)

@@ -28,7 +28,7 @@ def share(level: Mapping[str, Any], environment: Mapping[str, str]) -> list[dict
 
 
 def do(unit: Mapping[str, Any]) -> int:
-    """Run one unit: its lines of JSON go to NAME.out, at last {"ended": code}; what it says to people to NAME.log. Returns its exit code."""
+    """Run one unit: its lines of JSON go to NAME.out, at last {"ended": code, "host": name}; what it says to people to NAME.log. Returns its exit code."""
     out = Path(unit["out"])
     with open(out, "wb") as said, open(unit["log"], "wb") as log:
         environment = {**os.environ, **unit["env"], PARENT_VARIABLE: str(os.getpid())}
@@ -37,7 +37,7 @@ def do(unit: Mapping[str, Any]) -> int:
     if code == 0 and result is not None:
         stamp_unit(Path(unit["stamp"]), unit["name"], unit["digest"], map(Path, unit["outputs"]), result)
     with open(out, "ab") as said:
-        said.write(json.dumps({"ended": code}).encode() + b"\n")
+        said.write(json.dumps({"ended": code, "host": os.uname().nodename}).encode() + b"\n")
     return code
 
 

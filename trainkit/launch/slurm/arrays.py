@@ -201,7 +201,7 @@ class _ArrayUnit(Batch):
 
     def _hear(self, said: dict[str, object]) -> None:
         if isinstance(said.get("ended"), int):
-            self.code = int(str(said["ended"]))
+            self.code, self.host = int(str(said["ended"])), str(said.get("host"))
         super()._hear(said)
 
 
@@ -276,12 +276,10 @@ def _judge(ids: Sequence[str], need: Need, batches: Sequence[_ArrayUnit], stamps
     for batch in batches:
         if batch.code == 0:
             batch.forget_log(batch.units[0])
-        batch.out.unlink(missing_ok=True) if batch.code == 0 else None
+            batch.out.unlink(missing_ok=True)
     if failed:
-        others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        batch = failed[0]
-        batch.host = f"a node of Slurm's{others}"
-        batch.end(batch.code or 1)
+        failed[0].host = f"{failed[0].host}" + (f" (and {len(failed) - 1} more units failed)" if len(failed) > 1 else "")
+        failed[0].end(failed[0].code or 1)
     if left:
         said = ", ".join(f"job {id} {state}" for id, state in dict.fromkeys(_states(ids))) or "Slurm knows the jobs no more"
         names = ", ".join(batch.units[0].name for batch in left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
