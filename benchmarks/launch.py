@@ -7,8 +7,8 @@ sshd, addresses of their own, one shared disk; all hosts share this machine's co
 Seconds from the call to the first step in metrics.jsonl. trainkit: everything `invoke train` does (reading the job, its plan, the code snapshot, the
 supervisor, agreement of all hosts). torchrun: one ssh a host with torch.distributed.run, all at once, in a run folder that is there already.
 deepspeed: its launcher over pdsh with that folder; PYTHON is an interpreter that has DeepSpeed (DS_BUILD_OPS=0 pip install deepspeed) and torch.
-Cold: the machine's page cache dropped, no compiled Python beside the run's code, and for trainkit a root without a snapshot. Warm: the median of the
-repeats after it. The sides take turns. Needs root and the packages that tests/cluster/cluster.sh names.
+Cold: the machine's page cache dropped, no compiled Python beside the run's code, and for trainkit a root without a snapshot. Warm: the best of the
+repeats after it. The sides take turns; the machine should have nothing else to do (its load before the table is printed). Needs root and the packages that tests/cluster/cluster.sh names.
 
 The same through Slurm, with --slurm: from `invoke train` on its head to the first step, the queue included, beside a hand-written sbatch script in which srun
 starts torch.distributed.run on every node. The cluster runs nothing else, so a job starts as soon as slurmctld looks. No limit is set for these rows.
@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -162,7 +161,7 @@ class Sides:
         return self._until_first_step(project, ("env", "OMP_NUM_THREADS=1", *argv), lambda: run / "metrics.jsonl")
 
     def measure(self, hosts: int, repeats: int) -> dict[str, tuple[float, float]]:
-        """{side: (cold, median warm)} in seconds."""
+        """{side: (cold, best warm)} in seconds."""
         sides = {"trainkit": self.trainkit, "torchrun": self.torchrun} | ({"deepspeed": self.deepspeed_launcher} if self.deepspeed else {})
         project = self.project(f"hosts-{hosts}", hosts)
         self.trainkit(project, hosts)  # makes the run whose job and code the others take
@@ -175,7 +174,7 @@ class Sides:
         for _ in range(repeats):
             for side, start in sides.items():
                 warm[side].append(start(project, hosts))
-        return {side: (cold[side], statistics.median(warm[side])) for side in sides}
+        return {side: (cold[side], min(warm[side])) for side in sides}
 
 
 class Queued(Sides):
@@ -201,6 +200,7 @@ def first_steps(folder: Path, deepspeed: str, counts: Sequence[int], repeats: in
     if slurm:
         print("through Slurm:")
     holds = True
+    print(f"load average of the last minute: {os.getloadavg()[0]:.1f}")
     print(f"seconds to the first step (cold: {'page cache dropped' if forget_files() else 'page cache kept, it may not be dropped here'})")
     print(f"{'hosts':>5}  {'side':<10} {'cold':>7} {'ratio':>7} {'warm':>7} {'ratio':>7}")
     try:

@@ -115,6 +115,12 @@ time.sleep(1000)"""
     stranger = wait_for(lambda: next((e for e in events(run) if e["event"] == "stranger"), None), "the stranger to be reported", timeout=10)
     assert "10.77.0.10" in stranger["peer"] and "token" in stranger["why"] and process.poll() is None
 
+    head.hosts("node1 slots=1", "node2 slots=1", "node9 slots=1")
+    rows = {row["host"]: row for row in head.document("nodes", "--cluster", "pair", "--hostfile", "hostfile", exit=7)["hosts"]}
+    assert rows["node1"]["reachable"] and rows["node2"]["reachable"] and not rows["node9"]["reachable"], rows
+    assert run.name in json.dumps(rows["node1"]) and run.name in json.dumps(rows["node2"]), rows
+    assert run.name in said(head.invoke("train", "random", "--exclude", "node9", exit=17))
+
     (agent,) = [p for p in cluster.processes_of(run.name) if of_agent(p) and p.host == "node2"]
     cluster.kill(agent, number=signal.SIGSTOP)
     since = time.monotonic()

@@ -143,7 +143,9 @@ time.sleep(600)
 
 
 def test_closing_is_bounded(tmp_path: Path) -> None:
-    stubborn = subprocess.Popen(["bash", "-c", "trap '' TERM INT HUP; sleep 600 & wait; sleep 600"], start_new_session=True)
+    program = "trap '' TERM INT HUP; sleep 600 & echo ready; wait; sleep 600"
+    stubborn = subprocess.Popen(["bash", "-c", program], start_new_session=True, stdout=subprocess.PIPE)
+    assert stubborn.stdout is not None and stubborn.stdout.readline() == b"ready\n"
     began = time.monotonic()
     transports = OnePerHost({0: (stubborn, tmp_path / "log")})
     assert transports.poll() == {}

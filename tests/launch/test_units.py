@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.base.marks import marked
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
+from trainkit.launch import units
 from trainkit.launch.hostfile import Host
 from trainkit.launch.quarantine import suspect
 from trainkit.launch.units import Place, execute_on, place_of
@@ -209,8 +211,7 @@ def losing(work: Work, lose: Callable[[list[int]], None], *units: Unit) -> None:
 def test_what_a_lost_host_had_not_finished_is_done_by_another(tmp_path: Path) -> None:
     """Not before the lost one has surely stopped; what it had finished is not done again."""
     work = Work(tmp_path, tasks=1)
-    units = [work.unit(f"u{i}", "time.sleep(1.5)") for i in range(4)]
-    losing(work, lambda agents: os.kill(agents[0], signal.SIGKILL), *units)
+    losing(work, lambda agents: os.kill(agents[0], signal.SIGKILL), *(work.unit(f"u{i}", "time.sleep(1.5)") for i in range(4)))
     rows = work.log()
     begun = [row[0] for row in rows if row[1] == "begins"]
     assert work.stamped() == {"u0", "u1", "u2", "u3"} and len(begun) == 5, rows
@@ -229,6 +230,22 @@ def test_all_hosts_lost(tmp_path: Path) -> None:
     with pytest.raises(TrainkitError, match=r"all 2 hosts are lost: .*: .*; .*: ") as caught:
         losing(work, kill_all, *(work.unit(f"u{i}", "time.sleep(60)") for i in range(4)))
     assert caught.value.exit == 13 and work.nothing_left()
+
+
+def test_outputs_that_are_seen_late(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, which remembers for a while that a file is not there: a unit counts when its output is seen here."""
+    path = work.folder / "made"
+    unit = replace(work.unit("u"), outputs=(path,))
+    timer = threading.Timer(2.0, path.write_text, ("late",))
+    timer.start()
+    work.run(unit, work.unit("after", after=("u",)))
+    timer.join()
+    stamp = json.loads((unit_folder(work.folder, "thing") / "u.json").read_text())
+    assert stamp["outputs"][0][:2] == [str(path), 4] and work.stamped() == {"u", "after"}
+    path.unlink()
+    monkeypatch.setattr(units, "SEEN_SECONDS", 0.5)
+    with pytest.raises(TrainkitError, match=r"made, which cannot be seen here after 0\.5 s"):
+        work.run(unit)
 
 
 def test_where_a_stage_runs(work: Work) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from trainkit.base.process import allow_open_files
 from trainkit.launch.frames import LIMIT, BadFrame, Decoder, Frame, encode, new_nonce, proof, proved
 
-PROOF_SECONDS = 10.0  # that a stranger has
+PROOF_SECONDS = 30.0  # that a stranger has: as long as an agent waits, of which a thousand may knock at once
 TOLD_STRANGERS = 20  # of them are reported; the rest only counted, so that a port scan fills no disk
 WAITING_CONNECTIONS = 4096
 

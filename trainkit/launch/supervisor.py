@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -81,6 +82,7 @@ class Supervisor:
         self.engine = engine or ENGINES[self.job.engine]
         self.budgets = Budgets(self.job.retries)
         self.door = Door(self._stranger)
+        self.pen = threading.Lock()  # of our sign: the last word must be written last
         self.attempt: Attempt | None = None
         self.viewing = True
         self.began = self.ended = False
@@ -247,13 +249,14 @@ class Supervisor:
         while True:
             await asyncio.sleep(SIGN_SECONDS)
             with contextlib.suppress(OSError):  # a full disk is told by whoever writes what matters
-                self._sign()
+                await asyncio.to_thread(self._sign)  # a file system that stalls must not keep the loop from pinging
 
     def _sign(self) -> None:
         """Say where we are and that we live."""
-        who, number = identity(), self.attempt.folder.number if self.attempt else 0
-        rest = {"attempt": number, "address": self.door.address, "port": self.door.port, "ended": self.ended}
-        write_json(self.run.supervisor, document("supervisor/1", identity=who.as_dict(), host=who.host, time=time.time(), **rest))
+        with self.pen:
+            who, number = identity(), self.attempt.folder.number if self.attempt else 0
+            rest = {"attempt": number, "address": self.door.address, "port": self.door.port, "ended": self.ended}
+            write_json(self.run.supervisor, document("supervisor/1", identity=who.as_dict(), host=who.host, time=time.time(), **rest))
 
     def _stranger(self, peer: str, why: str) -> None:
         if self.attempt is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -31,6 +32,7 @@ from trainkit.stages.here import GRACE_SECONDS, POLL_SECONDS, LocalBatch, most_h
 from trainkit.stages.run import Reporter
 
 GONE_SECONDS = 5.0  # beyond the grace, until an agent has nothing left of what it stopped
+SEEN_SECONDS = 60.0  # for what a host has written to be seen here: network file systems remember for a while that a file is not there
 TRIES = 3  # hosts that a unit may lose: then it is suspected of being the reason
 ALWAYS_HERE = ("build",)  # it compiles for the interpreter that asks
 # Like `python -m MODULE`, but from the code snapshot whatever else is installed on the node.
@@ -127,7 +129,7 @@ class _RemoteBatch(Batch):
 
     def __init__(self, units: Sequence[Unit], folder: Path, node: int, host: str) -> None:
         super().__init__(units, folder, host)
-        self.node = node
+        self.node, self.unseen_since = node, 0.0
         for unit in units:
             self.log(unit).unlink(missing_ok=True)
 
@@ -137,6 +139,20 @@ class _RemoteBatch(Batch):
         env = dict(crew.session.cluster.env)
         words = [*argv, *map(str, self.specs)]
         return {"key": key, "argv": words, "env": env, "cwd": str(self.folder), "log": None, "error": None, "heartbeat": False, "whole": True, "output": True}
+
+    def unseen(self) -> Path | None:
+        """An output of a unit that has succeeded and cannot be seen from here yet. Raises TrainkitError after SEEN_SECONDS of that."""
+        path = next((path for unit, _ in self.results for path in unit.outputs if not path.exists()), None)
+        if path is None:
+            self.unseen_since = 0.0
+            return None
+        with contextlib.suppress(OSError):
+            os.scandir(path.parent).close()  # has NFS ask its server about the folder again
+        self.unseen_since = self.unseen_since or time.monotonic()
+        if time.monotonic() - self.unseen_since > SEEN_SECONDS:
+            hint = "is it on a file system that all hosts share?"
+            raise TrainkitError(f"{self.host} has made {path}, which cannot be seen here after {SEEN_SECONDS:g} s", exit=Exit.STAGE_FAILED, hint=hint)
+        return path
 
     def say(self, data: bytes) -> None:
         """Take in what the process has said to people."""
@@ -152,6 +168,7 @@ class _Spread:
     def __init__(self, place: Place, ledger: Ledger, crew: Crew, tasks: int) -> None:
         self.place, self.ledger, self.crew, self.tasks = place, ledger, crew, tasks
         self.remote: dict[str, _RemoteBatch] = {}
+        self.ended: list[_RemoteBatch] = []  # whose outputs are not all seen here yet
         self.local: list[LocalBatch] = []
         self.again: list[tuple[float, Unit]] = []  # what lost hosts had not finished, and when they have surely stopped
         self.lost_hosts: dict[str, list[str]] = {}  # by unit
@@ -160,13 +177,14 @@ class _Spread:
     async def run(self) -> None:
         """Until all is done. Raises TrainkitError at the first failure."""
         queue = self.ledger.queue
-        while queue or self.remote or self.local or self.again:
+        while queue or self.remote or self.ended or self.local or self.again:
             self._begin()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_SECONDS):
                     self._take(*await self.crew.received.get())
             while not self.crew.received.empty():
                 self._take(*self.crew.received.get_nowait())
+            self._settle()
             self._look_here()
             for batch in (*self.remote.values(), *self.local):
                 self.ledger.report(batch)
@@ -180,7 +198,7 @@ class _Spread:
         free = dict.fromkeys(self.crew.present, self.tasks)
         for batch in self.remote.values():
             free[batch.node] -= 1
-        if not free:
+        if not free and (queue or self.again):
             raise TrainkitError(f"all {len(self.place.hosts)} hosts are lost: {self._losses()}", exit=Exit.CONTACT_LOST, hint="what is finished is kept")
         most = {False: self.tasks * len(free), True: most_here(None)[True]}
         for begun in list(queue.take({False: sum(free.values()), True: most[True] - len(self.local)}, most)):
@@ -209,13 +227,14 @@ class _Spread:
             data = frame["text"].encode("utf-8", "surrogateescape")
             if frame["stream"] == "out":
                 batch.hear(data)
-                self.ledger.take_results(batch)
             else:
                 batch.say(data)
         elif kind == "start_failed":
             raise TrainkitError(f"{batch.units[0].name} could not be started on {batch.host}: {frame['error']}", exit=Exit.STAGE_FAILED)
         elif kind == "ended":
-            del self.remote[frame["key"]]
+            self.ended.append(self.remote.pop(frame["key"]))
+            if batch.unseen() is None:
+                self.ledger.take_results(batch)  # before what it failed at ends all of it
             batch.end(frame["code"])
         return None
 
@@ -224,7 +243,9 @@ class _Spread:
         watch, host = self.place.job.cluster.watch, self.crew.host(node)
         when = time.monotonic() + watch.lease + watch.grace + GONE_SECONDS
         left = [key for key, batch in self.remote.items() if batch.node == node]
-        units = [unit for key in left for unit in self.remote.pop(key).waiting]
+        batches = [self.remote.pop(key) for key in left]
+        self.ended += batches  # what they have finished counts
+        units = [unit for batch in batches for unit in batch.waiting]
         self.place.notice(f"{host} is lost ({frame['why']}): its {len(units)} unfinished units go to the other {len(self.crew.present)} hosts")
         for unit in units:
             hosts = self.lost_hosts.setdefault(unit.name, [])
@@ -232,6 +253,13 @@ class _Spread:
             if len(hosts) >= TRIES:
                 raise TrainkitError(f"{unit.name} was on {', '.join(hosts)} when they were lost, one after another", exit=Exit.STAGE_FAILED)
             self.again.append((when, unit))
+
+    def _settle(self) -> None:
+        """Stamp what hosts have finished, once it is seen here."""
+        for batch in (*self.remote.values(), *self.ended):
+            if batch.results and batch.unseen() is None:
+                self.ledger.take_results(batch)
+        self.ended = [batch for batch in self.ended if batch.results]
 
     def _look_here(self) -> None:
         """Take in what this machine's own processes say."""
