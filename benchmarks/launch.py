@@ -8,7 +8,8 @@ Seconds from the call to the first step in metrics.jsonl. trainkit: everything `
 supervisor, agreement of all hosts). torchrun: one ssh a host with torch.distributed.run, all at once, in a run folder that is there already.
 deepspeed: its launcher over pdsh with that folder; PYTHON is an interpreter that has DeepSpeed (DS_BUILD_OPS=0 pip install deepspeed) and torch.
 Cold: the machine's page cache dropped, no compiled Python beside the run's code, and for trainkit a root without a snapshot. Warm: the best of the
-repeats after it. The sides take turns; the machine should have nothing else to do (its load before the table is printed). Needs root and the packages that tests/cluster/cluster.sh names.
+repeats after it. The sides take turns; the machine should have nothing else to do (its load before the table is printed). Needs root
+and the packages that tests/cluster/cluster.sh names.
 
 The same through Slurm, with --slurm: from `invoke train` on its head to the first step, the queue included, beside a hand-written sbatch script in which srun
 starts torch.distributed.run on every node. The cluster runs nothing else, so a job starts as soon as slurmctld looks. No limit is set for these rows.
