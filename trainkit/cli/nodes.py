@@ -15,11 +15,11 @@ from trainkit.cli.hosts import HostWords, hosts_to_ask
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.load import Jobs
+from trainkit.launch.errands import on_all
 from trainkit.launch.hostfile import OVER_SSH, Host, find_hostfile
 from trainkit.launch.hosts import hosts_of_file, this_host
 from trainkit.launch.quarantine import Quarantine, quarantined, release
 from trainkit.launch.sweep import HostReport, survey
-from trainkit.launch.together import on_all
 
 GIB = 2**30
 TOP_SECONDS = 30.0

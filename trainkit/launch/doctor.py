@@ -12,12 +12,12 @@ from pathlib import Path
 
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.crew import Hello, Missing
+from trainkit.launch.errands import guard
 from trainkit.launch.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.pairs import Pair, judge, measure_pairs
 from trainkit.launch.session import Session
 from trainkit.launch.sweep import open_crew
-from trainkit.launch.together import guard
 
 GIB = 2**30
 LEAST_DISK = 2 * GIB  # less is as good as full: a checkpoint's first file would fill it

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.launch.crew import Crew
+from trainkit.launch.errands import Program, Said, run_together
 from trainkit.launch.frames import Frame
-from trainkit.launch.together import Program, Said, run_together
 from trainkit.launch.world import port_candidates
 
 ROUNDS = 3  # partners of a host, where there are so many
