@@ -11,6 +11,9 @@ Cold: the machine's page cache dropped, no compiled Python beside the run's code
 repeats after it. The sides take turns; the machine should have nothing else to do (its load before the table is printed). Needs root and the
 packages that tests/cluster/cluster.sh names.
 
+The same through Slurm, with --slurm: from `invoke train` on its head to the first step, the queue included, beside a hand-written sbatch script in which srun
+starts torch.distributed.run on every node. The cluster runs nothing else, so a job starts as soon as slurmctld looks. No limit is set for these rows.
+
 Second table: seconds from the start of so many agents to what follows, on this machine over loopback: all agreed (proof, hello, code hashed, slots),
 one process started by each, all of them stopped with the proof that nothing is left, all agents gone. Real agents are processes, two each; stub
 agents are coroutines that speak the protocol and start nothing: they show what the supervisor itself costs.
@@ -51,8 +54,7 @@ HOSTS = (1, 2, 4)
 LONGEST = 180.0  # seconds to a first step
 JOBS = """
 [clusters.hosts]
-launcher = "ssh"
-hostfile = "{path}/hostfile"
+{where}
 env = {{ OMP_NUM_THREADS = "1" }}
 
 [models.tiny]
@@ -68,6 +70,12 @@ model = "tiny"
 dataset = "mock"
 nodes = {hosts}
 training = {{ micro_batch_size = 2, global_batch_size = 8, train_iters = 3, lr = 1e-2, eval_iters = 0 }}
+"""
+BATCH = """#!/bin/bash
+#SBATCH --nodes={hosts} --ntasks-per-node=1 --output={run}/batch.out
+export OMP_NUM_THREADS=1
+head=$(scontrol show hostnames | head -1)
+srun bash -c "{python} -m torch.distributed.run --nnodes {hosts} --nproc-per-node 1 --master-addr $head --master-port 29511 --node-rank \\$SLURM_NODEID {words}"
 """
 CACHES = Path("/proc/sys/vm/drop_caches")
 
@@ -95,13 +103,14 @@ class Sides:
     cluster: Cluster
     folder: Path
     deepspeed: str
+    where = 'launcher = "ssh"\nhostfile = "{path}/hostfile"'  # below [clusters.hosts]
 
     def project(self, name: str, hosts: int) -> Path:
         """A folder with a job of three steps for so many hosts."""
         project = self.folder / name
         project.mkdir(exist_ok=True)
         (project / "tasks.py").write_text("from trainkit.cli.tasks import namespace\n")
-        (project / "jobs.toml").write_text(JOBS.format(path=project, hosts=hosts))
+        (project / "jobs.toml").write_text(JOBS.format(where=self.where.format(path=project), hosts=hosts))
         (project / "hostfile").write_text("".join(f"node{i + 1} slots=1\n" for i in range(hosts)))
         return project
 
@@ -169,27 +178,42 @@ class Sides:
         return {side: (cold[side], min(warm[side])) for side in sides}
 
 
-def first_steps(folder: Path, deepspeed: str, counts: Sequence[int], repeats: int) -> bool:
-    """The first table; whether the claim holds."""
+class Queued(Sides):
+    """Both sides submit to Slurm."""
+
+    where = 'launcher = "slurm"'
+
+    def torchrun(self, project: Path, hosts: int) -> float:
+        """A script as people write it. `--wait` is only there to see a job that ends too early."""
+        run, words = self._given_run(project)
+        script = run / "batch.sh"
+        script.write_text(BATCH.format(hosts=hosts, run=run, python=sys.executable, words=words))
+        return self._until_first_step(project, ("sbatch", "--wait", str(script)), lambda: run / "metrics.jsonl")
+
+
+def first_steps(folder: Path, deepspeed: str, counts: Sequence[int], repeats: int, *, slurm: bool = False) -> bool:
+    """The first table, or that through Slurm; whether the claim holds."""
     try:
-        cluster = Cluster(folder / "cluster", max(counts))
+        cluster = Cluster(folder / "cluster", max(counts), slurm=slurm)
     except NoCluster as why:
-        print(f"the first table is left out, no cluster of namespaces here: {why}")
+        print(f"the table of first steps is left out, no cluster of namespaces here: {why}")
         return True
+    if slurm:
+        print("through Slurm:")
     holds = True
     print(f"load average of the last minute: {os.getloadavg()[0]:.1f}")
     print(f"seconds to the first step (cold: {'page cache dropped' if forget_files() else 'page cache kept, it may not be dropped here'})")
     print(f"{'hosts':>5}  {'side':<10} {'cold':>7} {'ratio':>7} {'warm':>7} {'ratio':>7}")
     try:
         for hosts in counts:
-            took = Sides(cluster, folder, deepspeed).measure(hosts, repeats)
+            took = (Queued(cluster, folder, "") if slurm else Sides(cluster, folder, deepspeed)).measure(hosts, repeats)
             for side, (cold, warm) in took.items():
                 ratios = cold / took["torchrun"][0], warm / took["torchrun"][1]
-                holds = holds and (side != "trainkit" or ratios[1] <= LIMIT)
+                holds = holds and (slurm or side != "trainkit" or ratios[1] <= LIMIT)
                 print(f"{hosts:>5}  {side:<10} {cold:>7.1f} {ratios[0]:>7.2f} {warm:>7.1f} {ratios[1]:>7.2f}", flush=True)
     finally:
         cluster.close()
-    print(f"limit of trainkit's ratio, warm: {LIMIT}{'' if deepspeed else '; no --deepspeed PYTHON was given'}\n")
+    print("" if slurm else f"limit of trainkit's ratio, warm: {LIMIT}{'' if deepspeed else '; no --deepspeed PYTHON was given'}\n")
     return holds
 
 
@@ -259,6 +283,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=numbers, default=list(HOSTS))
     parser.add_argument("--agents", type=numbers, default=[16, 64, 128])
     parser.add_argument("--stubs", type=numbers, default=[10, 100, 1000])
+    parser.add_argument("--slurm", action="store_true", help="the first table through Slurm too")
     parser.add_argument("--quick", action="store_true", help="two hosts once, 4 agents, 100 stubs")
     words = parser.parse_args()
     if words.quick:
@@ -267,6 +292,9 @@ def main() -> None:
         growth(Path(folder) / "agents", words.agents, words.stubs)
         print()
         holds = first_steps(Path(folder), words.deepspeed, words.hosts, words.repeats) if words.hosts else True
+        if words.hosts and words.slurm:
+            (Path(folder) / "slurm").mkdir()
+            first_steps(Path(folder) / "slurm", "", words.hosts, words.repeats, slurm=True)
     sys.exit(0 if holds else 1)
 
 

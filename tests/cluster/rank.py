@@ -21,6 +21,8 @@ def main() -> None:
 
     die_with_parent(int(os.environ["TRAINKIT_PARENT_PID"]))
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(12))
+    if "SLURM_JOB_ID" in os.environ:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(12))  # as a trainer does, but for a TERM of its agent's
     rank = int(os.environ["RANK"])
     heartbeat = Heartbeat(Path(os.environ["TRAINKIT_HEARTBEAT_FILE"]), rank)
 

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # slurm.sh: the Slurm half of the cluster, sourced by cluster.sh and host.sh; nothing of it runs unless TK_SLURM=1.
-# TK_GPUS=4 TK_CPUS=8: what a node pretends to have. TK_SACCT=1: mariadb and slurmdbd too, so that `sacct` works.
+# TK_GPUS=4 TK_CPUS=8: what a node pretends to have. TK_SACCT=1: mariadb and slurmdbd too, so that `sacct` works. TK_CGROUP=0: proctrack/linuxproc.
 GPUS=${TK_GPUS:-4}
 
 slurm_needs() {
@@ -12,7 +12,7 @@ slurm_configure() { # on the machine, once: keys, pretend devices, slurm.conf
     mkdir -p "$D"/{slurm/state,dev}
     # cgroup v1 freezer, if the machine has one: with it Slurm kills all of a step's processes, as real clusters do; without,
     # proctrack/linuxproc loses those that daemonize (they stay, and srun waits for them)
-    [ ! -w /sys/fs/cgroup/freezer/cgroup.procs ] || CG=/sys/fs/cgroup/freezer/tk${D//\//-}
+    [ "${TK_CGROUP:-1}" = 0 ] || [ ! -w /sys/fs/cgroup/freezer/cgroup.procs ] || CG=/sys/fs/cgroup/freezer/tk${D//\//-}
     (umask 077; head -c 128 /dev/urandom > "$D/slurm/munge.key")
     local g; for g in $(seq 0 $((GPUS - 1))); do mknod "$D/dev/nvidia$g" c 1 3; done   # File= must name a device
     cat > "$D/slurm/slurm.conf" <<CONF
@@ -45,7 +45,10 @@ JobCompType=jobcomp/filetxt
 JobCompLoc=$D/slurm/jobcomp.txt
 $([ "${TK_SACCT:-0}" != 1 ] || printf '%s\n' AccountingStorageType=accounting_storage/slurmdbd AccountingStorageHost=head AccountingStorageTRES=gres/gpu)
 NodeName=node[1-$N] CPUs=${TK_CPUS:-8} RealMemory=4000 Gres=gpu:$GPUS State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=5
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 CONF
     echo "CgroupPlugin=cgroup/v1" > "$D/slurm/cgroup.conf"    # said even if unused: autodetection fails without cgroups
     echo "Name=gpu Flags=nvidia_gpu_env File=$D/dev/nvidia[0-$((GPUS - 1))]" > "$D/slurm/gres.conf"

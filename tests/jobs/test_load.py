@@ -152,7 +152,7 @@ def test_bad_input(case: str, checkout: Checkout) -> None:
 
 
 PLANNED = {
-    "resume": ('model = "tiny"', 'model = "tiny"\nresume = "x"', "jobs.demo.resume"),
+    "precompile": ('model = "tiny"', 'model = "tiny"\nprecompile = true', "jobs.demo.precompile"),
     "kernels": ('model = "tiny"', 'model = "tiny"\nkernels = "x"', "jobs.demo.kernels"),
 }
 

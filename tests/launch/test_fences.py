@@ -49,7 +49,7 @@ def test_slots_taken_between_two_attempts_delete_nothing(tmp_path: Path, monkeyp
         link_code(take_snapshot(Path(trainkit.__file__).parent, tmp_path / "code").folder, run.code)
         write_job(run.job, resolved)
 
-    monkeypatch.setattr(start, "_fill", fill)
+    monkeypatch.setattr(start, "fill_run", fill)
     monkeypatch.setattr(start, "supervise", functools.partial(supervisor.supervise, engine=Program(KILLED_LATER)))
     over = threading.Event()
 

@@ -15,12 +15,15 @@ from trainkit.cli.progress import TrainingView
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.control import ask
+from trainkit.launch.slurm.settle import Queue, settled
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import Record, find_run, read_record
+from trainkit.runs.slurm import read_slurm_jobs
 from trainkit.runs.tail import EventTail
 
 POLL_SECONDS = 0.05
 LOOK_SECONDS = 0.5  # between looks at the record: on a shared file system each costs several round trips
+GOING = ("queued", "running")
 CONFIRM_SECONDS = 5.0  # that a second Ctrl-C has to stop the run
 
 
@@ -46,18 +49,19 @@ def started(run: RunFolder, events: EventTail) -> bool:
 
 def follow_run(talk: Talk, run: RunFolder, events: EventTail) -> Answer:
     """Show how a run goes on until it ends; the exit code is the run's. Ctrl-C twice saves and stops the run; once only ends the following (130).
+    A run of Slurm's is followed through the queue too, and Ctrl-C does nothing to it.
 
     Args:
         events: those that it gives are said.
     """
     job = read_job(run.job)
-    record: Record | None = read_record(run)
-    if record is not None and record.state == "running":
+    record: Record | None = settled(read_record(run))
+    if record is not None and record.state in GOING:
         view = TrainingView(talk.console, job.training.train_iters)
         try:
             with _presses() as presses:
                 view.begin(run)
-                record = _Follower(run, view, events, presses).follow()
+                record = _Follower(run, view, events, presses, Queue(run) if read_slurm_jobs(run) else None).follow()
         finally:
             view.end()
     if record is None:
@@ -82,8 +86,8 @@ def _presses() -> Iterator[list[float]]:
 class _Follower:
     """Looks at the run folder until the run has ended, and heeds Ctrl-C."""
 
-    def __init__(self, run: RunFolder, view: TrainingView, events: EventTail, presses: list[float]) -> None:
-        self.run, self.view, self.events, self.presses = run, view, events, presses
+    def __init__(self, run: RunFolder, view: TrainingView, events: EventTail, presses: list[float], queue: Queue | None) -> None:
+        self.run, self.view, self.events, self.presses, self.queue = run, view, events, presses, queue
         self.heeded = 0
 
     def follow(self) -> Record | None:
@@ -91,17 +95,23 @@ class _Follower:
         looked = 0.0
         while True:
             self.view.tick()
+            if self.queue is not None and self.presses:
+                return None
             while self.heeded < len(self.presses):
                 self.heeded += 1
                 self._heed(self.heeded)
             if self.heeded == 1 and time.monotonic() - self.presses[0] > CONFIRM_SECONDS:
                 return None
             if time.monotonic() - looked >= LOOK_SECONDS:
-                record = read_record(self.run)
+                record, said = read_record(self.run), ""
+                if self.queue is not None:
+                    record, said = self.queue.look(record)
+                if said:
+                    self.view.notice(said)
                 for attempt, event in self.events.new():
                     if said := told(attempt, event):
                         self.view.notice(said)
-                if record.state != "running":
+                if record.state not in GOING:
                     return record
                 looked = time.monotonic()
             time.sleep(POLL_SECONDS)
@@ -134,6 +144,10 @@ def told(attempt: int, event: dict[str, Any]) -> str:
             return "saving at the end of this step, then stopping"
         case "stranger":
             return f"somebody without the token knocked: {event.get('peer') or event.get('address', '?')}"
+        case "requeue_failed":
+            return f"Slurm does not put the job back into the queue: {event.get('why', '')}"
+        case "retry" if event.get("by") == "slurm":
+            return f"attempt {attempt} ended ({event.get('class', '?')}); Slurm goes on with the run as attempt {event.get('next_attempt', attempt + 1)}"
         case "retry":
             return f"attempt {attempt} failed ({event.get('class', '?')}); going on as attempt {event.get('next_attempt', attempt + 1)}"
     return ""

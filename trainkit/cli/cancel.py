@@ -12,6 +12,7 @@ from rich.table import Table
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.forms import document, read_form
+from trainkit.cli import slurm
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
@@ -19,6 +20,7 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.control import ask
 from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import hosts_path, local_hosts, read_hosts
+from trainkit.launch.slurm.settle import newest_job, settled
 from trainkit.launch.start import SPAWN_SECONDS
 from trainkit.launch.sweep import sweep
 from trainkit.runs.folder import AttemptFolder, RunFolder
@@ -33,33 +35,53 @@ NodeRow = dict[str, Any]
 def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer:
     """The task `cancel`. With `force`, hosts that do not answer count as gone."""
     run = find_run(load_jobs(talk).roots(), words)
-    _wait_for_sign(run)
-    record, job = read_record(run), read_job(run.job)
+    record, job = settled(read_record(run)), read_job(run.job)
+    if record.state == "queued":
+        slurm.cancel_queued(talk, run)
+        return Answer(document("cancel/1", **_head(read_record(run)), hosts=[]), Exit.CANCELLED)
+    if newest_job(run) is None and _made_just_now(run):
+        record = read_record(run)
     ended = _last_end(run)
-    if record.state in ("running", "unknown") and ask(run, {"type": "cancel", "save": save}) is not None:
+    if record.state in ("running", "unknown") and _told(talk, run, save=save):
         talk.say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
         record = _wait(talk, run, job, save=save)
         ended = _last_end(run)
         if record.state == "succeeded":
             talk.say(f"run {run.id} finished before that")
+        slurm.make_sure(run)
         rows = _rows_of_end(run, job, ended) if ended else _sweep(run, job)
         return _answer(talk, record, rows)
-    record = read_record(run)  # it may have ended while it was asked
+    record = settled(read_record(run))  # it may have ended while it was asked
     if record.state not in ("running", "unknown") and not _may_have_left(run, ended):
         talk.say(f"run {run.id} has ended already: {record.state}, exit {record.exit}")
         return Answer(document("cancel/1", **_head(record), hosts=[]))
     talk.say(f"run {run.id} has no supervisor that could be asked; asking its nodes what is left")
     rows = _sweep(run, job)
+    ended = _last_end(run)  # Slurm's TERM lets a supervisor that could not be reached have its last word
     if ended is None and not any(row["left"] for row in rows) and (force or all(row["answered"] for row in rows)):
         _close(run, record)
-        record = read_record(run)
-    return _answer(talk, record, rows, force=force)
+    return _answer(talk, read_record(run), rows, force=force)
 
 
-def _wait_for_sign(run: RunFolder) -> None:
-    """A run that was made this minute may have a supervisor that has not said so yet: only with its word can it be told to stop."""
-    while read_supervisor(run) is None and not run.attempts() and time.time() - run.job.stat().st_mtime < SPAWN_SECONDS:
+def _told(talk: Talk, run: RunFolder, *, save: bool) -> bool:
+    """Tell the supervisor; whether there was one. Raises TrainkitError (exit 13) where it cannot be reached, and nobody else could end the run."""
+    try:
+        return ask(run, {"type": "cancel", "save": save}) is not None
+    except TrainkitError as error:
+        if newest_job(run) is None:
+            raise
+        talk.say(f"{error.message}; Slurm can end its job: ranks save, as far as KillWait allows")
+        return False
+
+
+def _made_just_now(run: RunFolder) -> bool:
+    """A run that was made this minute may have a supervisor that has not said so yet: only with its word can it be told to stop. Waits for that; returns
+    whether it came."""
+    waited = False
+    while (sign := read_supervisor(run)) is None and not run.attempts() and time.time() - run.job.stat().st_mtime < SPAWN_SECONDS:
+        waited = True
         time.sleep(POLL_SECONDS)
+    return waited and sign is not None
 
 
 def _close(run: RunFolder, record: Record) -> None:
@@ -123,8 +145,11 @@ def _hosts(run: RunFolder, job: Job, attempts: Sequence[AttemptFolder]) -> list[
 
 
 def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
-    """Ask every host that the run ever used by itself, and end what is left there."""
+    """Ask every host that the run ever used by itself, and end what is left there. Nodes of Slurm's are not asked: it ends all that a job left."""
     hosts = _hosts(run, job, run.attempts())
+    if (newest := newest_job(run)) is not None:
+        slurm.end_job(run, newest)
+        return [{"host": host.name, "answered": True, "error": None, "left": []} for host in hosts]
     try:
         reports = sweep(run, job, hosts, kill=True)
     except TrainkitError as error:  # no way leads to any of them

@@ -3,41 +3,52 @@
 from __future__ import annotations
 
 import os
+import shlex
+import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from trainkit.base.errors import ConfigError
-from trainkit.base.forms import document, read_form
+from trainkit.base.forms import document
 from trainkit.cli.ending import facts_table, print_next
 from trainkit.cli.jobs import load_jobs
+from trainkit.cli.results import by_convention, refuse_unknown_convention, result_rows, results_table
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
-from trainkit.plan.conventions import CONVENTIONS, tflops_per_device
+from trainkit.launch.slurm.settle import seen_now, settled, settled_all
 from trainkit.runs.devices import DeviceView, Gpu, look_at_devices
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.picture import draw_losses
 from trainkit.runs.record import Record, all_runs, find_run, read_record
-from trainkit.runs.summary import Summary, summarize
+from trainkit.runs.summary import summarize
 
-COLOURS = {"succeeded": "green", "running": "cyan", "failed": "red", "cancelled": "yellow", "preempted": "yellow", "unknown": "magenta"}
+COLOURS = {"queued": "blue", "succeeded": "green", "running": "cyan", "failed": "red", "cancelled": "yellow", "preempted": "yellow", "unknown": "magenta"}
 WATCH_SECONDS = 2.0
 
 
-def runs(talk: Talk, job: str) -> Answer:
-    """The task `runs`."""
-    records = list(_records(run for run in all_runs(load_jobs(talk).roots()) if not job or run.job_name == job))
-    table = Table("run", "job", "state", "step", "attempt", box=None, pad_edge=False)
+def runs(talk: Talk, job: str, *, table: bool = False, flops: str = "") -> Answer:
+    """The task `runs`. With `table` also what each achieved."""
+    if flops and not table:
+        raise ConfigError("--flops is a column of --table", hint="runs --table --flops CONVENTION")
+    refuse_unknown_convention(flops)
+    records = settled_all(list(_records(run for run in all_runs(load_jobs(talk).roots()) if not job or run.job_name == job)))
+    if table:
+        rows = result_rows(records, flops, talk.say)
+        if not talk.json:
+            talk.console.print(results_table(rows, flops) if rows else "no runs yet; start one: invoke train JOB")
+        return Answer(document("results/1", flops_convention=flops or None, runs=rows))
+    listed = Table("run", "job", "state", "step", "attempt", box=None, pad_edge=False)
     for record in records:
         colour = COLOURS.get(record.state, "white")
-        table.add_row(record.run.id, record.run.job_name, f"[{colour}]{record.state}[/]", str(record.step), str(record.attempt))
+        listed.add_row(record.run.id, record.run.job_name, f"[{colour}]{record.state}[/]", str(record.step), str(record.attempt))
     if not talk.json:
-        talk.console.print(table if records else "no runs yet; start one: invoke train JOB")
+        talk.console.print(listed if records else "no runs yet; start one: invoke train JOB")
     return Answer(document("runs/1", runs=[r.row() for r in records]))
 
 
@@ -54,14 +65,17 @@ def status(talk: Talk, words: str, *, watch: bool = False) -> Answer:
     """The task `status`. With `watch` again and again until the run has ended; under --json only what is then."""
     run = find_run(load_jobs(talk).roots(), words)
     while True:
-        record = read_record(run)
+        record = settled(read_record(run))
         view = look_at_devices(run, "cuda" if read_job(run.job).cluster.device_type == "cuda" else "cpu") if record.state == "running" else DeviceView([])
+        seen = seen_now(record)
         if not talk.json:
             if watch and talk.console.is_terminal:
                 talk.console.clear()
             _print_status(talk, run, record, view)
-        if not watch or record.state != "running":
-            return Answer({**record.to_json(), **view.to_json()})
+            if seen is not None:
+                talk.say(seen.words())
+        if not watch or record.state not in ("queued", "running"):
+            return Answer({**record.to_json(), **view.to_json(), **({"slurm": asdict(seen)} if seen else {})})
         time.sleep(WATCH_SECONDS)
 
 
@@ -109,6 +123,18 @@ def _print_status(talk: Talk, run: RunFolder, record: Record, view: DeviceView) 
     print_next(talk, record)
 
 
+def tunnel_words(environment: Mapping[str, str], port: int) -> list[str]:
+    """The line of ssh that brings a port of this machine to the one that its person sits at.
+
+    This machine's address is the one it was logged in at (SSH_CONNECTION: the client's address and port, then ours; ssh(1)), else its name.
+    """
+    logged_in = environment.get("SSH_CONNECTION", "").split()
+    host = logged_in[2] if len(logged_in) == 4 else socket.getfqdn()
+    at = ["-p", logged_in[3]] if len(logged_in) == 4 and logged_in[3] != "22" else []
+    user = environment.get("USER") or environment.get("LOGNAME")
+    return ["ssh", "-N", "-L", f"{port}:localhost:{port}", *at, f"{user}@{host}" if user else host]
+
+
 def tensorboard(talk: Talk, words: str, port: int) -> None:
     """The task `tensorboard`: becomes TensorBoard."""
     roots = load_jobs(talk).roots()
@@ -118,32 +144,23 @@ def tensorboard(talk: Talk, words: str, port: int) -> None:
     argv = [sys.executable, "-m", "tensorboard.main", *where, "--port", str(port), "--host", "localhost"]
     if talk.dry_run:
         talk.say(" ".join(argv))
+    if talk.dry_run or os.environ.get("SSH_CONNECTION"):
+        talk.say(f"from your own machine: {shlex.join(tunnel_words(os.environ, port))}")
+        talk.say(f"  and there in a browser: http://localhost:{port}")
+    if talk.dry_run:
         return
     os.execv(sys.executable, argv)
 
 
-def _by_convention(run: RunFolder, summary: Summary, convention: str) -> dict[str, Any]:
-    """TFLOP/s of each device as others count them: keys that report/1 has more, where a convention was asked for.
-
-    Raises ConfigError for a convention that is not known.
-    """
-    if convention not in CONVENTIONS:
-        raise ConfigError(f"there is no FLOPs convention '{convention}'", hint=f"one of {', '.join(CONVENTIONS)}")
-    job, vocab = read_job(run.job), read_form(run.plan, "plan/1").get("padded_vocab_size")
-    if summary.tokens_per_second is None or vocab is None:
-        return {"flops_convention": convention, "convention_tflops": None}
-    samples = summary.tokens_per_second / job.model.seq_length
-    return {"flops_convention": convention, "convention_tflops": tflops_per_device(convention, job.model, vocab, samples, job.world_size)}
-
-
 def report(talk: Talk, words: str, picture: str, flops: str) -> Answer:
     """The task `report`."""
+    refuse_unknown_convention(flops)
     run = find_run(load_jobs(talk).roots(), words)
     if picture:
         draw_losses(run, Path(picture))
         talk.say(f"drew {picture}")
     summary = summarize(run)
-    counted = _by_convention(run, summary, flops) if flops else {}
+    counted = {"flops_convention": flops, "convention_tflops": by_convention(summary, flops)} if flops else {}
     if not talk.json:
         _print_status(talk, run, read_record(run), DeviceView([]))
         if (tflops := summary.median("model_tflops")) is not None:

@@ -15,8 +15,12 @@ from trainkit.jobs.origins import SET, Origin
 from trainkit.jobs.resolved import Resolved
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hostfile import OVER_SSH, Host, find_hostfile
-from trainkit.launch.hosts import HostList, choose_hosts, local_hosts
+from trainkit.launch.hosts import HostList, choose_hosts, hosts_of_file, local_hosts, this_host
+from trainkit.launch.launchers.contract import Launcher
+from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.quarantine import quarantined
+from trainkit.launch.slurm.allocation import granted, hosts_of
+from trainkit.launch.slurm.care import ready_nodes, words_at_once
 
 RANKS = "cluster.ranks_per_node"
 SHOWN = 8  # hosts named in one line
@@ -24,13 +28,14 @@ SHOWN = 8  # hosts named in one line
 
 @dataclass(frozen=True)
 class HostWords:
-    """--cluster, --nodes, --hostfile, --include, --exclude; empty or 0 where not given."""
+    """--cluster, --nodes, --hostfile, --include, --exclude, --existing; empty, 0 or false where not given."""
 
     cluster: str = ""
     nodes: int = 0
     hostfile: str = ""
     include: str = ""
     exclude: str = ""
+    existing: bool = False
 
     def sets(self) -> list[str]:
         """Those that are values of the job, as overrides."""
@@ -40,6 +45,8 @@ class HostWords:
 
     def refuse_where_unread(self, cluster: Cluster) -> None:
         """Raise ConfigError for words about hosts where the cluster has no hostfile: they would be ignored."""
+        if self.existing and cluster.launcher != "slurm":
+            raise ConfigError(f"--existing is for clusters whose launcher is slurm; cluster '{cluster.name}' has launcher = '{cluster.launcher}'")
         given = [name for name in ("hostfile", "include", "exclude") if getattr(self, name)]
         if given and cluster.launcher not in OVER_SSH:
             raise ConfigError(
@@ -64,6 +71,8 @@ def hosts_of_job(job: Job, words: HostWords, former: HostList | None = None) -> 
         former: those that a run had, which goes on: they are taken again, as far as they are not in quarantine, where no others are asked for.
     """
     words.refuse_where_unread(job.cluster)
+    if words.existing:
+        return hosts_of(job, granted(os.environ))
     if job.cluster.launcher not in OVER_SSH:
         return local_hosts(job)
     bad = left_out(job.cluster)
@@ -98,6 +107,21 @@ def _refuse_other_ranks(asked: Origin, hosts: HostList) -> None:
     if asked.place == SET:
         message = f"{RANKS} = {asked.value}, but {hosts.hosts[0].name} has {hosts.ranks_per_node} slots in {hosts.hostfile}"
         raise ConfigError([Problem(message, SET, "a hostfile's slots are the ranks of a node: take some with --include HOST:0-3, or change the file")])
+
+
+def hosts_to_ask(chosen: Cluster, hostfile: str, *, devices: bool) -> tuple[list[Host], dict[str, str], Launcher | None]:
+    """(hosts to look at, hosts that cannot be asked and why, the launcher where it is not simply the cluster's); of Slurm's nodes those that are free.
+
+    Args:
+        devices: GPUs will be used, not only counted.
+    """
+    HostWords(hostfile=hostfile).refuse_where_unread(chosen)
+    if chosen.launcher == "slurm":
+        hosts, others = ready_nodes(chosen, os.environ)
+        return hosts, others, Slurm(words_at_once(chosen, os.environ, devices=devices))
+    if chosen.launcher in OVER_SSH:
+        return list(hosts_of_file(find_hostfile(chosen, hostfile))), {}, None
+    return [this_host()], {}, None
 
 
 def sets_of_hosts(job: Job, hosts: HostList, sets: Sequence[str]) -> list[str]:

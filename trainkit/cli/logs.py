@@ -15,6 +15,7 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.ending import last_lines
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Talk
+from trainkit.launch.slurm.settle import output_of
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import find_run, read_events, read_record
 
@@ -80,7 +81,9 @@ def _attempt(run: RunFolder, number: int) -> AttemptFolder:
     attempts = run.attempts()
     chosen = [a for a in attempts if a.number == number] if number else attempts[-1:]
     if not chosen:
-        raise ConfigError(f"run {run.id} has no attempt {number or ''}".rstrip(), hint=f"attempts: {', '.join(str(a.number) for a in attempts) or 'none'}")
+        said = f"; what its batch script printed is in {output}" if (output := output_of(run)) is not None and output.is_file() else ""
+        hint = f"attempts: {', '.join(str(a.number) for a in attempts) or 'none'}{said}"
+        raise ConfigError(f"run {run.id} has no attempt {number or ''}".rstrip(), hint=hint)
     return chosen[0]
 
 

@@ -10,22 +10,31 @@ from rich.table import Table
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.forms import document
-from trainkit.cli.hosts import HostWords
+from trainkit.cli import slurm
+from trainkit.cli.hosts import HostWords, hosts_to_ask
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.load import Jobs
+from trainkit.launch.errands import on_all
 from trainkit.launch.hostfile import OVER_SSH, Host, find_hostfile
 from trainkit.launch.hosts import hosts_of_file, this_host
 from trainkit.launch.quarantine import Quarantine, quarantined, release
 from trainkit.launch.sweep import HostReport, survey
 
 GIB = 2**30
+TOP_SECONDS = 30.0
+# by kind of device: what shows the devices and the processes on them once, and how many lines of it. neuron-top itself needs a terminal.
+TOPS: dict[str, tuple[list[str], int | None]] = {
+    "cuda": (["nvidia-smi"], None),
+    "neuron": (["neuron-ls", "--wide"], None),
+    "cpu": (["top", "-b", "-n", "1", "-w", "160"], 15),
+}
 
 
 def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
     """The task `nodes`."""
     jobs = load_jobs(talk)
-    chosen = jobs.cluster(cluster or _usual_cluster(talk, jobs))
+    chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
     root = Path(chosen.root or ".")
     if release_host:
         released = [host for host in (list(quarantined(root)) if release_host == "all" else release_host.split(",")) if release(root, host)]
@@ -35,7 +44,7 @@ def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
         return Answer(document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]))
     HostWords(hostfile=hostfile).refuse_where_unread(chosen)
     if chosen.launcher == "slurm":
-        raise ConfigError(f"cluster '{chosen.name}' is Slurm's: sinfo knows its nodes")
+        return slurm.nodes(talk, chosen)
     hosts = hosts_of_file(find_hostfile(chosen, hostfile)) if chosen.launcher in OVER_SSH else (this_host(),)
     out = quarantined(root)
     reports = survey(chosen, hosts, root)
@@ -48,7 +57,26 @@ def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
     return Answer(document("nodes/1", cluster=chosen.name, hosts=rows), Exit.HEALTH if unreachable else Exit.DONE)
 
 
-def _usual_cluster(talk: Talk, jobs: Jobs) -> str:
+def nodes_top(talk: Talk, cluster: str, hostfile: str) -> Answer:
+    """The task `nodes` with --top: what each host's own tool says, once."""
+    jobs = load_jobs(talk)
+    chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
+    hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=False)
+    argv, lines = TOPS[chosen.device_type]
+    rows: list[dict[str, Any]] = [{"host": host, "error": why, "text": ""} for host, why in others.items()]
+    if hosts:
+        for host, said in on_all(chosen, hosts, Path(chosen.root or "."), argv, TOP_SECONDS, launcher=launcher).items():
+            failed = said.last if said.error or said.code else None
+            rows.append({"host": host, "error": failed, "text": "\n".join(said.out.splitlines()[:lines])})
+    for row in rows:
+        talk.say(f"== {row['host']}" + (f": {row['error']}" if row["error"] else "") + (f"\n{row['text']}" if row["text"] else ""))
+    if chosen.device_type == "neuron":
+        talk.say("the moving picture: ssh -t HOST neuron-top")
+    failures = sum(row["error"] is not None for row in rows)
+    return Answer(document("top/1", cluster=chosen.name, command=argv, hosts=rows), Exit.HEALTH if failures else Exit.DONE)
+
+
+def usual_cluster(talk: Talk, jobs: Jobs) -> str:
     """The cluster of the job in [defaults]."""
     job = jobs.default_job
     if job is None:

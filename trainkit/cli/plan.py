@@ -97,7 +97,7 @@ def last_measured(job: Job) -> Measured | None:
             run=run.id,
             same_layout=(run, ran) in same,
             tokens_per_second=summary.tokens_per_second,
-            peak_bytes=_peak_bytes(summary.training),
+            peak_bytes=summary.peak_bytes,
             checkpoint_bytes=_checkpoint_bytes(run.checkpoints),
             planned_tokens_per_second=speed.get("tokens_per_second"),
             planned_peak_bytes=memory.get("fullest_rank", {}).get("total_bytes"),
@@ -112,12 +112,6 @@ def _planned(run: RunFolder) -> dict[str, Any]:
         return read_form(run.plan, "plan/1")
     except ConfigError:
         return {}
-
-
-def _peak_bytes(rows: Sequence[dict[str, Any]]) -> int | None:
-    kinds = [row.get("memory_bytes") or {} for row in rows]
-    peaks = [kind.get("max_reserved", kind.get("max_resident")) for kind in kinds]
-    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _checkpoint_bytes(checkpoints: Path) -> int | None:

@@ -22,6 +22,7 @@ from trainkit.data.paths import MANIFEST
 from trainkit.data.sources import Announcement
 from trainkit.jobs.load import find_root
 from trainkit.jobs.schema import Job
+from trainkit.launch.slurm.arrays import dry_lines, execute_in_slurm, slurm_place_of
 from trainkit.launch.units import execute_on, place_of
 from trainkit.stages.build import Build
 from trainkit.stages.contract import Need, Stage
@@ -60,6 +61,14 @@ def _agree(talk: Talk, large: Announcement) -> None:
         raise large.refusal()
 
 
+def _executor(job: Job | None, stage: str, notice: Callable[[str], None]) -> Callable[..., None]:
+    """What runs the units of a stage: this machine, the hosts of a hostfile, or Slurm, as the job's cluster says."""
+    if job is not None and (arrays := slurm_place_of(job, stage, notice)) is not None:
+        return functools.partial(execute_in_slurm, arrays)
+    place = place_of(job, stage, notice) if job is not None else None
+    return execute_here if place is None else functools.partial(execute_on, place)
+
+
 def bring_up_to_date(
     talk: Talk,
     needs: Iterable[Need],
@@ -83,9 +92,7 @@ def bring_up_to_date(
             for need in needs:
                 if need.announcement is not None and not judge(need, stamps_folder(root, need.stage), force=force).fresh:
                     _agree(talk, need.announcement)
-                place = place_of(job, need.stage, talk.say) if job else None
-                run: Callable[..., None] = execute_here if place is None else functools.partial(execute_on, place)
-                execute = functools.partial(run, workers=workers, counted=reporter.counted)
+                execute = functools.partial(_executor(job, need.stage, talk.say), workers=workers, counted=reporter.counted)
                 verdicts.append(make_fresh(need, root, execute, reporter, force=force))
         return verdicts
     verdicts = []
@@ -93,6 +100,10 @@ def bring_up_to_date(
         stamps = stamps_folder(root, need.stage)
         verdicts.append(judge(need, stamps, force=force))
         reporter.verdict(verdicts[-1])
+        if job and not verdicts[-1].fresh and (arrays := slurm_place_of(job, need.stage, talk.say)) is not None:
+            for line in dry_lines(arrays, need, missing_units(need, stamps, force=force), stamps):
+                talk.say(f"  {line}")
+            continue
         place = place_of(job, need.stage, talk.say) if job else None
         where = "" if place is None else f" on one of {', '.join(host.name for host in place.hosts)}"
         for unit in [] if verdicts[-1].fresh else missing_units(need, stamps, force=force):

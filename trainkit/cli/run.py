@@ -14,6 +14,7 @@ from typing import Any
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.forms import document
 from trainkit.base.process import allow_open_files
+from trainkit.cli import slurm
 from trainkit.cli.attach import follow_run, started
 from trainkit.cli.ending import print_ending
 from trainkit.cli.hosts import NO_WORDS, HostWords, hosts_of_job, resolve_on_hosts, say_hosts, sets_of_hosts
@@ -34,6 +35,8 @@ from trainkit.launch.hosts import HostList, hosts_path, read_hosts
 from trainkit.launch.launchers import LAUNCHERS
 from trainkit.launch.outcome import Outcome
 from trainkit.launch.session import new_session
+from trainkit.launch.slurm.settle import settled
+from trainkit.launch.slurm.start import submit_again, submit_new
 from trainkit.launch.start import Watch, refuse_other_inputs, resume_run, start_run
 from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan, make_plan
@@ -145,10 +148,14 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     else:
         refuse_stale(needs, root)
     plan = _refuse_infeasible(plan_of(job))
+    on_slurm = job.cluster.launcher == "slurm" and not words.existing
     if talk.dry_run:
-        return _dry_run(talk, job, plan, hosts, background=background)
+        return slurm.dry_run(talk, job, plan, root) if on_slurm else _dry_run(talk, job, plan, hosts, background=background)
     _refuse_without_samples(job)
     needs = needs_of(job, STAGES)  # as they are now that they are done
+    if on_slurm:
+        run, id = submit_new(resolved, plan, needs, jobs.root)
+        return _follow_submitted(talk, run, id, EventTail(run), following)
     view = TrainingView(talk.console, job.training.train_iters)
     try:
         watch = Watch(view.begin, view.tick, view.notice)
@@ -172,7 +179,7 @@ def resume(talk: Talk, text: str, sets: Sequence[str], *, share: bool, words: Ho
         raise ConfigError(f"--code {code!r} is neither run (the code that the run began with) nor current (that of this checkout)")
     jobs = load_jobs(talk)
     run = find_run(jobs.roots(), text)
-    record = read_record(run)
+    record = settled(read_record(run))
     changed, job, hosts = _changed(jobs, run, sets, words)
     background = following.background(job)
     _refuse_running(record)
@@ -192,6 +199,10 @@ def resume(talk: Talk, text: str, sets: Sequence[str], *, share: bool, words: Ho
     bring_up_to_date(talk, Index().needs(job, stamps_folder(root, Index.name)), root, job=job)
     _refuse_without_samples(job)
     talk.say(f"run {run.id} ({record.state}) is at step {record.step}; going on as attempt {record.attempt + 1}")
+    if job.cluster.launcher == "slurm" and not words.existing:
+        events = EventTail(run, told=True)
+        id = submit_again(run, job, changed, code=code == "current", project=jobs.root)
+        return _follow_submitted(talk, run, id, events, following)
     view, events = TrainingView(talk.console, job.training.train_iters), EventTail(run, told=True)
     try:
         watch = Watch(view.begin, view.tick, view.notice)
@@ -218,9 +229,18 @@ def _refuse_running(record: Record) -> None:
     if record.state == "running":
         message = f"run {run.id} is still running (attempt {record.attempt}, step {record.step})"
         raise TrainkitError(message, exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}; invoke attach {run.id} follows it")
+    if record.state == "queued":
+        hint = f"invoke attach {run.id} follows it, invoke cancel {run.id} takes it out of the queue"
+        raise TrainkitError(f"run {run.id} waits in Slurm's queue", exit=Exit.HOSTS_BUSY, hint=hint)
     if record.state == "unknown":
         hint = f"ask there, or end what may be left of it: invoke cancel {run.id} (--force where a host is gone for good)"
         raise TrainkitError(f"run {run.id}: {(record.root_cause or {}).get('message')}", exit=Exit.CONTACT_LOST, hint=hint)
+
+
+def _follow_submitted(talk: Talk, run: RunFolder, id: str, events: EventTail, following: Following) -> Answer:
+    """Follow a run of Slurm's from the queue to its end, unless nobody wants to."""
+    slurm.say_submitted(talk, run, id, detach=following.detach)
+    return Answer(read_record(run).to_json()) if following.detach else follow_run(talk, run, events)
 
 
 def _finish(talk: Talk, run: RunFolder, job: Job, outcome: Outcome | None, events: EventTail, following: Following) -> Answer:

@@ -24,6 +24,7 @@ HOSTS = {
     "detach": "return as soon as the run is on its way; it needs no terminal",
     "foreground": "tie the run to this command: it ends when this ends",
     "share": "run beside another run on the same slots",
+    "existing": "slurm: on the nodes of the allocation that this is typed in (salloc)",
 }
 DEVICE = {"device": "cpu or cuda; by default what the job's cluster computes on"}
 TENSOR = {"tensor-parallel": "ranks on this machine that the model is split over, for one that no device here holds"}
@@ -146,12 +147,13 @@ def train(
     detach: bool = False,
     foreground: bool = False,
     share: bool = False,
+    existing: bool = False,
 ) -> Answer:
     """Prepare what is stale, then train a job and follow it."""
     from trainkit.cli import run
     from trainkit.cli.hosts import HostWords
 
-    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude), run.Following(detach, foreground)
+    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude, existing), run.Following(detach, foreground)
     return run.train(talk, job, set or [], stages=not no_stages, share=share, words=hosts, following=following)
 
 
@@ -180,13 +182,14 @@ def resume(
     detach: bool = False,
     foreground: bool = False,
     share: bool = False,
+    existing: bool = False,
     code: str = "run",
 ) -> Answer:
     """Go on with a run from its newest valid checkpoint, on the same or on other hosts."""
     from trainkit.cli import run as runner
     from trainkit.cli.hosts import HostWords
 
-    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude), runner.Following(detach, foreground)
+    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude, existing), runner.Following(detach, foreground)
     return runner.resume(talk, run, set or [], share=share, words=hosts, following=following, code=code)
 
 
@@ -214,12 +217,19 @@ def cancel(talk: Talk, run: str, save: bool = False, force: bool = False) -> Ans
     return canceller.cancel(talk, run, save=save, force=force)
 
 
-@make_task(help={"job": "only this job's"}, reports=True)
-def runs(talk: Talk, job: str = "") -> Answer:
+@make_task(
+    help={
+        "job": "only this job's",
+        "table": "what each achieved: nodes, tokens/s, TFLOP/s of a device (medians), memory of a rank",
+        "flops": "in the table also TFLOP/s as others count them: megatron-2021, palm-6n or gpt-neox-2022",
+    },
+    reports=True,
+)
+def runs(talk: Talk, job: str = "", table: bool = False, flops: str = "") -> Answer:
     """List runs, oldest first."""
     from trainkit.cli import follow
 
-    return follow.runs(talk, job)
+    return follow.runs(talk, job, table=table, flops=flops)
 
 
 @make_task(positional=["run"], help={**RUN, "watch": "again every two seconds, until the run has ended"}, reports=True)
@@ -262,14 +272,82 @@ def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0,
         "cluster": "of this cluster of jobs.toml; by default that of the job in [defaults]",
         "hostfile": "another hostfile than the cluster's",
         "release": "let these hosts (NAME,NAME or all) run again, which are left out for a failure",
+        "top": "what runs on each: nvidia-smi, neuron-ls or top, once a host",
     },
     reports=True,
 )
-def nodes(talk: Talk, cluster: str = "", hostfile: str = "", release: str = "") -> Answer:
+def nodes(talk: Talk, cluster: str = "", hostfile: str = "", release: str = "", top: bool = False) -> Answer:
     """Say which hosts of a cluster can be reached, which runs they are busy with, and which are left out."""
     from trainkit.cli import nodes as looker
 
+    if top:
+        return looker.nodes_top(talk, cluster, hostfile)
     return looker.nodes(talk, cluster, hostfile, release)
+
+
+@make_task(
+    help={
+        "cluster": "of this cluster of jobs.toml; by default that of the job in [defaults]",
+        "hostfile": "another hostfile than the cluster's",
+        "all-reduce": "also measure all-reduces between pairs of hosts: names a slow one",
+    },
+    reports=True,
+)
+def doctor(talk: Talk, cluster: str = "", hostfile: str = "", all_reduce: bool = False) -> Answer:
+    """Look for what is wrong with the hosts of a cluster, with advice; exit 7 if something is."""
+    from trainkit.cli import doctor as examiner
+
+    return examiner.doctor(talk, cluster, hostfile, all_reduce=all_reduce)
+
+
+@make_task(
+    iterable=["host"],
+    help={
+        "cluster": "a cluster of jobs.toml with launcher ssh or pdsh; by default that of the job in [defaults]",
+        "hostfile": "the hosts of this file; with --host: the file to write",
+        "host": "[user@]host[:port] of a node, for a hostfile that is not there yet; may be repeated",
+        "slots": "ranks of a node in that hostfile; 0: as the cluster says",
+        "share": "export this folder of this machine over NFS, and mount it on the hosts under the same path",
+        "address": "this machine's address, as the hosts reach it",
+        "perform": "do it; else it is only printed",
+    },
+    reports=True,
+    dry=True,
+    at_least={"slots": 0},
+)
+def setup_hosts(
+    talk: Talk,
+    cluster: str = "",
+    hostfile: str = "",
+    host: list[str] | None = None,
+    slots: int = 0,
+    share: str = "",
+    address: str = "",
+    perform: bool = False,
+) -> Answer:
+    """Print what bare machines need to become a cluster (keys, NFS, hostfile), or do it; it may run again."""
+    from trainkit.cli import setup_hosts as maker
+
+    words = maker.SetupWords(hostfile, tuple(host or ()), slots, share, address)
+    return maker.setup_hosts(talk, cluster, words, performing=perform)
+
+
+@make_task(
+    positional=["verb"],
+    help={
+        "verb": "start, stop or status",
+        "cluster": "a cluster of jobs.toml with a fleet; by default that of the job in [defaults]",
+        "wait": "seconds until start or stop must be done",
+    },
+    reports=True,
+    dry=True,
+    at_least={"wait": 0},
+)
+def fleet(talk: Talk, verb: str, cluster: str = "", wait: float = 900.0) -> Answer:
+    """Start or stop the compute nodes of an AWS ParallelCluster and wait until it is done, or say how they are."""
+    from trainkit.cli import fleet as keeper
+
+    return keeper.fleet(talk, verb, cluster, wait)
 
 
 @make_task(help={"run": "only this run", "port": "the port to listen on"}, dry=True)
@@ -439,5 +517,6 @@ def replay(talk: Talk, run: str, step: int = 1, samples: int = 4) -> Answer:
 
 namespace = Collection(
     *(jobs, show, check, plan, build, prep_data, data_stats, data_verify, train, resume, attach, cancel),
-    *(runs, status, why, logs, nodes, checkpoints, replay, tensorboard, report, generate, evaluate, export, test, bench),
+    *(runs, status, why, logs, nodes, doctor, setup_hosts, fleet, checkpoints, replay),
+    *(tensorboard, report, generate, evaluate, export, test, bench),
 )

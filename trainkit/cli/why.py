@@ -13,6 +13,7 @@ from trainkit.base.forms import document
 from trainkit.cli.ending import last_lines, print_next
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
+from trainkit.launch.slurm.settle import settled
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import Record, find_run, read_events, read_record
 
@@ -23,7 +24,7 @@ SHOWN = 12  # later failures of other ranks
 def why(talk: Talk, words: str, attempt: int) -> Answer:
     """The task `why`. The exit code is 0: the question was answered."""
     run = find_run(load_jobs(talk).roots(), words)
-    record = read_record(run)
+    record = settled(read_record(run))
     told = [_attempt(each) for each in run.attempts()]
     chosen = _chosen(run, record, told, attempt)
     cause = dict(chosen["root_cause"] or {}) if chosen else {}

@@ -18,7 +18,6 @@ class Native:
         """What is planned for, and not launched yet."""
         sets = "--set "
         asked = {
-            f"cluster.launcher = '{job.cluster.launcher}'": job.cluster.launcher == "slurm",
             f"nodes = {job.nodes} with launcher = 'local'": job.nodes > 1 and job.cluster.launcher == "local",
             f"cluster.device = '{job.cluster.device.name}'": job.cluster.device_type == "neuron",
             f"container = '{job.container.name if job.container else ''}'": job.container is not None,

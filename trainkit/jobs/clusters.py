@@ -7,11 +7,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from trainkit.jobs import sbatch
 from trainkit.jobs.devices import Device, built_in_device
 from trainkit.jobs.table import NAME, Environment, SecretNames, Strings, Table, wrong
 
 TIME = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$|^\d+(:\d{2}){0,2}$"  # Slurm's forms of --time
 SlurmOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | int | bool]
+
+
+def refuse_unknown_options(options: SlurmOptions) -> SlurmOptions:
+    """The options themselves, once sbatch would know them all and each fits on a line."""
+    for name, value in options.items():
+        if said := sbatch.objection(name):
+            raise wrong(f"slurm.{name}", said)
+        if isinstance(value, str) and not value.isprintable():
+            raise wrong(f"slurm.{name}", f"slurm.{name} = {value!r} does not fit on one line of a batch script")
+    return options
 
 
 class StagePlace(Table):
@@ -61,6 +72,13 @@ class WatchLimits(Table):
     clock: float = Field(30, gt=0, description="that the clocks of two hosts may differ")
 
 
+class Fleet(Table):
+    """The compute nodes of an AWS ParallelCluster, which `fleet` starts and stops."""
+
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9-]*$", description="the cluster's name, as pcluster knows it")
+    region: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="its AWS region; by default that of your AWS configuration")
+
+
 class Cluster(Table):
     """Where jobs run."""
 
@@ -84,6 +102,7 @@ class Cluster(Table):
     slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch")
     stages: dict[Annotated[str, Field(pattern=NAME)], StagePlace] = Field(default_factory=dict, description="where stages run, by their names")
     filesystems: dict[Annotated[str, Field(pattern=NAME)], Filesystem] = Field(default_factory=dict, description="shared file systems, by names of your own")
+    fleet: Fleet | None = Field(None, description="its nodes are an AWS ParallelCluster's")
     gpus_per_node: int = Field(0, ge=0, description="GPUs (or cores of another accelerator) of one node")
     max_nodes: int | None = Field(None, ge=1, description="nodes there are")
     ranks_per_node: int | None = Field(None, ge=1, description="processes a node; by default gpus_per_node, at least 1; slots of a hostfile override it")
@@ -92,6 +111,11 @@ class Cluster(Table):
     hub_endpoint: str | None = Field(None, pattern=r"^https?://[^@\s]+$", description="where hf:NAME is fetched from; by default the public hub")
     env: Environment = Field(default_factory=dict, description="environment variables of every rank")
     secrets: SecretNames = Field((), description="names of secret variables taken from the caller's environment; '?' at the end: optional")
+
+    @field_validator("slurm")
+    @classmethod
+    def _known_to_sbatch(cls, value: SlurmOptions) -> SlurmOptions:
+        return refuse_unknown_options(value)
 
     @property
     def device_type(self) -> Literal["cpu", "cuda", "neuron"]:

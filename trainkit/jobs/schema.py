@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from trainkit.jobs.clusters import Cluster, SlurmOptions
+from trainkit.jobs.clusters import Cluster, SlurmOptions, refuse_unknown_options
 from trainkit.jobs.datasets import Dataset, Tokenizer
 from trainkit.jobs.devices import BUILT_IN_DEVICES, Device
 from trainkit.jobs.models import Model, RopeScaling
@@ -136,6 +136,8 @@ class Retry(Table):
     hang: int = Field(2, ge=0, description="after a hang")
     user: int = Field(0, ge=0, description="after an error of the job's own code or data")
     preempted: int = Field(0, ge=0, description="after it was told to save and stop")
+    preemption: int = Field(100, ge=0, description="slurm: after Slurm took its nodes away: a job of higher priority, scontrol requeue")
+    time_limit: int = Field(1000, ge=0, description="slurm: after its time limit")
     same_step: int = Field(3, ge=1, description="identical failures at one step, with no progress between them, that end the run for good (exit 14)")
     shrink: bool = Field(True, description="go on with fewer nodes where too few are left and the plan allows it")
 
@@ -143,7 +145,7 @@ class Retry(Table):
 class Job(Table):
     """One experiment, complete: after `trainkit.jobs` nobody reads jobs.toml or the environment again."""
 
-    planned = ("resume", "kernels", "precompile")
+    planned = ("kernels", "precompile")
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     description: str = Field("", description="one line: what it is and where it comes from")
@@ -174,6 +176,15 @@ class Job(Table):
     retry: Retry | None = Field(None, description="how often it goes on by itself after a failure; by default not at all on this machine")
     env: Environment = Field(default_factory=dict, description="environment variables of every rank, over the cluster's")
     slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch, over the cluster's")
+    resume: Literal["requeue", "chain", "never"] = Field(
+        "requeue",
+        description="slurm: how a run goes on after a time limit, a preemption or a lost node: the same job again, a successor that waits, not at all",
+    )
+
+    @field_validator("slurm")
+    @classmethod
+    def _known_to_sbatch(cls, value: SlurmOptions) -> SlurmOptions:
+        return refuse_unknown_options(value)
 
     @model_validator(mode="after")
     def _validation_sets_share_the_tokenizer(self) -> Job:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import re
+import resource
 import secrets
 import sys
 import time
@@ -62,7 +63,10 @@ def hello(session: Mapping[str, Any], folder: Path, node: int, local_address: st
         "writable": _write_error(folder, node),
         "gpus": fact("gpus", gpus) or [],
         "cpus": fact("cpus", lambda: len(os.sched_getaffinity(0))),
-        "disk_free": fact("disk_free", lambda: _free(session["root"])),
+        "disk_free": fact("disk_free", lambda: free_bytes(session["root"])),
+        "shared_memory": fact("shared_memory", lambda: free_bytes("/dev/shm")),  # NCCL's and the data loader's
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # the hard limits: ranks raise their own; -1: none
+        "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
         "slots": fact("slots", lambda: slots.holders(Path(session["node_folder"]))) or {},
     }
     return {"type": "hello", "node": node, **facts, "errors": errors, "clock": time.time()}
@@ -130,6 +134,7 @@ def _write_error(folder: Path, node: int) -> str | None:
     return None
 
 
-def _free(root: str) -> int:
-    status = os.statvfs(root)
+def free_bytes(folder: str) -> int:
+    """Room for more files of ours on the file system of a folder. Raises OSError."""
+    status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize

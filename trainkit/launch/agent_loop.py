@@ -109,6 +109,8 @@ class Agent:
             self.selector.register(0, selectors.EVENT_READ, self._stdin)
 
     def _signalled(self, numbers: bytes) -> None:
+        if self.session.get("term") == "save":
+            return  # Slurm tells every process of the job: the ranks save, and the supervisor says what is next
         if {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} & set(numbers):
             self.leave(int(Exit.CANCELLED), "it was told to stop by a signal", self.session["grace"] if self.leaving is None else 0.0)
 

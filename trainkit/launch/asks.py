@@ -12,6 +12,8 @@ from trainkit.launch.outcome import Ask
 class Asks:
     """What has been asked so far. The first signal asks to save and stop, a second to stop at once."""
 
+    signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
     def __init__(self) -> None:
         self.first: Ask | None = None
         self.at_once = False
@@ -24,15 +26,18 @@ class Asks:
         """Stop at once; `invoke cancel` is a last word whatever was asked before."""
         self.first, self.at_once = Ask.CANCEL, True
 
+    def heeded(self) -> list[int]:
+        """Those to take: not what was ignored before, which is nohup's wish."""
+        return [number for number in self.signals if signal.getsignal(number) != signal.SIG_IGN]
+
     def _heard(self, number: int, frame: object) -> None:
         self.at_once = self.first is not None
         self.save(Ask.INTERRUPT if number == signal.SIGINT else Ask.SAVE)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Asks]:
-        """Take the three signals for the block; afterwards they are as before."""
-        heeded = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # nohup's wish
-        before = {number: signal.signal(number, self._heard) for number in heeded}
+        """Take the signals for the block; afterwards they are as before."""
+        before = {number: signal.signal(number, self._heard) for number in self.heeded()}
         try:
             yield self
         finally:

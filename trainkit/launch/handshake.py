@@ -138,7 +138,7 @@ def allocate(crew: Crew, job: Job, command: Command, address: str, port: int) ->
     for node, host in enumerate(crew.session.hosts):
         facts = crew.hellos[node].facts
         ranks = tuple(range(node * command.ranks_per_node, (node + 1) * command.ranks_per_node))
-        of_hostfile = job.cluster.device_type == "cuda" and job.cluster.launcher != "local"
+        of_hostfile = job.cluster.device_type == "cuda" and job.cluster.launcher not in ("local", "slurm")
         visible = ",".join(visible_devices(job, host)) if of_hostfile else None
         nodes.append(Node(crew.host(node), str(facts["address"]), node, ranks, facts.get("interface"), visible))
     return Allocation(tuple(nodes), address, port)

@@ -19,23 +19,29 @@ class Budgets:
 
     def __init__(self, retry: Retry) -> None:
         self.left = {"infra": retry.infra, "hang": retry.hang, "user": retry.user, "preempted": retry.preempted}
+        self.left |= {"preemption": retry.preemption, "time-limit": retry.time_limit}
         self.same_step = retry.same_step
         self._former: tuple[object, ...] | None = None
         self._times = 0
 
-    def after(self, end: AttemptEnd) -> Verdict:
-        """What follows from one more failure. One that was asked for, or success, is no failure: do not come with it."""
+    def after(self, end: AttemptEnd, kind: str = "") -> Verdict:
+        """What follows from one more failure. One that was asked for, or success, is no failure: do not come with it.
+
+        Args:
+            kind: the budget that it uses up; by default that of its class.
+        """
         outcome = end.outcome
         cause = outcome.root_cause or {}
-        what = (outcome.failure_class, end.step, cause.get("type") or cause.get("signal") or cause.get("code"), cause.get("host") if not end.began else None)
+        kind = kind or outcome.failure_class
+        what = (kind, end.step, cause.get("type") or cause.get("signal") or cause.get("code"), cause.get("host") if not end.began else None)
         self._times = self._times + 1 if what == self._former else 1
         self._former = what
-        budget = self.left.get(outcome.failure_class, 0)
+        budget = self.left.get(kind, 0)
         if budget == 0 or outcome.exit in HOPELESS:
             return "enough"
         if self._times >= self.same_step:
             return "no-progress"
-        self.left[outcome.failure_class] = budget - 1
+        self.left[kind] = budget - 1
         return "again"
 
 

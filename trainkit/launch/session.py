@@ -106,6 +106,7 @@ class Session:
             nonce=self.nonce,
             folder=str(self.folder.parent.parent),
             python_paths=[],
+            term="save" if cluster.launcher == "slurm" else "stop",
         )
         write_json(self.folder / "session.json", value)
         agent = [self.python, "-I", "-S", str(self.code / "trainkit" / "launch" / "agent.py"), str(self.folder)]

@@ -59,7 +59,7 @@ def start_run(
     run = new_run_folder(Path(job.cluster.root or "."), job.name)
     with locked_run(run):
         try:
-            _fill(run, resolved, plan, needs, project, secrets)
+            fill_run(run, resolved, plan, needs, project, secrets)
             write_hosts(run, hosts)
         except BaseException:
             shutil.rmtree(run.path, ignore_errors=True)
@@ -143,7 +143,7 @@ def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
         time.sleep(0.02)
 
 
-def _fill(run: RunFolder, resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Path, secrets: Mapping[str, str]) -> None:
+def fill_run(run: RunFolder, resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Path, secrets: Mapping[str, str]) -> None:
     """Snapshot, plan, origin, inputs, and last job.json, which makes the folder a run."""
     snapshot = take_snapshot(PACKAGE, run.root / "code", project)
     link_code(snapshot.folder, run.code)

@@ -93,7 +93,7 @@ class Supervisor:
 
     async def supervise(self) -> Outcome:
         """Attempt after attempt; the last one's outcome. Never leaves a process behind on a host that can be reached."""
-        await self.door.listen("127.0.0.1" if self.launcher.name in ("local", "debug") else head_address(self.job.cluster, self.hosts.hosts))
+        await self.door.listen(self.address())
         self.door.guests["control"] = self._control
         former = self._former_attempt()
         signing = asyncio.create_task(self._keep_signing())
@@ -120,6 +120,10 @@ class Supervisor:
             with contextlib.suppress(OSError):  # the attempt's last event says how it ended, and that we are gone can be seen
                 self._sign()
             await self.door.close()
+
+    def address(self) -> str:
+        """Where to listen: an address of this machine that all agents reach."""
+        return "127.0.0.1" if self.launcher.name in ("local", "debug") else head_address(self.job.cluster, self.hosts.hosts)
 
     def _former_attempt(self) -> tuple[list[Host], float]:
         """(Hosts on which something of the attempt before our first may still run, when their supervisor was last seen, by time.time()): of an attempt
@@ -189,6 +193,7 @@ class Supervisor:
         except BaseException as error:
             end = AttemptEnd(Outcome(Exit.BUG, "infra", {"message": f"the supervisor failed: {type(error).__name__}: {error}"}))
             self._record(end)
+            attempt.events.close()
             raise
         end = self._judged(end)
         self._record(end)
@@ -244,10 +249,10 @@ class Supervisor:
             self.attempt.events.write("host_left_out", host=host, why=why)
 
     def _record(self, end: AttemptEnd) -> None:
-        """Write the attempt's last events."""
+        """Write how the attempt ended."""
         assert self.attempt is not None
         events, outcome = self.attempt.events, end.outcome
-        rest: dict[str, Any] = {"survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
+        rest: dict[str, Any] = {"step": end.step, "survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
         events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
 
     def _goes_on(self, end: AttemptEnd) -> bool:
@@ -364,7 +369,12 @@ def main() -> None:
     run = RunFolder(words.run_folder)
     try:
         with locked_run(run):
-            secrets = secret_values(read_job(run.job).cluster.secrets, os.environ)
+            cluster = read_job(run.job).cluster
+            if cluster.launcher == "slurm":
+                from trainkit.launch.slurm.batch import supervise_batch
+
+                sys.exit(int(supervise_batch(run, os.environ).exit))
+            secrets = secret_values(cluster.secrets, os.environ)
             sys.exit(int(supervise(run, secrets, nobody(), share=words.share).exit))
     except TrainkitError as error:
         print(f"ERROR: {error}", file=sys.stderr)

@@ -114,6 +114,16 @@ async def _execute(place: Place, ledger: Ledger, tasks: int) -> None:
             await spread.stop()
 
 
+def argv_there(argv: Sequence[str], python: str, code: Path) -> list[str]:
+    """A unit's words on a node: its interpreter, and the modules of the code snapshot."""
+    words = list(argv)
+    if words[0] == sys.executable:
+        words[0] = python
+    if words[1:3] == ["-I", "-m"]:
+        words[1:3] = ["-I", "-c", RUN_MODULE, str(code)]
+    return words
+
+
 class _RemoteBatch(Batch):
     """A batch whose process is a host's."""
 
@@ -125,11 +135,7 @@ class _RemoteBatch(Batch):
 
     def process(self, key: str, crew: Crew) -> dict[str, Any]:
         """What the agent is told to start."""
-        argv = list(self.units[0].argv)
-        if argv[0] == sys.executable:
-            argv[0] = crew.session.python
-        if argv[1:3] == ["-I", "-m"]:
-            argv[1:3] = ["-I", "-c", RUN_MODULE, str(crew.session.code)]
+        argv = argv_there(self.units[0].argv, crew.session.python, crew.session.code)
         env = dict(crew.session.cluster.env)
         words = [*argv, *map(str, self.specs)]
         return {"key": key, "argv": words, "env": env, "cwd": str(self.folder), "log": None, "error": None, "heartbeat": False, "whole": True, "output": True}

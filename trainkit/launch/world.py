@@ -60,6 +60,8 @@ def passed_on() -> dict[str, str]:
 
 def slot_names(job: Job, host: Host) -> list[str]:
     """The slots the job takes on a host: "cpu", or one a GPU, by the numbers that CUDA_VISIBLE_DEVICES gives them (the ranks see it too)."""
+    if job.cluster.launcher == "slurm":
+        return []  # Slurm shares its nodes out itself
     if job.cluster.device_type == "cpu":
         return ["cpu"]
     return [f"gpu{number}" for number in visible_devices(job, host)]

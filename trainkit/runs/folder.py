@@ -87,6 +87,11 @@ class RunFolder:
         """Who the supervisor is, where it listens, and when it was last there; rewritten every few seconds while it lives."""
         return self.path / "launch" / "supervisor.json"
 
+    @property
+    def slurm(self) -> Path:
+        """The run's Slurm jobs (who submits them)."""
+        return self.path / "launch" / "slurm.json"
+
     def session(self, attempt: int) -> Path:
         """By what supervisor and agents of an attempt find and prove themselves to each other."""
         return self.path / "launch" / f"attempt-{attempt}"

@@ -17,6 +17,7 @@ from trainkit.base.files import read_json
 from trainkit.base.forms import document, read_form, utc_now
 from trainkit.base.process import Identity, is_alive
 from trainkit.runs.folder import AttemptFolder, RunFolder
+from trainkit.runs.slurm import read_slurm_jobs
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"]
 FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
@@ -152,6 +153,8 @@ class Record:
             return [f"invoke resume {run}", f"invoke logs {run}"]
         if self.state == "unknown":
             return [f"invoke cancel {run}", "invoke nodes"]
+        if self.state == "queued":
+            return [f"invoke attach {run}", f"invoke cancel {run}"]
         return [f"invoke attach {run}", f"invoke logs {run} --follow"]
 
     def to_json(self) -> dict[str, Any]:
@@ -201,6 +204,8 @@ def read_record(run: RunFolder) -> Record:
     ended = next((e for e in reversed(events) if e["event"] == "ended"), None)
     sign = read_supervisor(run)
     alive = sign.alive(time.time()) if sign is not None else None
+    if (queued := _queued(run, step, number)) is not None and not alive:
+        return queued
     if ended is not None and not alive:
         state = _STATE_OF_CLASS.get(ended["class"], "failed")
         return Record(run, state, step, number, ended["exit"], ended["class"], ended["root_cause"], ended["survivors"])
@@ -219,6 +224,20 @@ def read_record(run: RunFolder) -> Record:
     else:
         message = "it never started: whoever made it is gone"
     return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", {"message": message}, [])
+
+
+def _queued(run: RunFolder, step: int, number: int) -> Record | None:
+    """The record of a run whose newest Slurm job waits, or was over before a supervisor began; None for any other."""
+    newest = next(reversed(read_slurm_jobs(run)), None)
+    if newest is None or (newest.began is not None and newest.ended is None):
+        return None
+    if newest.ended is None:
+        return Record(run, "queued", step, number, None, None, None, [])
+    state, code = newest.ended["state"], int(newest.ended.get("exit", Exit.START))
+    cause = {"message": newest.ended["message"], "slurm_job": newest.id}
+    if state.startswith("CANCELLED"):
+        return Record(run, "cancelled", step, number, int(Exit.CANCELLED), "cancelled", cause, [])
+    return Record(run, "failed", step, number, code, "no-progress" if code == Exit.NO_PROGRESS else "infra", cause, [])
 
 
 def _iso(seconds: float) -> str:
@@ -258,7 +277,7 @@ def _folders(path: Path, warn: Callable[[str], None]) -> list[Path]:
 
 
 def find_run(roots: Sequence[Path], words: str) -> RunFolder:
-    """The run `words` means: an id, a unique prefix of one, a job's name (its newest run), or "last".
+    """The run `words` means: an id, a unique prefix of one, a job's name (its newest run), Slurm's number of its job, or "last".
 
     Raises ConfigError (exit 3) where there is none or more than one.
     """
@@ -268,7 +287,10 @@ def find_run(roots: Sequence[Path], words: str) -> RunFolder:
     if words == "last":
         return runs[-1]
     matches = (
-        [run for run in runs if run.id == words] or [run for run in runs if run.job_name == words][-1:] or [run for run in runs if run.id.startswith(words)]
+        [run for run in runs if run.id == words]
+        or [run for run in runs if run.job_name == words][-1:]
+        or [run for run in runs if words.isdigit() and any(job.id == words for job in read_slurm_jobs(run))][-1:]
+        or [run for run in runs if run.id.startswith(words)]
     )
     if len(matches) > 1:
         raise ConfigError(f"{words!r} is the beginning of {len(matches)} runs: {', '.join(run.id for run in matches[:8])}")

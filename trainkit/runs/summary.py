@@ -46,6 +46,13 @@ class Summary:
         return milliseconds / 1000
 
     @property
+    def peak_bytes(self) -> int | None:
+        """The most memory that rank 0 has held: what CUDA's allocator reserved, on the CPU the process; None where no row says it."""
+        kinds = [row.get("memory_bytes") or {} for row in self.training]
+        peaks = [kind.get("max_reserved", kind.get("max_resident")) for kind in kinds]
+        return max((int(peak) for peak in peaks if peak is not None), default=None)
+
+    @property
     def peak(self) -> str | None:
         """What MFU was measured against last."""
         return next((r["peak"] for r in reversed(self.training) if r.get("peak")), None)

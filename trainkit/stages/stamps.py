@@ -148,5 +148,9 @@ def unit_is_fresh(need: Need, unit: Unit, stamps: Path) -> bool:
 
 def write_unit_stamp(need: Need, unit: Unit, stamps: Path, result: dict[str, Any]) -> None:
     """Record a unit's success and what it reported."""
-    value = document(SCHEMA, unit=unit.name, spec=spec_digest(need, unit), outputs=_identities(unit.outputs), result=result, made=utc_now())
-    write_json(unit_stamp_path(stamps, need.name, unit.name), value)
+    stamp_unit(unit_stamp_path(stamps, need.name, unit.name), unit.name, spec_digest(need, unit), unit.outputs, result)
+
+
+def stamp_unit(path: Path, name: str, digest: str, outputs: Iterable[Path], result: dict[str, Any]) -> None:
+    """The same where only these are known: on the node where the unit ran. `digest`: spec_digest of need and unit."""
+    write_json(path, document(SCHEMA, unit=name, spec=digest, outputs=_identities(outputs), result=result, made=utc_now()))

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from trainkit.base.address import address_in, toward
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.clusters import Cluster
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hostfile import OVER_SSH, Host
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.launchers.local import Local
 from trainkit.launch.launchers.pdsh import Pdsh
+from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.launchers.ssh import Ssh, real_name
 from trainkit.launch.session import is_here
 
-LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (Local(), Ssh(), Pdsh())}
+LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (Local(), Ssh(), Pdsh(), Slurm())}
 
 TRIED = 8  # hosts: a name server that does not answer takes seconds for each
 
@@ -35,7 +36,7 @@ def head_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
     problem: TrainkitError | None = None
     for host in away[:TRIED]:
         try:
-            return toward(real_name(cluster, host))
+            return toward(real_name(cluster, host) if cluster.launcher in OVER_SSH else host.name)
         except TrainkitError as error:  # a host that has no address is a row of a table later; here it only cannot show the way
             problem = problem or error
     assert problem is not None

@@ -1,0 +1,159 @@
+"""doctor's judgement of hosts and pairs, without any; the real thing is in tests/cluster/test_care.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Project
+from trainkit.jobs.clusters import Cluster
+from trainkit.jobs.devices import built_in_device
+from trainkit.launch.crew import Hello, Missing
+from trainkit.launch.doctor import COLUMNS, judge_hosts, judge_pairs
+from trainkit.launch.hostfile import Host
+from trainkit.launch.pairs import Pair, judge, rounds
+from trainkit.launch.session import Session, new_session
+
+GIB = 2**30
+FINE: dict[str, Any] = {
+    "versions": {"python": "3.11.2", "torch": "2.13.0", "driver": "550.54.14", "kernel": "6.1.0"},
+    "writable": None,
+    "address": "10.0.0.1",
+    "gpus": ["NVIDIA H100 80GB HBM3"] * 8,
+    "disk_free": 500 * GIB,
+    "shared_memory": 64 * GIB,
+    "open_files": 1048576,
+    "locked_memory": -1,
+}
+
+
+def session(tmp_path: Path, count: int, **more: Any) -> Session:
+    cluster = Cluster.model_validate({"name": "c", "launcher": "ssh", "device": built_in_device("h100-sxm-80gb"), **more})
+    hosts = [Host(f"n{i}", slots=tuple(range(8))) for i in range(count)]
+    return new_session(tmp_path / "s", "doctor", 0, hosts, cluster, tmp_path / "code" / "abc", tmp_path, {})
+
+
+def found(session: Session, *changes: dict[str, Any] | str) -> list[tuple[str, str, bool, str]]:
+    """(host, what, wrong, message) for hosts that differ from FINE in this, or did not come for this reason."""
+    answers: list[Hello | Missing] = []
+    for node, change in enumerate(changes):
+        if isinstance(change, str):
+            answers.append(Missing(node, f"n{node}", change))
+            continue
+        facts = {**FINE, "nonce": session.nonce, "snapshot": session.code.name, **change}
+        answers.append(Hello(node, f"n{node}", {k: v for k, v in facts.items() if k != "ahead"}, float(change.get("ahead", 0.0))))
+    findings = judge_hosts(answers, session.hosts, session)
+    assert all(f.advice and f.what in (*COLUMNS, "reach") for f in findings)
+    return [(f.host, f.what, f.wrong, f.message) for f in findings]
+
+
+def test_hosts_that_are_well_have_no_finding(tmp_path: Path) -> None:
+    assert found(session(tmp_path, 3), {}, {}, {}) == []
+
+
+VERSIONS = FINE["versions"]
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "wrong", "words"),
+    [
+        ({"versions": {**VERSIONS, "torch": "2.12.0"}}, "torch", True, "torch 2.12.0; 2.13.0 on 2 of 3 hosts"),
+        ({"versions": {**VERSIONS, "torch": None}}, "torch", True, "torch is missing; 2.13.0 on 2 of 3 hosts"),
+        ({"versions": {**VERSIONS, "python": "3.12.1"}}, "python", True, "python 3.12.1; 3.11.2 on 2 of 3 hosts"),
+        ({"versions": {**VERSIONS, "driver": "535.1"}}, "driver", False, "driver 535.1; 550.54.14 on 2 of 3 hosts"),
+        ({"versions": {**VERSIONS, "kernel": "5.15"}}, "kernel", False, "kernel 5.15"),
+        ({"ahead": -121.0}, "clock", True, "its clock is 121 s behind; 30 s are allowed"),
+        ({"nonce": "another"}, "root", True, "clusters.c.root is not shared"),
+        ({"snapshot": "other"}, "root", True, "sees other files"),
+        ({"writable": "No space left on device"}, "root", True, "No space left on device"),
+        ({"disk_free": GIB // 2}, "disk", True, "0.5 GiB are free"),
+        ({"gpus": FINE["gpus"][:7]}, "gpus", True, "7 GPUs; its slots need 8"),
+        ({"gpus": ["NVIDIA A100"] * 8}, "gpus", False, "NVIDIA A100; most hosts have NVIDIA H100 80GB HBM3"),
+        ({"address_error": "no interface ib0"}, "address", True, "no interface ib0"),
+        ({"address": "127.0.1.1"}, "address", True, "127.0.1.1, which others cannot reach"),
+        ({"open_files": 1024}, "files", False, "may open 1,024 files"),
+        ({"locked_memory": 65536}, "files", False, "of memory may be locked"),
+        ({"shared_memory": 64 * 2**20}, "shm", True, "/dev/shm has 64 MiB free"),
+    ],
+)
+def test_each_finding_names_host_and_value(tmp_path: Path, change: dict[str, Any], what: str, wrong: bool, words: str) -> None:
+    (one,) = found(session(tmp_path, 3), {}, change, {})
+    assert one[:3] == ("n1", what, wrong) and words in one[3], one
+
+
+def test_what_does_not_matter_is_not_told(tmp_path: Path) -> None:
+    one = session(tmp_path, 1)
+    assert found(one, {"address": "127.0.0.1"}) == []  # alone, nobody has to reach it
+    cpu = session(tmp_path, 2, device=built_in_device("cpu"))
+    assert found(cpu, {"gpus": []}, {"gpus": [], "locked_memory": 65536}) == []
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("root@n1: Permission denied (publickey).", "setup-hosts --perform"),
+        ("Host key verification failed.", "host key"),
+        ("ssh: Could not resolve hostname n1: Name or service not known", "DNS"),
+        ("ssh: connect to host n1 port 22: Connection refused", "sshd"),
+        ("ssh: connect to host n1 port 22: No route to host", "firewall"),
+        ("bash: /mnt/x/sessions/doctor-1/node.sh: No such file or directory", "not mounted"),
+        ("/mnt/x/node.sh: line 4: /opt/py/bin/python3: No such file or directory", "clusters.X.python"),
+        ("something nobody has seen", "ssh HOST true"),
+    ],
+)
+def test_advice_for_hosts_that_do_not_come(tmp_path: Path, why: str, words: str) -> None:
+    here = session(tmp_path, 2)
+    (finding,) = judge_hosts([Missing(1, "n1", why)], here.hosts, here)
+    assert (finding.what, finding.wrong, finding.message) == ("reach", True, why) and words in finding.advice, finding.advice
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])
+def test_rounds_are_disjoint_pairs_and_none_comes_twice(count: int) -> None:
+    nodes = [10 + i for i in range(count)]
+    every = rounds(nodes, 100)
+    pairs = [pair for each in every for pair in each]
+    assert len(set(pairs)) == len(pairs) == count * (count - 1) // 2  # all of them
+    assert all(len({node for pair in each for node in pair}) == 2 * len(each) for each in every)
+    some = [node for each in rounds(nodes) for pair in each for node in pair]
+    assert min(some.count(node) for node in nodes) >= min(2, count - 1), "a host with one partner cannot be told from it"
+
+
+def pairs_of(speeds: Mapping[tuple[int, int], float | None]) -> list[Pair]:
+    return [Pair(*pair, speed, "" if speed is not None else "connection closed") for pair, speed in speeds.items()]
+
+
+def test_a_slow_host_is_told_from_a_slow_way() -> None:
+    host = judge(pairs_of({(0, 1): 10.0, (0, 2): 2.0, (1, 2): 2.2}))
+    assert [slow.nodes for slow in host] == [(2,)] and "2.2 GB/s at best with any of 2 partners; a usual pair has 10" in host[0].why
+    four = {(0, 1): 10.0, (2, 3): 1.0, (0, 2): 9.0, (1, 3): 11.0, (0, 3): 10.0, (1, 2): 9.5}
+    assert [slow.nodes for slow in judge(pairs_of(four))] == [(2, 3)]
+    assert judge(pairs_of({(0, 1): 10.0, (0, 2): 6.0, (1, 2): 7.0})) == []
+    dead = judge(pairs_of({(0, 1): 10.0, (0, 2): None, (1, 2): None}))
+    assert [slow.nodes for slow in dead] == [(2,)] and dead[0].why == "no all-reduce: connection closed with any of 2 partners"
+
+
+def test_of_two_hosts_the_declared_network_is_the_measure() -> None:
+    assert judge(pairs_of({(0, 1): 3.0})) == [] and judge(pairs_of({(0, 1): 30.0}), 50.0) == []
+    (slow,) = judge(pairs_of({(0, 1): 3.0}), 50.0)
+    assert slow.nodes == (0, 1) and "3 GB/s" in slow.why and "the network is said to have 50" in slow.why
+    assert [s.nodes for s in judge(pairs_of({(0, 1): 3.0, (1, 2): 3.0, (0, 2): 3.0}), 50.0)] == [(0, 1), (1, 2), (0, 2)]  # all alike: no one host
+
+
+def test_findings_of_pairs_have_names(tmp_path: Path) -> None:
+    here = session(tmp_path, 3)
+    findings = judge_pairs(pairs_of({(0, 1): 10.0, (0, 2): 2.0, (1, 2): 2.0}), here)
+    assert [(f.host, f.what, f.wrong) for f in findings] == [("n2", "all-reduce", True)]
+    (way,) = judge_pairs(pairs_of({(0, 1): None}), here)
+    assert way.host == "n0 - n1" and "connection closed" in way.message
+
+
+def test_this_machine_alone(project: Project) -> None:
+    document = project.document("doctor", "--cluster", "here")
+    assert document["schema"] == "doctor/1" and document["wrong"] == 0 and document["pairs"] == []
+    (row,) = document["hosts"]
+    assert row["versions"]["python"] and row["open_files"] != 0 and row["shared_memory"] > 0
+    refused = project.invoke("doctor", "--cluster", "here", "--hostfile", "x", exit=3)
+    assert "--hostfile is for clusters whose launcher is ssh or pdsh" in refused.stderr

@@ -1,0 +1,217 @@
+"""Runs through a real Slurm where the scheduler itself, or the way in, is out of the ordinary."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.machines import HEAD, Cluster, NoCluster
+from tests.cluster.slurm_project import SlurmProject, make_slurm_project
+from tests.conftest import wait_for
+
+
+def test_inside_salloc(slurm: SlurmProject) -> None:
+    """--existing: on the nodes at hand, no job of its own; more nodes than those are refused before anything starts."""
+    slurm.ranks_do("import os; open(f'{os.environ[\"TARGET\"]}{rank}', 'w').write(host + ' ' + os.environ['SLURM_JOB_ID']); beat(1); done()")
+    text = (slurm.path / "jobs.toml").read_text()
+    (slurm.path / "jobs.toml").write_text(text.replace("env = { RANK_DOES", f'env = {{ TARGET = "{slurm.path}/said", RANK_DOES'))
+    invoke = [sys.executable, "-m", "invoke"]
+    argv = slurm.cluster.command(HEAD, "salloc", "--nodes=2", "--nodelist=node[2-3]", *invoke, "train", "random", "--existing")
+    done = subprocess.run(argv, cwd=slurm.path, env=slurm.environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [(slurm.path / f"said{rank}").read_text().split() for rank in range(4)]
+    assert [host for host, _ in said] == ["node2", "node2", "node3", "node3"] and len({job for _, job in said}) == 1
+    argv = slurm.cluster.command(HEAD, "salloc", "--nodes=1", *invoke, "train", "random", "--existing")
+    done = subprocess.run(argv, cwd=slurm.path, env=slurm.environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 3 and "wants 2 nodes" in done.stderr and len(slurm.runs()) == 1
+    slurm.invoke("train", "random", "--existing", exit=3)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_goes_on_in_the_same_allocation(slurm: SlurmProject) -> None:
+    slurm.ranks_count(50)
+    run, id = slurm.submit()
+    slurm.wait_step(3)
+    (victim,) = [p for p in slurm.cluster.processes_of(run.name) if p.mark == f"{run.name}/1/1/3"]
+    slurm.cluster.kill(victim)
+    slurm.wait_state(run, "succeeded")
+    assert slurm.events(run, 1)["retry"]["class"] == "infra" and "by" not in slurm.events(run, 1)["retry"]
+    assert [entry["id"] for entry in slurm.slurm_jobs(run)] == [id] and slurm.count() == 50
+
+
+@pytest.mark.slow
+def test_the_supervisor_is_killed(slurm: SlurmProject) -> None:
+    """Its agents stop by themselves, the job ends, and the run can go on by hand; nothing is left."""
+    slurm.ranks_count(50)
+    run, id = slurm.submit()
+    slurm.wait_step(3)
+    (supervisor,) = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("supervisor.py") for word in p.argv)]
+    slurm.cluster.kill(supervisor)
+    wait_for(lambda: slurm.job_state(id) in ("FAILED", "CANCELLED"), "the job to end", timeout=60)
+    assert not slurm.cluster.processes_of(run.name)
+    (slurm.path / "count-0").unlink()
+    wait_for(lambda: slurm.document("status", run.name)["state"] != "running", "the record to say so", timeout=90)
+    slurm.invoke("resume", run.name)
+    assert slurm.document("status", run.name)["attempt"] == 2
+
+
+@pytest.mark.slow
+def test_cancel_of_a_supervisor_that_does_not_answer(slurm: SlurmProject) -> None:
+    """Slurm ends the job, and wakes it for its last word: its agents' leases had ended before. Nothing is left, and the run can be gone on with."""
+    slurm.ranks_count(10_000)
+    run, id = slurm.submit()
+    slurm.wait_step(3)
+    (supervisor,) = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("supervisor.py") for word in p.argv)]
+    slurm.cluster.kill(supervisor, number=signal.SIGSTOP)
+    assert slurm.document("cancel", run.name, exit=15)["state"] in ("failed", "preempted", "cancelled")
+    assert slurm.job_state(id) == "CANCELLED" and not slurm.cluster.processes_of(run.name)
+
+
+@pytest.mark.slow
+def test_slurmctld_restarts(slurm: SlurmProject) -> None:
+    """While the job waits, and while it runs: who follows says so and goes on, the run does not notice."""
+    slurm.ranks_count(80)
+    slurm.slurm(hold=True)
+    following = slurm.start("train", "random")
+    wait_for(slurm.jobs, "the job to be queued")
+    restart(slurm)
+    (run,) = slurm.runs()
+    id = slurm.slurm_jobs(run)[0]["id"]
+    slurm.cluster.on(HEAD, "scontrol", "release", id)
+    slurm.wait_step(5)
+    restart(slurm)
+    out, err = following.communicate(timeout=120)
+    assert following.returncode == 0, out + err
+    assert slurm.document("status", run.name)["attempt"] == 1
+
+
+def restart(slurm: SlurmProject) -> None:
+    """Stop the controller for some seconds, and start it again."""
+    before = [p for p in slurm.cluster.processes() if p.host == HEAD and p.argv[:1] == ("slurmctld",)]
+    slurm.cluster.kill(*before, number=signal.SIGTERM)
+    wait_for(lambda: not [p for p in slurm.cluster.processes() if p in before], "slurmctld to end", timeout=30)
+    slurm.cluster.on(HEAD, "slurmctld")
+    wait_for(lambda: "idle" in slurm.cluster.on(HEAD, "sinfo", "--noheader") or "mix" in slurm.cluster.on(HEAD, "sinfo", "--noheader"), "nodes to be known")
+
+
+def test_a_prolog_that_fails(slurm: SlurmProject) -> None:
+    """The batch script ends before there is a supervisor: the record says what Slurm and the script said."""
+    text = (slurm.path / "jobs.toml").read_text()
+    (slurm.path / "jobs.toml").write_text(text.replace("ranks_per_node = 2", 'ranks_per_node = 2\nprolog = ["source /no/such/venv"]', 1))
+    slurm.invoke("train", "random", exit=8)
+    (run,) = slurm.runs()
+    cause = slurm.document("status", run.name)["root_cause"]
+    assert "FAILED" in cause["message"] and "/no/such/venv: No such file" in cause["message"]
+
+
+def test_what_sbatch_refuses_leaves_nothing(slurm: SlurmProject) -> None:
+    slurm.slurm(partition="nowhere")
+    said = slurm.invoke("train", "random", exit=8).stderr
+    assert "invalid partition specified: nowhere" in said and not slurm.runs()
+
+
+@pytest.mark.slow
+def test_a_script_submitted_by_hand(slurm: SlurmProject) -> None:
+    """The script of a run that ended goes on with it, as it stands."""
+    slurm.ranks_count(40)
+    run, _ = slurm.submit()
+    slurm.wait_step(3)
+    slurm.invoke("cancel", run.name, exit=15)
+    id = slurm.cluster.on(HEAD, "sbatch", "--parsable", str(run / "launch" / "slurm.sh")).strip()
+    slurm.wait_state(run, "succeeded")
+    assert slurm.slurm_jobs(run)[-1]["id"] == id and slurm.document("status", id)["attempt"] == 2
+
+
+@pytest.mark.slow
+def test_secrets_travel_in_no_environment_of_the_job(slurm: SlurmProject) -> None:
+    """Ranks have them, after a requeue too; the job's own environment, its script and every file that is left have not."""
+    secret = "hunter2-hunter2"
+    text = (slurm.path / "jobs.toml").read_text()
+    (slurm.path / "jobs.toml").write_text(text.replace("ranks_per_node = 2", 'ranks_per_node = 2\nsecrets = ["THE_KEY"]', 1))
+    slurm.ranks_do(
+        """
+        import os, time
+        open(f"{os.environ['HERE']}/knows-{attempt}-{rank}", "w").write(str(len(os.environ["THE_KEY"])))
+        beat(1)
+        while attempt == 1: time.sleep(0.1)
+        done()
+        """
+    )
+    text = (slurm.path / "jobs.toml").read_text()
+    (slurm.path / "jobs.toml").write_text(text.replace("env = { RANK_DOES", f'env = {{ HERE = "{slurm.path}", RANK_DOES'))
+    slurm.invoke("train", "random", exit=3)
+    slurm.invoke("train", "random", "--detach", THE_KEY=secret)
+    (run,) = slurm.runs()
+    id = slurm.slurm_jobs(run)[0]["id"]
+    wait_for(lambda: len(list(slurm.path.glob("knows-1-*"))) == 4, "ranks", timeout=60)
+    supervisors = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("supervisor.py") for word in p.argv)]
+    assert supervisors and all(secret.encode() not in Path(f"/proc/{p.pid}/environ").read_bytes() for p in supervisors)
+    assert (run / "launch" / "secrets.json").stat().st_mode & 0o777 == 0o600
+    slurm.cluster.on(HEAD, "scontrol", "requeue", id)
+    slurm.wait_state(run, "succeeded", timeout=120)
+    assert {path.read_text() for path in slurm.path.glob("knows-2-*")} == {str(len(secret))}
+    assert not [p for p in run.rglob("*") if p.is_file() and secret.encode() in p.read_bytes()]
+
+
+def test_nodes_are_those_of_sinfo(slurm: SlurmProject) -> None:
+    slurm.cluster.on(HEAD, "scontrol", "update", "NodeName=node3", "State=DRAIN", "Reason=bad fan")
+    try:
+        rows = {row["host"]: row for row in slurm.document("nodes", "--cluster", "queue")["hosts"]}
+    finally:
+        slurm.cluster.on(HEAD, "scontrol", "update", "NodeName=node3", "State=RESUME")
+    assert "drain" in rows["node3"]["state"] and rows["node3"]["reason"] == "bad fan" and rows["node1"]["state"] == "idle"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [{"TK_CGROUP": "0"}, {"TK_SACCT": "1"}], ids=["linuxproc", "slurmdbd"])
+def test_other_slurms(variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process tracking that loses daemons, and accounting: nothing is left of ranks that leave their session, and the run goes on after a requeue."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    try:
+        cluster = Cluster(tmp_path / "cluster", 2, slurm=True)
+    except NoCluster as why:
+        pytest.skip(str(why))
+    try:
+        slurm = make_slurm_project(tmp_path / "project", cluster)
+        slurm.ranks_do(
+            """
+            import subprocess, time
+            subprocess.run(["setsid", "--fork", "sleep", "1000"])
+            beat(1)
+            while attempt == 1: time.sleep(0.1)
+            done()
+            """
+        )
+        run, id = slurm.submit()
+        wait_for(lambda: len(_sleepers(cluster)) == 4, "the ranks' daemons", timeout=60)
+        cluster.on(HEAD, "scontrol", "requeue", id)
+        slurm.wait_state(run, "succeeded", timeout=120)
+        wait_for(lambda: not slurm.jobs() and not cluster.processes_of(run.name), "nothing to be left", timeout=30)
+        assert not _sleepers(cluster)
+        if "TK_SACCT" in variables:
+            assert "COMPLETED" in cluster.on(HEAD, "sacct", "--allocations", "--noheader", f"--jobs={id}", "--format=State")
+    finally:
+        cluster.close()
+
+
+def _sleepers(cluster: Cluster) -> list[int]:
+    return [p.pid for p in cluster.processes() if p.argv == ("sleep", "1000")]
+
+
+@pytest.mark.slow
+def test_training_goes_on_with_the_same_losses(slurm: SlurmProject) -> None:
+    """Real ranks, requeued in the middle: the losses are those of a run that nobody disturbed."""
+    slurm.invoke("train", "random", "--cluster", "here", "--nodes", "1", timeout=240)
+    following = slurm.start("train", "random")
+    run = wait_for(lambda: next((r for r in slurm.runs() if (r / "launch" / "slurm.json").exists() and (r / "metrics.jsonl").exists()), None), "steps")
+    wait_for(lambda: len(slurm.losses(run)) >= 7, "some steps")
+    slurm.cluster.on(HEAD, "scontrol", "requeue", slurm.slurm_jobs(run)[0]["id"])
+    out, err = following.communicate(timeout=300)
+    assert following.returncode == 0, out + err
+    local = next(r for r in slurm.runs() if r != run)
+    assert slurm.losses(run) == slurm.losses(local) and slurm.document("status", run.name)["attempt"] == 2

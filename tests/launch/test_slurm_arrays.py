@@ -1,0 +1,94 @@
+"""Units as Slurm arrays, as text: the graph, the scripts, the lines of sbatch; the real thing is in tests/cluster/test_slurm_stages.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.jobs.clusters import Cluster, StagePlace
+from trainkit.launch.slurm.arrays import Level, SlurmPlace, describe, levels, script, split, submit_words
+from trainkit.stages.contract import Need, Unit
+from trainkit.stages.task import do, share
+
+ARGV = (sys.executable, "-I", "-m", "trainkit.data.shard")
+
+
+def need(*units: Unit) -> Need:
+    return Need("prep-data", "pile--bpe", "lock", 1, {}, (), (), units)
+
+
+def names(level: Level) -> list[list[str]]:
+    return [[unit.name for unit in each] for each in level.shares]
+
+
+FETCH = Unit("fetch", ARGV, {}, network=True)
+TOKENIZER = Unit("tokenizer", ARGV, {}, after=("fetch",), size=5)
+TOKENS = [Unit(f"tokens-{i}", ARGV, {}, after=("tokenizer",), size=i + 1) for i in range(7)]
+MERGE = Unit("merge", ARGV, {}, after=tuple(unit.name for unit in TOKENS))
+ALL = [FETCH, TOKENIZER, *TOKENS, MERGE]
+
+
+def test_the_graph_is_levels_of_what_waits_for_what() -> None:
+    here, there = split(ALL)
+    assert here == [FETCH] and there == ALL[1:]
+    first, second, third = levels(need(*ALL), there, StagePlace(nodes=2, tasks_per_node=2))
+    assert (names(first), names(third)) == ([["tokenizer"]], [["merge"]])
+    assert (first.elements, first.tasks, second.elements, second.tasks, third.name) == (1, 1, 2, 2, "prep-data-pile--bpe-2")
+    sizes = [sum(unit.size for unit in each) for each in second.shares]
+    assert sorted(name for each in names(second) for name in each) == [unit.name for unit in TOKENS] and max(sizes) - min(sizes) <= 2
+    assert describe(second, "job 7") == "prep-data-pile--bpe-1: 7 units in 2 x 2 tasks, after job 7 has gone well"
+
+
+def test_more_room_than_units_is_not_asked_for() -> None:
+    (level,) = levels(need(), TOKENS[:3], StagePlace(nodes=32, tasks_per_node=2))
+    assert (len(level.shares), level.elements, level.tasks) == (3, 2, 2)
+
+
+def test_what_is_fetched_after_something_computed_goes_with_it() -> None:
+    late = Unit("late", ARGV, {}, after=("tokenizer",), network=True)
+    assert split([TOKENIZER, late]) == ([], [TOKENIZER, late])
+
+
+def test_the_script_and_its_line() -> None:
+    """The options of the published data jobs (NeMo launcher 24.12: --array=0-31, --exclusive, --mem=0, --nodes=1, --ntasks-per-node=32, --partition, --time);
+    singleton and aftercorr are not theirs to copy: an array here waits for the whole of the one before."""
+    slurm: dict[str, Any] = {"exclusive": True, "mem": 0, "gpus-per-node": 8, "time": "26-00:00:00", "account": "lm"}
+    cluster = Cluster(name="azure", launcher="slurm", python="/opt/p/python", prolog=("module load x",), slurm=slurm)
+    asked = StagePlace(partition="hpc", nodes=32, tasks_per_node=32, time="24:00:00")
+    shards = [Unit(f"tokens-{i}", ARGV, {}) for i in range(2000)]
+    (level,) = levels(need(), shards, asked)
+    text = script(SlurmPlace(cluster, asked, Path("/shared")), level, Path("/shared/stamps/prep-data/pile--bpe"), Path("/shared/code/SHA"))
+    lines = text.splitlines()
+    options = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH ")}
+    published = {"array=0-31", "exclusive", "mem=0", "nodes=1", "ntasks-per-node=32", "partition=hpc", "time=24:00:00"}
+    assert published | {"account=lm", "job-name=prep-data-pile--bpe-0", "no-requeue"} < options and not any("gpus" in option for option in options)
+    assert lines[0] == "#!/bin/bash -l" and lines[-2] == "module load x"
+    assert lines[-1].startswith("exec srun --kill-on-bad-exit=0 --wait=0 --mpi=none /opt/p/python -I -c ")
+    assert lines[-1].endswith(" /shared/code/SHA trainkit.stages.task /shared/stamps/prep-data/pile--bpe/prep-data-pile--bpe-0.json")
+    assert submit_words(Path("/s.sh"), None) == ["sbatch", "--parsable", "/s.sh"]
+    assert submit_words(Path("/s.sh"), "12") == ["sbatch", "--parsable", "--dependency=afterok:12", "--kill-on-invalid-dep=yes", "/s.sh"]
+
+
+@pytest.mark.parametrize(("element", "task", "expected"), [(0, 0, "a"), (0, 1, "b"), (1, 0, "c"), (1, 1, None)])
+def test_each_task_has_its_share(element: int, task: int, expected: str | None) -> None:
+    level = {"tasks": 2, "shares": [[{"name": name}] for name in "abc"]}
+    got = share(level, {"SLURM_ARRAY_TASK_ID": str(element), "SLURM_PROCID": str(task)})
+    assert [unit["name"] for unit in got] == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(("code", "stamped"), [(0, True), (3, False)])
+def test_a_task_stamps_what_succeeded_and_says_how_it_ended(tmp_path: Path, code: int, stamped: bool) -> None:
+    program = f"import sys; print('noise'); print('{{\"result\": {{\"tokens\": 7}}}}'); print('why', file=sys.stderr); sys.exit({code})"
+    files = {name: str(tmp_path / f"u.{name}") for name in ("out", "log", "stamp")}
+    unit = {"name": "u", "argv": [sys.executable, "-c", program], "env": {}, "digest": "abc", "outputs": [], **files}
+    assert do(unit) == code and (tmp_path / "u.log").read_text() == "why\n"
+    assert json.loads((tmp_path / "u.out").read_text().splitlines()[-1]) == {"ended": code, "host": os.uname().nodename}
+    assert (tmp_path / "u.stamp").exists() == stamped
+    if stamped:
+        stamp = json.loads((tmp_path / "u.stamp").read_text())
+        assert (stamp["unit"], stamp["spec"], stamp["result"]) == ("u", "abc", {"tokens": 7})

@@ -1,0 +1,220 @@
+"""The batch script and the line of srun as text: options, quoting, the reference clusters."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.base.errors import ConfigError
+from trainkit.jobs import sbatch
+from trainkit.jobs.load import load
+from trainkit.jobs.schema import Job
+from trainkit.launch.hostfile import Host
+from trainkit.launch.launchers.slurm import cpu_words, node_text, srun_words
+from trainkit.launch.session import Session, new_session
+from trainkit.launch.slurm.allocation import granted, hosts_of
+from trainkit.launch.slurm.queue import JobLook
+from trainkit.launch.slurm.script import all_options, allocation_variables, batch_script, seconds_before_limit
+from trainkit.launch.slurm.settle import settle
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import read_record
+from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = RunFolder(Path("/shared/runs/job/20261121-100000-abcd"))
+
+
+def job(name: str, *sets: str) -> Job:
+    return load(ROOT).resolve(name, ["cluster.root=/shared", *sets]).job
+
+
+def options_in(text: str) -> dict[str, str | bool]:
+    """What sbatch reads in a script's #SBATCH lines."""
+    words = [shlex.split(line.removeprefix("#SBATCH "))[0] for line in text.splitlines() if line.startswith("#SBATCH ")]
+    return {name.removeprefix("--"): value or not equals for name, equals, value in (word.partition("=") for word in words)}
+
+
+OURS = {
+    "output": f"{RUN.path}/launch/slurm-%j.out",
+    "open-mode": "append",
+    "requeue": True,
+    "signal": "B:USR1@300",
+    "export": "HOME,USER,LOGNAME,SHELL,PATH,LANG,LC_ALL,TZ",
+    "ntasks-per-node": "1",
+}
+# The #SBATCH lines and sbatch arguments of the published scripts. Not theirs: ntasks-per-node is 1 everywhere, since one agent a node starts the ranks
+# (bignlp has 8, jean-zay --ntasks=N), and bignlp's --dependency=singleton: a run is found by its record, not by the name of its job.
+PUBLISHED: Mapping[str, dict[str, str | bool]] = {
+    "azure-gpt3-175b": {"nodes": "16", "partition": "gpu", "gpus-per-node": "8", "cpus-per-task": "8", "gpus-per-task": "8", "mem": "0"},
+    "nemo-gpt3-175b16": {"nodes": "16", "exclusive": True, "gpus-per-node": "8", "mem": "0", "time": "26-00:00:00"},
+    "nemo-gpt3-175b": {"nodes": "128", "exclusive": True, "gpus-per-node": "8", "mem": "0", "time": "26-00:00:00"},
+    "neuron-gpt3-23b": {"nodes": "4", "exclusive": True, "cpus-per-task": "127"},
+    "jean-zay-7-5b": {"nodes": "4", "cpus-per-task": "32", "gres": "gpu:4", "hint": "nomultithread", "time": "6:00:00"},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_reference_clusters(name: str) -> None:
+    text = batch_script(job(name), RUN)
+    assert options_in(text) == {"job-name": name, **PUBLISHED[name], **OURS}
+
+
+def test_the_last_line_is_the_supervisor_and_the_prolog_comes_before() -> None:
+    lines = batch_script(job("jean-zay-7-5b", "cluster.python=/opt/p/python"), RUN).splitlines()
+    assert lines[0] == "#!/bin/bash -l" and lines[-1] == f"exec /opt/p/python -I {RUN.code}/trainkit/launch/supervisor.py {RUN.path}"
+    assert lines[-3:-1] == ["module purge", "module load pytorch-gpu/py3/1.8.1"]
+    assert lines.index("trap '' USR1 TERM") < lines.index("set -e") < lines.index("module purge")
+
+
+def test_how_a_run_goes_on() -> None:
+    assert options_in(batch_script(job("neuron-gpt3-23b", "resume=chain"), RUN))["requeue"] is True, "said in the cluster's own table"
+    chain = options_in(batch_script(job("jean-zay-7-5b", "resume=chain"), RUN))
+    assert chain["no-requeue"] is True and "requeue" not in chain
+    assert options_in(batch_script(job("jean-zay-7-5b", "slurm.signal=B:USR1@900"), RUN, seconds=60))["signal"] == "B:USR1@900"
+
+
+def test_what_can_never_start_does_not_wait() -> None:
+    assert options_in(batch_script(job("jean-zay-7-5b", "slurm.dependency=afterok:12"), RUN))["kill-on-invalid-dep"] == "yes"
+
+
+def test_values_arrive_as_they_are_written() -> None:
+    for value in ["a b", "it's", '"x"', "a#b", "$HOME", "`id`", "a # b", "\\", "漢"]:
+        text = _with_comment(value)
+        assert options_in(text)["comment"] == value
+
+
+def _with_comment(value: str) -> str:
+    base = job("jean-zay-7-5b")
+    return batch_script(base.model_copy(update={"slurm": {"comment": value}}), RUN)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("gpus-pernode=8", "did you mean 'gpus-per-node'?"),
+        ("nodes=3", "jobs.X.nodes says how many"),
+        ("wait=true", "half a minute late"),
+        ("array=1-3", "a run is one job"),
+        ("container-image=x", "[containers.X]"),
+    ],
+)
+def test_options_that_sbatch_does_not_know_or_we_set(option: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job("jean-zay-7-5b", f"slurm.{option}")
+    assert said in str(caught.value) and "slurm." in str(caught.value)
+
+
+def test_a_root_that_fits_no_script() -> None:
+    with pytest.raises(ConfigError, match="does not fit into a batch script"):
+        batch_script(job("jean-zay-7-5b"), RunFolder(Path("/shared/my runs/%j")))
+
+
+def session(chosen: Job, hosts: Sequence[Host]) -> Session:
+    return new_session(RUN.session(1), RUN.id, 1, hosts, chosen.cluster, Path("/shared/code/SHA"), RUN.attempt(1).transports, {})
+
+
+def srun(name: str, further: Mapping[str, str] | None = None) -> list[str]:
+    chosen = job(name)
+    hosts = [Host(f"n{i}", slots=(0,)) for i in range(2)]
+    return list(srun_words(session(chosen, hosts), hosts, {**allocation_variables(all_options(chosen, RUN)), **(further or {})}))
+
+
+def test_srun_carries_one_agent_a_node() -> None:
+    words = srun("azure-gpt3-175b")
+    assert words[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n0,n1"]
+    assert {"--kill-on-bad-exit=1", "--wait=60", "--input=none", "--overlap"} < set(words)
+    assert words[-3:] == ["/bin/bash", "-l", f"{RUN.session(1)}/srun.sh"]
+
+
+@pytest.mark.parametrize(
+    ("name", "allocation", "expected"),
+    [
+        ("azure-gpt3-175b", {}, ("--cpus-per-task=8", "--cpu-bind=none")),  # srun takes it from no variable since 22.05
+        ("neuron-gpt3-23b", {}, ("--cpus-per-task=127", "--cpu-bind=none")),
+        ("nemo-gpt3-175b16", {"SLURM_JOB_CPUS_PER_NODE": "96(x15),48"}, ("--cpus-per-task=48", "--cpu-bind=none")),
+        ("jean-zay-7-5b", {"SLURM_JOB_CPUS_PER_NODE": "80(x4)"}, ("--cpus-per-task=32",)),  # --cpu-bind and --hint exclude each other
+    ],
+)
+def test_the_agent_has_all_cpus_of_its_node(name: str, allocation: Mapping[str, str], expected: tuple[str, ...]) -> None:
+    assert cpu_words({**allocation_variables(all_options(job(name), RUN)), **allocation}) == expected
+    assert cpu_words({"SLURM_CPUS_PER_TASK": "4", "SLURM_NTASKS_PER_NODE": "8"})[0] == "--cpus-per-task=32"
+
+
+def test_a_node_finds_its_number_by_its_name(tmp_path: Path) -> None:
+    """SLURM_NODEID says it; where that is another node's (--distribution, a node left out), the name decides."""
+    hosts = [Host(name, slots=(0,)) for name in ("a-1", "a-2", "b-1")]
+    made = new_session(tmp_path, "run", 1, hosts, job("jean-zay-7-5b").cluster, tmp_path, tmp_path, {})
+    made.script.write_text('echo "node $1"\n')
+    (tmp_path / "srun.sh").write_text(node_text(made, hosts))
+
+    def said(name: str, number: int) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": "/usr/bin:/bin", "SLURMD_NODENAME": name, "SLURM_NODEID": str(number)}
+        return subprocess.run(["bash", str(tmp_path / "srun.sh")], env=env, capture_output=True, text=True, check=False)
+
+    assert [said(host.name, number).stdout for number, host in enumerate(hosts)] == ["node 0\n", "node 1\n", "node 2\n"]
+    assert said("b-1", 0).stdout == "node 2\n"
+    assert said("c-1", 0).returncode == 8 and "c-1 is no node of this session" in said("c-1", 0).stderr
+
+
+@pytest.mark.skipif(shutil.which("scontrol") is None, reason="no scontrol here")
+def test_names_with_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 23: jean-zay's perl cuts SLURM_JOB_NODELIST at the first '-', and MASTER_ADDR becomes "compute1"."""
+    (tmp_path / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=vm\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "compute1-dy-queue1-i1-[1-3,10],login-2", "SLURM_RESTART_COUNT": "2"}
+    found = granted(variables)
+    assert found.hosts == (*(f"compute1-dy-queue1-i1-{n}" for n in (1, 2, 3, 10)), "login-2") and found.restarts == 2
+    chosen = job("jean-zay-7-5b")
+    assert hosts_of(chosen, found).running[0].name == "compute1-dy-queue1-i1-1"
+    with pytest.raises(ConfigError, match="wants 16 nodes, and allocation 7 has 5"):
+        hosts_of(job("jean-zay-30b"), found)
+    with pytest.raises(ConfigError, match="no allocation of Slurm"):
+        granted({})
+
+
+def test_how_long_before_the_limit(tmp_path: Path) -> None:
+    """Twice a step of 20 s and a save of 400 s, and the minute in which Slurm looks."""
+    run = RunFolder(tmp_path)
+    chosen = job("jean-zay-7-5b")
+    folder = run.checkpoints / "step-00000010"
+    folder.mkdir(parents=True)
+    for name, at in (("0.bin", 1000), ("manifest.json", 1400)):
+        (folder / name).write_text("{}")
+        os.utime(folder / name, (at, at))
+    assert seconds_before_limit(run, chosen) == 300, "no step was seen yet"
+    tokens = chosen.global_batch_size * chosen.model.seq_length
+    run.metrics.write_text("".join(json.dumps({"step": n, "lm_loss": 1.0, "tokens_per_second": tokens / 20}) + "\n" for n in range(1, 11)))
+    assert seconds_before_limit(run, chosen) == 2 * (400 + 20) + 60
+    shutil.rmtree(run.checkpoints)
+    assert seconds_before_limit(run, chosen) == 300, "no save was seen yet"
+
+
+def test_what_the_record_says_of_the_queue(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "runs" / "job" / "20261121-100000-abcd")
+    (run.path / "launch").mkdir(parents=True)
+    add_slurm_job(run, "12", first_attempt=1)
+    waiting = read_record(run)
+    assert waiting.state == "queued" and waiting.exit is None
+    pending = JobLook("12", "PENDING", "Priority", "2026-11-22T10:00:00", "1:00:00", "")
+    assert settle(waiting, pending) == waiting and pending.words() == "job 12 waits: Priority, expected to start 2026-11-22T10:00:00"
+    (run.path / "launch" / "slurm-12.out").write_text("bash: module: command not found\n")
+    failed = settle(waiting, JobLook("12", "FAILED", "NonZeroExitCode", "", "", "n1"))
+    assert failed.state == "failed" and failed.exit == 8 and "module: command not found" in str(failed.root_cause)
+    assert read_record(run) == failed, "noted: Slurm forgets it"
+    change_slurm_job(run, "12", ended={"state": "CANCELLED by 0", "message": "taken out"})
+    assert (read_record(run).state, read_record(run).exit) == ("cancelled", 15)
+    add_slurm_job(run, "13", first_attempt=1, follows="12")
+    assert read_record(run).state == "queued" and [each.id for each in read_slurm_jobs(run)] == ["12", "13"]
+
+
+def test_options_as_words() -> None:
+    options: dict[str, Any] = {"exclusive": True, "requeue": False, "mem": 0, "time": "1:00"}
+    assert sbatch.words(options) == ["--exclusive", "--mem=0", "--time=1:00"]

@@ -1,0 +1,95 @@
+"""What `train`, `resume`, `cancel` and `nodes` do where Slurm has the nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import time
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.forms import document
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.engines import ENGINES
+from trainkit.jobs.schema import Cluster, Job
+from trainkit.launch.hostfile import Host
+from trainkit.launch.launchers.slurm import srun_words
+from trainkit.launch.session import new_session
+from trainkit.launch.slurm.allocation import ask
+from trainkit.launch.slurm.queue import look
+from trainkit.launch.slurm.script import all_options, allocation_variables, batch_script
+from trainkit.launch.slurm.settle import newest_job
+from trainkit.launch.slurm.submit import submit_words
+from trainkit.plan.make import Plan
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.slurm import SlurmJob, change_slurm_job, read_slurm_jobs
+
+CANCEL_SECONDS = 120.0  # for Slurm to end a job: KillWait, and epilogs
+POLL_SECONDS = 0.5
+
+
+def dry_run(talk: Talk, job: Job, plan: Plan, root: Path) -> Answer:
+    """Print the batch script, the line that submits it and the line of srun in it. Nothing is written."""
+    run = RunFolder(root.absolute() / "runs" / job.name / "RUN")
+    text, line = batch_script(job, run), submit_words(run)
+    hosts = [Host(f"NODE{node}", slots=tuple(range(job.ranks_per_node))) for node in range(job.nodes)]
+    session = new_session(run.session(1), run.id, 1, hosts, job.cluster, run.root / "code" / "SHA256", run.attempt(1).transports, {})
+    srun = srun_words(session, hosts, allocation_variables(all_options(job, run)))
+    command = ENGINES[job.engine].command(job, run, 1)
+    talk.say(f"would submit: {shlex.join(line)}")
+    for each in text.rstrip("\n").split("\n"):
+        talk.say(f"  {each}")
+    talk.say(f"would run in it: {shlex.join(srun)}")
+    talk.say(f"would start on each of {job.nodes} nodes: {job.ranks_per_node} ranks, each {shlex.join(command.argv)}")
+    return Answer(document("dry-run/1", plan=plan.to_json(), command=command.to_json(), sbatch=line, script=text, launcher=[list(srun)]))
+
+
+def say_submitted(talk: Talk, run: RunFolder, id: str, *, detach: bool) -> None:
+    """What has been done, and how to go on from here."""
+    talk.say(f"run {run.id} is job {id} of Slurm; its script: {run.path / 'launch' / 'slurm.sh'}")
+    if detach:
+        talk.say(f"  {talk.command} attach {id} follows it, {talk.command} cancel {id} stops it")
+
+
+def end_job(run: RunFolder, job: SlurmJob) -> str:
+    """scancel the run's job and wait until Slurm says that it is over: its last state. Raises TrainkitError (exit 13) where it is not."""
+    ask(["scancel", *(each.id for each in read_slurm_jobs(run) if each.follows == job.id), job.id])
+    deadline = time.monotonic() + CANCEL_SECONDS
+    while (seen := look([job.id]).get(job.id)) is not None and not seen.over:
+        if time.monotonic() > deadline:
+            message = f"job {job.id} was cancelled {CANCEL_SECONDS:.0f} s ago, and Slurm still says {seen.state}"
+            raise TrainkitError(message, exit=Exit.CONTACT_LOST, hint=f"scontrol show job {job.id}")
+        time.sleep(POLL_SECONDS)
+    return seen.state if seen else "gone"
+
+
+def cancel_queued(talk: Talk, run: RunFolder) -> None:
+    """Take a run that waits out of the queue, and note that."""
+    job = newest_job(run)
+    assert job is not None
+    state = end_job(run, job)
+    change_slurm_job(run, job.id, ended={"state": "CANCELLED", "message": f"job {job.id} was taken out of the queue", "exit": int(Exit.CANCELLED)})
+    talk.say(f"job {job.id} is out of the queue ({state})")
+
+
+def make_sure(run: RunFolder) -> None:
+    """After its supervisor has stopped a run: the job is to end too, with any successor."""
+    if (job := newest_job(run)) is not None:
+        with contextlib.suppress(TrainkitError):
+            end_job(run, job)
+
+
+def nodes(talk: Talk, cluster: Cluster) -> Answer:
+    """The task `nodes` of a cluster of Slurm's: what sinfo knows, drained nodes with the reason."""
+    argv = ["sinfo", "--Node", "--noheader", "--format=%N|%T|%P|%c|%G|%E"]
+    rows = [dict(zip(("host", "state", "partition", "cpus", "gres", "reason"), line.split("|"), strict=True)) for line in ask(argv).splitlines() if line]
+    table = Table("host", "state", "partition", "CPUs", "GRES", "reason", box=None, pad_edge=False)
+    for row in rows:
+        row["reason"] = "" if row["reason"] == "none" else row["reason"]
+        table.add_row(*(escape(row[key]) for key in ("host", "state", "partition", "cpus", "gres", "reason")))
+    if not talk.json:
+        talk.console.print(table)
+    return Answer(document("nodes/1", cluster=cluster.name, hosts=rows))

@@ -1,0 +1,52 @@
+"""The long options of sbatch, as clusters.X.slurm and jobs.X.slurm take them."""
+
+from __future__ import annotations
+
+import difflib
+
+# sbatch(1) of Slurm 22.05, and what later versions (to 24.11) added
+_NAMES = """
+    account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint container container-id contiguous core-spec
+    cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude exclusive export export-file extra
+    extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags help hint hold ignore-pbs input
+    job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nice no-kill no-requeue
+    nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket oom-kill-step open-mode output overcommit
+    oversubscribe parsable partition power prefer priority profile propagate qos quiet reboot requeue reservation resv-ports segment signal
+    sockets-per-node spread-job stepmgr switches test-only thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid usage
+    use-min-nodes verbose version wait wait-all-nodes wckey wrap"""
+OPTIONS = frozenset(_NAMES.split())
+# Those of pyxis, which is a plugin and has none of its own in Slurm
+PYXIS = frozenset(
+    {"container-image", "container-mounts", "container-workdir", "container-name", "container-env", "container-mount-home", "container-remap-root"}
+)
+OURS = {
+    "nodes": "jobs.X.nodes says how many",
+    "array": "a run is one job",
+    "wrap": "trainkit writes the script",
+    "wait": "trainkit follows the job itself; sbatch --wait may return half a minute late",
+    "parsable": "trainkit reads what sbatch prints",
+    "test-only": "`invoke train JOB --dry-run` submits nothing",
+    "input": "ranks read no standard input",
+    "chdir": "the batch script names its folders in full",
+    "error": "both streams go to one file: output",
+    "export-file": "environment variables belong into clusters.X.env",
+    "container": "OCI bundles cannot be used here",
+    **dict.fromkeys(("help", "usage", "version", "verbose", "quiet", "ignore-pbs", "uid", "gid"), "it would not describe the job"),
+}
+
+
+def objection(name: str) -> str:
+    """What is wrong with an option of this name, in words; "" where it may be used."""
+    if name in OURS:
+        return f"slurm.{name} cannot be set: {OURS[name]}"
+    if name in PYXIS:
+        return f"slurm.{name} belongs into a [containers.X] table, from which the line of srun is made"
+    if name in OPTIONS:
+        return ""
+    close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.6)
+    return f"slurm.{name} is no long option of sbatch" + (f"; did you mean '{close[0]}'?" if close else "")
+
+
+def words(options: dict[str, str | int | bool]) -> list[str]:
+    """Options as words of a command line; one that is false is left out."""
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not False]

@@ -1,0 +1,128 @@
+"""launcher = "slurm": one srun for all nodes of the allocation that the supervisor runs in, one agent a node.
+
+srun ends a step without grace when it is told to end, and its exit code is that of its unluckiest task, so it only carries agents: they stop ranks, and
+say how those ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import write_text
+from trainkit.launch.hostfile import Host
+from trainkit.launch.launchers.contract import LaunchEnd, Started
+from trainkit.launch.launchers.transports import end_all, last_line, start_transport
+from trainkit.launch.session import Session, log_of
+
+# Variables that sbatch sets of options for ranks; they would be options of an srun whose tasks are agents
+NOT_FOR_AGENTS = re.compile(r"SLURM_(NTASKS|NPROCS|NTASKS_PER_.*|TASKS_PER_NODE|CPUS_PER_TASK|GPUS_PER_TASK|TRES_PER_TASK|DISTRIBUTION|NNODES|JOB_NUM_NODES)")
+TASK_ENDED = re.compile(rb"srun: error: (\S+): tasks? [\d,-]+: (?:Exited with exit code (\d+)|(\w.*))")
+
+
+class Slurm:
+    """Agents as the tasks of one step.
+
+    Args:
+        further: more words of srun; outside an allocation srun makes one of its own, as they say.
+    """
+
+    name = "slurm"
+
+    def __init__(self, further: Sequence[str] = ()) -> None:
+        self.further = tuple(further)
+
+    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+        return [self._words(session, hosts)]
+
+    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+        if shutil.which("srun") is None:
+            raise TrainkitError("there is no srun on this machine", exit=Exit.START, hint="the supervisor of a Slurm run has to run inside its allocation")
+        write_text(node_script(session), node_text(session, hosts), 0o755)
+        environment = {name: value for name, value in os.environ.items() if not NOT_FOR_AGENTS.fullmatch(name)}
+        output = session.logs / "srun.log"
+        child = start_transport(self._words(session, hosts), output, environment=environment, keep_stdin=False)
+        return _Step(child, output, {node: log_of(session, node) for node in range(len(hosts))}, {host.name: node for node, host in enumerate(hosts)})
+
+    def _words(self, session: Session, hosts: Sequence[Host]) -> tuple[str, ...]:
+        program, *rest = srun_words(session, hosts, os.environ)
+        return (program, *self.further, *rest)
+
+
+def srun_words(session: Session, hosts: Sequence[Host], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The line of srun.
+
+    Args:
+        environment: the allocation's: srun itself no longer takes --cpus-per-task from it (Slurm 22.05 and later).
+    """
+    count = len(hosts)
+    spread = (f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(host.name for host in hosts)}")
+    ends = ("--kill-on-bad-exit=1", "--wait=60", "--overlap", "--input=none", "--mpi=none")
+    output = (f"--output={session.logs}/%N.log", "--open-mode=append")
+    export = (f"--export={environment['SLURM_EXPORT_ENV']}",) if environment.get("SLURM_EXPORT_ENV") else ()
+    return ("srun", *spread, *ends, *cpu_words(environment), *export, *output, "/bin/bash", "-l", str(node_script(session)))
+
+
+def cpu_words(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """All CPUs that the job has on a node for the one task there; ranks share them, so the agent is bound to none."""
+    bound = () if environment.get("SLURM_HINT") else ("--cpu-bind=none",)
+    if asked := environment.get("SLURM_CPUS_PER_TASK"):
+        return (f"--cpus-per-task={int(asked) * int(environment.get('SLURM_NTASKS_PER_NODE') or 1)}", *bound)
+    counts = [int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+    return ((f"--cpus-per-task={min(counts)}",) if counts and bound else ()) + bound
+
+
+def node_script(session: Session) -> Path:
+    """What srun runs on each node: from Slurm's name of it to its number in the session."""
+    return session.folder / "srun.sh"
+
+
+def node_text(session: Session, hosts: Sequence[Host]) -> str:
+    """The script. SLURM_NODEID counts the nodes of the step in the same order; the name is proof against any other (--distribution, a node left out)."""
+    lines = [
+        "#!/bin/bash",
+        f"nodes=({' '.join(host.name for host in hosts)})",
+        'for node in "$SLURM_NODEID" "${!nodes[@]}"; do',
+        f'    [ "${{nodes[node]}}" != "$SLURMD_NODENAME" ] || exec /bin/bash -l {session.script} "$node"',
+        "done",
+        'echo "$SLURMD_NODENAME is no node of this session: ${nodes[*]}" >&2',
+        "exit 8",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+class _Step:
+    """One srun; what a node's task said last stands in the node's own log, what srun says of it in srun's."""
+
+    def __init__(self, child: subprocess.Popen[bytes], output: Path, logs: Mapping[int, Path], nodes: Mapping[str, int]) -> None:
+        self.child, self.output, self.logs, self.nodes = child, output, logs, nodes
+        self._read = 0
+        self._ended: dict[int, LaunchEnd] = {}
+
+    def poll(self) -> Mapping[int, LaunchEnd]:
+        code = self.child.poll()
+        self._look()
+        if code is not None:
+            for node, log in self.logs.items():
+                self._ended.setdefault(node, LaunchEnd(code, last_line(log) or last_line(self.output)))
+        return self._ended
+
+    def _look(self) -> None:
+        """Note tasks that srun says have failed: it goes on until the last has ended."""
+        with open(self.output, "rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for host, code, words in TASK_ENDED.findall(whole):
+            node = self.nodes.get(host.decode(errors="replace"))
+            if node is not None:
+                self._ended[node] = LaunchEnd(int(code or -9), last_line(self.logs[node]) or words.decode(errors="replace"))
+
+    def close(self) -> None:
+        end_all([self.child])

@@ -1,0 +1,286 @@
+"""The units of a stage as Slurm arrays: one array a level of what waits for what, each after the one before it has gone well, all submitted at once.
+
+Units that wait for the network are done on this machine first: it has the way out, which compute nodes often have not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import write_json, write_text
+from trainkit.base.forms import document
+from trainkit.jobs import sbatch as options
+from trainkit.jobs.clusters import Cluster, SlurmOptions, StagePlace
+from trainkit.jobs.schema import Job
+from trainkit.launch.slurm.allocation import ask
+from trainkit.launch.slurm.queue import BEFORE, RUNNING, Patience
+from trainkit.launch.slurm.script import EXPORTED
+from trainkit.launch.slurm.submit import sbatch
+from trainkit.launch.snapshot import take_snapshot
+from trainkit.launch.sweep import PACKAGE
+from trainkit.launch.units import ALWAYS_HERE, argv_there
+from trainkit.stages.batch import COUNTS, Batch, Counted
+from trainkit.stages.contract import Need, Unit
+from trainkit.stages.here import execute_here
+from trainkit.stages.run import Reporter
+from trainkit.stages.stamps import spec_digest, unit_folder, unit_is_fresh, unit_stamp_path
+from trainkit.stages.task import FORM
+
+LOOK_SECONDS = 0.5  # between two looks at what units have written
+SETTLE_SECONDS = 30.0  # for a shared file system to show here what a job wrote before its end
+INHERITED = ("partition", "account", "qos", "reservation", "constraint", "exclusive", "mem", "time", "nice", "comment")  # of the cluster's options
+
+
+@dataclass(frozen=True)
+class SlurmPlace:
+    """Where the units of a stage run: clusters.X.stages.STAGE. `notice` is told what is submitted."""
+
+    cluster: Cluster
+    asked: StagePlace
+    root: Path
+    notice: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class Level:
+    """Units that may run at the same time, in shares of one task each.
+
+    Args:
+        name: of the array's job.
+        shares: for each task its units.
+        tasks: of one element of the array, which is one node.
+    """
+
+    name: str
+    shares: tuple[tuple[Unit, ...], ...]
+    tasks: int
+
+    @property
+    def elements(self) -> int:
+        return -(-len(self.shares) // self.tasks)
+
+
+def slurm_place_of(job: Job, stage: str, notice: Callable[[str], None]) -> SlurmPlace | None:
+    """Where Slurm runs the units of a stage of `job`; None: not Slurm's."""
+    cluster = job.cluster
+    asked = cluster.stages.get(stage)
+    if asked is None or cluster.launcher != "slurm" or stage in ALWAYS_HERE:
+        return None
+    return SlurmPlace(cluster, asked, Path(cluster.root or ".").absolute(), notice)
+
+
+def split(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+    """(units for this machine, units for Slurm): here what waits for the network, as far as it waits for nothing that Slurm does."""
+    here: dict[str, Unit] = {}
+    names = {unit.name for unit in units}
+    for unit in units:
+        if unit.network and all(name in here for name in unit.after if name in names):
+            here[unit.name] = unit
+    return list(here.values()), [unit for unit in units if unit.name not in here]
+
+
+def levels(need: Need, units: Sequence[Unit], asked: StagePlace) -> list[Level]:
+    """The graph: each unit one level behind the last that it waits for; the largest units shared out first, to the share that has least."""
+    depth: dict[str, int] = {}
+    for unit in units:  # in an order that respects `after`
+        depth[unit.name] = 1 + max((depth[name] for name in unit.after if name in depth), default=-1)
+    found = []
+    for number in range(max(depth.values(), default=-1) + 1):
+        of_level = [unit for unit in units if depth[unit.name] == number]
+        shares: list[list[Unit]] = [[] for _ in range(min(len(of_level), asked.nodes * asked.tasks_per_node))]
+        for unit in sorted(of_level, key=lambda unit: -unit.size):
+            min(shares, key=lambda each: sum(u.size for u in each) + len(each)).append(unit)
+        tasks = min(asked.tasks_per_node, len(shares))
+        found.append(Level(f"{need.stage}-{need.name}-{number}", tuple(map(tuple, shares)), tasks))
+    return found
+
+
+def script(place: SlurmPlace, level: Level, folder: Path, code: Path) -> str:
+    """The batch script of an array: a person can read it."""
+    cluster, asked = place.cluster, place.asked
+    given: SlurmOptions = {name: cluster.slurm[name] for name in INHERITED if name in cluster.slurm}
+    own = {name: value for name, value in (("partition", asked.partition), ("time", asked.time)) if value}
+    shape: SlurmOptions = {"job-name": level.name, "array": f"0-{level.elements - 1}", "nodes": 1, "ntasks-per-node": level.tasks}
+    ends: SlurmOptions = {"output": f"{folder}/{level.name}-%A_%a.out", "export": ",".join(EXPORTED), "no-requeue": True}
+    words = argv_there([sys.executable, "-I", "-m", "trainkit.stages.task", str(_file(folder, level))], cluster.python or sys.executable, code)
+    step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", *words]
+    lines = [
+        "#!/bin/bash -l",
+        *(f"#SBATCH {word}" for word in options.words({**shape, **given, **own, **ends})),
+        "set -e",
+        *cluster.prolog,
+        f"exec {shlex.join(step)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def submit_words(path: Path, after: str | None) -> list[str]:
+    """The line of sbatch; without `after` the array waits for nothing."""
+    dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
+    return ["sbatch", "--parsable", *dependency, str(path)]
+
+
+def describe(level: Level, after: str | None = None) -> str:
+    """One line of the graph, for people."""
+    count = sum(map(len, level.shares))
+    shown = f"{count} unit{'s' if count > 1 else ''} in {level.elements} x {level.tasks} task{'s' if level.tasks > 1 else ''}"
+    return f"{level.name}: {shown}" + (f", after {after} has gone well" if after else "")
+
+
+def dry_lines(place: SlurmPlace, need: Need, units: Sequence[Unit], stamps: Path) -> list[str]:
+    """What would be submitted."""
+    here, there = split(units)
+    folder = unit_folder(stamps, need.name)
+    found = [f"would run here, for the network: {unit.name}" for unit in here]
+    before: str | None = None
+    for level in levels(need, there, place.asked):
+        found.append("would submit " + describe(level, before))
+        found += [f"  {line}" for line in script(place, level, folder, place.root / "code" / "SHA256").splitlines()]
+        before = level.name
+    return found
+
+
+def execute_in_slurm(
+    place: SlurmPlace, need: Need, units: Sequence[Unit], stamps: Path, reporter: Reporter, *, workers: int | None = None, counted: Counted | None = None
+) -> None:
+    """Run `units`: those for the network here, then the others as arrays. Ctrl-C takes them out of Slurm.
+
+    A unit that fails does not stop the others of its level; what comes after is not begun. Finished ones are stamped: the next call does the rest.
+
+    Raises TrainkitError: a unit's own, naming it; 8 if sbatch refuses.
+    """
+    here, there = split(units)
+    if here:
+        execute_here(need, here, stamps, reporter, workers=workers, counted=counted)
+    if not there:
+        return
+    code = take_snapshot(PACKAGE, place.root / "code").folder
+    graph = levels(need, there, place.asked)
+    batches = _write(place, need, graph, stamps, code)
+    ids: list[str] = []
+    try:
+        for level in graph:
+            path = unit_folder(stamps, need.name) / f"{level.name}.sh"
+            ids.append(sbatch(submit_words(path, ids[-1] if ids else None), path.parent, hint=f"its script: {path}"))
+            place.notice(f"job {ids[-1]}: {describe(level, f'job {ids[-2]}' if len(ids) > 1 else None)}")
+        _follow(ids, batches, reporter, counted)
+    except BaseException:
+        with contextlib.suppress(TrainkitError):
+            if ids:
+                ask(["scancel", "--quiet", *ids])
+        raise
+    _judge(ids, need, batches, stamps)
+
+
+class _ArrayUnit(Batch):
+    """A unit that a task does; what it says is in a file."""
+
+    def __init__(self, unit: Unit, folder: Path) -> None:
+        super().__init__([unit], folder)
+        self.out = folder / f"{unit.name}.out"
+        self.out.unlink(missing_ok=True)
+        self.log(unit).unlink(missing_ok=True)
+        self.code: int | None = None
+        self._read = 0
+
+    def look(self) -> None:
+        """Take in what is new."""
+        with contextlib.suppress(FileNotFoundError), open(self.out, "rb") as file:
+            file.seek(self._read)
+            data = file.read()
+            self._read += len(data)
+            self.hear(data)
+
+    def _hear(self, said: dict[str, object]) -> None:
+        if isinstance(said.get("ended"), int):
+            self.code, self.host = int(str(said["ended"])), str(said.get("host"))
+        super()._hear(said)
+
+
+def _file(folder: Path, level: Level) -> Path:
+    return folder / f"{level.name}.json"
+
+
+def _write(place: SlurmPlace, need: Need, graph: Sequence[Level], stamps: Path, code: Path) -> list[_ArrayUnit]:
+    """Scripts, and what their tasks read."""
+    folder, python = unit_folder(stamps, need.name), place.cluster.python or sys.executable
+    batches: list[_ArrayUnit] = []
+    for level in graph:
+        shares: list[list[dict[str, Any]]] = []
+        for units in level.shares:
+            shares.append([])
+            for unit in units:
+                batches.append(batch := _ArrayUnit(unit, folder))
+                argv = [*argv_there(unit.argv, python, code), *map(str, batch.specs)]
+                files = {"out": str(batch.out), "log": str(batch.log(unit)), "stamp": str(unit_stamp_path(stamps, need.name, unit.name))}
+                rest = {"digest": spec_digest(need, unit), "outputs": [str(path) for path in unit.outputs], "env": dict(place.cluster.env)}
+                shares[-1].append({"name": unit.name, "argv": argv, **files, **rest})
+        write_json(_file(folder, level), document(FORM, tasks=level.tasks, shares=shares))
+        write_text(folder / f"{level.name}.sh", script(place, level, folder, code), 0o755)
+    return batches
+
+
+def _follow(ids: Sequence[str], batches: Sequence[_ArrayUnit], reporter: Reporter, counted: Counted | None) -> None:
+    """Until all units are done or Slurm says that the jobs are over."""
+    patience, over = Patience(), False
+    while not over and any(batch.waiting for batch in batches):
+        over = patience.due() and _over(ids)
+        for batch in batches:
+            if batch.waiting:
+                batch.look()
+                unit = batch.units[0]
+                result = batch.results[0][1] if batch.results else batch.counts
+                if counted is not None and (counts := {name: result[name] for name in COUNTS if name in result}):
+                    counted(unit, counts)
+                reporter.progress(unit, batch.fraction if batch.waiting else 1.0)
+                if not batch.waiting:
+                    patience.changed()
+        if not over:
+            time.sleep(LOOK_SECONDS)
+
+
+def _states(ids: Sequence[str]) -> list[tuple[str, str]]:
+    """(job, state) of all elements that Slurm still knows."""
+    try:
+        text = ask(["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", "--format=%F|%T"])
+    except TrainkitError as error:
+        if "Invalid job id" not in error.message:
+            raise
+        return []
+    return [(words[0], words[1]) for line in text.splitlines() if len(words := line.split("|")) == 2]
+
+
+def _over(ids: Sequence[str]) -> bool:
+    return not any(state in BEFORE or state in RUNNING for _, state in _states(ids))
+
+
+def _judge(ids: Sequence[str], need: Need, batches: Sequence[_ArrayUnit], stamps: Path) -> None:
+    """Raise for the first unit that failed or never ended; the file system may be late to show an end."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        failed = [batch for batch in batches if batch.code]
+        left = [batch for batch in batches if not unit_is_fresh(need, batch.units[0], stamps)]
+        if failed or not left or time.monotonic() > deadline:
+            break
+        time.sleep(LOOK_SECONDS)
+        for batch in left:
+            batch.look()
+    for batch in batches:
+        if batch.code == 0:
+            batch.forget_log(batch.units[0])
+            batch.out.unlink(missing_ok=True)
+    if failed:
+        failed[0].host = f"{failed[0].host}" + (f" (and {len(failed) - 1} more units failed)" if len(failed) > 1 else "")
+        failed[0].end(failed[0].code or 1)
+    if left:
+        said = ", ".join(f"job {id} {state}" for id, state in dict.fromkeys(_states(ids))) or "Slurm knows the jobs no more"
+        names = ", ".join(batch.units[0].name for batch in left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        raise TrainkitError(f"{names} did not end: {said}", exit=Exit.STAGE_FAILED, hint=f"{left[0].folder}: *.log of units, *_*.out of jobs")

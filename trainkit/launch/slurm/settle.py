@@ -1,0 +1,123 @@
+"""A run's state where its folder alone cannot tell it: Slurm says whether the job waits, runs or is over."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.launch.launchers.transports import last_line
+from trainkit.launch.slurm.queue import JobLook, Patience, look
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import Record, read_record
+from trainkit.runs.slurm import SlurmJob, change_slurm_job, read_slurm_jobs
+
+
+def newest_job(run: RunFolder) -> SlurmJob | None:
+    """The Slurm job that has the run, or had it last; None where Slurm never did."""
+    return next(reversed(read_slurm_jobs(run)), None)
+
+
+def settle(record: Record, seen: JobLook | None) -> Record:
+    """The record as it is in the light of what Slurm says.
+
+    Args:
+        record: read from the folder.
+        seen: the run's newest job; None: Slurm does not know it (any more).
+
+    A job that was over before its supervisor began is noted in the run folder: Slurm forgets it after some minutes.
+    """
+    job = newest_job(record.run)
+    if job is None:
+        return record
+    if record.state == "queued" and (seen is None or seen.over):
+        change_slurm_job(record.run, job.id, ended=_ended(record.run, job, seen))
+        return read_record(record.run)
+    lost = record.state in ("unknown", "running") or (record.state == "failed" and record.failure_class == "infra")
+    if lost and seen is not None and seen.waits:
+        return replace(record, state="queued", exit=None, failure_class=None, root_cause=None)
+    if record.state == "unknown" and (seen is None or seen.over):
+        said = f"Slurm says {seen.state} ({seen.reason})" if seen else "Slurm does not know the job any more"
+        cause = {**(record.root_cause or {}), "message": f"the supervisor is gone without a word; {said}", "slurm_job": job.id}
+        return replace(record, state="failed", exit=int(Exit.RANK_INFRA), failure_class="infra", root_cause=cause)
+    return record
+
+
+def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, str | int]:
+    if seen is None:
+        return {"state": "UNKNOWN", "message": f"Slurm does not know job {job.id} any more, and its supervisor never began", "exit": int(Exit.START)}
+    output = run.path / "launch" / f"slurm-{job.id}.out"
+    said = last_line(output)
+    words = f"; {output} ends with: {said}" if said else ""
+    message = f"job {job.id} was over before its supervisor began: {seen.state} ({seen.reason}){words}"
+    return {"state": seen.state, "message": message, "exit": int(Exit.START)}
+
+
+def seen_now(record: Record) -> JobLook | None:
+    """What Slurm says of the job of a run that has not ended; None where it has, is none of Slurm's, or Slurm cannot be asked."""
+    job = newest_job(record.run) if record.state in ("queued", "running") else None
+    if job is not None:
+        with contextlib.suppress(TrainkitError):
+            return look([job.id]).get(job.id)
+    return None
+
+
+def settled(record: Record) -> Record:
+    """The record after one question to Slurm, where one is needed; as it was where Slurm cannot be asked."""
+    job = newest_job(record.run) if record.state in ("queued", "unknown", "failed") else None
+    if job is None or job.ended is not None:
+        return record
+    with contextlib.suppress(TrainkitError):
+        return settle(record, look([job.id]).get(job.id))
+    return record
+
+
+def settled_all(records: list[Record]) -> list[Record]:
+    """As `settled`, with one question for all of them."""
+    jobs = {record.run: job for record in records if record.state in ("queued", "unknown") and (job := newest_job(record.run)) and job.ended is None}
+    try:
+        seen = look([job.id for job in jobs.values()])
+    except TrainkitError:
+        return records
+    return [settle(record, seen.get(jobs[record.run].id)) if record.run in jobs else record for record in records]
+
+
+class Queue:
+    """Follows a run's job through the queue: asks ever more rarely while nothing changes, and says what has changed."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+        self._patience = Patience()
+        self._said = ""
+        self._unheard = 0
+
+    def look(self, record: Record) -> tuple[Record, str]:
+        """(the record as settled, what a person who waits should know now; "" for nothing new)."""
+        if record.state not in ("queued", "unknown") or not self._patience.due():
+            return replace(record, state="queued") if record.state == "unknown" else record, ""
+        job = newest_job(self.run)
+        assert job is not None
+        try:
+            seen = look([job.id]).get(job.id)
+        except TrainkitError as error:
+            return replace(record, state="queued"), self._new(f"cannot ask Slurm about job {job.id}: {error.message}")
+        if seen is None and self._unheard < 3 and record.state == "queued":  # just submitted, or a slurmctld that has just begun
+            self._unheard += 1
+            self._patience.changed()
+            return record, ""
+        self._unheard = 0
+        return settle(record, seen), self._new(seen.words()) if seen else ""
+
+    def _new(self, words: str) -> str:
+        if words == self._said:
+            return ""
+        self._said = words
+        self._patience.changed()
+        return words
+
+
+def output_of(run: RunFolder) -> Path | None:
+    """What the newest job's batch script and supervisor printed."""
+    job = newest_job(run)
+    return run.path / "launch" / f"slurm-{job.id}.out" if job else None

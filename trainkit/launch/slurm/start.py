@@ -1,0 +1,51 @@
+"""From a resolved job to a submitted run; and from a run that ended to one that is submitted again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.jobs.change import write_changed_job
+from trainkit.jobs.resolved import Resolved
+from trainkit.jobs.schema import Job
+from trainkit.launch.slurm.script import seconds_before_limit
+from trainkit.launch.slurm.submit import submit, write_script
+from trainkit.launch.snapshot import link_code, take_snapshot
+from trainkit.launch.start import PACKAGE, fill_run
+from trainkit.launch.supervisor import locked_run
+from trainkit.launch.world import secret_values
+from trainkit.plan.make import Plan
+from trainkit.runs.folder import RunFolder, new_run_folder
+from trainkit.stages.contract import Need
+
+
+def submit_new(resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Path) -> tuple[RunFolder, str]:
+    """Make a run, its code and everything, and submit it: (run, Slurm's number of the job). Arguments as of `start_run`.
+
+    Raises TrainkitError: 8 if sbatch refuses it, 3 if a secret is missing; then nothing is left behind.
+    """
+    job = resolved.job
+    secrets = secret_values(job.cluster.secrets, os.environ)
+    run = new_run_folder(Path(job.cluster.root or ".").absolute(), job.name)
+    try:
+        with locked_run(run):
+            fill_run(run, resolved, plan, needs, project, secrets)
+            write_script(run, job, secrets)
+        return run, submit(run, first_attempt=1)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def submit_again(run: RunFolder, job: Job, document: dict[str, Any], *, code: bool, project: Path) -> str:
+    """Submit a run that has ended: Slurm's number of the job. Arguments as of `resume_run`."""
+    secrets = secret_values(job.cluster.secrets, os.environ)
+    with locked_run(run):
+        if code:
+            link_code(take_snapshot(PACKAGE, run.root / "code", project).folder, run.code)
+        write_changed_job(run.job, document)
+        write_script(run, job, secrets, seconds=seconds_before_limit(run, job))
+        return submit(run, first_attempt=max((attempt.number for attempt in run.attempts()), default=0) + 1)
