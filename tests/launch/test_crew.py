@@ -218,19 +218,23 @@ def test_strangers_are_told_nothing_and_reported(tmp_path: Path) -> None:
         await crew.gather(5)
         place = door.address, door.port
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: unhandled.append(context))
         said = [
             await loop.run_in_executor(None, strange, *place, b"GET / HTTP/1.1\r\n\r\n"),
             await loop.run_in_executor(None, strange, *place, struct.pack(">I", 2**31) + b"x"),
             await loop.run_in_executor(None, strange, *place, encode({"type": "hello"})),
             await loop.run_in_executor(None, strange, *place, encode({**knock, "role": "root"})),
+            await loop.run_in_executor(None, strange, *place, encode({**knock, "role": []})),
+            await loop.run_in_executor(None, strange, *place, b"\0\0\0\x44" + b'{"type":"knock","role":"agent","node":0,"nonce":"\\ud800"}'.ljust(0x44)),
             await loop.run_in_executor(None, wrong_token, *place),
         ]
         got, _ = await crew.ask({0: {"type": "reserve"}}, {"reserved"}, 5)
         return said, len(got)
 
+    unhandled: list[dict[str, Any]] = []
     (said, answered), strangers = with_crew(tmp_path, 1, StubAgent, act)
-    assert said == [b""] * 5 and answered == 1, "a stranger was answered, or disturbed those who are ours"
-    assert len(strangers) == 5 and strangers[-1][1] == "a wrong token"
+    assert said == [b""] * 7 and answered == 1, "a stranger was answered, or disturbed those who are ours"
+    assert len(strangers) == 7 and not unhandled and strangers[-1][1] == "a wrong token"
 
 
 class Differs(StubAgent):

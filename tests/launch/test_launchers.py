@@ -19,9 +19,9 @@ from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hostfile import Host
 from trainkit.launch.launchers import LAUNCHERS, head_address
 from trainkit.launch.launchers.local import Local
-from trainkit.launch.launchers.pdsh import OneForAll, Pdsh, ssh_variables
+from trainkit.launch.launchers.pdsh import OneForAll, Pdsh, labels, ssh_variables
 from trainkit.launch.launchers.ssh import Ssh, real_name
-from trainkit.launch.launchers.transports import OnePerHost
+from trainkit.launch.launchers.transports import OnePerHost, start_transport
 from trainkit.launch.session import Session, new_session
 
 AWAY = [Host("node1"), Host("node2", user="ann"), Host("node3", port=2222)]
@@ -123,6 +123,60 @@ def test_lines_of_pdsh_go_to_their_hosts_logs(tmp_path: Path) -> None:
     finally:
         transports.close()
     assert child.returncode == -signal.SIGKILL and set(transports.poll()) == {0, 2}
+
+
+def test_hosts_with_a_domain_are_known_by_what_pdsh_calls_them(tmp_path: Path) -> None:
+    """Recorded from pdsh 2.34: it leaves away a domain that all hosts have."""
+    names = {0: "node1.test", 2: "node2.test", 3: "10.0.0.7"}
+    known = labels(names)
+    assert known == {"node1": 0, "node2": 2, "node1.test": 0, "node2.test": 2, "10.0.0.7": 3}
+    assert labels({0: "a.x.org", 1: "a.y.org", 2: "b.x.org"}) == {"a.x.org": 0, "a.y.org": 1, "b.x.org": 2, "b": 2}
+    output = tmp_path / "pdsh.log"
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    logs = {node: tmp_path / f"{name}.log" for node, name in names.items()}
+    transports = OneForAll(child, output, logs, known, OnePerHost({}))
+    try:
+        output.write_bytes(b"node1: hello\nnode2: ssh: Could not resolve hostname node2.test: Name or service not known\n")
+        transports.poll()
+        with open(output, "ab") as more:
+            more.write(b"pdsh@head: node2: ssh exited with exit code 255\n")
+        ended = transports.poll()
+        assert set(ended) == {2} and ended[2].code == 255 and "Could not resolve" in ended[2].last
+        assert logs[0].read_text() == "hello\n"
+    finally:
+        transports.close()
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
+@pytest.mark.parametrize("names", [["a.x.org", "b.x.org"], ["a.x.org", "b.y.org", "c"], ["192.0.2.1", "192.0.2.2"]])
+def test_this_pdsh_calls_hosts_as_we_know_them(names: list[str]) -> None:
+    said = subprocess.run(["pdsh", "-R", "exec", "-w", ",".join(names), "echo", "%h"], capture_output=True, text=True, check=True).stdout
+    known = labels(dict(enumerate(names)))
+    assert sorted((known[line.partition(": ")[0]], line.partition(": ")[2]) for line in said.splitlines()) == list(enumerate(names))
+
+
+@pytest.mark.parametrize("launcher", [Ssh(), Pdsh()])
+def test_a_start_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Ssh | Pdsh) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("ssh", "pdsh"):
+        (tools / tool).write_text("#!/no/such/interpreter\n")
+        (tools / tool).chmod(0o755)
+    hosts = [Host("localhost"), Host("node1")]
+    given = session(tmp_path, hosts, launcher=launcher.name)
+    given.write(tmp_path, "127.0.0.1", 1, {})
+    given.script.write_text("exec /bin/sleep 600\n")
+    started: list[subprocess.Popen[bytes]] = []
+
+    def noted(*args: Any, **how: Any) -> subprocess.Popen[bytes]:
+        started.append(start_transport(*args, **how))
+        return started[-1]
+
+    monkeypatch.setattr("trainkit.launch.launchers.local.start_transport", noted)
+    monkeypatch.setenv("PATH", str(tools))
+    with pytest.raises(FileNotFoundError):
+        launcher.start(given, hosts)
+    assert len(started) == 1 and started[0].poll() == -signal.SIGKILL
 
 
 def test_a_transport_dies_with_its_supervisor(tmp_path: Path) -> None:

@@ -100,8 +100,9 @@ class Door:
         try:
             async with asyncio.timeout(PROOF_SECONDS):
                 role, node = await self._proved(link)
-            await self.guests[role](link, node)
-        except (BadFrame, TimeoutError) as error:
+            if guest := self.guests.get(role):  # else whom it came for has just gone
+                await guest(link, node)
+        except (BadFrame, TimeoutError, UnicodeError) as error:
             self.strangers += 1
             if self.strangers <= TOLD_STRANGERS:
                 self._stranger(link.peer, str(error) or f"proved nothing within {PROOF_SECONDS:g} s")
@@ -116,7 +117,7 @@ class Door:
         if knock is None or knock["type"] != "knock":
             raise BadFrame("it did not knock")
         role, node, theirs = knock.get("role"), knock.get("node"), knock.get("nonce")
-        if role not in self.guests or not isinstance(node, int) or not isinstance(theirs, str) or self.token is None:
+        if not isinstance(role, str) or role not in self.guests or not isinstance(node, int) or not isinstance(theirs, str) or self.token is None:
             raise BadFrame(f"nobody waits for a {str(role)[:20]!r} now")
         ours, token = new_nonce(), self.token
         link.send({"type": "challenge", "nonce": ours, "proof": proof(token, "supervisor", ours, theirs)})
@@ -124,4 +125,4 @@ class Door:
         if answer is None or answer["type"] != "answer" or not proved(answer.get("proof"), token, "agent", theirs, ours, f"{role}:{node}"):
             raise BadFrame("a wrong token")
         link.trust()
-        return str(role), node
+        return role, node

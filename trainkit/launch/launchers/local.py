@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.launch.hostfile import Host
@@ -22,9 +24,14 @@ class Local:
         return [local_words(session, 0)]
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
-        (words,) = self.commands(session, hosts)
-        output = log_of(session, 0)
-        return OnePerHost({0: (start_transport(words, output, environment=session.environment, keep_stdin=False), output)})
+        self.commands(session, hosts)
+        return OnePerHost({0: transport_here(session, 0)})
+
+
+def transport_here(session: Session, node: int) -> tuple[subprocess.Popen[bytes], Path]:
+    """An agent started on this machine, and the file its output goes to."""
+    output = log_of(session, node)
+    return start_transport(local_words(session, node), output, environment=session.environment, keep_stdin=False), output
 
 
 def local_words(session: Session, node: int) -> tuple[str, ...]:

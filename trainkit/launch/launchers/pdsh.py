@@ -7,11 +7,14 @@ asked how things went: agents say that themselves.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import re
 import shutil
 import signal
 import subprocess
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,13 +22,14 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_text
 from trainkit.launch.hostfile import Host
 from trainkit.launch.launchers.contract import LaunchEnd, Started
-from trainkit.launch.launchers.local import local_words
+from trainkit.launch.launchers.local import local_words, transport_here
 from trainkit.launch.launchers.ssh import ssh_options
-from trainkit.launch.launchers.transports import OnePerHost, end_all, last_line, start_transport
+from trainkit.launch.launchers.transports import OnePerHost, end_all, last_line, start_transport, starting
 from trainkit.launch.session import Session, is_here, log_of
 
 FITTING = re.compile(r"[A-Za-z0-9_.-]+")  # a host name that pdsh takes as one word
 LEAST_FANOUT = 32  # pdsh's own
+END_SECONDS = 1.0  # that closing waits for the last words
 
 
 class Pdsh:
@@ -40,17 +44,17 @@ class Pdsh:
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
         if shutil.which("pdsh") is None:
             raise TrainkitError("there is no pdsh on this machine", exit=Exit.START, hint="install it, or set launcher = 'ssh'")
-        away, here = _away(hosts), [node for node, host in enumerate(hosts) if is_here(host)]
-        local = {
-            n: (start_transport(local_words(session, n), log_of(session, n), environment=session.environment, keep_stdin=False), log_of(session, n))
-            for n in here
-        }
-        if not away:
-            return OnePerHost(local)
-        write_text(_script(session), f'#!/bin/bash\nnodes=({" ".join(map(str, away))})\nexec bash {session.script} "${{nodes[$1]}}"\n', 0o755)
-        words, output = self._words(session, away), session.logs / "pdsh.log"
-        child = start_transport(words, output, environment={**os.environ, **ssh_variables(session)}, keep_stdin=True)
-        return OneForAll(child, output, {node: log_of(session, node) for node in away}, {session.hosts[n].name: n for n in away}, OnePerHost(local))
+        away, output = _away(hosts), session.logs / "pdsh.log"
+        words, variables = (self._words(session, away), ssh_variables(session)) if away else ((), {})
+        if away:
+            write_text(_script(session), f'#!/bin/bash\nnodes=({" ".join(map(str, away))})\nexec bash {session.script} "${{nodes[$1]}}"\n', 0o755)
+        with starting() as children:
+            for node in (node for node, host in enumerate(hosts) if is_here(host)):
+                children[node] = transport_here(session, node)
+            if not away:
+                return OnePerHost(children)
+            child = start_transport(words, output, environment={**os.environ, **variables}, keep_stdin=True)
+        return OneForAll(child, output, {node: log_of(session, node) for node in away}, labels({n: hosts[n].name for n in away}), OnePerHost(children))
 
     def _words(self, session: Session, away: Sequence[int]) -> tuple[str, ...]:
         hosts = [session.hosts[node] for node in away]
@@ -75,6 +79,21 @@ def _script(session: Session) -> Path:
     return session.folder / "pdsh.sh"
 
 
+def labels(names: Mapping[int, str]) -> dict[str, int]:
+    """Nodes by what pdsh may call them: where all hosts are of one domain it leaves that away."""
+    nodes = {name: node for node, name in names.items()}
+    short = {node: name.partition(".")[0] for node, name in names.items() if not _is_address(name)}
+    often = Counter(short.values())
+    return {**{name: node for node, name in short.items() if often[name] == 1}, **nodes}
+
+
+def _is_address(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return False
+
+
 def ssh_variables(session: Session) -> dict[str, str]:
     """How pdsh's ssh is told its options. Raises ConfigError for one with a space in it: pdsh splits there."""
     options = ssh_options(session)
@@ -92,14 +111,16 @@ class OneForAll:
         self.child, self.output, self.logs, self.nodes, self.local = child, output, logs, nodes, local
         self._read, self._clients = 0, set[int]()
         self._failed: dict[int, LaunchEnd] = {}
+        self._lock = threading.Lock()  # `poll` may have a thread of its own
 
     def poll(self) -> Mapping[int, LaunchEnd]:
-        self._share_out()
-        ended = dict(self.local.poll())
-        if self.child.poll() is not None:
+        with self._lock:
             self._share_out()
-            ended |= {node: LaunchEnd(self.child.returncode, last_line(log)) for node, log in self.logs.items()}
-        return {**ended, **self._failed}
+            ended = dict(self.local.poll())
+            if self.child.poll() is not None:
+                self._share_out()
+                ended |= {node: LaunchEnd(self.child.returncode, last_line(log)) for node, log in self.logs.items()}
+            return {**ended, **self._failed}
 
     def _share_out(self) -> None:
         """Give each host's log its new whole lines, and note hosts that pdsh says are over: it does not return before the slowest."""
@@ -132,8 +153,13 @@ class OneForAll:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         end_all([self.child])
-        self._share_out()
         self.local.close()
+        if self._lock.acquire(timeout=END_SECONDS):  # who looks now may wait for the file system
+            try:
+                with contextlib.suppress(OSError):
+                    self._share_out()
+            finally:
+                self._lock.release()
 
 
 def _children_of(pid: int) -> list[int]:

@@ -11,8 +11,8 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hostfile import Host
 from trainkit.launch.launchers.contract import Started
-from trainkit.launch.launchers.local import local_words
-from trainkit.launch.launchers.transports import OnePerHost, start_transport
+from trainkit.launch.launchers.local import local_words, transport_here
+from trainkit.launch.launchers.transports import OnePerHost, start_transport, starting
 from trainkit.launch.session import Session, is_here, log_of
 
 # A dead peer is noticed by ssh itself after 15 s; the agents' own lease is what ends the ranks.
@@ -36,12 +36,11 @@ class Ssh:
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
         if not all(map(is_here, hosts)) and shutil.which("ssh") is None:
             raise TrainkitError("there is no ssh on this machine", exit=Exit.START, hint="install OpenSSH's client")
-        children = {}
-        for node, words in enumerate(self.commands(session, hosts)):
-            output = log_of(session, node)
-            here = is_here(hosts[node])
-            children[node] = start_transport(words, output, environment=session.environment if here else None, keep_stdin=not here), output
-        return OnePerHost(children)
+        with starting() as children:
+            for node, words in enumerate(self.commands(session, hosts)):
+                output = log_of(session, node)
+                children[node] = transport_here(session, node) if is_here(hosts[node]) else (start_transport(words, output, keep_stdin=True), output)
+            return OnePerHost(children)
 
     def _words(self, session: Session, node: int, host: Host) -> tuple[str, ...]:
         if is_here(host):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainkit.launch.launchers.contract import LaunchEnd
@@ -53,14 +54,24 @@ def last_line(path: Path) -> str:
     return next((line for line in reversed(lines) if line), "")
 
 
+Children = dict[int, tuple[subprocess.Popen[bytes], Path]]  # by node, each with the file its output goes to
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Children]:
+    """Where children are put as they are started: if one cannot be, those before it are ended."""
+    children: Children = {}
+    try:
+        yield children
+    except BaseException:
+        end_all([child for child, _ in children.values()])
+        raise
+
+
 class OnePerHost:
-    """A child a host.
+    """A child a host."""
 
-    Args:
-        children: by node, each with the file its output goes to.
-    """
-
-    def __init__(self, children: Mapping[int, tuple[subprocess.Popen[bytes], Path]]) -> None:
+    def __init__(self, children: Children) -> None:
         self.children = children
         self.ended: dict[int, LaunchEnd] = {}
 
