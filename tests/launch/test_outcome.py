@@ -200,3 +200,11 @@ def test_a_clusters_own_rules_come_first() -> None:
 def test_the_built_in_rules_are_whole() -> None:
     assert len(RULES.rules) > 10 and all(rule.advice for rule in RULES.rules.values()) and BUILT_IN.name.endswith(".toml")
     assert Rules({}).find("anything", ["at all"]) is None
+
+
+def test_broken_connections_of_the_peers_of_one_that_was_told_to_stop() -> None:
+    echo = RankEnd(1, "h", 9, 2.0, False, error={"exit": 9, "type": "RuntimeError", "message": "gloo: Connection closed by peer"})
+    told = judge_outcome([RankEnd(0, "h", 12, 1.0, False), echo], 2, None)
+    assert (int(told.exit), told.failure_class, (told.root_cause or {})["saved"]) == (12, "preempted", False)
+    own = RankEnd(1, "h", 9, 2.0, False, error={"exit": 9, "type": "ValueError", "message": "mine"})
+    assert int(judge_outcome([RankEnd(0, "h", 12, 1.0, False), own], 2, None).exit) == 9

@@ -142,13 +142,14 @@ def judge_outcome(
     gone = min(lost, key=lambda contact: contact.time, default=None)
     if gone is not None and (first is None or gone.time < first[0]):
         return _of_lost(gone)
-    if causes:
+    left = any(end.code == int(Exit.PREEMPTED) for end in ends)
+    if causes and not (left and first is None):  # where one was told to stop and left, the others' broken connections are no failure
         return _of_rank(first[1] if first else causes[0][1], rules)
     if asked == Ask.INTERRUPT:
         return Outcome(Exit.INTERRUPTED, "cancelled", {"message": "stopped by Ctrl-C"})
     if asked == Ask.CANCEL:
         return Outcome(Exit.CANCELLED, "cancelled", {"message": "stopped by invoke cancel"})
-    if asked or any(end.code == int(Exit.PREEMPTED) for end in ends):
+    if asked or left:
         saved = len(ends) == world_size and all(end.code == int(Exit.PREEMPTED) or end.done for end in ends)
         told = "told to save and stop" if asked else "a rank was told to save and stop"
         return Outcome(Exit.PREEMPTED, "preempted", {"message": told if saved else f"{told}; it was stopped before all ranks had saved", "saved": saved})

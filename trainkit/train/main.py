@@ -91,6 +91,8 @@ def run_rank(run_folder: Path) -> int:
         return int(error.exit)
     except BaseException as error:  # torch's CheckpointException is no Exception
         traceback.print_exc()
+        if stop.is_set() and heartbeat.nothing_new:  # a peer that was told as well has left already
+            return int(Exit.PREEMPTED)
         code = Exit.RANK_INFRA if isinstance(error, OSError) and error.errno in MACHINE_FAULTS else Exit.RANK_USER
         record_error(error, int(code), heartbeat.step)
         return int(code)
