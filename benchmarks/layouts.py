@@ -54,16 +54,16 @@ ranks_per_node = 2
 [models.bench]
 family = "llama"
 num_layers = 8
-hidden_size = 384
-num_attention_heads = 6
+hidden_size = 256
+num_attention_heads = 4
 seq_length = 256
-vocab_size = 8192
+vocab_size = 4096
 
 [jobs.layouts]
 cluster = "here"
 model = "bench"
 dataset = "mock"
-training = { micro_batch_size = 2, global_batch_size = 32, train_iters = STEPS, lr = 1e-3, eval_iters = 0 }
+training = { micro_batch_size = 2, global_batch_size = 16, train_iters = STEPS, lr = 1e-3, eval_iters = 0 }
 profile = { start = FIRST, stop = STEPS }
 """
 

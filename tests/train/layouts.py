@@ -10,9 +10,12 @@ import contextlib
 import importlib
 import os
 import pickle
+import random
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +27,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.distributed import free_port, run_ranks
+from tests.distributed import run_ranks
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Training
 from trainkit.train import replicas
@@ -296,11 +299,20 @@ def run_tasks(tasks: Tasks, ports: list[int]) -> dict[str, Any]:
     return found
 
 
+def quiet_ports() -> Iterator[int]:
+    """Ports of the loopback interface that are free, below the range from which connections take theirs: each must still be free when its task's turn comes."""
+    for port in random.sample(range(12000, 20000), 2000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            yield port
+
+
 def run_worlds(tasks: dict[int, Tasks]) -> dict[str, list[Any]]:
     """Each task's results by rank. One world a number of ranks, whose tasks share its processes; larger worlds go first."""
     found: dict[str, list[Any]] = {}
     for ranks, of_world in sorted(tasks.items(), reverse=True):
-        ports = [free_port() for _ in of_world]
+        ports = list(islice(quiet_ports(), len(of_world)))
         results = run_ranks(ranks, "tests.train.layouts:run_tasks", of_world, ports, timeout=300 + 20 * len(of_world))
         found |= {name: [result[name] for result in results] for name in of_world}
     return found
