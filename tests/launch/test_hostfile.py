@@ -59,6 +59,7 @@ WRONG = {
     "a duplicate": ("a slots=1\n  A slots=1", ["hosts:2: host 'A' stands in line 1 already (column 3)"]),
     "a duplicate by range": ("n[1-4]\nn3\n", ["hosts:2: host 'n3' stands in line 1 already (column 1)"]),
     "a duplicate in a range": ("n[1-4,2]", ["hosts:1: host 'n2' stands in line 1 already (column 1)"]),
+    "a tunnel": ("127.0.0.1:2222\nann@localhost\n", ["hosts:1: '127.0.0.1:2222' is this machine", "hosts:2: 'ann@localhost' is this machine"]),
     "this host twice": ("localhost\n127.0.0.1\n", ["hosts:2: host '127.0.0.1' stands in line 1 already (column 1)"]),
     "the same host at another port": ("a:1\na:2\n", ["hosts:2: host 'a' stands in line 1 already (column 1)"]),
     "bare IPv6": ("fd00::1 slots=8", ["hosts:1: 'fd00::1' has more than one colon (column 1)"]),

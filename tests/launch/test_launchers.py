@@ -20,12 +20,13 @@ from trainkit.launch.hostfile import Host
 from trainkit.launch.launchers import LAUNCHERS, head_address
 from trainkit.launch.launchers.local import Local
 from trainkit.launch.launchers.pdsh import OneForAll, Pdsh, labels, ssh_variables
-from trainkit.launch.launchers.ssh import Ssh, real_name
+from trainkit.launch.launchers.ssh import Ssh, real_name, ssh_options
 from trainkit.launch.launchers.transports import OnePerHost, start_transport
 from trainkit.launch.session import Session, new_session
 
 AWAY = [Host("node1"), Host("node2", user="ann"), Host("node3", port=2222)]
-OPTIONS = ("-T", "-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")
+ALONE = ("-oControlMaster=no", "-oControlPath=none", "-oClearAllForwardings=yes")
+OPTIONS = ("-T", "-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=5", "-oServerAliveCountMax=3", *ALONE)
 
 
 def session(folder: Path, hosts: list[Host], **cluster: Any) -> Session:
@@ -86,6 +87,18 @@ def test_an_alias_of_ssh_config_is_resolved(tmp_path: Path) -> None:
     config.write_text("Host box\n  HostName 192.0.2.7\n")
     assert real_name(Cluster(ssh_args=("-F", str(config))), Host("box")) == "192.0.2.7"
     assert real_name(Cluster(ssh_args=("-F", str(config))), Host("other")) == "other"
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client")
+def test_a_connection_is_its_own_whatever_ssh_config_says(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text("Host *\n  ControlMaster auto\n  ControlPath ~/.ssh/%C\n  LocalForward 8888 localhost:8888\n")
+    options = ssh_options(session(tmp_path, AWAY))
+    said = subprocess.run(["ssh", "-F", str(config), *options, "-G", "node1"], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "controlmaster false" in said and "clearallforwardings yes" in said and not any(line.startswith(("controlpath", "localforward")) for line in said)
+    own = ssh_options(session(tmp_path, AWAY, ssh_args=("-oControlPath=/tmp/%C",)))
+    said = subprocess.run(["ssh", "-F", str(config), *own, "-G", "node1"], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert any(line.startswith("controlpath /tmp/") for line in said)  # the cluster's own words come first
 
 
 def test_the_script_of_a_node_runs_the_prolog_and_stops_where_it_fails(tmp_path: Path) -> None:

@@ -142,6 +142,9 @@ def _expanded(word: str, offset: int) -> Iterator[Host]:
     if at and not _USER.fullmatch(user):
         raise _Wrong(f"'{user}' is no user's name", offset)
     names, port = _address(rest, offset + len(user) + len(at))
+    if (at or port) and any(who(name) == "localhost" for name in names):  # its agent is started without ssh
+        hint = "write `localhost`; or, for a host behind a tunnel, a name that ~/.ssh/config has with HostName, Port and User"
+        raise _Wrong(f"'{word}' is this machine, which takes no user and no port", offset, hint)
     return (Host(name, user if at else None, port) for name in names)
 
 

@@ -17,12 +17,14 @@ from trainkit.launch.session import Session, is_here, log_of
 
 # A dead peer is noticed by ssh itself after 15 s; the agents' own lease is what ends the ranks.
 ALIVE = ("-oServerAliveInterval=5", "-oServerAliveCountMax=3")
+# A connection of its own for each host: one that is shared ends for all when its master does, and forwardings of a person's ~/.ssh/config collide.
+ALONE = ("-oControlMaster=no", "-oControlPath=none", "-oClearAllForwardings=yes")
 
 
 def ssh_options(session: Session) -> tuple[str, ...]:
     """Options of every ssh. The cluster's own come first: of two values of one option ssh takes the first."""
     timeout = max(1, round(session.cluster.watch.connect / 2))  # so that ssh's own words about a dead host are there in time
-    return (*session.cluster.ssh_args, "-T", "-oBatchMode=yes", f"-oConnectTimeout={timeout}", *ALIVE)
+    return (*session.cluster.ssh_args, "-T", "-oBatchMode=yes", f"-oConnectTimeout={timeout}", *ALIVE, *ALONE)
 
 
 class Ssh:
