@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import ROOT, rank_environments
@@ -23,8 +25,9 @@ from trainkit.train.checkpoint import load
 from trainkit.train.data_parallel import World
 from trainkit.train.heartbeat import Heartbeat
 from trainkit.train.loop import Trainer
-from trainkit.train.optimizer import local_gradients, squared_norm
+from trainkit.train.optimizer import squared_norm
 from trainkit.train.shards import Shards
+from trainkit.train.torch_compat import local_part
 
 Arrays = dict[str, NDArray[Any]]
 MODEL = Model(name="tiny", num_layers=2, hidden_size=18, num_attention_heads=3, seq_length=16, vocab_size=301)  # 18 and 301 divide by nothing used here
@@ -84,6 +87,11 @@ def whole(tensor: torch.Tensor) -> NDArray[Any]:
         return found
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone().numpy()
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """This rank's shards of all gradients."""
+    return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
 def _trainer(root: Path) -> Trainer:

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.train.support import local_gradients
 from trainkit.jobs.schema import Training
 from trainkit.train import optimizer as module
-from trainkit.train.optimizer import Optimizer, divisor, local_gradients, squared_norm
+from trainkit.train.optimizer import Optimizer, divisor, squared_norm
 from trainkit.train.torch_compat import fused_norms, local_part
 
 SHAPES = {"embed.weight": (7, 5), "mlp.weight": (5, 5), "mlp.bias": (5,), "norm.weight": (5,)}

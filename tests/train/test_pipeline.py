@@ -30,6 +30,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zbv": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"},
     "interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "zero_stage": 3},
 }
+SIXTEEN_BITS: dict[str, dict[str, Any]] = {  # of equal layout, 16 micro-batches
+    "bf16-1f1b": {"pipeline_model_parallel_size": 2},
+    "bf16-zbv": LAYOUTS["zbv"],
+}
 
 
 def parallelism(stages: int, **keys: Any) -> Parallelism:
@@ -99,12 +103,27 @@ def _trained(root: Path, keys: dict[str, Any], dropout: float = 0.0, *, until: i
     return {"tensors": tensors, "rows": read_rows(run.metrics)}
 
 
+def _dropped(root: Path) -> dict[str, list[float]]:
+    """Cross-entropy of the same weights and samples, dropping by two seeds, twice each."""
+    job = _job(root, 1, {}, 0.3)
+    made = Trainer(job, new_run(job), World.from_environment(), Heartbeat(None, 0), threading.Event())
+    batches = list(made.train_feed.read(0, 4))
+    found: dict[str, list[float]] = {"1": [], "2": []}
+    for seed in (1, 2, 1, 2):
+        made.maker.job = job.model_copy(update={"training": job.training.model_copy(update={"seed": seed})})
+        found[str(seed)].append(float(made.maker.backward(batches, 4)[0]))
+        made.maker.optimizer.zero_grad()
+    return found
+
+
 def on_ranks(root: Path) -> dict[str, Any]:
     """All runs of one world, in one process group."""
     data_parallel.join = functools.cache(data_parallel.join)
     if World.from_environment().size == 1:
-        return {"one": _trained(root / "one", {})}
+        return {"one": _trained(root / "one", {}), "seeds": _dropped(root / "seeds")}
     found = {name: _trained(root / name, keys) for name, keys in LAYOUTS.items()}
+    for name, keys in SIXTEEN_BITS.items():
+        found[name] = _trained(root / name, keys, train_iters=2, eval_iters=0, global_batch_size=32, precision="bf16", clip_grad=0.0)
     alone: dict[str, Any] = {"tensor_model_parallel_size": 4}
     for name, keys in (("dropping-sp", LAYOUTS["1f1b"]), ("dropping-tp", alone)):
         words: dict[str, Any] = {"train_iters": 2, "eval_iters": 0, "recompute_granularity": "full" if name == "dropping-tp" else "none"}
@@ -155,3 +174,15 @@ def test_dropout_is_resumed_bit_by_bit(runs: dict[str, dict[str, Any]], name: st
     assert same(runs[name]["tensors"], runs[f"{name}-resumed"]["tensors"])
     losses, plain = ([row["lm_loss"] for row in rows if row["step"] == 1 and "grad_norm" in row] for rows in (runs[name]["rows"], runs["one"]["rows"]))
     assert len(losses) == len(plain) == 1 and losses != plain  # it does drop
+
+
+def test_zero_bubble_adds_up_as_1f1b_does(runs: dict[str, dict[str, Any]]) -> None:
+    """bf16 gradients of 16 micro-batches, whose weight halves come in a row: the fp64 sums of the CPU are exact, so the weights after two steps are the same
+    bits. Added up in bf16 they are not."""
+    zbv, plain = runs["bf16-zbv"], runs["bf16-1f1b"]
+    assert same(zbv["tensors"], plain["tensors"])
+
+
+def test_dropout_follows_the_seed(runs: dict[str, dict[str, Any]]) -> None:
+    one, two = runs["seeds"]["1"], runs["seeds"]["2"]
+    assert one[0] == one[1] != two[0] == two[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -100,11 +99,6 @@ class Optimizer:
         for state in self._fused.state.values():
             if self._adam:
                 cast(Tensor, state["step"]).fill_(steps)
-
-
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's shards of all gradients."""
-    return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:

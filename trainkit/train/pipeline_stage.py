@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, 
 from trainkit.jobs.schema import Parallelism
 from trainkit.train.mesh import Mesh
 from trainkit.train.timers import Phase, Timers
+from trainkit.train.torch_compat import widen_gradients
 
 
 class LeanStage(PipelineStage):
@@ -85,6 +86,11 @@ class LeanStage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, *args, **words)
         if not self.is_last:
             self._drop(self.grad_recv_info[bwd_chunk_id])
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **words: Any) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **words)
+        if self.has_backward:
+            widen_gradients(self.submod)  # else weight halves in a row would add up in 16 bits
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:

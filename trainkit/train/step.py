@@ -5,6 +5,7 @@ Shapes: B samples of a micro-batch, S tokens of a sample.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple, cast
@@ -149,7 +150,9 @@ class Step:
             return
         group = self.mesh.tensor
         own = chunk * group.size + (group.rank if group.sequence else 0)
-        torch.manual_seed(((self.job.training.seed << 32) ^ batch.position ^ (own * 0x9E3779B97F4A7C15)) % 2**64)
+        # hashed, for torch's CPU generator takes the low 32 bits of a seed alone
+        digest = hashlib.blake2b(f"{self.job.training.seed}:{batch.position}:{own}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "little"))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:

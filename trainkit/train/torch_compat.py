@@ -9,7 +9,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the operations below and their gradients
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -70,6 +71,16 @@ def summed(x: Tensor, group: str, operation: str = "sum") -> Tensor:
     """The sum (or "max") over a group; the gradient is the sum of the gradients."""
     ops = torch.ops._c10d_functional
     return cast(Tensor, ops.wait_tensor(ops.all_reduce(x.contiguous(), operation, group)))
+
+
+def widen_gradients(module: nn.Module) -> None:
+    """Add what backward left in `.grad` of fully_shard's units to their sums in `reduce_dtype`, as they do themselves when the gradient of what a unit was
+    given is made: for a backward that makes those of its weights later."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule) and (group := unit._get_fsdp_state()._fsdp_param_group) is not None:
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()  # the first: there is no sum yet
 
 
 def group_operations() -> list[object]:
