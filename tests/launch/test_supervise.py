@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.supervised import DONE, Program, make_run, supervised
-from trainkit.base.files import read_json
+from trainkit.base.files import read_json, write_json
 from trainkit.launch.asks import Asks
 from trainkit.launch.hostfile import Host
 from trainkit.launch.outcome import Ask, Outcome
@@ -145,3 +145,31 @@ def test_nohups_wish_is_heeded() -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert threading.current_thread() is threading.main_thread()
+
+
+def test_a_sign_that_the_file_system_holds_up_holds_up_nothing_else(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the last sign says that we have ended, whatever was under way."""
+    begun, answers = threading.Event(), threading.Event()
+
+    def stalled(path: Path, value: object) -> None:
+        begun.set()
+        answers.wait(20)
+        write_json(path, value)
+
+    async def main() -> None:
+        supervisor = Supervisor(run, {}, Asks(), nobody(), share=False)
+        signing = asyncio.create_task(supervisor._keep_signing())
+        async with asyncio.timeout(10):
+            while not begun.is_set():  # the loop goes on, though nothing is written yet
+                await asyncio.sleep(0.01)
+        assert not run.supervisor.exists()
+        signing.cancel()
+        await asyncio.gather(signing, return_exceptions=True)
+        supervisor.ended = True
+        threading.Timer(0.2, answers.set).start()
+        supervisor._sign()
+
+    monkeypatch.setattr("trainkit.launch.supervisor.SIGN_SECONDS", 0.05)
+    monkeypatch.setattr("trainkit.launch.supervisor.write_json", stalled)
+    asyncio.run(main())
+    assert read_json(run.supervisor)["ended"] is True

@@ -44,7 +44,7 @@ class Session:
         logs: where the transports' output goes, a file a host.
         token: what both sides prove to know.
         nonce: what only who sees this folder can know.
-        local: the agents run on this machine with nothing but `environment`; no prolog.
+        local: the agents run on this machine with nothing but `environment` and what the prolog adds to it.
         environment: what local agents get to see of the caller's environment.
     """
 
