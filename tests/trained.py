@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from trainkit.data.paths import DataFolder
 from trainkit.data.tokenizer import load_tokenizer, train_bpe
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.jobs.schema import Tokenizer as TokenizerTable
-from trainkit.runs.checkpoints import MANIFEST, Manifest, folder_of
+from trainkit.runs.checkpoints import Manifest, folder_of
 from trainkit.runs.folder import RunFolder
 from trainkit.train.storage import TensorSavePlanner, Writer
 
@@ -73,5 +72,5 @@ def write_checkpoint(run: RunFolder, model: nn.Module, step: int) -> Path:
         write_tensors(tensors, storage_writer=writer, planner=TensorSavePlanner(), no_dist=True)
     assert writer.files[0].xxh128 == xxhash.xxh3_128_hexdigest((folder / writer.files[0].path).read_bytes())
     manifest = Manifest(step=step, consumed_samples=step, files=tuple(writer.files), tensors=writer.tensors, layout={}, job={}, versions={}, state={})
-    (folder / MANIFEST).write_text(json.dumps(manifest.model_dump(mode="json", by_alias=True)))
+    manifest.write(folder)
     return folder

@@ -25,6 +25,13 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def change(folder: Path, old: str, new: str) -> None:
+    """The manifest, as a disk may: the form is right, one fact is not."""
+    text = (folder / MANIFEST).read_text()
+    assert text.count(old) == 1, (old, text[:500])
+    (folder / MANIFEST).write_text(text.replace(old, new))
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
@@ -53,6 +60,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "truncation": (lambda folder: cut(folder / "rank-00001.bin"), "rank-00001.bin has "),
     "missing file": (lambda folder: (folder / "rank-00000.bin").unlink(), "rank-00000.bin is missing"),
     "torn manifest": (lambda folder: cut(folder / MANIFEST), MANIFEST),
+    "manifest: flip": (lambda folder: flip(folder / MANIFEST), MANIFEST),
+    "manifest: samples": (lambda folder: change(folder, '"consumed_samples":96', '"consumed_samples":16'), f"{MANIFEST} does not have the hash"),
+    "manifest: steps": (lambda folder: change(folder, '"optimizer_steps":12', '"optimizer_steps":10'), f"{MANIFEST} does not have the hash"),
+    "manifest: a tensor's name": (lambda folder: change(folder, '"model.final_norm.bias"', '"model.final_norm.bias2"'), f"{MANIFEST} does not have the hash"),
     "files without manifest": (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST} cannot be read"),
     "manifest without files": (lose_files, "rank-00001.bin is missing"),
     "files exchanged": (exchange, "rank-0000"),

@@ -97,7 +97,9 @@ def test_saves_behind_training_write_the_same_bytes(ranks: Ranks, tmp_path: Path
         assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in folder.iterdir())
         assert all((other / p.name).read_bytes() == p.read_bytes() for p in folder.iterdir() if p.suffix == ".bin")
         mine, theirs = (json.loads((f / "manifest.json").read_text()) for f in (other, folder))
-        assert {**mine, "job": None} == {**theirs, "job": None}
+        for document in (mine, theirs):
+            del document["job"], document["xxh128"]  # which says whether it is behind training, and the hash of that
+        assert mine == theirs
 
 
 def test_no_room_is_known_before_anything_is_written(ranks: Ranks, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable
@@ -17,7 +18,19 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from tests.train.support import MODEL, Arrays, whole
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.schema import Checkpoint as Keep
-from trainkit.runs.checkpoints import MANIFEST, Damaged, newest_valid, open_checkpoint, prune, verify
+from trainkit.runs.checkpoints import (
+    MANIFEST,
+    Chunk,
+    Damaged,
+    DataFile,
+    Manifest,
+    TensorEntry,
+    folder_of,
+    newest_valid,
+    open_checkpoint,
+    prune,
+    verify,
+)
 from trainkit.train import checkpoint
 from trainkit.train.model import Transformer
 from trainkit.train.storage import Reader, TensorSavePlanner, Writer
@@ -32,6 +45,7 @@ def step_folder(folder: Path) -> Path:
 def change_manifest(folder: Path, change: Change) -> None:
     path = step_folder(folder) / MANIFEST
     document = json.loads(path.read_text())
+    del document["xxh128"]  # one of an older version, so that only the change is wrong
     change(document)
     path.write_text(json.dumps(document))
 
@@ -39,8 +53,7 @@ def change_manifest(folder: Path, change: Change) -> None:
 def copy_as(folder: Path, step: int) -> Path:
     """A later checkpoint with the same tensors."""
     other = Path(shutil.copytree(step_folder(folder), folder / f"step-{step:08d}"))
-    document = json.loads((other / MANIFEST).read_text())
-    (other / MANIFEST).write_text(json.dumps(document | {"step": step}))
+    open_checkpoint(step_folder(folder)).manifest.model_copy(update={"step": step}).write(other)
     return other
 
 
@@ -52,7 +65,7 @@ def load_model(folder: Path, rows: int = 301) -> Transformer:
 
 def test_manifest_has_the_form_of_the_design(saved_folder: Path) -> None:
     document = json.loads((step_folder(saved_folder) / MANIFEST).read_text())
-    assert list(document) == ["schema", "step", "consumed_samples", "files", "tensors", "layout", "job", "versions", "state", "validation"]
+    assert list(document) == ["schema", "step", "consumed_samples", "files", "tensors", "layout", "job", "versions", "state", "validation", "xxh128"]
     assert (document["schema"], document["step"], document["consumed_samples"]) == ("checkpoint/1", 3, 24)
     assert [f["path"] for f in document["files"]] == ["rank-00000.bin", "rank-00001.bin"]
     entry = document["tensors"]["model.embed_tokens.weight"]
@@ -88,6 +101,13 @@ def test_another_model_is_refused_by_name(saved_folder: Path) -> None:
         (lambda d: d.update(step=4), "says step 4"),
         (lambda d: d.update(step="3"), "step"),
         (lambda d: d.pop("tensors"), "tensors"),
+        (lambda d: d.update(xxh129="0"), "xxh129: Extra inputs"),
+        (lambda d: d["state"].update(scale=float("nan")), "state.scale.*finite"),
+        (lambda d: d["state"].update(scale=float("-inf")), "state.scale.*finite"),
+        (lambda d: d["state"].update(scale="1"), "state.scale"),
+        (lambda d: d["state"].update(optimizer_steps=3.5), "optimizer_steps is 3.5, which is no count"),
+        (lambda d: d["state"].update(optimizer_steps=-3), "optimizer_steps is -3, which is no count"),
+        (lambda d: d["state"].update(rollbacks=True), "rollbacks is True, which is no count"),
         (lambda d: d["files"][0].update(path="../rank-00000.bin"), "no plain file name"),
         (lambda d: d["files"][0].update(path="/etc/hostname"), "no plain file name"),
         (lambda d: d["files"][0].update(path=".."), "no plain file name"),
@@ -108,6 +128,53 @@ def test_hostile_manifests(saved_folder: Path, change: Change, words: str) -> No
     with pytest.raises(Damaged, match=words):
         open_checkpoint(step_folder(saved_folder))
     assert verify(step_folder(saved_folder), "size")
+
+
+def boxes(*at: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[str, Any]:
+    """A tensor [4, 6] in these boxes, all of them read from the same place."""
+    chunks = [{"offsets": o, "sizes": s, "file": "rank-00000.bin", "start": 0, "bytes": 4 * math.prod(s)} for o, s in at]
+    return {"shape": [4, 6], "dtype": "float32", "chunks": chunks}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "twice"),
+    [
+        (boxes(((0, 0), (2, 6)), ((0, 0), (2, 6))), "[0, 0] and [0, 0]"),  # the second half stays what it was
+        (boxes(((0, 0), (3, 4)), ((0, 4), (4, 2)), ((2, 0), (1, 4))), "[0, 0] and [2, 0]"),
+        (boxes(((0, 0), (4, 1)), ((1, 0), (2, 5)), ((3, 0), (1, 5)), ((0, 1), (1, 5))), "[0, 0] and [1, 0]"),
+        (boxes(((2, 3), (2, 3)), ((0, 0), (2, 3)), ((2, 0), (2, 3)), ((0, 3), (2, 3))), ""),
+        (boxes(((0, 0), (1, 6)), ((1, 0), (3, 2)), ((1, 2), (2, 4)), ((3, 2), (1, 4)), ((2, 2), (0, 4))), ""),
+    ],
+)
+def test_parts_of_a_tensor_do_not_overlap(saved_folder: Path, tensor: dict[str, Any], twice: str) -> None:
+    change_manifest(saved_folder, lambda d: d["tensors"].update(x=tensor))
+    found = verify(step_folder(saved_folder), "size")
+    assert found == ([f"x: its parts at {twice} overlap"] if twice else [])
+
+
+@pytest.mark.parametrize("bit", [1, 64])
+def test_no_flipped_bit_of_a_manifest_is_overlooked(bit: int, tmp_path: Path) -> None:
+    path = folder_of(tmp_path, 3) / MANIFEST
+    path.parent.mkdir()
+    (path.parent / "a.bin").write_bytes(bytes(16))
+    tensor = TensorEntry(shape=(4,), dtype="float32", chunks=(Chunk(offsets=(0,), sizes=(4,), file="a.bin", start=0, bytes=16),))
+    facts: dict[str, Any] = {"layout": {"world_size": 1}, "job": {"name": "tiny"}, "versions": {"torch": "2"}, "state": {"optimizer_steps": 3, "scale": 2.0}}
+    file = DataFile(path="a.bin", bytes=16, xxh128="")
+    Manifest(step=3, consumed_samples=24, files=(file,), tensors={"model.w": tensor}, validation={"valid": 1.5}, **facts).write(path.parent)
+    content = path.read_bytes()
+    assert verify(path.parent, "size") == []
+    for i in range(len(content)):
+        path.write_bytes(content[:i] + bytes([content[i] ^ bit]) + content[i + 1 :])
+        assert verify(path.parent, "size"), content[max(i - 30, 0) : i + 1]
+
+
+def test_a_manifest_that_was_changed_by_hand_is_told_by_its_hash(saved_folder: Path) -> None:
+    path = step_folder(saved_folder) / MANIFEST
+    document = json.loads(path.read_text())
+    path.write_text(path.read_text().replace('"consumed_samples":24', '"consumed_samples":16'))
+    assert verify(step_folder(saved_folder)) == [f"{MANIFEST} does not have the hash {document['xxh128']}"]
+    change_manifest(saved_folder, lambda d: None)  # one of an older version has none, and is read
+    assert verify(step_folder(saved_folder)) == []
 
 
 @pytest.mark.parametrize("damage", ["torn", "empty", "no manifest", "truncated", "gone", "symlink"])

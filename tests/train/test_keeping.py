@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import io
 import json
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,7 @@ from trainkit.runs.checkpoints import (
 )
 from trainkit.train import checkpoint
 from trainkit.train.checkpoint import LOCK, NotSaved
+from trainkit.train.saver import Saver
 from trainkit.train.shards import Shards
 from trainkit.train.staging import Staging
 from trainkit.train.storage import Reader, TensorLoadPlanner
@@ -131,6 +136,112 @@ def test_what_others_left_unfinished_goes(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002"] and verify(folder_of(tmp_path, 2)) == []
 
 
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_checkpoint_that_is_a_link_costs_no_save(step: int, tmp_path: Path) -> None:
+    """A run seeded from elsewhere: the link goes, what it leads to stays."""
+    seed = save(tmp_path / "elsewhere", 1).folder
+    run = tmp_path / "run"
+    run.mkdir()
+    folder_of(run, 1).symlink_to(seed)
+    (run / "step-00000007.tmp").write_text("a file")
+    (run / "step-00000008.tmp").symlink_to(seed)
+    (run / "step-00000009.tmp").symlink_to(run / "nowhere")
+    found = newest_valid(run, pytest.fail)
+    assert found is not None and found.manifest.step == 1
+    if step == 1:  # in the way, and no longer whole
+        (seed / MANIFEST).unlink()
+    for n in (step, step + 1):
+        save(run, n)
+    assert prune(run, Keep(keep_last=1), step + 1) in ([1], [1, 2], [1, 3], [2])
+    save(run, step + 2)
+    assert steps_in(run) == [step + 1, step + 2] and not list(run.glob("*.tmp"))
+    assert (seed / "rank-00000.bin").is_file()
+
+
+def test_links_that_lead_nowhere_and_files_in_the_way_go(tmp_path: Path) -> None:
+    folder_of(tmp_path, 1).symlink_to(tmp_path / "nowhere")
+    folder_of(tmp_path, 2).write_text("no folder")
+    for step in (1, 2):
+        save(tmp_path, step)
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_what_cannot_be_deleted_is_told_and_costs_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    stale = tmp_path / "step-00000002.tmp"
+    stale.mkdir()
+    monkeypatch.setattr(checkpoint, "remove", busy)
+    save(tmp_path, 2)
+    assert steps_in(tmp_path) == [2] and stale.exists() and f"WARNING: {stale}" in capsys.readouterr().err
+
+
+def test_two_writers_without_a_lock_share_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system's locks do not reach the other host. The first was stopped before it published, the second takes it for dead."""
+    monkeypatch.setattr(checkpoint, "locked", lambda *args, **kwargs: contextlib.nullcontext())
+    publish = checkpoint._publish
+
+    def late(temporary: Path, target: Path, manifest: Manifest) -> None:
+        monkeypatch.setattr(checkpoint, "_publish", publish)
+        save(tmp_path, 5, value=2.0)
+        publish(temporary, target, manifest)
+
+    monkeypatch.setattr(checkpoint, "_publish", late)
+    with pytest.raises(NotSaved, match=r"rank-00000\.bin is missing"):
+        save(tmp_path, 5, value=1.0)
+    assert verify(folder_of(tmp_path, 5)) == [] and not list(tmp_path.glob("*.tmp"))
+    target = torch.zeros(50, 3)
+    checkpoint.load(open_checkpoint(folder_of(tmp_path, 5)), {"model.w": target, "model.b": torch.zeros(3)})
+    assert (target == 2.0).all()
+
+
+def test_no_save_uses_anothers_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    prepare = checkpoint._prepare
+
+    def noted(folder: Path, temporary: Path) -> None:
+        names.append(temporary.name)
+        prepare(folder, temporary)
+
+    monkeypatch.setattr(checkpoint, "_prepare", noted)
+    for folder in ("a", "b"):
+        save(tmp_path / folder, 5)
+    assert len(set(names)) == 2 and all(re.fullmatch(r"step-00000005\.[0-9a-f]{8}\.tmp", name) for name in names)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_before_the_first_step(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(handle: int, how: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(TrainkitError, match=f"cannot lock files: {os.strerror(error)}") as told:
+        Saver(Keep(), tmp_path / "checkpoints")
+    assert told.value.exit == 3 and str(tmp_path) in told.value.message and "-o flock" in told.value.hint
+
+
+def test_a_saver_begins_beside_a_writer(tmp_path: Path) -> None:
+    """The last attempt may still publish: that is no error before the first save."""
+    with locked(tmp_path / LOCK, {"host": "other"}):
+        Saver(Keep(), tmp_path)
+
+
+def test_what_becomes_of_the_lock_file_afterwards_is_of_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint was published: an error then would be rank 0's alone, and all others would wait for it."""
+    real, calls = os.ftruncate, []
+
+    def stale(handle: int, length: int) -> None:
+        calls.append(handle)
+        if len(calls) == 2:  # at letting go
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        real(handle, length)
+
+    monkeypatch.setattr(os, "ftruncate", stale)
+    assert save(tmp_path, 1).manifest.step == 1 and len(calls) == 2
+    assert save(tmp_path, 2).manifest.step == 2
+
+
 class Hostile:
     """Unpickled, it makes a file."""
 
@@ -155,6 +266,7 @@ def test_a_hostile_checkpoint_executes_nothing(tmp_path: Path) -> None:
     (folder / "optimizer.pt").write_bytes(evil)
     document = json.loads((folder / MANIFEST).read_text())
     document["files"][0]["xxh128"] = xxhash.xxh3_128_hexdigest(data)
+    del document["xxh128"]  # as of an older version
     (folder / MANIFEST).write_text(json.dumps(document))
     found = newest_valid(tmp_path / "run", pytest.fail)
     assert found is not None
@@ -197,9 +309,9 @@ def test_a_file_that_cannot_be_read_is_an_error_not_a_crash(tmp_path: Path) -> N
     assert error.value.exit == 10
 
 
-def test_a_manifest_from_before_has_no_losses(tmp_path: Path) -> None:
+def test_a_manifest_from_before_has_no_losses_and_no_hash(tmp_path: Path) -> None:
     folder = save(tmp_path, 1).folder
     document = json.loads((folder / MANIFEST).read_text())
-    del document["validation"]
+    del document["validation"], document["xxh128"]
     (folder / MANIFEST).write_text(json.dumps(document))
     assert open_checkpoint(folder).manifest.validation == {}

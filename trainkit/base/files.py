@@ -82,10 +82,18 @@ def publish_folder(temporary: Path, target: Path) -> None:
     fsync_folder(target.parent)
 
 
+def remove(path: Path) -> None:
+    """Delete a folder with all that is in it, or a file; of a link only the link. Raises OSError as the disk does, not where nothing is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove_leftovers(path: Path) -> None:
     """Delete what crashed writers of `path` left beside it (call it under the lock of whoever writes there)."""
     for leftover in path.parent.glob(f"{glob.escape(path.name)}{TEMPORARY}*"):
-        shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink(missing_ok=True)
+        remove(leftover)
 
 
 def sha256_file(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.errors import Exit, TrainkitError
+
 
 class Busy(Exception):
     """The lock is held; `holder` is what its holder wrote about itself (empty if it wrote nothing yet)."""
@@ -18,6 +21,25 @@ class Busy(Exception):
     def __init__(self, path: Path, holder: dict[str, Any]) -> None:
         super().__init__(f"{path} is locked by {holder or 'another process'}")
         self.path, self.holder = path, holder
+
+
+class NoLocks(TrainkitError):
+    """The file system has no locks (exit 3): Lustre mounted without them, NFS without its lock service."""
+
+    def __init__(self, path: Path, why: OSError) -> None:
+        words = f"the file system of {path.parent} cannot lock files: {why.strerror}"
+        super().__init__(
+            words, exit=Exit.CONFIG, hint="mount it with locks (Lustre: -o flock; NFS: with its lock service), or set clusters.NAME.root to another"
+        )
+
+
+def _flock(handle: int, path: Path, how: int) -> None:
+    try:
+        fcntl.flock(handle, how)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise NoLocks(path, error) from None
+        raise
 
 
 def _read_holder(handle: int) -> dict[str, Any]:
@@ -37,23 +59,30 @@ def locked(path: Path, holder: dict[str, Any], *, wait: bool = True, on_wait: Ca
         holder: what a waiter is told about us, pid added.
         wait: wait for the holder, or raise Busy.
         on_wait: called once with the holder's words before waiting.
+
+    Raises:
+        Busy: somebody else holds it.
+        NoLocks: the file system knows no locks.
+        OSError: as the disk does, until it is held; what it does not take of letting go is of no account, the kernel frees the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(handle, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             current = _read_holder(handle)
             if not wait:
                 raise Busy(path, current) from None
             if on_wait:
                 on_wait(current)
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            _flock(handle, path, fcntl.LOCK_EX)
         words = {"pid": os.getpid(), "since": time.time(), **holder}
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(words).encode(), 0)
         yield
-        os.ftruncate(handle, 0)
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle, 0)
     finally:
-        os.close(handle)
+        with contextlib.suppress(OSError):  # a remote file system may say only now that it did not take the holder's words
+            os.close(handle)

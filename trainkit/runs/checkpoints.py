@@ -9,17 +9,17 @@ import json
 import math
 import random
 import re
-import shutil
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import fsync_folder, write_text
+from trainkit.base.files import fsync_folder, remove, write_text
 from trainkit.jobs.schema import Checkpoint as Keep
 
 MANIFEST = "manifest.json"
@@ -31,10 +31,11 @@ WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}  
 SAMPLED = 8  # verify = "sample" hashes one file of so many
 Numbers = tuple[NonNegativeInt, ...]
 Verify = Literal["size", "sample", "full"]
+COUNTS = {"optimizer_steps", "growth_tracker", "hysteresis_tracker", "guard_seen", "guard_skipped_in_a_row", "rollbacks"}  # whole numbers of `state`
 
 
 class Form(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")  # what is not known may matter
 
 
 class DataFile(Form):
@@ -69,6 +70,7 @@ class Manifest(Form):
     `tensors`: model.NAME, optimizer.exp_avg.NAME and optimizer.exp_avg_sq.NAME for every parameter, by global shape.
     `state`: what else the next step depends on, as numbers.
     `validation`: losses by validation set, where they were measured at this very step.
+    `xxh128`: of all the file's bytes before this field, which is the last one. Manifests of older versions have none and are read without.
     """
 
     form: Literal["checkpoint/1"] = Field("checkpoint/1", alias="schema")
@@ -79,12 +81,19 @@ class Manifest(Form):
     layout: dict[str, int | str]
     job: dict[str, Any]
     versions: dict[str, str]
-    state: dict[str, int | float | bool]
+    state: dict[str, int | FiniteFloat | bool]
     validation: dict[str, float] = {}
+    xxh128: str = ""
 
     def write(self, folder: Path) -> None:
         """Into a checkpoint's folder, whole or not at all, durable."""
-        write_text(folder / MANIFEST, json.dumps(self.model_dump(mode="json", by_alias=True), separators=(",", ":")))
+        text = json.dumps(self.model_dump(mode="json", by_alias=True, exclude={"xxh128"}), separators=(",", ":"))[:-1]
+        write_text(folder / MANIFEST, text + _seal(text.encode()))
+
+
+def _seal(body: bytes) -> str:
+    """How a manifest ends that begins so."""
+    return f',"xxh128":"{xxhash.xxh3_128_hexdigest(body)}"}}'
 
 
 class Damaged(TrainkitError):
@@ -117,6 +126,11 @@ def folder_of(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
+def unfinished(folder: Path) -> Path:
+    """A name for what will be a checkpoint's folder, or was one, that no other process uses: two writers never share a file."""
+    return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
+
+
 def step_of(folder: Path) -> int:
     """The step that the name of a published folder says."""
     return int(folder.name[5:])
@@ -131,23 +145,31 @@ def finished(checkpoints: Path) -> list[Path]:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read and check a checkpoint's manifest, and its files' sizes. Raises Damaged with all that is wrong."""
     try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+        content = (folder / MANIFEST).read_bytes()
+        manifest = Manifest.model_validate_json(content)
     except OSError as error:
         raise Damaged(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
     except ValidationError as error:
         raise Damaged(folder, [f"{MANIFEST}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]) from None
-    problems = [*_step_problems(folder, manifest), *_file_problems(folder, manifest), *_tensor_problems(manifest)]
+    problems = [*_manifest_problems(folder, manifest, content), *file_problems(folder, manifest), *_tensor_problems(manifest)]
     if problems:
         raise Damaged(folder, problems)
     return Checkpoint(folder, manifest)
 
 
-def _step_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _manifest_problems(folder: Path, manifest: Manifest, content: bytes) -> Iterator[str]:
+    end = len(content) - len(_seal(b""))
+    if manifest.xxh128 and content[end:] != _seal(content[:end]).encode():
+        yield f"{MANIFEST} does not have the hash {manifest.xxh128}"
+    for name, value in manifest.state.items():
+        if name in COUNTS and (type(value) is not int or value < 0):
+            yield f"{MANIFEST}: state.{name} is {value!r}, which is no count"
     if folder.name != folder_of(folder.parent, manifest.step).name:
         yield f"its manifest says step {manifest.step}"
 
 
-def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+def file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Which of a manifest's files are not in a folder, or have other sizes."""
     for file in manifest.files:
         if file.path != Path(file.path).name or file.path in ("", ".", ".."):
             yield f"{file.path!r} is no plain file name"
@@ -160,19 +182,36 @@ def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _tensor_problems(manifest: Manifest) -> Iterator[str]:
-    """Every part lies inside its file and its tensor, and the parts have the tensor's volume."""
+    """Every part lies inside its file and its tensor, no two share an element, and together they have the tensor's volume: they cover it."""
     size_of = {file.path: file.bytes for file in manifest.files}
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in WIDTHS:
             yield f"{name} has the unknown dtype {tensor.dtype!r}"
             continue
+        fits = True
         for c in tensor.chunks:
             inside = len(c.offsets) == len(c.sizes) == len(tensor.shape) and all(o + n <= t for o, n, t in zip(c.offsets, c.sizes, tensor.shape, strict=True))
             stored = c.bytes == math.prod(c.sizes) * WIDTHS[tensor.dtype] and c.start % ALIGNMENT == 0 and c.start + c.bytes <= size_of.get(c.file, -1)
             if not (inside and stored):
+                fits = False
                 yield f"{name}: the part at {list(c.offsets)} does not fit its tensor or file"
         if sum(math.prod(c.sizes) for c in tensor.chunks) != math.prod(tensor.shape):
             yield f"{name}: its parts do not make up its shape {list(tensor.shape)}"
+        elif fits and (twice := _overlap(tensor.chunks)):
+            yield f"{name}: its parts at {list(twice[0].offsets)} and {list(twice[1].offsets)} overlap"
+
+
+def _overlap(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Two parts of a tensor that share an element."""
+    beside: list[Chunk] = []  # those that reach the rows of the next one: as many as the tensor is cut into columns
+    for chunk in sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: c.offsets):
+        beside = [b for b in beside if b.offsets[:1] == chunk.offsets[:1] or b.offsets[0] + b.sizes[0] > chunk.offsets[0]]
+        for b in beside:
+            sides = zip(b.offsets, b.sizes, chunk.offsets, chunk.sizes, strict=True)
+            if all(max(at, other) < min(at + size, other + more) for at, size, other, more in sides):
+                return b, chunk
+        beside.append(chunk)
+    return None
 
 
 def files_to_hash(manifest: Manifest, how: Verify) -> list[DataFile]:
@@ -286,11 +325,11 @@ def prune(checkpoints: Path, keep: Keep, newest: int) -> list[int]:
     for c in found:
         if reasons[c.manifest.step] or c.manifest.step == newest:
             continue
-        going = c.folder.rename(c.folder.with_name(c.folder.name + UNFINISHED))
+        going = c.folder.rename(unfinished(c.folder))
         if (going / PINNED).exists():  # a moment ago
             going.rename(c.folder)
             continue
-        shutil.rmtree(going)
+        remove(going)
         gone.append(c.manifest.step)
     return gone
 

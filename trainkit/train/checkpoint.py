@@ -6,9 +6,11 @@ import contextlib
 import os
 import platform
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +23,20 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import publish_folder
+from trainkit.base.files import publish_folder, remove
 from trainkit.base.locks import Busy, locked
 from trainkit.runs.checkpoints import (
     UNFINISHED,
     Checkpoint,
     Manifest,
     Verify,
+    file_problems,
     finished,
     folder_of,
     newest_valid,
+    unfinished,
     verify,
 )
-from trainkit.train.staging import parts_of
 from trainkit.train.storage import DTYPE_NAMES, Reader, TensorLoadPlanner, TensorSavePlanner, Writer
 
 LOCK = "writer.lock"  # held by rank 0 while it publishes
@@ -58,42 +61,64 @@ class About:
     validation: dict[str, float] = field(default_factory=dict)
 
 
-def _on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], None], what: str) -> None:
-    """Do it on rank 0. What goes wrong there is raised on all ranks: NotSaved for what the disk did, else a TrainkitError."""
-    told: list[tuple[str, int | None, str] | None] = [None]
+def _on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], str | None], what: str) -> str:
+    """Do it on rank 0 and return on all ranks what it returned. What goes wrong is raised on all: NotSaved for what the disk did, else a TrainkitError."""
+    told: list[tuple[str, int | None, str]] = [("", 0, "")]
     if dist.get_rank() == 0:
         try:
-            do()
+            told = [(do() or "", 0, "")]
         except (OSError, Busy) as error:
             told = [(f"{what}: {error}", None, "")]
         except TrainkitError as error:
             told = [(error.message, None if isinstance(error, NotSaved) else int(error.exit), error.hint)]
     dist.broadcast_object_list(told, src=0, group=group)
-    if told[0] is not None:
-        message, code, hint = told[0]
-        raise NotSaved(message) if code is None else TrainkitError(message, exit=Exit(code), hint=hint)
+    words, code, hint = told[0]
+    if code == 0:
+        return words
+    raise NotSaved(words) if code is None else TrainkitError(words, exit=Exit(code), hint=hint)
 
 
-def _prepare(checkpoints: Path, temporary: Path, needed: int) -> None:
-    """An empty folder to write into, and room for so many bytes. Called under the lock: what is unfinished there is nobody's."""
+def refuse_without_locks(checkpoints: Path) -> None:
+    """Called by all ranks together, before the first step: it ends a run whose checkpoints could not be published, before it costs anything.
+
+    Raises TrainkitError on all ranks: exit 3 where the file system has no locks; NotSaved where nothing can be written.
+    """
+
+    def take() -> None:
+        with contextlib.suppress(Busy), locked(checkpoints / LOCK, {"host": os.uname().nodename}, wait=False):
+            pass
+
+    _on_rank_0(None, take, f"cannot write to {checkpoints}")
+
+
+def _prepare(checkpoints: Path, temporary: Path) -> None:
+    """An empty folder to write into. Called under the lock: what is unfinished there was left by the dead."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     for stale in checkpoints.glob(f"step-*{UNFINISHED}"):
-        shutil.rmtree(stale)
+        try:
+            remove(stale)
+        except OSError as error:  # it costs room and nothing else
+            print(f"WARNING: {stale} is left of a save that failed, and could not be deleted: {error}", file=sys.stderr, flush=True)
+    temporary.mkdir()
+
+
+def _refuse_without_room(checkpoints: Path, needed: int) -> None:
     disk = os.statvfs(checkpoints)
     free = disk.f_bavail * disk.f_frsize
     if free < needed:
-        raise NotSaved(f"checkpoint {temporary.with_suffix('')} needs {needed / 1e9:.3f} GB, and {checkpoints} has {free / 1e9:.3f} GB free")
-    temporary.mkdir()
+        raise OSError(f"it needs {needed / 1e9:.3f} GB, and {checkpoints} has {free / 1e9:.3f} GB free")
 
 
 def _publish(temporary: Path, target: Path, manifest: Manifest) -> None:
     """Make a folder of whole files a checkpoint."""
     manifest.write(temporary)
-    if target.exists():  # only a damaged one that resume passed over may be in the way
+    if problems := [*file_problems(temporary, manifest)]:  # one that took us for dead deleted it
+        raise NotSaved(f"the files of checkpoint {target} have changed since they were written: {'; '.join(problems[:3])}")
+    if os.path.lexists(target):  # only a damaged one that resume passed over may be in the way
         if not verify(target):
             words = f"{target} was written by another process while this one trained: two of them train one run"
             raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; what the other has written is whole")
-        shutil.rmtree(target)
+        remove(target)
     publish_folder(temporary, target)
 
 
@@ -106,8 +131,8 @@ def save(
     moved: Callable[[], None] = lambda: None,
     **about: Any,
 ) -> Checkpoint:
-    """Write and publish a checkpoint; called by all ranks together. Every rank writes, hashes and fsyncs its file in step-N.tmp; rank 0 writes the
-    manifest, renames and fsyncs the parent.
+    """Write and publish a checkpoint; called by all ranks together. Every rank writes, hashes and fsyncs its file in step-N.TOKEN.tmp, a name that only
+    this save has; rank 0 writes the manifest, renames and fsyncs the parent.
 
     Args:
         checkpoints: the run's folder of them.
@@ -121,23 +146,22 @@ def save(
 
     Raises:
         NotSaved: on all ranks when one could not write; older checkpoints are as they were and nothing is left of this one.
-        TrainkitError: exit 17, another process writes this run's checkpoints.
+        TrainkitError: exit 17, another process writes this run's checkpoints. Exit 3: the file system has no locks.
     """
     facts, rank = About(**about), dist.get_rank()
     target = folder_of(checkpoints, facts.step)
-    temporary = target.with_name(target.name + UNFINISHED)
-    needed = torch.tensor(sum(part.nbytes for tensor in tensors.values() for part in parts_of(tensor).values()))
-    dist.all_reduce(needed, group=group)
-    writer = Writer(temporary, rank, moved)
     with contextlib.ExitStack() as held:  # by rank 0
 
-        def begin() -> None:
+        def begin() -> str:
             before()
+            temporary = unfinished(target)
             held.enter_context(locked(checkpoints / LOCK, {"host": os.uname().nodename}, wait=False))
             held.callback(shutil.rmtree, temporary, ignore_errors=True)  # once published it has another name
-            _prepare(checkpoints, temporary, int(needed))
+            _prepare(checkpoints, temporary)
+            return temporary.name
 
-        _on_rank_0(group, begin, f"cannot begin checkpoint {target}")
+        temporary = target.with_name(_on_rank_0(group, begin, f"cannot begin checkpoint {target}"))
+        writer = Writer(temporary, rank, moved, room=partial(_refuse_without_room, checkpoints))
         _write(writer, tensors, group, target)
         versions = {"trainkit": trainkit.__version__, "torch": torch.__version__, "python": platform.python_version()}
         manifest = Manifest(files=tuple(writer.files), tensors=writer.tensors, versions=versions, **facts.__dict__)

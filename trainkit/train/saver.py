@@ -27,6 +27,7 @@ class Saver:
 
     A save that the disk does not take is a warning, and training goes on to the next one; the second in a row, and the last one of a run, raise NotSaved.
     What that decides is decided at the next save, where all ranks have waited for the one before: so they all decide it at the same step.
+    Raises TrainkitError when it is made, as `checkpoint.refuse_without_locks` does: no save would succeed.
 
     Args:
         keep: the job's `checkpoint` table.
@@ -38,6 +39,7 @@ class Saver:
     def __init__(self, keep: Keep, folder: Path, ended: Callable[[float], None] = lambda seconds: None, moved: Callable[[], None] = lambda: None) -> None:
         self.keep, self.folder, self.ended = keep, folder, ended
         self.moved = (lambda: None) if keep.save_async else moved
+        checkpoint.refuse_without_locks(folder)
         # A group of its own: a thread that talks in the default one in the midst of training's own words aborts it.
         self._group = dist.new_group(backend="gloo") if keep.save_async else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save") if keep.save_async else None

@@ -76,14 +76,24 @@ def _box(item: WriteItem) -> ChunkStorageMetadata:
     return item.tensor_data.chunk
 
 
+def _file_bytes(plan: SavePlan) -> int:
+    """Of the file that a rank writes by this plan."""
+    end = 0
+    for item in plan.items:
+        assert item.tensor_data is not None, item.index  # the planner lets nothing else pass
+        end += -end % ALIGNMENT + math.prod(_box(item).sizes) * item.tensor_data.properties.dtype.itemsize
+    return end
+
+
 class Writer(StorageWriter):
     """Writes this rank's parts into `folder`/rank-NNNNN.bin, calling `moved` after each.
 
+    `room` is told on rank 0, before anything is written, how many bytes all ranks will write together; an OSError of its is raised on all of them.
     After a save, `files` and `tensors` hold the manifest's tables on rank 0.
     """
 
-    def __init__(self, folder: Path, rank: int, moved: Callable[[], None] = lambda: None) -> None:
-        self.folder, self.name, self.moved = folder, f"rank-{rank:05d}.bin", moved
+    def __init__(self, folder: Path, rank: int, moved: Callable[[], None] = lambda: None, room: Callable[[int], None] = lambda needed: None) -> None:
+        self.folder, self.name, self.moved, self.room = folder, f"rank-{rank:05d}.bin", moved, room
         self.files: list[DataFile] = []
         self.tensors: dict[str, TensorEntry] = {}
 
@@ -95,6 +105,8 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """What many ranks hold is in one plan only by now: what replicas there are does not count."""
+        self.room(sum(_file_bytes(plan) for plan in plans))
         return plans
 
     @classmethod
