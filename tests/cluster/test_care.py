@@ -47,6 +47,7 @@ def slow_cable(cluster: Cluster) -> Iterator[Cluster]:
     cluster.on("node2", "tc", "qdisc", "del", "dev", "eth0", "root")
 
 
+@pytest.mark.slow
 def test_all_reduce_names_the_slow_host(head: ClusterProject, slow_cable: Cluster) -> None:
     head.hosts("node1", "node2", "node3")
     document = head.document("doctor", "--cluster", "pair", "--all-reduce", exit=7)

@@ -27,6 +27,7 @@ def arrays(project: SlurmProject, shards: int, lines: int) -> None:
 
 def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmProject) -> None:
     arrays(slurm, 5, 60)
+    before = set(slurm.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--format=%A").split())  # of other tests
     broken = slurm.path / "corpus" / "part-03.jsonl"
     text = broken.read_text()
     broken.write_text(text.replace("\n", "\nno JSON at all\n", 1))
@@ -46,8 +47,12 @@ def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmP
     again = slurm.invoke("prep-data", "--job", "text").stdout
     graph = [line for line in again.splitlines() if line.startswith("job ")]
     assert len(graph) == 2 and all("1 unit in 1 x 1 task" in line for line in graph), again  # the broken shard alone, and what joins them
-    accounts = slurm.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--format=%P")
-    assert set(accounts.split()) <= {"urgent"}
+    ours = [
+        line.split()[1]
+        for line in slurm.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--format=%A %P").splitlines()
+        if line.split()[0] not in before
+    ]
+    assert ours and set(ours) == {"urgent"}
     by_slurm = made(slurm)
     replace_in_jobs(slurm, 'cluster = "queue"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
     slurm.invoke("prep-data", "--job", "text", "--force")

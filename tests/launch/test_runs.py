@@ -137,6 +137,7 @@ def test_sigkill_of_everything_then_resume_is_bit_equal(project: Project) -> Non
     assert project.losses(run) == expected, f"killed at step {step}"
 
 
+@pytest.mark.slow  # tests/torture kills at every phase
 def test_killed_twice_between_checkpoints(project: Project) -> None:
     """Ranks stopped at known steps rather than at random moments: before the first checkpoint, and after one."""
     slow_down(project, 60)

@@ -33,7 +33,7 @@ def test_beats_are_whole_files_at_most_two_a_second(tmp_path: Path, monkeypatch:
     assert said()["step"] == 9
     now += 0.6
     beats.again()
-    assert said() == {"schema": "heartbeat/1", "rank": 3, "pid": os.getpid(), "step": 9, "phase": "eval", "time": now}
+    assert said() == {"schema": "heartbeat/1", "rank": 3, "pid": os.getpid(), "step": 9, "phase": "eval", "time": now, "save_seconds": None}
     beats.beat("done", 9)
     assert said()["phase"] == "done"
     assert [p.name for p in path.parent.iterdir()] == ["0.json"]

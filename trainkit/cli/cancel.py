@@ -42,7 +42,7 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
     if newest_job(run) is None and _made_just_now(run):
         record = read_record(run)
     ended = _last_end(run)
-    if record.state in ("running", "unknown") and _told(talk, run, save=save):
+    if record.state in ("running", "unknown") and _told(talk, record, save=save):
         talk.say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
         record = _wait(talk, run, job, save=save)
         ended = _last_end(run)
@@ -63,12 +63,15 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
     return _answer(talk, read_record(run), rows, force=force)
 
 
-def _told(talk: Talk, run: RunFolder, *, save: bool) -> bool:
-    """Tell the supervisor; whether there was one. Raises TrainkitError (exit 13) where it cannot be reached, and nobody else could end the run."""
+def _told(talk: Talk, record: Record, *, save: bool) -> bool:
+    """Tell the supervisor; whether there was one. Raises TrainkitError (exit 13) where it lives and cannot be reached, and nobody else could end the run."""
     try:
-        return ask(run, {"type": "cancel", "save": save}) is not None
+        return ask(record.run, {"type": "cancel", "save": save}) is not None
     except TrainkitError as error:
-        if newest_job(run) is None:
+        if record.state == "unknown":  # long silent, and not to be reached either
+            talk.say(error.message)
+            return False
+        if newest_job(record.run) is None:
             raise
         talk.say(f"{error.message}; Slurm can end its job: ranks save, as far as KillWait allows")
         return False
