@@ -99,7 +99,8 @@ def _peer(name: str, tensors: dict[str, Any], folder: Path) -> tuple[Callable[[i
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-    path = folder / "checkpoint"  # the newest; the one before goes when it is there, as trainkit's does: memory that the page cache frees first is faster to fill
+    # The one before goes when the new one is there, as trainkit's does: memory that the page cache has just freed is faster to fill.
+    path = folder / "checkpoint"
 
     def plain() -> None:
         with open(path, "wb", buffering=0) as file:
