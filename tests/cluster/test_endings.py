@@ -97,6 +97,8 @@ VICTIMS: list[tuple[str, Callable[[Path, Process], bool], int]] = [
     ("pdsh", lambda run, p: of_transport("pdsh")(p), signal.SIGTERM),
     ("pdsh", lambda run, p: of_transport("ssh")(p), signal.SIGKILL),
     ("ssh", lambda run, p: of_transport("ssh")(p), signal.SIGKILL),
+    ("ssh", lambda run, p: of_transport("ssh")(p), signal.SIGTERM),
+    ("ssh", lambda run, p: of_agent(p) and p.host == "node2", signal.SIGTERM),
 ]
 
 
