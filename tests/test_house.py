@@ -1,8 +1,9 @@
-"""The rules of the house, kept by tests: import order, quick listing, small files."""
+"""The rules of the house, kept by tests: import order, quick listing, small files, a trainer that can be read in an afternoon."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,47 @@ def test_listing_imports_nothing_heavy(project: Project) -> None:
 def test_files_stay_small() -> None:
     long = {str(p.relative_to(PACKAGE)): n for p in PACKAGE.rglob("*.py") if (n := p.read_text().count("\n")) > 500}
     assert not long
+
+
+# Every file of trainkit/train stands in one of these.
+MODEL = ("model", "attention", "rotary", "loss")
+PARALLELISM = ("mesh", "tensor_group", "tensor_parallel", "vocab_parallel", "shards", "replicas", "data_parallel", "pipeline", "pipeline_stage", "torch_compat")
+LOOP = ("build", "initialize", "recompute", "schedule", "begin", "agree", "step", "loop", "spread")
+BESIDE = {
+    "the arithmetic of an update": ("optimizer", "loss_scale", "guard"),
+    "samples": ("feed",),
+    "checkpoints": ("checkpoint", "storage", "saver", "staging"),
+    "reports": ("heartbeat", "memory", "profiling", "readback", "report", "timers", "utilization", "wandb_log"),
+    "programs and what is done with a trained model": ("main", "replay", "trained", "sharded", "evaluate", "generate", "sampling"),
+}
+MOST_LINES = 2500
+
+
+def test_model_parallelism_and_loop_can_be_read_in_an_afternoon() -> None:
+    """Lines that are not blank, comments and docstrings included, of all that makes a job a loop over steps in any layout."""
+    train, read = PACKAGE / "train", (*MODEL, *PARALLELISM, *LOOP)
+    others = [name for names in BESIDE.values() for name in names]
+    assert sorted([*read, *others]) == sorted(p.stem for p in train.glob("*.py") if p.stem != "__init__")
+    lines = {
+        str(path): sum(bool(line.strip()) for line in path.read_text().splitlines()) for path in (PACKAGE / "jobs/ranks.py", *(train / f"{n}.py" for n in read))
+    }
+    assert sum(lines.values()) <= MOST_LINES, lines
+
+
+OF_PARALLELISM = re.compile(
+    r"\branks?\b|\bmesh|\bcollective|\bgroup\b|\bdist(ributed)?\b|\bworld\b|shard|dtensor|fsdp|pipeline|\bstages?\b|micro_batch|replica"
+    r"|all_?(reduce|gather)|reduce_?scatter|parallelism|(tensor|sequence|data|model|vocab)[ _-]?parallel",
+    re.IGNORECASE,
+)
+
+
+def test_the_model_has_no_word_of_parallelism() -> None:
+    """It is put around it from outside. (`parallel_residual` is the shape of a block.)"""
+    found = [
+        f"{name}.py:{number}: {line.strip()}"
+        for name in MODEL
+        for number, line in enumerate((PACKAGE / f"train/{name}.py").read_text().splitlines(), start=1)
+        if OF_PARALLELISM.search(line)
+    ]
+    assert not found, "\n".join(found)
+    assert OF_PARALLELISM.search("only this rank's rows") and OF_PARALLELISM.search("x = TensorParallelHead()")

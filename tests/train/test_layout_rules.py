@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.distributed import run_ranks
 from tests.plan.example import job_of, shape
@@ -20,14 +24,16 @@ from trainkit.engines.rules import RULES
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.make import make_plan
-from trainkit.train.begin import layout_problems
+from trainkit.train.begin import begin_weights, layout_problems
 from trainkit.train.build import build
 from trainkit.train.data_parallel import World
 from trainkit.train.memory import Memory
 from trainkit.train.mesh import Mesh
+from trainkit.train.model import build_on_meta
 from trainkit.train.pipeline import tied_at
 from trainkit.train.step import Step
 from trainkit.train.timers import Timers
+from trainkit.train.torch_compat import local_part
 
 
 @st.composite
@@ -72,6 +78,51 @@ TAKEN = {
     "hsdp of a stage": ("neox-tied", 8, layout(1, 2, copies=2, zero=3)),
     "all at once": ("llama-tied", 16, layout(2, 2, "zbv", sp=True, copies=2)),
 }
+
+
+class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes of memory that all tensors which operations made had together at a time, those without memory left out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most, self._made = 0, dict[int, weakref.ref[torch.UntypedStorage]]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for leaf in (local_part(leaf) for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)):
+            if leaf.device.type != "meta":
+                self._made[leaf.untyped_storage().data_ptr()] = weakref.ref(leaf.untyped_storage())
+        self._made = {address: ref for address, ref in self._made.items() if ref() is not None}
+        self.most = max(self.most, sum(storage.nbytes() for ref in self._made.values() if (storage := ref()) is not None))
+        return made
+
+
+def begin_as_every_rank(root: Path) -> list[tuple[int, int, int, int]]:
+    """Of each rank of a model on TP2 x PP2: bytes of its parameters, of the largest whole tensor of which it holds a part, and the most there ever was, while
+    it was built and while its weights began."""
+    found, device = [], torch.device("cpu")
+    job = matrix_job("gpt-untied", 4, root, layout(2, 2))
+    for number in range(4):
+        dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=4)
+        mesh = Mesh.of(degrees_of(job), World(number, 4), device)
+        with Held() as building:
+            parts = build(job, mesh, VOCAB)
+        with Held() as beginning:
+            begin_weights(job, parts)
+        mine = sum(4 * local_part(held.parameter).numel() for held in parts.held.values())
+        found.append((mine, max(4 * math.prod(held.layout.shape) for held in parts.held.values()), building.most, beginning.most))
+        dist.destroy_process_group()
+    return found
+
+
+def test_no_rank_ever_holds_the_model(tmp_path: Path) -> None:
+    """It is built where tensors have no memory; memory is its own share's alone, and what weights begin from is one tensor at a time."""
+    (found,) = run_ranks(1, "tests.train.test_layout_rules:begin_as_every_rank", tmp_path, timeout=300)
+    whole = 4 * sum(p.numel() for p in build_on_meta(matrix_job("gpt-untied", 4, tmp_path, layout(2, 2)).model, VOCAB).parameters())
+    assert len(found) == 4
+    for mine, largest, built, begun in found:
+        assert built == mine < 0.4 * whole
+        assert mine < begun <= mine + largest
 
 
 def build_as_every_rank(root: Path) -> dict[str, list[tuple[int, int]]]:

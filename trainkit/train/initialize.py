@@ -40,7 +40,7 @@ def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) ->
     std = deviation(model.output_layer_init_method if name.endswith(OUTPUT_PROJECTIONS) else model.init_method, model)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(shape, generator=generator) * std
+    return torch.randn(shape, generator=generator).mul_(std)  # in place: it may be the largest tensor there is
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ class Labels:
 
 
 class Losses(NamedTuple):
-    """Sums over the tokens of a micro-batch, in fp32 or wider. (A tuple, so that fully_shard finds the tensors in it.)
+    """Sums over the tokens of a micro-batch, in fp32 or wider. (A tuple, so that hooks around a module find the tensors in it.)
 
     Args:
         objective: what to call backward on: its gradient is that of scale * (cross-entropy + z_loss term), its value has no meaning.
@@ -64,8 +64,8 @@ class _HeadLoss(torch.autograd.Function):
     """Cross-entropy of softmax(x W^T), with the gradients of x and W computed in forward, chunk by chunk; W's of several chunks summed in fp32 or
     wider.
 
-    `learning`: whether there will be a backward; inside of forward nothing tells. `widest`: columns that chunks are made for, where they are to be the same
-    on ranks that hold more and fewer; softmax is then given whole chunks; 0: those that are here.
+    `learning`: whether there will be a backward; inside of forward nothing tells. `widest`: W is a part of a larger weight, whose widest part has so many
+    rows; chunks are made for that, the same for every part, and softmax is given them whole. 0: W is all there is.
     """
 
     @staticmethod
@@ -129,7 +129,7 @@ def _dlogits(
 ) -> tuple[Tensor, Tensor]:
     """`softmax` of a chunk's logits: on the CPU block by block, so that its passes find them in the cache, the gradient in the logits' place.
 
-    `how`: what it is told besides the logits and the labels. `whole`: give it the chunk at once; it asks other ranks.
+    `how`: what it is told besides the logits and the labels. `whole`: give it the chunk at once, where it asks elsewhere.
     """
     vocab, z_loss, scale, learning = how
     size = max(1, BLOCK_BYTES // (4 * columns))
@@ -174,8 +174,8 @@ def softmax_loss(logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float,
 def head_loss(x_BSH: Tensor, weight_VH: Tensor, labels: Labels, multiple: int, softmax: SoftmaxLoss = softmax_loss, *, widest: int = 0) -> Losses:
     """The loss of a whole micro-batch. Softmax and sums run in fp32 or wider; see `Labels` and `Losses`.
 
-    `softmax` is `softmax_loss`, or what a compiler made of it, or one that asks the ranks that hold other rows of the weight; then `widest` is the
-    most rows that one holds.
+    `softmax` is `softmax_loss`, or what a compiler made of it, or one that asks for what the other parts of a larger weight make; then `widest` is the most
+    rows of a part.
     """
     labels_N = labels.labels_BS.flatten()
     learning = torch.is_grad_enabled() and (x_BSH.requires_grad or weight_VH.requires_grad)
