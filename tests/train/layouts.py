@@ -1,13 +1,15 @@
 """One model trained by one plain PyTorch loop, and by the trainer in any layout; how far apart their losses and gradients are.
 
 The reference knows nothing of micro-batches, shards or schedules: the same model code on the whole global batch, torch's own cross-entropy, clipping
-and AdamW. It shares with the trainer the initial weights, the samples, and two numbers that the fused optimizer takes in fp32: rate and divisor.
+and AdamW. It shares with the trainer the initial weights, the samples, and two numbers that the fused optimizer takes in fp32: rate and divisor. Of a model
+that drops out it goes sample by sample and is told where chunks begin: there, and nowhere else, random numbers begin anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import pickle
 import random
@@ -15,12 +17,15 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import tokenizers
+import tokenizers.models
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,25 +33,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from trainkit.data.indexed import IndexedWriter
+from trainkit.data.paths import DataFolder
 from trainkit.jobs.ranks import degrees_of
-from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Training
+from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Tokenizer, Training
+from trainkit.plan.layout import split_layers
 from trainkit.train import replicas
+from trainkit.train.attention import Documents
 from trainkit.train.begin import begin_weights
 from trainkit.train.build import Parts, build
 from trainkit.train.data_parallel import World, join
-from trainkit.train.feed import Feed
+from trainkit.train.feed import Batch, Feed
 from trainkit.train.initialize import initial_value
+from trainkit.train.loss import NO_LABEL
 from trainkit.train.mesh import Mesh
 from trainkit.train.model import Transformer
-from trainkit.train.pipeline import tied_at
+from trainkit.train.pipeline import chunks_per_stage, tied_at
 from trainkit.train.schedule import global_batch_size, learning_rate
 from trainkit.train.shards import Shards
-from trainkit.train.step import Step, StepValues
+from trainkit.train.step import Step, StepValues, dropout_seed
 from trainkit.train.timers import Timers
 
 STEPS = 10
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 VOCAB = 61  # a prime: it divides by no tensor-parallel size
+END = 7  # ends a document
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": VOCAB, "ffn_hidden_size": 72, "init_method_std": 0.1}
 MODELS = {
     "gpt": Model(family="gpt", num_layers=5, **SIZES),  # tied; 5 layers are uneven on any number of stages
@@ -57,6 +68,7 @@ MODELS = {
     "llama": Model(family="llama", num_layers=8, num_query_groups=2, **SIZES),  # fewer heads of keys and values than 4 tensor-parallel ranks
     "llama-tied": Model(family="llama", num_layers=5, num_query_groups=2, untie_embeddings_and_output_weights=False, **SIZES),
     "llama-1-group": Model(family="llama", num_layers=4, num_query_groups=1, **SIZES),
+    "gpt-dropping": Model(family="gpt", num_layers=5, hidden_dropout=0.2, attention_dropout=0.2, **SIZES),
 }
 TRAINING: dict[str, Any] = {
     "micro_batch_size": 1,
@@ -74,20 +86,42 @@ TRAINING: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class StepFound:
-    """One step: mean cross-entropy, gradient norm, and the gradient of every parameter by name and global shape, before clipping."""
+    """One step: mean cross-entropy, gradient norm, and the gradient of every parameter by name and global shape before clipping, of all losses' sum over the
+    number of all tokens; where labels are masked, loss and norm are those of the mean over the others."""
 
     loss: float
     norm: float
     gradients: dict[str, NDArray[Any]]
 
 
-def job_of(model: str, ranks: int, root: Path, parallelism: dict[str, Any], **training: Any) -> Job:
-    """A job of one of MODELS on random tokens."""
+DATASETS = {
+    "mock": Dataset(name="mock", source="mock", split="90,10,0"),
+    "documents": Dataset(name="documents", source="files", paths=("x",), split="1", tokenizer=Tokenizer(name="own", type="file", path="x")),
+}
+# Where each document is a sequence of its own, and its end has no label.
+APART: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
+
+
+def write_documents(root: Path) -> None:
+    """The files of the dataset `documents`: some random tokens in each, as data preparation leaves them."""
+    folder, random = DataFolder(root, DATASETS["documents"]), np.random.default_rng(5)
+    with IndexedWriter(folder.prefix, np.uint16) as writer:
+        for length in random.integers(1, 12, 400):
+            writer.add_document(np.append(random.integers(END + 1, VOCAB, length), END).astype(np.uint16))
+    words = {"<|endoftext|>" if i == END else f"word{i}": i for i in range(VOCAB)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder.tokenizer))
+    folder.manifest.write_text(json.dumps({"schema": "dataset/1", "vocab_size": VOCAB}))
+
+
+def job_of(model: str, ranks: int, root: Path, parallelism: dict[str, Any], data: str = "mock", **training: Any) -> Job:
+    """A job of one of MODELS on one of DATASETS."""
     return Job(
         name="matrix",
         cluster=Cluster(name="here", ranks_per_node=ranks, root=str(root)),
         model=MODELS[model].model_copy(update={"name": model}),
-        dataset=Dataset(name="mock", source="mock", split="90,10,0"),
+        dataset=DATASETS[data],
         parallelism=Parallelism(**parallelism),
         training=Training(**{**TRAINING, **training}),
     )
@@ -102,18 +136,47 @@ def sizes_of(job: Job) -> list[tuple[int, int]]:
     return found
 
 
-def whole_batches(job: Job) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and labels of every step, (B, S) each, all samples of the global batch together."""
+def whole_batches(job: Job) -> list[Batch]:
+    """Every step's global batch as one."""
     feed = Feed(job, job.dataset, "train", World(0, 1), torch.device("cpu"))
     try:
-        steps = [list(feed.read(consumed, size)) for consumed, size in sizes_of(job)]
+        return [_joined(list(feed.read(consumed, size))) for consumed, size in sizes_of(job)]
     finally:
         feed.close()
-    return [(torch.cat([b.tokens_BS for b in step]), torch.cat([b.labels_BS for b in step])) for step in steps]
 
 
-def reference(job: Job, dtype: torch.dtype) -> list[StepFound]:
-    """Train `job` by the plain loop."""
+def _joined(batches: list[Batch]) -> Batch:
+    tokens_BS, labels_BS = torch.cat([b.tokens_BS for b in batches]), torch.cat([b.labels_BS for b in batches])
+    positions = [b.positions_BS for b in batches if b.positions_BS is not None]
+    starts, documents = [0], None
+    for found in (b.documents for b in batches if b.documents is not None):
+        starts += [starts[-1] + bound for bound in found.bounds[1:]]
+        documents = Documents(tuple(starts), torch.tensor(starts, dtype=torch.int32), max(b - a for a, b in pairwise(starts)))
+    return Batch(tokens_BS, labels_BS, 0, batches[0].position, torch.cat(positions) if positions else None, documents)
+
+
+def _begin_anew(seed: int, *_: Any) -> None:
+    torch.manual_seed(seed)
+
+
+def _logits(model: Transformer, batch: Batch, job: Job, chunks: int) -> Tensor:
+    """(N, V) of a whole batch, by the plain model; of one that drops out sample by sample, random numbers beginning anew at each of `chunks` parts."""
+    if not job.model.hidden_dropout:
+        logits_BSV: Tensor = model(batch.tokens_BS, positions_BS=batch.positions_BS, documents=batch.documents)
+        return logits_BSV.flatten(0, 1)
+    sizes, rows = split_layers(job.model.num_layers, chunks), []
+    first = [model.embed_tokens, *(model.layers[str(sum(sizes[:part]))] for part in range(1, chunks))]
+    for position, row_S in enumerate(batch.tokens_BS, start=batch.position):
+        seeds = [dropout_seed(job.training.seed, position, part) for part in range(chunks)]
+        hooks = [module.register_forward_pre_hook(partial(_begin_anew, seed)) for module, seed in zip(first, seeds, strict=True)]
+        rows.append(model(row_S[None])[0])
+        for hook in hooks:
+            hook.remove()
+    return torch.cat(rows)
+
+
+def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
+    """Train `job` by the plain loop. `chunks`: in how many parts random numbers are drawn, where there are any."""
     t, model = job.training, Transformer(job.model, VOCAB).to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -122,22 +185,28 @@ def reference(job: Job, dtype: torch.dtype) -> list[StepFound]:
     groups = [{"params": matrices, "weight_decay": t.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(t.adam_beta1, t.adam_beta2), eps=t.adam_eps, foreach=False)
     found = []
-    for step, (tokens_BS, labels_BS) in enumerate(whole_batches(job)):
-        logits_NV, labels_N = model(tokens_BS).flatten(0, 1), labels_BS.flatten()
-        entropy = F.cross_entropy(logits_NV, labels_N)
-        (entropy + t.z_loss * logits_NV.logsumexp(-1).square().mean()).backward()
-        gradients = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
+    for step, batch in enumerate(whole_batches(job)):
+        logits_NV, labels_N = _logits(model, batch, job, chunks), batch.labels_BS.flatten()
+        counted_N = labels_N != NO_LABEL
+        entropy = F.cross_entropy(logits_NV, labels_N)  # the mean of those that have a label
+        objective = entropy + t.z_loss * logits_NV[counted_N].logsumexp(-1).square().mean()
+        objective.backward()  # type: ignore[no-untyped-call]
+        share = float(counted_N.double().mean())
+        gradients = {name: share * p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
         norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
         divisor = max(1.0, float(norm + 1e-6) / t.clip_grad)
         for p in model.parameters():
             assert p.grad is not None
-            p.grad /= float(np.float32(divisor))
+            p.grad *= share / float(np.float32(divisor * share))
         for group in optimizer.param_groups:
             group["lr"] = float(np.float32(learning_rate(t, step)))
         optimizer.step()
         optimizer.zero_grad()
         found.append(StepFound(float(entropy.detach()), float(norm), gradients))
     return found
+
+
+WHAT_IS_TRAINED = ("global_batch_size", "rampup_batch_size", "z_loss", "train_iters", "adam_eps", *APART)  # the other keys are how
 
 
 @dataclass(frozen=True)
@@ -151,6 +220,7 @@ class Case:
         training: keys of the table, over TRAINING.
         precision: "fp64", or "fp32" for the smoke.
         sabotage: one of SABOTAGE, for proofs that an error would be seen.
+        data: one of DATASETS.
     """
 
     model: str
@@ -159,15 +229,21 @@ class Case:
     training: dict[str, Any] = field(default_factory=dict)
     precision: str = "fp64"
     sabotage: str = ""
+    data: str = "mock"
 
     def job(self, root: Path) -> Job:
         """As ranks train it."""
-        return job_of(self.model, self.ranks, root, self.parallelism, **self.training)
+        return job_of(self.model, self.ranks, root, self.parallelism, self.data, **self.training)
 
     def alone(self, root: Path) -> Job:
         """What the reference trains: the same steps, whatever computes them."""
-        kept = {key: value for key, value in self.training.items() if key in ("global_batch_size", "rampup_batch_size", "z_loss", "train_iters")}
-        return job_of(self.model, 1, root, {}, **kept)
+        return job_of(self.model, 1, root, {}, self.data, **{key: value for key, value in self.training.items() if key in WHAT_IS_TRAINED})
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the model that draw random numbers of their own."""
+        p = Parallelism(**self.parallelism)
+        return p.pipeline_model_parallel_size * chunks_per_stage(p)
 
 
 def _nothing(*_: Any) -> None:
@@ -256,11 +332,10 @@ class Apart:
     seconds: float
 
 
-def apart(found: list[StepFound], expected: list[StepFound], seconds: float, *, first: bool = False) -> Apart:
-    """Compare losses of all steps, norms and gradients too, or of the `first` alone: in fp32 AdamW makes weights of what rounding leaves of gradients near 0,
-    and the model whose gradients are compared is then another one."""
-    loss = float(np.max([abs(f.loss / e.loss - 1) for f, e in zip(found, expected, strict=True)]))
-    pairs = list(zip(found, expected, strict=True))[: 1 if first else None]
+def apart(found: list[StepFound], expected: list[StepFound], seconds: float) -> Apart:
+    """Compare losses, norms and gradients of all steps."""
+    pairs = list(zip(found, expected, strict=True))
+    loss = float(np.max([abs(f.loss / e.loss - 1) for f, e in pairs]))
     norm = float(np.max([abs(f.norm / e.norm - 1) for f, e in pairs]))
     differences: dict[str, float] = {}
     for f, e in pairs:
@@ -277,12 +352,14 @@ def apart(found: list[StepFound], expected: list[StepFound], seconds: float, *, 
 def compare_case(case: Case, expected: Path, root: Path) -> Apart:
     """Train a case and compare it; `expected`: a file of its reference. The answer means something on rank 0."""
     began = time.perf_counter()
+    if case.training.get("compile"):
+        torch._dynamo.reset()  # what cases before it have compiled counts towards torch's limit of versions of a function
     with mock.patch.object(*SABOTAGE[case.sabotage]) if case.sabotage else contextlib.nullcontext():
         steps = train_case(case, root)
     reference: list[StepFound] = pickle.loads(expected.read_bytes())
     if int(os.environ["RANK"]):
         return Apart(0, 0, 0, "", 0)
-    return apart(steps, reference, time.perf_counter() - began, first=case.precision == "fp32")
+    return apart(steps, reference, time.perf_counter() - began)
 
 
 # What the ranks of a world do one after another: by a name, "module:function" and its arguments.
@@ -320,12 +397,16 @@ def run_worlds(tasks: dict[int, Tasks]) -> dict[str, list[Any]]:
 
 def references(cases: dict[str, Case], root: Path) -> dict[str, list[StepFound]]:
     """The reference of every case, each trained once."""
+    if any(case.data == "documents" for case in cases.values()):
+        write_documents(root)
     known: dict[str, list[StepFound]] = {}
     found = {}
     for name, case in cases.items():
-        key = f"{case.precision} {case.alone(root).model_dump_json()}"
+        job = case.alone(root)
+        chunks = case.chunks if job.model.hidden_dropout else 1
+        key = f"{case.precision} {chunks} {job.model_dump_json()}"
         if key not in known:
-            known[key] = reference(case.alone(root), DTYPES[case.precision])
+            known[key] = reference(job, DTYPES[case.precision], chunks)
         found[name] = known[key]
     return found
 

@@ -3,14 +3,16 @@ that one rank has. One world of eight, one of four, one of two and one of one ra
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from tests.train.layout_cases import LONG, SHORT, layout, limit, words
-from tests.train.layouts import Apart, Case, StepFound, apart, compare, comparisons, run_worlds
+from tests.train.layout_cases import LONG, SHORT, in_fp32, layout, limit, words
+from tests.train.layouts import Apart, Case, StepFound, apart, compare, comparisons, reference, run_worlds
 from tests.train.support import same
 
 SMALL: dict[str, Any] = {"train_iters": 4, "global_batch_size": 8}
@@ -29,6 +31,16 @@ OVERFLOWS = {  # a layout, and the rank whose gradient is infinite: of the first
     "TP2 + SP, PP2 interleaved, DP2 ZeRO 3": (Case("llama", layout(2, 2, "interleaved", sp=True, zero=3), 8, FP16, "fp32"), 6),
     "PP2 ZBV": (Case("gpt", layout(1, 2, "zbv"), 2, FP16, "fp32"), 1),
 }
+# Three steps in bf16, so many micro-batches each. Clipping is off: its divisor is one number of all gradients, whose last bit is the order's of a sum.
+BF16 = {"train_iters": 3, "global_batch_size": 4, "precision": "bf16", "clip_grad": 0.0}
+ONE = Case("gpt-untied", layout(), 1, BF16, "fp32")
+PAIRS = replace(ONE, training={**BF16, "micro_batch_size": 2})
+ALIKE = [  # two ranks that compute the bits of one
+    (replace(ONE, ranks=2), ONE),
+    (replace(ONE, ranks=2, parallelism=layout(1, 2, "interleaved")), ONE),
+    (replace(PAIRS, ranks=2, parallelism=layout(zero=3)), PAIRS),
+]
+ZERO_3, SPLIT = replace(ONE, ranks=2, parallelism=layout(zero=3)), replace(ONE, ranks=2, parallelism=layout(2, sp=True))
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +53,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         tasks.setdefault(case.ranks, {})[f"loaded {words(case)}"] = ("tests.train.resharding:load_in", (case, root))
     for name, (case, where) in OVERFLOWS.items():
         tasks[case.ranks][f"overflow {name}"] = ("tests.train.resharding:overflow_in", (case, root, where))
+    for case in (ONE, PAIRS, *(case for case, _ in ALIKE), ZERO_3, SPLIT):
+        tasks[case.ranks][words(case)] = ("tests.train.layouts:train_case", (case, root))
     return run_worlds(tasks)
 
 
@@ -99,8 +113,39 @@ def test_an_overflow_of_one_rank_is_skipped_by_all(found: dict[str, list[Any]], 
         assert rank["losses"] == ranks[0]["losses"] and np.isfinite(rank["losses"]).all()
 
 
+@pytest.mark.parametrize(("case", "alone"), ALIKE, ids=lambda case: words(case) if case.ranks > 1 else "")
+def test_bf16_is_the_same_to_the_bit(found: dict[str, list[Any]], case: Case, alone: Case) -> None:
+    """Data-parallel ranks and stages compute what one rank computes, micro-batch by micro-batch, and what they round to bf16 is the same: gradients are summed
+    in fp64, where the sum of so few numbers of 8 bits is exact, and rounded to fp32 once. So the bits are equal, after updates too. Under ZeRO 3 that holds
+    where a rank has one micro-batch a step."""
+    for step, expected in zip(found[words(case)][0], found[words(alone)][0], strict=True):
+        assert step.loss == expected.loss and same(step.gradients, expected.gradients)
+        assert step.norm == pytest.approx(expected.norm, rel=1e-12)
+
+
+def test_bf16_under_zero_3_adds_shards_up_in_fp32(found: dict[str, list[Any]]) -> None:
+    """Of several micro-batches each sum is rounded to fp32, not the last alone: the first step's gradients are as far apart as that, its loss is not."""
+    (step, *_), (expected, *_) = found[words(ZERO_3)][0], found[words(ONE)][0]
+    a = apart([step], [expected], 0.0)
+    assert a.loss == 0 and a.gradient <= 2**-22
+
+
+def test_bf16_of_split_layers_is_as_far_from_fp32_as_of_whole_ones(found: dict[str, list[Any]]) -> None:
+    """Tensor parallelism rounds partial sums to bf16 that one rank does not round, so the bits are others; the error must be that of bf16 and no larger."""
+    exact = reference(replace(ONE, training={**BF16, "precision": "fp32"}).alone(Path()), torch.float64)[0]
+
+    def error(case: Case) -> dict[str, float]:
+        gradients = found[words(case)][0][0].gradients
+        return {name: float(np.linalg.norm(gradients[name] - g) / np.linalg.norm(g)) for name, g in exact.gradients.items()}
+
+    whole, split = error(ONE), error(SPLIT)
+    assert all(split[name] < 2 * whole[name] for name in whole) and max(whole.values()) < 0.05
+    assert np.mean(list(split.values())) < 1.25 * np.mean(list(whole.values()))
+
+
 @pytest.mark.slow
 def test_every_layout_equals_the_plain_loop(tmp_path: Path) -> None:
-    for name, a in compare(LONG, tmp_path).items():
+    cases = {**LONG, **{f"{name}, fp32": in_fp32(case) for name, case in LONG.items()}}
+    for name, a in compare(cases, tmp_path).items():
         print(name, a)
-        close(LONG[name], a)
+        close(cases[name], a)

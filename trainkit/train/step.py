@@ -59,6 +59,12 @@ class StepValues(NamedTuple):
     skipped_in_a_row: float
 
 
+def dropout_seed(seed: int, position: int, part: int) -> int:
+    """Where random numbers begin for a micro-batch, whose first sample has this position, in a part of the model. Hashed, for torch's CPU generator takes the
+    low 32 bits of a seed alone."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{position}:{part}".encode(), digest_size=8).digest(), "little")
+
+
 class Step:
     """Makes steps.
 
@@ -149,10 +155,7 @@ class Step:
         if not self.random:
             return
         group = self.mesh.tensor
-        own = chunk * group.size + (group.rank if group.sequence else 0)
-        # hashed, for torch's CPU generator takes the low 32 bits of a seed alone
-        digest = hashlib.blake2b(f"{self.job.training.seed}:{batch.position}:{own}".encode(), digest_size=8).digest()
-        torch.manual_seed(int.from_bytes(digest, "little"))
+        torch.manual_seed(dropout_seed(self.job.training.seed, batch.position, chunk * group.size + (group.rank if group.sequence else 0)))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
