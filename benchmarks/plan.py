@@ -3,10 +3,10 @@
     python benchmarks/plan.py [--quick] [--rows FILE]
 
 Trains demo-sized models of all three families on this machine by the real trainer, on 1, 2 and 4 data-parallel ranks and in every other kind of layout, and
-prints what the plan says beside what the run logged and wrote. Activations are those of one rank under fully_shard: all that
-torch.autograd.graph.saved_tensors_hooks sees, each storage once, weights left out, in a pipeline at the fullest moment of a step; under selective
-recomputation, whose cache the hooks do not see, every storage that lives after forward. The peak is shown without a claim: on a CPU it is the process's,
-of which the plan assumes the interpreter's part. Then every job of jobs.toml is planned by the task itself.
+prints what the plan says beside what the run logged and wrote. Activations are those of one rank under fully_shard, in every layout under every mode of
+recomputation: all that torch.autograd.graph.saved_tensors_hooks sees and what selective recomputation keeps in a cache of its own, each storage once, weights
+left out, in a pipeline at the fullest moment of a step. The peak is shown without a claim: on a CPU it is the process's, of which the plan assumes the
+interpreter's part. Then every job of jobs.toml is planned by the task itself.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ VARIANTS: dict[str, list[str]] = {
     "": [],
     "dropout": ["model.hidden_dropout=0.1"],
     "bf16": ['training.precision="bf16"'],
-    "full": ['training.recompute_granularity="full"'],
-    "selective": ['training.recompute_granularity="selective"'],
 }
+MODES: dict[str, list[str]] = {"": [], **{mode: [f'training.recompute_granularity="{mode}"'] for mode in ("full", "selective")}}
 TENSOR, SEQUENCE, PIPELINE = "parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true", "parallelism.pipeline_model_parallel_size=2"
 # Ranks, and what makes them one model's.
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -104,19 +103,18 @@ def row(case: str, what: str, predicted: float, measured: float, limit: float | 
     }
 
 
-def saved_bytes(job_json: str, rank: int) -> dict[str, int]:
-    """In a process of its own: the most bytes that one rank's forwards of a step hold for backward at a time, {"hooks": ..., "alive": ...}.
+def saved_bytes(job_json: str, rank: int) -> int:
+    """In a process of its own: the most bytes that one rank's forwards of a step hold for backward at a time.
 
-    The rank has no peers: its collectives and transfers do nothing (torch's fake process group), so that the sizes are true and the values are not. `alive`,
-    where there is no pipeline: every storage that an operation has made and that lives after a forward, for what the hooks do not see.
+    The rank has no peers: its collectives and transfers do nothing (torch's fake process group), so that the sizes are true and the values are not.
     """
     import torch
     import torch.distributed as dist
     from torch.autograd.graph import saved_tensors_hooks
     from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
+    from torch.utils.checkpoint import _CachedTorchDispatchMode
 
     from trainkit.jobs.ranks import degrees_of
     from trainkit.jobs.schema import Job
@@ -140,7 +138,8 @@ def saved_bytes(job_json: str, rank: int) -> dict[str, int]:
     step = Step(job, parts, mesh, Timers(device))
     tokens = torch.zeros(job.training.micro_batch_size, job.model.seq_length, dtype=torch.int64)
     holders: dict[int, list[int]] = {}  # by address: bytes, and how many hold them
-    most = {"hooks": 0}
+    caches: weakref.WeakSet[Any] = weakref.WeakSet()  # of blocks under selective recomputation, until backward has gone through them
+    most = 0
 
     class Holder:
         """One saved tensor, until backward has used it."""
@@ -155,10 +154,20 @@ def saved_bytes(job_json: str, rank: int) -> dict[str, int]:
             if not holders[self.address][1]:
                 del holders[self.address]
 
+    begin = _CachedTorchDispatchMode.__init__
+
+    def begin_watched(cache: Any, *words: Any, **more: Any) -> None:
+        caches.add(cache)
+        begin(cache, *words, **more)
+
+    _CachedTorchDispatchMode.__init__ = begin_watched  # type: ignore[method-assign, assignment]
+
     def look(own: set[int], kept: Iterable[torch.Tensor] = ()) -> None:
+        nonlocal most
+        cached = (leaf.val for cache in caches for leaf in tree_leaves(cache.storage) if isinstance(getattr(leaf, "val", None), torch.Tensor))
         there = {address: size for address, (size, _) in holders.items()}
-        there |= {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-        most["hooks"] = max(most["hooks"], sum(size for address, size in there.items() if address not in own))
+        there |= {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in (*kept, *cached)}
+        most = max(most, sum(size for address, size in there.items() if address not in own))
 
     if step.pipeline is not None:
         stages: list[LeanStage] = []
@@ -177,15 +186,7 @@ def saved_bytes(job_json: str, rank: int) -> dict[str, int]:
         batches = [Batch(tokens, tokens, 0, i) for i in range(job.gradient_accumulation_steps)]
         with saved_tensors_hooks(Holder, lambda holder: holder.tensor):
             step.pipeline.run(batches, learning=True, z_loss=0.0, scale=1.0)
-        return {**most, "alive": most["hooks"]}
-
-    made: list[weakref.ref[torch.UntypedStorage]] = []
-
-    class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            made.extend(weakref.ref(leaf.untyped_storage()) for leaf in tree_leaves(result) if type(leaf) is torch.Tensor)
-            return result
+        return most
 
     (module,), (unit,) = parts.modules, parts.units
 
@@ -195,15 +196,11 @@ def saved_bytes(job_json: str, rank: int) -> dict[str, int]:
 
     once()  # gathers the weights, which stay
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    with Living():  # type: ignore[no-untyped-call]
-        held_now = once()
-    storages = {storage.data_ptr(): storage.nbytes() for ref in made if (storage := ref()) is not None}
-    del held_now
     with saved_tensors_hooks(Holder, lambda holder: holder.tensor):
         result = once()
     look(own)
     del result
-    return {**most, "alive": sum(size for address, size in storages.items() if address not in own)}
+    return most
 
 
 def activations(folder: Path, name: str, sets: list[str], what: str, rank: int = 0) -> Row:
@@ -220,13 +217,22 @@ def activations(folder: Path, name: str, sets: list[str], what: str, rank: int =
     done = subprocess.run(argv, cwd=folder, input=job.model_dump_json(), capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{argv} ended with {done.returncode}\n{done.stderr}")
-    measured = json.loads(done.stdout.splitlines()[-1])["alive" if job.training.recompute_granularity == "selective" else "hooks"]
+    measured = json.loads(done.stdout.splitlines()[-1])
     layout, vocab = layout_of(job), job.model.vocab_size or 0
     stage = place_of(rank, degrees_of(job)).pipeline
     predicted = predicted_bytes(job, layout, Rules(), stage)
     if stage == layout.last_stage:
         predicted += head_gradient_bytes(job, layout, vocab, padded_vocab_size(vocab, job.model.make_vocab_size_divisible_by, layout.tensor))
     return row(f"{FAMILIES[name]} {what}".strip(), f"saved by forward, stage {stage}", predicted, measured, ACTIVATIONS)
+
+
+def layout_activations(folder: Path, name: str, what: str, mode: str) -> list[Row]:
+    """`activations` of the first and the last rank of a layout under a mode of recomputation."""
+    ranks, sets = LAYOUTS[what]
+    if "DP" in what or (mode == "selective" and "ZBV" in what):  # as one rank; not to be had
+        return []
+    sets = [f"cluster.ranks_per_node={ranks}", *sets, *MODES[mode]]
+    return [each for rank in sorted({0, ranks - 1} if "PP" in what else {0}) for each in show([activations(folder, name, sets, f"{what} {mode}", rank)])]
 
 
 def answers(quick: bool) -> list[Row]:
@@ -269,11 +275,12 @@ def main() -> None:
                 rows += show(trained(folder, name, ranks, []))
             if not arguments.quick:
                 rows += show(trained(folder, name, 2, ['training.optimizer="sgd"']))
-            rows += [each for variant, sets in VARIANTS.items() for each in show([activations(folder, name, ["cluster.ranks_per_node=1", *sets], variant)])]
+            rows += [
+                each for what, sets in {**VARIANTS, **MODES}.items() for each in show([activations(folder, name, ["cluster.ranks_per_node=1", *sets], what)])
+            ]
             for what, (ranks, sets) in LAYOUTS.items():
                 rows += show(trained(folder, name, ranks, sets, what))
-                for rank in sorted({0, ranks - 1}) if "DP" not in what else ():
-                    rows += show([activations(folder, name, [f"cluster.ranks_per_node={ranks}", *sets], what, rank)])
+                rows += [each for mode in MODES for each in layout_activations(folder, name, what, mode)]
     rows += show(answers(arguments.quick))
     if arguments.rows:
         arguments.rows.write_text(json.dumps(rows))

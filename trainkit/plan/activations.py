@@ -103,7 +103,8 @@ def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
     """One block under a mode of recomputation.
 
     none: inputs and results of norms, attention, MLP, dropout masks. selective: of the published engines attention weights are computed anew; of the native
-    trainer all but the results of matrix products and attention. full: the block's input alone.
+    trainer all but the results of matrix products, attention and sums over ranks: of split layers both the parts of a sum and the sum. full: the block's
+    input alone.
     """
     model, w, h = job.model, width(job), job.model.hidden_size
     if mode == "full":
@@ -112,7 +113,8 @@ def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
     if mode == "selective" and rules.states is None:
         up = 2 * f if model.family == "llama" else f
         scores = w * model.num_attention_heads * model.seq_length if _unfused(job, rules) else 4 * model.num_attention_heads
-        return PerToken(whole=w * 3 * h, divided=w * (2 * q + 2 * k + up) + scores)
+        parts = 2 * w * h if job.parallelism.tensor_model_parallel_size > 1 else 0
+        return PerToken(whole=w * 3 * h, divided=w * (2 * q + 2 * k + up) + scores, gathered=parts)
     norms = 1 if model.gpt_j_tied else 2
     inputs = 1 if model.parallel_residual else 2
     gathered = 2 * w * h if _gathers(job, rules) else 0
@@ -143,9 +145,8 @@ def saved_bytes(job: Job, layout: Layout, rules: Rules, stage: int) -> int:
     if rules.states is None:  # cosines and sines in fp32, once for all samples of a micro-batch
         per_token += 8 * model.rotary_channels / t.micro_batch_size
     flying = layout.in_flight(stage) * per_token
-    chunks = layout.chunks_of(stage)
-    if rules.states is None:  # torch.distributed.pipelining keeps what a chunk has sent
-        flying += layout.in_flight(stage) * sum(i < len(layout.chunks) - 1 for i in chunks) * PerToken(whole=w * model.hidden_size).on_rank(layout)
+    if rules.states is None:
+        flying += layout.sent_in_flight(stage) * PerToken(whole=w * model.hidden_size).on_rank(layout)
     if stage == layout.last_stage:  # one micro-batch at a time is at its end
         result, gathers = w * model.hidden_size, _gathers(job, rules)
         norm = model.hidden_size * (w + _norm_width(job, rules))

@@ -90,6 +90,15 @@ class Layout:
         together = m // max(1, m // p)  # micro-batches of a round: p, where p divides m
         return min(2 * (p - stage - 1) + (v - 1) * together + 1, m * v) / v
 
+    def sent_in_flight(self, stage: int) -> float:
+        """Results of chunks that a stage still has of micro-batches in flight, beside what its blocks keep: torch.distributed.pipelining keeps what it has
+        sent, which is all but the model's last. Under ZB-V a stage has done 2p - 1 - stage forwards of its first chunk and 1 + stage of its second when
+        backwards begin; where the V turns, a result is the next chunk's input too and is there once. (As read off torch's stages.)
+        """
+        if self.v_shaped:
+            return 2 * self.in_flight(stage) - (stage in (0, self.pipeline - 1))
+        return self.in_flight(stage) * sum(i < len(self.chunks) - 1 for i in self.chunks_of(stage))
+
     @property
     def bubble_fraction(self) -> float:
         """Part of a step in which a stage waits: (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2; there of the ideal time, (p - 1) / (v m)).
