@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -129,6 +130,18 @@ def test_bubbles_and_micro_batches_in_flight_are_those_of_torchs_schedules(sched
         assert idle == pytest.approx(layout.bubble_fraction, abs=1e-12)
     else:
         assert idle > layout.bubble_fraction
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_what_the_stages_of_a_zero_bubble_have_sent(p: int) -> None:
+    """The fullest moment is that before the first backward; the model's last result is not sent, and where the V turns one is there as an input, too."""
+    keys: dict[str, Any] = {"pipeline_model_parallel_size": p, "pipeline_schedule": "zbv"}
+    layout = layout_of(job_of(shape(layers=2 * p), p, parallelism=keys, global_batch_size=4 * p))
+    for stage, order in enumerate(torch_order(layout)):
+        forwards = [chunk for _, chunk, _ in takewhile(lambda operation: operation[0] == FORWARD, order)]
+        assert len(forwards) == 2 * layout.in_flight(stage)
+        sent = sum(chunk != 2 * p - 1 for chunk in forwards)
+        assert layout.sent_in_flight(stage) == sent - (stage == p - 1)
 
 
 def test_sequence_parallelism_is_off_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.plan import FAMILIES as FAMILIES_OF_THE_BENCHMARK
+from benchmarks.plan import layout_activations, project
 from tests.plan.example import BIG, gpu, job_of, shape
 from tests.plan.test_arithmetic import shapes
 from trainkit.engines.rules import RULES
@@ -210,6 +213,16 @@ def test_activations_under_selective_recomputation(keys: dict[str, Any]) -> None
     found = sum(size for address, size in alive.items() if address not in own)
     expected = saved_bytes(job, layout_of(job), RULES["native"], 0) + head_gradient_bytes(job, layout_of(job), 128, 128)
     assert found == pytest.approx(expected, rel=0.04) and objective is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "mode"), [("TP2", "selective"), ("TP2 + SP", "selective"), ("PP2 ZBV", "full")])
+@pytest.mark.parametrize("name", FAMILIES_OF_THE_BENCHMARK)
+def test_activations_in_layouts(tmp_path: Path, name: str, layout: str, mode: str) -> None:
+    """Some rows of benchmarks/plan.py: split layers keep the parts of a sum beside the sum; stages of a zero bubble what they have sent."""
+    project(tmp_path)
+    for found in layout_activations(tmp_path, name, layout, mode):
+        assert abs(found["error"]) < 0.05, found
 
 
 def test_the_chunks_of_the_loss() -> None:
