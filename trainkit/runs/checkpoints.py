@@ -144,11 +144,21 @@ def finished(checkpoints: Path) -> list[Path]:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read and check a checkpoint's manifest, and its files' sizes. Raises Damaged with all that is wrong."""
+    return checked(folder, read_manifest(folder))
+
+
+def read_manifest(folder: Path) -> bytes:
+    """Raises Damaged where there is none."""
     try:
-        content = (folder / MANIFEST).read_bytes()
-        manifest = Manifest.model_validate_json(content)
+        return (folder / MANIFEST).read_bytes()
     except OSError as error:
         raise Damaged(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
+
+
+def checked(folder: Path, content: bytes) -> Checkpoint:
+    """A folder whose manifest has this content and fits its files' sizes. Raises Damaged with all that is wrong."""
+    try:
+        manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         raise Damaged(folder, [f"{MANIFEST}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]) from None
     problems = [*_manifest_problems(folder, manifest, content), *file_problems(folder, manifest), *_tensor_problems(manifest)]
@@ -242,25 +252,32 @@ def _xxh128(path: Path) -> str:
     return digest.hexdigest()
 
 
-def verify(folder: Path, how: Verify = "full", part: slice = slice(None)) -> list[str]:
-    """Everything wrong with a checkpoint, an empty list if nothing is. Manifest and sizes are always looked at, hashes as `how` says, of that `part` of the
-    files."""
+def open_whole(folder: Path, how: Verify = "full") -> Checkpoint:
+    """A checkpoint whose manifest and sizes are right, and the hashes that `how` asks for. Raises Damaged with all that is wrong."""
+    found = open_checkpoint(folder)
+    if problems := wrong_hashes(folder, files_to_hash(found.manifest, how)):
+        raise Damaged(folder, problems)
+    return found
+
+
+def verify(folder: Path, how: Verify = "full") -> list[str]:
+    """Everything wrong with a checkpoint, an empty list if nothing is."""
     try:
-        manifest = open_checkpoint(folder).manifest
+        open_whole(folder, how)
     except Damaged as damaged:
         return damaged.problem_list
-    return wrong_hashes(folder, files_to_hash(manifest, how)[part])
+    return []
 
 
 def newest_valid(
-    checkpoints: Path, on_damage: Callable[[str], None], wrong: Callable[[Path], list[str]] = verify, folders: list[Path] | None = None
+    checkpoints: Path, on_damage: Callable[[str], None], opened: Callable[[Path], Checkpoint] = open_whole, folders: list[Path] | None = None
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, None where there is none at all.
 
     Args:
         checkpoints: the run's folder of checkpoints; unfinished ones in it are not looked at.
         on_damage: told of every newer checkpoint that had to be passed over.
-        wrong: what is wrong with one; by default every file is hashed here.
+        opened: opens one, or raises Damaged; by default every file is hashed here.
         folders: which there are, oldest first; by default all that are finished.
 
     Raises:
@@ -268,9 +285,10 @@ def newest_valid(
     """
     folders = finished(checkpoints) if folders is None else folders
     for folder in reversed(folders):
-        if not (problems := wrong(folder)):
-            return open_checkpoint(folder)
-        on_damage(Damaged(folder, problems).message)
+        try:
+            return opened(folder)
+        except Damaged as damaged:
+            on_damage(damaged.message)
     if folders:
         raise TrainkitError(
             f"none of the {len(folders)} checkpoints in {checkpoints} is valid",
