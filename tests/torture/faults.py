@@ -3,6 +3,7 @@
 A fault is a table that JSON can hold:
     {"do": "kill", "at": "write", "when": "before" | "after", "call": 2, "rank": 1, "all": false}
     {"do": "kill" | "short" | ERRNO, "at": "byte", "byte": 1000, "call": 1, "rank": 0, "all": false}
+and those of writes.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import trainkit.train.loop
 import trainkit.train.report
 import trainkit.train.saver
 import trainkit.train.storage
+from tests.torture import writes
 from trainkit.runs.checkpoints import Manifest
 from trainkit.train.staging import Staging
 from trainkit.train.step import Step
@@ -64,6 +66,8 @@ def install(faults: list[Fault], rank: int) -> None:
             _jump(fault["seconds"])
         elif fault["at"] == "room":
             _leave_no_room()
+        elif fault["at"] == "writes":
+            writes.install(fault)
         elif fault["at"] == "metrics":
             _fill_disk(fault["calls"])
         else:

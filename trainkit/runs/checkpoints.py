@@ -26,12 +26,22 @@ MANIFEST = "manifest.json"
 PINNED = "pinned"  # a file of this name in a checkpoint's folder: it stays
 FINISHED = re.compile(r"step-(\d{8,})")
 UNFINISHED = ".tmp"
+ASIDE = ".damaged"  # what stood in a checkpoint's place and was none: it neither counts nor goes, a person may want to look
 ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}  # bytes of an element by dtype
 SAMPLED = 8  # verify = "sample" hashes one file of so many
 Numbers = tuple[NonNegativeInt, ...]
 Verify = Literal["size", "sample", "full"]
-COUNTS = {"optimizer_steps", "growth_tracker", "hysteresis_tracker", "guard_seen", "guard_skipped_in_a_row", "rollbacks"}  # whole numbers of `state`
+COUNTS = {  # whole numbers of `state`
+    "optimizer_steps",
+    "growth_tracker",
+    "hysteresis_tracker",
+    "guard_seen",
+    "guard_skipped_in_a_row",
+    "rollbacks",
+    "unlogged_skipped",
+    "unlogged_nan",
+}
 
 
 class Form(BaseModel):
@@ -131,9 +141,19 @@ def unfinished(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
 
+def set_aside(folder: Path) -> Path:
+    """Rename what is damaged, so that nobody takes it for a checkpoint again; returns where it is now. Raises OSError as the disk does."""
+    return folder.rename(folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{ASIDE}"))
+
+
+def set_aside_in(checkpoints: Path) -> list[Path]:
+    """What was set aside, oldest step first."""
+    return sorted(checkpoints.glob(f"step-*{ASIDE}"), key=step_of)
+
+
 def step_of(folder: Path) -> int:
-    """The step that the name of a published folder says."""
-    return int(folder.name[5:])
+    """The step that the name of a published folder says, or of one that was set aside."""
+    return int(folder.name[5:].partition(".")[0])
 
 
 def finished(checkpoints: Path) -> list[Path]:
@@ -150,6 +170,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def read_manifest(folder: Path) -> bytes:
     """Raises Damaged where there is none."""
     try:
+        if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
+            raise Damaged(folder, [f"{MANIFEST} is no file"])  # of a pipe one would wait for ever
         return (folder / MANIFEST).read_bytes()
     except OSError as error:
         raise Damaged(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
@@ -350,6 +372,17 @@ def prune(checkpoints: Path, keep: Keep, newest: int) -> list[int]:
         remove(going)
         gone.append(c.manifest.step)
     return gone
+
+
+def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) -> None:
+    """The manifest of this step's checkpoint said that its evaluation is due; say that it was made, and what losses it found.
+
+    What lies behind a link is not this run's and stays as it is. To be called under the lock of writers. Raises Damaged, and OSError as the disk does.
+    """
+    folder = folder_of(checkpoints, step)
+    if not folder.is_symlink():
+        manifest = open_checkpoint(folder).manifest
+        manifest.model_copy(update={"state": {**manifest.state, "evaluation_due": False}, "validation": validation}).write(folder)
 
 
 def pin(checkpoints: Path, step: int, *, pinned: bool) -> None:

@@ -25,6 +25,7 @@ import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove
 from trainkit.base.locks import Busy, locked
+from trainkit.runs import checkpoints as manifests
 from trainkit.runs.checkpoints import (
     UNFINISHED,
     Checkpoint,
@@ -38,6 +39,8 @@ from trainkit.runs.checkpoints import (
     folder_of,
     newest_valid,
     read_manifest,
+    set_aside,
+    step_of,
     unfinished,
     verify,
     wrong_hashes,
@@ -123,7 +126,8 @@ def _publish(temporary: Path, target: Path, manifest: Manifest) -> None:
         if not verify(target):
             words = f"{target} was written by another process while this one trained: two of them train one run"
             raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; what the other has written is whole")
-        remove(target)
+        aside = set_aside(target)
+        print(f"WARNING: {target} was damaged; it is now {aside.name}", file=sys.stderr, flush=True)
     publish_folder(temporary, target)
 
 
@@ -183,6 +187,15 @@ def _write(writer: Writer, tensors: Mapping[str, Tensor], group: dist.ProcessGro
         raise (NotSaved if disk else RuntimeError)(words) from error
 
 
+def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) -> None:
+    """As that of runs/checkpoints.py, under the lock; this process alone. Raises TrainkitError and OSError."""
+    try:
+        with locked(checkpoints / LOCK, {"host": os.uname().nodename}, wait=False):
+            manifests.note_evaluation(checkpoints, step, validation)
+    except Busy as busy:
+        raise NotSaved(str(busy)) from None
+
+
 def _first_failure(error: CheckpointException, what: str) -> tuple[str, bool]:
     """(which rank met what, whether disks are to blame for all of it)."""
     rank, (reason, _) = next(iter(error.failures.items()))
@@ -193,11 +206,20 @@ def newest_valid_together(checkpoints: Path, how: Verify, tell: Callable[[str], 
     """What `newest_valid` finds, by all ranks together, which have one view of it: rank 0 reads the manifest and looks at the sizes, all others load by what
     it has read. Of the files that `how` asks for each rank hashes its share.
 
-    `tell` is told on rank 0 of what was passed over. Raises TrainkitError (exit 16) on all ranks where there are checkpoints and none is whole.
+    `tell` is told on rank 0 of what was passed over. Where another one was found, that is set aside: it may look whole to whoever does not read it, and
+    must not push out what is. Raises TrainkitError (exit 16) on all ranks where there are checkpoints and none is whole.
     """
     there: list[list[Path]] = [finished(checkpoints) if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(there, src=0)
-    return newest_valid(checkpoints, tell if dist.get_rank() == 0 else lambda words: None, partial(_open_together, how=how), there[0])
+    on_damage = (lambda words: tell(f"passed over: {words}")) if dist.get_rank() == 0 else lambda words: None
+    found = newest_valid(checkpoints, on_damage, partial(_open_together, how=how), there[0])
+    for folder in there[0]:
+        if found and dist.get_rank() == 0 and step_of(folder) > found.manifest.step:
+            try:
+                tell(f"{folder} is now {set_aside(folder).name}")
+            except OSError as error:
+                tell(f"{folder} could not be renamed: {error}")
+    return found
 
 
 def _open_together(folder: Path, how: Verify) -> Checkpoint:
