@@ -44,21 +44,24 @@ class Saver:
         self._group = dist.new_group(backend="gloo") if keep.save_async else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save") if keep.save_async else None
         self._running: Future[None] | None = None
+        self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")  # deleting takes as long as a third of a save, and nobody need wait for it
+        self._pruning: Future[None] | None = None
         self._staging = Staging()
         self._failures = 0
 
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint, the same on all ranks. Raises TrainkitError (exit 16) where there are checkpoints and none is whole."""
         self.finish()
-        return checkpoint.newest_valid_together(self.folder, self.keep.verify, lambda words: _warn(f"passed over: {words}"))
+        self._end_pruning()
+        return checkpoint.newest_valid_together(self.folder, self.keep.verify, _warn)
 
     def save(self, tensors: Mapping[str, Tensor], *, before: Callable[[], None], last: bool, **about: Any) -> None:
-        """Publish the checkpoint of this step and delete what need not stay; with save_async: begin to.
+        """Publish the checkpoint of this step and begin to delete what need not stay; with save_async: begin to publish.
 
         Args:
             tensors: what it holds, by name. They may change as soon as this returns.
             before: done on rank 0 before the files are written, in this thread; its OSError counts as the disk's.
-            last: nothing follows: the checkpoint is there when this returns, or NotSaved is raised.
+            last: it must not fail: the checkpoint is there when this returns, or NotSaved is raised.
             about: as for `checkpoint.save`.
 
         Raises NotSaved as the class says; what the save before this one has met, if it was asynchronous.
@@ -80,10 +83,11 @@ class Saver:
             self._end(running.result, last)
 
     def close(self) -> None:
-        """Wait for the save under way, whatever comes of it: the run has ended with something worse."""
+        """Wait for the save and the deletion under way, whatever comes of them: the run has ended, perhaps with something worse."""
         running, self._running = self._running, None
         if running is not None:
             running.exception()
+        self._end_pruning()
 
     def _end(self, result: Callable[[], None], last: bool) -> None:
         try:
@@ -98,20 +102,29 @@ class Saver:
             self._failures = 0
 
     def _save(self, tensors: Mapping[str, Tensor], before: Callable[[], None], **about: Any) -> None:
+        self._end_pruning()
         began = time.perf_counter()
         self._staging.wait()
         saved = checkpoint.save(self.folder, tensors, group=self._group, before=before, moved=self.moved, **about)
         seconds = time.perf_counter() - began
         self.ended(seconds)
-        if dist.get_rank() != 0:
-            return
+        if dist.get_rank() == 0:
+            print(f" saved checkpoint {saved.manifest.step}: {saved.bytes / 1e9:.3f} GB in {seconds:.2f} s", flush=True)
+            self._pruning = self._pruner.submit(self._prune, saved.manifest.step)
+
+    def _prune(self, newest: int) -> None:
         try:
-            gone = prune(self.folder, self.keep, saved.manifest.step)
+            gone = prune(self.folder, self.keep, newest)
         except OSError as error:  # the new one is there: nothing is lost but room
             _warn(f"an old checkpoint could not be deleted: {error}")
-            gone = []
-        deleted = f", deleted {', '.join(map(str, gone))}" if gone else ""
-        print(f" saved checkpoint {saved.manifest.step}: {saved.bytes / 1e9:.3f} GB in {seconds:.2f} s{deleted}", flush=True)
+            return
+        if gone:
+            print(f" deleted checkpoint {', '.join(map(str, gone))}", flush=True)
+
+    def _end_pruning(self) -> None:
+        """Until what it deletes is gone: the next save needs the room, and would take what is half deleted for a dead writer's."""
+        if self._pruning is not None:
+            self._pruning.result()
 
 
 def _kept(do: Callable[[], None]) -> Callable[[], None]:
