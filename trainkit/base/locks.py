@@ -81,8 +81,8 @@ def locked(path: Path, holder: dict[str, Any], *, wait: bool = True, on_wait: Ca
                 on_wait(current)
             _flock(handle, path, fcntl.LOCK_EX)
         words = {"pid": os.getpid(), "since": time.time(), **holder}
-        os.ftruncate(handle, 0)
         try:
+            os.ftruncate(handle, 0)
             os.pwrite(handle, json.dumps(words).encode(), 0)
         except OSError as error:
             if error.errno not in FULL:  # who waits will not know for whom; the lock holds
