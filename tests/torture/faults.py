@@ -24,6 +24,7 @@ import trainkit.train.checkpoint
 import trainkit.train.loop
 import trainkit.train.report
 import trainkit.train.saver
+import trainkit.train.staging
 import trainkit.train.storage
 from tests.torture import writes
 from trainkit.runs.checkpoints import Manifest
@@ -37,6 +38,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "step": (Step, "run"),
     "eval": (trainkit.train.loop.Trainer, "_evaluate"),
     "stage": (Staging, "copy"),
+    "copy": (trainkit.train.staging, "_copy"),
     "prepare": (trainkit.train.checkpoint, "_prepare"),
     "write": (Writer, "write_data"),
     "manifest": (Manifest, "write"),

@@ -379,10 +379,12 @@ def test_staged_copies_are_copies_in_the_same_room() -> None:
     tensors = {"a": torch.ones(3), "b": Shards({(0, 0): whole[:2], (3, 0): whole[3:]}, (4, 3), torch.float32)}
     staging = Staging()
     first = staging.copy(tensors)
+    staging.taken()
     rooms = [first["a"].data_ptr(), *(part.data_ptr() for part in first["b"].parts.values())]  # type: ignore[attr-defined]
     whole.add_(1)
     assert first["b"].parts[3, 0].tolist() == [[9.0, 10.0, 11.0]]  # type: ignore[attr-defined]
     second = staging.copy(tensors)
+    staging.wait()
     assert rooms == [second["a"].data_ptr(), *(part.data_ptr() for part in second["b"].parts.values())]  # type: ignore[attr-defined]
     assert second["b"].parts[3, 0].tolist() == [[10.0, 11.0, 12.0]] and staging.bytes == 4 * (3 + 9)  # type: ignore[attr-defined]
 

@@ -187,7 +187,7 @@ class Trainer:
         samples = global_batch_size(self.job, self.consumed_samples)
         if self.reporter:
             self.reporter.begins(Window(self.step + 1, self.consumed_samples, samples))
-        values = self.maker.run(self.train_feed.read(self.consumed_samples, samples), samples, self.stop.is_set())
+        values = self.maker.run(self.train_feed.read(self.consumed_samples, samples), samples, self.stop.is_set(), self._before_update)
         if self.job.training.compile and self.reporter and not self.said_compiled:
             print(f"compiled: {compile_cache_counts()}", flush=True)
             self.said_compiled = True
@@ -195,6 +195,12 @@ class Trainer:
         self.step += 1
         self.consumed_samples += samples
         self.readback.push(StepFacts(self.step, self.consumed_samples, samples), values)
+
+    def _before_update(self) -> None:
+        """What is saved behind training was copied beside forward and backward so far, and may not be any more when the weights change."""
+        if self.saver.copying:
+            with self.timers("checkpoint"):
+                self.saver.taken()
 
     def settle(self, *, all: bool = False) -> bool:
         """Log and judge the steps whose numbers are due; with `all` every one. Returns whether any rank was told to stop.

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.base.errors import TrainkitError
 from trainkit.jobs.schema import Checkpoint as Keep
 from trainkit.runs.checkpoints import Checkpoint, prune
 from trainkit.train import checkpoint
@@ -59,7 +60,7 @@ class Saver:
         """Publish the checkpoint of this step and begin to delete what need not stay; with save_async: begin to publish.
 
         Args:
-            tensors: what it holds, by name. They may change as soon as this returns.
+            tensors: what it holds, by name. They may change when `taken` has returned.
             before: done on rank 0 before the files are written, in this thread; its OSError counts as the disk's.
             last: it must not fail: the checkpoint is there when this returns, or NotSaved is raised.
             about: as for `checkpoint.save`.
@@ -75,6 +76,15 @@ class Saver:
         self._running = self._thread.submit(self._save, copies, ready, **about)
         if last or self._failures:  # after a failure nobody need wait for the next save to know
             self.finish(last=last)
+
+    @property
+    def copying(self) -> bool:
+        """Whether `taken` would wait."""
+        return self._staging.copying
+
+    def taken(self) -> None:
+        """Wait until the tensors of the last save may change; to be called before every update. It talks to no other rank."""
+        self._staging.taken()
 
     def finish(self, *, last: bool = False) -> None:
         """Wait for the save under way. Raises NotSaved as `save` does."""
@@ -128,12 +138,12 @@ class Saver:
 
 
 def _kept(do: Callable[[], None]) -> Callable[[], None]:
-    """Do it now; the OSError it raised is raised when the result is called for."""
+    """Do it now; the OSError or TrainkitError it raised is raised when the result is called for."""
     future: Future[None] = Future()
     try:
         do()
         future.set_result(None)
-    except OSError as error:
+    except (OSError, TrainkitError) as error:
         future.set_exception(error)
     return future.result
 
