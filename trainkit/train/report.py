@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -98,7 +99,13 @@ class Lines:
             self._warned = True
 
     def flush(self) -> None:
-        """Make all of it durable. Raises OSError as the disk does; nothing is lost then."""
+        """Make all of it durable. Raises OSError as the disk does; nothing is lost then.
+
+        Raises TrainkitError (exit 17) where the file is not ours any more: another attempt has gone on with the run, and this one was taken for dead.
+        """
+        if os.path.exists(self.path) and not os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
+            words = f"{self.path} was begun anew by another process while this one trained: two of them train one run"
+            raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; the other's checkpoints and metrics are whole")
         if self._durable:
             return
         self._write()
@@ -233,7 +240,7 @@ class Reporter:
         """The end of the run's files. Raises OSError as the disk does; with `failed`, where something worse has ended the run already, that is a warning."""
         try:
             self.sync()
-        except OSError as error:
+        except (OSError, TrainkitError) as error:
             if not failed:
                 raise
             _warn(f"{self.metrics.path}: {error}; its last rows may be missing")

@@ -53,7 +53,7 @@ class Saver:
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint, the same on all ranks. Raises TrainkitError (exit 16) where there are checkpoints and none is whole."""
         self.finish()
-        self._end_pruning()
+        self.pruned()
         return checkpoint.newest_valid_together(self.folder, self.keep.verify, _warn)
 
     def save(self, tensors: Mapping[str, Tensor], *, before: Callable[[], None], last: bool, **about: Any) -> None:
@@ -92,12 +92,17 @@ class Saver:
         if running is not None:
             self._end(running.result, last)
 
+    def pruned(self) -> None:
+        """Wait until what the last save deletes is gone: the next one needs the room, and would take what is half deleted for a dead writer's."""
+        if self._pruning is not None:
+            self._pruning.result()
+
     def close(self) -> None:
         """Wait for the save and the deletion under way, whatever comes of them: the run has ended, perhaps with something worse."""
         running, self._running = self._running, None
         if running is not None:
             running.exception()
-        self._end_pruning()
+        self.pruned()
 
     def _end(self, result: Callable[[], None], last: bool) -> None:
         try:
@@ -112,7 +117,7 @@ class Saver:
             self._failures = 0
 
     def _save(self, tensors: Mapping[str, Tensor], before: Callable[[], None], **about: Any) -> None:
-        self._end_pruning()
+        self.pruned()
         began = time.perf_counter()
         self._staging.wait()
         saved = checkpoint.save(self.folder, tensors, group=self._group, before=before, moved=self.moved, **about)
@@ -130,11 +135,6 @@ class Saver:
             return
         if gone:
             print(f" deleted checkpoint {', '.join(map(str, gone))}", flush=True)
-
-    def _end_pruning(self) -> None:
-        """Until what it deletes is gone: the next save needs the room, and would take what is half deleted for a dead writer's."""
-        if self._pruning is not None:
-            self._pruning.result()
 
 
 def _kept(do: Callable[[], None]) -> Callable[[], None]:
