@@ -18,12 +18,13 @@ from tests.torture import writes
 from tests.torture.conftest import LAYOUTS, Ranks, job_of
 from tests.torture.test_disk import log_of, whole_steps
 from tests.train.support import new_run
-from tests.train.test_resume import facts, steps
+from tests.train.test_resume import facts
 from trainkit.runs.checkpoints import finished, newest_valid, verify
 from trainkit.runs.folder import RunFolder
 
 LAST = 6  # steps of the runs here
 SAVED = re.compile(r" saved checkpoint (\d+):")
+MADE = re.compile(r" iteration +(\d+)/")
 KINDS: dict[str, dict[str, Any]] = {
     "ENOSPC": {"do": errno.ENOSPC},
     "EIO": {"do": errno.EIO},
@@ -113,7 +114,7 @@ class Sweep:
 
     def _look(self, run: RunFolder, codes: list[int], refused: list[str], story: str) -> str:
         """What must hold before anything is mended."""
-        log, rows, reached = log_of(run), facts(run), (steps(run) or [0])[-1]
+        log, rows = log_of(run), facts(run)
         newest = newest_valid(run.checkpoints, pytest.fail)
         assert (newest.manifest.step if newest else 0) >= max(map(int, SAVED.findall(log)), default=0), story
         assert all(verify(folder) == [] for folder in finished(run.checkpoints)), story
@@ -130,11 +131,12 @@ class Sweep:
         assert words in log, story
         error = run.attempt(1).error(self.rank)
         assert not error.exists() or (json.loads(error.read_text())["exit"] == 10 and words in json.loads(error.read_text())["message"]), story
+        reached = max(map(int, MADE.findall(log)), default=0)  # rows on disk may be fewer
         assert reached in (0, LAST) or AGAIN in log, story  # in between only the second save in a row that fails ends a run
         return "ended later" if reached else "ended before step 1"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_some_calls(ranks: Ranks, tmp_path: Path) -> None:
     """One of each of some places; the slow tests below try all of them."""
     sweep, dice = Sweep("1", tmp_path, ranks), random.Random(1)
