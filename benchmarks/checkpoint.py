@@ -288,8 +288,8 @@ def main() -> None:
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.side:
-        print(json.dumps(side(words.side, words.parameters, words.folder, words.rank, words.ranks)))
-        return
+        print(json.dumps(side(words.side, words.parameters, words.folder, words.rank, words.ranks)), flush=True)
+        os._exit(0)  # gloo's threads may abort a finalizing interpreter
     rows = [row for size in ([0.25] if words.quick else words.gb) for row in compare(size, words.ranks, 1 if words.quick else words.rounds, words.folder)]
     print(f"\n{verdict(rows)}")
     if words.rows:
