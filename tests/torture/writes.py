@@ -1,36 +1,43 @@
-"""Everything that a rank asks of the disk below one folder, counted; and a disk that refuses the n-th of it, or is full from there on.
+"""Everything that a rank asks of the disk below one folder, by address; and a disk that refuses one of these calls, or is full from there on.
 
 Installed in a process of its own, in place of the functions of `os` and of `open`: all that is written from Python goes through them, checkpoints,
 metrics, TensorBoard's files, heartbeats and lock files alike. A rank's own output is not counted: it is a pipe to its agent.
 
-    {"at": "writes", "root": "/run", "report": "/tmp/report", "rank": 0}                              only count
-    {..., "do": ERRNO | "short", "call": 17}                                                          refuse the 17th, or take half of it
-    {..., "do": ERRNO, "call": 17, "steps": 2}                                                        full from the 17th on, until two steps have begun
+An address is "operation place n": the n-th call of this operation for this place. Threads that write elsewhere meanwhile (deletion, TensorBoard's, a save
+behind training) do not change it, so it is the same call in every run of one job. A place is a path without random parts; that of a heartbeat also says
+which phase of which step it begins, or that it only says again what goes on, which is a matter of time.
 
-Every call is a line of the report, "number operation place", with "!" where it was refused.
+    {"at": "writes", "root": "/run", "report": "/tmp/report", "rank": 0}                              only list them
+    {..., "do": ERRNO | "short", "call": ADDRESS}                                                     refuse this one, or take half of it
+    {..., "do": ERRNO, "call": ADDRESS, "steps": 2}                                                   full from there on, until two steps have begun
+
+Every call is a line of the report, its address, with " !" where it was refused.
 """
 
 from __future__ import annotations
 
 import builtins
 import io
-import itertools
 import os
 import re
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from trainkit.train.heartbeat import Heartbeat
 from trainkit.train.step import Step
 
 ON_PATH = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "truncate", "link", "symlink")
 ON_HANDLE = ("write", "pwrite", "writev", "pwritev", "ftruncate", "posix_fallocate", "fsync", "fdatasync")
 TAKES_ROOM = {"create", "mkdir", "link", "symlink", "write", "pwrite", "writev", "pwritev", "posix_fallocate"}  # what a full disk refuses
 IN_PART = {"write", "pwrite"}  # what may be taken by half
-NAMES = [(r"step-\d+(\.[0-9a-f]{8})?", "step-N"), (r"\.tmp-[0-9a-z-]+", ".tmp"), (r"events\.out.*", "events"), (r"\d+\.json", "RANK.json")]
+NAMES = [(r"(step-\d+)\.[0-9a-f]{8}", r"\1"), (r"\.tmp-[0-9a-z-]+", ".tmp"), (r"events\.out.*", "events")]
+AGAIN = ":again"  # how the place of a heartbeat ends that only says again what goes on
 
 
 def place_of(path: str) -> str:
-    """What a path is, whatever its numbers."""
+    """What a path is, whatever is random in it."""
     for pattern, name in NAMES:
         path = re.sub(pattern, name, path)
     return path
@@ -41,7 +48,9 @@ class Disk:
 
     def __init__(self, fault: dict[str, Any]) -> None:
         self.root, self.fault = os.path.realpath(fault["root"]), fault
-        self.count, self.full, self.begun = itertools.count(1), False, 0
+        self.asked: Counter[str] = Counter()
+        self.lock, self.full, self.begun = threading.Lock(), False, 0
+        self.beat = ""  # what the heartbeat that is being written says
         self.report = os.open(fault["report"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.write, self.readlink = os.write, os.readlink
 
@@ -58,13 +67,15 @@ class Disk:
 
     def asks(self, operation: str, path: str) -> bool:
         """Note the call; returns whether half of it is to be taken. Raises OSError where it is refused."""
-        number, do = next(self.count), self.fault.get("do", 0)
-        if "steps" in self.fault:
-            self.full = self.full or number >= self.fault["call"]
-            refused = self.full and self.begun < self.fault["steps"] and operation in TAKES_ROOM
-        else:
-            refused = number == self.fault.get("call") and (do != "short" or operation in IN_PART)
-        self.write(self.report, f"{number} {operation} {place_of(path)}{' !' if refused else ''}\n".encode())
+        do, what = self.fault.get("do", 0), f"{operation} {place_of(path)}{self.beat if 'heartbeat' in path else ''}"
+        with self.lock:
+            self.asked[what] += 1
+            address = f"{what} {self.asked[what]}"
+            refused = address == self.fault.get("call")
+            if "steps" in self.fault:
+                self.full = self.full or refused
+                refused = self.full and self.begun < self.fault["steps"] and operation in TAKES_ROOM
+            self.write(self.report, f"{address}{' !' if refused else ''}\n".encode())
         if refused and do != "short":
             raise OSError(do, os.strerror(do), path)
         return refused
@@ -94,13 +105,18 @@ def install(fault: dict[str, Any]) -> None:
         setattr(os, name, _handle_call(disk, name, getattr(os, name)))
     os.open = _os_open(disk, os.open)
     builtins.open = io.open = _open(disk, io.open)
-    run = Step.run
+    run, beat = Step.run, Heartbeat.beat
 
     def begun(self: Step, *args: Any, **kwargs: Any) -> Any:
         disk.begins()
         return run(self, *args, **kwargs)
 
+    def beats(self: Heartbeat, phase: Any, step: int) -> None:
+        disk.beat = AGAIN if phase == self.phase else f":{phase}@{step}"
+        beat(self, phase, step)
+
     setattr(Step, "run", begun)  # noqa: B010
+    setattr(Heartbeat, "beat", beats)  # noqa: B010
 
 
 def _path_call(disk: Disk, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
