@@ -20,6 +20,7 @@ from tests.train.support import new_run
 from tests.train.test_resume import facts, steps
 from trainkit.runs.folder import RunFolder
 
+APART = ["unshare", "--user", "--map-root-user", "--mount"]  # which needs no root where users may have namespaces
 MOUNT = 'mount -t tmpfs -o size=4m,nr_inodes=150 small "$0" && exec "$@"'
 
 
@@ -27,9 +28,9 @@ MOUNT = 'mount -t tmpfs -o size=4m,nr_inodes=150 small "$0" && exec "$@"'
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Path, Path]]:
     """Ranks whose disk has 4 MB and 150 files; its folder as they see it, and as this process does."""
     folder = tmp_path_factory.mktemp("small")
-    if subprocess.run(["unshare", "--mount", "sh", "-c", MOUNT, str(folder), "true"], check=False, capture_output=True).returncode:
+    if subprocess.run([*APART, "sh", "-c", MOUNT, str(folder), "true"], check=False, capture_output=True).returncode:
         pytest.skip("no mount namespaces here")
-    argv = ["unshare", "--mount", "sh", "-c", MOUNT, str(folder), sys.executable, "-m", "tests.torture.zygote"]
+    argv = [*APART, "sh", "-c", MOUNT, str(folder), sys.executable, "-m", "tests.torture.zygote"]
     process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     seen = Path(f"/proc/{process.pid}/root{folder}")
     wait_for(lambda: os.statvfs(seen).f_files == 150, "the mount", 60)

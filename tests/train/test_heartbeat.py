@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 from pathlib import Path
@@ -56,6 +57,20 @@ def test_a_full_disk_has_room_for_the_last_word(tmp_path: Path, monkeypatch: pyt
     beats.beat("done", 7)
     said = json.loads(path.read_text())
     assert (said["phase"], said["step"]) == ("done", 7) and path.stat().st_size == longest
+
+
+def test_the_last_word_is_whole_where_the_disk_takes_it_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parts(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:7])
+
+    path = tmp_path / "0.json"
+    beats = Heartbeat(path, rank=3)
+    beats.beat("save", 123456)
+    monkeypatch.setattr(heartbeat, "write_text", full)
+    monkeypatch.setattr(heartbeat, "open", lambda path, mode, buffering: Parts(path, mode), raising=False)
+    beats.beat("done", 7)
+    assert json.loads(path.read_text())["phase"] == "done"
 
 
 def test_where_nothing_can_be_written_training_goes_on_to_the_last_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

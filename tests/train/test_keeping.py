@@ -94,6 +94,22 @@ def test_what_was_pinned_at_the_last_moment_stays(tmp_path: Path, monkeypatch: p
     assert prune(tmp_path, Keep(keep_last=1), 2) == [] and steps_in(tmp_path) == [1, 2]
 
 
+def test_one_that_cannot_be_looked_at_does_not_end_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    stat = Path.stat
+
+    def fails(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if self.name == "rank-00000.bin" and self.parent.name == "step-00000001":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return stat(self, follow_symlinks=follow_symlinks)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "stat", fails)
+        assert prune(tmp_path, Keep(keep_last=1), 3) == [2]
+    assert steps_in(tmp_path) == [1, 3]
+
+
 def test_how_closely_is_looked() -> None:
     files = tuple(DataFile(path=f"rank-{i:05d}.bin", bytes=1, xxh128="") for i in range(20))
     manifest = Manifest(step=7, consumed_samples=0, files=files, tensors={}, layout={}, job={}, versions={}, state={})
@@ -193,6 +209,7 @@ def test_what_was_passed_over_pushes_out_nothing_whole(tmp_path: Path) -> None:
     told: list[str] = []
     found = checkpoint.newest_valid_together(tmp_path, "full", told.append)
     assert found is not None and found.manifest.step == 6
+    (tmp_path / "step-x.damaged").mkdir()  # not ours
     (aside,) = set_aside_in(tmp_path)
     assert step_of(aside) == 8 and f"is now {aside.name}" in told[1] and "passed over: " in told[0]
     save(tmp_path, 9)

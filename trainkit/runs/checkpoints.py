@@ -148,7 +148,7 @@ def set_aside(folder: Path) -> Path:
 
 def set_aside_in(checkpoints: Path) -> list[Path]:
     """What was set aside, oldest step first."""
-    return sorted(checkpoints.glob(f"step-*{ASIDE}"), key=step_of)
+    return sorted((p for p in checkpoints.glob(f"step-*{ASIDE}") if FINISHED.fullmatch(p.name.partition(".")[0])), key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -321,12 +321,15 @@ def newest_valid(
 
 
 def valid_by_size(checkpoints: Path) -> list[Checkpoint]:
-    """Those whose manifest and sizes are right, oldest first: what retention goes by. Hashes would cost reading everything."""
+    """Those whose manifest and sizes are right, oldest first: what retention goes by. Hashes would cost reading everything.
+
+    One that cannot be looked at neither counts nor goes: else retention would end with it, and the disk be full some day.
+    """
     found = []
     for folder in finished(checkpoints):
         try:
             found.append(open_checkpoint(folder))
-        except Damaged:
+        except (Damaged, OSError):
             continue
     return found
 

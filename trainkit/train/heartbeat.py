@@ -87,7 +87,9 @@ class Heartbeat:
                 write_text(path, text)
             except OSError:
                 with open(path, "r+b", buffering=0) as file:
-                    file.write(text.encode().ljust(os.fstat(file.fileno()).st_size))
+                    rest = text.encode().ljust(os.fstat(file.fileno()).st_size)
+                    while rest:  # torn, a run that has succeeded would count as failed
+                        rest = rest[file.write(rest) :]
                     os.fsync(file.fileno())
         except OSError as error:
             words = f"training is done and its checkpoint saved, but rank {self.rank} could not say so in {path}: {error}"
