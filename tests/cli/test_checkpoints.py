@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import Project
 from tests.trained import MODEL, new_run, text_job, write_checkpoint
 from trainkit.base.errors import TrainkitError
-from trainkit.runs.checkpoints import finished, pin, step_of
+from trainkit.runs.checkpoints import finished, pin, set_aside, step_of
 from trainkit.runs.windows import SLOTS, Window, Windows, find_window
 from trainkit.train.model import Transformer
 
@@ -41,6 +41,10 @@ def test_checkpoints_and_replay(project: Project) -> None:
     assert "rank-00001.bin does not have the hash" in told and "pinned" not in told
     missing = project.invoke("checkpoints", "last", "--pin=11", exit=16).stderr
     assert "no checkpoint of step 11" in missing and "10" in missing
+    set_aside(run / "checkpoints/step-00000010")
+    losses.pop(10)
+    last = project.document("checkpoints", "last")["checkpoints"][-1]
+    assert last["step"] == 10 and "set aside as step-00000010." in last["problems"][0]
     for step in losses:
         flip(run / f"checkpoints/step-{step:08d}/rank-00000.bin")
     project.invoke("checkpoints", "last", "--verify", exit=16)

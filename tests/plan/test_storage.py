@@ -51,6 +51,7 @@ def test_how_many_there_are() -> None:
     assert checkpoints_on_disk(job, RULES["native"]) == 4  # one more while it is written
     assert checkpoints_on_disk(job, RULES["megatron-lm"]) == 10  # it deletes none
     assert checkpoints_on_disk(job_of(train_iters=20, save_interval=10, checkpoint={"keep_last": 5}), RULES["native"]) == 2
+    assert checkpoints_on_disk(job_of(train_iters=20, save_interval=10, checkpoint={"keep_last": 5, "save_first": True}), RULES["native"]) == 3
 
 
 def tiers(**sizes: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 A fault is a table that JSON can hold:
     {"do": "kill", "at": "write", "when": "before" | "after", "call": 2, "rank": 1, "all": false}
     {"do": "kill" | "short" | ERRNO, "at": "byte", "byte": 1000, "call": 1, "rank": 0, "all": false}
+and those of writes.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import trainkit.train.checkpoint
 import trainkit.train.loop
 import trainkit.train.report
 import trainkit.train.saver
+import trainkit.train.staging
 import trainkit.train.storage
+from tests.torture import writes
 from trainkit.runs.checkpoints import Manifest
 from trainkit.train.staging import Staging
 from trainkit.train.step import Step
@@ -35,6 +38,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "step": (Step, "run"),
     "eval": (trainkit.train.loop.Trainer, "_evaluate"),
     "stage": (Staging, "copy"),
+    "copy": (trainkit.train.staging, "_copy"),
     "prepare": (trainkit.train.checkpoint, "_prepare"),
     "write": (Writer, "write_data"),
     "manifest": (Manifest, "write"),
@@ -64,6 +68,8 @@ def install(faults: list[Fault], rank: int) -> None:
             _jump(fault["seconds"])
         elif fault["at"] == "room":
             _leave_no_room()
+        elif fault["at"] == "writes":
+            writes.install(fault)
         elif fault["at"] == "metrics":
             _fill_disk(fault["calls"])
         else:

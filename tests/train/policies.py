@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -122,6 +124,32 @@ def resumed(root: Path) -> dict[str, Any]:
     return found
 
 
+def unlogged(root: Path) -> dict[str, Any]:
+    """Step 2 is skipped, step 4 saved and gone on with, and step 6 rolled back to it; a row tells of every fifth step."""
+    made = trainer(root, train_iters=10, log_interval=5, on_nan="skip")
+    spoil(made, infinite_gradient, [2])
+    while made.step < 4:
+        made.train_step()
+        made.settle(all=True)
+    made.save()
+    made = trainer(root, train_iters=10, log_interval=5, on_nan="rollback")
+    spoil(made, infinite_gradient, [6])
+    return ended(made)
+
+
+def full_disk(root: Path) -> dict[str, Any]:
+    """Nothing reported can be made durable when a step ends the run."""
+    made = trainer(root, train_iters=10, save_interval=4)
+    spoil(made, infinite_gradient, [6])
+    if made.reporter:
+        made.reporter.sync = full  # type: ignore[method-assign]
+    return ended(made)
+
+
+def full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def scenarios(root: Path) -> dict[str, Any]:
     """All of them, one after another, in one process group: the port of a former one may not be free at once."""
     data_parallel.join = functools.cache(data_parallel.join)
@@ -139,6 +167,7 @@ def scenarios(root: Path) -> dict[str, Any]:
             for p in made.maker.parameters.values():
                 local_part(p).mul_(30)
 
+    found |= {"unlogged": unlogged(root / "unlogged"), "full": full_disk(root / "full")}
     run("stop", infinite_gradient, [6])
     run("skip", infinite_gradient, [6])
     run("skip", infinite_gradient, [6], on_nan="skip")

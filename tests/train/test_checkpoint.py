@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import pickle
 import shutil
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
@@ -31,7 +35,7 @@ from trainkit.runs.checkpoints import (
     prune,
     verify,
 )
-from trainkit.train import checkpoint
+from trainkit.train import checkpoint, storage
 from trainkit.train.model import Transformer
 from trainkit.train.storage import Reader, TensorSavePlanner, Writer
 
@@ -267,3 +271,52 @@ def test_every_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
     target = {name: torch.zeros_like(value) for name, value in source.items()}
     read_tensors(target, storage_reader=Reader(tmp_path, writer.tensors), no_dist=True)
     assert all(torch.equal(target[name], source[name]) for name in source)
+
+
+def test_only_the_rows_that_are_needed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into memory that is contiguous, or not, or of another dtype; of a box of columns so many rows at a time that memory stays small."""
+    source = torch.arange(40 * 6.0).reshape(40, 6)
+    (tmp_path / "a.bin").write_bytes(bytes(64) + source.numpy().tobytes())
+    chunk = Chunk(offsets=(0, 0), sizes=(40, 6), file="a.bin", start=64, bytes=960)
+    read: list[int] = []
+    whole_read = storage.read_whole
+
+    def noted(file: FileIO, target: torch.Tensor, start: int) -> None:
+        read.append(target.nbytes)
+        whole_read(file, target, start)
+
+    monkeypatch.setattr(storage, "PIECE", 100)  # four rows
+    monkeypatch.setattr(storage, "read_whole", noted)
+    targets = [torch.zeros(10, 6), torch.zeros(6, 10).T, torch.zeros(10, 6, dtype=torch.float64), torch.zeros(10, 2)]
+    with open(tmp_path / "a.bin", "rb", buffering=0) as file:
+        for target, first in zip(targets, (0, 0, 0, 3), strict=True):
+            columns = target.shape[1]
+            storage._read_box(file, chunk, torch.float32, (7, first), (10, columns), target)
+            assert torch.equal(target.float(), source[7:17, first : first + columns])
+    assert read == [240, *3 * [96, 96, 48]]
+
+
+def test_a_scalar_is_read_where_it_must_be_converted(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(torch.tensor(3.5).numpy().tobytes())
+    target = torch.zeros((), dtype=torch.float64)
+    with open(tmp_path / "a.bin", "rb", buffering=0) as file:
+        storage._read_box(file, Chunk(offsets=(), sizes=(), file="a.bin", start=0, bytes=4), torch.float32, (), (), target)
+    assert target.item() == 3.5
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_large_part_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is heard of, the hash is that of the file, and a file system that takes no hints takes the pieces."""
+
+    def refused(*args: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(storage, "PIECE", 1000)
+    monkeypatch.setattr(os, "posix_fadvise", refused)
+    heard: list[int] = []
+    writer = Writer(tmp_path, 0, lambda: heard.append((tmp_path / "rank-00000.bin").stat().st_size))
+    write_tensors({"a": torch.arange(700.0), "b": torch.arange(3.0)}, storage_writer=writer, planner=TensorSavePlanner(), no_dist=True)
+    assert heard in ([1000, 2000, 2800, 2816, 2828], [12, 64, 1064, 2064, 2864])
+    (file,) = writer.files
+    content = (tmp_path / file.path).read_bytes()
+    assert (file.bytes, file.xxh128) == (len(content), xxhash.xxh3_128_hexdigest(content))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 from pathlib import Path
@@ -9,7 +11,13 @@ from typing import Any
 
 import pytest
 
+from trainkit.base.errors import TrainkitError
+from trainkit.train import heartbeat
 from trainkit.train.heartbeat import Heartbeat
+
+
+def full(path: Path, text: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def test_beats_are_whole_files_at_most_two_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +45,43 @@ def test_beats_are_whole_files_at_most_two_a_second(tmp_path: Path, monkeypatch:
     beats.beat("done", 9)
     assert said()["phase"] == "done"
     assert [p.name for p in path.parent.iterdir()] == ["0.json"]
+
+
+def test_a_full_disk_has_room_for_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the last beat stands. A run that has done everything must not end as a failed one."""
+    path = tmp_path / "0.json"
+    beats = Heartbeat(path, rank=3)
+    beats.beat("save", 123456)
+    longest = path.stat().st_size
+    monkeypatch.setattr(heartbeat, "write_text", full)
+    beats.beat("done", 7)
+    said = json.loads(path.read_text())
+    assert (said["phase"], said["step"]) == ("done", 7) and path.stat().st_size == longest
+
+
+def test_the_last_word_is_whole_where_the_disk_takes_it_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parts(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:7])
+
+    path = tmp_path / "0.json"
+    beats = Heartbeat(path, rank=3)
+    beats.beat("save", 123456)
+    monkeypatch.setattr(heartbeat, "write_text", full)
+    monkeypatch.setattr(heartbeat, "open", lambda path, mode, buffering: Parts(path, mode), raising=False)
+    beats.beat("done", 7)
+    assert json.loads(path.read_text())["phase"] == "done"
+
+
+def test_where_nothing_can_be_written_training_goes_on_to_the_last_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    beats = Heartbeat(tmp_path / "file/0.json", rank=3)
+    for phase in ("train", "eval", "save"):
+        beats.beat(phase, 7)
+    assert capsys.readouterr().err.count("WARNING: no heartbeat") == 1
+    with pytest.raises(TrainkitError, match="training is done and its checkpoint saved, but rank 3 could not say so") as error:
+        beats.beat("done", 7)
+    assert error.value.exit == 10
 
 
 def test_nobody_watches() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from trainkit.base.errors import TrainkitError
-from trainkit.base.locks import locked
+from trainkit.base.locks import Busy, locked
 from trainkit.jobs.schema import Checkpoint as Keep
 from trainkit.runs.checkpoints import (
     MANIFEST,
@@ -35,6 +35,8 @@ from trainkit.runs.checkpoints import (
     open_checkpoint,
     pin,
     prune,
+    set_aside_in,
+    step_of,
     valid_by_size,
     verify,
     why_kept,
@@ -90,6 +92,22 @@ def test_what_was_pinned_at_the_last_moment_stays(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(Path, "rename", pinned_meanwhile)
     assert prune(tmp_path, Keep(keep_last=1), 2) == [] and steps_in(tmp_path) == [1, 2]
+
+
+def test_one_that_cannot_be_looked_at_does_not_end_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    stat = Path.stat
+
+    def fails(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if self.name == "rank-00000.bin" and self.parent.name == "step-00000001":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return stat(self, follow_symlinks=follow_symlinks)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "stat", fails)
+        assert prune(tmp_path, Keep(keep_last=1), 3) == [2]
+    assert steps_in(tmp_path) == [1, 3]
 
 
 def test_how_closely_is_looked() -> None:
@@ -175,6 +193,91 @@ def test_what_cannot_be_deleted_is_told_and_costs_no_save(tmp_path: Path, monkey
     monkeypatch.setattr(checkpoint, "remove", busy)
     save(tmp_path, 2)
     assert steps_in(tmp_path) == [2] and stale.exists() and f"WARNING: {stale}" in capsys.readouterr().err
+
+
+def flip(folder: Path) -> None:
+    """Sizes stay right."""
+    data = folder / "rank-00000.bin"
+    data.write_bytes(bytes([data.read_bytes()[0] ^ 1]) + data.read_bytes()[1:])
+
+
+def test_what_was_passed_over_pushes_out_nothing_whole(tmp_path: Path) -> None:
+    """Step 8 was saved before a stop and is rotten; its sizes are right. Training goes on from 6, and 9 is saved: the newest two are 6 and 9."""
+    for step in (6, 8):
+        save(tmp_path, step, loss=1.0 / step)
+    flip(folder_of(tmp_path, 8))
+    told: list[str] = []
+    found = checkpoint.newest_valid_together(tmp_path, "full", told.append)
+    assert found is not None and found.manifest.step == 6
+    (tmp_path / "step-x.damaged").mkdir()  # not ours
+    (aside,) = set_aside_in(tmp_path)
+    assert step_of(aside) == 8 and f"is now {aside.name}" in told[1] and "passed over: " in told[0]
+    save(tmp_path, 9)
+    assert prune(tmp_path, Keep(keep_last=2, keep_best=1), 9) == [] and steps_in(tmp_path) == [6, 9]
+    assert (aside / MANIFEST).is_file()
+    save(tmp_path, 10)  # which deletes what is unfinished, not what is damaged
+    assert aside.exists()
+
+
+def test_where_none_is_whole_nothing_is_set_aside(tmp_path: Path) -> None:
+    """Else the next `resume` would find none at all, and begin anew."""
+    for step in (6, 8):
+        save(tmp_path, step)
+        flip(folder_of(tmp_path, step))
+    for _ in range(2):
+        with pytest.raises(TrainkitError, match="none of the 2 checkpoints"):
+            checkpoint.newest_valid_together(tmp_path, "full", print)
+
+
+def test_what_is_damaged_stays_where_publishing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was all there was of that step: a person may mend it."""
+    save(tmp_path, 3)
+    flip(folder_of(tmp_path, 3))
+    rotten = (folder_of(tmp_path, 3) / "rank-00000.bin").read_bytes()
+
+    def fails(temporary: Path, target: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint, "publish_folder", fails)
+        with pytest.raises(NotSaved, match="Input/output error"):
+            save(tmp_path, 3, value=2.0)
+    (aside,) = set_aside_in(tmp_path)
+    assert (aside / "rank-00000.bin").read_bytes() == rotten
+    save(tmp_path, 3, value=2.0)
+    assert verify(folder_of(tmp_path, 3)) == [] and aside.exists()
+
+
+def test_a_pipe_in_the_manifests_place_keeps_nobody_waiting(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    (folder_of(tmp_path, 2) / MANIFEST).unlink()
+    os.mkfifo(folder_of(tmp_path, 2) / MANIFEST)
+    assert verify(folder_of(tmp_path, 2)) == [f"{MANIFEST} is no file"]
+    found = checkpoint.newest_valid_together(tmp_path, "full", print)
+    assert found is not None and found.manifest.step == 1
+
+
+def test_an_evaluation_made_later_is_written_down(tmp_path: Path) -> None:
+    """But not into what lies behind a link: it is another run's."""
+    save(tmp_path / "run", 4)
+    checkpoint.note_evaluation(tmp_path / "run", 4, {"valid": 1.5})
+    manifest = open_checkpoint(folder_of(tmp_path / "run", 4)).manifest
+    assert (manifest.validation, manifest.state) == ({"valid": 1.5}, {"evaluation_due": False}) and verify(folder_of(tmp_path / "run", 4)) == []
+    folder_of(tmp_path, 4).symlink_to(folder_of(tmp_path / "run", 4))
+    checkpoint.note_evaluation(tmp_path, 4, {"valid": 2.5})
+    assert open_checkpoint(folder_of(tmp_path, 4)).manifest.validation == {"valid": 1.5}
+    with locked(tmp_path / LOCK, {"host": "other"}), pytest.raises(NotSaved, match="'host': 'other'"):
+        checkpoint.note_evaluation(tmp_path, 4, {})
+
+
+def test_a_full_disk_has_no_room_for_the_holders_words_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int, data: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with locked(tmp_path / LOCK, {"host": "a"}), pytest.raises(Busy), locked(tmp_path / LOCK, {"host": "b"}, wait=False):
+        pass
 
 
 def test_two_writers_without_a_lock_share_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,10 +396,12 @@ def test_staged_copies_are_copies_in_the_same_room() -> None:
     tensors = {"a": torch.ones(3), "b": Shards({(0, 0): whole[:2], (3, 0): whole[3:]}, (4, 3), torch.float32)}
     staging = Staging()
     first = staging.copy(tensors)
+    staging.taken()
     rooms = [first["a"].data_ptr(), *(part.data_ptr() for part in first["b"].parts.values())]  # type: ignore[attr-defined]
     whole.add_(1)
     assert first["b"].parts[3, 0].tolist() == [[9.0, 10.0, 11.0]]  # type: ignore[attr-defined]
     second = staging.copy(tensors)
+    staging.wait()
     assert rooms == [second["a"].data_ptr(), *(part.data_ptr() for part in second["b"].parts.values())]  # type: ignore[attr-defined]
     assert second["b"].parts[3, 0].tolist() == [[10.0, 11.0, 12.0]] and staging.bytes == 4 * (3 + 9)  # type: ignore[attr-defined]
 

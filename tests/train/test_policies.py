@@ -98,6 +98,16 @@ def test_rollback_goes_on_after_the_bad_batch(ranks: list[dict[str, Any]]) -> No
     assert "max_rollbacks 2 are used up" in ranks[0]["used-up"]["error"] and ranks[0]["used-up"]["code"] == 9
 
 
+def test_a_row_tells_of_skipped_steps_whoever_writes_it(ranks: list[dict[str, Any]]) -> None:
+    rows = training_rows(ranks[0]["unlogged"])
+    assert [(r["step"], r["skipped_iterations"], r["nan_iterations"], r["rollbacks"]) for r in rows] == [(5, 2, 2, 1), (10, 0, 0, 1)]
+
+
+def test_a_full_disk_does_not_hide_what_ended_the_run(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["full"]["code"] == 9 and "step 6: lm loss" in rank["full"]["error"]
+
+
 def test_a_device_that_answers_a_step_late(ranks: list[dict[str, Any]]) -> None:
     """As on CUDA: one more step is under way when a bad one is found. It is undone with it, and nothing bad is ever saved."""
     found = ranks[0]["late-rollback"]

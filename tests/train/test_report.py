@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from tests.train.support import new_run, tiny_job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 from trainkit.runs.summary import summarize
+from trainkit.runs.windows import Window, find_window, path_of
 from trainkit.train.report import Reporter, finite, log_line
 
 ROW: dict[str, Any] = {
@@ -169,3 +174,42 @@ def test_a_report_sums_up(run: RunFolder, tmp_path: Path) -> None:
     run.metrics.write_text('{"step": 1, "lm_loss": 1.0, "elapsed_ms": 1.0, "tokens_per_second": 3.0, "consumed_samples": 8}\n')  # an older one
     report = summarize(run).to_json()
     assert (report["tokens_per_second"], report["model_tflops"], report["mfu"], report["nan_iterations"]) == (3.0, None, None, 0)
+
+
+def test_files_that_cannot_be_opened_now_are_opened_later(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TensorBoard's and that of windows, as on a disk that is full when a run goes on; what was taken back of them stays so."""
+    reporter = Reporter(run, tiny_job(1, tmp_path), -1)
+    for step in (1, 2, 3):
+        reporter.step({**ROW, "step": step})
+    reporter.close()
+    shutil.move(run.tensorboard, tmp_path / "elsewhere")
+    run.tensorboard.touch()
+    path_of(run).mkdir()
+    reporter = Reporter(run, tiny_job(1, tmp_path), 2)
+    for step in (3, 4):
+        reporter.begins(Window(step, 8 * step, 8))
+        reporter.step({**ROW, "step": step})
+    run.tensorboard.unlink()
+    shutil.move(tmp_path / "elsewhere", run.tensorboard)
+    path_of(run).rmdir()
+    reporter.sync()
+    reporter.begins(Window(5, 40, 8))
+    reporter.step({**ROW, "step": 5})
+    reporter.close()
+    errors = capsys.readouterr().err
+    assert errors.count("TensorBoard's files cannot be written") == 1 and errors.count("samples of step 3 cannot be noted") == 1
+    assert [step for step, _ in board(run)["lm loss"]] == [1, 2, 5]
+    assert find_window(run, 5) == (5, 40, 8) and len(rows(run)) == 5
+
+
+def test_what_ended_a_run_is_not_hidden_by_a_full_disk(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for failed in (True, False):
+        reporter = Reporter(run, tiny_job(1, tmp_path), -1)
+        reporter.step(ROW)
+        expected = contextlib.nullcontext() if failed else pytest.raises(OSError, match="No space left")
+        with monkeypatch.context() as broken, expected:
+            broken.setattr(os, "fsync", full)
+            reporter.close(failed=failed)

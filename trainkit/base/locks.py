@@ -14,6 +14,8 @@ from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 class Busy(Exception):
     """The lock is held; `holder` is what its holder wrote about itself (empty if it wrote nothing yet)."""
@@ -63,7 +65,8 @@ def locked(path: Path, holder: dict[str, Any], *, wait: bool = True, on_wait: Ca
     Raises:
         Busy: somebody else holds it.
         NoLocks: the file system knows no locks.
-        OSError: as the disk does, until it is held; what it does not take of letting go is of no account, the kernel frees the lock.
+        OSError: as the disk does, until it is held; a full one has no room for the holder's words, and locks. What it does not take of letting go is of
+            no account, the kernel frees the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -78,8 +81,12 @@ def locked(path: Path, holder: dict[str, Any], *, wait: bool = True, on_wait: Ca
                 on_wait(current)
             _flock(handle, path, fcntl.LOCK_EX)
         words = {"pid": os.getpid(), "since": time.time(), **holder}
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(words).encode(), 0)
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps(words).encode(), 0)
+        except OSError as error:
+            if error.errno not in FULL:  # who waits will not know for whom; the lock holds
+                raise
         yield
         with contextlib.suppress(OSError):
             os.ftruncate(handle, 0)

@@ -14,13 +14,13 @@ from trainkit.cli.after import warn_of_another_tokenizer
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
-from trainkit.runs.checkpoints import Damaged, finished, open_checkpoint, pin, step_of, valid_by_size, verify, why_kept
+from trainkit.runs.checkpoints import Damaged, finished, open_checkpoint, pin, set_aside_in, step_of, valid_by_size, verify, why_kept
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import find_run
 
 
 def _rows(run: RunFolder, *, hashes: bool) -> list[dict[str, Any]]:
-    """A row of every folder that was published, oldest first."""
+    """A row of every folder that was published, oldest first; then of those that were set aside."""
     found = valid_by_size(run.checkpoints)
     newest = found[-1].manifest.step if found else 0
     reasons, rows = why_kept(found, read_job(run.job).checkpoint, newest), []
@@ -34,6 +34,9 @@ def _rows(run: RunFolder, *, hashes: bool) -> list[dict[str, Any]]:
         except Damaged as damaged:
             row["problems"] = damaged.problem_list
         rows.append(row | {"checked": "full" if hashes else "size"})
+    for folder in set_aside_in(run.checkpoints):
+        row = {"step": step_of(folder), "folder": str(folder), "bytes": None, "layout": {}, "validation": {}, "kept": []}
+        rows.append(row | {"problems": [f"damaged; set aside as {folder.name}"], "checked": "size"})
     return rows
 
 

@@ -45,7 +45,7 @@ CHANGEABLE = (
     "training.eval_interval",
     "training.eval_iters",
     "training.save_interval",
-    *(f"checkpoint.{name}" for name in ("keep_last", "keep_every", "keep_best", "verify", "save_async")),
+    *(f"checkpoint.{name}" for name in ("keep_last", "keep_every", "keep_best", "verify", "save_async", "save_first")),
     "generate.prompt",
     "generate.max_new_tokens",
 )

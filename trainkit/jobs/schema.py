@@ -96,6 +96,7 @@ class Checkpoint(Table):
         "full", description="what is looked at before one is read: sizes always; sample: the hash of one file in 8; full: of every file, each by one rank"
     )
     save_async: bool = Field(False, description="write while training goes on, from a copy in host memory: 12 bytes for every parameter that a rank holds")
+    save_first: bool = Field(False, description="write one of step 0 before a new run's first step: a disk that does not take it ends the run then (exit 10)")
     filesystem: str | None = Field(None, description="which of the cluster's filesystems they go to; by default its only one")
 
 

@@ -35,7 +35,7 @@ def checkpoints_on_disk(job: Job, rules: Rules) -> int:
     """The most that lie there at once: what checkpoint.keep_* keep and the one being written; all of them where the engine deletes none."""
     written, keep = checkpoints_written(job.training), job.checkpoint
     for_ever = job.training.train_iters // math.lcm(keep.keep_every, job.training.save_interval or 1) if keep.keep_every else 0
-    return min(written, keep.keep_last + 1 + keep.keep_best + for_ever) if rules.deletes_old else written
+    return min(written + keep.save_first, keep.keep_last + 1 + keep.keep_best + for_ever) if rules.deletes_old else written
 
 
 def filesystem_of(job: Job) -> tuple[str, Filesystem] | None:

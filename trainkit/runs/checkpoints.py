@@ -26,12 +26,22 @@ MANIFEST = "manifest.json"
 PINNED = "pinned"  # a file of this name in a checkpoint's folder: it stays
 FINISHED = re.compile(r"step-(\d{8,})")
 UNFINISHED = ".tmp"
+ASIDE = ".damaged"  # what stood in a checkpoint's place and was none: it neither counts nor goes, a person may want to look
 ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}  # bytes of an element by dtype
 SAMPLED = 8  # verify = "sample" hashes one file of so many
 Numbers = tuple[NonNegativeInt, ...]
 Verify = Literal["size", "sample", "full"]
-COUNTS = {"optimizer_steps", "growth_tracker", "hysteresis_tracker", "guard_seen", "guard_skipped_in_a_row", "rollbacks"}  # whole numbers of `state`
+COUNTS = {  # whole numbers of `state`
+    "optimizer_steps",
+    "growth_tracker",
+    "hysteresis_tracker",
+    "guard_seen",
+    "guard_skipped_in_a_row",
+    "rollbacks",
+    "unlogged_skipped",
+    "unlogged_nan",
+}
 
 
 class Form(BaseModel):
@@ -131,9 +141,19 @@ def unfinished(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
 
+def set_aside(folder: Path) -> Path:
+    """Rename what is damaged, so that nobody takes it for a checkpoint again; returns where it is now. Raises OSError as the disk does."""
+    return folder.rename(folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{ASIDE}"))
+
+
+def set_aside_in(checkpoints: Path) -> list[Path]:
+    """What was set aside, oldest step first."""
+    return sorted((p for p in checkpoints.glob(f"step-*{ASIDE}") if FINISHED.fullmatch(p.name.partition(".")[0])), key=step_of)
+
+
 def step_of(folder: Path) -> int:
-    """The step that the name of a published folder says."""
-    return int(folder.name[5:])
+    """The step that the name of a published folder says, or of one that was set aside."""
+    return int(folder.name[5:].partition(".")[0])
 
 
 def finished(checkpoints: Path) -> list[Path]:
@@ -144,11 +164,23 @@ def finished(checkpoints: Path) -> list[Path]:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read and check a checkpoint's manifest, and its files' sizes. Raises Damaged with all that is wrong."""
+    return checked(folder, read_manifest(folder))
+
+
+def read_manifest(folder: Path) -> bytes:
+    """Raises Damaged where there is none."""
     try:
-        content = (folder / MANIFEST).read_bytes()
-        manifest = Manifest.model_validate_json(content)
+        if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
+            raise Damaged(folder, [f"{MANIFEST} is no file"])  # of a pipe one would wait for ever
+        return (folder / MANIFEST).read_bytes()
     except OSError as error:
         raise Damaged(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
+
+
+def checked(folder: Path, content: bytes) -> Checkpoint:
+    """A folder whose manifest has this content and fits its files' sizes. Raises Damaged with all that is wrong."""
+    try:
+        manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         raise Damaged(folder, [f"{MANIFEST}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]) from None
     problems = [*_manifest_problems(folder, manifest, content), *file_problems(folder, manifest), *_tensor_problems(manifest)]
@@ -242,25 +274,32 @@ def _xxh128(path: Path) -> str:
     return digest.hexdigest()
 
 
-def verify(folder: Path, how: Verify = "full", part: slice = slice(None)) -> list[str]:
-    """Everything wrong with a checkpoint, an empty list if nothing is. Manifest and sizes are always looked at, hashes as `how` says, of that `part` of the
-    files."""
+def open_whole(folder: Path, how: Verify = "full") -> Checkpoint:
+    """A checkpoint whose manifest and sizes are right, and the hashes that `how` asks for. Raises Damaged with all that is wrong."""
+    found = open_checkpoint(folder)
+    if problems := wrong_hashes(folder, files_to_hash(found.manifest, how)):
+        raise Damaged(folder, problems)
+    return found
+
+
+def verify(folder: Path, how: Verify = "full") -> list[str]:
+    """Everything wrong with a checkpoint, an empty list if nothing is."""
     try:
-        manifest = open_checkpoint(folder).manifest
+        open_whole(folder, how)
     except Damaged as damaged:
         return damaged.problem_list
-    return wrong_hashes(folder, files_to_hash(manifest, how)[part])
+    return []
 
 
 def newest_valid(
-    checkpoints: Path, on_damage: Callable[[str], None], wrong: Callable[[Path], list[str]] = verify, folders: list[Path] | None = None
+    checkpoints: Path, on_damage: Callable[[str], None], opened: Callable[[Path], Checkpoint] = open_whole, folders: list[Path] | None = None
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, None where there is none at all.
 
     Args:
         checkpoints: the run's folder of checkpoints; unfinished ones in it are not looked at.
         on_damage: told of every newer checkpoint that had to be passed over.
-        wrong: what is wrong with one; by default every file is hashed here.
+        opened: opens one, or raises Damaged; by default every file is hashed here.
         folders: which there are, oldest first; by default all that are finished.
 
     Raises:
@@ -268,9 +307,10 @@ def newest_valid(
     """
     folders = finished(checkpoints) if folders is None else folders
     for folder in reversed(folders):
-        if not (problems := wrong(folder)):
-            return open_checkpoint(folder)
-        on_damage(Damaged(folder, problems).message)
+        try:
+            return opened(folder)
+        except Damaged as damaged:
+            on_damage(damaged.message)
     if folders:
         raise TrainkitError(
             f"none of the {len(folders)} checkpoints in {checkpoints} is valid",
@@ -281,12 +321,15 @@ def newest_valid(
 
 
 def valid_by_size(checkpoints: Path) -> list[Checkpoint]:
-    """Those whose manifest and sizes are right, oldest first: what retention goes by. Hashes would cost reading everything."""
+    """Those whose manifest and sizes are right, oldest first: what retention goes by. Hashes would cost reading everything.
+
+    One that cannot be looked at neither counts nor goes: else retention would end with it, and the disk be full some day.
+    """
     found = []
     for folder in finished(checkpoints):
         try:
             found.append(open_checkpoint(folder))
-        except Damaged:
+        except (Damaged, OSError):
             continue
     return found
 
@@ -332,6 +375,17 @@ def prune(checkpoints: Path, keep: Keep, newest: int) -> list[int]:
         remove(going)
         gone.append(c.manifest.step)
     return gone
+
+
+def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) -> None:
+    """The manifest of this step's checkpoint said that its evaluation is due; say that it was made, and what losses it found.
+
+    What lies behind a link is not this run's and stays as it is. To be called under the lock of writers. Raises Damaged, and OSError as the disk does.
+    """
+    folder = folder_of(checkpoints, step)
+    if not folder.is_symlink():
+        manifest = open_checkpoint(folder).manifest
+        manifest.model_copy(update={"state": {**manifest.state, "evaluation_due": False}, "validation": validation}).write(folder)
 
 
 def pin(checkpoints: Path, step: int, *, pinned: bool) -> None:

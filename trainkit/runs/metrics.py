@@ -34,12 +34,14 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def cut(path: Path, step: int) -> None:
-    """Take back the rows of steps after `step`, and what is torn, so that a resumed run writes them anew. Whole or not at all."""
+    """Take back the rows of steps after `step`, and what is torn, so that a resumed run writes them anew. Whole or not at all.
+
+    It is another file then, even where nothing is taken back: what an attempt that was taken for dead still writes goes to nobody.
+    """
     kept = [line + b"\n" for line in _whole_lines(path) if (row := _parse(line)) is not None and row["step"] <= step]
-    content = b"".join(kept)
-    if path.exists() and path.stat().st_size != len(content):
+    if path.exists():
         with atomic_open(path) as file:
-            file.write(content)
+            file.write(b"".join(kept))
 
 
 class MetricsTail:

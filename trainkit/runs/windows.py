@@ -32,17 +32,20 @@ def path_of(run: RunFolder) -> Path:
 
 
 class Windows:
-    """Notes windows; rank 0's. Raises OSError where the file cannot be opened."""
+    """Notes windows; rank 0's."""
 
     def __init__(self, run: RunFolder) -> None:
-        self._handle = os.open(path_of(run), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._path, self._handle = path_of(run), -1
 
     def note(self, window: Window) -> None:
-        """A step begins. Costs a few microseconds; raises OSError as the disk does."""
+        """A step begins. Costs a few microseconds; raises OSError as the disk does, and the next one tries again."""
+        if self._handle < 0:
+            self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         os.pwrite(self._handle, RECORD.pack(*window), window.step % SLOTS * RECORD.size)
 
     def close(self) -> None:
-        os.close(self._handle)
+        if self._handle >= 0:
+            os.close(self._handle)
 
 
 def find_window(run: RunFolder, step: int) -> Window | None:

@@ -25,17 +25,25 @@ import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove
 from trainkit.base.locks import Busy, locked
+from trainkit.runs import checkpoints as manifests
 from trainkit.runs.checkpoints import (
     UNFINISHED,
     Checkpoint,
+    Damaged,
     Manifest,
     Verify,
+    checked,
     file_problems,
+    files_to_hash,
     finished,
     folder_of,
     newest_valid,
+    read_manifest,
+    set_aside,
+    step_of,
     unfinished,
     verify,
+    wrong_hashes,
 )
 from trainkit.train.storage import DTYPE_NAMES, Reader, TensorLoadPlanner, TensorSavePlanner, Writer
 
@@ -118,7 +126,8 @@ def _publish(temporary: Path, target: Path, manifest: Manifest) -> None:
         if not verify(target):
             words = f"{target} was written by another process while this one trained: two of them train one run"
             raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; what the other has written is whole")
-        remove(target)
+        aside = set_aside(target)
+        print(f"WARNING: {target} was damaged; it is now {aside.name}", file=sys.stderr, flush=True)
     publish_folder(temporary, target)
 
 
@@ -178,6 +187,15 @@ def _write(writer: Writer, tensors: Mapping[str, Tensor], group: dist.ProcessGro
         raise (NotSaved if disk else RuntimeError)(words) from error
 
 
+def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) -> None:
+    """As that of runs/checkpoints.py, under the lock; this process alone. Raises TrainkitError and OSError."""
+    try:
+        with locked(checkpoints / LOCK, {"host": os.uname().nodename}, wait=False):
+            manifests.note_evaluation(checkpoints, step, validation)
+    except Busy as busy:
+        raise NotSaved(str(busy)) from None
+
+
 def _first_failure(error: CheckpointException, what: str) -> tuple[str, bool]:
     """(which rank met what, whether disks are to blame for all of it)."""
     rank, (reason, _) = next(iter(error.failures.items()))
@@ -185,20 +203,47 @@ def _first_failure(error: CheckpointException, what: str) -> tuple[str, bool]:
 
 
 def newest_valid_together(checkpoints: Path, how: Verify, tell: Callable[[str], None]) -> Checkpoint | None:
-    """What `newest_valid` finds, by all ranks together: each hashes its share of the files that `how` asks for, and reads the manifest it will load by.
+    """What `newest_valid` finds, by all ranks together, which have one view of it: rank 0 reads the manifest and looks at the sizes, all others load by what
+    it has read. Of the files that `how` asks for each rank hashes its share.
 
-    `tell` is told on rank 0 of what was passed over. Raises TrainkitError (exit 16) on all ranks where there are checkpoints and none is whole.
+    `tell` is told on rank 0 of what was passed over. Where another one was found, that is set aside: it may look whole to whoever does not read it, and
+    must not push out what is. Raises TrainkitError (exit 16) on all ranks where there are checkpoints and none is whole.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    there: list[list[Path]] = [finished(checkpoints) if rank == 0 else []]
+    there: list[list[Path]] = [finished(checkpoints) if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(there, src=0)
+    on_damage = (lambda words: tell(f"passed over: {words}")) if dist.get_rank() == 0 else lambda words: None
+    found = newest_valid(checkpoints, on_damage, partial(_open_together, how=how), there[0])
+    for folder in there[0]:
+        if found and dist.get_rank() == 0 and step_of(folder) > found.manifest.step:
+            try:
+                tell(f"{folder} is now {set_aside(folder).name}")
+            except OSError as error:
+                tell(f"{folder} could not be renamed: {error}")
+    return found
 
-    def wrong(folder: Path) -> list[str]:
-        found: list[list[str]] = [[] for _ in range(size)]
-        dist.all_gather_object(found, verify(folder, how, slice(rank, None, size)))
-        return list(dict.fromkeys(problem for problems in found for problem in problems))
 
-    return newest_valid(checkpoints, tell if rank == 0 else lambda words: None, wrong, there[0])
+def _open_together(folder: Path, how: Verify) -> Checkpoint:
+    """Raises Damaged on all ranks, with what any of them found."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    read: list[tuple[bytes, list[str]]] = [(b"", [])]
+    if rank == 0:
+        try:
+            read = [(content := read_manifest(folder), [])]
+            checked(folder, content)
+        except Damaged as damaged:
+            read = [(b"", damaged.problem_list)]
+        except OSError as error:
+            read = [(b"", [str(error)])]
+    dist.broadcast_object_list(read, src=0)
+    content, problems = read[0]
+    if problems:
+        raise Damaged(folder, problems)
+    manifest = Manifest.model_validate_json(content)
+    found: list[list[str]] = [[] for _ in range(size)]
+    dist.all_gather_object(found, wrong_hashes(folder, files_to_hash(manifest, how)[rank::size]))
+    if problems := [problem for of_rank in found for problem in of_rank]:
+        raise Damaged(folder, problems)
+    return Checkpoint(folder, manifest)
 
 
 def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]] | None = None) -> None:

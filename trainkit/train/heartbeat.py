@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import temporary_name, write_text
 from trainkit.base.forms import document
 
@@ -33,13 +34,16 @@ class Heartbeat:
         self._first: int | None = None
         self._last = 0.0
         self._failed = False
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
 
     @property
     def nothing_new(self) -> bool:
         """Whether nothing was trained yet that a checkpoint could hold: from the start through the first step, with its compilation."""
         return self._first is None or self.step <= self._first
+
+    @property
+    def leaves(self) -> bool:
+        """Whether a rank that was told to stop may leave as it stands: there is nothing new, and it is not saving what a run begins with."""
+        return self.nothing_new and self.phase != "save"
 
     def saved(self, seconds: float) -> None:
         """A save took so long; the next beat tells."""
@@ -62,10 +66,11 @@ class Heartbeat:
             return
         text = json.dumps(document("heartbeat/1", rank=self.rank, pid=os.getpid(), step=step, phase=phase, time=now, save_seconds=self.save_seconds))
         if phase == "done":
-            write_text(self.path, text)
+            self._say_done(self.path, text)
             return
         temporary = temporary_name(self.path)
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(text)
             temporary.replace(self.path)
         except OSError as error:  # training matters more than being watched
@@ -74,3 +79,18 @@ class Heartbeat:
             self._failed = True
             with contextlib.suppress(OSError):
                 temporary.unlink()
+
+    def _say_done(self, path: Path, text: str) -> None:
+        """Durable. A full disk has room for it where the last beat stands. Raises TrainkitError (exit 10): nobody would know that this rank has succeeded."""
+        try:
+            try:
+                write_text(path, text)
+            except OSError:
+                with open(path, "r+b", buffering=0) as file:
+                    rest = text.encode().ljust(os.fstat(file.fileno()).st_size)
+                    while rest:  # torn, a run that has succeeded would count as failed
+                        rest = rest[file.write(rest) :]
+                    os.fsync(file.fileno())
+        except OSError as error:
+            words = f"training is done and its checkpoint saved, but rank {self.rank} could not say so in {path}: {error}"
+            raise TrainkitError(words, exit=Exit.RANK_INFRA, hint="make room or mend the file system; `resume` then finds nothing left to do") from error

@@ -95,15 +95,16 @@ class Trainer:
         self.step = self.consumed_samples = self.rollbacks = 0
         self.evaluation_due = True  # the next thing to do at this step
         self.validation: dict[str, float] = {}  # losses measured at this step (rank 0)
+        self.since, self.said_compiled = SinceLog(), False
         self.saver = Saver(job.checkpoint, run.checkpoints, heartbeat.saved, heartbeat.again)
-        if not self._load_newest():
+        self.begins = not self._load_newest()
+        if self.begins:
             begin_weights(job, self.parts)
         self.readback: Readback[StepFacts] = Readback(self.device)
         self.utilization = Utilization(job, vocab, self.device)
         self.memory = Memory(self.maker.parameters, self.maker.optimizer.state_tensors().values(), self.device)
         self.profiler = StepProfiler(job.profile, world.rank, run.path / "profile")
         self.reporter = Reporter(run, job, self.step or -1, evaluated=not self.evaluation_due) if world.rank == 0 else None
-        self.since, self.said_compiled = SinceLog(), False
 
     def _load_newest(self) -> bool:
         """Go on from the newest valid checkpoint; returns whether there is one."""
@@ -116,26 +117,33 @@ class Trainer:
         self.step, self.consumed_samples = saved.manifest.step, saved.manifest.consumed_samples
         self.evaluation_due = bool(saved.manifest.state.get("evaluation_due", False))
         self.rollbacks = int(saved.manifest.state.get("rollbacks", 0))
+        self.since = SinceLog(skipped=int(saved.manifest.state.get("unlogged_skipped", 0)), nan=int(saved.manifest.state.get("unlogged_nan", 0)))
         return True
 
     def train(self) -> Exit:
         """Train to the last step. Returns DONE, or PREEMPTED when told to stop: then the checkpoint of the step reached exists."""
+        failed = True
         try:
             self.since.began = time.perf_counter()
             self._train()
+            failed = False
         finally:
             self.saver.close()
             for feed in (self.train_feed, *self.valid_feeds.values()):
                 feed.close()
             self.profiler.close()
             if self.reporter:
-                self.reporter.close()
+                self.reporter.close(failed=failed)
         return Exit.DONE if self.step >= self.job.training.train_iters and not self.evaluation_due else Exit.PREEMPTED
 
     def _train(self) -> None:
         """Steps, evaluations and checkpoints, to the last step or until told to stop."""
         t = self.job.training
-        stopping = self.evaluation_due and not self.evaluate()
+        stopping = self._save_first()
+        due = self.evaluation_due and not stopping
+        stopping = stopping or (due and not self.evaluate())
+        if due and not stopping:
+            self._note_evaluation()
         while self.step < t.train_iters and not stopping:
             self.train_step()
             last = self.step == t.train_iters
@@ -156,6 +164,14 @@ class Trainer:
                 stopping = stopping or self.told()  # it takes long; nobody waits for another step
         self.saver.finish(last=True)
 
+    def _save_first(self) -> bool:
+        """Where the job wants it, the checkpoint that a run begins with: before the first evaluation, for that may be the first to compile. Returns whether
+        any rank was told to stop meanwhile. Raises NotSaved: on such a disk it would be in vain to train."""
+        if not (self.begins and self.job.checkpoint.save_first):
+            return False
+        self.save(last=True)
+        return self.told()
+
     def told(self) -> bool:
         """Whether any rank was told to stop, asked by all together where the next step is far. Nothing waits for the device."""
         ranks = torch.tensor(int(self.stop.is_set()))
@@ -171,7 +187,7 @@ class Trainer:
         samples = global_batch_size(self.job, self.consumed_samples)
         if self.reporter:
             self.reporter.begins(Window(self.step + 1, self.consumed_samples, samples))
-        values = self.maker.run(self.train_feed.read(self.consumed_samples, samples), samples, self.stop.is_set())
+        values = self.maker.run(self.train_feed.read(self.consumed_samples, samples), samples, self.stop.is_set(), self._before_update)
         if self.job.training.compile and self.reporter and not self.said_compiled:
             print(f"compiled: {compile_cache_counts()}", flush=True)
             self.said_compiled = True
@@ -179,6 +195,12 @@ class Trainer:
         self.step += 1
         self.consumed_samples += samples
         self.readback.push(StepFacts(self.step, self.consumed_samples, samples), values)
+
+    def _before_update(self) -> None:
+        """What is saved behind training was copied beside forward and backward so far, and may not be any more when the weights change."""
+        if self.saver.copying:
+            with self.timers("checkpoint"):
+                self.saver.taken()
 
     def settle(self, *, all: bool = False) -> bool:
         """Log and judge the steps whose numbers are due; with `all` every one. Returns whether any rank was told to stop.
@@ -222,15 +244,16 @@ class Trainer:
         self.timers.forget()
         self.heartbeat.beat("load", self.step)
         if self.reporter:
-            self.reporter.close()
+            self.reporter.close(failed=True)  # later rows than the checkpoint's are taken back
             self.reporter = None
         if not self._load_newest():
             raise TrainkitError(f"{why}; there is no checkpoint to roll back to", exit=Exit.RANK_USER, hint="set training.save_interval, or on_nan = 'skip'")
         self.consumed_samples, self.rollbacks, self.evaluation_due = position, rollbacks + 1, False
         if self.world.rank == 0:
             print(f"WARNING: {why}; rolled back to step {self.step}, going on with sample {position}", file=sys.stderr, flush=True)
-            self.reporter = Reporter(self.run, self.job, self.step or -1)
-        self.since = SinceLog(began=time.perf_counter(), skipped=1, nan=int(why.nan))  # the next row tells of it: its own is taken back
+            self.reporter = Reporter(self.run, self.job, self.step)
+        self.since.began = time.perf_counter()
+        self.since.skipped, self.since.nan = self.since.skipped + 1, self.since.nan + why.nan  # the next row tells of it: its own is taken back
 
     def _log(self, facts: StepFacts, values: StepValues) -> None:
         """Add a step up, and report it where the interval says so."""
@@ -296,6 +319,15 @@ class Trainer:
         self.since.began += time.perf_counter() - began
         return not self.evaluation_due
 
+    def _note_evaluation(self) -> None:
+        """The checkpoint that training went on from said that this evaluation is due: whoever goes on from it again finds it made."""
+        if self.reporter and self.step:
+            try:
+                self.reporter.sync()
+                checkpoint.note_evaluation(self.run.checkpoints, self.step, self.validation)
+            except (OSError, TrainkitError) as error:
+                print(f"WARNING: the next `resume` from step {self.step} repeats its evaluation: {error}", file=sys.stderr, flush=True)
+
     def _evaluate(self, feed: Feed) -> torch.Tensor | None:
         """(summed cross-entropy, tokens) over all ranks; None where one was told to stop."""
         sums, batch_size = torch.zeros(2, dtype=torch.float64, device=self.device), self.job.global_batch_size
@@ -313,7 +345,8 @@ class Trainer:
         self.heartbeat.beat("save", self.step)
         degrees = {key: value if isinstance(value, str) else int(value) for key, value in self.job.parallelism.model_dump(exclude_none=True).items()}
         layout = {"world_size": self.world.size, "data_parallel_size": self.job.data_parallel_size, **degrees}
-        state = {**self.maker.state(), "rollbacks": self.rollbacks, "evaluation_due": self.evaluation_due}
+        unlogged = {"unlogged_skipped": self.since.skipped, "unlogged_nan": self.since.nan}  # the next row tells of them, whoever writes it
+        state = {**self.maker.state(), **unlogged, "rollbacks": self.rollbacks, "evaluation_due": self.evaluation_due}
         about = {"step": self.step, "consumed_samples": self.consumed_samples, "layout": layout, "job": self.job.model_dump(mode="json")}
         before = self.reporter.sync if self.reporter else lambda: None
         with self.timers("checkpoint"):

@@ -26,7 +26,7 @@ TOLD = {signal.SIGTERM, signal.SIGUSR1}
 PATIENCE = 2.0  # seconds that a rank without anything to save waits before it leaves: the others must have been told as well
 
 
-def listen(stop: threading.Event, nothing_new: Callable[[], bool] = lambda: False) -> None:
+def listen(stop: threading.Event, leaves: Callable[[], bool] = lambda: False) -> None:
     """Take TERM and USR1 in a thread of their own. Must run before torch starts threads: they inherit the blocked signals.
 
     TERM from our parent, which knows what it does, ends the process at once. Any other TERM (a scheduler's) and USR1 ask for a checkpoint at the end of
@@ -37,16 +37,17 @@ def listen(stop: threading.Event, nothing_new: Callable[[], bool] = lambda: Fals
     faulthandler.register(signal.SIGUSR2, all_threads=True)
 
     def wait() -> None:
+        leaving = False
         while True:
-            leaving = stop.is_set() and nothing_new()
-            info = signal.sigtimedwait(TOLD, PATIENCE if leaving else 3600.0)
+            info = signal.sigtimedwait(TOLD, PATIENCE if stop.is_set() else 3600.0)
             if info is None:
-                if leaving and nothing_new():
+                if leaving and leaves():
                     os._exit(12)
             elif info.si_signo == signal.SIGTERM and info.si_pid == os.getppid():
                 os._exit(128 + signal.SIGTERM)
             else:
                 stop.set()
+            leaving = stop.is_set() and leaves()
 
     threading.Thread(target=wait, daemon=True, name="signals").start()
 
@@ -71,7 +72,7 @@ def run_rank(run_folder: Path) -> int:
 
     watched = os.environ.get("TRAINKIT_HEARTBEAT_FILE")
     heartbeat, stop = Heartbeat(Path(watched) if watched else None, int(os.environ["RANK"])), threading.Event()
-    listen(stop, lambda: heartbeat.nothing_new)
+    listen(stop, lambda: heartbeat.leaves)
     try:
         heartbeat.beat("start", 0)
         from trainkit.jobs.resolved import read_job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -13,6 +12,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -85,12 +85,12 @@ class Lines:
     """Appends lines to a file. What the disk does not take waits in memory for the next line or `flush`: a full disk must not end training here."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._waiting, self._warned = path, b"", False
+        self.path, self._waiting, self._warned, self._durable = path, b"", False, False
         self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def append(self, line: str) -> None:
         """One more line; a failing disk is warned of once."""
-        self._waiting += line.encode() + b"\n"
+        self._waiting, self._durable = self._waiting + line.encode() + b"\n", False
         try:
             self._write()
         except OSError as error:
@@ -99,10 +99,18 @@ class Lines:
             self._warned = True
 
     def flush(self) -> None:
-        """Make all of it durable. Raises OSError as the disk does; nothing is lost then."""
+        """Make all of it durable. Raises OSError as the disk does; nothing is lost then.
+
+        Raises TrainkitError (exit 17) where the file is not ours any more: another attempt has gone on with the run, and this one was taken for dead.
+        """
+        if os.path.exists(self.path) and not os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
+            words = f"{self.path} was begun anew by another process while this one trained: two of them train one run"
+            raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; the other's checkpoints and metrics are whole")
+        if self._durable:
+            return
         self._write()
         os.fsync(self._handle)
-        self._warned = False
+        self._warned, self._durable = False, True
 
     def close(self) -> None:
         os.close(self._handle)
@@ -117,7 +125,10 @@ class Board:
 
     def __init__(self, folder: Path, after: int) -> None:
         self.folder = folder
-        self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=after + 1)
+        self.writer: SummaryWriter | None = None
+        self._purge: int | None = after + 1  # what earlier files hold from this step on is taken back
+        self._warned = False
+        self._open()
 
     def add(self, tag: str, value: float, step: int) -> None:
         if self.writer:
@@ -128,19 +139,30 @@ class Board:
         if self.writer:
             self._try(lambda writer: writer.flush(), self.writer)
         else:
-            with contextlib.suppress(OSError):
-                self.writer = SummaryWriter(str(self.folder))
+            self._open()
 
     def close(self) -> None:
         if self.writer:
             self._try(lambda writer: writer.close(), self.writer)
+
+    def _open(self) -> None:
+        try:
+            self.writer = SummaryWriter(str(self.folder), purge_step=self._purge)
+            self._purge = None
+        except OSError as error:
+            self._warn(error)
 
     def _try(self, call: Callable[[SummaryWriter], None], writer: SummaryWriter) -> None:
         try:
             call(writer)
         except OSError as error:  # its thread has ended with it
             self.writer = None
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
             _warn(f"TensorBoard's files cannot be written: {error}; metrics.jsonl has all rows")
+        self._warned = True
 
 
 def _warn(words: str) -> None:
@@ -165,17 +187,17 @@ class Reporter:
         self.job = job
         self.metrics = Lines(run.metrics)
         self.board = Board(run.tensorboard, step)
-        self.windows: Windows | None = Windows(run)
-        self.named_peak = False
+        self.windows = Windows(run)
+        self.named_peak = self.missed_window = False
 
     def begins(self, window: Window) -> None:
         """A step is about to take these samples. Without a disk nobody will know of them, and training goes on."""
         try:
-            if self.windows:
-                self.windows.note(window)
+            self.windows.note(window)
         except OSError as error:
-            self.windows = None
-            _warn(f"samples of steps can no longer be noted: {error}; `replay` knows those of logged steps")
+            if not self.missed_window:
+                _warn(f"samples of step {window.step} cannot be noted: {error}; `replay` knows those of logged steps")
+            self.missed_window = True
 
     def step(self, row: dict[str, Any]) -> None:
         """One training row (docs/run-folder.md): to the metrics, to TensorBoard under Megatron's names, to W&B, and as log lines to stdout.
@@ -214,14 +236,18 @@ class Reporter:
         self.metrics.flush()
         self.board.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """The end of the run's files. Raises OSError as the disk does; with `failed`, where something worse has ended the run already, that is a warning."""
         try:
             self.sync()
+        except (OSError, TrainkitError) as error:
+            if not failed:
+                raise
+            _warn(f"{self.metrics.path}: {error}; its last rows may be missing")
         finally:
             self.metrics.close()
             self.board.close()
-            if self.windows:
-                self.windows.close()
+            self.windows.close()
             if self.wandb:
                 self.wandb.close()
 

@@ -6,7 +6,7 @@ Shapes: B samples of a micro-batch, S tokens of a sample.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import NamedTuple, cast
 
@@ -88,13 +88,14 @@ class Step:
             dtype = COMPUTE[job.training.precision] or next(iter(self.parameters.values())).dtype
             self.pipeline = Pipeline(job, mesh, cast(list[Chunk], parts.modules), timers, dtype, self._seed)
 
-    def run(self, batches: Iterable[Batch], samples: int, stop: bool) -> Tensor:
+    def run(self, batches: Iterable[Batch], samples: int, stop: bool, before_update: Callable[[], None] = lambda: None) -> Tensor:
         """Take one step.
 
         Args:
             batches: this rank's micro-batches of the global batch.
             samples: samples of the global batch.
             stop: this rank was told to stop.
+            before_update: called when all gradients are there and weights and moments are still as they were.
 
         Returns StepValues as an fp64 vector on the device, the same on all ranks.
         """
@@ -105,6 +106,7 @@ class Step:
             told = to_device(torch.tensor([checksum, stop], dtype=torch.float64), self.device)
             agreed = torch.cat([torch.stack([entropy, tokens.double(), square]), told])
             dist.all_reduce(agreed)
+        before_update()
         with self.timers("optimizer"):
             return self._update(agreed, samples)
 

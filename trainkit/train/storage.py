@@ -27,6 +27,7 @@ from torch.futures import Future
 from trainkit.runs.checkpoints import ALIGNMENT, WIDTHS, Chunk, DataFile, TensorEntry
 
 DTYPES = {name: getattr(torch, name) for name in WIDTHS}
+PIECE = 2**24  # bytes that are written, or read where they have to be put in place, at once
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -85,8 +86,39 @@ def _file_bytes(plan: SavePlan) -> int:
     return end
 
 
+class Stream:
+    """A new file that is hashed beside its writing, piece by piece; `moved` is called after each. The disk begins with a piece while the next one is copied:
+    left to `fsync`, it would stand idle until then."""
+
+    def __init__(self, file: FileIO, beside: ThreadPoolExecutor, moved: Callable[[], None]) -> None:
+        self.file, self.beside, self.moved = file, beside, moved
+        self.end = self._begun = 0  # bytes written, bytes that the disk was told to take
+        self._digest = xxhash.xxh3_128()
+
+    def write(self, data: memoryview) -> None:
+        """Raises OSError as the disk does."""
+        for start in range(0, len(data), PIECE):
+            piece = data[start : start + PIECE]
+            hashed = self.beside.submit(self._digest.update, piece)  # at 10 GB/s it would still be a tenth of the time of a fast disk
+            write_whole(self.file, piece)
+            hashed.result()
+            self.end += len(piece)
+            if self.end - self._begun >= PIECE:
+                with contextlib.suppress(OSError):  # a hint: what goes wrong with these pages is fsync's to say
+                    os.posix_fadvise(self.file.fileno(), self._begun, self.end - self._begun, os.POSIX_FADV_DONTNEED)
+                self._begun = self.end
+            self.moved()
+
+    def finish(self) -> str:
+        """Make it durable; returns the xxh128 of all that was written. Raises OSError as the disk does, and where it has another size."""
+        os.fsync(self.file.fileno())
+        if (there := os.fstat(self.file.fileno()).st_size) != self.end:
+            raise OSError(errno.EIO, f"the file system has {there} of {self.end} bytes", str(self.file.name))
+        return self._digest.hexdigest()
+
+
 class Writer(StorageWriter):
-    """Writes this rank's parts into `folder`/rank-NNNNN.bin, calling `moved` after each.
+    """Writes this rank's parts into `folder`/rank-NNNNN.bin, calling `moved` again and again.
 
     `room` is told on rank 0, before anything is written, how many bytes all ranks will write together; an OSError of its is raised on all of them.
     After a save, `files` and `tensors` hold the manifest's tables on rank 0.
@@ -117,24 +149,16 @@ class Writer(StorageWriter):
         """Write all planned parts one after another; raises OSError as the disk does."""
         if not plan.items:
             return _done([])
-        digest, parts, end = xxhash.xxh3_128(), [], 0
+        parts = []
         with create(self.folder / self.name) as file, ThreadPoolExecutor(1) as beside:
+            stream = Stream(file, beside, self.moved)
             for item in plan.items:
                 part = cast(torch.Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
-                padding = bytes(-end % ALIGNMENT)
-                data = part.flatten().view(torch.uint8).numpy().data
-                box, start = _box(item), end + len(padding)
-                for piece in (padding, data):
-                    hashed = beside.submit(digest.update, piece)  # at 10 GB/s it would still be a tenth of the time of a fast disk
-                    write_whole(file, piece)
-                    hashed.result()
-                end = start + len(data)
-                parts.append((item.index, Chunk(offsets=tuple(box.offsets), sizes=tuple(box.sizes), file=self.name, start=start, bytes=len(data))))
-                self.moved()
-            os.fsync(file.fileno())
-            if (there := os.fstat(file.fileno()).st_size) != end:
-                raise OSError(errno.EIO, f"the file system has {there} of {end} bytes", str(self.folder / self.name))
-            written = DataFile(path=self.name, bytes=end, xxh128=digest.hexdigest())
+                stream.write(memoryview(bytes(-stream.end % ALIGNMENT)))
+                box, start = _box(item), stream.end
+                stream.write(part.flatten().view(torch.uint8).numpy().data)
+                parts.append((item.index, Chunk(offsets=tuple(box.offsets), sizes=tuple(box.sizes), file=self.name, start=start, bytes=part.nbytes)))
+            written = DataFile(path=self.name, bytes=stream.end, xxh128=stream.finish())
         return _done([WriteResult(index, chunk.bytes, (chunk, written)) for index, chunk in parts])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -152,7 +176,7 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads parts of the tensors of a checked manifest from `folder`: only what is needed, but for boxes that are no rows."""
+    """Reads parts of the tensors of a checked manifest from `folder`: only the rows that are needed."""
 
     def __init__(self, folder: Path, tensors: dict[str, TensorEntry]) -> None:
         self.folder, self.tensors = folder, tensors
@@ -196,20 +220,19 @@ class Reader(StorageReader):
 
 
 def _read_box(file: FileIO, chunk: Chunk, dtype: torch.dtype, offsets: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor) -> None:
-    """Read a box of a chunk into `target`: rows that lie one after another straight into its memory, of others the whole chunk first."""
-    rows = all(start == 0 for start in offsets[1:]) and lengths[1:] == chunk.sizes[1:]
-    if rows and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-        read_whole(file, target, chunk.start + _row_bytes(chunk, dtype) * offsets[0] if offsets else chunk.start)
+    """Read a box of a chunk into `target`: rows that lie one after another straight into its memory, of others some whole rows at a time."""
+    offsets, lengths, sizes = offsets or (0,), lengths or (1,), chunk.sizes or (1,)
+    row_bytes = math.prod(sizes[1:]) * dtype.itemsize
+    start = chunk.start + row_bytes * offsets[0]
+    if lengths[1:] == sizes[1:] and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+        read_whole(file, target, start)
         return
-    saved = torch.empty(chunk.sizes, dtype=dtype)
-    read_whole(file, saved, chunk.start)
-    for dim, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
-        saved = saved.narrow(dim, start, length)
-    target.copy_(saved)
-
-
-def _row_bytes(chunk: Chunk, dtype: torch.dtype) -> int:
-    return math.prod(chunk.sizes[1:]) * dtype.itemsize
+    step, columns = max(1, PIECE // row_bytes), [slice(at, at + n) for at, n in zip(offsets[1:], lengths[1:], strict=True)]
+    room, target = torch.empty((min(step, lengths[0]), *sizes[1:]), dtype=dtype), target.view(lengths)
+    for first in range(0, lengths[0], step):
+        rows = room[: lengths[0] - first]
+        read_whole(file, rows, start + row_bytes * first)
+        target[first : first + len(rows)] = rows[(slice(None), *columns)]
 
 
 def read_whole(file: FileIO, target: torch.Tensor, start: int) -> None:
