@@ -7,8 +7,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,8 @@ from trainkit.runs.slurm import read_slurm_jobs
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"]
 FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
+BEFORE_RANKS = (Exit.CONFIG, Exit.PLAN, Exit.STAGE_STALE, Exit.STAGE_FAILED)  # without an attempt there is nothing to resume
+CAUSE = ("message", "unit", "host", "log", "advice")  # what slurm.json tells of a job that ended before there were ranks
 SILENCE_SECONDS = 60.0  # of another host's supervisor, which writes its sign of life every 5 s; longer and nobody knows
 _STATE_OF_CLASS: dict[str, State] = {"success": "succeeded", "cancelled": "cancelled", "preempted": "preempted"}
 
@@ -119,7 +121,7 @@ def read_supervisor(run: RunFolder) -> SupervisorSign | None:
 
 @dataclass(frozen=True)
 class Record:
-    """A run as its folder tells it."""
+    """A run as its folder tells it. `lost`: its supervisor left no word, or has long been silent; who else may know how it ended can be asked."""
 
     run: RunFolder
     state: State
@@ -129,6 +131,7 @@ class Record:
     failure_class: FailureClass | None
     root_cause: dict[str, Any] | None
     survivors: list[dict[str, Any]]
+    lost: bool = False
 
     def row(self) -> dict[str, Any]:
         """The keys of one entry of `runs --json`."""
@@ -147,6 +150,8 @@ class Record:
         if self.state == "succeeded":
             writes = [f'invoke generate {run} --prompt "..."'] if _has_tokenizer(self.run) else []
             return [*writes, f"invoke report {run}", "invoke tensorboard"]
+        if not self.attempt and self.exit in BEFORE_RANKS:
+            return [f"invoke why {run}", f"invoke train {self.run.job_name}"]
         if self.state == "failed":
             return [f"invoke why {run}", f"invoke resume {run}", f"invoke logs {run}"]
         if self.state in ("cancelled", "preempted"):
@@ -216,14 +221,14 @@ def read_record(run: RunFolder) -> Record:
     if alive is None and (sign is not None or started is not None):
         host, since = (sign.host, sign.time) if sign else (started["supervisor"]["host"] if started else "?", attempts[-1].events.stat().st_mtime)
         message = f"the supervisor on {host} has given no sign of life since {_iso(since)}, and that host cannot be asked from here"
-        return Record(run, "unknown", step, number, int(Exit.CONTACT_LOST), None, {"message": message, "host": host, "since": _iso(since)}, [])
+        return Record(run, "unknown", step, number, int(Exit.CONTACT_LOST), None, {"message": message, "host": host, "since": _iso(since)}, [], True)
     if sign is not None:
         message = f"the supervisor (pid {sign.identity.pid} on {sign.host}) is gone and left no word"
     elif started is not None:
         message = f"the supervisor (pid {started['supervisor']['pid']} on {started['supervisor']['host']}) is gone and left no word"
     else:
         message = "it never started: whoever made it is gone"
-    return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", {"message": message}, [])
+    return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", {"message": message}, [], sign is not None or started is not None)
 
 
 def _queued(run: RunFolder, step: int, number: int) -> Record | None:
@@ -231,13 +236,26 @@ def _queued(run: RunFolder, step: int, number: int) -> Record | None:
     newest = next(reversed(read_slurm_jobs(run)), None)
     if newest is None or (newest.began is not None and newest.ended is None):
         return None
-    if newest.ended is None:
-        return Record(run, "queued", step, number, None, None, None, [])
-    state, code = newest.ended["state"], int(newest.ended.get("exit", Exit.START))
-    cause = {"message": newest.ended["message"], "slurm_job": newest.id}
-    if state.startswith("CANCELLED"):
-        return Record(run, "cancelled", step, number, int(Exit.CANCELLED), "cancelled", cause, [])
-    return Record(run, "failed", step, number, code, "no-progress" if code == Exit.NO_PROGRESS else "infra", cause, [])
+    waiting = Record(run, "queued", step, number, None, None, None, [])
+    return waiting if newest.ended is None else record_of_end(waiting, newest.id, newest.ended)
+
+
+def record_of_end(record: Record, job: str, ended: Mapping[str, Any]) -> Record:
+    """The record of a run whose Slurm job ended without a supervisor's word.
+
+    Args:
+        record: what is known besides.
+        job: Slurm's number of it.
+        ended: {"state": Slurm's word, "message", "exit", ...}, as SlurmJob.ended.
+    """
+    code, cause = (
+        int(ended.get("exit", Exit.START)),
+        {**(record.root_cause or {}), **{key: ended[key] for key in CAUSE if ended.get(key)}, "slurm_job": job, "slurm_state": ended["state"]},
+    )
+    if ended["state"].startswith("CANCELLED"):
+        return replace(record, state="cancelled", exit=int(Exit.CANCELLED), failure_class="cancelled", root_cause=cause, lost=False)
+    kind: FailureClass = ended.get("class") or ("no-progress" if code == Exit.NO_PROGRESS else "infra")
+    return replace(record, state="failed", exit=code, failure_class=kind, root_cause=cause, lost=False)
 
 
 def _iso(seconds: float) -> str:

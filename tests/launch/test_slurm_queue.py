@@ -1,0 +1,72 @@
+"""What is made of the answers of squeue and sacct: programs on PATH that print what the real ones print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.base.errors import TrainkitError
+from trainkit.launch.slurm.queue import UNSURE, accounts, look
+
+# sacct --duplicates --parsable2 of Slurm 22.05, format ACCOUNT_FIELDS
+REQUEUED = """\
+7|REQUEUED|0:0|2026-11-22T10:00:00|2026-11-22T10:00:05|2026-11-22T10:03:00|01:00:00|node[1-2]
+7.batch|FAILED|15:0|2026-11-22T10:00:05|2026-11-22T10:00:05|2026-11-22T10:03:00||node1
+7|OUT_OF_MEMORY|0:125|2026-11-22T10:03:00|2026-11-22T10:03:06|2026-11-22T10:09:00|01:00:00|node[1-2]
+7.batch|OUT_OF_MEMORY|0:125|2026-11-22T10:03:06|2026-11-22T10:03:06|2026-11-22T10:09:00||node1
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs, first on PATH, and a controller that has forgotten every job."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    says(tmp_path, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    return tmp_path
+
+
+def says(folder: Path, name: str, script: str) -> None:
+    program = folder / name
+    program.write_text(f'#!/bin/bash\necho "$*" >> {folder}/{name}.asked\n{script}\n')
+    program.chmod(0o755)
+
+
+def test_the_newest_start_counts_and_all_can_be_had(slurm: Path) -> None:
+    says(slurm, "sacct", f"cat <<'END'\n{REQUEUED}END")
+    seen = look(["7"])["7"]
+    assert (seen.state, seen.reason, seen.over) == ("OUT_OF_MEMORY", "exit code 0:125", True)
+    assert [(row.id, row.word) for row in accounts(["7"]) or ()][:3] == [("7", "REQUEUED"), ("7.batch", "FAILED"), ("7", "OUT_OF_MEMORY")]
+    assert "--duplicates" in (slurm / "sacct.asked").read_text() and "--jobs=7 " in (slurm / "sacct.asked").read_text()
+
+
+def test_one_question_for_all_that_are_forgotten(slurm: Path) -> None:
+    says(slurm, "squeue", "echo '8|PENDING|Priority|N/A|1:00:00|'")
+    says(slurm, "sacct", "echo '7|CANCELLED by 0|0:0|a|b|c|01:00:00|None assigned'")
+    seen = look(["7", "8", "9"])
+    assert {id: each.state for id, each in seen.items()} == {"8": "PENDING", "7": "CANCELLED"} and seen["7"].reason == "by root"
+    assert (slurm / "sacct.asked").read_text().count("\n") == 1 and "--jobs=7,9 " in (slurm / "sacct.asked").read_text()
+    (slurm / "sacct.asked").unlink()
+    assert set(look(["8"])) == {"8"} and not (slurm / "sacct.asked").exists(), "slurmdbd is not asked for what slurmctld knows"
+
+
+def test_a_record_that_nobody_closed(slurm: Path) -> None:
+    """A job whose end slurmdbd was never told, of a controller that lost its state: it does not run for ever."""
+    says(slurm, "sacct", "echo '7|RUNNING|0:0|a|b|Unknown|01:00:00|node1'")
+    seen = look(["7"])["7"]
+    assert seen.state == UNSURE and seen.over and "still says RUNNING" in seen.words()
+
+
+@pytest.mark.parametrize("said", ["sacct: error: Slurm accounting storage is disabled", ""], ids=["disabled", "not-known"])
+def test_nothing_is_known(slurm: Path, said: str) -> None:
+    says(slurm, "sacct", f"echo '{said}' >&2; exit 1" if said else "exit 0")
+    assert look(["7"]) == {} and accounts(["7"]) == (None if said else [])
+
+
+def test_slurmdbd_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.launch.slurm.queue.ACCOUNT_SECONDS", 0.2)
+    says(slurm, "sacct", "exec sleep 60")
+    seen = look(["7"])["7"]
+    assert seen.state == UNSURE and seen.over and "slurmdbd cannot be asked (sacct did not answer within 0.2 s)" in seen.reason
+    with pytest.raises(TrainkitError, match="slurmdbd cannot be asked"):
+        accounts(["7"])
