@@ -18,7 +18,7 @@ agents are coroutines that speak the protocol and start nothing: they show what 
 
 With --slurm another table alone: the same trainer, model and interpreter through the Slurm of that cluster. trainkit: from `invoke train` typed on its head to
 the first step in metrics.jsonl, so everything above and the queue. torchrun: from `sbatch` typed to the same line, of a script as people write it, in which
-srun starts torch.distributed.run on every node; its run folder is there already. Before each start all nodes are idle, so that a job begins when slurmctld looks.
+srun starts torch.distributed.run on every node; its run folder is there already. Before each start all nodes are idle: a job begins when slurmctld looks.
 The sides take turns, and who begins changes from turn to turn; the first turn, which fills the page cache, is not counted. Medians, lowest and highest of
 the turns; no limit is set for the ratio. Queue: Slurm's own count of the seconds from submission to start, in whole seconds, the median too.
 """
