@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
 from tests.launch.supervised import DONE, Program, make_run, supervised
 from trainkit.base.errors import ConfigError
 from trainkit.engines import refuse_unlaunchable
+from trainkit.jobs.containers import Container
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.agent_hello import extension_error
@@ -21,7 +24,7 @@ from trainkit.launch.agreement import disagreements
 from trainkit.launch.containers import Around, around
 from trainkit.launch.containers.apptainer import APPTAINER
 from trainkit.launch.containers.contract import line
-from trainkit.launch.containers.docker import DOCKER, PODMAN
+from trainkit.launch.containers.docker import COMMON, DOCKER, PODMAN
 from trainkit.launch.containers.enroot import ENROOT
 from trainkit.launch.containers.pyxis import pyxis_words
 from trainkit.launch.containers.scripts import in_words, inside_text
@@ -226,6 +229,19 @@ def test_mounts_are_absolute_and_need_no_quoting(tmp_path: Path, mount: str) -> 
     path.write_text(path.read_text().replace('"/data:/data:ro"', f'"{mount}"'))
     with pytest.raises(ConfigError, match="mounts"):
         load(tmp_path).resolve("j", [])
+
+
+def test_the_guide_to_containers() -> None:
+    """Its table is one, its other names are there, and each runtime stands in it."""
+    text = (Path(__file__).resolve().parents[2] / "docs/containers.md").read_text()
+    (block,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    document = tomli.loads(block)
+    for table in document["containers"].values():
+        Container.model_validate(table)
+    assert document["jobs"]["big"]["container"] in document["containers"]
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(IMAGES)
+    for word in (*COMMON, "--pull=never"):
+        assert word in text
 
 
 def test_pyxis_needs_srun(tmp_path: Path) -> None:
