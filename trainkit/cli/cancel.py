@@ -40,6 +40,9 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
     if record.state == "queued":
         slurm.cancel_queued(talk, run)
         return Answer(document("cancel/1", **_head(read_record(run)), hosts=[]), Exit.CANCELLED)
+    while record.state == "starting":
+        time.sleep(POLL_SECONDS)
+        record = settled(read_record(run))
     if newest_job(run) is None and _made_just_now(run):
         record = read_record(run)
     ended = _last_end(run)

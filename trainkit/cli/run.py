@@ -222,7 +222,7 @@ def _changed(jobs: Jobs, run: RunFolder, sets: Sequence[str], words: HostWords) 
 
 def _refuse_running(record: Record) -> None:
     run = record.run
-    if record.state == "running":
+    if record.state in ("starting", "running"):
         message = f"run {run.id} is still running (attempt {record.attempt}, step {record.step})"
         raise TrainkitError(message, exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}; invoke attach {run.id} follows it")
     if record.state == "queued":

@@ -27,7 +27,7 @@ from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
-from trainkit.runs.record import read_events, read_supervisor
+from trainkit.runs.record import read_events, read_supervisor, write_maker
 from trainkit.stages.contract import Need
 from trainkit.stages.stamps import file_identity
 
@@ -96,6 +96,7 @@ def resume_run(
             link_code(take_snapshot(PACKAGE, run.root / "code", project or run.root).folder, run.code)
         write_changed_job(run.job, document)
         write_hosts(run, hosts)
+        write_maker(run)
         if not background:
             before = len(run.attempts())
             outcome = supervise(run, secrets, watch, share=share)
@@ -151,6 +152,7 @@ def fill_run(run: RunFolder, resolved: Resolved, plan: Plan, needs: Sequence[Nee
     write_origin(run, project, snapshot.sha256, secrets, [vars(each) for each in snapshot.left_out])
     if needs is not None:
         write_inputs(run, needs)
+    write_maker(run)
     write_job(run.job, resolved)
 
 

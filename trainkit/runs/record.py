@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.files import read_json
+from trainkit.base.files import read_json, write_json
 from trainkit.base.forms import document, read_form, utc_now
-from trainkit.base.process import Identity, is_alive
+from trainkit.base.process import Identity, identity, is_alive
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.slurm import read_slurm_jobs
 
-State = Literal["queued", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"]
+State = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"]
 FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
 BEFORE_RANKS = (Exit.CONFIG, Exit.PLAN, Exit.STAGE_STALE, Exit.STAGE_FAILED)  # without an attempt there is nothing to resume
 CAUSE = ("message", "unit", "host", "log", "advice")  # what slurm.json tells of a job that ended before there were ranks
@@ -119,6 +119,22 @@ def read_supervisor(run: RunFolder) -> SupervisorSign | None:
         raise ConfigError(f"{run.supervisor} is not as a supervisor writes it: {error}") from None
 
 
+def write_maker(run: RunFolder) -> None:
+    """Write launch/maker.json, the form maker/1: this process is about to supervise the run, or to have it supervised."""
+    write_json(run.maker, document("maker/1", identity=identity().as_dict(), time=time.time()))
+
+
+def _starting(run: RunFolder, sign: SupervisorSign | None) -> bool:
+    """Whether somebody is just beginning, or beginning again, and no supervisor has said so yet."""
+    if not run.maker.is_file():
+        return False
+    value = read_form(run.maker, "maker/1")
+    if sign is not None and sign.time >= value["time"]:
+        return False
+    alive = is_alive(Identity(**value["identity"]))
+    return alive if alive is not None else time.time() - value["time"] <= SILENCE_SECONDS
+
+
 @dataclass(frozen=True)
 class Record:
     """A run as its folder tells it. `lost`: its supervisor left no word, or has long been silent; who else may know how it ended can be asked."""
@@ -199,8 +215,8 @@ def last_step(run: RunFolder) -> int:
 
 
 def read_record(run: RunFolder) -> Record:
-    """The state of a run now. Between two attempts it is running. A run whose supervisor is gone without a word is failed, class infra; one whose
-    supervisor is on another host and silent is unknown (exit 13)."""
+    """The state of a run now. Until its supervisor has said that it is there it is starting, between two attempts it is running. A run whose supervisor
+    is gone without a word is failed, class infra; one whose supervisor is on another host and silent is unknown (exit 13)."""
     attempts = run.attempts()
     number = attempts[-1].number if attempts else 0
     events = read_events(attempts[-1]) if attempts else []
@@ -211,6 +227,8 @@ def read_record(run: RunFolder) -> Record:
     alive = sign.alive(time.time()) if sign is not None else None
     if (queued := _queued(run, step, number)) is not None and not alive:
         return queued
+    if not alive and _starting(run, sign):
+        return Record(run, "starting", step, number, None, None, None, [])
     if ended is not None and not alive:
         state = _STATE_OF_CLASS.get(ended["class"], "failed")
         return Record(run, state, step, number, ended["exit"], ended["class"], ended["root_cause"], ended["survivors"])
