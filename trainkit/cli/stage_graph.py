@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.markup import escape
+
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import locked
 from trainkit.cli.attach import follow_run
@@ -16,7 +18,7 @@ from trainkit.cli.progress import StageReporter
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.arrays import SlurmPlace, dry_lines, follow, slurm_place_of, split
-from trainkit.launch.slurm.graph import Followed, Graph, Part, describe_ready, ready_script, stages_of
+from trainkit.launch.slurm.graph import Followed, Graph, Part, describe_ready, ready_script, stages_of, words_of_stages
 from trainkit.launch.slurm.others import is_going, progress_of
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record
@@ -181,12 +183,18 @@ def dry_graph(talk: Talk, job: Job) -> Graph:
 
 def follow_graph(talk: Talk, run: RunFolder, followed: list[Followed]) -> Answer:
     """Show how the stages of a run that was just submitted are made, then the run; Ctrl-C only ends the following."""
-    reporter = StageReporter(talk.console)
+    reporter, told = StageReporter(talk.console), [""]
+
+    def tell() -> None:
+        if (words := words_of_stages(run)) not in ("", told[-1]):
+            told.append(words)
+            talk.console.print(f"[yellow]{escape(words)}[/]")
+
     try:
         for each in followed:
             reporter.started(each.part.need, each.part.units)
             try:
-                follow(each.ids, each.units, reporter, reporter.counted)
+                follow(each.ids, each.units, reporter, reporter.counted, tell)
             finally:
                 reporter.finished(each.part.need)
     except KeyboardInterrupt:

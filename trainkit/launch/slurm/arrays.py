@@ -246,11 +246,13 @@ def write_levels(place: SlurmPlace, need: Need, graph: Sequence[Level], stamps: 
     return batches
 
 
-def follow(ids: Sequence[str], batches: Sequence[ArrayUnit], reporter: Reporter, counted: Counted | None) -> None:
-    """Until all units are done or Slurm says that the jobs are over."""
+def follow(ids: Sequence[str], batches: Sequence[ArrayUnit], reporter: Reporter, counted: Counted | None, asked: Callable[[], None] = lambda: None) -> None:
+    """Until all units are done or Slurm says that the jobs are over. `asked` is called as often as Slurm is: ever more rarely while nothing changes."""
     patience, over = Patience(), False
     while not over and any(batch.waiting for batch in batches):
-        over = patience.due() and over_in_slurm(ids)
+        if patience.due():
+            over = over_in_slurm(ids)
+            asked()
         for batch in batches:
             if batch.waiting:
                 batch.look()
