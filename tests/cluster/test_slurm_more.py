@@ -186,19 +186,28 @@ def test_processes_tracked_by_cgroup(slurm: SlurmProject) -> None:
 
 
 def daemons_and_a_requeue(slurm: SlurmProject) -> None:
-    slurm.ranks_do(
-        """
+    """A requeue, and the scancel of another run: none of the ranks' daemons outlives its job."""
+    ranks = """
         import subprocess, time
         subprocess.run(["setsid", "--fork", "sleep", "1000"])
         beat(1)
         while attempt == 1: time.sleep(0.1)
         done()
         """
-    )
+    slurm.ranks_do(ranks)
     run, id = slurm.submit()
     wait_for(lambda: len(_sleepers(slurm.cluster)) == 4, "the ranks' daemons", timeout=60)
     slurm.cluster.on(HEAD, "scontrol", "requeue", id)
     slurm.wait_state(run, "succeeded", timeout=120)
+    nothing_left(slurm, run)
+    run, id = slurm.submit()
+    wait_for(lambda: len(_sleepers(slurm.cluster)) == 4, "the ranks' daemons", timeout=60)
+    slurm.cluster.on(HEAD, "scancel", id)
+    slurm.wait_state(run, "preempted")
+    nothing_left(slurm, run)
+
+
+def nothing_left(slurm: SlurmProject, run: Path) -> None:
     wait_for(lambda: not slurm.jobs() and not slurm.cluster.processes_of(run.name), "nothing to be left", timeout=30)
     assert not _sleepers(slurm.cluster)
 
