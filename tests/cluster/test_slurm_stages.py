@@ -20,7 +20,7 @@ nodes = 2
 tasks_per_node = 2
 partition = "urgent"
 [clusters.queue.slurm]
-time = 5
+time = 30
 """
 # Ranks that end at once; its order of samples is another stage, whose need is not known before the tokens are there.
 QUICK = """
@@ -48,7 +48,7 @@ def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmP
     text = broken.read_text()
     broken.write_text(text.replace("\n", "\nno JSON at all\n", 1))
     dry = slurm.invoke("prep-data", "--job", "text", "--dry-run").stdout
-    assert "#SBATCH --partition=urgent" in dry and "#SBATCH --array=0-1" in dry and "#SBATCH --time=5" in dry and slurm.jobs() == []
+    assert "#SBATCH --partition=urgent" in dry and "#SBATCH --array=0-1" in dry and "#SBATCH --time=30" in dry and slurm.jobs() == []
     failed = slurm.invoke("prep-data", "--job", "text", exit=6)
     assert re.search(r"part-03.jsonl:2: tokens-00003 on node[123]: is not JSON", failed.stderr), failed.stderr
     graph = [line for line in failed.stdout.splitlines() if line.startswith("job ")]
@@ -97,7 +97,7 @@ def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
     assert "sbatch --parsable --dependency=afterok:text-ready --kill-on-invalid-dep=yes" in dry and "cli/ready.py" in dry and dry.count("#!/bin/bash -l") == 5
     assert not slurm.runs() and not slurm.jobs()
     following = slurm.start("train", "text")
-    wait_for(lambda: bool(slurm.runs()) and (slurm.runs()[0] / "launch" / "slurm.json").exists(), "the graph to be submitted", timeout=60)
+    wait_for(lambda: bool(slurm.runs()) and (slurm.runs()[0] / "launch" / "slurm.json").exists(), "the graph to be submitted", timeout=120)
     following.send_signal(signal.SIGKILL)
     following.communicate()
     (first,) = slurm.runs()
@@ -107,8 +107,8 @@ def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
     assert len(ours) == 4 and [job["id"] for job in theirs if not job["own"]] == [job["id"] for job in ours[:3]], said
     assert [job["name"] for job in theirs if job["own"]] == ["quick-ready"] and f"of run {first.name} make it" in said and "makes index" in said
     for run in (first, second):
-        slurm.wait_state(run, "succeeded", timeout=180)
-    again = slurm.invoke("train", "text", "--cluster", "here", "--nodes", "1", timeout=180).stdout
+        slurm.wait_state(run, "succeeded", timeout=240)
+    again = slurm.invoke("train", "text", "--cluster", "here", "--nodes", "1", timeout=240).stdout
     assert re.search(r"prep-data lines--bpe is fresh", again), again
     local = next(run for run in slurm.runs() if run.parent == first.parent and run != first)
     assert slurm.losses(first) == slurm.losses(local) and len(slurm.losses(first)) == 4
@@ -121,7 +121,7 @@ def test_a_unit_of_the_graph_fails_and_cancel_takes_all_out(slurm: SlurmProject)
     broken = slurm.path / "corpus" / "part-01.jsonl"
     text = broken.read_text()
     broken.write_text(text.replace("\n", "\nno JSON at all\n", 1))
-    failed = slurm.invoke("train", "quick", exit=6, timeout=120)
+    failed = slurm.invoke("train", "quick", exit=6, timeout=240)
     assert re.search(r"part-01.jsonl:2: tokens-00001 on node[123]: is not JSON", failed.stdout), failed.stdout + failed.stderr
     (run,) = slurm.runs()
     cause = slurm.document("why", run.name)["root_cause"]
@@ -135,5 +135,5 @@ def test_a_unit_of_the_graph_fails_and_cancel_takes_all_out(slurm: SlurmProject)
     assert len(graph) == 3 and all("1 unit in 1 x 1 task" in line for line in graph[:2]), said  # the broken shard alone, what joins them, the plan
     assert slurm.document("cancel", "quick", exit=15)["state"] == "cancelled" and not slurm.jobs()
     assert slurm.document("status", "quick")["exit"] == 15
-    slurm.invoke("train", "quick", timeout=120)
+    slurm.invoke("train", "quick", timeout=240)
     assert slurm.document("status", "quick")["state"] == "succeeded"

@@ -16,6 +16,9 @@ import trainkit
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.forms import document
+from trainkit.cli.prepare import STAGES
+from trainkit.cli.stage_graph import graph_of
+from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.jobs.schema import Job
@@ -31,7 +34,7 @@ from trainkit.stages.contract import Need, Unit
 from trainkit.stages.index import Index
 from trainkit.stages.making import Making, makings, read_making
 from trainkit.stages.prep_data import PrepData
-from trainkit.stages.run import begin, make_fresh, stamps_folder
+from trainkit.stages.run import begin, make_fresh, needs_of, refuse_stale, stamps_folder
 from trainkit.stages.stamps import judge, stamp_unit, unit_folder
 from trainkit.stages.task import do
 
@@ -41,6 +44,8 @@ JOBS = """
 launcher = "slurm"
 python = "/opt/p/python"
 gpus_per_node = 2
+[clusters.bare]
+launcher = "slurm"
 [clusters.hpc.slurm]
 account = "lm"
 [clusters.hpc.stages.prep-data]
@@ -307,6 +312,18 @@ def test_what_the_small_job_completes_and_refuses(slurm: Slurm) -> None:
     corpus.write_text(corpus.read_text() * 2)
     assert ready(run) == 5 and f"input {corpus} changed" in (stage_failure(run) or {})["message"] and not run.plan.exists()
     assert not any(judge(need, stamps).fresh for need in PrepData().needs(job, stamps)), "the next train makes it anew"
+
+
+def test_without_a_place_all_is_made_here_in_turn(slurm: Slurm) -> None:
+    """What the index is depends on the tokens, which are made a moment before."""
+    (slurm.folder / "corpus").mkdir()
+    (slurm.folder / "corpus" / "part.jsonl").write_text('{"text": "the quick brown fox"}\n' * 60)
+    job = load(slurm.folder).resolve("text", ["cluster=bare"]).job
+    with graph_of(Talk(json=False, dry_run=False, folder=slurm.folder), job) as graph:
+        assert graph == Graph(())
+    needs = needs_of(job, STAGES)
+    assert {need.stage for need in needs} == {"build", "prep-data", "index"}
+    refuse_stale(needs, slurm.folder)
 
 
 class Silent:

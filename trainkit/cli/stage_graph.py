@@ -31,35 +31,32 @@ from trainkit.stages.stamps import input_identities, judge
 
 
 @dataclass(frozen=True)
-class Division:
-    """What a job needs, by where it is made.
+class Queued:
+    """What a job needs that Slurm has to make.
 
     Args:
-        here: where the task is typed, or over its hosts, or it is fresh.
-        queued: stale, and Slurm's.
-        deferred: stages of which nobody knows what is needed until the queued ones are made.
+        needs: stale, and where they are made.
+        deferred: stages of which nobody knows what is needed until those are made.
     """
 
-    here: list[Need]
-    queued: list[tuple[SlurmPlace, Need]]
-    deferred: tuple[str, ...]
+    needs: list[tuple[SlurmPlace, Need]]
+    deferred: list[str]
 
 
-def divide(talk: Talk, job: Job) -> Division:
-    """Ask every stage what the job needs of it, but for those that cannot say yet."""
-    found = Division([], [], ())
-    deferred: list[str] = []
+def _queued(talk: Talk, job: Job, reporter: StageReporter) -> Queued:
+    """Ask each stage in turn what the job needs of it; what is not Slurm's is brought up to date at once, under a dry run said."""
+    found = Queued([], [])
     for stage in STAGES:
-        if {need.stage for _, need in found.queued}.intersection(stage.waits_for(job)):
-            deferred.append(stage.name)
+        if {need.stage for _, need in found.needs}.intersection(stage.waits_for(job)):
+            found.deferred.append(stage.name)
             continue
         place, stamps = slurm_place_of(job, stage.name, talk.say), stamps_folder(_root(job), stage.name)
         for need in stage.needs(job, stamps):
             if place is None or judge(need, stamps).fresh:
-                found.here.append(need)
+                bring_up_to_date(talk, [need], _root(job), job=job, reporter=reporter)
             else:
-                found.queued.append((place, need))
-    return Division(found.here, found.queued, tuple(deferred))
+                found.needs.append((place, need))
+    return found
 
 
 @contextlib.contextmanager
@@ -70,20 +67,19 @@ def graph_of(talk: Talk, job: Job) -> Iterator[Graph]:
     """
     reporter = StageReporter(talk.console)
     while True:
-        division = divide(talk, job)
-        bring_up_to_date(talk, division.here, _root(job), job=job, reporter=reporter)
-        if not division.queued:
+        queued = _queued(talk, job, reporter)
+        if not queued.needs:
             yield Graph(())
             return
-        for _, need in division.queued:
+        for _, need in queued.needs:
             if need.announcement is not None:
                 agree(talk, need.announcement)
-        with _held(job, division, reporter):
-            if (other := _in_the_way(job, division)) is None:
+        with _held(job, queued, reporter):
+            if (other := _in_the_way(job, queued)) is None:
                 with term_interrupts():
-                    parts = [part for place, need in division.queued if (part := _part(job, place, need, reporter)) is not None]
+                    parts = [part for place, need in queued.needs if (part := _part(job, place, need, reporter)) is not None]
                 if parts:
-                    yield Graph(tuple(parts), division.deferred)
+                    yield Graph(tuple(parts), tuple(queued.deferred))
                     return
                 continue  # somebody has made them meanwhile: what comes after them may be known now
         need, making = other
@@ -97,9 +93,9 @@ def _root(job: Job) -> Path:
 
 
 @contextlib.contextmanager
-def _held(job: Job, division: Division, reporter: StageReporter) -> Iterator[None]:
+def _held(job: Job, queued: Queued, reporter: StageReporter) -> Iterator[None]:
     """Hold the locks of all queued needs, in an order that is the same for everybody."""
-    locks = {(need.stage, need.lock): need for _, need in division.queued}
+    locks = {(need.stage, need.lock): need for _, need in queued.needs}
     with contextlib.ExitStack() as stack:
         for (stage, lock), need in sorted(locks.items(), key=lambda item: item[0]):
 
@@ -110,12 +106,12 @@ def _held(job: Job, division: Division, reporter: StageReporter) -> Iterator[Non
         yield
 
 
-def _in_the_way(job: Job, division: Division) -> tuple[Need, Making] | None:
+def _in_the_way(job: Job, queued: Queued) -> tuple[Need, Making] | None:
     """A need that cannot begin yet, and another run's arrays that still write into the same folders; None where all can begin, or wait for those very arrays.
 
     Records of arrays that are over are dropped.
     """
-    for _, need in division.queued:
+    for _, need in queued.needs:
         stamps = stamps_folder(_root(job), need.stage)
         going = []
         for making in makings(stamps, need.lock):
@@ -160,20 +156,18 @@ def _part(job: Job, place: SlurmPlace, need: Need, reporter: StageReporter) -> P
 
 def dry_graph(talk: Talk, job: Job) -> Graph:
     """Say what would be made where, and print the scripts of the graph but for the run's own. Nothing is written."""
-    division = divide(talk, job)
-    bring_up_to_date(talk, division.here, _root(job), job=job)
-    run, before, parts = RunFolder(_root(job).absolute() / "runs" / job.name / "RUN"), None, []
-    for place, need in division.queued:
+    reporter, parts, before = StageReporter(talk.console), list[Part](), None
+    queued, run = _queued(talk, job, reporter), RunFolder(_root(job).absolute() / "runs" / job.name / "RUN")
+    for place, need in queued.needs:
         stamps = stamps_folder(_root(job), need.stage)
-        verdict = judge(need, stamps)
-        StageReporter(talk.console).verdict(verdict)
+        reporter.verdict(judge(need, stamps))
         units = missing_units(need, stamps, force=False)
         lines, before = dry_lines(place, need, units, stages_of(run), before)
         for line in lines:
             talk.say(f"  {line}")
         if there := split(units)[1]:
             parts.append(Part(place, need, tuple(there), []))
-    graph = Graph(tuple(parts), division.deferred)
+    graph = Graph(tuple(parts), tuple(queued.deferred))
     if parts:
         talk.say(f"  would submit {describe_ready(job, graph, before or '')}")
         for line in ready_script(run, job, graph).splitlines():
