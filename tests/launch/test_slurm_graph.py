@@ -254,6 +254,12 @@ def test_units_that_never_ended_are_told_with_slurms_word(slurm: Slurm) -> None:
     assert failure is not None and failure["exit"] == 6
     assert "and 0 more" not in failure["message"] and done["name"] not in failure["message"]
     assert failure["message"].endswith("did not end: job 101 TIMEOUT, job 102 CANCELLED, job 103 CANCELLED")
+    for path in stages_of(run).glob("prep-data-*.json"):  # as where they are another run's, which has been deleted
+        path.unlink()
+    failure = stage_failure(run)
+    assert failure is not None and failure["message"].endswith(
+        "not all jobs that make its stages ended well: job 101 TIMEOUT, job 102 CANCELLED, job 103 CANCELLED"
+    )
 
 
 def test_the_small_jobs_refusal_is_the_runs(slurm: Slurm) -> None:

@@ -21,7 +21,6 @@ from trainkit.runs.slurm import read_slurm_jobs
 
 State = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"]
 FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
-BEFORE_RANKS = (Exit.CONFIG, Exit.PLAN, Exit.STAGE_STALE, Exit.STAGE_FAILED)  # without an attempt there is nothing to resume
 CAUSE = ("message", "unit", "host", "log", "advice")  # what slurm.json tells of a job that ended before there were ranks
 SILENCE_SECONDS = 60.0  # of another host's supervisor, which writes its sign of life every 5 s; longer and nobody knows
 _STATE_OF_CLASS: dict[str, State] = {"success": "succeeded", "cancelled": "cancelled", "preempted": "preempted"}
@@ -166,7 +165,7 @@ class Record:
         if self.state == "succeeded":
             writes = [f'invoke generate {run} --prompt "..."'] if _has_tokenizer(self.run) else []
             return [*writes, f"invoke report {run}", "invoke tensorboard"]
-        if not self.attempt and self.exit in BEFORE_RANKS:
+        if self.state in ("failed", "cancelled") and _was_not_prepared(self.run):
             return [f"invoke why {run}", f"invoke train {self.run.job_name}"]
         if self.state == "failed":
             return [f"invoke why {run}", f"invoke resume {run}", f"invoke logs {run}"]
@@ -189,6 +188,11 @@ class Record:
             next=self.next_tasks(),
             **{"class": self.failure_class},
         )
+
+
+def _was_not_prepared(run: RunFolder) -> bool:
+    """Whether a run of Slurm's ended before its stages were made: there is nothing to resume."""
+    return (run.path / "launch" / "stages").is_dir() and not (run.path / "launch" / "inputs.json").is_file()
 
 
 def _has_tokenizer(run: RunFolder) -> bool:

@@ -284,7 +284,9 @@ def stage_failure(run: RunFolder) -> dict[str, Any] | None:
         return None
     if (path := stages_of(run) / "ended.json").is_file():
         return _failure({key: value for key, value in read_form(path, ENDED).items() if key != "schema"})
-    units = [unit for need in graph["needs"] for unit in units_of(need)]
+    units = []
+    with contextlib.suppress(ConfigError):  # the run that has submitted them may have been deleted
+        units = [unit for need in graph["needs"] for unit in units_of(need)]
     failed = [(unit, end) for unit in units if (end := _end(unit)) is not None and end["ended"]]
     if failed:
         unit, end = failed[0]
@@ -307,7 +309,7 @@ def stage_failure(run: RunFolder) -> dict[str, Any] | None:
         return _failure({"message": f"{names} did not end: {said}", "exit": int(Exit.STAGE_FAILED), "advice": f"what the jobs printed is in {stages_of(run)}"})
     output = next(iter(sorted(stages_of(run).glob("*-ready-*.out"))), None)
     words = f"; {output} ends with: {last_line(output)}" if output else ""
-    return _failure({"message": f"all units are made, and the job that notes it did not end well: {said}{words}", "exit": int(Exit.STAGE_FAILED)})
+    return _failure({"message": f"not all jobs that make its stages ended well: {said}{words}", "exit": int(Exit.STAGE_FAILED)})
 
 
 def _failure(values: Mapping[str, Any]) -> dict[str, Any]:
