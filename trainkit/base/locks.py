@@ -14,6 +14,8 @@ from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # what a file system without locks answers
+
 
 class Busy(Exception):
     """The lock is held; `holder` is what its holder wrote about itself (empty if it wrote nothing yet)."""
@@ -37,7 +39,7 @@ def _flock(handle: int, path: Path, how: int) -> None:
     try:
         fcntl.flock(handle, how)
     except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+        if error.errno in NO_LOCKS:
             raise NoLocks(path, error) from None
         raise
 

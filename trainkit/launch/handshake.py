@@ -113,6 +113,7 @@ async def reserve(crew: Crew, job: Job, *, share: bool) -> None:
         frames = {node: frames[node] for node in busy}
         if not busy:
             return
+        _refuse_twins(crew, busy)
         if any(holder.get("run") != session.run for holder in busy.values()) or time.monotonic() > deadline:
             break
         await asyncio.sleep(AGAIN_SECONDS)
@@ -121,6 +122,29 @@ async def reserve(crew: Crew, job: Job, *, share: bool) -> None:
         who = f"run {holder.get('run', 'unknown')} (pid {holder.get('pid', '?')}, {holder.get('folder', '?')})"
         rows.append((crew.host(node), f"{got[node].get('slot')} is taken by {who}"))
     raise NoStart(Exit.HOSTS_BUSY, f"{_count(len(rows), hosts)} busy", rows, hint="wait for it, stop it, or run beside it with --share")
+
+
+def _refuse_twins(crew: Crew, busy: Mapping[int, Frame]) -> None:
+    """Raise NoStart (7) where a host's slots are held by another agent of this very attempt: two names of one machine, or one folder of several."""
+    session = crew.session
+    nodes = {session.mark(node): node for node in range(len(session.hosts))}
+    pairs = [(node, nodes[mark]) for node, holder in busy.items() if (mark := str(holder.get("mark"))) in nodes and nodes[mark] != node]
+    if not pairs:
+        return
+    folder = f"clusters.{session.cluster.name}.node_folder = {session.cluster.node_folder}"
+    rows, machines = [], {node: _machine(crew.hellos[node]) for pair in pairs for node in pair}
+    for node, other in pairs:
+        same = machines[node] == machines[other]
+        rows.append(
+            (crew.host(node), f"is the same machine as {crew.host(other)}" if same else f"has its slots' locks where {crew.host(other)} has them: {folder}")
+        )
+    hint = "a machine has one line in the hostfile, slots=N says how many ranks it runs; node_folder is a folder of each node's own, such as /dev/shm"
+    raise NoStart(Exit.HEALTH, f"{_count(len(rows), len(session.hosts))} not by themselves", rows, hint=hint)
+
+
+def _machine(hello: Hello) -> tuple[object, object]:
+    """What a machine calls itself, and its boot."""
+    return hello.facts.get("host"), (hello.facts.get("identity") or {}).get("boot_id")
 
 
 async def rendezvous(crew: Crew, job: Job) -> tuple[str, int]:
