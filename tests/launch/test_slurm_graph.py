@@ -188,8 +188,9 @@ def test_the_small_job(slurm: Slurm) -> None:
         "#SBATCH --partition=cpu",
         "#SBATCH --time=24:00:00",
         "#SBATCH --output=/shared/runs/small/one/launch/stages/small-ready-%j.out",
+        "#SBATCH --open-mode=append",
         "#SBATCH --export=HOME,USER,LOGNAME,SHELL,PATH,LANG,LC_ALL,TZ",
-        "#SBATCH --no-requeue",
+        "#SBATCH --requeue",
         "set -e",
         "exec /opt/p/python -I /shared/runs/small/one/code/trainkit/cli/ready.py /shared/runs/small/one",
     ]

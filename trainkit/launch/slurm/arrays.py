@@ -7,6 +7,7 @@ Units that wait for the network are done on this machine first: it has the way o
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import sys
 import time
@@ -125,7 +126,8 @@ def text_of_script(place: SlurmPlace, shape: SlurmOptions, output: str, words: S
     cluster, asked = place.cluster, place.asked
     given: SlurmOptions = {name: cluster.slurm[name] for name in INHERITED if name in cluster.slurm}
     own = {name: value for name, value in (("partition", asked.partition), ("time", asked.time)) if value}
-    ends: SlurmOptions = {"output": output, "export": ",".join(EXPORTED), "no-requeue": True}
+    again = "no-requeue" if "no-requeue" in cluster.slurm else "requeue"  # of an element whose node fails: nobody may be there to type it again
+    ends: SlurmOptions = {"output": output, "open-mode": "append", "export": ",".join(EXPORTED), again: True}
     lines = [
         "#!/bin/bash -l",
         *(f"#SBATCH {word}" for word in options.words({**shape, **given, **own, **ends})),
@@ -211,6 +213,8 @@ class ArrayUnit(Batch):
     def look(self) -> None:
         """Take in what is new."""
         with contextlib.suppress(FileNotFoundError), open(self.out, "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._read:  # Slurm has put its task back, and it began anew
+                self._read, self._rest = 0, b""
             file.seek(self._read)
             data = file.read()
             self._read += len(data)

@@ -221,7 +221,7 @@ def units_of(written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def is_made(unit: Mapping[str, Any]) -> bool:
-    """Whether a unit's last success was with what was submitted."""
+    """Whether a unit's last success was with what was submitted; its outputs may have been joined and swept since."""
     stamp = read_stamp(Path(unit["stamp"]))
     return stamp is not None and stamp.get("spec") == unit["digest"]
 
