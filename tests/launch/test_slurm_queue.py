@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from trainkit.base.errors import TrainkitError
+from trainkit.base.files import write_json
+from trainkit.base.forms import document
+from trainkit.base.process import identity
 from trainkit.launch.slurm.queue import UNSURE, accounts, look
+from trainkit.launch.slurm.settle import settled
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import read_record
+from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
 
 # sacct --duplicates --parsable2 of Slurm 22.05, format ACCOUNT_FIELDS
 REQUEUED = """\
@@ -70,3 +77,38 @@ def test_slurmdbd_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) 
     assert seen.state == UNSURE and seen.over and "slurmdbd cannot be asked (sacct did not answer within 0.2 s)" in seen.reason
     with pytest.raises(TrainkitError, match="slurmdbd cannot be asked"):
         accounts(["7"])
+
+
+def silent_run(root: Path) -> RunFolder:
+    """A run whose supervisor was on another host and has said nothing for long."""
+    run = RunFolder(root / "runs" / "j" / "a")
+    run.path.mkdir(parents=True)
+    run.job.write_text("{}")
+    add_slurm_job(run, "7", first_attempt=1)
+    change_slurm_job(run, "7", began=1)
+    rest = {"host": "node1", "time": 0, "attempt": 1, "address": "", "port": 0, "ended": False}
+    write_json(run.supervisor, document("supervisor/1", identity=identity().as_dict() | {"host": "node1"}, **rest))
+    return run
+
+
+def test_how_a_job_ended_whose_supervisor_left_no_word(slurm: Path, tmp_path: Path) -> None:
+    run = silent_run(tmp_path)
+    assert read_record(run).state == "unknown"
+    says(slurm, "sacct", "echo 'slurmdbd is down' >&2; exit 1")
+    told = settled(read_record(run))
+    assert (told.state, told.exit) == ("failed", 10) and "slurmdbd is down" in (told.root_cause or {})["message"]
+    assert read_record(run).state == "unknown" and read_slurm_jobs(run)[0].ended is None, "no truth to keep"
+    says(slurm, "sacct", "echo '7|NODE_FAIL|1:0|a|b|c|01:00:00|node1'")
+    told = settled(read_record(run))
+    assert (told.state, told.exit) == ("failed", 10) and "Slurm says NODE_FAIL (exit code 1:0)" in (told.root_cause or {})["message"]
+    says(slurm, "sacct", "exit 0")
+    assert settled(read_record(run)) == told == read_record(run), "kept, when nobody else knows it any more"
+    says(slurm, "squeue", "echo '7|PENDING|BeginTime|N/A|1:00:00|'")
+    assert settled(read_record(run)).state == "queued", "a person has put it back: scontrol requeue"
+
+
+def test_a_cancelled_job_whose_supervisor_left_no_word(slurm: Path, tmp_path: Path) -> None:
+    run = silent_run(tmp_path)
+    says(slurm, "sacct", "echo '7|CANCELLED by 0|0:9|a|b|c|01:00:00|node1'")
+    told = settled(read_record(run))
+    assert (told.state, told.exit, told.failure_class) == ("cancelled", 15, "cancelled") and "by root" in (told.root_cause or {})["message"]
