@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import tomli
 
+import trainkit
 from tests.launch.supervised import DONE, Program, make_run, supervised
 from trainkit.base.errors import ConfigError
 from trainkit.engines import refuse_unlaunchable
@@ -368,3 +370,12 @@ def test_code_compiled_for_another_python(tmp_path: Path) -> None:
     facts = {"nonce": given.nonce, "snapshot": given.code.name, "extension": said, "executable": "/usr/bin/python3"}
     ((host, problem),) = disagreements([Hello(0, "h", facts, 0.0)], given, 0)
     assert host == "h" and problem.startswith("its Python of reg/app:1 (/usr/bin/python3) cannot load the code's compiled part: _index.cpython-38")
+
+
+def test_a_python_that_is_too_old_says_so() -> None:
+    """Told so by a newer one: the check must come before anything that an old one cannot read."""
+    agent = Path(trainkit.__file__).parent / "launch" / "agent.py"
+    code = f"import runpy, sys; sys.version_info = (3, 8, 10); runpy.run_path({str(agent)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "3.11 is needed: clusters.X.python, containers.X.python" in done.stderr and "Traceback" not in done.stderr
+    ast.parse(agent.read_text(), feature_version=(3, 7))
