@@ -81,6 +81,19 @@ def test_a_killed_supervisor_leaves_nothing(boxed: Project, runtime: Oci) -> Non
     assert time.monotonic() - since < LEASE_AND_GRACE
 
 
+def test_a_killed_client_leaves_nothing(boxed: Project, runtime: Oci) -> None:
+    """What docker started outlives its client: the supervisor loses its transport and stops the agent over their own connection."""
+    process = boxed.start("train", "boxed", "--set", "training.train_iters=100000")
+    run = started(boxed, runtime)
+    (client,) = [
+        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if cmdline(pid).startswith(f"{runtime.runtime} run ") and run.name in cmdline(pid)
+    ]
+    os.kill(client, signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 10, out + err
+    wait_for(lambda: gone(run, runtime), "the container to end", timeout=LEASE_AND_GRACE)
+
+
 def test_a_killed_agent_and_keeper_leave_nothing(boxed: Project, runtime: Oci) -> None:
     """The keeper is the container's first process: with it the runtime ends all that is in it."""
     process = boxed.start("train", "boxed", "--set", "training.train_iters=100000")
@@ -96,7 +109,10 @@ def test_a_killed_agent_and_keeper_leave_nothing(boxed: Project, runtime: Oci) -
 
 
 def cmdline(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 @pytest.mark.parametrize(
