@@ -175,6 +175,14 @@ def sources(tmp_path: Path, more: str = "", prefixes: str = "[]", **values: Any)
     return [m.text for m in box(tmp_path, "docker", more=more, prefixes=prefixes, dataset="outside", **values).mounts]
 
 
+def test_a_job_can_be_freed_of_its_container(tmp_path: Path) -> None:
+    job(tmp_path, "pyxis")
+    free = load(tmp_path).resolve("j", ["container=none"]).job
+    assert free.container is None and around(free, FOLDER, "R", 2) is None and free.environment["A"] == "1"
+    with pytest.raises(ConfigError, match="has no table to go to"):
+        load(tmp_path).resolve("j", ["container=none", "container.image=x"])
+
+
 def test_what_a_job_reads_is_mounted(tmp_path: Path) -> None:
     ends = ["/data:/data:ro", "/opt/topo:/topo"]
     assert sources(tmp_path) == ["/shared:/shared", *ends], "below the root"

@@ -27,7 +27,7 @@ class Native:
             message = (
                 f"containers.{container.name}.runtime = 'pyxis' is a part of srun, and launcher = '{job.cluster.launcher}' of cluster '{job.cluster.name}'"
             )
-            found.append(Problem(f"{message} runs none", hint="docker, podman, apptainer and enroot run anywhere"))
+            found.append(Problem(f"{message} runs none", hint=f"docker, podman, apptainer and enroot run anywhere; {sets}container=none runs without"))
         return found
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:

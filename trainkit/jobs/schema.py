@@ -146,7 +146,7 @@ class Job(Table):
     engine_args: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="further options of an engine that is not native, by its own names; native has none and reads none"
     )
-    container: Container | None = Field(None, description="name of a [containers.X] table")
+    container: Container | None = Field(None, description="name of a [containers.X] table; none: without, where a base has one")
     cluster: Cluster = Field(description="name of a [clusters.X] table")
     model: Model = Field(description="name of a [models.X] table")
     dataset: Dataset = Field(description="name of a [datasets.X] table, or 'mock'")
