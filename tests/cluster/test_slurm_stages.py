@@ -9,6 +9,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cluster.machines import HEAD
 from tests.cluster.slurm_project import SlurmProject
 from tests.cluster.test_stages import TEXT, made, replace_in_jobs, write_corpus
@@ -137,3 +139,25 @@ def test_a_unit_of_the_graph_fails_and_cancel_takes_all_out(slurm: SlurmProject)
     assert slurm.document("status", "quick")["exit"] == 15
     slurm.invoke("train", "quick", timeout=240)
     assert slurm.document("status", "quick")["state"] == "succeeded"
+
+
+@pytest.mark.slow
+def test_an_element_whose_node_crashes_is_put_back(slurm: SlurmProject) -> None:
+    """Nobody is there to type it again: Slurm starts the element anew, and the run comes after it as if nothing had been."""
+    arrays(slurm, 4, 6000)
+    quick(slurm)
+    slurm.invoke("train", "quick", "--detach")
+    (run,) = slurm.runs()
+    second = stage_jobs(run)[1]["id"]
+
+    def where() -> str:
+        lines = slurm.cluster.on(HEAD, "squeue", "--noheader", "--array", "--states=RUNNING", f"--jobs={second}", "--format=%N").split()
+        return lines[0] if lines else ""
+
+    node = wait_for(where, "an element to run", timeout=120)
+    slurm.cluster.crash(node)
+    try:
+        wait_for(lambda: "PENDING" in slurm.job_state(second), "the element to be put back", timeout=90)
+    finally:
+        slurm.cluster.boot(node)
+    slurm.wait_state(run, "succeeded", timeout=240)
