@@ -1,6 +1,7 @@
 """Claim: from `invoke train` to the first step takes at most 1.2 times what torchrun takes that is typed by hand on every host.
 
     python benchmarks/launch.py [--deepspeed PYTHON] [--repeats 3] [--agents 16,64,128] [--stubs 10,100,1000] [--quick]
+    python benchmarks/launch.py --slurm [--repeats 5] [--hosts 1,2,4] [--quick]
 
 First table: the same trainer on the same tiny model, one rank a host, on 1, 2 and 4 hosts of the cluster of namespaces that tests/cluster uses (real
 sshd, addresses of their own, one shared disk; all hosts share this machine's cores, so importing torch N times takes its time on every side).
@@ -11,12 +12,15 @@ Cold: the machine's page cache dropped, no compiled Python beside the run's code
 repeats after it. The sides take turns; the machine should have nothing else to do (its load before the table is printed). Needs root and the
 packages that tests/cluster/cluster.sh names.
 
-The same through Slurm, with --slurm: from `invoke train` on its head to the first step, the queue included, beside a hand-written sbatch script in which srun
-starts torch.distributed.run on every node. The cluster runs nothing else, so a job starts as soon as slurmctld looks. No limit is set for these rows.
-
 Second table: seconds from the start of so many agents to what follows, on this machine over loopback: all agreed (proof, hello, code hashed, slots),
 one process started by each, all of them stopped with the proof that nothing is left, all agents gone. Real agents are processes, two each; stub
 agents are coroutines that speak the protocol and start nothing: they show what the supervisor itself costs.
+
+With --slurm another table alone: the same trainer, model and interpreter through the Slurm of that cluster. trainkit: from `invoke train` typed on its head to
+the first step in metrics.jsonl, so everything above and the queue. torchrun: from `sbatch` typed to the same line, of a script as people write it, in which
+srun starts torch.distributed.run on every node; its run folder is there already. Before each start all nodes are idle: a job begins when slurmctld looks.
+The sides take turns, and who begins changes from turn to turn; the first turn, which fills the page cache, is not counted. Medians, lowest and highest of
+the turns; no limit is set for the ratio. Queue: Slurm's own count of the seconds from submission to start, in whole seconds, the median too.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from statistics import median
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CHECKOUT))
@@ -184,36 +190,87 @@ class Queued(Sides):
     where = 'launcher = "slurm"'
 
     def torchrun(self, project: Path, hosts: int) -> float:
-        """A script as people write it. `--wait` is only there to see a job that ends too early."""
+        """A script as people write it."""
         run, words = self._given_run(project)
         script = run / "batch.sh"
         script.write_text(BATCH.format(hosts=hosts, run=run, python=sys.executable, words=words))
-        return self._until_first_step(project, ("sbatch", "--wait", str(script)), lambda: run / "metrics.jsonl")
+        # the rest is only there to see a job that ends too early: `sbatch --wait` asks so rarely that it returns up to half a minute late
+        line = f"id=$(sbatch --parsable {script}) && while squeue --noheader --jobs=$id 2> /dev/null | grep -q .; do sleep 3; done; tail {run}/batch.out"
+        return self._until_first_step(project, ("bash", "-c", line), lambda: run / "metrics.jsonl")
+
+    def until_idle(self) -> None:
+        """Wait for all nodes to be free again: the job before may still be completing."""
+        began = time.monotonic()
+        while time.monotonic() - began < LONGEST:
+            if set(self.cluster.on(HEAD, "sinfo", "--noheader", "--Node", "--format=%T").split()) == {"idle"}:
+                return
+            time.sleep(0.1)
+        sys.exit("nodes of Slurm's do not become idle")
+
+    def waited(self) -> float:
+        """Seconds that the newest job waited, by Slurm's count."""
+        text = self.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--sort=-i", "--format=%V|%S").splitlines()[0]
+        submitted, started = (datetime.fromisoformat(word) for word in text.strip().split("|"))
+        return (started - submitted).total_seconds()
+
+    def turns(self, hosts: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
+        """{side: [(seconds to the first step, of these in the queue) of every turn that counts]}."""
+        sides = {"trainkit": self.trainkit, "torchrun": self.torchrun}
+        project = self.project(f"hosts-{hosts}", hosts)
+        took: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+        for turn in range(repeats + 1):
+            for side in list(sides)[:: -1 if turn % 2 else 1]:  # trainkit first in the first turn: the others take the job and code of its run
+                self.until_idle()
+                seconds = sides[side](project, hosts)
+                if turn:
+                    took[side].append((seconds, self.waited()))
+        return took
 
 
-def first_steps(folder: Path, deepspeed: str, counts: Sequence[int], repeats: int, *, slurm: bool = False) -> bool:
-    """The first table, or that through Slurm; whether the claim holds."""
+def slurm_steps(folder: Path, counts: Sequence[int], repeats: int) -> None:
+    """The table of --slurm."""
     try:
-        cluster = Cluster(folder / "cluster", max(counts), slurm=slurm)
+        cluster = Cluster(folder / "cluster", max(counts), slurm=True)
+    except NoCluster as why:
+        sys.exit(f"no Slurm here: {why}")
+    print(f"load average of the last minute: {os.getloadavg()[0]:.1f}")
+    print(f"seconds from submission to the first step through Slurm, {repeats} turns")
+    print(f"{'hosts':>5}  {'side':<10} {'median':>7} {'ratio':>7} {'lowest':>7} {'highest':>8} {'queue':>6}")
+    try:
+        for hosts in counts:
+            took = Queued(cluster, folder, "").turns(hosts, repeats)
+            peer = median(seconds for seconds, _ in took["torchrun"])
+            for side, turns in took.items():
+                seconds, waited = [each for each, _ in turns], [each for _, each in turns]
+                middle = median(seconds)
+                print(
+                    f"{hosts:>5}  {side:<10} {middle:>7.1f} {middle / peer:>7.2f} {min(seconds):>7.1f} {max(seconds):>8.1f} {median(waited):>6.0f}", flush=True
+                )
+    finally:
+        cluster.close()
+
+
+def first_steps(folder: Path, deepspeed: str, counts: Sequence[int], repeats: int) -> bool:
+    """The first table; whether the claim holds."""
+    try:
+        cluster = Cluster(folder / "cluster", max(counts))
     except NoCluster as why:
         print(f"the table of first steps is left out, no cluster of namespaces here: {why}")
         return True
-    if slurm:
-        print("through Slurm:")
     holds = True
     print(f"load average of the last minute: {os.getloadavg()[0]:.1f}")
     print(f"seconds to the first step (cold: {'page cache dropped' if forget_files() else 'page cache kept, it may not be dropped here'})")
     print(f"{'hosts':>5}  {'side':<10} {'cold':>7} {'ratio':>7} {'warm':>7} {'ratio':>7}")
     try:
         for hosts in counts:
-            took = (Queued(cluster, folder, "") if slurm else Sides(cluster, folder, deepspeed)).measure(hosts, repeats)
+            took = Sides(cluster, folder, deepspeed).measure(hosts, repeats)
             for side, (cold, warm) in took.items():
                 ratios = cold / took["torchrun"][0], warm / took["torchrun"][1]
-                holds = holds and (slurm or side != "trainkit" or ratios[1] <= LIMIT)
+                holds = holds and (side != "trainkit" or ratios[1] <= LIMIT)
                 print(f"{hosts:>5}  {side:<10} {cold:>7.1f} {ratios[0]:>7.2f} {warm:>7.1f} {ratios[1]:>7.2f}", flush=True)
     finally:
         cluster.close()
-    print("" if slurm else f"limit of trainkit's ratio, warm: {LIMIT}{'' if deepspeed else '; no --deepspeed PYTHON was given'}\n")
+    print(f"limit of trainkit's ratio, warm: {LIMIT}{'' if deepspeed else '; no --deepspeed PYTHON was given'}\n")
     return holds
 
 
@@ -279,22 +336,23 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed", default="", help="an interpreter that has DeepSpeed and torch")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, help="3; with --slurm 5")
     parser.add_argument("--hosts", type=numbers, default=list(HOSTS))
     parser.add_argument("--agents", type=numbers, default=[16, 64, 128])
     parser.add_argument("--stubs", type=numbers, default=[10, 100, 1000])
-    parser.add_argument("--slurm", action="store_true", help="the first table through Slurm too")
+    parser.add_argument("--slurm", action="store_true", help="the table of starts through Slurm, and no other")
     parser.add_argument("--quick", action="store_true", help="two hosts once, 4 agents, 100 stubs")
     words = parser.parse_args()
     if words.quick:
         words.repeats, words.hosts, words.agents, words.stubs = 1, [2], [4], [100]
+    repeats = words.repeats or (5 if words.slurm else 3)
     with tempfile.TemporaryDirectory(prefix="trainkit-launch-") as folder:
+        if words.slurm:
+            slurm_steps(Path(folder), words.hosts, repeats)
+            return
         growth(Path(folder) / "agents", words.agents, words.stubs)
         print()
-        holds = first_steps(Path(folder), words.deepspeed, words.hosts, words.repeats) if words.hosts else True
-        if words.hosts and words.slurm:
-            (Path(folder) / "slurm").mkdir()
-            first_steps(Path(folder) / "slurm", "", words.hosts, words.repeats, slurm=True)
+        holds = first_steps(Path(folder), words.deepspeed, words.hosts, repeats) if words.hosts else True
     sys.exit(0 if holds else 1)
 
 

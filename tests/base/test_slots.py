@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -151,3 +152,15 @@ except Busy as busy:
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Lustre without -o flock, or NFS without its lock service, answers; never taken for a slot that is free, or held."""
+
+    def refused(handle: int, how: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    with pytest.raises(OSError, match=r"cannot lock files \(Operation not supported\); clusters.NAME.node_folder") as caught:
+        reserve(tmp_path, ["cpu"], {})
+    assert caught.value.filename == str(slot_path(tmp_path, "cpu")) and not holders(tmp_path)

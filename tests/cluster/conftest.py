@@ -14,15 +14,20 @@ from tests.cluster.slurm_project import SlurmProject, make_slurm_project
 from tests.conftest import wait_for
 
 
-@pytest.fixture(scope="session")
-def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A head and three nodes."""
+def bring_up(request: pytest.FixtureRequest, folder: Path, what: str, nodes: int = 3, **options: bool) -> Cluster:
+    """A cluster; where this machine cannot have one, the test fails or is skipped, as --require-cluster says."""
     try:
-        cluster = Cluster(tmp_path_factory.mktemp("hosts") / "cluster")
+        return Cluster(folder / "cluster", nodes, **options)
     except NoCluster as why:
         if request.config.getoption("--require-cluster"):
             pytest.fail(f"--require-cluster: {why}")
-        pytest.skip(f"no cluster of namespaces here: {why}")
+        pytest.skip(f"no {what} here: {why}")
+
+
+@pytest.fixture(scope="session")
+def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A head and three nodes."""
+    cluster = bring_up(request, tmp_path_factory.mktemp("hosts"), "cluster of namespaces")
     yield cluster
     cluster.close()
 
@@ -41,12 +46,15 @@ def cluster(machines: Cluster) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def slurm_machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A head and three nodes of Slurm's."""
-    try:
-        cluster = Cluster(tmp_path_factory.mktemp("slurm") / "cluster", slurm=True)
-    except NoCluster as why:
-        if request.config.getoption("--require-cluster"):
-            pytest.fail(f"--require-cluster: {why}")
-        pytest.skip(f"no Slurm here: {why}")
+    cluster = bring_up(request, tmp_path_factory.mktemp("slurm"), "Slurm", slurm=True)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="session")
+def accounting_machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A head and two nodes of a Slurm whose controller forgets at once, and whose slurmdbd does not."""
+    cluster = bring_up(request, tmp_path_factory.mktemp("accounting"), "Slurm with accounting", 2, slurm=True, accounting=True)
     yield cluster
     cluster.close()
 
@@ -54,13 +62,24 @@ def slurm_machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 @pytest.fixture
 def slurm(tmp_path: Path, slurm_machines: Cluster) -> Iterator[SlurmProject]:
     """A project on Slurm's head for one test, which must leave no job and no process of a run behind."""
-    project = make_slurm_project(tmp_path / "project", slurm_machines)
+    yield from clean_project(tmp_path, slurm_machines)
+
+
+@pytest.fixture
+def accounting(tmp_path: Path, accounting_machines: Cluster) -> Iterator[SlurmProject]:
+    """The same where slurmdbd keeps accounts."""
+    yield from clean_project(tmp_path, accounting_machines)
+
+
+def clean_project(folder: Path, cluster: Cluster) -> Iterator[SlurmProject]:
+    """A project for one test; fails after it where anything is left."""
+    project = make_slurm_project(folder / "project", cluster)
     yield project
     left = project.jobs()
-    slurm_machines.on("head", "scancel", "--quiet", "--full", *left, "--user=root")
+    cluster.on("head", "scancel", "--quiet", "--full", *left, "--user=root")
     wait_for(lambda: not project.jobs(), "Slurm to end what the test left", timeout=60)
-    strangers = [p for p in slurm_machines.processes() if p.mark or "trainkit" in " ".join(p.argv)]
-    slurm_machines.kill(*strangers)
+    strangers = [p for p in cluster.processes() if p.mark or "trainkit" in " ".join(p.argv)]
+    cluster.kill(*strangers)
     assert not left and not strangers, f"left behind: {left} {strangers}"
 
 

@@ -12,7 +12,9 @@ mount -t overlay overlay -o "lowerdir=/etc,upperdir=$h/etc,workdir=$h/.etcwork" 
 mount -t tmpfs -o mode=755 tmpfs /run; mkdir -p /run/sshd /run/munge /run/lock
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount --bind "$h/srv" /srv
-[ ! -d ~/.ssh ] || mount -t tmpfs -o mode=700 tmpfs ~/.ssh    # the person's own settings must not decide a test
+[ ! -d ~/.ssh ] || mount -t tmpfs -o mode=700 tmpfs ~/.ssh    # the person's own settings must not decide a test, nor a host that
+: > /run/no-settings                                          # crashes leave locks that its shells' start-up takes (pyenv's)
+for f in ~/.bashrc ~/.bash_profile ~/.bash_login ~/.profile; do [ ! -f "$f" ] || mount --bind /run/no-settings "$f"; done
 if [ "$name" != head ]; then                                  # nodes have their own pids; the head shares the machine's (see `on`)
     mount -t proc proc /proc; mount -t sysfs sysfs /sys
     [ -z "$CG" ] || slurm_cgroup

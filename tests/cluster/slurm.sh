@@ -1,11 +1,12 @@
 # shellcheck shell=bash disable=SC2034
 # slurm.sh: the Slurm half of the cluster, sourced by cluster.sh and host.sh; nothing of it runs unless TK_SLURM=1.
-# TK_GPUS=4 TK_CPUS=8: what a node pretends to have. TK_SACCT=1: mariadb and slurmdbd too, so that `sacct` works. TK_CGROUP=0: proctrack/linuxproc.
+# TK_GPUS=4 TK_CPUS=8: what a node pretends to have. TK_SACCT=1: mariadb and slurmdbd too, so that `sacct` works, and a slurmctld that forgets after
+# seconds. TK_CGROUP=0: proctrack/linuxproc.
 GPUS=${TK_GPUS:-4}
 
 slurm_needs() {
     echo slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge
-    [ "${TK_SACCT:-0}" != 1 ] || echo slurmdbd:slurmdbd mariadbd:mariadb-server
+    [ "${TK_SACCT:-0}" != 1 ] || echo slurmdbd:slurmdbd mariadbd:mariadb-server-core
 }
 
 slurm_configure() { # on the machine, once: keys, pretend devices, slurm.conf
@@ -43,7 +44,8 @@ SchedulerParameters=bf_interval=2,sched_interval=2
 JobRequeue=1
 JobCompType=jobcomp/filetxt
 JobCompLoc=$D/slurm/jobcomp.txt
-$([ "${TK_SACCT:-0}" != 1 ] || printf '%s\n' AccountingStorageType=accounting_storage/slurmdbd AccountingStorageHost=head AccountingStorageTRES=gres/gpu)
+$([ "${TK_SACCT:-0}" != 1 ] || printf '%s\n' AccountingStorageType=accounting_storage/slurmdbd AccountingStorageHost=head AccountingStorageTRES=gres/gpu \
+    AccountingStorageEnforce=associations MinJobAge=2)
 NodeName=node[1-$N] CPUs=${TK_CPUS:-8} RealMemory=4000 Gres=gpu:$GPUS State=UNKNOWN
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -63,19 +65,24 @@ slurm_cgroup() { # on a node: a freezer hierarchy of its own, for proctrack/cgro
     mount -t cgroup -o freezer cgroup /sys/fs/cgroup/freezer
 }
 
-slurm_accounting() { # on the head: a database and slurmdbd, so that the real sacct works
-    local db=$D/slurm/db; mkdir -p /run/mysqld
-    [ -d "$db/mysql" ] || mariadb-install-db --no-defaults --user=root --datadir="$db" --skip-test-db \
-        --auth-root-authentication-method=normal > "$D/slurm/mariadb.log" 2>&1
-    setsid mariadbd --no-defaults --user=root --datadir="$db" --socket=/run/mysqld/mysqld.sock --skip-networking \
-        --pid-file=/run/mysqld/mysqld.pid --innodb-flush-log-at-trx-commit=0 >> "$D/slurm/mariadb.log" 2>&1 < /dev/null &
-    for _ in $(seq 200); do mariadb-admin --no-defaults -S /run/mysqld/mysqld.sock ping > /dev/null 2>&1 && break; sleep 0.1; done
+slurm_accounting() { # on the head: a database of its own and slurmdbd, so that the real sacct works
+    local db=$D/slurm/db said=$D/slurm/mariadb.log sql
+    local -a maria=(mariadbd --no-defaults --user=root "--datadir=$db" --innodb-log-file-size=4M --innodb-buffer-pool-size=16M
+        --innodb-flush-log-at-trx-commit=0 --innodb-lock-wait-timeout=900)
+    mkdir -p /run/mysqld "$db"
+    for sql in /usr/share/{mysql,mariadb}/{mysql,mariadb}_system_tables.sql; do [ ! -e "$sql" ] || break; done
+    printf '%s\n' 'create database mysql;' 'use mysql;' | cat - "$sql" | "${maria[@]}" --bootstrap >> "$said" 2>&1
+    # nobody but slurmdbd reaches its socket, in this host's own /run, where libmariadb looks by itself
+    setsid "${maria[@]}" --skip-networking --skip-grant-tables --socket=/run/mysqld/mysqld.sock --pid-file=/run/mysqld/mysqld.pid \
+        >> "$said" 2>&1 < /dev/null &
+    for _ in $(seq 600); do [ ! -S /run/mysqld/mysqld.sock ] || break; sleep 0.02; done
     (umask 077; printf '%s\n' AuthType=auth/munge DbdHost=head SlurmUser=root StorageType=accounting_storage/mysql \
         StorageHost=localhost StorageUser=root StorageLoc=slurm_acct LogFile="$D/slurm/slurmdbd.log" \
         PidFile=/run/slurmdbd.pid > /etc/slurm/slurmdbd.conf)
     slurmdbd
-    for _ in $(seq 200); do (: < /dev/tcp/head/6819) 2> /dev/null && break; sleep 0.1; done
-    sacctmgr -i add cluster tk > /dev/null       # must be there before slurmctld starts
+    for _ in $(seq 600); do (: < /dev/tcp/head/6819) 2> /dev/null && break; sleep 0.02; done
+    # all of it must be there before slurmctld starts
+    sacctmgr -i add cluster tk > /dev/null; sacctmgr -i add account physics > /dev/null; sacctmgr -i add user root account=physics > /dev/null
 }
 
 slurm_host() { # NAME: its daemons

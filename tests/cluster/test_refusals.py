@@ -54,6 +54,20 @@ def test_all_hosts_that_cannot_be_reached_stand_in_one_table(head: ClusterProjec
         cluster.kill(*[p for p in cluster.processes() if p.argv[0] == "sleep" and p.argv[1] == "60"])  # what never became an agent of ours
 
 
+def test_hosts_that_are_not_by_themselves(head: ClusterProject) -> None:
+    """One machine by two names; two machines with one folder for the locks of their slots."""
+    head.ranks_do("beat(1); done()")
+    head.hosts("node1 slots=2", "10.77.0.11 slots=2")
+    patient = ("--set", "cluster.watch.connect=60")  # on a busy machine: what is tested comes after it
+    text = said(head.invoke("train", "random", *patient, exit=7))
+    assert "1 of 2 hosts are not by themselves" in text and (
+        "10.77.0.11  is the same machine as node1" in text or "node1  is the same machine as 10.77.0.11" in text
+    )
+    head.hosts("node1 slots=2", "node2 slots=2")
+    text = said(head.invoke("train", "random", "--set", f"cluster.node_folder={head.path}/locks", *patient, exit=7))
+    assert "has its slots' locks where node" in text and f"clusters.pair.node_folder = {head.path}/locks" in text
+
+
 def test_hosts_that_disagree_stand_in_one_table(head: ClusterProject, request: pytest.FixtureRequest) -> None:
     """node2 has another torch and a clock two minutes ahead. (A hostfile of 1,000 hosts, of which two are used.)"""
     head.hosts("node[1-1000] slots=2")

@@ -1,12 +1,20 @@
-"""prep-data as Slurm arrays: the same bytes as here; one unit that fails is named, and only it and what comes after it is run again."""
+"""Stages as Slurm arrays: the same bytes as here; a run and its stages are one graph; one unit that fails is named, and only it and what comes after it is
+run again."""
 
 from __future__ import annotations
 
+import json
 import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.cluster.machines import HEAD
 from tests.cluster.slurm_project import SlurmProject
 from tests.cluster.test_stages import TEXT, made, replace_in_jobs, write_corpus
+from tests.conftest import wait_for
 
 STAGES = """
 [clusters.queue.stages.prep-data]
@@ -14,7 +22,17 @@ nodes = 2
 tasks_per_node = 2
 partition = "urgent"
 [clusters.queue.slurm]
-time = 5
+time = 30
+"""
+# Ranks that end at once; its order of samples is another stage, whose need is not known before the tokens are there.
+QUICK = """
+[jobs.quick]
+cluster = "queue"
+model = "text"
+dataset = "lines"
+nodes = 2
+sample_order = "megatron"
+training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 4, lr = 1e-2 }
 """
 
 
@@ -32,7 +50,7 @@ def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmP
     text = broken.read_text()
     broken.write_text(text.replace("\n", "\nno JSON at all\n", 1))
     dry = slurm.invoke("prep-data", "--job", "text", "--dry-run").stdout
-    assert "#SBATCH --partition=urgent" in dry and "#SBATCH --array=0-1" in dry and "#SBATCH --time=5" in dry and slurm.jobs() == []
+    assert "#SBATCH --partition=urgent" in dry and "#SBATCH --array=0-1" in dry and "#SBATCH --time=30" in dry and slurm.jobs() == []
     failed = slurm.invoke("prep-data", "--job", "text", exit=6)
     assert re.search(r"part-03.jsonl:2: tokens-00003 on node[123]: is not JSON", failed.stderr), failed.stderr
     graph = [line for line in failed.stdout.splitlines() if line.startswith("job ")]
@@ -57,3 +75,89 @@ def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmP
     replace_in_jobs(slurm, 'cluster = "queue"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
     slurm.invoke("prep-data", "--job", "text", "--force")
     assert by_slurm == made(slurm) and len(by_slurm) >= 3
+
+
+def quick(project: SlurmProject) -> None:
+    """A job over the same dataset whose ranks have nothing to do."""
+    with open(project.path / "jobs.toml", "a") as file:
+        file.write(QUICK)
+    project.ranks_do("beat(4); done()")
+
+
+def stage_jobs(run: Path) -> list[dict[str, Any]]:
+    """The jobs of a run's graph but for its own."""
+    jobs = json.loads((run / "launch" / "stages" / "jobs.json").read_text())["jobs"]
+    assert isinstance(jobs, list)
+    return jobs
+
+
+def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
+    """Whoever typed `train` is killed as soon as all is submitted; a second run waits for the same arrays; losses are those of one machine."""
+    arrays(slurm, 3, 60)
+    quick(slurm)
+    dry = slurm.invoke("train", "text", "--dry-run").stdout
+    assert "sbatch --parsable --dependency=afterok:text-ready --kill-on-invalid-dep=yes" in dry and "cli/ready.py" in dry and dry.count("#!/bin/bash -l") == 5
+    assert not slurm.runs() and not slurm.jobs()
+    following = slurm.start("train", "text")
+    wait_for(lambda: bool(slurm.runs()) and (slurm.runs()[0] / "launch" / "slurm.json").exists(), "the graph to be submitted", timeout=120)
+    following.send_signal(signal.SIGKILL)
+    following.communicate()
+    (first,) = slurm.runs()
+    said = slurm.invoke("train", "quick", "--detach").stdout
+    second = next(run for run in slurm.runs() if run != first)
+    ours, theirs = stage_jobs(first), stage_jobs(second)
+    assert len(ours) == 4 and [job["id"] for job in theirs if not job["own"]] == [job["id"] for job in ours[:3]], said
+    assert [job["name"] for job in theirs if job["own"]] == ["quick-ready"] and f"of run {first.name} make it" in said and "makes index" in said
+    for run in (first, second):
+        slurm.wait_state(run, "succeeded", timeout=240)
+    again = slurm.invoke("train", "text", "--cluster", "here", "--nodes", "1", timeout=240).stdout
+    assert re.search(r"prep-data lines--bpe is fresh", again), again
+    local = next(run for run in slurm.runs() if run.parent == first.parent and run != first)
+    assert slurm.losses(first) == slurm.losses(local) and len(slurm.losses(first)) == 4
+    assert json.loads((first / "plan.json").read_text())["vocab_size"] and not list((slurm.path / "stamps" / "prep-data").glob("*.making.json"))
+
+
+def test_a_unit_of_the_graph_fails_and_cancel_takes_all_out(slurm: SlurmProject) -> None:
+    arrays(slurm, 3, 60)
+    quick(slurm)
+    broken = slurm.path / "corpus" / "part-01.jsonl"
+    text = broken.read_text()
+    broken.write_text(text.replace("\n", "\nno JSON at all\n", 1))
+    failed = slurm.invoke("train", "quick", exit=6, timeout=240)
+    assert re.search(r"part-01.jsonl:2: tokens-00001 on node[123]: is not JSON", failed.stdout), failed.stdout + failed.stderr
+    (run,) = slurm.runs()
+    cause = slurm.document("why", run.name)["root_cause"]
+    assert cause["unit"] == "tokens-00001" and cause["host"] in ("node1", "node2", "node3")
+    assert not slurm.jobs(), "what cannot run any more is taken out of the queue"
+    assert f"invoke train {run.parent.name}" in slurm.document("status", run.name)["next"]
+    slurm.invoke("resume", run.name, exit=5)
+    broken.write_text(text)
+    said = slurm.invoke("train", "quick", "--detach").stdout
+    graph = [line for line in said.splitlines() if line.startswith("job ")]
+    assert len(graph) == 3 and all("1 unit in 1 x 1 task" in line for line in graph[:2]), said  # the broken shard alone, what joins them, the plan
+    assert slurm.document("cancel", "quick", exit=15)["state"] == "cancelled" and not slurm.jobs()
+    assert slurm.document("status", "quick")["exit"] == 15
+    slurm.invoke("train", "quick", timeout=240)
+    assert slurm.document("status", "quick")["state"] == "succeeded"
+
+
+@pytest.mark.slow
+def test_an_element_whose_node_crashes_is_put_back(slurm: SlurmProject) -> None:
+    """Nobody is there to type it again: Slurm starts the element anew, and the run comes after it as if nothing had been."""
+    arrays(slurm, 4, 6000)
+    quick(slurm)
+    slurm.invoke("train", "quick", "--detach")
+    (run,) = slurm.runs()
+    second = stage_jobs(run)[1]["id"]
+
+    def where() -> str:
+        lines = slurm.cluster.on(HEAD, "squeue", "--noheader", "--array", "--states=RUNNING", f"--jobs={second}", "--format=%N").split()
+        return lines[0] if lines else ""
+
+    node = wait_for(where, "an element to run", timeout=120)
+    slurm.cluster.crash(node)
+    try:
+        wait_for(lambda: "PENDING" in slurm.job_state(second), "the element to be put back", timeout=90)
+    finally:
+        slurm.cluster.boot(node)
+    slurm.wait_state(run, "succeeded", timeout=240)

@@ -9,7 +9,7 @@ import pytest
 from trainkit.base.errors import ConfigError
 from trainkit.engines import refuse_unlaunchable
 from trainkit.jobs.devices import built_in_device
-from trainkit.jobs.schema import Cluster, Container, Dataset, Job, Model, Parallelism, Training
+from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Training
 
 
 def job(**changed: Any) -> Job:
@@ -35,7 +35,6 @@ def test_what_runs_here_is_not_refused() -> None:
     [
         ({"engine": "nemo"}, ["engine = 'nemo'"]),
         ({"cluster": Cluster(name="c", launcher="slurm", device=built_in_device("trn1-core")), "nodes": 4}, ["'trn1-core'"]),
-        ({"container": Container(name="x", image="i")}, ["container = 'x'"]),
     ],
 )
 def test_all_reasons_at_once(changed: dict[str, Any], words: list[str]) -> None:

@@ -40,14 +40,14 @@ class Program:
         return []
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
-        env = {"ATTEMPT": str(attempt), **job.cluster.env, **job.env, **self.env}
+        env = {"ATTEMPT": str(attempt), **job.environment, **self.env}
         return Command(self.argv, env, job.cluster.secrets, run.path, ranks_per_node=job.ranks_per_node)
 
 
-def make_run(folder: Path, sets: Sequence[str] = (), hosts: Sequence[Host] | None = None, nodes: int = 1) -> RunFolder:
-    """A run of tests/conftest.py's job on random tokens, complete up to its supervisor; its slots are its own."""
+def make_run(folder: Path, sets: Sequence[str] = (), hosts: Sequence[Host] | None = None, nodes: int = 1, container: str = "") -> RunFolder:
+    """A run of tests/conftest.py's job on random tokens, complete up to its supervisor; its slots are its own. `container`: lines of [containers.box]."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "jobs.toml").write_text(JOBS)
+    (folder / "jobs.toml").write_text(JOBS.rstrip() + (f'\ncontainer = "box"\n[containers.box]\n{container}\n' if container else "\n"))
     slots = folder / "node"
     slots.mkdir(exist_ok=True)
     given = [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainkit.jobs.clusters import Cluster, StagePlace
-from trainkit.launch.slurm.arrays import Level, SlurmPlace, describe, levels, script, split, submit_words
+from trainkit.launch.slurm.arrays import ArrayUnit, Level, SlurmPlace, describe, levels, script, split, submit_words
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.task import do, share
 
@@ -66,7 +66,9 @@ def test_the_script_and_its_line() -> None:
     lines = text.splitlines()
     options = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH ")}
     published = {"array=0-31", "exclusive", "mem=0", "nodes=1", "ntasks-per-node=32", "partition=hpc", "time=24:00:00"}
-    assert published | {"account=lm", "job-name=prep-data-pile--bpe-0", "no-requeue"} < options and not any("gpus" in option for option in options)
+    assert published | {"account=lm", "job-name=prep-data-pile--bpe-0", "requeue", "open-mode=append"} < options and not any(
+        "gpus" in option for option in options
+    )
     assert lines[0] == "#!/bin/bash -l" and lines[-2] == "module load x"
     assert lines[-1].startswith("exec srun --kill-on-bad-exit=0 --wait=0 --mpi=none /opt/p/python -I -c ")
     assert lines[-1].endswith(" /shared/code/SHA trainkit.stages.task /shared/stamps/prep-data/pile--bpe/prep-data-pile--bpe-0.json")
@@ -79,6 +81,24 @@ def test_each_task_has_its_share(element: int, task: int, expected: str | None) 
     level = {"tasks": 2, "shares": [[{"name": name}] for name in "abc"]}
     got = share(level, {"SLURM_ARRAY_TASK_ID": str(element), "SLURM_PROCID": str(task)})
     assert [unit["name"] for unit in got] == ([expected] if expected else [])
+
+
+def test_a_task_that_slurm_starts_anew_goes_on(tmp_path: Path) -> None:
+    program = f"import pathlib; pathlib.Path('{tmp_path}/made').open('a').write('x'); print('{{\"result\": {{}}}}')"
+    files = {name: str(tmp_path / f"u.{name}") for name in ("out", "log", "stamp")}
+    unit = {"name": "u", "argv": [sys.executable, "-c", program], "env": {}, "digest": "abc", "outputs": [f"{tmp_path}/made"], **files}
+    assert [do(unit), do(unit)] == [0, 0] and (tmp_path / "made").read_text() == "x"
+    (tmp_path / "made").write_text("half")  # not as it was stamped
+    assert do(unit) == 0 and (tmp_path / "made").read_text() == "halfx"
+
+
+def test_what_a_restarted_task_says_is_read_from_its_beginning(tmp_path: Path) -> None:
+    batch = ArrayUnit(Unit("u", ARGV, {}), tmp_path)
+    batch.out.write_text('{"progress": 1, "total": 4}\n' * 3 + '{"prog')
+    batch.look()
+    batch.out.write_text('{"result": {"tokens": 7}}\n{"ended": 0, "host": "b"}\n')
+    batch.look()
+    assert batch.code == 0 and batch.host == "b" and batch.results[0][1] == {"tokens": 7}
 
 
 @pytest.mark.parametrize(("code", "stamped"), [(0, True), (3, False)])

@@ -17,8 +17,10 @@ from trainkit.base.errors import ConfigError
 from trainkit.jobs import sbatch
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
+from trainkit.launch.containers import around
+from trainkit.launch.containers.pyxis import step_scripts
 from trainkit.launch.hostfile import Host
-from trainkit.launch.launchers.slurm import cpu_words, node_text, srun_words
+from trainkit.launch.launchers.slurm import cpu_words, look_words, node_text, srun_words
 from trainkit.launch.session import Session, new_session
 from trainkit.launch.slurm.allocation import granted, hosts_of
 from trainkit.launch.slurm.queue import JobLook
@@ -118,20 +120,71 @@ def test_a_root_that_fits_no_script() -> None:
 
 
 def session(chosen: Job, hosts: Sequence[Host]) -> Session:
-    return new_session(RUN.session(1), RUN.id, 1, hosts, chosen.cluster, Path("/shared/code/SHA"), RUN.attempt(1).transports, {})
+    folder, code = RUN.session(1), Path("/shared/code/SHA")
+    return new_session(folder, RUN.id, 1, hosts, chosen.cluster, code, RUN.attempt(1).transports, {}, around(chosen, folder, RUN.id, 1))
 
 
-def srun(name: str, further: Mapping[str, str] | None = None) -> list[str]:
-    chosen = job(name)
+def srun(name: str, *sets: str, further: Mapping[str, str] | None = None) -> list[str]:
+    chosen = job(name, *sets)
     hosts = [Host(f"n{i}", slots=(0,)) for i in range(2)]
     return list(srun_words(session(chosen, hosts), hosts, {**allocation_variables(all_options(chosen, RUN)), **(further or {})}))
 
 
 def test_srun_carries_one_agent_a_node() -> None:
-    words = srun("azure-gpt3-175b")
+    words = srun("neuron-gpt3-23b")
     assert words[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n0,n1"]
     assert {"--kill-on-bad-exit=1", "--wait=60", "--input=none", "--overlap"} < set(words)
     assert words[-3:] == ["/bin/bash", "-l", f"{RUN.session(1)}/srun.sh"]
+    assert not any("container" in word for word in (*words, *srun("jean-zay-7-5b"))), "neuron and jean-zay run without"
+
+
+# What the published scripts give srun. STAGE, FSX are the roots; azure's DATA, WORK, VOCAB, MERGE and CKPT are folders and files below STAGE, its TOPO is
+# one below /opt/microsoft, and bignlp's launcher mounts <bignlp>,<data>,<results>, of which the first is the trainer that trainkit is here.
+AZURE = ("04-gpt175B.sh", "azure-gpt3-175b", "/stage", "/stage/pytorch+25.03+py3.sqsh")
+NEMO = ("bignlp-scripts 22.09", "nemo-gpt3-175b16", "/fsx", "/apps/bignlp-training_22.09-py3-bcp-nsys-2022.5.1-v2-efa.sqsh")
+PYXIS: list[tuple[tuple[str, str, str, str], set[str], set[str], bool]] = [
+    (
+        AZURE,
+        {"/opt/microsoft/ndv5-topo.xml", "/stage", "/stage/slimpajama/preprocessed", "/stage/checkpoints", "/var/tmp", "/opt/microsoft"},
+        {"CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_TOPO_FILE"},  # and LOGLEVEL, which torchrun reads; there is none here
+        False,  # the training script leaves home to the cluster's own setting, its data jobs do not; see docs/containers.md
+    ),
+    (NEMO, {"/fsx/data", "/fsx/results"}, set(), True),
+]
+
+
+@pytest.mark.parametrize(("published", "mounts", "env", "no_home"), PYXIS)
+def test_pyxis_of_the_reference_clusters(published: tuple[str, str, str, str], mounts: set[str], env: set[str], no_home: bool) -> None:
+    _, name, root, image = published
+    words = srun(name, f"cluster.root={root}", f"container.image={image}", further={"SLURM_EXPORT_ENV": "HOME,PATH"})
+    given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "container" in word.partition("=")[0]}
+    assert set(given) == {"--container-image", "--container-mounts", "--container-env", "--container-workdir", "--no-container-mount-home"}
+    assert given["--container-image"] == image and given["--container-workdir"] == root
+    ours = [mount.split(":") for mount in given["--container-mounts"].split(",")]
+    assert all(source == target for source, target in ours)
+    assert all(any(Path(path).is_relative_to(source) for source, _ in ours) for path in mounts), "all that the script mounts is there, under its own name"
+    names = given["--container-env"].split(",")
+    assert env <= set(names) == set(job(name).environment), "and every other variable of the job"
+    assert next(word for word in words if word.startswith("--export=")) == f"--export=HOME,PATH,{','.join(names)}", "so that they reach the image's hooks"
+    assert no_home <= ("--no-container-mount-home" in words)
+    assert words[-2:] == ["/bin/bash", f"{RUN.session(1)}/srun.sh"]
+
+
+def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
+    chosen, hosts = job("azure-gpt3-175b", "cluster.root=/no/such"), [Host("n0"), Host("n1")]
+    given = session(chosen, hosts)
+    look = look_words(given, hosts, {})
+    assert look[:7] == ("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n0,n1", "--kill-on-bad-exit=0", "--time=1")
+    assert look[-2:] == ("/bin/bash", f"{RUN.session(1)}/mounts.sh") and not any("container" in word for word in look)
+    assert given.around is not None
+    scripts = step_scripts(given.around, [look, srun_words(given, hosts, {})])
+    first, second = scripts["step.sh"].splitlines()[1:]
+    assert first.startswith(f"timeout --kill-after=10 60 {shlex.join(look)} || {{ ") and first.endswith("exit 8; }")
+    assert second == f"exec {shlex.join(srun_words(given, hosts, {}))}"
+    assert "exec /bin/bash " + f'{RUN.session(1)}/inside.sh "$node"' in node_text(given, hosts)
+    (tmp_path / "mounts.sh").write_text(scripts["mounts.sh"])
+    said = subprocess.run(["bash", str(tmp_path / "mounts.sh")], capture_output=True, text=True, check=False)
+    assert said.returncode == 8 and "does not have what containers.pytorch-25-03 mounts: /no/such" in said.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from trainkit.base.errors import ConfigError
-from trainkit.base.files import write_json
+from trainkit.base.files import read_json, write_json
 from trainkit.base.process import identity
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import EventLog, all_runs, find_run, read_events, read_record
+from trainkit.runs.record import EventLog, all_runs, find_run, read_events, read_record, write_maker
 
 
 def make_run(root: Path, job: str, name: str) -> RunFolder:
@@ -64,6 +64,25 @@ def test_without_a_last_word_the_supervisors_life_decides(tmp_path: Path) -> Non
     assert read_record(run).state == "failed"
     begin(run, 4, host="elsewhere")
     assert read_record(run).state == "unknown"
+
+
+def test_whoever_began_it_lives_and_no_supervisor_is_there_yet(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "j", "a")
+    write_maker(run)
+    assert (read_record(run).state, read_record(run).exit) == ("starting", None)
+    value = read_json(run.maker)
+    write_json(run.maker, value | {"identity": value["identity"] | {"start_time": 1}})
+    assert read_record(run).state == "failed", "it is gone, and so is whoever could have begun"
+    write_json(run.maker, value | {"identity": value["identity"] | {"host": "elsewhere"}})
+    assert read_record(run).state == "starting"
+    write_json(run.maker, value | {"identity": value["identity"] | {"host": "elsewhere"}, "time": time.time() - 100})
+    assert read_record(run).state == "failed"
+    end(begin(run), 9, "user")
+    sign(run, ago=10, ended=True)
+    write_maker(run)  # resumed
+    assert read_record(run).state == "starting"
+    sign(run, ended=True)  # there, and gone again
+    assert read_record(run).state == "failed"
 
 
 def test_a_torn_event_is_left_out(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from trainkit.base.errors import Exit, TrainkitError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # what a file system without locks answers
 
 
 class Busy(Exception):
@@ -39,7 +40,7 @@ def _flock(handle: int, path: Path, how: int) -> None:
     try:
         fcntl.flock(handle, how)
     except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+        if error.errno in NO_LOCKS:
             raise NoLocks(path, error) from None
         raise
 

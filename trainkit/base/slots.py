@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.locks import Busy
+from trainkit.base.locks import NO_LOCKS, Busy
 
 PREFIX, SUFFIX = "trainkit-", ".lock"
 MOST = 4096  # slots of a host that are told, and bytes that each holder may say: anybody can write there, and all of it goes into one frame
@@ -63,7 +63,7 @@ def reserve(folder: Path, names: Sequence[str], holder: dict[str, Any], *, share
             path = slot_path(folder, name)
             handle = _open(path)
             handles.append(handle)
-            if not _locked(handle, deadline):
+            if not _locked(handle, path, deadline):
                 if not share:
                     raise Busy(path, _holder(handle))
                 os.close(handles.pop())
@@ -132,12 +132,19 @@ def _make_folder(folder: Path) -> None:
         folder.chmod(0o1777)
 
 
-def _locked(handle: int, deadline: float) -> bool:
+def _locked(handle: int, path: Path, deadline: float) -> bool:
     """Whether we hold the lock now; it is tried at least once."""
     while True:
-        with contextlib.suppress(BlockingIOError):
+        try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            what = f"its file system cannot lock files ({error.strerror}); clusters.NAME.node_folder has to be on one that can, such as /dev/shm"
+            raise OSError(error.errno, what, str(path)) from None
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)

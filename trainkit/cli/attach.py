@@ -23,7 +23,7 @@ from trainkit.runs.tail import EventTail
 
 POLL_SECONDS = 0.05
 LOOK_SECONDS = 0.5  # between looks at the record: on a shared file system each costs several round trips
-GOING = ("queued", "running")
+GOING = ("queued", "starting", "running")
 CONFIRM_SECONDS = 5.0  # that a second Ctrl-C has to stop the run
 
 
@@ -37,7 +37,7 @@ def started(run: RunFolder, events: EventTail) -> bool:
     """Wait until the ranks of a run have been started, or a person presses Ctrl-C; False where it ended before. The supervisor bounds the time."""
     try:
         while True:
-            running = read_record(run).state == "running"
+            running = read_record(run).state in ("starting", "running")
             if any(event["event"] == "go" for _, event in events.new()):
                 return True
             if not running:

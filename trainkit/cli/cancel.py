@@ -20,6 +20,7 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.control import ask
 from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import hosts_path, local_hosts, read_hosts
+from trainkit.launch.slurm.graph import still_to_be_made
 from trainkit.launch.slurm.settle import newest_job, settled
 from trainkit.launch.start import SPAWN_SECONDS
 from trainkit.launch.sweep import sweep
@@ -39,6 +40,9 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
     if record.state == "queued":
         slurm.cancel_queued(talk, run)
         return Answer(document("cancel/1", **_head(read_record(run)), hosts=[]), Exit.CANCELLED)
+    while record.state == "starting":
+        time.sleep(POLL_SECONDS)
+        record = settled(read_record(run))
     if newest_job(run) is None and _made_just_now(run):
         record = read_record(run)
     ended = _last_end(run)
@@ -53,6 +57,8 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
         return _answer(talk, record, rows)
     record = settled(read_record(run))  # it may have ended while it was asked
     if record.state not in ("running", "unknown") and not _may_have_left(run, ended):
+        if left := slurm.end_stages(run, time.monotonic() + slurm.CANCEL_SECONDS) if still_to_be_made(run) else []:
+            talk.say(f"what was to make its stages is out of the queue (jobs {', '.join(left)})")
         talk.say(f"run {run.id} has ended already: {record.state}, exit {record.exit}")
         return Answer(document("cancel/1", **_head(record), hosts=[]))
     talk.say(f"run {run.id} has no supervisor that could be asked; asking its nodes what is left")

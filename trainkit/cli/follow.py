@@ -28,7 +28,8 @@ from trainkit.runs.picture import draw_losses
 from trainkit.runs.record import Record, all_runs, find_run, read_record
 from trainkit.runs.summary import summarize
 
-COLOURS = {"queued": "blue", "succeeded": "green", "running": "cyan", "failed": "red", "cancelled": "yellow", "preempted": "yellow", "unknown": "magenta"}
+COLOURS = {"queued": "blue", "starting": "blue", "running": "cyan", "succeeded": "green", "failed": "red", "unknown": "magenta"}
+COLOURS |= dict.fromkeys(("cancelled", "preempted"), "yellow")
 WATCH_SECONDS = 2.0
 
 
@@ -74,7 +75,7 @@ def status(talk: Talk, words: str, *, watch: bool = False) -> Answer:
             _print_status(talk, run, record, view)
             if seen is not None:
                 talk.say(seen.words())
-        if not watch or record.state not in ("queued", "running"):
+        if not watch or record.state not in ("queued", "starting", "running"):
             return Answer({**record.to_json(), **view.to_json(), **({"slurm": asdict(seen)} if seen else {})})
         time.sleep(WATCH_SECONDS)
 

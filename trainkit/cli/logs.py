@@ -129,7 +129,7 @@ class _Tail:
 def _follow(run: RunFolder, tails: list[_Tail]) -> None:
     """Print what is new until the run has ended."""
     while True:
-        running = read_record(run).state == "running"
+        running = read_record(run).state in ("starting", "running")
         texts = [text for tail in tails if (text := tail.new(torn=not running))]
         sys.stdout.write("".join(texts))
         sys.stdout.flush()

@@ -23,6 +23,7 @@ from trainkit.data.sources import Announcement
 from trainkit.jobs.load import find_root
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.arrays import dry_lines, execute_in_slurm, slurm_place_of
+from trainkit.launch.slurm.others import is_going
 from trainkit.launch.units import execute_on, place_of
 from trainkit.stages.build import Build
 from trainkit.stages.contract import Need, Stage
@@ -30,7 +31,7 @@ from trainkit.stages.here import execute_here
 from trainkit.stages.index import Index
 from trainkit.stages.prep_data import PrepData, needs_of_dataset
 from trainkit.stages.run import make_fresh, missing_units, needs_in_turn, needs_of, stamps_folder
-from trainkit.stages.stamps import Verdict, judge
+from trainkit.stages.stamps import Verdict, judge, unit_folder
 from trainkit.stages.weights import Weights
 
 LATER: tuple[Stage, ...] = (Index(), Weights())  # than the data
@@ -38,7 +39,7 @@ STAGES: tuple[Stage, ...] = (Build(), PrepData(), *LATER)
 
 
 @contextlib.contextmanager
-def _term_interrupts() -> Iterator[None]:
+def term_interrupts() -> Iterator[None]:
     """SIGTERM ends the block as Ctrl-C does: workers are stopped, what is half done is undone, finished units stay."""
     former = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -47,7 +48,7 @@ def _term_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
-def _agree(talk: Talk, large: Announcement) -> None:
+def agree(talk: Talk, large: Announcement) -> None:
     """Say what is to be fetched and have somebody agree. Raises ConfigError (exit 6) where nobody does, or there is no room."""
     talk.say(str(large))
     large.check_space()
@@ -88,12 +89,12 @@ def bring_up_to_date(
     reporter = reporter or StageReporter(talk.console)
     if not talk.dry_run:
         verdicts = []
-        with _term_interrupts():
+        with term_interrupts():
             for need in needs:
                 if need.announcement is not None and not judge(need, stamps_folder(root, need.stage), force=force).fresh:
-                    _agree(talk, need.announcement)
+                    agree(talk, need.announcement)
                 execute = functools.partial(_executor(job, need.stage, talk.say), workers=workers, counted=reporter.counted)
-                verdicts.append(make_fresh(need, root, execute, reporter, force=force))
+                verdicts.append(make_fresh(need, root, execute, reporter, force=force, going=is_going))
         return verdicts
     verdicts = []
     for need in needs:
@@ -101,7 +102,7 @@ def bring_up_to_date(
         verdicts.append(judge(need, stamps, force=force))
         reporter.verdict(verdicts[-1])
         if job and not verdicts[-1].fresh and (arrays := slurm_place_of(job, need.stage, talk.say)) is not None:
-            for line in dry_lines(arrays, need, missing_units(need, stamps, force=force), stamps):
+            for line in dry_lines(arrays, need, missing_units(need, stamps, force=force), unit_folder(stamps, need.name))[0]:
                 talk.say(f"  {line}")
             continue
         place = place_of(job, need.stage, talk.say) if job else None

@@ -13,17 +13,18 @@ from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.forms import document
-from trainkit.base.process import allow_open_files
 from trainkit.cli import slurm
 from trainkit.cli.attach import follow_run, started
 from trainkit.cli.ending import print_ending
 from trainkit.cli.hosts import NO_WORDS, HostWords, hosts_of_job, resolve_on_hosts, say_hosts, sets_of_hosts
 from trainkit.cli.jobs import load_jobs
+from trainkit.cli.launching import say_scripts, session_to_show
 from trainkit.cli.plan import plan_of
 from trainkit.cli.prepare import STAGES, bring_up_to_date
 from trainkit.cli.progress import TrainingView
+from trainkit.cli.ready import refuse_infeasible, refuse_without_samples
+from trainkit.cli.stage_graph import dry_graph, follow_graph, graph_of
 from trainkit.cli.wrapper import Answer, Talk
-from trainkit.data.mixture import open_mixture
 from trainkit.engines import ENGINES, refuse_unlaunchable
 from trainkit.engines.contract import Command
 from trainkit.engines.rules import RULES
@@ -34,9 +35,9 @@ from trainkit.launch.hostfile import OVER_SSH
 from trainkit.launch.hosts import HostList, hosts_path, read_hosts
 from trainkit.launch.launchers import LAUNCHERS
 from trainkit.launch.outcome import Outcome
-from trainkit.launch.session import new_session
+from trainkit.launch.slurm.graph import ready_name
 from trainkit.launch.slurm.settle import settled
-from trainkit.launch.slurm.start import submit_again, submit_new
+from trainkit.launch.slurm.start import submit_again, submit_new, submit_with_stages
 from trainkit.launch.start import Watch, refuse_other_inputs, resume_run, start_run
 from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan, make_plan
@@ -47,29 +48,13 @@ from trainkit.stages.index import Index
 from trainkit.stages.run import needs_in_turn, needs_of, refuse_stale, stamps_folder
 
 
-def _refuse_infeasible(plan: Plan) -> Plan:
-    """The plan itself. Raises TrainkitError (exit 4) with every objection."""
-    if not plan.feasible:
-        raise TrainkitError("; ".join(f"{o.key}: {o.message}" for o in plan.objections), exit=Exit.PLAN, hint=f"invoke plan {plan.job}")
-    return plan
-
-
-def _refuse_without_samples(job: Job) -> None:
-    """Open what every rank will read, before any of them starts. Raises ConfigError as `open_mixture`."""
-    allow_open_files()
-    evaluated = {"valid": job.dataset, **job.validation} if job.training.eval_iters else {}
-    open_mixture(job, job.dataset, "train", vocab=job.model.vocab_size or 1)
-    for dataset in evaluated.values():
-        open_mixture(job, dataset, "valid", vocab=job.model.vocab_size or 1)
-
-
 def _refuse_without_wandb(job: Job) -> None:
     """Raise ConfigError where the job asks for Weights & Biases and its ranks could not have it; before there is a run."""
     if job.wandb is None:
         return
     from trainkit.train.wandb_log import wandb_problems
 
-    if problems := wandb_problems(job, {**job.cluster.env, **job.env, **secret_values(job.cluster.secrets, os.environ)}):
+    if problems := wandb_problems(job, {**job.environment, **secret_values(job.cluster.secrets, os.environ)}):
         raise ConfigError(problems)
 
 
@@ -83,12 +68,13 @@ def _print_plan(talk: Talk, plan: Plan, job: Job) -> None:
 def _say_start(talk: Talk, run: RunFolder, job: Job, attempt: int, hosts: HostList, *, background: bool) -> tuple[Command, list[list[str]]]:
     """Say what an attempt would start where. Returns the ranks' command, and the launcher's command lines. Nothing is written."""
     command = ENGINES[job.engine].command(job, run, attempt)
-    session = new_session(run.session(attempt), run.id, attempt, hosts.running, job.cluster, run.root / "code" / "SHA256", run.attempt(attempt).transports, {})
+    session = session_to_show(job, run, attempt, hosts.running)
     lines = [list(words) for words in LAUNCHERS[job.cluster.launcher].commands(session, hosts.running)]
     if background:
         talk.say("would start a supervisor in a session of its own, which outlives this terminal")
     for words in lines:
         talk.say(f"would run: {shlex.join(words)}")
+    say_scripts(talk, session)
     ranks = job.ranks_per_node
     for node, host in enumerate(hosts.running):
         talk.say(f"would start on {host.name}: {_span(node * ranks, ranks)}, each {shlex.join(command.argv)}")
@@ -136,22 +122,32 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     resolved, hosts = resolve_on_hosts(jobs, name, sets, words)
     job = resolved.job
     background = following.background(job)
-    plan = _refuse_infeasible(make_plan(job, rules=RULES[job.engine]))
+    plan = refuse_infeasible(make_plan(job, rules=RULES[job.engine]))
     secret_values(job.cluster.secrets, os.environ)
     _refuse_without_wandb(job)
     _print_plan(talk, plan, job)
     say_hosts(talk, job, hosts)
     root = Path(job.cluster.root or ".")
     needs = needs_of(job, STAGES)  # of all, before the first begins: what is hopeless is said at once
-    if stages:
-        bring_up_to_date(talk, needs if talk.dry_run else needs_in_turn(job, STAGES), root, job=job)
-    else:
-        refuse_stale(needs, root)
-    plan = _refuse_infeasible(plan_of(job))
     on_slurm = job.cluster.launcher == "slurm" and not words.existing
+    if not stages:
+        refuse_stale(needs, root)
+    elif on_slurm and talk.dry_run:
+        if (graph := dry_graph(talk, job)).parts:
+            return slurm.dry_run(talk, job, plan, root, after=ready_name(job))
+    elif on_slurm:
+        with graph_of(talk, job) as graph:
+            if graph.parts:
+                run, id, followed = submit_with_stages(resolved, plan, graph, jobs.root, talk.say)
+        if graph.parts:
+            slurm.say_submitted(talk, run, id, detach=following.detach)
+            return Answer(read_record(run).to_json()) if following.detach else follow_graph(talk, run, followed)
+    else:
+        bring_up_to_date(talk, needs if talk.dry_run else needs_in_turn(job, STAGES), root, job=job)
+    plan = refuse_infeasible(plan_of(job))
     if talk.dry_run:
         return slurm.dry_run(talk, job, plan, root) if on_slurm else _dry_run(talk, job, plan, hosts, background=background)
-    _refuse_without_samples(job)
+    refuse_without_samples(job)
     needs = needs_of(job, STAGES)  # as they are now that they are done
     if on_slurm:
         run, id = submit_new(resolved, plan, needs, jobs.root)
@@ -185,7 +181,7 @@ def resume(talk: Talk, text: str, sets: Sequence[str], *, share: bool, words: Ho
     _refuse_running(record)
     refuse_other_inputs(run)
     root = Path(job.cluster.root or ".")
-    _refuse_infeasible(plan_of(job))
+    refuse_infeasible(plan_of(job))
     if record.state == "succeeded" and record.step >= job.training.train_iters:
         talk.say(f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is nothing to resume")
         return Answer(record.to_json())
@@ -197,7 +193,7 @@ def resume(talk: Talk, text: str, sets: Sequence[str], *, share: bool, words: Ho
         _say_start(talk, run, job, record.attempt + 1, hosts, background=background)
         return Answer(record.to_json())
     bring_up_to_date(talk, Index().needs(job, stamps_folder(root, Index.name)), root, job=job)
-    _refuse_without_samples(job)
+    refuse_without_samples(job)
     talk.say(f"run {run.id} ({record.state}) is at step {record.step}; going on as attempt {record.attempt + 1}")
     if job.cluster.launcher == "slurm" and not words.existing:
         events = EventTail(run, told=True)
@@ -226,7 +222,7 @@ def _changed(jobs: Jobs, run: RunFolder, sets: Sequence[str], words: HostWords) 
 
 def _refuse_running(record: Record) -> None:
     run = record.run
-    if record.state == "running":
+    if record.state in ("starting", "running"):
         message = f"run {run.id} is still running (attempt {record.attempt}, step {record.step})"
         raise TrainkitError(message, exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}; invoke attach {run.id} follows it")
     if record.state == "queued":

@@ -12,17 +12,19 @@ from rich.table import Table
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.forms import document
+from trainkit.cli.launching import say_scripts, session_to_show
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.engines import ENGINES
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hostfile import Host
-from trainkit.launch.launchers.slurm import srun_words
-from trainkit.launch.session import new_session
+from trainkit.launch.launchers.slurm import look_words, pyxis_of, srun_words
 from trainkit.launch.slurm.allocation import ask
+from trainkit.launch.slurm.arrays import over_in_slurm
+from trainkit.launch.slurm.graph import still_to_be_made, take_out
 from trainkit.launch.slurm.queue import look
 from trainkit.launch.slurm.script import all_options, allocation_variables, batch_script
 from trainkit.launch.slurm.settle import newest_job
-from trainkit.launch.slurm.submit import submit_words
+from trainkit.launch.slurm.submit import submit_words, words_after
 from trainkit.plan.make import Plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.slurm import SlurmJob, change_slurm_job, read_slurm_jobs
@@ -31,20 +33,23 @@ CANCEL_SECONDS = 120.0  # for Slurm to end a job: KillWait, and epilogs
 POLL_SECONDS = 0.5
 
 
-def dry_run(talk: Talk, job: Job, plan: Plan, root: Path) -> Answer:
-    """Print the batch script, the line that submits it and the line of srun in it. Nothing is written."""
+def dry_run(talk: Talk, job: Job, plan: Plan, root: Path, after: str = "") -> Answer:
+    """Print the batch script, the line that submits it and the line of srun in it. Nothing is written. `after`: the job that completes its stages."""
     run = RunFolder(root.absolute() / "runs" / job.name / "RUN")
-    text, line = batch_script(job, run), submit_words(run)
+    text, line = batch_script(job, run), submit_words(run, words_after(after, job.sbatch_options) if after else [])
     hosts = [Host(f"NODE{node}", slots=tuple(range(job.ranks_per_node))) for node in range(job.nodes)]
-    session = new_session(run.session(1), run.id, 1, hosts, job.cluster, run.root / "code" / "SHA256", run.attempt(1).transports, {})
-    srun = srun_words(session, hosts, allocation_variables(all_options(job, run)))
+    session = session_to_show(job, run, 1, hosts)
+    variables = allocation_variables(all_options(job, run))
+    lines = [*([look_words(session, hosts, variables)] if pyxis_of(session) else []), srun_words(session, hosts, variables)]
     command = ENGINES[job.engine].command(job, run, 1)
     talk.say(f"would submit: {shlex.join(line)}")
     for each in text.rstrip("\n").split("\n"):
         talk.say(f"  {each}")
-    talk.say(f"would run in it: {shlex.join(srun)}")
+    for words in lines:
+        talk.say(f"would run in it: {shlex.join(words)}")
+    say_scripts(talk, session)
     talk.say(f"would start on each of {job.nodes} nodes: {job.ranks_per_node} ranks, each {shlex.join(command.argv)}")
-    return Answer(document("dry-run/1", plan=plan.to_json(), command=command.to_json(), sbatch=line, script=text, launcher=[list(srun)]))
+    return Answer(document("dry-run/1", plan=plan.to_json(), command=command.to_json(), sbatch=line, script=text, launcher=[list(words) for words in lines]))
 
 
 def say_submitted(talk: Talk, run: RunFolder, id: str, *, detach: bool) -> None:
@@ -55,9 +60,12 @@ def say_submitted(talk: Talk, run: RunFolder, id: str, *, detach: bool) -> None:
 
 
 def end_job(run: RunFolder, job: SlurmJob) -> str:
-    """scancel the run's job and wait until Slurm says that it is over: its last state. Raises TrainkitError (exit 13) where it is not."""
+    """scancel the run's job, with those that make its stages, and wait until Slurm says that it is over: its last state. Raises TrainkitError (exit 13)
+    where it is not."""
     ask(["scancel", *(each.id for each in read_slurm_jobs(run) if each.follows == job.id), job.id])
     deadline = time.monotonic() + CANCEL_SECONDS
+    if still_to_be_made(run):
+        end_stages(run, deadline)
     while (seen := look([job.id]).get(job.id)) is not None and not seen.over:
         if time.monotonic() > deadline:
             message = f"job {job.id} was cancelled {CANCEL_SECONDS:.0f} s ago, and Slurm still says {seen.state}"
@@ -66,13 +74,29 @@ def end_job(run: RunFolder, job: SlurmJob) -> str:
     return seen.state if seen else "gone"
 
 
+def end_stages(run: RunFolder, deadline: float) -> list[str]:
+    """scancel the jobs that make a run's stages, but for those that another run waits for too, and wait for their end: their numbers.
+
+    Raises TrainkitError (exit 13) where they are not over by `deadline` (of time.monotonic()).
+    """
+    ids = take_out(run)
+    while ids and not over_in_slurm(ids):
+        if time.monotonic() > deadline:
+            raise TrainkitError(
+                f"jobs {', '.join(ids)} were cancelled, and Slurm still runs them", exit=Exit.CONTACT_LOST, hint=f"squeue --jobs={','.join(ids)}"
+            )
+        time.sleep(POLL_SECONDS)
+    return ids
+
+
 def cancel_queued(talk: Talk, run: RunFolder) -> None:
     """Take a run that waits out of the queue, and note that."""
     job = newest_job(run)
     assert job is not None
+    stages = ", with the jobs that were to make its stages" if still_to_be_made(run) else ""
     state = end_job(run, job)
     change_slurm_job(run, job.id, ended={"state": "CANCELLED", "message": f"job {job.id} was taken out of the queue", "exit": int(Exit.CANCELLED)})
-    talk.say(f"job {job.id} is out of the queue ({state})")
+    talk.say(f"job {job.id} is out of the queue ({state}){stages}")
 
 
 def make_sure(run: RunFolder) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.forms import document
 from trainkit.cli.ending import last_lines, print_next
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
+from trainkit.launch.slurm.queue import BEFORE, RUNNING, Account, accounts
 from trainkit.launch.slurm.settle import settled
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import Record, find_run, read_events, read_record
+from trainkit.runs.slurm import read_slurm_jobs
 
 LINES = 30
 SHOWN = 12  # later failures of other ranks
+WELL = BEFORE | RUNNING | {"COMPLETED", "CANCELLED"}  # a step of Slurm's that says nothing: srun's are cancelled with their job
 
 
 def why(talk: Talk, words: str, attempt: int) -> Answer:
@@ -30,11 +34,18 @@ def why(talk: Talk, words: str, attempt: int) -> Answer:
     cause = dict(chosen["root_cause"] or {}) if chosen else {}
     cause.setdefault("last", _last(cause))
     others = _later_failures(run.attempt(chosen["attempt"]), cause) if chosen else []
+    kept = _kept_by_slurm(talk, run)
     if not talk.json:
         _print(talk, run, record, chosen, cause, others, told)
+        if kept:
+            talk.say("what Slurm kept of it:")
+            talk.console.print(_slurm_table(kept))
+        if chosen is not None and cause.get("message"):
+            print_next(talk, record, without="why")
     answer = {"run": run.id, "job": run.job_name, "state": record.state, "exit": record.exit, "class": record.failure_class}
     failure = {"attempt": chosen["attempt"] if chosen else None, "root_cause": cause if cause.get("message") else None, "others": others}
-    return Answer(document("why/1", **answer, **failure, attempts=told, next=[task for task in record.next_tasks() if " why " not in task]))
+    slurm = None if kept is None else [asdict(each) for each in kept]
+    return Answer(document("why/1", **answer, **failure, attempts=told, slurm=slurm, next=[task for task in record.next_tasks() if " why " not in task]))
 
 
 def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
@@ -61,6 +72,24 @@ def _chosen(run: RunFolder, record: Record, told: list[dict[str, Any]], number: 
 
 def _last(cause: dict[str, Any]) -> list[str]:
     return last_lines(Path(cause["log"]), LINES) if cause.get("log") else []
+
+
+def _kept_by_slurm(talk: Talk, run: RunFolder) -> list[Account] | None:
+    """Every start of the run's Slurm jobs, and the steps in them that ended badly, as slurmdbd keeps them; None where there is no accounting, or no job."""
+    ids = [job.id for job in read_slurm_jobs(run)]
+    try:
+        rows = accounts(ids) if ids else None
+    except TrainkitError as error:
+        talk.say(error.message)
+        return None
+    return None if rows is None else [row for row in rows if row.id in ids or row.word not in WELL]
+
+
+def _slurm_table(rows: list[Account]) -> Table:
+    table = Table("job", "state", "exit code", "submitted", "began", "ended", "nodes", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in (row.id, row.state, row.code, row.submit, row.start, row.end, row.nodes)))
+    return table
 
 
 def _later_failures(attempt: AttemptFolder, cause: dict[str, Any]) -> list[dict[str, Any]]:
@@ -103,7 +132,6 @@ def _print(
         talk.say(f"later: {len(others) - SHOWN} more ranks")
     if len(told) > 1:
         console.print(_attempts_table(told, "running" if record.state == "running" else "no last word"))
-    print_next(talk, record, without="why")
 
 
 def _attempts_table(told: list[dict[str, Any]], wordless: str) -> Table:

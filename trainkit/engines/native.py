@@ -16,23 +16,29 @@ class Native:
 
     def problems(self, job: Job) -> list[Problem]:
         """What is planned for, and not launched yet."""
-        sets = "--set "
+        sets, container = "--set ", job.container
         asked = {
             f"nodes = {job.nodes} with launcher = 'local'": job.nodes > 1 and job.cluster.launcher == "local",
             f"cluster.device = '{job.cluster.device.name}'": job.cluster.device_type == "neuron",
-            f"container = '{job.container.name if job.container else ''}'": job.container is not None,
         }
         hint = f"`invoke plan {job.name}` plans it; to try it here: {sets}cluster=here and smaller degrees"
-        return [Problem(f"{what} is planned for, but not launched by this version of trainkit", hint=hint) for what, there in asked.items() if there]
+        found = [Problem(f"{what} is planned for, but not launched by this version of trainkit", hint=hint) for what, there in asked.items() if there]
+        if container is not None and container.runtime == "pyxis" and job.cluster.launcher != "slurm":
+            message = (
+                f"containers.{container.name}.runtime = 'pyxis' is a part of srun, and launcher = '{job.cluster.launcher}' of cluster '{job.cluster.name}'"
+            )
+            found.append(Problem(f"{message} runs none", hint=f"docker, podman, apptainer and enroot run anywhere; {sets}container=none runs without"))
+        return found
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         threads = max(1, len(os.sched_getaffinity(0)) // job.ranks_per_node) if job.cluster.device_type == "cpu" else 1
-        python = sys.executable if job.cluster.launcher == "local" else job.cluster.python or sys.executable
+        here = sys.executable if job.cluster.launcher == "local" else job.cluster.python or sys.executable
+        python = job.container.python if job.container else here
         main = run.code / "trainkit" / "train" / "main.py"
         return Command(
             # -I: neither the working folder nor PYTHON* variables decide which code runs
             argv=(python, "-I", str(main), str(run.path), "--attempt", str(attempt)),
-            env={"OMP_NUM_THREADS": str(threads), **job.cluster.env, **job.env},
+            env={"OMP_NUM_THREADS": str(threads), **job.environment},
             secret_names=job.cluster.secrets,
             cwd=run.path,
             ranks_per_node=job.ranks_per_node,

@@ -38,6 +38,11 @@ def _built_in(path: tuple[str, ...], values: Mapping[str, Any]) -> Section:
     return Section(BUILT_IN, path, entries)
 
 
+def _says_none(node: Section | Origin | None) -> bool:
+    """Whether a reference takes away what a base refers to."""
+    return isinstance(node, Origin) and node.value == "none"
+
+
 @dataclass(frozen=True)
 class Builder:
     """The document and what its values may refer to.
@@ -81,6 +86,8 @@ class Builder:
         section = interpolate(section, self.environ, findings, at).with_entry("name", Origin(name, section.place, (*section.path, "name")))
         for key in _PATHS.get(kind, ()):
             section = self._absolute(section, key)
+        if kind == "jobs" and "none" not in self.tables("containers") and _says_none(section.entries.get("container")):
+            section = section.without("container")
         for key, other in references.items():
             below = [(path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 1]
             section = self._refer(section, key, other, below, findings, (*at, key))

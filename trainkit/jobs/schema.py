@@ -12,16 +12,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from trainkit.jobs.clusters import Cluster, SlurmOptions, refuse_unknown_options
+from trainkit.jobs.containers import Container
 from trainkit.jobs.datasets import Dataset, Tokenizer
 from trainkit.jobs.devices import BUILT_IN_DEVICES, Device
 from trainkit.jobs.models import Model, RopeScaling
-from trainkit.jobs.table import NAME, Environment, Strings, Table, needs, wrong
+from trainkit.jobs.table import NAME, Environment, Table, needs, wrong
 from trainkit.jobs.training import Training
 
 __all__ = [  # the tables that other packages name
     "NAME",
     "Checkpoint",
     "Cluster",
+    "Container",
     "Dataset",
     "Defaults",
     "Generate",
@@ -64,17 +66,6 @@ class Parallelism(Table):
         if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
             raise wrong("virtual_pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1")
         return self
-
-
-class Container(Table):
-    """An image that ranks run in."""
-
-    name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    image: str = Field(min_length=1, description="an image of a registry, or a file (.sqsh, .sif)")
-    dockerfile: str | None = Field(None, description="what the image is built from, relative to the folder of jobs.toml")
-    runtime: Literal["pyxis", "docker", "apptainer"] = Field("pyxis", description="what starts it")
-    mounts: Strings = Field((), description="HOST:CONTAINER[:ro]")
-    env: Environment = Field(default_factory=dict, description="environment variables inside")
 
 
 class Engine(Table):
@@ -156,7 +147,7 @@ class Job(Table):
     engine_args: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="further options of an engine that is not native, by its own names; native has none and reads none"
     )
-    container: Container | None = Field(None, description="name of a [containers.X] table")
+    container: Container | None = Field(None, description="name of a [containers.X] table; none: without, where a base has one")
     cluster: Cluster = Field(description="name of a [clusters.X] table")
     model: Model = Field(description="name of a [models.X] table")
     dataset: Dataset = Field(description="name of a [datasets.X] table, or 'mock'")
@@ -248,6 +239,11 @@ class Job(Table):
     def ranks_per_node(self) -> int:
         """Processes a node."""
         return self.cluster.ranks_per_node or max(1, self.cluster.gpus_per_node)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What jobs.toml puts into every rank's environment: the cluster's, the container's over it, the job's over that."""
+        return {**self.cluster.env, **(self.container.env if self.container else {}), **self.env}
 
     @property
     def retries(self) -> Retry:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 
 def main() -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever is on a host or in an image may be asked to run this
+        sys.exit(f"trainkit agent: {sys.executable} is Python {sys.version.split()[0]}; 3.11 is needed: clusters.X.python, containers.X.python")
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the snapshot this file is part of
     from trainkit.base.keeper import keep
     from trainkit.launch.agent_loop import Agent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
 import re
@@ -11,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ def hello(session: Mapping[str, Any], folder: Path, node: int, local_address: st
         },
         "executable": sys.executable,
         "snapshot": fact("snapshot", lambda: snapshot_hash(code)),
+        "extension": fact("extension", lambda: extension_error(code / "trainkit")),
         "nonce": session.get("nonce"),
         "writable": _write_error(folder, node),
         "gpus": fact("gpus", gpus) or [],
@@ -83,6 +86,23 @@ def version_of(package: str, further: tuple[str, ...] | list[str] = ()) -> str |
                 return match[1]
         for metadata in folder.glob(f"{package}-*.dist-info"):
             return metadata.name.removesuffix(".dist-info").partition("-")[2]
+    return None
+
+
+def extension_error(package: Path) -> str | None:
+    """Why this Python cannot load the compiled part of a package; None where it can, or there is none.
+
+    It is loaded, not imported: the dynamic linker says what the processor, the C library or its version do not have, and numpy is not needed.
+    """
+    built = sorted(path.name for path in package.glob("_index.*.so"))
+    fitting = [name for name in built if name.removeprefix("_index") in EXTENSION_SUFFIXES]
+    if built and not fitting:
+        return f"{', '.join(built)} is for another Python than {platform.python_version()}, which loads _index{EXTENSION_SUFFIXES[0]}"
+    for name in fitting:
+        try:
+            ctypes.CDLL(str(package / name))
+        except OSError as error:
+            return str(error)
     return None
 
 

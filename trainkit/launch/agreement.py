@@ -37,6 +37,9 @@ def _problems(hello: Hello, session: Session, gpus: int) -> list[str]:
         problems.append(
             f"sees other code in {session.code} (sha256 {str(facts.get('snapshot'))[:12]}, not {session.code.name[:12]}): a stale copy, or an edited one"
         )
+    if facts.get("extension"):
+        where = f"of {session.around.container.image} " if session.around else ""
+        problems.append(f"its Python {where}({facts.get('executable')}) cannot load the code's compiled part: {facts['extension']}")
     if facts.get("writable"):
         problems.append(f"cannot write into {session.folder}: {facts['writable']}")
     if abs(hello.clock_offset) > cluster.watch.clock:

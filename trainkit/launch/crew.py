@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from trainkit.launch.containers.scripts import CODES, in_words
 from trainkit.launch.door import Door, Link
 from trainkit.launch.frames import BadFrame, Frame
 from trainkit.launch.launchers.contract import LaunchEnd, Launcher, Started
@@ -159,6 +160,8 @@ class Crew:
         host = self.host(node)
         if end is not None:
             words = end.last or f"{self.launcher.name} ended with {end.code} and said nothing"
+            if self.session.around is not None and end.code in CODES:
+                words = in_words(self.session.around, end.code, end.last)
             unseen = re.search(re.escape(f"{self.session.folder}/") + r"[a-z]+\.sh: No such file", end.last)  # bash's words, about no file but this
             return Missing(node, host, words, unseen is not None)
         if node in self.lost:

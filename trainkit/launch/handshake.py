@@ -9,11 +9,12 @@ from typing import Any
 
 from trainkit.base.errors import Exit
 from trainkit.engines.contract import Command
-from trainkit.jobs.schema import Cluster, Job
+from trainkit.jobs.schema import Job
 from trainkit.launch.agreement import disagreements, table
 from trainkit.launch.crew import Crew, Hello, Missing
 from trainkit.launch.frames import Frame
 from trainkit.launch.outcome import Outcome
+from trainkit.launch.session import Session
 from trainkit.launch.world import Allocation, Node, port_candidates, slot_names, visible_devices
 from trainkit.runs.record import FailureClass
 
@@ -55,21 +56,29 @@ async def gather(crew: Crew, *, gpus: int = 0, joined: Callable[[Hello], None] =
     for hello in hellos:
         joined(hello)
     if missing := [answer for answer in answers if isinstance(answer, Missing)]:
-        _refuse_missing(missing, len(answers), cluster)
+        _refuse_missing(missing, len(answers), crew.session)
     if wrong := disagreements(hellos, crew.session, gpus):
         hosts = list(dict.fromkeys(host for host, _ in wrong))
         hint = "make them alike, or leave them out with --exclude"
+        if any(hello.facts.get("extension") for hello in hellos):
+            hint = "compile it there too, into the checkout: `PYTHON setup.py build_ext --inplace` puts a file for that Python beside the other"
         raise NoStart(Exit.HEALTH, f"{_count(len(hosts), len(hellos))} not fit to run together", wrong, hint=hint, suspects=hosts)
     return hellos
 
 
-def _refuse_missing(missing: Sequence[Missing], hosts: int, cluster: Cluster) -> None:
+def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) -> None:
+    cluster, around = session.cluster, session.around
     root = f"does not see {cluster.root}: it is not shared with this host, or mounted elsewhere"
     rows = [(m.host, root if m.not_shared else m.why) for m in missing]
     suspects = [m.host for m in missing]
     if all(m.not_shared for m in missing):
         hint = f"set clusters.{cluster.name}.root to a folder that all hosts share under one path"
         raise NoStart(Exit.HEALTH, f"{_count(len(rows), hosts)} without the shared root", rows, hint=hint, suspects=suspects)
+    if around is not None:
+        hint = (
+            f"each host has to start {around.called} within clusters.{cluster.name}.watch.connect = {cluster.watch.connect:g} s; what was said: {session.logs}"
+        )
+        raise NoStart(Exit.START, f"{_count(len(rows), hosts)} without an agent in its container", rows, hint=hint, suspects=suspects)
     hint = "`ssh HOST true` must work without a question; ports, users and keys belong into ~/.ssh/config or the hostfile"
     raise NoStart(Exit.START, f"{_count(len(rows), hosts)} not reached", rows, hint=hint, suspects=suspects)
 
@@ -104,6 +113,7 @@ async def reserve(crew: Crew, job: Job, *, share: bool) -> None:
         frames = {node: frames[node] for node in busy}
         if not busy:
             return
+        _refuse_twins(crew, busy)
         if any(holder.get("run") != session.run for holder in busy.values()) or time.monotonic() > deadline:
             break
         await asyncio.sleep(AGAIN_SECONDS)
@@ -112,6 +122,29 @@ async def reserve(crew: Crew, job: Job, *, share: bool) -> None:
         who = f"run {holder.get('run', 'unknown')} (pid {holder.get('pid', '?')}, {holder.get('folder', '?')})"
         rows.append((crew.host(node), f"{got[node].get('slot')} is taken by {who}"))
     raise NoStart(Exit.HOSTS_BUSY, f"{_count(len(rows), hosts)} busy", rows, hint="wait for it, stop it, or run beside it with --share")
+
+
+def _refuse_twins(crew: Crew, busy: Mapping[int, Frame]) -> None:
+    """Raise NoStart (7) where a host's slots are held by another agent of this very attempt: two names of one machine, or one folder of several."""
+    session = crew.session
+    nodes = {session.mark(node): node for node in range(len(session.hosts))}
+    pairs = [(node, nodes[mark]) for node, holder in busy.items() if (mark := str(holder.get("mark"))) in nodes and nodes[mark] != node]
+    if not pairs:
+        return
+    folder = f"clusters.{session.cluster.name}.node_folder = {session.cluster.node_folder}"
+    rows, machines = [], {node: _machine(crew.hellos[node]) for pair in pairs for node in pair}
+    for node, other in pairs:
+        same = machines[node] == machines[other]
+        rows.append(
+            (crew.host(node), f"is the same machine as {crew.host(other)}" if same else f"has its slots' locks where {crew.host(other)} has them: {folder}")
+        )
+    hint = "a machine has one line in the hostfile, slots=N says how many ranks it runs; node_folder is a folder of each node's own, such as /dev/shm"
+    raise NoStart(Exit.HEALTH, f"{_count(len(rows), len(session.hosts))} not by themselves", rows, hint=hint)
+
+
+def _machine(hello: Hello) -> tuple[object, object]:
+    """What a machine calls itself, and its boot."""
+    return hello.facts.get("host"), (hello.facts.get("identity") or {}).get("boot_id")
 
 
 async def rendezvous(crew: Crew, job: Job) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 `session.json` says where the supervisor listens, `token` (0600) proves who may speak, `secrets.json` (0600) has the values of secrets while ranks need
 them, and `node.sh` is all that a transport has to run: the words on an ssh or pdsh line are safe ones, whatever the job contains.
+With a container around the agent node.sh starts that, and it runs `inside.sh`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json, write_text
 from trainkit.base.forms import document
 from trainkit.jobs.clusters import Cluster
+from trainkit.launch.containers import Around
+from trainkit.launch.containers.scripts import further_files, inside_text, start_lines
 from trainkit.launch.hostfile import Host
 
 LOCAL_LEASE = 1e6
@@ -46,6 +49,7 @@ class Session:
         nonce: what only who sees this folder can know.
         local: the agents run on this machine with nothing but `environment` and what the prolog adds to it.
         environment: what local agents get to see of the caller's environment.
+        around: the container that agents, and so all that they start, run in.
     """
 
     folder: Path
@@ -59,6 +63,7 @@ class Session:
     nonce: str
     local: bool
     environment: Mapping[str, str]
+    around: Around | None = None
 
     @property
     def python(self) -> str:
@@ -109,9 +114,19 @@ class Session:
             term="save" if cluster.launcher == "slurm" else "stop",
         )
         write_json(self.folder / "session.json", value)
-        agent = [self.python, "-I", "-S", str(self.code / "trainkit" / "launch" / "agent.py"), str(self.folder)]
-        lines = ["#!/bin/bash", "# What every node of this session runs: node.sh NODE", "set -e", *cluster.prolog, f'exec {shlex.join(agent)} "$1"']
-        write_text(self.script, "\n".join(lines) + "\n", 0o755)
+        for name, text in self.scripts().items():
+            write_text(self.folder / name, text, 0o755)
+
+    def scripts(self) -> dict[str, str]:
+        """What nodes run, by its name in the folder."""
+        agent = ["-I", "-S", str(self.code / "trainkit" / "launch" / "agent.py"), str(self.folder)]
+        head = ["#!/bin/bash", "# What every node of this session runs: node.sh NODE", "set -e", *self.cluster.prolog]
+        if self.around is None:
+            return {self.script.name: "\n".join([*head, f'exec {shlex.join([self.python, *agent])} "$1"']) + "\n"}
+        inside = {self.around.script.name: inside_text(self.around, agent), **further_files(self.around)}
+        if self.around.container.runtime == "pyxis":
+            return inside  # srun's task is in the container from its start
+        return {self.script.name: "\n".join([*head, *start_lines(self.around)]) + "\n", **inside}
 
     def forget_secrets(self) -> None:
         """Take the values of secrets off the disk."""
@@ -124,12 +139,20 @@ class Session:
 
 
 def new_session(
-    folder: Path, run: str, attempt: int, hosts: Sequence[Host], cluster: Cluster, code: Path, logs: Path, environment: Mapping[str, str]
+    folder: Path,
+    run: str,
+    attempt: int,
+    hosts: Sequence[Host],
+    cluster: Cluster,
+    code: Path,
+    logs: Path,
+    environment: Mapping[str, str],
+    around: Around | None = None,
 ) -> Session:
     """A session that nobody knows of yet; `write` makes its folder."""
     token, nonce = secrets.token_bytes(32), secrets.token_hex(16)
     local = cluster.launcher == "local"
-    return Session(folder, run, attempt, tuple(hosts), cluster, code.resolve(), logs, token, nonce, local, environment)
+    return Session(folder, run, attempt, tuple(hosts), cluster, code.resolve(), logs, token, nonce, local, environment, around)
 
 
 def log_of(session: Session, node: int) -> Path:

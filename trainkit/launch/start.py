@@ -27,7 +27,7 @@ from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
-from trainkit.runs.record import read_events, read_supervisor
+from trainkit.runs.record import read_events, read_supervisor, write_maker
 from trainkit.stages.contract import Need
 from trainkit.stages.stamps import file_identity
 
@@ -96,6 +96,7 @@ def resume_run(
             link_code(take_snapshot(PACKAGE, run.root / "code", project or run.root).folder, run.code)
         write_changed_job(run.job, document)
         write_hosts(run, hosts)
+        write_maker(run)
         if not background:
             before = len(run.attempts())
             outcome = supervise(run, secrets, watch, share=share)
@@ -143,22 +144,36 @@ def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
         time.sleep(0.02)
 
 
-def fill_run(run: RunFolder, resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Path, secrets: Mapping[str, str]) -> None:
-    """Snapshot, plan, origin, inputs, and last job.json, which makes the folder a run."""
+def fill_run(run: RunFolder, resolved: Resolved, plan: Plan, needs: Sequence[Need] | None, project: Path, secrets: Mapping[str, str]) -> None:
+    """Snapshot, plan, origin, inputs, and last job.json, which makes the folder a run. `needs` are None while they are still to be made: no inputs then."""
     snapshot = take_snapshot(PACKAGE, run.root / "code", project)
     link_code(snapshot.folder, run.code)
     write_json(run.plan, plan.to_json())
     write_origin(run, project, snapshot.sha256, secrets, [vars(each) for each in snapshot.left_out])
+    if needs is not None:
+        write_inputs(run, needs)
+    write_maker(run)
+    write_job(run.job, resolved)
+
+
+def inputs_path(run: RunFolder) -> Path:
+    """launch/inputs.json: the files that a run's samples come from. There once the run's stages are made."""
+    return run.path / "launch" / "inputs.json"
+
+
+def write_inputs(run: RunFolder, needs: Sequence[Need]) -> None:
+    """Write inputs.json. `needs` are up to date."""
     made = [path for need in needs if need.stage != "build" for path in need.outputs]
     ready = [path for need in needs for path in need.inputs if path.suffix in (".bin", ".idx")]  # pairs that nobody made here: the run reads them itself
     files = [file_identity(path) for path in dict.fromkeys([*made, *ready])]
-    write_json(run.path / "launch" / "inputs.json", document("inputs/1", files=files))
-    write_job(run.job, resolved)
+    write_json(inputs_path(run), document("inputs/1", files=files))
 
 
 def refuse_other_inputs(run: RunFolder) -> None:
     """Raise (exit 5) if a file that the run's samples come from is not the one it began with: its losses would jump."""
-    path = run.path / "launch" / "inputs.json"
+    path = inputs_path(run)
+    if not path.is_file():
+        raise TrainkitError(f"run {run.id} has no samples: its stages were never made", exit=Exit.STAGE_STALE, hint=f"invoke train {run.job_name}")
     for old in read_form(path, "inputs/1")["files"]:
         new = file_identity(Path(old[0]))
         if new != old:

@@ -71,7 +71,7 @@ def visible_devices(job: Job, host: Host) -> list[str]:
     """GPUs of the job's ranks on a host: the hostfile's slots; on this machine alone, the first of those that the caller may see."""
     if job.cluster.launcher != "local":
         return [str(slot) for slot in host.slots]
-    seen = {**os.environ, **job.cluster.env, **job.env}.get("CUDA_VISIBLE_DEVICES", "")
+    seen = {**os.environ, **job.environment}.get("CUDA_VISIBLE_DEVICES", "")
     visible = [name.strip() for name in seen.split(",") if name.strip()]
     return (visible or list(map(str, range(job.ranks_per_node))))[: job.ranks_per_node]
 

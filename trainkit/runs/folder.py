@@ -88,6 +88,11 @@ class RunFolder:
         return self.path / "launch" / "supervisor.json"
 
     @property
+    def maker(self) -> Path:
+        """Who began the run, or began it again; of use until its supervisor is there."""
+        return self.path / "launch" / "maker.json"
+
+    @property
     def slurm(self) -> Path:
         """The run's Slurm jobs (who submits them)."""
         return self.path / "launch" / "slurm.json"

@@ -7,20 +7,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.files import read_json
+from trainkit.base.files import read_json, write_json
 from trainkit.base.forms import document, read_form, utc_now
-from trainkit.base.process import Identity, is_alive
+from trainkit.base.process import Identity, identity, is_alive
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.slurm import read_slurm_jobs
 
-State = Literal["queued", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"]
+State = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"]
 FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
+CAUSE = ("message", "unit", "host", "log", "advice")  # what slurm.json tells of a job that ended before there were ranks
 SILENCE_SECONDS = 60.0  # of another host's supervisor, which writes its sign of life every 5 s; longer and nobody knows
 _STATE_OF_CLASS: dict[str, State] = {"success": "succeeded", "cancelled": "cancelled", "preempted": "preempted"}
 
@@ -117,9 +118,25 @@ def read_supervisor(run: RunFolder) -> SupervisorSign | None:
         raise ConfigError(f"{run.supervisor} is not as a supervisor writes it: {error}") from None
 
 
+def write_maker(run: RunFolder) -> None:
+    """Write launch/maker.json, the form maker/1: this process is about to supervise the run, or to have it supervised."""
+    write_json(run.maker, document("maker/1", identity=identity().as_dict(), time=time.time()))
+
+
+def _starting(run: RunFolder, sign: SupervisorSign | None) -> bool:
+    """Whether somebody is just beginning, or beginning again, and no supervisor has said so yet."""
+    if not run.maker.is_file():
+        return False
+    value = read_form(run.maker, "maker/1")
+    if sign is not None and sign.time >= value["time"]:
+        return False
+    alive = is_alive(Identity(**value["identity"]))
+    return alive if alive is not None else time.time() - value["time"] <= SILENCE_SECONDS
+
+
 @dataclass(frozen=True)
 class Record:
-    """A run as its folder tells it."""
+    """A run as its folder tells it. `lost`: its supervisor left no word, or has long been silent; who else may know how it ended can be asked."""
 
     run: RunFolder
     state: State
@@ -129,6 +146,7 @@ class Record:
     failure_class: FailureClass | None
     root_cause: dict[str, Any] | None
     survivors: list[dict[str, Any]]
+    lost: bool = False
 
     def row(self) -> dict[str, Any]:
         """The keys of one entry of `runs --json`."""
@@ -147,6 +165,8 @@ class Record:
         if self.state == "succeeded":
             writes = [f'invoke generate {run} --prompt "..."'] if _has_tokenizer(self.run) else []
             return [*writes, f"invoke report {run}", "invoke tensorboard"]
+        if self.state in ("failed", "cancelled") and _was_not_prepared(self.run):
+            return [f"invoke why {run}", f"invoke train {self.run.job_name}"]
         if self.state == "failed":
             return [f"invoke why {run}", f"invoke resume {run}", f"invoke logs {run}"]
         if self.state in ("cancelled", "preempted"):
@@ -168,6 +188,11 @@ class Record:
             next=self.next_tasks(),
             **{"class": self.failure_class},
         )
+
+
+def _was_not_prepared(run: RunFolder) -> bool:
+    """Whether a run of Slurm's ended before its stages were made: there is nothing to resume."""
+    return (run.path / "launch" / "stages").is_dir() and not (run.path / "launch" / "inputs.json").is_file()
 
 
 def _has_tokenizer(run: RunFolder) -> bool:
@@ -194,8 +219,8 @@ def last_step(run: RunFolder) -> int:
 
 
 def read_record(run: RunFolder) -> Record:
-    """The state of a run now. Between two attempts it is running. A run whose supervisor is gone without a word is failed, class infra; one whose
-    supervisor is on another host and silent is unknown (exit 13)."""
+    """The state of a run now. Until its supervisor has said that it is there it is starting, between two attempts it is running. A run whose supervisor
+    is gone without a word is failed, class infra; one whose supervisor is on another host and silent is unknown (exit 13)."""
     attempts = run.attempts()
     number = attempts[-1].number if attempts else 0
     events = read_events(attempts[-1]) if attempts else []
@@ -206,6 +231,8 @@ def read_record(run: RunFolder) -> Record:
     alive = sign.alive(time.time()) if sign is not None else None
     if (queued := _queued(run, step, number)) is not None and not alive:
         return queued
+    if not alive and _starting(run, sign):
+        return Record(run, "starting", step, number, None, None, None, [])
     if ended is not None and not alive:
         state = _STATE_OF_CLASS.get(ended["class"], "failed")
         return Record(run, state, step, number, ended["exit"], ended["class"], ended["root_cause"], ended["survivors"])
@@ -216,14 +243,14 @@ def read_record(run: RunFolder) -> Record:
     if alive is None and (sign is not None or started is not None):
         host, since = (sign.host, sign.time) if sign else (started["supervisor"]["host"] if started else "?", attempts[-1].events.stat().st_mtime)
         message = f"the supervisor on {host} has given no sign of life since {_iso(since)}, and that host cannot be asked from here"
-        return Record(run, "unknown", step, number, int(Exit.CONTACT_LOST), None, {"message": message, "host": host, "since": _iso(since)}, [])
+        return Record(run, "unknown", step, number, int(Exit.CONTACT_LOST), None, {"message": message, "host": host, "since": _iso(since)}, [], True)
     if sign is not None:
         message = f"the supervisor (pid {sign.identity.pid} on {sign.host}) is gone and left no word"
     elif started is not None:
         message = f"the supervisor (pid {started['supervisor']['pid']} on {started['supervisor']['host']}) is gone and left no word"
     else:
         message = "it never started: whoever made it is gone"
-    return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", {"message": message}, [])
+    return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", {"message": message}, [], sign is not None or started is not None)
 
 
 def _queued(run: RunFolder, step: int, number: int) -> Record | None:
@@ -231,13 +258,26 @@ def _queued(run: RunFolder, step: int, number: int) -> Record | None:
     newest = next(reversed(read_slurm_jobs(run)), None)
     if newest is None or (newest.began is not None and newest.ended is None):
         return None
-    if newest.ended is None:
-        return Record(run, "queued", step, number, None, None, None, [])
-    state, code = newest.ended["state"], int(newest.ended.get("exit", Exit.START))
-    cause = {"message": newest.ended["message"], "slurm_job": newest.id}
-    if state.startswith("CANCELLED"):
-        return Record(run, "cancelled", step, number, int(Exit.CANCELLED), "cancelled", cause, [])
-    return Record(run, "failed", step, number, code, "no-progress" if code == Exit.NO_PROGRESS else "infra", cause, [])
+    waiting = Record(run, "queued", step, number, None, None, None, [])
+    return waiting if newest.ended is None else record_of_end(waiting, newest.id, newest.ended)
+
+
+def record_of_end(record: Record, job: str, ended: Mapping[str, Any]) -> Record:
+    """The record of a run whose Slurm job ended without a supervisor's word.
+
+    Args:
+        record: what is known besides.
+        job: Slurm's number of it.
+        ended: {"state": Slurm's word, "message", "exit", ...}, as SlurmJob.ended.
+    """
+    code, cause = (
+        int(ended.get("exit", Exit.START)),
+        {**(record.root_cause or {}), **{key: ended[key] for key in CAUSE if ended.get(key)}, "slurm_job": job, "slurm_state": ended["state"]},
+    )
+    if ended["state"].startswith("CANCELLED"):
+        return replace(record, state="cancelled", exit=int(Exit.CANCELLED), failure_class="cancelled", root_cause=cause, lost=False)
+    kind: FailureClass = ended.get("class") or ("no-progress" if code == Exit.NO_PROGRESS else "infra")
+    return replace(record, state="failed", exit=code, failure_class=kind, root_cause=cause, lost=False)
 
 
 def _iso(seconds: float) -> str:

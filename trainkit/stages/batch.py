@@ -79,17 +79,28 @@ class Batch:
 
     def _failure(self, code: int) -> TrainkitError:
         """The error to raise for a process that ended without a result."""
-        where = f" on {self.host}" if self.host else ""
-        if self.error is not None:
-            who = f"{self.waiting[0].name}{where}: " if where and self.waiting else ""
-            return error_from(self.error, who)
-        how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
-        if code == -signal.SIGKILL:
-            how += ", as the kernel does when memory runs out (dmesg tells)"
         unit = (self.waiting or self.units)[0]
-        lines = self.log(unit).read_text(errors="replace").splitlines()[-8:] if self.log(unit).exists() else []
-        hint = "\n  ".join([f"its log is {self.log(unit)}", *lines])
-        return TrainkitError(f"{unit.name}{where} {how}", exit=Exit.STAGE_FAILED, hint=hint)
+        return failure_of(unit.name if self.waiting or self.error is None else "", self.host, code, self.error, self.log(unit))
+
+
+def failure_of(unit: str, host: str | None, code: int, error: dict[str, Any] | None, log: Path) -> TrainkitError:
+    """What to raise for a unit that failed.
+
+    Args:
+        unit: its name; "" where it is not known.
+        host: where it ran; None: here, which needs no name.
+        code: of its process; negative: a signal.
+        error: its own words, if it left any.
+        log: what it said to people.
+    """
+    where = f" on {host}" if host else ""
+    if error is not None:
+        return error_from(error, f"{unit}{where}: " if where and unit else "")
+    how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
+    if code == -signal.SIGKILL:
+        how += ", as the kernel does when memory runs out (dmesg tells)"
+    lines = log.read_text(errors="replace").splitlines()[-8:] if log.exists() else []
+    return TrainkitError(f"{unit}{where} {how}", exit=Exit.STAGE_FAILED, hint="\n  ".join([f"its log is {log}", *lines]))
 
 
 class Ledger:

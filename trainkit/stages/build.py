@@ -55,6 +55,9 @@ class Build:
         unit = Unit("compile", (sys.executable, "-I", "-m", "trainkit.stages.build"), {"root": str(CHECKOUT), "csrc": csrc_sha256(CHECKOUT)})
         return [Need(self.name, "index", "index", 1, {"csrc": unit.spec["csrc"]}, (), (), (unit,), evidence=_evidence)]
 
+    def waits_for(self, job: Job) -> tuple[str, ...]:
+        return ()
+
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Install the checkout into the running environment, which compiles the extension."""

@@ -77,3 +77,6 @@ class Stage(Protocol):
 
         `stamps` is the folder of this stage's stamps: a unit may read the result another unit left there.
         """
+
+    def waits_for(self, job: Job) -> tuple[str, ...]:
+        """Stages whose outputs decide what `job` needs of this one: until they are made nobody can say."""

@@ -33,6 +33,9 @@ class Index:
             splits.setdefault(dataset.name, []).append("valid")
         return [need for name, dataset in datasets.items() if (need := _need(job, dataset, splits[name]))]
 
+    def waits_for(self, job: Job) -> tuple[str, ...]:
+        return ("prep-data",) if job.sample_order == "megatron" else ()
+
 
 def _need(job: Job, dataset: Dataset, splits: list[SplitName]) -> Need | None:
     if dataset.source == "mock" or dataset.tokenizer is None:

@@ -95,6 +95,9 @@ class PrepData:
         found = [need for dataset in datasets.values() for need in needs_of_dataset(dataset, Path(job.cluster.root or "."), stamps, anew=anew)]
         return list({need.name: need for need in found}.values())  # a part of two blends once
 
+    def waits_for(self, job: Job) -> tuple[str, ...]:
+        return ()
+
 
 def _fetch_unit(fetch: Fetch) -> Unit:
     return Unit(fetch.name, _module(fetch.module), fetch.spec, fetch.outputs, fetch.after, fetch.size, network=True, several=True)

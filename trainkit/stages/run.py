@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import TEMPORARY, remove_leftovers
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Stage, Unit
+from trainkit.stages.making import Going, cannot_tell, still_made
 from trainkit.stages.stamps import (
     Verdict,
     input_identities,
@@ -25,6 +27,8 @@ from trainkit.stages.stamps import (
     write_stamp,
     write_unfinished,
 )
+
+WAIT_SECONDS = 5.0  # between two questions whether Slurm's jobs of another run are done
 
 
 class Reporter(Protocol):
@@ -77,8 +81,11 @@ def missing_units(need: Need, stamps: Path, *, force: bool) -> list[Unit]:
     return list(missing.values())
 
 
-def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *, force: bool = False) -> Verdict:
-    """Bring one stage up to date and return what was found before. Two callers at once: the second waits and finds it fresh."""
+def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *, force: bool = False, going: Going = cannot_tell) -> Verdict:
+    """Bring one stage up to date and return what was found before. Two callers at once: the second waits and finds it fresh.
+
+    `going`: asked whether Slurm's jobs of a run are still making it; while they are, this waits.
+    """
     stamps = stamps_folder(root, need.stage)
 
     def waits(holder: dict[str, object]) -> None:
@@ -88,17 +95,39 @@ def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *,
     if verdict.fresh and not any(folder.is_dir() for folder in {path.parent for path in need.scratch}):
         reporter.verdict(verdict)
         return verdict
-    with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, on_wait=waits):
-        verdict = judge(need, stamps, force=force)
-        reporter.verdict(verdict)
-        if verdict.fresh:
-            _sweep(need)  # whoever made it was killed before that
-        else:
-            _run(need, stamps, execute, reporter, verdict, force)
-    return verdict
+    said = False
+    while True:
+        with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, on_wait=waits):
+            making = still_made(stamps, need.lock, going)
+            if making is None:
+                verdict = judge(need, stamps, force=force)
+                reporter.verdict(verdict)
+                if verdict.fresh:
+                    sweep(need)  # whoever made it was killed before that
+                else:
+                    _run(need, stamps, execute, reporter, verdict, force)
+                return verdict
+        if not said:
+            reporter.waiting(need, making.words())
+        said = True
+        time.sleep(WAIT_SECONDS)  # without the lock: those jobs need it to say that they are done
 
 
 def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, verdict: Verdict, force: bool) -> None:
+    units, inputs = begin(need, stamps, verdict, force=force)
+    reporter.started(need, units)
+    try:
+        execute(need, units, stamps, reporter)
+    finally:
+        reporter.finished(need)
+    complete(need, stamps, inputs)
+
+
+def begin(need: Need, stamps: Path, verdict: Verdict, *, force: bool = False) -> tuple[list[Unit], list[Any]]:
+    """Get ready to make what is stale: (units to run, identities of the inputs as they are now). Nothing of it counts as fresh until `complete`.
+
+    The caller holds the stage's lock.
+    """
     if not need.units:
         message = f"{need.stage} {need.name} was fresh a moment ago and is not any more: somebody made or deleted something meanwhile"
         raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint="run it again")
@@ -112,13 +141,13 @@ def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, verdic
     _remove_leftovers(folder / f"{unit.name}{ending}" for unit in need.units for ending in (".json", ".spec.json"))
     for unit in units:  # one that is cut short must not leave those after it looking fresh
         unit_stamp_path(stamps, need.name, unit.name).unlink(missing_ok=True)
-    reporter.started(need, units)
-    try:
-        execute(need, units, stamps, reporter)
-    finally:
-        reporter.finished(need)
+    return units, inputs
+
+
+def complete(need: Need, stamps: Path, inputs: list[Any]) -> None:
+    """All units have succeeded: the stamp, for the inputs that `begin` saw."""
     write_stamp(need, stamps, inputs)
-    _sweep(need)
+    sweep(need)
 
 
 def _remove_leftovers(paths: Iterable[Path]) -> None:
@@ -133,7 +162,7 @@ def _remove_leftovers(paths: Iterable[Path]) -> None:
                 remove_leftovers(folder / name)
 
 
-def _sweep(need: Need) -> None:
+def sweep(need: Need) -> None:
     """Delete what only the units needed."""
     for path in need.scratch:
         path.unlink(missing_ok=True)

@@ -140,10 +140,15 @@ def spec_digest(need: Need, unit: Unit) -> str:
 
 def unit_is_fresh(need: Need, unit: Unit, stamps: Path) -> bool:
     """Whether the unit's last success was with this very spec and its outputs are untouched."""
-    stamp = read_stamp(unit_stamp_path(stamps, need.name, unit.name))
-    if stamp is None or stamp.get("spec") != spec_digest(need, unit):
+    return stamp_holds(unit_stamp_path(stamps, need.name, unit.name), spec_digest(need, unit), unit.outputs)
+
+
+def stamp_holds(path: Path, digest: str, outputs: tuple[Path, ...]) -> bool:
+    """The same where only these are known: on the node where the unit runs."""
+    stamp = read_stamp(path)
+    if stamp is None or stamp.get("spec") != digest:
         return False
-    return _changed_file("output", unit.outputs, stamp.get("outputs")) is None
+    return _changed_file("output", outputs, stamp.get("outputs")) is None
 
 
 def write_unit_stamp(need: Need, unit: Unit, stamps: Path, result: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainkit.base.forms import read_form
 from trainkit.base.unit import PARENT_VARIABLE
-from trainkit.stages.stamps import stamp_unit
+from trainkit.stages.stamps import stamp_holds, stamp_unit
 
 FORM = "level/1"
 
@@ -28,7 +28,12 @@ def share(level: Mapping[str, Any], environment: Mapping[str, str]) -> list[dict
 
 
 def do(unit: Mapping[str, Any]) -> int:
-    """Run one unit: its lines of JSON go to NAME.out, at last {"ended": code, "host": name}; what it says to people to NAME.log. Returns its exit code."""
+    """Run one unit: its lines of JSON go to NAME.out, at last {"ended": code, "host": name}; what it says to people to NAME.log. Returns its exit code.
+
+    One that is made is not made again: Slurm starts a task anew whose node failed or was taken back.
+    """
+    if stamp_holds(Path(unit["stamp"]), unit["digest"], tuple(map(Path, unit["outputs"]))):
+        return 0
     out = Path(unit["out"])
     with open(out, "wb") as said, open(unit["log"], "wb") as log:
         environment = {**os.environ, **unit["env"], PARENT_VARIABLE: str(os.getpid())}

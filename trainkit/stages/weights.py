@@ -52,6 +52,9 @@ class Weights:
             _refuse(check_weights(_commit_folder(source, root), job.model, job.model.vocab_size))
         return [self._need(job, source, root, endpoint)]
 
+    def waits_for(self, job: Job) -> tuple[str, ...]:
+        return ()
+
     def _need(self, job: Job, source: Published, root: Path, endpoint: str | None) -> Need:
         spec = {
             "name": source.name,

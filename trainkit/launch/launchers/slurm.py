@@ -1,7 +1,7 @@
 """launcher = "slurm": one srun for all nodes of the allocation that the supervisor runs in, one agent a node.
 
 srun ends a step without grace when it is told to end, and its exit code is that of its unluckiest task, so it only carries agents: they stop ranks, and
-say how those ended.
+say how those ended. With pyxis the agents' step is in the container from its start; a step without one looks at the mounts before it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
+from trainkit.launch.containers import Around
+from trainkit.launch.containers.pyxis import LOOK, LOOK_MINUTES, STEP, exported, pyxis_words, step_scripts
 from trainkit.launch.hostfile import Host
 from trainkit.launch.launchers.contract import LaunchEnd, Started
 from trainkit.launch.launchers.transports import end_all, last_line, start_transport
@@ -22,6 +24,7 @@ from trainkit.launch.session import Session, log_of
 
 # Variables that sbatch sets of options for ranks; they would be options of an srun whose tasks are agents
 NOT_FOR_AGENTS = re.compile(r"SLURM_(NTASKS|NPROCS|NTASKS_PER_.*|TASKS_PER_NODE|CPUS_PER_TASK|GPUS_PER_TASK|TRES_PER_TASK|DISTRIBUTION|NNODES|JOB_NUM_NODES)")
+CARRIES = ("--overlap", "--input=none", "--mpi=none")  # a step beside others of the job, which neither reads nor is an MPI program
 TASK_ENDED = re.compile(rb"srun: error: (\S+): tasks? [\d,-]+: (?:Exited with exit code (\d+)|(\w.*))")
 
 
@@ -38,34 +41,61 @@ class Slurm:
         self.further = tuple(further)
 
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        return [self._words(session, hosts)]
+        looks = [look_words(session, hosts, os.environ)] if pyxis_of(session) else []
+        return [(words[0], *self.further, *words[1:]) for words in (*looks, srun_words(session, hosts, os.environ))]
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
         if shutil.which("srun") is None:
             raise TrainkitError("there is no srun on this machine", exit=Exit.START, hint="the supervisor of a Slurm run has to run inside its allocation")
+        lines = self.commands(session, hosts)
+        words, environment = lines[-1], {name: value for name, value in os.environ.items() if not NOT_FOR_AGENTS.fullmatch(name)}
         write_text(node_script(session), node_text(session, hosts), 0o755)
-        environment = {name: value for name, value in os.environ.items() if not NOT_FOR_AGENTS.fullmatch(name)}
+        if around := pyxis_of(session):
+            for name, text in step_scripts(around, lines).items():
+                write_text(session.folder / name, text, 0o755)
+            words, environment = ("/bin/bash", str(session.folder / STEP)), {**environment, **around.env}
         output = session.logs / "srun.log"
-        child = start_transport(self._words(session, hosts), output, environment=environment, keep_stdin=False)
+        child = start_transport(words, output, environment=environment, keep_stdin=False)
         return _Step(child, output, {node: log_of(session, node) for node in range(len(hosts))}, {host.name: node for node, host in enumerate(hosts)})
 
-    def _words(self, session: Session, hosts: Sequence[Host]) -> tuple[str, ...]:
-        program, *rest = srun_words(session, hosts, os.environ)
-        return (program, *self.further, *rest)
+
+def pyxis_of(session: Session) -> Around | None:
+    """The container that srun itself puts the agents into."""
+    return session.around if session.around is not None and session.around.container.runtime == "pyxis" else None
 
 
 def srun_words(session: Session, hosts: Sequence[Host], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The line of srun.
+    """The line of srun that starts the agents.
 
     Args:
         environment: the allocation's: srun itself no longer takes --cpus-per-task from it (Slurm 22.05 and later).
     """
+    ends = ("--kill-on-bad-exit=1", "--wait=60")
+    around = pyxis_of(session)
+    task = (*pyxis_words(around), "/bin/bash") if around else ("/bin/bash", "-l")  # prolog and login are the host's
+    export = _export_words(environment, around.env if around else {})
+    return ("srun", *_spread_words(hosts), *ends, *CARRIES, *cpu_words(environment), *export, *_output_words(session), *task, str(node_script(session)))
+
+
+def look_words(session: Session, hosts: Sequence[Host], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The line of srun that looks at the mounts of pyxis, outside of any container and on all nodes, whatever one of them says."""
+    ends = ("--kill-on-bad-exit=0", f"--time={LOOK_MINUTES}")
+    task = ("/bin/bash", str(session.folder / LOOK))
+    return ("srun", *_spread_words(hosts), *ends, *CARRIES, *_export_words(environment, {}), *_output_words(session), *task)
+
+
+def _spread_words(hosts: Sequence[Host]) -> tuple[str, ...]:
     count = len(hosts)
-    spread = (f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(host.name for host in hosts)}")
-    ends = ("--kill-on-bad-exit=1", "--wait=60", "--overlap", "--input=none", "--mpi=none")
-    output = (f"--output={session.logs}/%N.log", "--open-mode=append")
-    export = (f"--export={environment['SLURM_EXPORT_ENV']}",) if environment.get("SLURM_EXPORT_ENV") else ()
-    return ("srun", *spread, *ends, *cpu_words(environment), *export, *output, "/bin/bash", "-l", str(node_script(session)))
+    return (f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(host.name for host in hosts)}")
+
+
+def _output_words(session: Session) -> tuple[str, ...]:
+    return (f"--output={session.logs}/%N.log", "--open-mode=append")
+
+
+def _export_words(environment: Mapping[str, str], further: Mapping[str, str]) -> tuple[str, ...]:
+    names = environment.get("SLURM_EXPORT_ENV")
+    return (f"--export={exported(names, further)}",) if names else ()
 
 
 def cpu_words(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -84,11 +114,13 @@ def node_script(session: Session) -> Path:
 
 def node_text(session: Session, hosts: Sequence[Host]) -> str:
     """The script. SLURM_NODEID counts the nodes of the step in the same order; the name is proof against any other (--distribution, a node left out)."""
+    around = pyxis_of(session)
+    runs = f"/bin/bash {around.script}" if around else f"/bin/bash -l {session.script}"
     lines = [
         "#!/bin/bash",
         f"nodes=({' '.join(host.name for host in hosts)})",
         'for node in "$SLURM_NODEID" "${!nodes[@]}"; do',
-        f'    [ "${{nodes[node]}}" != "$SLURMD_NODENAME" ] || exec /bin/bash -l {session.script} "$node"',
+        f'    [ "${{nodes[node]}}" != "$SLURMD_NODENAME" ] || exec {runs} "$node"',
         "done",
         'echo "$SLURMD_NODENAME is no node of this session: ${nodes[*]}" >&2',
         "exit 8",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from trainkit.launch.launchers.contract import LaunchEnd
 TAIL_BYTES = 4096
 END_SECONDS = 1.0  # for a killed transport to be gone
 PR_SET_PDEATHSIG = 1
+USAGE = re.compile(r"(See|Run) '(docker|podman) [^']*--help'")  # what docker says last, after the error
 
 
 def start_transport(argv: Sequence[str], output: Path, *, environment: Mapping[str, str] | None = None, keep_stdin: bool) -> subprocess.Popen[bytes]:
@@ -51,7 +53,7 @@ def last_line(path: Path) -> str:
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
     except OSError:
         return ""
-    return next((line for line in reversed(lines) if line), "")
+    return next((line for line in reversed(lines) if line and not USAGE.match(line)), "")
 
 
 Children = dict[int, tuple[subprocess.Popen[bytes], Path]]  # by node, each with the file its output goes to

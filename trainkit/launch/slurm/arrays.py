@@ -1,11 +1,13 @@
 """The units of a stage as Slurm arrays: one array a level of what waits for what, each after the one before it has gone well, all submitted at once.
 
 Units that wait for the network are done on this machine first: it has the way out, which compute nodes often have not.
+`prep-data` waits here for its arrays; `train` puts those of all its stages and the run into one graph (graph.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import sys
 import time
@@ -105,25 +107,39 @@ def levels(need: Need, units: Sequence[Unit], asked: StagePlace) -> list[Level]:
 
 def script(place: SlurmPlace, level: Level, folder: Path, code: Path) -> str:
     """The batch script of an array: a person can read it."""
+    words = ["-I", "-m", "trainkit.stages.task", str(level_file(folder, level))]
+    there = argv_there([sys.executable, *words], place.cluster.python or sys.executable, code)
+    shape: SlurmOptions = {"job-name": level.name, "array": f"0-{level.elements - 1}", "nodes": 1, "ntasks-per-node": level.tasks}
+    output = f"{folder}/{level.name}-%A_%a.out"
+    return text_of_script(place, shape, output, ["srun", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", *there])
+
+
+def text_of_script(place: SlurmPlace, shape: SlurmOptions, output: str, words: Sequence[str]) -> str:
+    """A script that becomes `words` on the partition that a stage is given, with what it inherits of the cluster's options.
+
+    Args:
+        place: of the stage.
+        shape: name, nodes, tasks.
+        output: sbatch's, with its % signs.
+        words: a command line.
+    """
     cluster, asked = place.cluster, place.asked
     given: SlurmOptions = {name: cluster.slurm[name] for name in INHERITED if name in cluster.slurm}
     own = {name: value for name, value in (("partition", asked.partition), ("time", asked.time)) if value}
-    shape: SlurmOptions = {"job-name": level.name, "array": f"0-{level.elements - 1}", "nodes": 1, "ntasks-per-node": level.tasks}
-    ends: SlurmOptions = {"output": f"{folder}/{level.name}-%A_%a.out", "export": ",".join(EXPORTED), "no-requeue": True}
-    words = argv_there([sys.executable, "-I", "-m", "trainkit.stages.task", str(_file(folder, level))], cluster.python or sys.executable, code)
-    step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", *words]
+    again = "no-requeue" if "no-requeue" in cluster.slurm else "requeue"  # of an element whose node fails: nobody may be there to type it again
+    ends: SlurmOptions = {"output": output, "open-mode": "append", "export": ",".join(EXPORTED), again: True}
     lines = [
         "#!/bin/bash -l",
         *(f"#SBATCH {word}" for word in options.words({**shape, **given, **own, **ends})),
         "set -e",
         *cluster.prolog,
-        f"exec {shlex.join(step)}",
+        f"exec {shlex.join(words)}",
     ]
     return "\n".join(lines) + "\n"
 
 
 def submit_words(path: Path, after: str | None) -> list[str]:
-    """The line of sbatch; without `after` the array waits for nothing."""
+    """The line of sbatch. `after`: jobs, with colons between them, that must have gone well; without it the array waits for nothing."""
     dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
     return ["sbatch", "--parsable", *dependency, str(path)]
 
@@ -135,17 +151,15 @@ def describe(level: Level, after: str | None = None) -> str:
     return f"{level.name}: {shown}" + (f", after {after} has gone well" if after else "")
 
 
-def dry_lines(place: SlurmPlace, need: Need, units: Sequence[Unit], stamps: Path) -> list[str]:
-    """What would be submitted."""
+def dry_lines(place: SlurmPlace, need: Need, units: Sequence[Unit], folder: Path, before: str | None = None) -> tuple[list[str], str | None]:
+    """(what would be submitted, name of the last array). `folder`: of the scripts; `before`: what the first array waits for."""
     here, there = split(units)
-    folder = unit_folder(stamps, need.name)
     found = [f"would run here, for the network: {unit.name}" for unit in here]
-    before: str | None = None
     for level in levels(need, there, place.asked):
         found.append("would submit " + describe(level, before))
         found += [f"  {line}" for line in script(place, level, folder, place.root / "code" / "SHA256").splitlines()]
         before = level.name
-    return found
+    return found, before
 
 
 def execute_in_slurm(
@@ -163,15 +177,14 @@ def execute_in_slurm(
     if not there:
         return
     code = take_snapshot(PACKAGE, place.root / "code").folder
-    graph = levels(need, there, place.asked)
-    batches = _write(place, need, graph, stamps, code)
+    graph, folder = levels(need, there, place.asked), unit_folder(stamps, need.name)
+    batches = write_levels(place, need, graph, stamps, code, folder)
     ids: list[str] = []
     try:
         for level in graph:
-            path = unit_folder(stamps, need.name) / f"{level.name}.sh"
-            ids.append(sbatch(submit_words(path, ids[-1] if ids else None), path.parent, hint=f"its script: {path}"))
+            ids.append(submit_level(level, folder, ids[-1:]))
             place.notice(f"job {ids[-1]}: {describe(level, f'job {ids[-2]}' if len(ids) > 1 else None)}")
-        _follow(ids, batches, reporter, counted)
+        follow(ids, batches, reporter, counted)
     except BaseException:
         with contextlib.suppress(TrainkitError):
             if ids:
@@ -180,7 +193,13 @@ def execute_in_slurm(
     _judge(ids, need, batches, stamps)
 
 
-class _ArrayUnit(Batch):
+def submit_level(level: Level, folder: Path, after: Sequence[str]) -> str:
+    """sbatch of an array whose script lies in `folder`, after jobs that must go well: Slurm's number. Raises TrainkitError (exit 8)."""
+    path = folder / f"{level.name}.sh"
+    return sbatch(submit_words(path, ":".join(after) or None), folder, hint=f"its script: {path}")
+
+
+class ArrayUnit(Batch):
     """A unit that a task does; what it says is in a file."""
 
     def __init__(self, unit: Unit, folder: Path) -> None:
@@ -194,6 +213,8 @@ class _ArrayUnit(Batch):
     def look(self) -> None:
         """Take in what is new."""
         with contextlib.suppress(FileNotFoundError), open(self.out, "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._read:  # Slurm has put its task back, and it began anew
+                self._read, self._rest = 0, b""
             file.seek(self._read)
             data = file.read()
             self._read += len(data)
@@ -205,34 +226,37 @@ class _ArrayUnit(Batch):
         super()._hear(said)
 
 
-def _file(folder: Path, level: Level) -> Path:
+def level_file(folder: Path, level: Level) -> Path:
+    """What the tasks of an array read."""
     return folder / f"{level.name}.json"
 
 
-def _write(place: SlurmPlace, need: Need, graph: Sequence[Level], stamps: Path, code: Path) -> list[_ArrayUnit]:
-    """Scripts, and what their tasks read."""
+def write_levels(place: SlurmPlace, need: Need, graph: Sequence[Level], stamps: Path, code: Path, scripts: Path) -> list[ArrayUnit]:
+    """Write specs, and into the folder `scripts` the scripts and what their tasks read."""
     folder, python = unit_folder(stamps, need.name), place.cluster.python or sys.executable
-    batches: list[_ArrayUnit] = []
+    batches: list[ArrayUnit] = []
     for level in graph:
         shares: list[list[dict[str, Any]]] = []
         for units in level.shares:
             shares.append([])
             for unit in units:
-                batches.append(batch := _ArrayUnit(unit, folder))
+                batches.append(batch := ArrayUnit(unit, folder))
                 argv = [*argv_there(unit.argv, python, code), *map(str, batch.specs)]
                 files = {"out": str(batch.out), "log": str(batch.log(unit)), "stamp": str(unit_stamp_path(stamps, need.name, unit.name))}
                 rest = {"digest": spec_digest(need, unit), "outputs": [str(path) for path in unit.outputs], "env": dict(place.cluster.env)}
                 shares[-1].append({"name": unit.name, "argv": argv, **files, **rest})
-        write_json(_file(folder, level), document(FORM, tasks=level.tasks, shares=shares))
-        write_text(folder / f"{level.name}.sh", script(place, level, folder, code), 0o755)
+        write_json(level_file(scripts, level), document(FORM, tasks=level.tasks, shares=shares))
+        write_text(scripts / f"{level.name}.sh", script(place, level, scripts, code), 0o755)
     return batches
 
 
-def _follow(ids: Sequence[str], batches: Sequence[_ArrayUnit], reporter: Reporter, counted: Counted | None) -> None:
-    """Until all units are done or Slurm says that the jobs are over."""
+def follow(ids: Sequence[str], batches: Sequence[ArrayUnit], reporter: Reporter, counted: Counted | None, asked: Callable[[], None] = lambda: None) -> None:
+    """Until all units are done or Slurm says that the jobs are over. `asked` is called as often as Slurm is: ever more rarely while nothing changes."""
     patience, over = Patience(), False
     while not over and any(batch.waiting for batch in batches):
-        over = patience.due() and _over(ids)
+        if patience.due():
+            over = over_in_slurm(ids)
+            asked()
         for batch in batches:
             if batch.waiting:
                 batch.look()
@@ -247,7 +271,7 @@ def _follow(ids: Sequence[str], batches: Sequence[_ArrayUnit], reporter: Reporte
             time.sleep(LOOK_SECONDS)
 
 
-def _states(ids: Sequence[str]) -> list[tuple[str, str]]:
+def states(ids: Sequence[str]) -> list[tuple[str, str]]:
     """(job, state) of all elements that Slurm still knows."""
     try:
         text = ask(["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", "--format=%F|%T"])
@@ -258,11 +282,12 @@ def _states(ids: Sequence[str]) -> list[tuple[str, str]]:
     return [(words[0], words[1]) for line in text.splitlines() if len(words := line.split("|")) == 2]
 
 
-def _over(ids: Sequence[str]) -> bool:
-    return not any(state in BEFORE or state in RUNNING for _, state in _states(ids))
+def over_in_slurm(ids: Sequence[str]) -> bool:
+    """Whether no element of the arrays will run any more."""
+    return not any(state in BEFORE or state in RUNNING for _, state in states(ids))
 
 
-def _judge(ids: Sequence[str], need: Need, batches: Sequence[_ArrayUnit], stamps: Path) -> None:
+def _judge(ids: Sequence[str], need: Need, batches: Sequence[ArrayUnit], stamps: Path) -> None:
     """Raise for the first unit that failed or never ended; the file system may be late to show an end."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
@@ -281,6 +306,6 @@ def _judge(ids: Sequence[str], need: Need, batches: Sequence[_ArrayUnit], stamps
         failed[0].host = f"{failed[0].host}" + (f" (and {len(failed) - 1} more units failed)" if len(failed) > 1 else "")
         failed[0].end(failed[0].code or 1)
     if left:
-        said = ", ".join(f"job {id} {state}" for id, state in dict.fromkeys(_states(ids))) or "Slurm knows the jobs no more"
+        said = ", ".join(f"job {id} {state}" for id, state in dict.fromkeys(states(ids))) or "Slurm knows the jobs no more"
         names = ", ".join(batch.units[0].name for batch in left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
         raise TrainkitError(f"{names} did not end: {said}", exit=Exit.STAGE_FAILED, hint=f"{left[0].folder}: *.log of units, *_*.out of jobs")

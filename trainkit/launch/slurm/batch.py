@@ -19,6 +19,7 @@ from trainkit.launch.launchers import head_address
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.retries import Budgets
 from trainkit.launch.slurm.allocation import Granted, ask, granted, hosts_of
+from trainkit.launch.slurm.graph import stages_of, still_to_be_made
 from trainkit.launch.slurm.queue import failed_nodes, look, put_back
 from trainkit.launch.slurm.script import seconds_before_limit
 from trainkit.launch.slurm.submit import forget_secrets, read_secrets, submit, write_script
@@ -195,6 +196,9 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
     """Supervise a run in the batch job that the environment tells of. The caller holds the run's lock."""
     where = granted(environment)
     job = read_job(run.job)
+    if still_to_be_made(run):
+        message = f"the stages of run {run.id} are not made: the jobs in {stages_of(run)} come before this one"
+        raise TrainkitError(message, exit=Exit.STAGE_STALE, hint=f"invoke why {run.id}; invoke train {job.name} makes what is missing")
     write_hosts(run, hosts_of(job, where))
     entry = _noted(run, where)
     watch = Watch(lambda run: print(f"run {run.id} on {', '.join(where.hosts)}", flush=True), lambda: None, lambda text: print(text, flush=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from trainkit.launch.slurm.allocation import ask
 FIELDS = "%i|%T|%r|%S|%l|%N"  # job, state, reason, (expected) start, time limit, nodes: squeue(1), --format
 BEFORE = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 RUNNING = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
+UNSURE = "UNSURE"  # no word of Slurm's: the job is over, and who could say how cannot be asked now
+ACCOUNT_FIELDS = "JobID,State,ExitCode,Submit,Start,End,Timelimit,NodeList"  # sacct(1), --format
+ACCOUNT_SECONDS = 10.0  # slurmdbd answers at once, or it is in trouble: sacct itself tries for three quarters of a minute then
 FASTEST, SLOWEST, GROWTH = 1.0, 30.0, 1.4  # seconds between two questions about a job, while nothing changes
 
 
@@ -21,7 +25,7 @@ class JobLook:
 
     Args:
         id: Slurm's number.
-        state: Slurm's word: PENDING, RUNNING, CANCELLED, ...
+        state: Slurm's word: PENDING, RUNNING, CANCELLED, ...; or UNSURE.
         reason: why it waits, or why it ended; "None" where there is none.
         start: when it is expected to start, or did; "N/A" where Slurm does not know.
         limit: its time limit.
@@ -51,7 +55,9 @@ class JobLook:
         if self.waits:
             expected = f", expected to start {self.start}" if self.start not in ("N/A", "Unknown", "") else ""
             return f"job {self.id} waits: {self.reason}{expected}"
-        return f"job {self.id} is {self.state} on {self.nodes}" if not self.over else f"job {self.id} is over: {self.state} ({self.reason})"
+        if not self.over:
+            return f"job {self.id} is {self.state} on {self.nodes}"
+        return f"job {self.id} is over: {self.reason if self.state == UNSURE else f'{self.state} ({self.reason})'}"
 
 
 def look(ids: Sequence[str]) -> dict[str, JobLook]:
@@ -65,10 +71,7 @@ def look(ids: Sequence[str]) -> dict[str, JobLook]:
             raise
         text = ""
     found = {look.id: look for line in text.splitlines() if (look := _parsed(line)) is not None}
-    for id in ids:
-        if id not in found and (old := _in_accounts(id)) is not None:
-            found[id] = old
-    return found
+    return found | _forgotten([id for id in ids if id not in found])
 
 
 def _parsed(line: str) -> JobLook | None:
@@ -76,17 +79,75 @@ def _parsed(line: str) -> JobLook | None:
     return JobLook(*parts) if len(parts) == FIELDS.count("|") + 1 else None
 
 
-def _in_accounts(id: str) -> JobLook | None:
-    """What slurmdbd keeps of a job; None where it is not known there, or there is no accounting."""
+@dataclass(frozen=True)
+class Account:
+    """What slurmdbd keeps of one start of a job, or of a step of it. Times are Slurm's, of its own time zone; "Unknown" where there is none.
+
+    Args:
+        id: Slurm's number of the job; with .batch, .extern or .0 behind it that of a step.
+        state: how it is, or ended: COMPLETED, NODE_FAIL, TIMEOUT, OUT_OF_MEMORY, REQUEUED, "CANCELLED by 1000" (a user's number), ...
+        code: exit code and signal, "1:0".
+        submit: when it was put into the queue, again too.
+        start: when it began.
+        end: when it ended.
+        limit: its time limit.
+        nodes: its node list, "None assigned" where it had none.
+    """
+
+    id: str
+    state: str
+    code: str
+    submit: str
+    start: str
+    end: str
+    limit: str
+    nodes: str
+
+    @property
+    def word(self) -> str:
+        """The state without who brought it about."""
+        return self.state.split()[0] if self.state else "UNKNOWN"
+
+    def why(self) -> str:
+        """What is known besides the state."""
+        who = self.state.partition(" by ")[2]
+        return f"by {_user(who)}" if who else f"exit code {self.code}"
+
+
+def accounts(ids: Sequence[str]) -> list[Account] | None:
+    """All that slurmdbd keeps of jobs, of each of their starts and steps, oldest first; None where there is no accounting.
+
+    Raises TrainkitError (exit 8) where slurmdbd cannot be asked.
+    """
+    words = ["sacct", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", f"--format={ACCOUNT_FIELDS}"]
     try:
-        text = ask(["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={id}", "--format=State,ExitCode,Start,Timelimit,NodeList"])
-    except TrainkitError:
-        return None
-    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 4]
-    if not rows:
-        return None
-    state, code, start, limit, nodes = rows[-1]
-    return JobLook(id, state.split()[0], f"exit code {code}", start, limit, nodes)
+        text = ask(words, ACCOUNT_SECONDS)
+    except TrainkitError as error:
+        if "accounting storage is disabled" in error.message or "there is no sacct" in error.message:
+            return None
+        raise TrainkitError(f"slurmdbd cannot be asked ({error.message})", exit=error.exit, hint="`sacctmgr show cluster` tries the same") from None
+    rows = [line.split("|") for line in text.splitlines()]
+    return [Account(*row) for row in rows if len(row) == ACCOUNT_FIELDS.count(",") + 1 and row[0].partition(".")[0] in ids]
+
+
+def _forgotten(ids: Sequence[str]) -> dict[str, JobLook]:
+    """What slurmdbd says of jobs that slurmctld has forgotten. Those that it does not know either, and all where there is no accounting, are left out."""
+    try:
+        rows = accounts(ids) if ids else None
+    except TrainkitError as error:
+        return {id: JobLook(id, UNSURE, f"slurmctld has forgotten it, and {error.message}", "", "", "") for id in ids}
+    found = {row.id: JobLook(row.id, row.word, row.why(), row.start, row.limit, row.nodes) for row in rows or () if row.id in ids}  # the newest start counts
+    for id, seen in found.items():
+        if not seen.over:  # slurmctld, which alone could run it, does not know it
+            found[id] = JobLook(id, UNSURE, f"slurmctld does not know it, and slurmdbd still says {seen.state}", "", "", "")
+    return found
+
+
+def _user(number: str) -> str:
+    try:
+        return pwd.getpwuid(int(number)).pw_name
+    except (KeyError, ValueError):
+        return f"user {number}"
 
 
 def put_back(id: str, restarts: int) -> tuple[bool, bool]:

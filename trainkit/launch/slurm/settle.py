@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.launch.launchers.transports import last_line
-from trainkit.launch.slurm.queue import JobLook, Patience, look
+from trainkit.launch.slurm.graph import stage_failure, words_of_stages
+from trainkit.launch.slurm.queue import UNSURE, JobLook, Patience, look
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import Record, read_record
+from trainkit.runs.record import Record, read_record, record_of_end
 from trainkit.runs.slurm import SlurmJob, change_slurm_job, read_slurm_jobs
 
 
@@ -26,31 +28,44 @@ def settle(record: Record, seen: JobLook | None) -> Record:
         record: read from the folder.
         seen: the run's newest job; None: Slurm does not know it (any more).
 
-    A job that was over before its supervisor began is noted in the run folder: Slurm forgets it after some minutes.
+    A job that was over before its supervisor began, or whose supervisor left no word, is noted in the run folder: Slurm forgets it after some minutes.
     """
     job = newest_job(record.run)
     if job is None:
         return record
-    if record.state == "queued" and (seen is None or seen.over):
-        change_slurm_job(record.run, job.id, ended=_ended(record.run, job, seen))
-        return read_record(record.run)
-    lost = record.state in ("unknown", "running") or (record.state == "failed" and record.failure_class == "infra")
-    if lost and seen is not None and seen.waits:
+    if seen is not None and seen.waits and (record.state in ("unknown", "running") or (record.state == "failed" and record.failure_class == "infra")):
         return replace(record, state="queued", exit=None, failure_class=None, root_cause=None)
-    if record.state == "unknown" and (seen is None or seen.over):
-        said = f"Slurm says {seen.state} ({seen.reason})" if seen else "Slurm does not know the job any more"
-        cause = {**(record.root_cause or {}), "message": f"the supervisor is gone without a word; {said}", "slurm_job": job.id}
-        return replace(record, state="failed", exit=int(Exit.RANK_INFRA), failure_class="infra", root_cause=cause)
+    if (record.state == "queued" or record.lost) and (seen is None or seen.over):
+        return _over(read_record(record.run), job, seen)  # read again: the supervisor may have begun, and ended, since the record was read
     return record
 
 
-def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, str | int]:
+def _over(record: Record, job: SlurmJob, seen: JobLook | None) -> Record:
+    """A record that was read after its job was over; with Slurm's word where the supervisor left none."""
+    if record.state == "queued":
+        end = _ended(record.run, job, seen)
+    elif record.lost and (seen is not None or record.state == "unknown"):
+        message = (record.root_cause or {}).get("message") if record.state == "failed" else "the supervisor is gone without a word"
+        said = "Slurm does not know the job any more" if seen is None else seen.reason if seen.state == UNSURE else f"Slurm says {seen.state} ({seen.reason})"
+        end = {"state": seen.state if seen else "UNKNOWN", "message": f"{message}; {said}", "exit": int(Exit.RANK_INFRA)}
+    else:
+        return record
+    if seen.state != UNSURE if seen is not None else record.state == "queued":
+        change_slurm_job(record.run, job.id, ended=end)
+        return read_record(record.run)
+    return record_of_end(record, job.id, end)
+
+
+def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, Any]:
+    if (failure := stage_failure(run)) is not None:
+        return failure
     if seen is None:
         return {"state": "UNKNOWN", "message": f"Slurm does not know job {job.id} any more, and its supervisor never began", "exit": int(Exit.START)}
     output = run.path / "launch" / f"slurm-{job.id}.out"
     said = last_line(output)
     words = f"; {output} ends with: {said}" if said else ""
-    message = f"job {job.id} was over before its supervisor began: {seen.state} ({seen.reason}){words}"
+    how = "nobody can say how now" if seen.state == UNSURE else seen.state
+    message = f"job {job.id} was over before its supervisor began: {how} ({seen.reason}){words}"
     return {"state": seen.state, "message": message, "exit": int(Exit.START)}
 
 
@@ -59,14 +74,21 @@ def seen_now(record: Record) -> JobLook | None:
     job = newest_job(record.run) if record.state in ("queued", "running") else None
     if job is not None:
         with contextlib.suppress(TrainkitError):
-            return look([job.id]).get(job.id)
+            return _with_stages(record.run, look([job.id]).get(job.id))
     return None
+
+
+def _with_stages(run: RunFolder, seen: JobLook | None) -> JobLook | None:
+    """The same; of a job that waits for its stages the reason says which of their jobs is at work."""
+    if seen is None or seen.reason != "Dependency" or not (words := words_of_stages(run)):
+        return seen
+    return replace(seen, reason=f"its stages are made first; {words}")
 
 
 def settled(record: Record) -> Record:
     """The record after one question to Slurm, where one is needed; as it was where Slurm cannot be asked."""
     job = newest_job(record.run) if record.state in ("queued", "unknown", "failed") else None
-    if job is None or job.ended is not None:
+    if job is None:
         return record
     with contextlib.suppress(TrainkitError):
         return settle(record, look([job.id]).get(job.id))
@@ -99,10 +121,10 @@ class Queue:
         job = newest_job(self.run)
         assert job is not None
         try:
-            seen = look([job.id]).get(job.id)
+            seen = _with_stages(self.run, look([job.id]).get(job.id))
         except TrainkitError as error:
             return replace(record, state="queued"), self._new(f"cannot ask Slurm about job {job.id}: {error.message}")
-        if seen is None and self._unheard < 3 and record.state == "queued":  # just submitted, or a slurmctld that has just begun
+        if (seen is None or seen.state == UNSURE) and self._unheard < 3 and record.state == "queued":  # just submitted, or a slurmctld that has just begun
             self._unheard += 1
             self._patience.changed()
             return record, ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainkit.jobs.change import write_changed_job
 from trainkit.jobs.resolved import Resolved
 from trainkit.jobs.schema import Job
+from trainkit.launch.slurm.graph import Followed, Graph, submit_graph
 from trainkit.launch.slurm.script import seconds_before_limit
 from trainkit.launch.slurm.submit import submit, write_script
 from trainkit.launch.snapshot import link_code, take_snapshot
@@ -38,6 +39,25 @@ def submit_new(resolved: Resolved, plan: Plan, needs: Sequence[Need], project: P
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
+
+
+def submit_with_stages(resolved: Resolved, plan: Plan, graph: Graph, project: Path, notice: Callable[[str], None]) -> tuple[RunFolder, str, list[Followed]]:
+    """As `submit_new`, for a run whose stages are still to be made, by Slurm too: (run, its job, what can be followed). `plan` is what is known by now.
+
+    The caller holds the locks of the graph's stages. Raises TrainkitError as `submit_new`; then nothing is left in the queue either.
+    """
+    job = resolved.job
+    secrets = secret_values(job.cluster.secrets, os.environ)
+    run = new_run_folder(Path(job.cluster.root or ".").absolute(), job.name)
+    try:
+        with locked_run(run):
+            fill_run(run, resolved, plan, None, project, secrets)
+            write_script(run, job, secrets)
+        id, followed = submit_graph(run, job, graph, notice)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    return run, id, followed
 
 
 def submit_again(run: RunFolder, job: Job, document: dict[str, Any], *, code: bool, project: Path) -> str:

@@ -7,9 +7,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
 from trainkit.base.forms import read_form
+from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.script import SIGNAL_SECONDS, batch_script, script_path
 from trainkit.runs.folder import RunFolder
@@ -24,16 +25,28 @@ def submit_words(run: RunFolder, further: Sequence[str] = ()) -> list[str]:
     return ["sbatch", "--parsable", *further, str(script_path(run))]
 
 
-def submit(run: RunFolder, *, first_attempt: int, follows: str | None = None) -> str:
+def words_after(ready: str, options: SlurmOptions) -> list[str]:
+    """Words of sbatch for a run whose stages the job `ready` completes. A dependency of the job's own is kept: the command line outdoes the script.
+
+    Raises ConfigError where the two cannot be joined.
+    """
+    own = str(options.get("dependency", ""))
+    if "?" in own:
+        raise ConfigError(f"slurm.dependency = {own!r} means any of several, and the run's own stages must be made too", hint="prep-data first, then train")
+    return [f"--dependency={own + ',' if own else ''}afterok:{ready}", "--kill-on-invalid-dep=yes"]
+
+
+def submit(run: RunFolder, *, first_attempt: int, follows: str | None = None, further: Sequence[str] = ()) -> str:
     """Submit a run's script and note Slurm's number of the job, which is returned.
 
     Args:
         first_attempt: see SlurmJob.
         follows: a job after whose end, whatever it is, this one begins.
+        further: more words for sbatch, see `words_after`.
 
     Raises TrainkitError (exit 8) with sbatch's own words.
     """
-    words = submit_words(run, [f"--dependency=afterany:{follows}"] if follows else [])
+    words = submit_words(run, [*further, *([f"--dependency=afterany:{follows}"] if follows else [])])
     id = sbatch(words, run.path, hint=f"options come from clusters.X.slurm and jobs.X.slurm; the script: {script_path(run)}")
     add_slurm_job(run, id, first_attempt=first_attempt, follows=follows)
     return id

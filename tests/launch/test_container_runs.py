@@ -1,0 +1,141 @@
+"""Runs in real containers on this machine: the losses of a run without one, and nothing left of it whoever ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import oci
+from tests.conftest import Project, wait_for
+from tests.oci import Oci
+from trainkit.base import marks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+LEASE_AND_GRACE = 10.0  # the project's grace and time for a client and its daemon; a connection that ends is noticed at once
+
+
+@pytest.fixture(scope="module", params=["podman", "docker"])
+def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oci]:
+    with getattr(oci, request.param)(tmp_path_factory.mktemp("oci") / request.param) as found:
+        yield found
+
+
+@pytest.fixture
+def boxed(project: Project, runtime: Oci) -> Project:
+    """The project's job on random tokens, and the same in a container as `boxed`."""
+    path = project.path / "jobs.toml"
+    text = path.read_text().replace(
+        "ranks_per_node = 2", f'ranks_per_node = 2\nprolog = {runtime.prolog}\nenv = {{ OMP_NUM_THREADS = "1" }}\nwatch = {{ grace = 2 }}'
+    )
+    path.write_text(f'{text}\n[jobs.boxed]\nextends = "random"\ncontainer = "box"\n\n[containers.box]\n{runtime.table()}')
+    return project
+
+
+def gone(run: Path, runtime: Oci) -> bool:
+    return not marks.marked(run.name) and not runtime.containers(run.name)
+
+
+def started(project: Project, runtime: Oci, step: int = 3) -> Path:
+    """The newest run once it is at a step; it is in a container then."""
+
+    def there() -> bool:
+        runs = project.runs()
+        return bool(runs) and (runs[-1] / "metrics.jsonl").exists() and len((runs[-1] / "metrics.jsonl").read_text().splitlines()) >= step
+
+    wait_for(there, f"step {step}", timeout=90)
+    run = project.runs()[-1]
+    assert len(runtime.containers(run.name)) == 1 and marks.marked(run.name), "its processes are seen from outside"
+    return run
+
+
+def test_losses_are_those_without_a_container(boxed: Project, runtime: Oci) -> None:
+    boxed.invoke("train", "random")
+    boxed.invoke("train", "boxed", "--set", 'env.FROM_JOB="of the job"')
+    plain, inside = boxed.runs()
+    assert boxed.losses(inside) == boxed.losses(plain) and len(boxed.losses(inside)) == 30
+    assert gone(inside, runtime)
+    shown = boxed.invoke("train", "boxed", "--dry-run").stdout
+    assert f"exec {runtime.runtime} run --rm " in shown and "inside.sh" in shown
+
+
+def test_cancel_leaves_nothing(boxed: Project, runtime: Oci) -> None:
+    boxed.invoke("train", "boxed", "--detach", "--set", "training.train_iters=100000")
+    run = started(boxed, runtime)
+    boxed.invoke("cancel", run.name, exit=15)
+    assert gone(run, runtime)
+    assert boxed.document("status", run.name)["state"] == "cancelled"
+
+
+def test_a_killed_supervisor_leaves_nothing(boxed: Project, runtime: Oci) -> None:
+    process = boxed.start("train", "boxed", "--set", "training.train_iters=100000")
+    run = started(boxed, runtime)
+    since = time.monotonic()
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: gone(run, runtime), "the container to end", timeout=LEASE_AND_GRACE)
+    assert time.monotonic() - since < LEASE_AND_GRACE
+
+
+def test_a_killed_client_leaves_nothing(boxed: Project, runtime: Oci) -> None:
+    """What docker started outlives its client: the supervisor loses its transport and stops the agent over their own connection."""
+    process = boxed.start("train", "boxed", "--set", "training.train_iters=100000")
+    run = started(boxed, runtime)
+    (client,) = [
+        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if cmdline(pid).startswith(f"{runtime.runtime} run ") and run.name in cmdline(pid)
+    ]
+    os.kill(client, signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 10, out + err
+    wait_for(lambda: gone(run, runtime), "the container to end", timeout=LEASE_AND_GRACE)
+
+
+def test_a_killed_agent_and_keeper_leave_nothing(boxed: Project, runtime: Oci) -> None:
+    """The keeper is the container's first process: with it the runtime ends all that is in it."""
+    process = boxed.start("train", "boxed", "--set", "training.train_iters=100000")
+    run = started(boxed, runtime)
+    ranks = marks.marked(run.name)
+    (agent,) = {int(Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[1]) for rank in ranks if "main.py" in cmdline(rank.pid)}
+    keeper = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+    for pid in (keeper, agent):
+        os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 10, out + err
+    assert gone(run, runtime)
+
+
+def cmdline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (('image = "localhost/this-machine:1"', 'image = "localhost/nobody:1"'), "could not start the container"),
+        (("/usr:/usr:ro", "/usr:/elsewhere:ro"), "ended with 127 (a program is not in the image)"),
+        (("/usr:/usr:ro", "/no/such:/usr:ro"), "does not have what containers.box mounts: /no/such"),
+    ],
+)
+def test_what_cannot_start_says_why(boxed: Project, runtime: Oci, change: tuple[str, str], said: str) -> None:
+    path = boxed.path / "jobs.toml"
+    path.write_text(path.read_text().replace(*change))
+    done = boxed.invoke("train", "boxed", exit=8)
+    assert said in done.stdout + done.stderr and "See 'docker" not in done.stdout + done.stderr
+    assert gone(boxed.runs()[-1], runtime)
+
+
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a Python without torch")
+def test_an_image_without_torch(boxed: Project, runtime: Oci) -> None:
+    """The agent needs the standard library only; each rank says what it misses."""
+    path = boxed.path / "jobs.toml"
+    lines = ['python = "/usr/bin/python3"' if line.startswith("python = ") else line for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines) + "\n")
+    done = boxed.invoke("train", "boxed", exit=9)
+    assert "No module named" in done.stdout + done.stderr and "containers.X.python" in done.stdout + done.stderr

@@ -1,0 +1,365 @@
+"""A run and its stages as one graph: the lines of sbatch, what is noted, who waits for whom, which unit failed. sbatch, squeue and scancel only write down
+what they are told here; the real thing is in tests/cluster/test_slurm_stages.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainkit
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.files import write_json
+from trainkit.base.forms import document
+from trainkit.cli.prepare import STAGES
+from trainkit.cli.stage_graph import graph_of
+from trainkit.cli.wrapper import Talk
+from trainkit.jobs.load import load
+from trainkit.jobs.resolved import write_job
+from trainkit.jobs.schema import Job
+from trainkit.launch.slurm.arrays import slurm_place_of
+from trainkit.launch.slurm.graph import Graph, Part, ready_script, stage_failure, stages_of, still_to_be_made, submit_graph, take_out
+from trainkit.launch.slurm.others import progress_of
+from trainkit.launch.slurm.submit import words_after
+from trainkit.launch.start import refuse_other_inputs
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import read_record
+from trainkit.runs.slurm import change_slurm_job
+from trainkit.stages.contract import Need, Unit
+from trainkit.stages.index import Index
+from trainkit.stages.making import Making, makings, read_making
+from trainkit.stages.prep_data import PrepData
+from trainkit.stages.run import begin, make_fresh, needs_of, refuse_stale, stamps_folder
+from trainkit.stages.stamps import judge, stamp_unit, unit_folder
+from trainkit.stages.task import do
+
+ARGV = (sys.executable, "-I", "-m", "trainkit.data.shard")
+JOBS = """
+[clusters.hpc]
+launcher = "slurm"
+python = "/opt/p/python"
+gpus_per_node = 2
+[clusters.bare]
+launcher = "slurm"
+[clusters.hpc.slurm]
+account = "lm"
+[clusters.hpc.stages.prep-data]
+partition = "cpu"
+nodes = 4
+tasks_per_node = 8
+time = "24:00:00"
+[models.tiny]
+num_layers = 2
+hidden_size = 32
+num_attention_heads = 2
+seq_length = 16
+vocab_size = 128
+[jobs.small]
+cluster = "hpc"
+model = "tiny"
+dataset = "mock"
+training = { micro_batch_size = 2, global_batch_size = 4, train_iters = 4, lr = 1e-2 }
+[tokenizers.bpe]
+type = "bpe"
+vocab_size = 300
+[datasets.lines]
+source = "files"
+paths = ["corpus/*.jsonl"]
+tokenizer = "bpe"
+split = "80,20,0"
+[models.text]
+extends = "tiny"
+vocab_size = 384
+[jobs.text]
+extends = "small"
+model = "text"
+dataset = "lines"
+sample_order = "megatron"
+"""
+
+
+@dataclass
+class Slurm:
+    """A folder of programs that stand for Slurm's."""
+
+    folder: Path
+    job: Job
+
+    def lines(self) -> list[str]:
+        """What sbatch and scancel were called with, in order."""
+        path = self.folder / "lines"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def says(self, *states: str) -> None:
+        """What squeue prints: JOB|STATE, a line an element."""
+        (self.folder / "states").write_text("".join(f"{line}\n" for line in states))
+
+    def run(self, name: str) -> RunFolder:
+        run = RunFolder(self.folder / "runs" / "small" / name)
+        (run.path / "launch").mkdir(parents=True)
+        run.code.mkdir()
+        return run
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    (tmp_path / "jobs.toml").write_text(JOBS)
+    programs = {
+        "sbatch": f'echo "sbatch $*" >> {tmp_path}/lines; echo $((100 + $(grep -c ^sbatch {tmp_path}/lines)))',
+        "scancel": f'echo "scancel $*" >> {tmp_path}/lines',
+        "squeue": f"cat {tmp_path}/states",
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    made = Slurm(tmp_path, load(tmp_path).resolve("small").job)
+    made.says()
+    return made
+
+
+def need(name: str, shards: int) -> Need:
+    tokens = tuple(Unit(f"tokens-{i}", ARGV, {}) for i in range(shards))
+    merge = Unit("merge", ARGV, {}, after=tuple(unit.name for unit in tokens))
+    return Need("prep-data", name, name, 1, {}, (), (), (*tokens, merge))
+
+
+def part(slurm: Slurm, need: Need, shared: Making | None = None) -> Part:
+    place = slurm_place_of(slurm.job, need.stage, lambda text: None)
+    assert place is not None
+    return Part(place, need, () if shared else need.units, [], shared)
+
+
+def submit(slurm: Slurm, name: str, *parts: Part, deferred: tuple[str, ...] = ()) -> tuple[RunFolder, list[str]]:
+    run, said = slurm.run(name), list[str]()
+    submit_graph(run, slurm.job, Graph(parts, deferred), said.append)
+    return run, said
+
+
+def ready(run: RunFolder) -> int:
+    """What Slurm would start last before the run: its exit code."""
+    program = run.code.resolve() / "trainkit" / "cli" / "ready.py"
+    return subprocess.run([sys.executable, "-I", str(program), str(run.path)], stdout=subprocess.DEVNULL, check=False).returncode
+
+
+def units(run: RunFolder, number: int) -> list[dict[str, Any]]:
+    """What the tasks of the graph's array `number` read."""
+    level = json.loads(sorted(stages_of(run).glob("prep-data-*.json"))[number].read_text())
+    return [unit for share in level["shares"] for unit in share]
+
+
+def test_everything_is_submitted_in_one_go(slurm: Slurm) -> None:
+    """Datasets one after another (a stage has so many nodes), each level after the one before, the small job after all, the run last."""
+    run, said = submit(slurm, "one", part(slurm, need("a", 3)), part(slurm, need("b", 20)))
+    folder, after = stages_of(run), "--kill-on-invalid-dep=yes"
+    assert slurm.lines() == [
+        f"sbatch --parsable {folder}/prep-data-a-0.sh",
+        f"sbatch --parsable --dependency=afterok:101 {after} {folder}/prep-data-a-1.sh",
+        f"sbatch --parsable --dependency=afterok:102 {after} {folder}/prep-data-b-0.sh",
+        f"sbatch --parsable --dependency=afterok:103 {after} {folder}/prep-data-b-1.sh",
+        f"sbatch --parsable --dependency=afterok:104 {after} {folder}/small-ready.sh",
+        f"sbatch --parsable --dependency=afterok:105 {after} {run.path}/launch/slurm.sh",
+    ]
+    assert said == [
+        "job 101: prep-data-a-0: 3 units in 1 x 3 tasks",
+        "job 102: prep-data-a-1: 1 unit in 1 x 1 task, after job 101 has gone well",
+        "job 103: prep-data-b-0: 20 units in 3 x 8 tasks, after job 102 has gone well",
+        "job 104: prep-data-b-1: 1 unit in 1 x 1 task, after job 103 has gone well",
+        "job 105: small-ready: notes that the stages are made, plans, after job 104 has gone well",
+    ]
+    assert still_to_be_made(run) and [job["id"] for job in json.loads(run.slurm.read_text())["jobs"]] == ["106"]
+
+
+def test_the_small_job(slurm: Slurm) -> None:
+    run = RunFolder(Path("/shared/runs/small/one"))
+    text = ready_script(run, slurm.job, Graph((part(slurm, need("a", 3)),), ("index",)))
+    assert text.splitlines() == [
+        "#!/bin/bash -l",
+        "#SBATCH --job-name=small-ready",
+        "#SBATCH --nodes=1",
+        "#SBATCH --ntasks-per-node=8",
+        "#SBATCH --account=lm",
+        "#SBATCH --partition=cpu",
+        "#SBATCH --time=24:00:00",
+        "#SBATCH --output=/shared/runs/small/one/launch/stages/small-ready-%j.out",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --export=HOME,USER,LOGNAME,SHELL,PATH,LANG,LC_ALL,TZ",
+        "#SBATCH --requeue",
+        "set -e",
+        "exec /opt/p/python -I /shared/runs/small/one/code/trainkit/cli/ready.py /shared/runs/small/one",
+    ]
+
+
+def test_a_dependency_of_the_jobs_own_is_kept() -> None:
+    assert words_after("7", {"dependency": "singleton"}) == ["--dependency=singleton,afterok:7", "--kill-on-invalid-dep=yes"]
+    with pytest.raises(ConfigError, match="any of several"):
+        words_after("7", {"dependency": "afterok:1?afterok:2"})
+
+
+def test_a_second_run_waits_for_the_same_arrays(slurm: Slurm) -> None:
+    first, _ = submit(slurm, "one", part(slurm, need("a", 3)))
+    stamps = slurm.folder / "stamps" / "prep-data"
+    (making,) = makings(stamps, "a")
+    assert making.jobs == ("101", "102") and makings(stamps, "b") == []
+    slurm.says("101|RUNNING", "102|PENDING")
+    assert progress_of(making) == "going"
+    second, said = submit(slurm, "two", part(slurm, need("a", 3), making), part(slurm, need("b", 1)))
+    assert slurm.lines()[4].endswith("prep-data-b-0.sh") and "--dependency=afterok:102 " in slurm.lines()[4]
+    assert said[0] == "prep-data a: Slurm's jobs 101, 102 of run one make it"
+    # who leaves first leaves the arrays to the other
+    slurm.says("101|RUNNING", "102|PENDING", *(f"{id}|PENDING" for id in range(103, 109)))
+    assert take_out(first) == ["103"] and slurm.lines()[-1] == "scancel --quiet 103"
+    joined = read_making(stamps, "a")
+    assert joined is not None and joined.runs == (str(second.path),)
+    assert take_out(first) == ["103"], "asked again it spares them too"
+    assert take_out(second) == ["105", "106", "107", "101", "102"] and makings(stamps, "a") == makings(stamps, "b") == []
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [(["1|RUNNING", "1|FAILED"], "failing"), (["1|COMPLETED", "2|PENDING"], "going"), (["1|COMPLETED", "2|CANCELLED"], "over"), ([], "over")],
+)
+def test_how_far_arrays_are(slurm: Slurm, states: list[str], expected: str) -> None:
+    slurm.says(*states)
+    assert progress_of(Making("a", "a", "0", ("1", "2"), (), ())) == expected
+
+
+def test_a_unit_that_failed_is_named_by_the_record(slurm: Slurm) -> None:
+    run, _ = submit(slurm, "one", part(slurm, need("a", 3)))
+    slurm.says("101|RUNNING", "102|PENDING", "103|PENDING")
+    assert stage_failure(run) is None, "a person has cancelled the run; nothing of its stages has failed"
+    unit = units(run, 0)[1]
+    error = {"problems": [{"message": "is not JSON", "file": "c.jsonl", "line": 2, "hint": "mend it"}], "exit": 6}
+    Path(unit["out"]).write_text(f"noise\n{json.dumps({'error': error})}\n{json.dumps({'ended': 6, 'host': 'node7'})}\n")
+    failure = stage_failure(run)
+    assert failure is not None
+    change_slurm_job(run, "104", ended=failure)
+    record = read_record(run)
+    assert (record.state, record.exit, record.failure_class) == ("failed", Exit.STAGE_FAILED, "user")
+    assert record.root_cause is not None and record.root_cause["message"] == f"c.jsonl:2: {unit['name']} on node7: is not JSON"
+    assert record.root_cause["advice"] == "mend it" and record.next_tasks() == ["invoke why one", "invoke train small"]
+
+
+def test_units_that_never_ended_are_told_with_slurms_word(slurm: Slurm) -> None:
+    run, _ = submit(slurm, "one", part(slurm, need("a", 3)))
+    slurm.says("101|TIMEOUT", "102|CANCELLED", "103|CANCELLED")
+    done = units(run, 0)[0]
+    stamp_unit(Path(done["stamp"]), done["name"], done["digest"], [], {})
+    failure = stage_failure(run)
+    assert failure is not None and failure["exit"] == 6
+    assert "and 0 more" not in failure["message"] and done["name"] not in failure["message"]
+    assert failure["message"].endswith("did not end: job 101 TIMEOUT, job 102 CANCELLED, job 103 CANCELLED")
+    for path in stages_of(run).glob("prep-data-*.json"):  # as where they are another run's, which has been deleted
+        path.unlink()
+    failure = stage_failure(run)
+    assert failure is not None and failure["message"].endswith(
+        "not all jobs that make its stages ended well: job 101 TIMEOUT, job 102 CANCELLED, job 103 CANCELLED"
+    )
+
+
+def test_the_small_jobs_refusal_is_the_runs(slurm: Slurm) -> None:
+    run, _ = submit(slurm, "one", part(slurm, need("a", 1)))
+    write_json(stages_of(run) / "ended.json", document("stages-ended/1", exit=4, message="too large", advice="more nodes"))
+    assert stage_failure(run) == {"state": "FAILED", "class": "user", "exit": 4, "message": "too large", "advice": "more nodes"}
+    write_json(run.path / "launch" / "inputs.json", document("inputs/1", files=[]))
+    assert stage_failure(run) is None, "made after all"
+
+
+def test_nothing_is_left_where_sbatch_refuses(slurm: Slurm) -> None:
+    (slurm.folder / "bin" / "sbatch").write_text(
+        f'#!/bin/bash\necho "sbatch $*" >> {slurm.folder}/lines; n=$(grep -c ^sbatch {slurm.folder}/lines); [ $n -lt 3 ] && echo $((100 + n)) && exit\n'
+        "echo sbatch: error: Invalid account >&2; exit 1\n"
+    )
+    slurm.says("101|PENDING", "102|PENDING")
+    with pytest.raises(TrainkitError, match="Invalid account"):
+        submit(slurm, "one", part(slurm, need("a", 3)))
+    assert slurm.lines()[-1] == "scancel --quiet 101 102" and makings(slurm.folder / "stamps" / "prep-data", "a") == []
+
+
+def test_what_the_small_job_completes_and_refuses(slurm: Slurm) -> None:
+    (slurm.folder / "corpus").mkdir()
+    corpus = slurm.folder / "corpus" / "part.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"the quick brown fox number {i} jumps over the lazy dog"}) + "\n" for i in range(60)))
+    resolved = load(slurm.folder).resolve("text", [f"cluster.python={json.dumps(sys.executable)}"])
+    job, stamps = resolved.job, stamps_folder(slurm.folder, "prep-data")
+
+    def submitted(name: str) -> tuple[RunFolder, list[Need]]:
+        needs = PrepData().needs(job, stamps, anew=True)
+        run, place = slurm.run(name), slurm_place_of(job, "prep-data", lambda text: None)
+        assert place is not None
+        run.code.rmdir()
+        run.code.symlink_to(Path(trainkit.__file__).parent.parent)
+        write_job(run.job, resolved)
+        parts = []
+        for each in needs:
+            todo, inputs = begin(each, stamps, judge(each, stamps, force=True), force=True)
+            parts.append(Part(place, each, tuple(todo), inputs))
+        submit_graph(run, job, Graph(tuple(parts), ("index",)), lambda text: None)
+        return run, needs
+
+    run, needs = submitted("one")
+    assert ready(run) == 6 and "units are not made" in (stage_failure(run) or {})["message"]
+    (stages_of(run) / "ended.json").unlink()
+    for number in range(3):
+        assert [do(unit) for unit in units(run, number)] == [0]
+    assert ready(run) == 0 and stage_failure(run) is None and not still_to_be_made(run)
+    assert all(judge(need, stamps).fresh for need in needs) and makings(stamps, "lines") == [] and not list(stamps.glob("*/*.out"))
+    assert json.loads(run.plan.read_text())["vocab_size"] == 384 and all(judge(need, stamps).fresh for need in Index().needs(job, stamps))
+    refuse_other_inputs(run)
+
+    run, _ = submitted("two")
+    for number in range(3):
+        assert [do(unit) for unit in units(run, number)] == [0]
+    corpus.write_text(corpus.read_text() * 2)
+    assert ready(run) == 5 and f"input {corpus} changed" in (stage_failure(run) or {})["message"] and not run.plan.exists()
+    assert not any(judge(need, stamps).fresh for need in PrepData().needs(job, stamps)), "the next train makes it anew"
+
+
+def test_without_a_place_all_is_made_here_in_turn(slurm: Slurm) -> None:
+    """What the index is depends on the tokens, which are made a moment before."""
+    (slurm.folder / "corpus").mkdir()
+    (slurm.folder / "corpus" / "part.jsonl").write_text('{"text": "the quick brown fox"}\n' * 60)
+    job = load(slurm.folder).resolve("text", ["cluster=bare"]).job
+    with graph_of(Talk(json=False, dry_run=False, folder=slurm.folder), job) as graph:
+        assert graph == Graph(())
+    needs = needs_of(job, STAGES)
+    assert {need.stage for need in needs} == {"build", "prep-data", "index"}
+    refuse_stale(needs, slurm.folder)
+
+
+class Silent:
+    """A reporter that keeps who was waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+
+    def waiting(self, need: Need, holder: str) -> None:
+        self.waited.append(holder)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: None
+
+
+def test_whoever_makes_it_here_waits_for_arrays_of_a_run(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = replace(need("a", 1), units=(Unit("only", ARGV, {}),))
+    submit(slurm, "one", part(slurm, made))
+    monkeypatch.setattr("trainkit.stages.run.WAIT_SECONDS", 0.01)
+    reporter, asked, begun = Silent(), list[str](), list[list[str]]()
+
+    def going(making: Making) -> bool:
+        asked.append(making.name)
+        return len(asked) < 3
+
+    def execute(need: Need, units: Any, stamps: Path, reporter: Any) -> None:
+        begun.append([unit.name for unit in units])
+
+    make_fresh(made, slurm.folder, execute, reporter, going=going)
+    assert asked == ["a"] * 3 and begun == [["only"]] and reporter.waited == ["Slurm's jobs 101 of run one"]
+    assert (unit_folder(slurm.folder / "stamps" / "prep-data", "a")).is_dir()
+    assert makings(slurm.folder / "stamps" / "prep-data", "a") == []

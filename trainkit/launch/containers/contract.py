@@ -1,0 +1,150 @@
+"""What a runtime is asked: the words that start one container on a node, with the agent as its only command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.data.ranges import expand
+from trainkit.jobs.containers import Container
+from trainkit.jobs.schema import Dataset, Job
+
+SHARED_MEMORY = "/dev/shm"  # the host's own under every runtime here
+NODE = '"$1"'  # of node.sh and inside.sh: the node's number
+# Variables that would change the runtime itself, which is the host's program: only ranks get them.
+ONLY_INSIDE = ("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD")
+
+
+class Raw(str):
+    """A word of a script that the node's own shell still has to read."""
+
+
+def line(words: Sequence[str]) -> str:
+    """Words as a line of a shell script."""
+    return " ".join(word if isinstance(word, Raw) else shlex.quote(word) for word in words)
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A folder or file of the host, and where it is in the container."""
+
+    source: str
+    target: str
+    read_only: bool = False
+
+    @property
+    def text(self) -> str:
+        """As most runtimes write it."""
+        return f"{self.source}:{self.target}{':ro' if self.read_only else ''}"
+
+
+@dataclass(frozen=True)
+class Around:
+    """The container around a node's agent, the same on every node of a session.
+
+    Args:
+        container: its table of jobs.toml.
+        mounts: all of them; the root first.
+        env: what is set around the runtime too, since its hooks read some of it (NVIDIA_VISIBLE_DEVICES). ${node:VAR} is not in it: agents fill that in.
+        gpus: the job computes on NVIDIA's GPUs.
+        root: clusters.X.root, where it begins.
+        node_folder: clusters.X.node_folder, made where it is missing.
+        run: the run's id.
+        attempt: its number.
+        folder: the session's folder.
+    """
+
+    container: Container
+    mounts: tuple[Mount, ...]
+    env: Mapping[str, str]
+    gpus: bool
+    root: str
+    node_folder: str
+    run: str
+    attempt: int
+    folder: Path
+
+    @property
+    def script(self) -> Path:
+        """What is run in the container: inside.sh NODE."""
+        return self.folder / "inside.sh"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words after the image."""
+        return ("/bin/bash", str(self.script), Raw(NODE))
+
+    @property
+    def called(self) -> str:
+        """How messages name it."""
+        return f"containers.{self.container.name}"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One value of containers.X.runtime.
+
+    Args:
+        program: what has to be on the nodes.
+        words: of the program and its options, pure: the same for the same Around.
+        files: small files it needs in the session's folder, by name.
+        variables: set around it.
+    """
+
+    program: str
+    words: Callable[[Around], tuple[str, ...]]
+    files: Callable[[Around], Mapping[str, str]] = lambda around: {}
+    variables: Mapping[str, str] | None = None
+
+
+def around(job: Job, folder: Path, run: str, attempt: int) -> Around | None:
+    """What goes around the agents of a run's attempt; None where the job has no container.
+
+    Args:
+        folder: the session's.
+    """
+    if job.container is None:
+        return None
+    cluster = job.cluster
+    root = os.path.abspath(cluster.root or ".")
+    env = {name: value for name, value in job.environment.items() if "${node:" not in value and name not in ONLY_INSIDE}
+    return Around(job.container, mounts_of(job, root), env, cluster.device_type == "cuda", root, cluster.node_folder, run, attempt, folder)
+
+
+def mounts_of(job: Job, root: str) -> tuple[Mount, ...]:
+    """Everything ranks read or write, at the path it has outside, and the container's own mounts; none twice."""
+    assert job.container is not None
+    given = [Mount(source, target, bool(ro)) for source, target, *ro in (text.split(":") for text in job.container.mounts)]
+    seen = [Mount(path, path) for path in dict.fromkeys([root, os.path.realpath(root), job.cluster.node_folder, *read_by(job)])]
+    mounts: list[Mount] = []
+    for mount in seen:
+        covered = [m for m in (*given, *mounts) if m.source == m.target and not m.read_only and _below(mount.target, m.target)]
+        replaced = any(m.target == mount.target for m in given)
+        if not covered and not replaced and not _below(mount.target, SHARED_MEMORY):
+            mounts.append(mount)
+    return tuple(dict.fromkeys([*mounts, *given]))
+
+
+def _below(path: str, folder: str) -> bool:
+    return Path(path).is_relative_to(folder)
+
+
+def read_by(job: Job) -> list[str]:
+    """Folders outside of the root that the job's own table sends its ranks to: pairs of `prefixes`, a model of `init_from`."""
+    datasets: list[Dataset] = [job.dataset, *job.validation.values()]
+    for dataset in datasets:  # blends may hold blends
+        datasets += [part.dataset for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend) for part in blend.values()]
+    folders = [_before_pattern(text) for dataset in datasets for given in dataset.prefixes for text in expand(given)]
+    if job.init_from and not job.init_from.startswith("hf:"):
+        folders.append(job.init_from)
+    return sorted(dict.fromkeys(folders))
+
+
+def _before_pattern(path: str) -> str:
+    """The folder of a path as far as it is no glob pattern."""
+    parts = Path(path).parent.parts
+    plain = next((at for at, part in enumerate(parts) if any(sign in part for sign in "*?[")), len(parts))
+    return str(Path(*parts[:plain]))

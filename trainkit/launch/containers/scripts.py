@@ -1,0 +1,65 @@
+"""The scripts by which a node's agent comes to run in its container: what is looked at outside, and what is run inside."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from trainkit.base.errors import Exit
+from trainkit.launch.containers.apptainer import APPTAINER
+from trainkit.launch.containers.contract import NODE, SHARED_MEMORY, Around, Runtime, line
+from trainkit.launch.containers.docker import DOCKER, PODMAN
+from trainkit.launch.containers.enroot import ENROOT
+
+RUNTIMES: dict[str, Runtime] = {"docker": DOCKER, "podman": PODMAN, "apptainer": APPTAINER, "enroot": ENROOT}  # pyxis is a part of srun's own words
+FAILED = f"exit {int(Exit.START)}"
+# What the clients' own exit codes mean: docker-run(1), podman-run(1)
+CODES = {125: "it could not start the container", 126: "a program in the image cannot be run", 127: "a program is not in the image"}
+
+
+def mount_lines(around: Around) -> list[str]:
+    """Lines of bash that end the script, naming all that is missing, unless the source of every mount is on this node."""
+    folder = shlex.quote(around.node_folder)
+    make = [] if around.node_folder == SHARED_MEMORY else [f"[ -d {folder} ] || {{ mkdir -p {folder} && chmod 1777 {folder}; }}"]
+    sources = " ".join(shlex.quote(mount.source) for mount in around.mounts)
+    return [
+        *make,
+        "missing=()",
+        f'for source in {sources}; do [ -e "$source" ] || missing+=("$source"); done',
+        f'[ ${{#missing[@]}} = 0 ] || {{ echo "$HOSTNAME does not have what {around.called} mounts: ${{missing[*]}}" >&2; {FAILED}; }}',
+    ]
+
+
+def start_lines(around: Around) -> list[str]:
+    """The last lines of node.sh: from the host into the container."""
+    runtime = RUNTIMES[around.container.runtime]
+    there = f'command -v {runtime.program} > /dev/null || {{ echo "$HOSTNAME has no {runtime.program}, the runtime of {around.called}" >&2; {FAILED}; }}'
+    variables = {**(runtime.variables or {}), **around.env}
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    return [there, *mount_lines(around), *exports, f"exec {line(runtime.words(around))}"]
+
+
+def inside_text(around: Around, agent: Sequence[str]) -> str:
+    """inside.sh. `agent`: the words after the interpreter."""
+    python = shlex.quote(around.container.python)
+    lines = [
+        "#!/bin/bash",
+        f"# What {around.container.image} runs on every node of this session: inside.sh NODE",
+        "set -e",
+        *around.container.prolog,
+        f'command -v {python} > /dev/null || {{ echo "$HOSTNAME: the image has no {around.container.python} ({around.called}.python)" >&2; {FAILED}; }}',
+        f"exec {python} {shlex.join(agent)} {NODE}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def further_files(around: Around) -> Mapping[str, str]:
+    """What else the session's folder has to hold, by name."""
+    runtime = RUNTIMES.get(around.container.runtime)
+    return runtime.files(around) if runtime else {}
+
+
+def in_words(around: Around, code: int, last: str) -> str:
+    """How the start of a container ended, for a person."""
+    meaning = CODES.get(code, "") if around.container.runtime in ("docker", "podman") else ""
+    return f"{around.container.runtime} ended with {code}{f' ({meaning})' if meaning else ''}: {last or 'without a word'}"
