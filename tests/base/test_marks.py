@@ -98,7 +98,8 @@ def test_a_keepers_code_is_its_workers(tmp_path: Path) -> None:
     assert kept(tmp_path, "    os.kill(os.getpid(), signal.SIGKILL)").returncode == 137
     broken = kept(tmp_path, "    raise RuntimeError('words')")
     assert broken.returncode == 2 and "RuntimeError: words" in broken.stderr
-    terminated = kept(tmp_path, "    os.kill(os.getppid(), signal.SIGTERM); time.sleep(20)")
+    listening = "next(int(line.split()[1], 16) >> 14 & 1 for line in open(f'/proc/{os.getppid()}/status') if line.startswith('SigCgt'))"
+    terminated = kept(tmp_path, f"    while not {listening}: time.sleep(0.01)\n    os.kill(os.getppid(), signal.SIGTERM); time.sleep(20)")
     assert terminated.returncode == 128 + 15
 
 
