@@ -115,5 +115,6 @@ def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
         "--container-env=OMP_NUM_THREADS,IN_BOX,RANK_DOES",
         f"--container-workdir={slurm.path}",
         "--no-container-mount-home",
+        "--no-container-entrypoint",
     ]
     assert slurm.count() == 10
