@@ -26,6 +26,7 @@ from trainkit.base.locks import locked
 from trainkit.cli.cancel import cancel
 from trainkit.cli.prepare import term_interrupts
 from trainkit.cli.slurm import cancel_queued
+from trainkit.cli.stage_graph import graph_of
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
@@ -36,9 +37,10 @@ from trainkit.launch.slurm.graph import stage_failure
 from trainkit.launch.slurm.leave import take_out
 from trainkit.launch.slurm.others import Asking
 from trainkit.launch.slurm.settle import settled
-from trainkit.launch.slurm.start import submit_again
+from trainkit.launch.slurm.start import submit_again, submit_with_stages
 from trainkit.launch.slurm.submit import secrets_path
 from trainkit.launch.start import write_inputs
+from trainkit.plan.make import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record, write_maker
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job
@@ -185,6 +187,20 @@ def test_a_run_on_slurm_looks_at_its_data_itself(slurm: Slurm) -> None:
     record = read_record(run)
     assert (caught.value.exit, record.state, record.exit, record.failure_class) == (Exit.STAGE_STALE, "failed", Exit.STAGE_STALE, "user")
     assert "has changed" in str(record.root_cause) and not secrets_path(run).exists() and run.attempts() == []
+
+
+def test_a_closed_terminal_while_the_graph_is_submitted_leaves_no_half_of_it(slurm: Slurm) -> None:
+    (slurm.folder / "corpus").mkdir()
+    (slurm.folder / "corpus" / "part.jsonl").write_text('{"text": "the quick brown fox"}\n' * 60)
+    resolved = load(slurm.folder).resolve("text")
+    (slurm.folder / "bin" / "sbatch").write_text(
+        f'#!/bin/bash\necho "sbatch $*" >> {slurm.folder}/lines\nn=$(grep -c ^sbatch {slurm.folder}/lines)\necho $((100 + n))\n'
+        "[ $n -ne 2 ] || kill -HUP $PPID\n"
+    )
+    slurm.says("101|PENDING", "102|PENDING")
+    with pytest.raises(KeyboardInterrupt), graph_of(talk(slurm), resolved.job) as graph:
+        submit_with_stages(resolved, make_plan(resolved.job), graph, slurm.folder, lambda text: None)
+    assert slurm.lines()[-1].startswith("scancel --quiet 101") and not list((slurm.folder / "runs").glob("*/*/job.json"))
 
 
 class Silent:
