@@ -59,7 +59,7 @@ training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 30, lr =
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-cluster", action="store_true", help="fail, not skip, where tests/cluster cannot have its hosts")
+    parser.addoption("--require-cluster", action="store_true", help="fail, not skip, where tests cannot have hosts or podman")
 
 
 @dataclass

@@ -82,10 +82,10 @@ def rootfs() -> bytes:
 
 
 @contextlib.contextmanager
-def podman(folder: Path) -> Iterator[Oci]:
-    """podman with a store of its own. Skips where it is not installed or cannot run anything."""
+def podman(folder: Path, *, required: bool = False) -> Iterator[Oci]:
+    """podman with a store of its own. Where it is not installed the test is skipped; `required`: fails."""
     if shutil.which("podman") is None or shutil.which("runc") is None or os.getuid() != 0:
-        pytest.skip("needs podman and runc, as root")
+        (pytest.fail if required else pytest.skip)("needs podman and runc, as root")
     folder.mkdir(parents=True)
     store, state = folder / "store", folder / "state"
     (folder / "storage.conf").write_text(f'[storage]\ndriver = "overlay"\ngraphroot = "{store}"\nrunroot = "{state}"\n')

@@ -111,9 +111,10 @@ def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
     slurm.wait_state(run, "succeeded", timeout=120)
     assert (tmp_path / "options").read_text().splitlines() == [
         "--container-image=/images/app.sqsh",
-        f"--container-mounts={slurm.path}:{slurm.path},/srv/topo:/topo:ro",
+        f"--container-mounts=/srv/topo:/topo:ro,{slurm.path}:{slurm.path}",
         "--container-env=OMP_NUM_THREADS,IN_BOX,RANK_DOES",
         f"--container-workdir={slurm.path}",
         "--no-container-mount-home",
+        "--no-container-entrypoint",
     ]
     assert slurm.count() == 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,22 +13,41 @@ import pytest
 
 from tests import oci
 from tests.conftest import Project, wait_for
-from tests.oci import Oci
+from tests.oci import IMAGE, Oci
 from trainkit.base import marks
+from trainkit.launch.containers.docker import leftovers_line
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
+SHORT = ("--set", "training.train_iters=8", "--set", "training.eval_iters=0", "--set", "cluster.ranks_per_node=1")
 LEASE_AND_GRACE = 10.0  # the project's grace and time for a client and its daemon; a connection that ends is noticed at once
 
 
-@pytest.fixture(scope="module", params=["podman", "docker"])
-def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oci]:
-    with getattr(oci, request.param)(tmp_path_factory.mktemp("oci") / request.param) as found:
+@pytest.fixture(scope="module")
+def podman(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oci]:
+    with oci.podman(tmp_path_factory.mktemp("oci") / "podman", required=request.config.getoption("--require-cluster")) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oci]:
+    with oci.docker(tmp_path_factory.mktemp("oci") / "docker") as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=["podman", "docker"])
+def runtime(request: pytest.FixtureRequest) -> Oci:
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, Oci)
+    return found
 
 
 @pytest.fixture
 def boxed(project: Project, runtime: Oci) -> Project:
     """The project's job on random tokens, and the same in a container as `boxed`."""
+    return with_box(project, runtime)
+
+
+def with_box(project: Project, runtime: Oci) -> Project:
     path = project.path / "jobs.toml"
     text = path.read_text().replace(
         "ranks_per_node = 2", f'ranks_per_node = 2\nprolog = {runtime.prolog}\nenv = {{ OMP_NUM_THREADS = "1" }}\nwatch = {{ grace = 2 }}'
@@ -53,16 +73,50 @@ def started(project: Project, runtime: Oci, step: int = 3) -> Path:
     return run
 
 
-def test_losses_are_those_without_a_container(boxed: Project, runtime: Oci) -> None:
-    boxed.invoke("train", "random")
-    boxed.invoke("train", "boxed", "--set", 'env.FROM_JOB="of the job"')
+def same_losses(boxed: Project, runtime: Oci) -> None:
+    boxed.invoke("train", "random", *SHORT)
+    boxed.invoke("train", "boxed", *SHORT)
     plain, inside = boxed.runs()
-    assert boxed.losses(inside) == boxed.losses(plain) and len(boxed.losses(inside)) == 30
+    assert boxed.losses(inside) == boxed.losses(plain) and len(boxed.losses(inside)) == 8
     assert gone(inside, runtime)
+
+
+def test_losses_in_podman_are_those_without_a_container(project: Project, podman: Oci) -> None:
+    """The one real container of the quick tests."""
+    same_losses(with_box(project, podman), podman)
+
+
+@pytest.mark.slow
+def test_losses_in_docker_are_those_without_a_container(project: Project, docker: Oci) -> None:
+    same_losses(with_box(project, docker), docker)
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_the_container(boxed: Project, runtime: Oci) -> None:
     shown = boxed.invoke("train", "boxed", "--dry-run").stdout
     assert f"exec {runtime.runtime} run --rm " in shown and "inside.sh" in shown
 
 
+@pytest.mark.slow
+def test_a_container_that_was_never_started_is_taken_away(runtime: Oci, tmp_path: Path) -> None:
+    """What a client leaves that is killed between `create` and `start`; nothing else goes, and nothing that is younger."""
+    names = ("trainkit-R-1-0", "others-1")
+    for name in names:
+        runtime.call("create", "--pull=never", "--network=host", f"--name={name}", IMAGE, "/usr/bin/true")
+
+    def there(line: str) -> list[str]:
+        subprocess.run(["bash", "-ec", line], env={**os.environ, **runtime.variables}, check=True)
+        return [name for name in names if name in runtime.call("ps", "--all", "--format", "{{.Names}}").split()]
+
+    try:
+        assert there(leftovers_line(runtime.runtime)) == list(names)
+        assert there(leftovers_line(runtime.runtime, "second")) == ["others-1"]
+        assert there(leftovers_line("false")) == ["others-1"], "a runtime that does not answer keeps nothing up"
+    finally:
+        runtime.call("rm", "others-1")
+
+
+@pytest.mark.slow
 def test_cancel_leaves_nothing(boxed: Project, runtime: Oci) -> None:
     boxed.invoke("train", "boxed", "--detach", "--set", "training.train_iters=100000")
     run = started(boxed, runtime)
@@ -71,6 +125,7 @@ def test_cancel_leaves_nothing(boxed: Project, runtime: Oci) -> None:
     assert boxed.document("status", run.name)["state"] == "cancelled"
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_leaves_nothing(boxed: Project, runtime: Oci) -> None:
     process = boxed.start("train", "boxed", "--set", "training.train_iters=100000")
     run = started(boxed, runtime)
@@ -81,6 +136,7 @@ def test_a_killed_supervisor_leaves_nothing(boxed: Project, runtime: Oci) -> Non
     assert time.monotonic() - since < LEASE_AND_GRACE
 
 
+@pytest.mark.slow
 def test_a_killed_client_leaves_nothing(boxed: Project, runtime: Oci) -> None:
     """What docker started outlives its client: the supervisor loses its transport and stops the agent over their own connection."""
     process = boxed.start("train", "boxed", "--set", "training.train_iters=100000")
@@ -94,6 +150,7 @@ def test_a_killed_client_leaves_nothing(boxed: Project, runtime: Oci) -> None:
     wait_for(lambda: gone(run, runtime), "the container to end", timeout=LEASE_AND_GRACE)
 
 
+@pytest.mark.slow
 def test_a_killed_agent_and_keeper_leave_nothing(boxed: Project, runtime: Oci) -> None:
     """The keeper is the container's first process: with it the runtime ends all that is in it."""
     process = boxed.start("train", "boxed", "--set", "training.train_iters=100000")
@@ -115,6 +172,7 @@ def cmdline(pid: int) -> str:
         return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -131,6 +189,7 @@ def test_what_cannot_start_says_why(boxed: Project, runtime: Oci, change: tuple[
     assert gone(boxed.runs()[-1], runtime)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a Python without torch")
 def test_an_image_without_torch(boxed: Project, runtime: Oci) -> None:
     """The agent needs the standard library only; each rank says what it misses."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import tomli
 
 import trainkit
+from tests.conftest import Project
 from tests.launch.supervised import DONE, Program, make_run, supervised
 from trainkit.base.errors import ConfigError
 from trainkit.engines import refuse_unlaunchable
@@ -23,13 +26,13 @@ from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.agent_hello import extension_error
 from trainkit.launch.agreement import disagreements
-from trainkit.launch.containers import Around, around
+from trainkit.launch.containers import Around, around, refuse_unmountable
 from trainkit.launch.containers.apptainer import APPTAINER
 from trainkit.launch.containers.contract import line
-from trainkit.launch.containers.docker import COMMON, DOCKER, PODMAN
+from trainkit.launch.containers.docker import COMMON, DOCKER, PODMAN, leftovers_line
 from trainkit.launch.containers.enroot import ENROOT
 from trainkit.launch.containers.pyxis import pyxis_words
-from trainkit.launch.containers.scripts import in_words, inside_text
+from trainkit.launch.containers.scripts import HOME_LINE, in_words, inside_text
 from trainkit.launch.crew import Hello
 from trainkit.launch.hostfile import Host
 from trainkit.launch.launchers.transports import last_line
@@ -102,9 +105,9 @@ OCI = (
     "--ulimit=memlock=-1",
     "--ulimit=stack=67108864",
     '--user="$(id -u):$(id -g)"',
-    '$([ "$(id -u)" = 0 ] || echo --env=HOME=/tmp)',
     "--workdir=/shared",
 )
+GROUPS = "$(for group in $(id -G); do echo --group-add=$group; done)"
 OCI_REST = (
     *("--env=USER", "--env=LOGNAME", "--env=CUDA_VISIBLE_DEVICES", "--env=A", "--env=B", "--env=C"),
     "--mount=type=bind,source=/shared,target=/shared",
@@ -114,20 +117,20 @@ OCI_REST = (
 
 
 def test_docker(tmp_path: Path) -> None:
-    assert DOCKER.words(box(tmp_path, "docker")) == ("docker", "run", *OCI, *OCI_REST, "reg/app:1", *INSIDE[1:])
+    assert DOCKER.words(box(tmp_path, "docker")) == ("docker", "run", *OCI, GROUPS, *OCI_REST, "reg/app:1", *INSIDE[1:])
     gpus = DOCKER.words(box(tmp_path, "docker", device="cuda", gpus=8, more='args = ["--device=/dev/infiniband", "--cap-add=IPC_LOCK"]'))
-    assert gpus == ("docker", "run", *OCI, "--gpus=all", *OCI_REST, "--device=/dev/infiniband", "--cap-add=IPC_LOCK", "reg/app:1", *INSIDE[1:])
+    assert gpus == ("docker", "run", *OCI, GROUPS, "--gpus=all", *OCI_REST, "--device=/dev/infiniband", "--cap-add=IPC_LOCK", "reg/app:1", *INSIDE[1:])
 
 
 def test_podman(tmp_path: Path) -> None:
-    user = '$([ "$(id -u)" = 0 ] || echo --userns=keep-id)'
+    user = '$([ "$(id -u)" = 0 ] || echo --userns=keep-id --group-add=keep-groups)'
     assert PODMAN.words(box(tmp_path, "podman")) == ("podman", "run", *OCI, user, *OCI_REST, "reg/app:1", *INSIDE[1:])
-    assert PODMAN.words(box(tmp_path, "podman", device="cuda", gpus=1))[16] == "--device=nvidia.com/gpu=all"
+    assert PODMAN.words(box(tmp_path, "podman", device="cuda", gpus=1))[15] == "--device=nvidia.com/gpu=all"
 
 
 def test_apptainer(tmp_path: Path) -> None:
     binds = ("--bind=/shared:/shared", "--bind=/data:/data:ro", "--bind=/opt/topo:/topo")
-    start = ("apptainer", "exec", "--no-home", "--pwd=/shared")
+    start = ("apptainer", "exec", "--cleanenv", "--no-home", "--pwd=/shared")
     assert APPTAINER.words(box(tmp_path, "apptainer")) == (*start, *binds, "/images/app.sif", *INSIDE)
     more = 'writable = true\nargs = ["--rocm"]'
     words = APPTAINER.words(box(tmp_path, "apptainer", device="cuda", gpus=4, image="docker://reg/app:1", more=more))
@@ -159,6 +162,7 @@ def test_pyxis(tmp_path: Path) -> None:
         "--container-env=A,B,C",
         "--container-workdir=/shared",
         "--no-container-mount-home",
+        "--no-container-entrypoint",
         "--container-writable",
         "--container-remap-root",
     )
@@ -169,6 +173,9 @@ def test_the_environment_of_ranks(tmp_path: Path) -> None:
     chosen = job(tmp_path, "docker")
     assert chosen.environment == {"A": "2", "PATH": "/opt/bin:/bin", "HERE": "${node:USER}", "B": "two words", "C": "3"}
     assert dict(box(tmp_path, "docker").env) == {"A": "2", "B": "two words", "C": "3"}
+    more = ["HOME", "TMPDIR", "XDG_RUNTIME_DIR", "DOCKER_HOST", "CONTAINERS_CONF", "CONTAINER_HOST", "LD_BIND_NOW", "SLURM_MPI_TYPE", "NVIDIA_VISIBLE_DEVICES"]
+    changed = around(load(tmp_path).resolve("j", [f'env.{name}="x"' for name in more]).job, FOLDER, "R", 2)
+    assert changed is not None and set(changed.env) == {"A", "B", "C", "NVIDIA_VISIBLE_DEVICES"}, "the client is the host's"
 
 
 def sources(tmp_path: Path, more: str = "", prefixes: str = "[]", **values: Any) -> list[str]:
@@ -177,6 +184,12 @@ def sources(tmp_path: Path, more: str = "", prefixes: str = "[]", **values: Any)
 
 def test_a_job_can_be_freed_of_its_container(tmp_path: Path) -> None:
     job(tmp_path, "pyxis")
+    text = (tmp_path / "jobs.toml").read_text()
+    (tmp_path / "jobs.toml").write_text(text.replace("[containers.box]", "[containers.none]").replace('container = "box"', 'container = "none"'))
+    with pytest.raises(ConfigError, match=r"\[containers.none\]: container = 'none' is what a job says that runs without one") as caught:
+        load(tmp_path).resolve("j", [])
+    assert "give the table another name" in str(caught.value) and len(load(tmp_path).check()) == 1
+    (tmp_path / "jobs.toml").write_text(text)
     free = load(tmp_path).resolve("j", ["container=none"]).job
     assert free.container is None and around(free, FOLDER, "R", 2) is None and free.environment["A"] == "1"
     with pytest.raises(ConfigError, match="has no table to go to"):
@@ -186,16 +199,52 @@ def test_a_job_can_be_freed_of_its_container(tmp_path: Path) -> None:
 def test_what_a_job_reads_is_mounted(tmp_path: Path) -> None:
     ends = ["/data:/data:ro", "/opt/topo:/topo"]
     assert sources(tmp_path) == ["/shared:/shared", *ends], "below the root"
-    assert sources(tmp_path, prefixes='["/corpus/{00..29}/a*/x_text_document", "/other/y"]')[1:3] == ["/corpus/00:/corpus/00", "/corpus/01:/corpus/01"]
+    assert sources(tmp_path, prefixes='["/corpus/{00..29}/a*/x_text_document", "/other/y"]')[-30:-28] == ["/corpus/00:/corpus/00", "/corpus/01:/corpus/01"]
     assert "/other:/other" in sources(tmp_path, prefixes='["/corpus/*/x", "/other/y"]')
     linked = tmp_path / "link"
     linked.symlink_to(tmp_path)
     found = around(job(tmp_path, "docker").model_copy(update={"cluster": load(tmp_path).resolve("j", [f"cluster.root={linked}"]).job.cluster}), FOLDER, "R", 2)
-    assert found is not None and [m.source for m in found.mounts[:2]] == [str(linked), str(tmp_path)], "the code's real path is asked for too"
+    assert found is not None and {str(linked), str(tmp_path)} <= {m.source for m in found.mounts}, "the code's real path is asked for too"
     node = around(load(tmp_path).resolve("j", ["cluster.node_folder=/local/me"]).job, FOLDER, "R", 2)
     assert node is not None and "/local/me:/local/me" in [m.text for m in node.mounts]
     wide = load(tmp_path).resolve("j", ['container.mounts=["/shared/..:/x", "/:/host:ro", "/shared:/shared"]']).job
     assert [m.text for m in around(wide, FOLDER, "R", 2).mounts] == ["/shared/..:/x", "/:/host:ro", "/shared:/shared"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("given", "root", "order"),
+    [
+        (["/data:/data:ro"], "/data/me", ["/data:/data:ro", "/data/me:/data/me"]),
+        (["/scratch:/mnt"], "/mnt/shared/t", ["/scratch:/mnt", "/mnt/shared/t:/mnt/shared/t"]),
+        (["/a:/b/c/d", "/a:/b", "/x:/b/c/../..:ro"], "/b/c", ["/x:/b/c/../..:ro", "/a:/b", "/b/c:/b/c", "/a:/b/c/d"]),
+    ],
+)
+def test_no_mount_hides_another(tmp_path: Path, given: list[str], root: str, order: list[str]) -> None:
+    """pyxis, enroot and apptainer mount in the order of the words: what is mounted above a folder later hides it."""
+    job(tmp_path, "pyxis")
+    chosen = load(tmp_path).resolve("j", [f"container.mounts={given}".replace("'", '"'), f"cluster.root={root}", "cluster.node_folder=/dev/shm"]).job
+    found = around(chosen, FOLDER, "R", 2)
+    assert found is not None and [mount.text for mount in found.mounts] == order
+    assert f"--container-mounts={','.join(order)}" in pyxis_words(found)
+    assert [word for word in APPTAINER.words(found) if word.startswith("--bind")] == [f"--bind={text}" for text in order]
+
+
+def test_paths_that_no_runtime_can_mount_are_refused_before_the_start(tmp_path: Path) -> None:
+    job(tmp_path, "docker", prefixes='["/corp,us/v1/x", "/ok/y", "/two words/*/z"]', dataset="outside")
+    chosen = load(tmp_path).resolve("j", ["cluster.root=/data/a:ro", "cluster.node_folder=/node'1"]).job
+    with pytest.raises(ConfigError) as caught:
+        refuse_unmountable(chosen)
+    said = str(caught.value)
+    assert said.startswith("containers.box cannot mount '/data/a:ro', \"/node'1\", '/corp,us/v1', '/two words', which the job reads") and "a link" in said
+    refuse_unmountable(load(tmp_path).resolve("j", ["dataset=mock"]).job)
+    refuse_unmountable(load(tmp_path).resolve("j", ["container=none", "cluster.root=/data/a:ro"]).job)
+
+
+def test_train_refuses_them_before_it_makes_a_run(project: Project) -> None:
+    path = project.path / "jobs.toml"
+    path.write_text(path.read_text() + '\n[jobs.boxed]\nextends = "random"\ncontainer = "box"\n[containers.box]\nimage = "app"\nruntime = "docker"\n')
+    said = project.invoke("train", "boxed", "--set", f"cluster.node_folder={project.path.parent}/a b", exit=3)
+    assert f"containers.box cannot mount '{project.path.parent}/a b'" in said.stderr + said.stdout and not project.runs()
 
 
 @pytest.mark.parametrize(
@@ -206,7 +255,7 @@ def test_what_a_job_reads_is_mounted(tmp_path: Path) -> None:
         ("podman", "nvcr.io#nvidia/pytorch:25.03-py3", "[REGISTRY/]IMAGE[:TAG]"),
         ("enroot", "nvcr.io#nvidia/pytorch:25.03-py3", "enroot import"),
         ("apptainer", "/a/b.sqsh", ".sif"),
-        ("pyxis", "/a/b.sif", "a path to a .sqsh file, or [REGISTRY#]IMAGE[:TAG]"),
+        ("pyxis", "/a/b.sif", "a path to a .sqsh or .squashfs file, or [REGISTRY#]IMAGE[:TAG]"),
         ("pyxis", "nvcr.io/nvidia/pytorch:25.03-py3", "nvcr.io#nvidia/pytorch:25.03-py3"),
     ],
 )
@@ -225,6 +274,8 @@ def test_images_that_a_runtime_cannot_take(tmp_path: Path, runtime: str, image: 
         ("pyxis", "ubuntu:24.04"),
         ("docker", "localhost:5000/app@sha256:00ff"),
         ("apptainer", "oras://reg/app:1"),
+        ("apptainer", "/images/sandbox/"),
+        ("enroot", "/images/app.squashfs"),
     ],
 )
 def test_images_as_each_runtime_names_them(tmp_path: Path, runtime: str, image: str) -> None:
@@ -276,7 +327,7 @@ def test_node_sh(tmp_path: Path) -> None:
         "module load podman",
         'command -v podman > /dev/null || { echo "$HOSTNAME has no podman, the runtime of containers.box" >&2; exit 8; }',
     ]
-    assert text[-4:-1] == ["export A=2", "export B='two words'", "export C=3"] and text[-1].startswith("exec podman run --rm ")
+    assert text[-5:-1] == ["export A=2", "export B='two words'", "export C=3", leftovers_line("podman")] and text[-1].startswith("exec podman run --rm ")
     assert text[-1].endswith(f'{tmp_path}/s/inside.sh "$1"')
     assert set(session(tmp_path, "enroot").scripts()) == {"node.sh", "inside.sh", "enroot.rc"}
     assert set(session(tmp_path, "pyxis").scripts()) == {"inside.sh"}
@@ -286,6 +337,7 @@ def test_inside_sh(tmp_path: Path) -> None:
     text = inside_text(box(tmp_path, "docker", more='python = "/opt/py/bin/python3"\nprolog = ["source /opt/env.sh"]'), ["-I", "-S", "/code/agent.py", "/s"])
     assert text.splitlines()[2:] == [
         "set -e",
+        HOME_LINE,
         "source /opt/env.sh",
         'command -v /opt/py/bin/python3 > /dev/null || { echo "$HOSTNAME: the image has no /opt/py/bin/python3 (containers.box.python)" >&2; exit 8; }',
         'exec /opt/py/bin/python3 -I -S /code/agent.py /s "$1"',
@@ -318,33 +370,72 @@ def test_dockers_last_line_is_no_error(tmp_path: Path) -> None:
         assert last_line(log) == "docker: Error response from daemon: No such image: app:latest."
 
 
-# A runtime that enters no container: it records its words and runs what follows the image.
+# Runtimes that enter no container: they record their words and run what follows the image, with the environment that the real one would give it
+# (apptainer-exec(1), enroot's start: all of the host's unless --cleanenv; none but what --env names). Home is one that is not there.
 FAKE = """#!/bin/bash
 printf '%s\\n' "$@" > {folder}/words
-while [ "$1" != {image} ]; do shift; done
+env=()
+for word in "$@"; do
+    [ "$word" != --cleanenv ] || {{ env=(-i PATH=/usr/bin:/bin); for name in ${{!APPTAINERENV_@}}; do env+=("${{name#APPTAINERENV_}}=${{!name}}"); done; }}
+done
+[ "$1" != start ] || env=(-i PATH=/usr/bin:/bin)
+while [ "$1" != {image} ]; do
+    if [ "$1" = --env ]; then case "$2" in *=*) env+=("$2") ;; *) env+=("$2=${{!2}}") ;; esac; fi
+    shift
+done
 shift
-exec env -i PATH=/usr/bin:/bin "$@"
+exec env "${{env[@]}}" HOME=/no/such/home "$@"
 """
 
 
-def run_in(tmp_path: Path, runtime: str, more: str = "", *, python: str = sys.executable) -> RunFolder:
+def run_in(tmp_path: Path, runtime: str, more: str = "", *, python: str = sys.executable, sets: Sequence[str] = ()) -> RunFolder:
     """A run whose agent the fake runtime starts."""
     program = tmp_path / "bin" / runtime
     program.parent.mkdir()
     program.write_text(FAKE.format(folder=tmp_path, image=IMAGES[runtime]))
     program.chmod(0o755)
     table = f'image = "{IMAGES[runtime]}"\nruntime = "{runtime}"\npython = "{python}"\nenv = {{ IN = "the box" }}\n{more}'
-    return make_run(tmp_path, [f'cluster.prolog=["export PATH={program.parent}:$PATH"]'], container=table)
+    prolog = [f"export PATH={program.parent}:$PATH", "export LD_AUDIT= CONDA_PREFIX=/host CUDA_VISIBLE_DEVICES=3 APPTAINERENV_SITE=own"]
+    return make_run(tmp_path, [f"cluster.prolog={json.dumps(prolog)}", *sets], container=table)
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "enroot"])
 def test_ranks_run_where_the_runtime_leads(tmp_path: Path, runtime: str) -> None:
-    run = run_in(tmp_path, runtime)
-    outcome, _ = supervised(run, Program(DONE + "print(os.environ.get('HOME'), os.environ['IN'])"))
+    """The environment is the image's and the job's, not the host's; what the job sets is there before the agent is, which the prolog sees."""
+    run = run_in(tmp_path, runtime, 'prolog = ["export SEEN=$IN"]')
+    names = ("HOME", "IN", "SEEN", "CONDA_PREFIX", "LD_AUDIT", "A_SECRET", "SITE")
+    outcome, _ = supervised(run, Program(DONE + f"print([os.environ.get(name) for name in {names}])"))
     assert outcome.exit == 0, outcome.root_cause
-    assert run.attempt(1).log(0).read_text().strip() == "None the box", "the environment is the image's and the job's"
+    site = "own" if runtime == "apptainer" else None
+    home = f"/tmp/home-{os.getuid()}"
+    assert ast.literal_eval(run.attempt(1).log(0).read_text().strip()) == [home, "the box", "the box", None, None, None, site]
     words = (tmp_path / "words").read_text().splitlines()
     assert words[0] == ("exec" if runtime == "apptainer" else "start") and words[-3:] == ["/bin/bash", f"{run.session(1)}/inside.sh", "0"]
+
+
+def test_secrets_are_no_variables_of_the_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach ranks as always, and no script or word has them."""
+    monkeypatch.setenv("A_SECRET", "hush-hush")
+    run = run_in(tmp_path, "apptainer", 'prolog = ["export SEEN=$(printenv A_SECRET || echo nothing)"]', sets=['cluster.secrets=["A_SECRET"]'])
+    outcome, _ = supervised(run, Program(DONE + "print(os.environ.get('SEEN'), len(os.environ['A_SECRET']))"), secrets={"A_SECRET": "hush-hush"})
+    assert outcome.exit == 0, outcome.root_cause
+    assert run.attempt(1).log(0).read_text().strip() == "nothing 9"
+    texts = [path.read_text() for path in (*run.session(1).glob("*.sh"), tmp_path / "words")]
+    assert len(texts) == 3 and not any("hush-hush" in text or "A_SECRET=" in text for text in texts)
+
+
+def test_a_home_that_is_another_users(tmp_path: Path) -> None:
+    """Caches hold code: one that somebody else made is not taken."""
+    line = HOME_LINE.replace("/tmp/home-", f"{tmp_path}/home-")
+    home = tmp_path / f"home-{os.getuid()}"
+    shown = subprocess.run(["bash", "-ec", f'{line}\necho "$HOME"'], env={"HOME": "/no/such"}, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == str(home) and home.stat().st_mode & 0o777 == 0o700
+    kept = subprocess.run(["bash", "-ec", f'{line}\necho "$HOME"'], env={"HOME": str(tmp_path)}, capture_output=True, text=True, check=True)
+    assert kept.stdout.strip() == str(tmp_path)
+    home.rmdir()
+    home.symlink_to("/proc/1/nobody's")
+    refused = subprocess.run(["bash", "-ec", f"{line}\necho on"], env={"HOME": "/no/such"}, capture_output=True, text=True, check=False)
+    assert refused.returncode == 8 and "cannot be the home of" in refused.stderr and not refused.stdout
 
 
 def test_mounts_that_are_not_there_are_named_before_any_rank_starts(tmp_path: Path) -> None:

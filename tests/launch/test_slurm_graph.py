@@ -4,29 +4,32 @@ what they are told here; the real thing is in tests/cluster/test_slurm_stages.py
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trainkit
+from tests.launch.recorded_slurm import ARGV, Slurm, need, part, ready, submit, units
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.forms import document
+from trainkit.base.locks import locked
 from trainkit.cli.prepare import STAGES
 from trainkit.cli.stage_graph import graph_of
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
-from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.arrays import slurm_place_of
-from trainkit.launch.slurm.graph import Graph, Part, ready_script, stage_failure, stages_of, still_to_be_made, submit_graph, take_out
+from trainkit.launch.slurm.graph import Graph, Part, ready_script, stage_failure, stages_of, still_to_be_made, submit_graph
+from trainkit.launch.slurm.leave import take_out
 from trainkit.launch.slurm.others import progress_of
+from trainkit.launch.slurm.start import submit_with_stages
 from trainkit.launch.slurm.submit import words_after
 from trainkit.launch.start import refuse_other_inputs
+from trainkit.plan.make import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record
 from trainkit.runs.slurm import change_slurm_job
@@ -37,121 +40,6 @@ from trainkit.stages.prep_data import PrepData
 from trainkit.stages.run import begin, make_fresh, needs_of, refuse_stale, stamps_folder
 from trainkit.stages.stamps import judge, stamp_unit, unit_folder
 from trainkit.stages.task import do
-
-ARGV = (sys.executable, "-I", "-m", "trainkit.data.shard")
-JOBS = """
-[clusters.hpc]
-launcher = "slurm"
-python = "/opt/p/python"
-gpus_per_node = 2
-[clusters.bare]
-launcher = "slurm"
-[clusters.hpc.slurm]
-account = "lm"
-[clusters.hpc.stages.prep-data]
-partition = "cpu"
-nodes = 4
-tasks_per_node = 8
-time = "24:00:00"
-[models.tiny]
-num_layers = 2
-hidden_size = 32
-num_attention_heads = 2
-seq_length = 16
-vocab_size = 128
-[jobs.small]
-cluster = "hpc"
-model = "tiny"
-dataset = "mock"
-training = { micro_batch_size = 2, global_batch_size = 4, train_iters = 4, lr = 1e-2 }
-[tokenizers.bpe]
-type = "bpe"
-vocab_size = 300
-[datasets.lines]
-source = "files"
-paths = ["corpus/*.jsonl"]
-tokenizer = "bpe"
-split = "80,20,0"
-[models.text]
-extends = "tiny"
-vocab_size = 384
-[jobs.text]
-extends = "small"
-model = "text"
-dataset = "lines"
-sample_order = "megatron"
-"""
-
-
-@dataclass
-class Slurm:
-    """A folder of programs that stand for Slurm's."""
-
-    folder: Path
-    job: Job
-
-    def lines(self) -> list[str]:
-        """What sbatch and scancel were called with, in order."""
-        path = self.folder / "lines"
-        return path.read_text().splitlines() if path.exists() else []
-
-    def says(self, *states: str) -> None:
-        """What squeue prints: JOB|STATE, a line an element."""
-        (self.folder / "states").write_text("".join(f"{line}\n" for line in states))
-
-    def run(self, name: str) -> RunFolder:
-        run = RunFolder(self.folder / "runs" / "small" / name)
-        (run.path / "launch").mkdir(parents=True)
-        run.code.mkdir()
-        return run
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    (tmp_path / "jobs.toml").write_text(JOBS)
-    programs = {
-        "sbatch": f'echo "sbatch $*" >> {tmp_path}/lines; echo $((100 + $(grep -c ^sbatch {tmp_path}/lines)))',
-        "scancel": f'echo "scancel $*" >> {tmp_path}/lines',
-        "squeue": f"cat {tmp_path}/states",
-    }
-    (tmp_path / "bin").mkdir()
-    for name, text in programs.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    made = Slurm(tmp_path, load(tmp_path).resolve("small").job)
-    made.says()
-    return made
-
-
-def need(name: str, shards: int) -> Need:
-    tokens = tuple(Unit(f"tokens-{i}", ARGV, {}) for i in range(shards))
-    merge = Unit("merge", ARGV, {}, after=tuple(unit.name for unit in tokens))
-    return Need("prep-data", name, name, 1, {}, (), (), (*tokens, merge))
-
-
-def part(slurm: Slurm, need: Need, shared: Making | None = None) -> Part:
-    place = slurm_place_of(slurm.job, need.stage, lambda text: None)
-    assert place is not None
-    return Part(place, need, () if shared else need.units, [], shared)
-
-
-def submit(slurm: Slurm, name: str, *parts: Part, deferred: tuple[str, ...] = ()) -> tuple[RunFolder, list[str]]:
-    run, said = slurm.run(name), list[str]()
-    submit_graph(run, slurm.job, Graph(parts, deferred), said.append)
-    return run, said
-
-
-def ready(run: RunFolder) -> int:
-    """What Slurm would start last before the run: its exit code."""
-    program = run.code.resolve() / "trainkit" / "cli" / "ready.py"
-    return subprocess.run([sys.executable, "-I", str(program), str(run.path)], stdout=subprocess.DEVNULL, check=False).returncode
-
-
-def units(run: RunFolder, number: int) -> list[dict[str, Any]]:
-    """What the tasks of the graph's array `number` read."""
-    level = json.loads(sorted(stages_of(run).glob("prep-data-*.json"))[number].read_text())
-    return [unit for share in level["shares"] for unit in share]
 
 
 def test_everything_is_submitted_in_one_go(slurm: Slurm) -> None:
@@ -214,11 +102,14 @@ def test_a_second_run_waits_for_the_same_arrays(slurm: Slurm) -> None:
     assert said[0] == "prep-data a: Slurm's jobs 101, 102 of run one make it"
     # who leaves first leaves the arrays to the other
     slurm.says("101|RUNNING", "102|PENDING", *(f"{id}|PENDING" for id in range(103, 109)))
+    write_json(second.job, {})
     assert take_out(first) == ["103"] and slurm.lines()[-1] == "scancel --quiet 103"
     joined = read_making(stamps, "a")
     assert joined is not None and joined.runs == (str(second.path),)
     assert take_out(first) == ["103"], "asked again it spares them too"
-    assert take_out(second) == ["105", "106", "107", "101", "102"] and makings(stamps, "a") == makings(stamps, "b") == []
+    assert take_out(second) == ["105", "106", "107", "101", "102"]
+    (left,) = makings(stamps, "a")
+    assert left.runs == () and "being taken out" in left.words(), "until Slurm says that they are over their tasks may write"
 
 
 @pytest.mark.parametrize(
@@ -277,9 +168,16 @@ def test_nothing_is_left_where_sbatch_refuses(slurm: Slurm) -> None:
         "echo sbatch: error: Invalid account >&2; exit 1\n"
     )
     slurm.says("101|PENDING", "102|PENDING")
-    with pytest.raises(TrainkitError, match="Invalid account"):
-        submit(slurm, "one", part(slurm, need("a", 3)))
-    assert slurm.lines()[-1] == "scancel --quiet 101 102" and makings(slurm.folder / "stamps" / "prep-data", "a") == []
+    resolved = load(slurm.folder).resolve("small")
+    graph = Graph((part(slurm, need("a", 3)),))
+    with (
+        locked(slurm.folder / "stamps" / "prep-data" / "a.lock", {}),
+        pytest.raises(TrainkitError, match="Invalid account"),
+    ):
+        submit_with_stages(resolved, make_plan(resolved.job), graph, slurm.folder, lambda text: None)
+    assert slurm.lines()[-1] == "scancel --quiet 101 102" and not list((slurm.folder / "runs").glob("*/*/job.json"))
+    (left,) = makings(slurm.folder / "stamps" / "prep-data", "a")
+    assert left.runs == ()
 
 
 def test_what_the_small_job_completes_and_refuses(slurm: Slurm) -> None:
@@ -360,6 +258,6 @@ def test_whoever_makes_it_here_waits_for_arrays_of_a_run(slurm: Slurm, monkeypat
         begun.append([unit.name for unit in units])
 
     make_fresh(made, slurm.folder, execute, reporter, going=going)
-    assert asked == ["a"] * 3 and begun == [["only"]] and reporter.waited == ["Slurm's jobs 101 of run one"]
+    assert asked == ["a"] * 4 and begun == [["only"]] and reporter.waited == ["Slurm's jobs 101 of run one"]
     assert (unit_folder(slurm.folder / "stamps" / "prep-data", "a")).is_dir()
     assert makings(slurm.folder / "stamps" / "prep-data", "a") == []

@@ -106,6 +106,7 @@ def _with_comment(value: str) -> str:
         ("wait=true", "half a minute late"),
         ("array=1-3", "a run is one job"),
         ("container-image=x", "[containers.X]"),
+        ("no-container-entrypoint=true", "[containers.X]"),
     ],
 )
 def test_options_that_sbatch_does_not_know_or_we_set(option: str, said: str) -> None:
@@ -158,7 +159,8 @@ def test_pyxis_of_the_reference_clusters(published: tuple[str, str, str, str], m
     _, name, root, image = published
     words = srun(name, f"cluster.root={root}", f"container.image={image}", further={"SLURM_EXPORT_ENV": "HOME,PATH"})
     given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "container" in word.partition("=")[0]}
-    assert set(given) == {"--container-image", "--container-mounts", "--container-env", "--container-workdir", "--no-container-mount-home"}
+    ours_alone = {"--container-workdir", "--no-container-mount-home", "--no-container-entrypoint"}
+    assert set(given) == {"--container-image", "--container-mounts", "--container-env", *ours_alone}
     assert given["--container-image"] == image and given["--container-workdir"] == root
     ours = [mount.split(":") for mount in given["--container-mounts"].split(",")]
     assert all(source == target for source, target in ours)
@@ -177,14 +179,41 @@ def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
     assert look[:7] == ("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n0,n1", "--kill-on-bad-exit=0", "--time=1")
     assert look[-2:] == ("/bin/bash", f"{RUN.session(1)}/mounts.sh") and not any("container" in word for word in look)
     assert given.around is not None
-    scripts = step_scripts(given.around, [look, srun_words(given, hosts, {})])
-    first, second = scripts["step.sh"].splitlines()[1:]
-    assert first.startswith(f"timeout --kill-after=10 60 {shlex.join(look)} || {{ ") and first.endswith("exit 8; }")
-    assert second == f"exec {shlex.join(srun_words(given, hosts, {}))}"
+    scripts = step_scripts(given.around, [look, srun_words(given, hosts, {})], 90)
+    step = scripts["step.sh"].splitlines()[1:]
+    assert step[0].startswith(f"said=$(timeout --kill-after=5 81 {shlex.join(look)} 2>&1)")
+    assert step[-1] == f"exec {shlex.join(srun_words(given, hosts, {}))}"
     assert "exec /bin/bash " + f'{RUN.session(1)}/inside.sh "$node"' in node_text(given, hosts)
     (tmp_path / "mounts.sh").write_text(scripts["mounts.sh"])
     said = subprocess.run(["bash", str(tmp_path / "mounts.sh")], capture_output=True, text=True, check=False)
     assert said.returncode == 8 and "does not have what containers.pytorch-25-03 mounts: /no/such" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("look", "code", "said"),
+    [
+        ("true", 0, "started"),
+        (
+            "echo 'srun: error: n1: task 1: Exited with exit code 8' >&2; exit 8",
+            8,
+            "nothing was started: not every node has what containers.pytorch-25-03 mounts",
+        ),
+        (
+            "sleep 20",
+            8,
+            "nothing was started: no look within 1 s at what containers.pytorch-25-03 mounts; a prolog or a file system that is slow needs a longer",
+        ),
+        ("echo one; echo 'srun: error: Unable to create step' >&2; exit 1", 8, "mounts ended with 1: srun: error: Unable to create step"),
+        ("exit 3", 8, "mounts ended with 3: "),
+    ],
+)
+def test_a_look_that_fails_itself_is_told_from_a_mount_that_is_missing(look: str, code: int, said: str) -> None:
+    around = session(job("azure-gpt3-175b"), [Host("n0")]).around
+    assert around is not None
+    script = step_scripts(around, [["bash", "-c", look], ["echo", "started"]], 1.5)["step.sh"]
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=15)
+    assert done.returncode == code and said in done.stdout.splitlines()[-1]
+    assert ("started" in done.stdout.splitlines()) == (code == 0)
 
 
 @pytest.mark.parametrize(

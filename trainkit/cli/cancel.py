@@ -25,9 +25,10 @@ from trainkit.launch.slurm.settle import newest_job, settled
 from trainkit.launch.start import SPAWN_SECONDS
 from trainkit.launch.sweep import sweep
 from trainkit.runs.folder import AttemptFolder, RunFolder
-from trainkit.runs.record import EventLog, Record, find_run, read_events, read_record, read_supervisor
+from trainkit.runs.record import EventLog, Record, find_run, read_events, read_maker, read_record, read_supervisor
 
 POLL_SECONDS = 0.3
+BEGIN_SECONDS = 300.0  # for a run to be handed over: an sbatch for each of its arrays
 ROOM_SECONDS = 60.0  # beyond lease and grace, for a supervisor that was told to stop at once
 SAY_SECONDS = 15.0
 NodeRow = dict[str, Any]
@@ -36,13 +37,14 @@ NodeRow = dict[str, Any]
 def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer:
     """The task `cancel`. With `force`, hosts that do not answer count as gone."""
     run = find_run(load_jobs(talk).roots(), words)
-    record, job = settled(read_record(run)), read_job(run.job)
+    job = read_job(run.job)
+    record = _begun(talk, run)
+    if not run.job.is_file():
+        talk.say(f"run {run.id} was given up by whoever began it")
+        return Answer(document("cancel/1", **_head(record), hosts=[]))
     if record.state == "queued":
         slurm.cancel_queued(talk, run)
         return Answer(document("cancel/1", **_head(read_record(run)), hosts=[]), Exit.CANCELLED)
-    while record.state == "starting":
-        time.sleep(POLL_SECONDS)
-        record = settled(read_record(run))
     if newest_job(run) is None and _made_just_now(run):
         record = read_record(run)
     ended = _last_end(run)
@@ -67,6 +69,22 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
     if ended is None and not any(row["left"] for row in rows) and (force or all(row["answered"] for row in rows)):
         _close(run, record)
     return _answer(talk, read_record(run), rows, force=force)
+
+
+def _begun(talk: Talk, run: RunFolder) -> Record:
+    """The record once the run is no longer starting: before, nobody knows what would have to be stopped. Raises TrainkitError (exit 13) where that lasts."""
+    deadline, said = time.monotonic() + BEGIN_SECONDS, False
+    while (record := settled(read_record(run))).state == "starting":
+        maker = read_maker(run)
+        who = f"pid {maker.pid} on {maker.host}" if maker else "somebody"
+        if time.monotonic() > deadline:
+            hint = "is it stopped, or does its file system hang? end it, then cancel again"
+            raise TrainkitError(f"run {run.id} is still being begun by {who}", exit=Exit.CONTACT_LOST, hint=hint)
+        if not said:
+            talk.say(f"run {run.id} is being begun by {who}; waiting for that")
+        said = True
+        time.sleep(POLL_SECONDS)
+    return record
 
 
 def _told(talk: Talk, record: Record, *, save: bool) -> bool:

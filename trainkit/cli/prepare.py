@@ -23,7 +23,7 @@ from trainkit.data.sources import Announcement
 from trainkit.jobs.load import find_root
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.arrays import dry_lines, execute_in_slurm, slurm_place_of
-from trainkit.launch.slurm.others import is_going
+from trainkit.launch.slurm.others import Asking
 from trainkit.launch.units import execute_on, place_of
 from trainkit.stages.build import Build
 from trainkit.stages.contract import Need, Stage
@@ -40,12 +40,14 @@ STAGES: tuple[Stage, ...] = (Build(), PrepData(), *LATER)
 
 @contextlib.contextmanager
 def term_interrupts() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does: workers are stopped, what is half done is undone, finished units stay."""
-    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM and SIGHUP (a terminal that is closed) end the block as Ctrl-C does: workers are stopped, what is half done is undone, finished units stay."""
+    heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores
+    former = {number: signal.signal(number, signal.default_int_handler) for number in heeded}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, former)
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def agree(talk: Talk, large: Announcement) -> None:
@@ -88,13 +90,13 @@ def bring_up_to_date(
     """
     reporter = reporter or StageReporter(talk.console)
     if not talk.dry_run:
-        verdicts = []
+        verdicts, asking = [], Asking(talk.say)
         with term_interrupts():
             for need in needs:
                 if need.announcement is not None and not judge(need, stamps_folder(root, need.stage), force=force).fresh:
                     agree(talk, need.announcement)
                 execute = functools.partial(_executor(job, need.stage, talk.say), workers=workers, counted=reporter.counted)
-                verdicts.append(make_fresh(need, root, execute, reporter, force=force, going=is_going))
+                verdicts.append(make_fresh(need, root, execute, reporter, force=force, going=asking))
         return verdicts
     verdicts = []
     for need in needs:

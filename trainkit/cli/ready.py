@@ -28,14 +28,15 @@ from trainkit.data.mixture import open_mixture
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.graph import is_made, need_of, read_graph, units_of, write_ended
-from trainkit.launch.slurm.others import is_going
+from trainkit.launch.slurm.others import Asking
+from trainkit.launch.slurm.submit import forget_secrets
 from trainkit.launch.start import write_inputs
 from trainkit.launch.units import argv_there
 from trainkit.plan.make import Plan
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.here import execute_here
-from trainkit.stages.making import drop_making
+from trainkit.stages.making import drop_own_making
 from trainkit.stages.run import Reporter, complete, make_fresh, needs_in_turn, needs_of, refuse_stale, stamps_folder
 from trainkit.stages.stamps import judge
 
@@ -66,14 +67,14 @@ def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
     for need in graph["needs"]:
         _stamp(run, need)
     refuse_stale(needs_of(job, [stage for stage in stages if stage.name not in graph["deferred"]]), run.root)
-    reporter = StageReporter(Console())
+    reporter, asking = StageReporter(Console()), Asking(lambda text: print(text, flush=True))
 
     def execute(need: Need, units: Sequence[Unit], stamps: Path, reporter: Reporter) -> None:
         code = run.code.resolve()
         execute_here(need, [replace(unit, argv=tuple(argv_there(unit.argv, sys.executable, code))) for unit in units], stamps, reporter)
 
     for need in needs_in_turn(job, [stage for stage in stages if stage.name in graph["deferred"]]):
-        make_fresh(need, run.root, execute, reporter, going=is_going)
+        make_fresh(need, run.root, execute, reporter, going=asking)
     plan = refuse_infeasible(plan_of(job))
     refuse_without_samples(job)
     write_json(run.plan, plan.to_json())
@@ -84,7 +85,7 @@ def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
     """The stamp of a need, for the inputs that were seen when it was submitted; whoever else waited for the same arrays may have done it."""
     need, stamps = need_of(written), stamps_folder(run.root, written["stage"])
     with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}):  # the submitter's, until all is submitted
-        drop_making(stamps, need.name)
+        drop_own_making(stamps, need.name, written["levels"])
         if judge(need, stamps).fresh:
             return
         if left := [unit["name"] for unit in units_of(written) if not is_made(unit)]:
@@ -105,6 +106,7 @@ def main() -> None:
         make_ready(run, graph)
     except TrainkitError as error:
         write_ended(run, error)
+        forget_secrets(run)
         print(f"ERROR: {error}", file=sys.stderr)
         sys.exit(int(error.exit))
 

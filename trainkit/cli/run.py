@@ -31,6 +31,7 @@ from trainkit.engines.rules import RULES
 from trainkit.jobs.change import changed_job
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.schema import Job
+from trainkit.launch.containers import refuse_unmountable
 from trainkit.launch.hostfile import OVER_SSH
 from trainkit.launch.hosts import HostList, hosts_path, read_hosts
 from trainkit.launch.launchers import LAUNCHERS
@@ -121,6 +122,7 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     refuse_unlaunchable(jobs.resolve(name, [*words.sets(), *sets]).job)  # before its hosts are looked for
     resolved, hosts = resolve_on_hosts(jobs, name, sets, words)
     job = resolved.job
+    refuse_unmountable(job)
     background = following.background(job)
     plan = refuse_infeasible(make_plan(job, rules=RULES[job.engine]))
     secret_values(job.cluster.secrets, os.environ)
@@ -214,6 +216,7 @@ def _changed(jobs: Jobs, run: RunFolder, sets: Sequence[str], words: HostWords) 
     given = [*replace(words, cluster="").sets(), *sets]
     _, job = changed_job(run.job, given, moved)
     refuse_unlaunchable(job)
+    refuse_unmountable(job)
     former = read_hosts(run) if hosts_path(run).is_file() and moved is None else None
     hosts = hosts_of_job(job, words, former)
     changed, job = changed_job(run.job, [*given, *sets_of_hosts(job, hosts, sets)], moved)

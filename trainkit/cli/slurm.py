@@ -20,14 +20,15 @@ from trainkit.launch.hostfile import Host
 from trainkit.launch.launchers.slurm import look_words, pyxis_of, srun_words
 from trainkit.launch.slurm.allocation import ask
 from trainkit.launch.slurm.arrays import over_in_slurm
-from trainkit.launch.slurm.graph import still_to_be_made, take_out
+from trainkit.launch.slurm.graph import still_to_be_made
+from trainkit.launch.slurm.leave import take_out
 from trainkit.launch.slurm.queue import look
 from trainkit.launch.slurm.script import all_options, allocation_variables, batch_script
 from trainkit.launch.slurm.settle import newest_job
-from trainkit.launch.slurm.submit import submit_words, words_after
+from trainkit.launch.slurm.submit import note_end, submit_words, words_after
 from trainkit.plan.make import Plan
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.slurm import SlurmJob, change_slurm_job, read_slurm_jobs
+from trainkit.runs.slurm import SlurmJob, read_slurm_jobs
 
 CANCEL_SECONDS = 120.0  # for Slurm to end a job: KillWait, and epilogs
 POLL_SECONDS = 0.5
@@ -59,19 +60,18 @@ def say_submitted(talk: Talk, run: RunFolder, id: str, *, detach: bool) -> None:
         talk.say(f"  {talk.command} attach {id} follows it, {talk.command} cancel {id} stops it")
 
 
-def end_job(run: RunFolder, job: SlurmJob) -> str:
-    """scancel the run's job, with those that make its stages, and wait until Slurm says that it is over: its last state. Raises TrainkitError (exit 13)
-    where it is not."""
+def end_job(run: RunFolder, job: SlurmJob) -> tuple[str, list[str]]:
+    """scancel the run's job, with those that make its stages, and wait until Slurm says that it is over: (its last state, jobs of its stages that were taken
+    out too). Raises TrainkitError (exit 13) where it is not."""
     ask(["scancel", *(each.id for each in read_slurm_jobs(run) if each.follows == job.id), job.id])
     deadline = time.monotonic() + CANCEL_SECONDS
-    if still_to_be_made(run):
-        end_stages(run, deadline)
+    stages = end_stages(run, deadline) if still_to_be_made(run) else []
     while (seen := look([job.id]).get(job.id)) is not None and not seen.over:
         if time.monotonic() > deadline:
             message = f"job {job.id} was cancelled {CANCEL_SECONDS:.0f} s ago, and Slurm still says {seen.state}"
             raise TrainkitError(message, exit=Exit.CONTACT_LOST, hint=f"scontrol show job {job.id}")
         time.sleep(POLL_SECONDS)
-    return seen.state if seen else "gone"
+    return seen.state if seen else "gone", stages
 
 
 def end_stages(run: RunFolder, deadline: float) -> list[str]:
@@ -93,10 +93,10 @@ def cancel_queued(talk: Talk, run: RunFolder) -> None:
     """Take a run that waits out of the queue, and note that."""
     job = newest_job(run)
     assert job is not None
-    stages = ", with the jobs that were to make its stages" if still_to_be_made(run) else ""
-    state = end_job(run, job)
-    change_slurm_job(run, job.id, ended={"state": "CANCELLED", "message": f"job {job.id} was taken out of the queue", "exit": int(Exit.CANCELLED)})
-    talk.say(f"job {job.id} is out of the queue ({state}){stages}")
+    state, stages = end_job(run, job)
+    note_end(run, job.id, {"state": "CANCELLED", "message": f"job {job.id} was taken out of the queue", "exit": int(Exit.CANCELLED)})
+    with_stages = f", with jobs {', '.join(stages)} that were to make its stages" if stages else ""
+    talk.say(f"job {job.id} is out of the queue ({state}){with_stages}")
 
 
 def make_sure(run: RunFolder) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,14 @@ from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.arrays import SlurmPlace, dry_lines, follow, slurm_place_of, split
 from trainkit.launch.slurm.graph import Followed, Graph, Part, describe_ready, ready_script, stages_of, words_of_stages
-from trainkit.launch.slurm.others import is_going, progress_of
+from trainkit.launch.slurm.others import Asking
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record
 from trainkit.runs.tail import EventTail
 from trainkit.stages.contract import Need
 from trainkit.stages.here import execute_here
 from trainkit.stages.making import Making, drop_making, makings, need_digest
-from trainkit.stages.run import WAIT_SECONDS, begin, complete, missing_units, stamps_folder, sweep
+from trainkit.stages.run import begin, complete, missing_units, stamps_folder, sweep, wait_while
 from trainkit.stages.stamps import input_identities, judge
 
 
@@ -65,7 +64,7 @@ def graph_of(talk: Talk, job: Job) -> Iterator[Graph]:
 
     Raises TrainkitError as `make_fresh`.
     """
-    reporter = StageReporter(talk.console)
+    reporter, asking = StageReporter(talk.console), Asking(talk.say)
     while True:
         queued = _queued(talk, job, reporter)
         if not queued.needs:
@@ -75,17 +74,15 @@ def graph_of(talk: Talk, job: Job) -> Iterator[Graph]:
             if need.announcement is not None:
                 agree(talk, need.announcement)
         with _held(job, queued, reporter):
-            if (other := _in_the_way(job, queued)) is None:
-                with term_interrupts():
-                    parts = [part for place, need in queued.needs if (part := _part(job, place, need, reporter)) is not None]
-                if parts:
-                    yield Graph(tuple(parts), tuple(queued.deferred))
-                    return
+            if (other := _in_the_way(job, queued, asking)) is None:
+                with term_interrupts():  # while it is submitted too: half a graph is taken out again
+                    if parts := [part for place, need in queued.needs if (part := _part(job, place, need, reporter)) is not None]:
+                        yield Graph(tuple(parts), tuple(queued.deferred))
+                        return
                 continue  # somebody has made them meanwhile: what comes after them may be known now
         need, making = other
         reporter.waiting(need, making.words())
-        while is_going(making):
-            time.sleep(WAIT_SECONDS)  # without the locks: those jobs need them to say that they are done
+        wait_while(making, asking)  # without the locks: those jobs need them to say that they are done
 
 
 def _root(job: Job) -> Path:
@@ -106,7 +103,7 @@ def _held(job: Job, queued: Queued, reporter: StageReporter) -> Iterator[None]:
         yield
 
 
-def _in_the_way(job: Job, queued: Queued) -> tuple[Need, Making] | None:
+def _in_the_way(job: Job, queued: Queued, asking: Asking) -> tuple[Need, Making] | None:
     """A need that cannot begin yet, and another run's arrays that still write into the same folders; None where all can begin, or wait for those very arrays.
 
     Records of arrays that are over are dropped.
@@ -115,7 +112,7 @@ def _in_the_way(job: Job, queued: Queued) -> tuple[Need, Making] | None:
         stamps = stamps_folder(_root(job), need.stage)
         going = []
         for making in makings(stamps, need.lock):
-            if (progress := progress_of(making)) == "over":
+            if (progress := asking.progress(making)) == "over":
                 drop_making(stamps, making.name)
             else:
                 going.append((making, progress))
@@ -126,7 +123,8 @@ def _in_the_way(job: Job, queued: Queued) -> tuple[Need, Making] | None:
 
 
 def _is_same(making: Making, need: Need) -> bool:
-    return making.name == need.name and making.digest == need_digest(need, input_identities(need))
+    """Whether a run can wait for these arrays: they make the very same, and nobody is taking them out."""
+    return bool(making.runs) and making.name == need.name and making.digest == need_digest(need, input_identities(need))
 
 
 def _part(job: Job, place: SlurmPlace, need: Need, reporter: StageReporter) -> Part | None:
@@ -188,7 +186,7 @@ def follow_graph(talk: Talk, run: RunFolder, followed: list[Followed]) -> Answer
         for each in followed:
             reporter.started(each.part.need, each.part.units)
             try:
-                follow(each.ids, each.units, reporter, reporter.counted, tell)
+                follow(each.ids, each.units, reporter, reporter.counted, talk.say, tell)
             finally:
                 reporter.finished(each.part.need)
     except KeyboardInterrupt:

@@ -86,7 +86,7 @@ class Builder:
         section = interpolate(section, self.environ, findings, at).with_entry("name", Origin(name, section.place, (*section.path, "name")))
         for key in _PATHS.get(kind, ()):
             section = self._absolute(section, key)
-        if kind == "jobs" and "none" not in self.tables("containers") and _says_none(section.entries.get("container")):
+        if kind == "jobs" and _says_none(section.entries.get("container")):
             section = section.without("container")
         for key, other in references.items():
             below = [(path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 1]
@@ -206,6 +206,8 @@ class Builder:
                 findings.add(f"unknown {what}", node.place, choices(key, [*TABLES, "defaults"]))
             elif not isinstance(node, Section):
                 findings.add(f"{key}: expected tables such as [{key}.NAME], got {in_words(node.value)}", node.place)
+        if taken := self.tables("containers").get("none"):
+            findings.add("[containers.none]: container = 'none' is what a job says that runs without one", taken.place, "give the table another name")
         defaults = self.document.entries.get("defaults")
         if isinstance(defaults, Section):
             validate(Defaults, defaults, findings)

@@ -9,11 +9,15 @@ from pydantic import Field, model_validator
 
 from trainkit.jobs.table import NAME, Environment, Strings, Table, wrong
 
-MOUNT = r"^/[^\s,:'\"]*:/[^\s,:'\"]*(:ro)?$"  # no runtime takes more than this unquoted
+MOUNTABLE = r"/[^\s,:'\"]*"  # a path as every runtime takes it unquoted
+MOUNT = rf"^{MOUNTABLE}:{MOUNTABLE}(:ro)?$"
 IMAGES: dict[str, tuple[str, str]] = {  # what each runtime takes for an image, and how that is said
-    "pyxis": (r"/\S+\.sqsh|([a-z]+://)?([^\s/#@]+@)?([^\s/#]+#)?[^\s#:./]+(/[^\s#:]+)*(:[\w.-]+)?", "a path to a .sqsh file, or [REGISTRY#]IMAGE[:TAG]"),
-    "enroot": (r"/\S+\.sqsh", "a path to a .sqsh file, which `enroot import` makes"),
-    "apptainer": (r"/\S+\.sif|[a-z]+://\S+", "a path to a .sif file, or a URI such as docker://NAME"),
+    "pyxis": (
+        r"/\S+\.(sqsh|squashfs)|([a-z]+://)?([^\s/#@]+@)?([^\s/#]+#)?[^\s#:./]+(/[^\s#:]+)*(:[\w.-]+)?",
+        "a path to a .sqsh or .squashfs file, or [REGISTRY#]IMAGE[:TAG]",
+    ),
+    "enroot": (r"/\S+\.(sqsh|squashfs)", "a path to a .sqsh or .squashfs file, which `enroot import` makes"),
+    "apptainer": (r"/\S+(\.sif|/)|[a-z]+://\S+", "a path to a .sif file, a sandbox folder with / at its end, or a URI such as docker://NAME"),
     "docker": (r"(?!.*://)[a-z0-9][\w./:@-]*(?<!\.sqsh)(?<!\.sif)", "a name, [REGISTRY/]IMAGE[:TAG]"),
 }
 IMAGES["podman"] = IMAGES["docker"]

@@ -16,9 +16,10 @@ _NAMES = """
     use-min-nodes verbose version wait wait-all-nodes wckey wrap"""
 OPTIONS = frozenset(_NAMES.split())
 # Those of pyxis, which is a plugin and has none of its own in Slurm
-PYXIS = frozenset(
-    {"container-image", "container-mounts", "container-workdir", "container-name", "container-env", "container-mount-home", "container-remap-root"}
-)
+_PYXIS = """
+    container-image container-mounts container-workdir container-name container-save container-mount-home no-container-mount-home container-remap-root
+    no-container-remap-root container-entrypoint no-container-entrypoint container-entrypoint-log container-writable container-readonly container-env"""
+PYXIS = frozenset(_PYXIS.split())
 OURS = {
     "nodes": "jobs.X.nodes says how many",
     "array": "a run is one job",

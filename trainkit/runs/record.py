@@ -120,7 +120,17 @@ def read_supervisor(run: RunFolder) -> SupervisorSign | None:
 
 def write_maker(run: RunFolder) -> None:
     """Write launch/maker.json, the form maker/1: this process is about to supervise the run, or to have it supervised."""
-    write_json(run.maker, document("maker/1", identity=identity().as_dict(), time=time.time()))
+    write_json(run.maker, document("maker/1", identity=identity().as_dict(), time=time.time(), former=_signature(read_supervisor(run))))
+
+
+def read_maker(run: RunFolder) -> Identity | None:
+    """The process that began the run, or began it again, last; None where none has said so."""
+    return Identity(**read_form(run.maker, "maker/1")["identity"]) if run.maker.is_file() else None
+
+
+def _signature(sign: SupervisorSign | None) -> list[Any] | None:
+    """Tells one sign of life from another without comparing clocks, which are those of two hosts."""
+    return [sign.identity.as_dict(), sign.time] if sign is not None else None
 
 
 def _starting(run: RunFolder, sign: SupervisorSign | None) -> bool:
@@ -128,7 +138,7 @@ def _starting(run: RunFolder, sign: SupervisorSign | None) -> bool:
     if not run.maker.is_file():
         return False
     value = read_form(run.maker, "maker/1")
-    if sign is not None and sign.time >= value["time"]:
+    if _signature(sign) != value["former"]:  # a supervisor has signed since
         return False
     alive = is_alive(Identity(**value["identity"]))
     return alive if alive is not None else time.time() - value["time"] <= SILENCE_SECONDS

@@ -6,7 +6,7 @@ Whoever holds the lock reads and writes it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ class Making:
         digest: what exactly is made, see `need_digest`.
         jobs: Slurm's numbers of the arrays, in order.
         levels: for each array the file that its tasks read.
-        runs: folders of the runs that wait for them; the first has submitted them.
+        runs: folders of the runs that wait for them, the first has submitted them; none where they are not a graph's, or are being taken out.
+        owner: the process that has submitted them and waits for them itself, for people; "" where a run has.
     """
 
     lock: str
@@ -39,10 +40,12 @@ class Making:
     jobs: tuple[str, ...]
     levels: tuple[str, ...]
     runs: tuple[str, ...]
+    owner: str = ""
 
     def words(self) -> str:
         """Who makes it, for people."""
-        return f"Slurm's jobs {', '.join(self.jobs)} of run {Path(self.runs[0]).name}"
+        whose = f" of run {Path(self.runs[0]).name}" if self.runs else f" of {self.owner}" if self.owner else ", which are being taken out,"
+        return f"Slurm's jobs {', '.join(self.jobs)}{whose}"
 
 
 # Whether the jobs of a record may still write; raises TrainkitError where that cannot be learnt.
@@ -61,7 +64,7 @@ def read_making(stamps: Path, name: str) -> Making | None:
         return None
     value = read_form(path, FORM)
     jobs, levels, runs = (tuple(map(str, value[key])) for key in ("jobs", "levels", "runs"))
-    return Making(str(value["lock"]), str(value["name"]), str(value["digest"]), jobs, levels, runs)
+    return Making(str(value["lock"]), str(value["name"]), str(value["digest"]), jobs, levels, runs, str(value["owner"]))
 
 
 def makings(stamps: Path, lock: str) -> list[Making]:
@@ -76,8 +79,15 @@ def write_making(stamps: Path, making: Making) -> None:
 
 
 def drop_making(stamps: Path, name: str) -> None:
-    """The arrays are over."""
+    """The arrays are over, by Slurm's word."""
     (stamps / f"{name}{SUFFIX}").unlink(missing_ok=True)
+
+
+def drop_own_making(stamps: Path, name: str, levels: Sequence[str]) -> None:
+    """The arrays of these files are over; a record of others, which have begun since, stays."""
+    making = read_making(stamps, name)
+    if making is not None and making.levels == tuple(levels):
+        drop_making(stamps, name)
 
 
 def still_made(stamps: Path, lock: str, going: Going) -> Making | None:

@@ -14,7 +14,7 @@ from trainkit.base.files import TEMPORARY, remove_leftovers
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Stage, Unit
-from trainkit.stages.making import Going, cannot_tell, still_made
+from trainkit.stages.making import Going, Making, cannot_tell, still_made
 from trainkit.stages.stamps import (
     Verdict,
     input_identities,
@@ -28,7 +28,7 @@ from trainkit.stages.stamps import (
     write_unfinished,
 )
 
-WAIT_SECONDS = 5.0  # between two questions whether Slurm's jobs of another run are done
+WAIT_SECONDS, LONGEST_WAIT, GROWTH = 1.0, 30.0, 1.4  # between two questions whether Slurm's jobs of another run are done: ever more rarely
 
 
 class Reporter(Protocol):
@@ -110,7 +110,17 @@ def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *,
         if not said:
             reporter.waiting(need, making.words())
         said = True
-        time.sleep(WAIT_SECONDS)  # without the lock: those jobs need it to say that they are done
+        wait_while(making, going)  # without the lock: those jobs need it to say that they are done
+
+
+def wait_while(making: Making, going: Going) -> None:
+    """Until arrays are over; slurmctld serves the whole cluster, and they take hours."""
+    gap = WAIT_SECONDS
+    while True:
+        time.sleep(gap)
+        if not going(making):
+            return
+        gap = min(LONGEST_WAIT, gap * GROWTH)
 
 
 def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, verdict: Verdict, force: bool) -> None:

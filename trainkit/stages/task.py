@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.errors import Exit
+from trainkit.base.files import read_json, write_json
 from trainkit.base.forms import read_form
 from trainkit.base.unit import PARENT_VARIABLE
 from trainkit.stages.stamps import stamp_holds, stamp_unit
 
 FORM = "level/1"
+TRIES = 3  # nodes that a unit may lose, as on hosts of a hostfile
 
 
 def share(level: Mapping[str, Any], environment: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -30,11 +34,33 @@ def share(level: Mapping[str, Any], environment: Mapping[str, str]) -> list[dict
 def do(unit: Mapping[str, Any]) -> int:
     """Run one unit: its lines of JSON go to NAME.out, at last {"ended": code, "host": name}; what it says to people to NAME.log. Returns its exit code.
 
-    One that is made is not made again: Slurm starts a task anew whose node failed or was taken back.
+    One that is made is not made again: Slurm starts a task anew whose node failed or was taken back. One under which node after node fails is not begun again.
     """
     if stamp_holds(Path(unit["stamp"]), unit["digest"], tuple(map(Path, unit["outputs"]))):
         return 0
-    out = Path(unit["out"])
+    out, begun = Path(unit["out"]), Path(f"{unit['out']}.begun")
+    here, nodes = os.uname().nodename, _lost(begun)
+    if len(nodes) >= TRIES:
+        message = f"its node failed under it {len(nodes)} times ({', '.join(nodes)}): it may be the reason, by the memory that it takes"
+        error = {"problems": [{"message": message, "hint": f"what it said last: {unit['log']}"}], "exit": int(Exit.STAGE_FAILED)}
+        out.write_text(f"{json.dumps({'error': error})}\n{json.dumps({'ended': 1, 'host': here})}\n")
+        return 1
+    write_json(begun, {"job": os.environ.get("SLURM_JOB_ID", ""), "nodes": [*nodes, here]})
+    try:
+        return _run(unit, out)
+    finally:  # at TERM too, by which Slurm takes a node back; a node that fails leaves the file
+        begun.unlink(missing_ok=True)
+
+
+def _lost(begun: Path) -> list[str]:
+    """The nodes on which this very element of an array has begun the unit and never came to an end."""
+    if not int(os.environ.get("SLURM_RESTART_COUNT") or 0) or not begun.is_file():
+        return []
+    value = read_json(begun)
+    return list(map(str, value["nodes"])) if value["job"] == os.environ.get("SLURM_JOB_ID") else []
+
+
+def _run(unit: Mapping[str, Any], out: Path) -> int:
     with open(out, "wb") as said, open(unit["log"], "wb") as log:
         environment = {**os.environ, **unit["env"], PARENT_VARIABLE: str(os.getpid())}
         code = subprocess.run(unit["argv"], cwd=out.parent, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=log, check=False).returncode
@@ -59,6 +85,7 @@ def _result(out: Path) -> dict[str, Any] | None:
 
 def main() -> None:
     """One that fails does not keep the others of this share from being done: a second call then has little to do."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     level = read_form(Path(sys.argv[1]), FORM)
     codes = [do(unit) for unit in share(level, os.environ)]
     sys.exit(next((1 for code in codes if code), 0))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.base.errors import ConfigError
 from trainkit.data.ranges import expand
-from trainkit.jobs.containers import Container
+from trainkit.jobs.containers import MOUNTABLE, Container
 from trainkit.jobs.schema import Dataset, Job
 
 SHARED_MEMORY = "/dev/shm"  # the host's own under every runtime here
 NODE = '"$1"'  # of node.sh and inside.sh: the node's number
 # Variables that would change the runtime itself, which is the host's program: only ranks get them.
-ONLY_INSIDE = ("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD")
+ONLY_INSIDE = re.compile(r"PATH|HOME|TMPDIR|(LD|XDG|DOCKER|CONTAINERS?|PODMAN|APPTAINER|SINGULARITY|ENROOT|SLURM)_\w*")
+CALLER = ("USER", "LOGNAME", "CUDA_VISIBLE_DEVICES")  # of the host's own, ranks get these: torch asks for a name, Slurm says which GPUs
 
 
 class Raw(str):
@@ -47,7 +50,7 @@ class Around:
 
     Args:
         container: its table of jobs.toml.
-        mounts: all of them; the root first.
+        mounts: all of them, outer ones first.
         env: what is set around the runtime too, since its hooks read some of it (NVIDIA_VISIBLE_DEVICES). ${node:VAR} is not in it: agents fill that in.
         gpus: the job computes on NVIDIA's GPUs.
         root: clusters.X.root, where it begins.
@@ -92,12 +95,14 @@ class Runtime:
         words: of the program and its options, pure: the same for the same Around.
         files: small files it needs in the session's folder, by name.
         variables: set around it.
+        before: lines of node.sh just before it starts.
     """
 
     program: str
     words: Callable[[Around], tuple[str, ...]]
     files: Callable[[Around], Mapping[str, str]] = lambda around: {}
     variables: Mapping[str, str] | None = None
+    before: Callable[[Around], Sequence[str]] = lambda around: ()
 
 
 def around(job: Job, folder: Path, run: str, attempt: int) -> Around | None:
@@ -105,18 +110,31 @@ def around(job: Job, folder: Path, run: str, attempt: int) -> Around | None:
 
     Args:
         folder: the session's.
+
+    Raises:
+        ConfigError: a path that no runtime can mount.
     """
     if job.container is None:
         return None
     cluster = job.cluster
-    root = os.path.abspath(cluster.root or ".")
-    env = {name: value for name, value in job.environment.items() if "${node:" not in value and name not in ONLY_INSIDE}
-    return Around(job.container, mounts_of(job, root), env, cluster.device_type == "cuda", root, cluster.node_folder, run, attempt, folder)
+    env = {name: value for name, value in job.environment.items() if "${node:" not in value and not ONLY_INSIDE.fullmatch(name)}
+    return Around(job.container, mounts_of(job), env, cluster.device_type == "cuda", _root(job), cluster.node_folder, run, attempt, folder)
 
 
-def mounts_of(job: Job, root: str) -> tuple[Mount, ...]:
-    """Everything ranks read or write, at the path it has outside, and the container's own mounts; none twice."""
+def refuse_unmountable(job: Job) -> None:
+    """Raise ConfigError (exit 3) with every path that the job's container has to have and no runtime can mount."""
+    if job.container is not None:
+        mounts_of(job)
+
+
+def _root(job: Job) -> str:
+    return os.path.abspath(job.cluster.root or ".")
+
+
+def mounts_of(job: Job) -> tuple[Mount, ...]:
+    """Everything ranks read or write, at the path it has outside, and the container's own mounts; none twice, and none hidden by a later one."""
     assert job.container is not None
+    root = _root(job)
     given = [Mount(source, target, bool(ro)) for source, target, *ro in (text.split(":") for text in job.container.mounts)]
     seen = [Mount(path, path) for path in dict.fromkeys([root, os.path.realpath(root), job.cluster.node_folder, *read_by(job)])]
     mounts: list[Mount] = []
@@ -125,7 +143,10 @@ def mounts_of(job: Job, root: str) -> tuple[Mount, ...]:
         replaced = any(m.target == mount.target for m in given)
         if not covered and not replaced and not _below(mount.target, SHARED_MEMORY):
             mounts.append(mount)
-    return tuple(dict.fromkeys([*mounts, *given]))
+    if bad := [repr(m.source) for m in mounts if not re.fullmatch(MOUNTABLE, m.source)]:
+        hint = "no runtime takes a path with a blank, a comma, a colon or a quote: give the folder another name, or a link without them"
+        raise ConfigError(f"containers.{job.container.name} cannot mount {', '.join(bad)}, which the job reads or writes", hint=hint)
+    return tuple(sorted(dict.fromkeys([*mounts, *given]), key=lambda mount: len(Path(os.path.normpath(mount.target)).parts)))
 
 
 def _below(path: str, folder: str) -> bool:

@@ -6,11 +6,14 @@ started outlives its client: the agent ends by itself when its supervisor is gon
 
 from __future__ import annotations
 
-from trainkit.launch.containers.contract import Around, Mount, Raw, Runtime
+from trainkit.launch.containers.contract import CALLER, Around, Mount, Raw, Runtime
 
 ROOT = '[ "$(id -u)" = 0 ]'
-# An ordinary user has no entry in the image's passwd: torch asks for a name, and caches go to HOME
-AS_CALLER = ('--user="$(id -u):$(id -g)"', f"$({ROOT} || echo --env=HOME=/tmp)")
+USER = '--user="$(id -u):$(id -g)"'
+# --user alone takes the caller's other groups away, and with them what they may read: project folders belong to a group
+GROUPS = "$(for group in $(id -G); do echo --group-add=$group; done)"
+KEEP = f"$({ROOT} || echo --userns=keep-id --group-add=keep-groups)"  # of rootless podman, whose users are others inside; keep-groups is crun's
+LONG_AGO = "hour|day|week|month|year"  # as both clients say it: what was made then and does not run never will
 # --mount, since -v makes a folder of a source that is not there
 COMMON = ("--network=host", "--ipc=host", "--pid=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864")
 
@@ -20,9 +23,9 @@ def run_words(around: Around, program: str, *devices: str) -> tuple[str, ...]:
     container = around.container
     name = Raw(f'--name=trainkit-{around.run}-{around.attempt}-"$1"')
     start = (program, "run", "--rm", name, f"--label=trainkit.run={around.run}", "--pull=never", "--entrypoint=/bin/bash")
-    env = tuple(f"--env={name}" for name in ("USER", "LOGNAME", "CUDA_VISIBLE_DEVICES", *around.env))  # their values are taken from around the client
+    env = tuple(f"--env={name}" for name in (*CALLER, *around.env))  # their values are taken from around the client
     mounts = tuple(map(_mount, around.mounts))
-    place = (*COMMON, *map(Raw, AS_CALLER), f"--workdir={around.root}")
+    place = (*COMMON, Raw(USER), f"--workdir={around.root}")
     return (*start, *place, *devices, *env, *mounts, *container.args, container.image, *around.command[1:])
 
 
@@ -31,13 +34,20 @@ def _mount(mount: Mount) -> str:
 
 
 def docker_words(around: Around) -> tuple[str, ...]:
-    return run_words(around, "docker", *(("--gpus=all",) if around.gpus else ()))
+    return run_words(around, "docker", Raw(GROUPS), *(("--gpus=all",) if around.gpus else ()))
 
 
 def podman_words(around: Around) -> tuple[str, ...]:
-    """Without root a user is somebody else inside unless told otherwise; GPUs come by the Container Device Interface."""
-    return run_words(around, "podman", Raw(f"$({ROOT} || echo --userns=keep-id)"), *(("--device=nvidia.com/gpu=all",) if around.gpus else ()))
+    """GPUs come by the Container Device Interface."""
+    return run_words(around, "podman", Raw(KEEP), *(("--device=nvidia.com/gpu=all",) if around.gpus else ()))
 
 
-DOCKER = Runtime("docker", docker_words)
-PODMAN = Runtime("podman", podman_words)
+def leftovers_line(program: str, age: str = LONG_AGO) -> str:
+    """Takes away what clients left that were killed between making a container and starting it: --rm comes with an end only. Never one that runs or has
+    run. No `container prune`: podman 4.3 forgets one of two filters now and then."""
+    names = f"timeout 5 {program} ps --all --format '{{{{.Names}}}} {{{{.Status}}}} {{{{.RunningFor}}}}' | grep -E '^trainkit-[^ ]+ Created .*({age})'"
+    return f"{{ {names} | cut -d ' ' -f 1 | timeout 5 xargs --no-run-if-empty {program} rm; }} > /dev/null 2>&1 || true"
+
+
+DOCKER = Runtime("docker", docker_words, before=lambda around: (leftovers_line("docker"),))
+PODMAN = Runtime("podman", podman_words, before=lambda around: (leftovers_line("podman"),))

@@ -5,14 +5,16 @@ So its words are srun's, and what a node lacks has to be looked at by a step wit
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 
+from trainkit.base.errors import Exit
 from trainkit.launch.containers.contract import Around
 from trainkit.launch.containers.scripts import FAILED, mount_lines
 
 LOOK, STEP = "mounts.sh", "step.sh"  # in the session's folder
-LOOK_MINUTES = 1  # a file system that does not answer in that time is not there
+LOOK_SHARE = 0.9  # of watch.connect, for the look at the mounts: its words must be there before the supervisor gives up
 EVERYTHING = ("ALL", "NONE", "NIL")  # values of --export that are no list of names
 
 
@@ -21,7 +23,12 @@ def pyxis_words(around: Around) -> tuple[str, ...]:
     container = around.container
     mounts = ",".join(mount.text for mount in around.mounts)
     env = (f"--container-env={','.join(around.env)}",) if around.env else ()
-    place = (f"--container-workdir={around.root}", "--no-container-mount-home", *(("--container-writable",) if container.writable else ()))
+    place = (
+        f"--container-workdir={around.root}",
+        "--no-container-mount-home",
+        "--no-container-entrypoint",
+        *(("--container-writable",) if container.writable else ()),
+    )
     return (f"--container-image={container.image}", f"--container-mounts={mounts}", *env, *place, *container.args)
 
 
@@ -31,11 +38,38 @@ def exported(names: str, env: Mapping[str, str]) -> str:
     return names if listed[0] in EVERYTHING else ",".join(dict.fromkeys([*listed, *env]))
 
 
-def step_scripts(around: Around, lines: Sequence[Sequence[str]]) -> dict[str, str]:
+def look_seconds(connect: float) -> int:
+    """How long the look at the mounts may take, of `watch.connect` seconds."""
+    return max(1, int(LOOK_SHARE * connect))
+
+
+def look_minutes(connect: float) -> int:
+    """The same as srun's --time: in whole minutes, only in case that nobody is there to end it."""
+    return math.ceil(look_seconds(connect) / 60)
+
+
+def step_scripts(around: Around, lines: Sequence[Sequence[str]], connect: float) -> dict[str, str]:
     """What looks at the mounts on each node, and what runs the two lines of srun one after the other, by names in the session's folder."""
     look, start = map(shlex.join, lines)
-    nothing = f"nothing was started: not every node has what {around.called} mounts"
+    seconds = look_seconds(connect)
+    slow = (
+        f"nothing was started: no look within {seconds} s at what {around.called} mounts; a prolog or a file system that is slow needs a longer watch.connect"
+    )
+    step = [
+        "#!/bin/bash",
+        f"said=$(timeout --kill-after=5 {seconds} {look} 2>&1)  # of tasks the output is elsewhere: these are srun's words",
+        "code=$?",
+        '[ -z "$said" ] || echo "$said"',
+        "case $code in",
+        "0) ;;",
+        f"{int(Exit.START)}) echo {shlex.quote(f'nothing was started: not every node has what {around.called} mounts')} ;;",
+        f"124 | 137) echo {shlex.quote(slow)} ;;",
+        f"""*) echo {shlex.quote(f"nothing was started: the step that looks at what {around.called} mounts ended with")} "$code: ${{said##*$'\\n'}}" ;;""",
+        "esac",
+        f"[ $code = 0 ] || {FAILED}",
+        f"exec {start}",
+    ]
     return {
         LOOK: "\n".join(["#!/bin/bash", "# What a node must have before a container starts on it", *mount_lines(around)]) + "\n",
-        STEP: f"#!/bin/bash\ntimeout --kill-after=10 {60 * LOOK_MINUTES} {look} || {{ echo {shlex.quote(nothing)}; {FAILED}; }}\nexec {start}\n",
+        STEP: "\n".join(step) + "\n",
     }

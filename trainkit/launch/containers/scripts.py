@@ -13,6 +13,11 @@ from trainkit.launch.containers.enroot import ENROOT
 
 RUNTIMES: dict[str, Runtime] = {"docker": DOCKER, "podman": PODMAN, "apptainer": APPTAINER, "enroot": ENROOT}  # pyxis is a part of srun's own words
 FAILED = f"exit {int(Exit.START)}"
+# The host's home is not there, and an image may know another or none; caches go to it, which users of a node must not share
+HOME_LINE = (
+    '[ -w "${HOME:-/}" ] || { export HOME="/tmp/home-$(id -u)"; mkdir -p -m 700 "$HOME"; [ -O "$HOME" ]; }'
+    f' || {{ echo "$HOSTNAME: $HOME cannot be the home of $(id -u)" >&2; {FAILED}; }}'
+)
 # What the clients' own exit codes mean: docker-run(1), podman-run(1)
 CODES = {125: "it could not start the container", 126: "a program in the image cannot be run", 127: "a program is not in the image"}
 
@@ -36,7 +41,7 @@ def start_lines(around: Around) -> list[str]:
     there = f'command -v {runtime.program} > /dev/null || {{ echo "$HOSTNAME has no {runtime.program}, the runtime of {around.called}" >&2; {FAILED}; }}'
     variables = {**(runtime.variables or {}), **around.env}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    return [there, *mount_lines(around), *exports, f"exec {line(runtime.words(around))}"]
+    return [there, *mount_lines(around), *exports, *runtime.before(around), f"exec {line(runtime.words(around))}"]
 
 
 def inside_text(around: Around, agent: Sequence[str]) -> str:
@@ -46,6 +51,7 @@ def inside_text(around: Around, agent: Sequence[str]) -> str:
         "#!/bin/bash",
         f"# What {around.container.image} runs on every node of this session: inside.sh NODE",
         "set -e",
+        HOME_LINE,
         *around.container.prolog,
         f'command -v {python} > /dev/null || {{ echo "$HOSTNAME: the image has no {around.container.python} ({around.called}.python)" >&2; {FAILED}; }}',
         f"exec {python} {shlex.join(agent)} {NODE}",

@@ -19,12 +19,11 @@ from typing import Any
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
 from trainkit.base.forms import document
-from trainkit.jobs import sbatch as options
 from trainkit.jobs.clusters import Cluster, SlurmOptions, StagePlace
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.allocation import ask
 from trainkit.launch.slurm.queue import BEFORE, RUNNING, Patience
-from trainkit.launch.slurm.script import EXPORTED
+from trainkit.launch.slurm.script import EXPORTED, option_lines
 from trainkit.launch.slurm.submit import sbatch
 from trainkit.launch.snapshot import take_snapshot
 from trainkit.launch.sweep import PACKAGE
@@ -32,11 +31,13 @@ from trainkit.launch.units import ALWAYS_HERE, argv_there
 from trainkit.stages.batch import COUNTS, Batch, Counted
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.here import execute_here
+from trainkit.stages.making import Making, drop_making, write_making
 from trainkit.stages.run import Reporter
 from trainkit.stages.stamps import spec_digest, unit_folder, unit_is_fresh, unit_stamp_path
 from trainkit.stages.task import FORM
 
 LOOK_SECONDS = 0.5  # between two looks at what units have written
+END_SECONDS = 120.0  # for Slurm to end arrays: KillWait, and epilogs
 SETTLE_SECONDS = 30.0  # for a shared file system to show here what a job wrote before its end
 INHERITED = ("partition", "account", "qos", "reservation", "constraint", "exclusive", "mem", "time", "nice", "comment")  # of the cluster's options
 
@@ -126,11 +127,11 @@ def text_of_script(place: SlurmPlace, shape: SlurmOptions, output: str, words: S
     cluster, asked = place.cluster, place.asked
     given: SlurmOptions = {name: cluster.slurm[name] for name in INHERITED if name in cluster.slurm}
     own = {name: value for name, value in (("partition", asked.partition), ("time", asked.time)) if value}
-    again = "no-requeue" if "no-requeue" in cluster.slurm else "requeue"  # of an element whose node fails: nobody may be there to type it again
+    again = "no-requeue" if cluster.slurm.get("no-requeue") else "requeue"  # of an element whose node fails: nobody may be there to type it again
     ends: SlurmOptions = {"output": output, "open-mode": "append", "export": ",".join(EXPORTED), again: True}
     lines = [
         "#!/bin/bash -l",
-        *(f"#SBATCH {word}" for word in options.words({**shape, **given, **own, **ends})),
+        *option_lines({**shape, **given, **own, **ends}),
         "set -e",
         *cluster.prolog,
         f"exec {shlex.join(words)}",
@@ -180,17 +181,32 @@ def execute_in_slurm(
     graph, folder = levels(need, there, place.asked), unit_folder(stamps, need.name)
     batches = write_levels(place, need, graph, stamps, code, folder)
     ids: list[str] = []
+    files, owner = tuple(str(level_file(folder, level)) for level in graph), f"pid {os.getpid()} on {os.uname().nodename}"
     try:
         for level in graph:
             ids.append(submit_level(level, folder, ids[-1:]))
+            write_making(stamps, Making(need.lock, need.name, "", tuple(ids), files, (), owner))
             place.notice(f"job {ids[-1]}: {describe(level, f'job {ids[-2]}' if len(ids) > 1 else None)}")
-        follow(ids, batches, reporter, counted)
+        follow(ids, batches, reporter, counted, place.notice)
     except BaseException:
-        with contextlib.suppress(TrainkitError):
-            if ids:
-                ask(["scancel", "--quiet", *ids])
+        if ids:
+            _end_arrays(place, ids, stamps, need)
         raise
+    drop_making(stamps, need.name)
     _judge(ids, need, batches, stamps)
+
+
+def _end_arrays(place: SlurmPlace, ids: Sequence[str], stamps: Path, need: Need) -> None:
+    """scancel, and wait for the end: tasks write until then. Where that is not to be had, the record stays, and whoever comes next waits."""
+    with contextlib.suppress(TrainkitError):
+        ask(["scancel", "--quiet", *ids])
+        place.notice(f"jobs {', '.join(ids)} are taken out of Slurm; waiting for their end")
+        deadline = time.monotonic() + END_SECONDS
+        while not over_in_slurm(ids):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(LOOK_SECONDS)
+        drop_making(stamps, need.name)
 
 
 def submit_level(level: Level, folder: Path, after: Sequence[str]) -> str:
@@ -250,13 +266,28 @@ def write_levels(place: SlurmPlace, need: Need, graph: Sequence[Level], stamps: 
     return batches
 
 
-def follow(ids: Sequence[str], batches: Sequence[ArrayUnit], reporter: Reporter, counted: Counted | None, asked: Callable[[], None] = lambda: None) -> None:
-    """Until all units are done or Slurm says that the jobs are over. `asked` is called as often as Slurm is: ever more rarely while nothing changes."""
-    patience, over = Patience(), False
+def follow(
+    ids: Sequence[str],
+    batches: Sequence[ArrayUnit],
+    reporter: Reporter,
+    counted: Counted | None,
+    say: Callable[[str], None],
+    asked: Callable[[], None] = lambda: None,
+) -> None:
+    """Until all units are done or Slurm says that the jobs are over. `asked` is called as often as Slurm is: ever more rarely while nothing changes.
+
+    That Slurm cannot be asked is said once, and waited out: the jobs go on without it.
+    """
+    patience, over, told = Patience(), False, False
     while not over and any(batch.waiting for batch in batches):
         if patience.due():
-            over = over_in_slurm(ids)
-            asked()
+            try:
+                over, told = over_in_slurm(ids), False
+                asked()
+            except TrainkitError as error:
+                if not told:
+                    say(f"Slurm cannot be asked about jobs {', '.join(ids)} ({error.message}); asking again")
+                told = True
         for batch in batches:
             if batch.waiting:
                 batch.look()

@@ -22,7 +22,8 @@ from trainkit.launch.slurm.allocation import Granted, ask, granted, hosts_of
 from trainkit.launch.slurm.graph import stages_of, still_to_be_made
 from trainkit.launch.slurm.queue import failed_nodes, look, put_back
 from trainkit.launch.slurm.script import seconds_before_limit
-from trainkit.launch.slurm.submit import forget_secrets, read_secrets, submit, write_script
+from trainkit.launch.slurm.submit import forget_secrets, note_end, read_secrets, submit, write_script
+from trainkit.launch.start import refuse_other_inputs
 from trainkit.launch.supervisor import Supervisor
 from trainkit.launch.watch import Watch
 from trainkit.runs.folder import RunFolder
@@ -99,7 +100,7 @@ class BatchSupervisor(Supervisor):
             else f"the budget retry.{kind.replace('-', '_')} is used up"
         )
         exit = Exit.NO_PROGRESS if verdict == "no-progress" else end.outcome.exit
-        change_slurm_job(self.run, self.granted.job, ended={"state": "GIVEN UP", "message": message, "exit": int(exit)})
+        note_end(self.run, self.granted.job, {"state": "GIVEN UP", "message": message, "exit": int(exit)})
         raise TrainkitError(message, exit=exit, hint=f"invoke why {self.run.id}; invoke resume {self.run.id} begins with new budgets")
 
     def _sign(self) -> None:
@@ -201,12 +202,22 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
         raise TrainkitError(message, exit=Exit.STAGE_STALE, hint=f"invoke why {run.id}; invoke train {job.name} makes what is missing")
     write_hosts(run, hosts_of(job, where))
     entry = _noted(run, where)
+    _refuse_other_inputs(run, entry)
     watch = Watch(lambda run: print(f"run {run.id} on {', '.join(where.hosts)}", flush=True), lambda: None, lambda text: print(text, flush=True))
     asks = BatchAsks()
     supervisor = BatchSupervisor(run, read_secrets(run), asks, watch, where)
     supervisor.replay(entry.first_attempt)
     with _successor(run, supervisor, entry), asks.listening():
         return asyncio.run(supervisor.supervise())
+
+
+def _refuse_other_inputs(run: RunFolder, entry: SlurmJob) -> None:
+    """As `resume` does: between the person's word and now, or between two allocations, somebody may have made the data anew."""
+    try:
+        refuse_other_inputs(run)
+    except TrainkitError as error:
+        note_end(run, entry.id, {"state": "REFUSED", "class": "user", "message": error.message, "advice": error.hint, "exit": int(error.exit)})
+        raise
 
 
 def _noted(run: RunFolder, where: Granted) -> SlurmJob:

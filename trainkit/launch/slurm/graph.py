@@ -20,7 +20,6 @@ from trainkit.base.forms import document, read_form
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
 from trainkit.launch.launchers.transports import last_line
-from trainkit.launch.slurm.allocation import ask
 from trainkit.launch.slurm.arrays import (
     ArrayUnit,
     Level,
@@ -42,7 +41,7 @@ from trainkit.launch.start import inputs_path
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.batch import failure_of
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.making import Making, drop_making, need_digest, read_making, write_making
+from trainkit.stages.making import Making, need_digest, write_making
 from trainkit.stages.run import stamps_folder
 from trainkit.stages.stamps import read_stamp
 from trainkit.stages.task import FORM as LEVEL
@@ -131,7 +130,7 @@ def describe_ready(job: Job, graph: Graph, after: str) -> str:
 def submit_graph(run: RunFolder, job: Job, graph: Graph, notice: Callable[[str], None]) -> tuple[str, list[Followed]]:
     """Submit everything; the run's script is there: (Slurm's number of the run's job, what can be followed). The caller holds the stages' locks.
 
-    Raises TrainkitError (exit 8) where sbatch refuses a job; then those before it are taken out again.
+    Raises TrainkitError (exit 8) where sbatch refuses a job; those before it are the caller's to take out, see `leave.take_out`.
     """
     further, folder, code = words_after("0", job.sbatch_options), stages_of(run), run.code.resolve()
     folder.mkdir(parents=True)
@@ -140,33 +139,28 @@ def submit_graph(run: RunFolder, job: Job, graph: Graph, notice: Callable[[str],
     jobs: list[StageJob] = []
     before: list[str] = []  # whose end what comes next waits for
     followed = []
-    try:
-        for part, batches in zip(graph.parts, units, strict=True):
-            if part.shared is not None:
-                jobs += [StageJob(id, part.need.name, own=False) for id in part.shared.jobs]
-                before += _join(run, part, part.shared, notice)
-                continue
-            ids: list[str] = []
-            for level in part.levels:
-                ids.append(submit_level(level, folder, before))
-                _note(run, jobs, StageJob(ids[-1], level.name, own=True))
-                files = tuple(str(level_file(folder, each)) for each in part.levels)
-                made = Making(part.need.lock, part.need.name, need_digest(part.need, part.inputs), tuple(ids), files, (str(run.path),))
-                write_making(_stamps(run, part), made)
-                notice(f"job {ids[-1]}: {describe(level, _named(before))}")
-                before = ids[-1:]
-            followed.append(Followed(part, tuple(ids), tuple(batches)))
-        path = folder / f"{ready_name(job)}.sh"
-        write_text(path, ready_script(run, job, graph), 0o755)
-        ready = sbatch(submit_words(path, ":".join(before) or None), folder, hint=f"its script: {path}")
-        _note(run, jobs, StageJob(ready, ready_name(job), own=True))
-        notice(f"job {ready}: {describe_ready(job, graph, _named(before) or '')}")
-        further = words_after(ready, job.sbatch_options)
-        return submit(run, first_attempt=1, further=further), followed
-    except BaseException:
-        with contextlib.suppress(TrainkitError):
-            take_out(run)
-        raise
+    for part, batches in zip(graph.parts, units, strict=True):
+        if part.shared is not None:
+            jobs += [StageJob(id, part.need.name, own=False) for id in part.shared.jobs]
+            before += _join(run, part, part.shared, notice)
+            continue
+        ids: list[str] = []
+        for level in part.levels:
+            ids.append(submit_level(level, folder, before))
+            _note(run, jobs, StageJob(ids[-1], level.name, own=True))
+            files = tuple(str(level_file(folder, each)) for each in part.levels)
+            made = Making(part.need.lock, part.need.name, need_digest(part.need, part.inputs), tuple(ids), files, (str(run.path),))
+            write_making(_stamps(run, part), made)
+            notice(f"job {ids[-1]}: {describe(level, _named(before))}")
+            before = ids[-1:]
+        followed.append(Followed(part, tuple(ids), tuple(batches)))
+    path = folder / f"{ready_name(job)}.sh"
+    write_text(path, ready_script(run, job, graph), 0o755)
+    ready = sbatch(submit_words(path, ":".join(before) or None), folder, hint=f"its script: {path}")
+    _note(run, jobs, StageJob(ready, ready_name(job), own=True))
+    notice(f"job {ready}: {describe_ready(job, graph, _named(before) or '')}")
+    further = words_after(ready, job.sbatch_options)
+    return submit(run, first_attempt=1, further=further), followed
 
 
 def _join(run: RunFolder, part: Part, making: Making, notice: Callable[[str], None]) -> list[str]:
@@ -248,28 +242,6 @@ def words_of_stages(run: RunFolder) -> str:
                 if state:
                     return f"job {job.id} ({job.name}) is {state}"
     return ""
-
-
-def take_out(run: RunFolder) -> list[str]:
-    """scancel what is left of a run's graph, but for arrays that other runs wait for as well: the jobs concerned. Raises TrainkitError (exit 8)."""
-    graph, kept = read_graph(run), set[str]()
-    ids = [job.id for job in read_stage_jobs(run) if job.own]
-    for need in graph["needs"] if graph else ():
-        stamps = stamps_folder(run.root, need["stage"])
-        making = read_making(stamps, need["name"])
-        if making is None:
-            continue
-        if others := tuple(each for each in making.runs if each != str(run.path)):
-            write_making(stamps, Making(**{**asdict(making), "runs": others}))
-            kept |= set(making.jobs)
-        else:
-            drop_making(stamps, making.name)
-            ids += making.jobs
-    ids = [id for id in dict.fromkeys(ids) if id not in kept]
-    left = {id for id, state in states(ids) if state in BEFORE | RUNNING} if ids else set()
-    if ids := [id for id in ids if id in left]:  # Slurm may have forgotten the others
-        ask(["scancel", "--quiet", *ids])
-    return ids
 
 
 def write_ended(run: RunFolder, error: TrainkitError) -> None:

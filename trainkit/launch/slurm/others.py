@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from trainkit.base.errors import TrainkitError
 from trainkit.launch.slurm.arrays import states
 from trainkit.launch.slurm.queue import BEFORE, RUNNING
 from trainkit.launch.slurm.settle import settled
@@ -27,6 +30,28 @@ def progress_of(making: Making) -> Literal["going", "failing", "over"]:
     return "over"
 
 
-def is_going(making: Making) -> bool:
-    """The `Going` of `make_fresh`."""
-    return progress_of(making) != "over"
+class Asking:
+    """Asks about others' arrays for whoever waits for them. That Slurm cannot be asked is said once, by `say`, and waited out: nobody knows that they are over.
+
+    It is the `Going` of `make_fresh`. Raises TrainkitError (exit 8) only where Slurm's programs are not there at all.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._told = say, False
+
+    def progress(self, making: Making) -> Literal["going", "failing", "over"]:
+        """As `progress_of`; failing where Slurm cannot be asked: nothing to join."""
+        try:
+            found = progress_of(making)
+        except TrainkitError as error:
+            if shutil.which("squeue") is None:
+                raise
+            if not self._told:
+                self._say(f"Slurm cannot be asked about {making.words()} ({error.message}); asking again")
+            self._told = True
+            return "failing"
+        self._told = False
+        return found
+
+    def __call__(self, making: Making) -> bool:
+        return self.progress(making) != "over"

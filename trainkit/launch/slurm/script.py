@@ -39,7 +39,7 @@ def batch_script(job: Job, run: RunFolder, *, seconds: int = SIGNAL_SECONDS) -> 
     last = [python, "-I", str(run.code / "trainkit" / "launch" / "supervisor.py"), str(run.path)]
     lines = [
         "#!/bin/bash -l",
-        *(f"#SBATCH {_quoted(word)}" for word in sbatch.words(all_options(job, run, seconds=seconds))),
+        *option_lines(all_options(job, run, seconds=seconds)),
         "",
         f"# Run {run.id} of job {job.name}. By hand: sbatch {script_path(run)}",
         "# The supervisor takes Slurm's signals; until it listens they must not end this shell.",
@@ -70,6 +70,11 @@ def all_options(job: Job, run: RunFolder, *, seconds: int = SIGNAL_SECONDS) -> S
 
 def script_path(run: RunFolder) -> Path:
     return run.path / "launch" / "slurm.sh"
+
+
+def option_lines(options: SlurmOptions) -> list[str]:
+    """sbatch's options as the lines of a script that it reads."""
+    return [f"#SBATCH {_quoted(word)}" for word in sbatch.words(options)]
 
 
 def _quoted(word: str) -> str:

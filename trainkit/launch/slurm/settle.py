@@ -11,9 +11,10 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.launch.launchers.transports import last_line
 from trainkit.launch.slurm.graph import stage_failure, words_of_stages
 from trainkit.launch.slurm.queue import UNSURE, JobLook, Patience, look
+from trainkit.launch.slurm.submit import note_end
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import Record, read_record, record_of_end
-from trainkit.runs.slurm import SlurmJob, change_slurm_job, read_slurm_jobs
+from trainkit.runs.slurm import SlurmJob, read_slurm_jobs
 
 
 def newest_job(run: RunFolder) -> SlurmJob | None:
@@ -51,7 +52,7 @@ def _over(record: Record, job: SlurmJob, seen: JobLook | None) -> Record:
     else:
         return record
     if seen.state != UNSURE if seen is not None else record.state == "queued":
-        change_slurm_job(record.run, job.id, ended=end)
+        note_end(record.run, job.id, end)
         return read_record(record.run)
     return record_of_end(record, job.id, end)
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.errors import TrainkitError
 from trainkit.jobs.change import write_changed_job
 from trainkit.jobs.resolved import Resolved
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.graph import Followed, Graph, submit_graph
+from trainkit.launch.slurm.leave import take_out
 from trainkit.launch.slurm.script import seconds_before_limit
-from trainkit.launch.slurm.submit import submit, write_script
+from trainkit.launch.slurm.submit import forget_secrets, submit, write_script
 from trainkit.launch.snapshot import link_code, take_snapshot
 from trainkit.launch.start import PACKAGE, fill_run
 from trainkit.launch.supervisor import locked_run
@@ -55,6 +58,8 @@ def submit_with_stages(resolved: Resolved, plan: Plan, graph: Graph, project: Pa
             write_script(run, job, secrets)
         id, followed = submit_graph(run, job, graph, notice)
     except BaseException:
+        with contextlib.suppress(TrainkitError):
+            take_out(run, held=True)
         shutil.rmtree(run.path, ignore_errors=True)
         raise
     return run, id, followed
@@ -68,4 +73,8 @@ def submit_again(run: RunFolder, job: Job, document: dict[str, Any], *, code: bo
             link_code(take_snapshot(PACKAGE, run.root / "code", project).folder, run.code)
         write_changed_job(run.job, document)
         write_script(run, job, secrets, seconds=seconds_before_limit(run, job))
-        return submit(run, first_attempt=max((attempt.number for attempt in run.attempts()), default=0) + 1)
+        try:
+            return submit(run, first_attempt=max((attempt.number for attempt in run.attempts()), default=0) + 1)
+        except BaseException:
+            forget_secrets(run)
+            raise

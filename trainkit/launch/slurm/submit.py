@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
@@ -14,7 +15,7 @@ from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.script import SIGNAL_SECONDS, batch_script, script_path
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.slurm import add_slurm_job
+from trainkit.runs.slurm import add_slurm_job, change_slurm_job
 
 SUBMIT_SECONDS = 60.0  # a busy slurmctld
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # of Slurm's variables; others, SBATCH_PARTITION say, would change the job unseen
@@ -84,6 +85,12 @@ def read_secrets(run: RunFolder) -> dict[str, str]:
     """What the submitter left for the supervisor."""
     path = secrets_path(run)
     return dict(read_form(path, "secrets/1")["values"]) if path.is_file() else {}
+
+
+def note_end(run: RunFolder, id: str, ended: dict[str, Any]) -> None:
+    """Note how a job ended of which no supervisor could tell, see `SlurmJob.ended`; nobody is left who needs the secrets."""
+    change_slurm_job(run, id, ended=ended)
+    forget_secrets(run)
 
 
 def forget_secrets(run: RunFolder) -> None:

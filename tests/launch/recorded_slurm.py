@@ -1,0 +1,137 @@
+"""Programs that stand for Slurm's: sbatch and scancel write down what they are told, squeue says what it is told to say. And graphs for them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.jobs.load import load
+from trainkit.jobs.schema import Job
+from trainkit.launch.slurm.arrays import slurm_place_of
+from trainkit.launch.slurm.graph import Graph, Part, stages_of, submit_graph
+from trainkit.runs.folder import RunFolder
+from trainkit.stages.contract import Need, Unit
+from trainkit.stages.making import Making
+
+ARGV = (sys.executable, "-I", "-m", "trainkit.data.shard")
+JOBS = """
+[clusters.hpc]
+launcher = "slurm"
+python = "/opt/p/python"
+gpus_per_node = 2
+[clusters.bare]
+launcher = "slurm"
+[clusters.hpc.slurm]
+account = "lm"
+[clusters.hpc.stages.prep-data]
+partition = "cpu"
+nodes = 4
+tasks_per_node = 8
+time = "24:00:00"
+[models.tiny]
+num_layers = 2
+hidden_size = 32
+num_attention_heads = 2
+seq_length = 16
+vocab_size = 128
+[jobs.small]
+cluster = "hpc"
+model = "tiny"
+dataset = "mock"
+training = { micro_batch_size = 2, global_batch_size = 4, train_iters = 4, lr = 1e-2 }
+[tokenizers.bpe]
+type = "bpe"
+vocab_size = 300
+[datasets.lines]
+source = "files"
+paths = ["corpus/*.jsonl"]
+tokenizer = "bpe"
+split = "80,20,0"
+[models.text]
+extends = "tiny"
+vocab_size = 384
+[jobs.text]
+extends = "small"
+model = "text"
+dataset = "lines"
+sample_order = "megatron"
+"""
+
+
+@dataclass
+class Slurm:
+    """A folder of programs that stand for Slurm's."""
+
+    folder: Path
+    job: Job
+
+    def lines(self) -> list[str]:
+        """What sbatch and scancel were called with, in order."""
+        path = self.folder / "lines"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def says(self, *states: str) -> None:
+        """What squeue prints: JOB|STATE, a line an element."""
+        (self.folder / "states").write_text("".join(f"{line}\n" for line in states))
+
+    def run(self, name: str) -> RunFolder:
+        run = RunFolder(self.folder / "runs" / "small" / name)
+        (run.path / "launch").mkdir(parents=True)
+        run.code.mkdir()
+        return run
+
+
+def make_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """The programs, first on PATH, and the job `small`."""
+    (tmp_path / "jobs.toml").write_text(JOBS)
+    programs = {
+        "sbatch": f'echo "sbatch $*" >> {tmp_path}/lines; echo $((100 + $(grep -c ^sbatch {tmp_path}/lines)))',
+        "scancel": f'echo "scancel $*" >> {tmp_path}/lines',
+        "squeue": f"""jobs=,$(printf '%s\\n' "$@" | sed -n 's/^--jobs=//p'),
+awk -F'|' -v jobs=$jobs 'index(jobs, "," $1 ",")' {tmp_path}/states |
+case "$*" in *%F*) cat;; *) awk -F'|' '!seen[$1]++ {{print $1 "|" $2 "|None|N/A|1:00|n1"}}';; esac""",
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    made = Slurm(tmp_path, load(tmp_path).resolve("small").job)
+    made.says()
+    return made
+
+
+def need(name: str, shards: int) -> Need:
+    tokens = tuple(Unit(f"tokens-{i}", ARGV, {}) for i in range(shards))
+    merge = Unit("merge", ARGV, {}, after=tuple(unit.name for unit in tokens))
+    return Need("prep-data", name, name, 1, {}, (), (), (*tokens, merge))
+
+
+def part(slurm: Slurm, need: Need, shared: Making | None = None) -> Part:
+    place = slurm_place_of(slurm.job, need.stage, lambda text: None)
+    assert place is not None
+    return Part(place, need, () if shared else need.units, [], shared)
+
+
+def submit(slurm: Slurm, name: str, *parts: Part, deferred: tuple[str, ...] = ()) -> tuple[RunFolder, list[str]]:
+    run, said = slurm.run(name), list[str]()
+    submit_graph(run, slurm.job, Graph(parts, deferred), said.append)
+    return run, said
+
+
+def ready(run: RunFolder) -> int:
+    """What Slurm would start last before the run: its exit code."""
+    program = run.code.resolve() / "trainkit" / "cli" / "ready.py"
+    return subprocess.run([sys.executable, "-I", str(program), str(run.path)], stdout=subprocess.DEVNULL, check=False).returncode
+
+
+def units(run: RunFolder, number: int) -> list[dict[str, Any]]:
+    """What the tasks of the graph's array `number` read."""
+    level = json.loads(sorted(stages_of(run).glob("prep-data-*.json"))[number].read_text())
+    return [unit for share in level["shares"] for unit in share]
