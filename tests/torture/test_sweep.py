@@ -1,4 +1,7 @@
-"""A disk that fails at any call: one that is refused, or full from there on. What the log called saved is there, and the run goes on as if nothing had been."""
+"""A disk that fails at any call that writes: this one is refused, or all from there on for want of room.
+
+What the log called saved is there, and the run goes on as if nothing had been.
+"""
 
 from __future__ import annotations
 
