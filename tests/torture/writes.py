@@ -1,4 +1,4 @@
-"""Everything that a rank asks of the disk below one folder, by address; and a disk that refuses one of these calls, or is full from there on.
+"""Every call of a rank that changes something on the disk below one folder, by address; and a disk that refuses one of these calls, or is full from there on.
 
 Installed in a process of its own, in place of the functions of `os` and of `open`: all that is written from Python goes through them, checkpoints,
 metrics, TensorBoard's files, heartbeats and lock files alike. A rank's own output is not counted: it is a pipe to its agent.

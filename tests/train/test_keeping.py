@@ -110,6 +110,22 @@ def test_one_that_cannot_be_looked_at_does_not_end_retention(tmp_path: Path, mon
     assert steps_in(tmp_path) == [1, 3]
 
 
+def test_one_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name == "step-00000001":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="step-00000001"):
+        prune(tmp_path, Keep(keep_last=1), 3)
+    assert steps_in(tmp_path) == [1, 3]
+
+
 def test_how_closely_is_looked() -> None:
     files = tuple(DataFile(path=f"rank-{i:05d}.bin", bytes=1, xxh128="") for i in range(20))
     manifest = Manifest(step=7, consumed_samples=0, files=files, tensors={}, layout={}, job={}, versions={}, state={})

@@ -362,18 +362,27 @@ def prune(checkpoints: Path, keep: Keep, newest: int) -> list[int]:
     """Delete what `why_kept` gives no reason for; returns those steps. The checkpoint of step `newest` was just saved and stays.
 
     Damaged ones neither count nor go: a person may want to look. One that goes is renamed first, so that it is never half there.
+    Raises OSError where one cannot be deleted; all others that go are gone then.
     """
-    found, gone = valid_by_size(checkpoints), []
+    found = valid_by_size(checkpoints)
+    gone: list[int] = []
+    failures: list[OSError] = []
     reasons = why_kept(found, keep, newest)
     for c in found:
         if reasons[c.manifest.step] or c.manifest.step == newest:
             continue
-        going = c.folder.rename(unfinished(c.folder))
-        if (going / PINNED).exists():  # a moment ago
-            going.rename(c.folder)
-            continue
-        remove(going)
-        gone.append(c.manifest.step)
+        try:
+            going = c.folder.rename(unfinished(c.folder))
+            if (going / PINNED).exists():  # a moment ago
+                going.rename(c.folder)
+                continue
+            remove(going)
+        except OSError as error:
+            failures.append(error)
+        else:
+            gone.append(c.manifest.step)
+    if failures:
+        raise failures[0]
     return gone
 
 

@@ -25,7 +25,6 @@ import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove
 from trainkit.base.locks import Busy, locked
-from trainkit.runs import checkpoints as manifests
 from trainkit.runs.checkpoints import (
     UNFINISHED,
     Checkpoint,
@@ -45,6 +44,7 @@ from trainkit.runs.checkpoints import (
     verify,
     wrong_hashes,
 )
+from trainkit.runs.checkpoints import note_evaluation as write_evaluation
 from trainkit.train.storage import DTYPE_NAMES, Reader, TensorLoadPlanner, TensorSavePlanner, Writer
 
 LOCK = "writer.lock"  # held by rank 0 while it publishes
@@ -191,7 +191,7 @@ def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) 
     """As that of runs/checkpoints.py, under the lock; this process alone. Raises TrainkitError and OSError."""
     try:
         with locked(checkpoints / LOCK, {"host": os.uname().nodename}, wait=False):
-            manifests.note_evaluation(checkpoints, step, validation)
+            write_evaluation(checkpoints, step, validation)
     except Busy as busy:
         raise NotSaved(str(busy)) from None
 
