@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("shared-machine", deadline=None)  # an example that another process delays is no finding
+settings.load_profile("shared-machine")
 
 TASKS = "from trainkit.cli.tasks import namespace\n"
 JOBS = """

@@ -102,6 +102,7 @@ def test_tensorboard_reads_what_the_run_wrote(project: Project) -> None:
     assert "--logdir" in project.invoke("tensorboard", "--dry-run").stdout
 
 
+@pytest.mark.slow
 def test_text_job_from_raw_text_to_a_sample(project: Project) -> None:
     out = project.invoke("train", "text").stdout
     assert "a sample from the model" in out and "before" in out and "invoke generate" in out and "tokens/s" in out
@@ -226,6 +227,7 @@ def test_a_second_run_on_the_same_slots_is_refused_by_name(project: Project) -> 
     process.communicate(timeout=90)
 
 
+@pytest.mark.slow
 def test_the_same_losses_on_1_2_and_4_ranks(project: Project) -> None:
     for ranks in (1, 2, 4):
         project.invoke("train", "random", "--set", f"cluster.ranks_per_node={ranks}")
@@ -236,6 +238,7 @@ def test_the_same_losses_on_1_2_and_4_ranks(project: Project) -> None:
     assert len({r["batch_checksum"] for r in one}) == 30
 
 
+@pytest.mark.slow
 def test_resumed_on_another_number_of_ranks(project: Project) -> None:
     project.invoke("train", "random")
     slow_down(project)
