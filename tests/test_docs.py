@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tomli
 
-from tests.train.layout_cases import LONG, limit
+from tests.train.layout_cases import LONG, in_fp32, limit
 from trainkit.cli.tasks import namespace
 from trainkit.data.indexed import IndexedWriter
 from trainkit.jobs.clusters import WatchLimits
@@ -55,10 +55,11 @@ def test_the_guide_to_parallelism() -> None:
             Parallelism.model_validate(job["parallelism"])
             Training.model_validate(job["training"])
     assert all(f"`{key}" in text for key in Parallelism.model_fields)
-    rows = re.findall(r"^\| (.+?) \| (\d) \| (\S+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \| (\d)" + r" \| (\S+)" * 6 + r" \|$", text, re.MULTILINE)
     assert {name: int(ranks) for name, ranks, *_ in rows} == {name: case.ranks for name, case in LONG.items()}
     for name, _, *differences in rows:
-        assert all(float(difference) <= limit(LONG[name]) for difference in differences), name
+        limits = [limit(LONG[name])] * 3 + [limit(in_fp32(LONG[name]))] * 3
+        assert all(float(difference) <= most for difference, most in zip(differences, limits, strict=True)), name
 
 
 def test_the_guide_to_sample_order_is_a_jobs_toml(tmp_path: Path) -> None:
