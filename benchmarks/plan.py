@@ -21,7 +21,12 @@ import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainkit.train.build import Parts
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 ACTIVATIONS, SECONDS = 0.15, 0.5  # the claims
@@ -103,6 +108,60 @@ def row(case: str, what: str, predicted: float, measured: float, limit: float | 
     }
 
 
+class Saved:
+    """One saved tensor, until backward has used it."""
+
+    def __init__(self, tensor: torch.Tensor, holders: dict[int, list[int]]) -> None:
+        # Detached: an operation that saves its own result would be held by it for good.
+        self.tensor, self.address, self.holders = tensor.detach(), tensor.untyped_storage().data_ptr(), holders
+        holders.setdefault(self.address, [tensor.untyped_storage().nbytes(), 0])[1] += 1
+
+    def __del__(self) -> None:
+        self.holders[self.address][1] -= 1
+        if not self.holders[self.address][1]:
+            del self.holders[self.address]
+
+
+class Watch:
+    """What forwards hold for backward, each storage once, and the most of it at a time."""
+
+    def __init__(self) -> None:
+        self.holders: dict[int, list[int]] = {}  # by address: bytes, and how many hold them
+        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()  # of blocks under selective recomputation, until backward has gone through them
+        self.most = 0
+
+    def saved(self) -> Any:
+        """A context in which saved tensors are watched."""
+        from torch.autograd.graph import saved_tensors_hooks
+
+        return saved_tensors_hooks(lambda tensor: Saved(tensor, self.holders), lambda saved: saved.tensor)
+
+    def watch_caches(self) -> None:
+        """From now on, what selective recomputation keeps is seen, too: torch tells nobody of its caches."""
+        from torch.utils import checkpoint
+
+        mode: Any = getattr(checkpoint, "_CachedTorchDispatchMode", None)
+        if mode is None:
+            sys.exit("this torch has no torch.utils.checkpoint._CachedTorchDispatchMode: see what create_selective_checkpoint_contexts makes instead")
+        begin = mode.__init__
+
+        def begin_watched(cache: Any, *words: Any, **more: Any) -> None:
+            self.caches.add(cache)
+            begin(cache, *words, **more)
+
+        mode.__init__ = begin_watched
+
+    def look(self, own: set[int], kept: Iterable[torch.Tensor] = ()) -> None:
+        """Add up what is there now, and `kept`, without storages at the addresses `own`."""
+        from torch import Tensor
+        from torch.utils._pytree import tree_leaves
+
+        cached = (leaf.val for cache in self.caches for leaf in tree_leaves(cache.storage) if isinstance(getattr(leaf, "val", None), Tensor))
+        there = {address: size for address, (size, _) in self.holders.items()}
+        there |= {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in (*kept, *cached)}
+        self.most = max(self.most, sum(size for address, size in there.items() if address not in own))
+
+
 def saved_bytes(job_json: str, rank: int) -> int:
     """In a process of its own: the most bytes that one rank's forwards of a step hold for backward at a time.
 
@@ -110,21 +169,14 @@ def saved_bytes(job_json: str, rank: int) -> int:
     """
     import torch
     import torch.distributed as dist
-    from torch.autograd.graph import saved_tensors_hooks
-    from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils._pytree import tree_leaves
-    from torch.utils.checkpoint import _CachedTorchDispatchMode
 
     from trainkit.jobs.ranks import degrees_of
     from trainkit.jobs.schema import Job
     from trainkit.train.build import build
-    from trainkit.train.data_parallel import World, prepare_backward
-    from trainkit.train.feed import Batch
-    from trainkit.train.loss import Labels
+    from trainkit.train.data_parallel import World
     from trainkit.train.mesh import Mesh
     from trainkit.train.pipeline import tied_at
-    from trainkit.train.pipeline_stage import LeanStage
     from trainkit.train.step import Step
     from trainkit.train.timers import Timers
 
@@ -137,56 +189,19 @@ def saved_bytes(job_json: str, rank: int) -> int:
         torch.nn.init.zeros_(held.parameter)
     step = Step(job, parts, mesh, Timers(device))
     tokens = torch.zeros(job.training.micro_batch_size, job.model.seq_length, dtype=torch.int64)
-    holders: dict[int, list[int]] = {}  # by address: bytes, and how many hold them
-    caches: weakref.WeakSet[Any] = weakref.WeakSet()  # of blocks under selective recomputation, until backward has gone through them
-    most = 0
+    watch = Watch()
+    watch.watch_caches()
+    if step.pipeline is None:
+        watch_model(watch, parts, tokens)
+    else:
+        watch_pipeline(watch, parts, step.pipeline, [tokens] * job.gradient_accumulation_steps)
+    return watch.most
 
-    class Holder:
-        """One saved tensor, until backward has used it."""
 
-        def __init__(self, tensor: torch.Tensor) -> None:
-            # Detached: an operation that saves its own result would be held by it for good.
-            self.tensor, self.address = tensor.detach(), tensor.untyped_storage().data_ptr()
-            holders.setdefault(self.address, [tensor.untyped_storage().nbytes(), 0])[1] += 1
-
-        def __del__(self) -> None:
-            holders[self.address][1] -= 1
-            if not holders[self.address][1]:
-                del holders[self.address]
-
-    begin = _CachedTorchDispatchMode.__init__
-
-    def begin_watched(cache: Any, *words: Any, **more: Any) -> None:
-        caches.add(cache)
-        begin(cache, *words, **more)
-
-    _CachedTorchDispatchMode.__init__ = begin_watched  # type: ignore[method-assign, assignment]
-
-    def look(own: set[int], kept: Iterable[torch.Tensor] = ()) -> None:
-        nonlocal most
-        cached = (leaf.val for cache in caches for leaf in tree_leaves(cache.storage) if isinstance(getattr(leaf, "val", None), torch.Tensor))
-        there = {address: size for address, (size, _) in holders.items()}
-        there |= {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in (*kept, *cached)}
-        most = max(most, sum(size for address, size in there.items() if address not in own))
-
-    if step.pipeline is not None:
-        stages: list[LeanStage] = []
-        forward = LeanStage.forward_one_chunk
-
-        def watched(stage: LeanStage, *words: Any, **more: Any) -> Any:
-            result = forward(stage, *words, **more)
-            gc.collect()  # torch's split backward leaves cycles, which Python frees when it comes by
-            stages.extend([stage] if stage not in stages else [])
-            weights = {p.untyped_storage().data_ptr() for module in parts.modules for p in module.parameters() if not isinstance(p, DTensor)}  # gathered
-            look(weights, (tensor for each in stages for outputs, _ in each.fwd_cache.values() for tensor in outputs))  # what a stage sends, it keeps
-            return result
-
-        LeanStage.forward_one_chunk = watched  # type: ignore[method-assign, assignment]
-        dist.recv = lambda tensor, **_: tensor.fill_(1)  # stages ask each other whether all know their shapes: yes
-        batches = [Batch(tokens, tokens, 0, i) for i in range(job.gradient_accumulation_steps)]
-        with saved_tensors_hooks(Holder, lambda holder: holder.tensor):
-            step.pipeline.run(batches, learning=True, z_loss=0.0, scale=1.0)
-        return most
+def watch_model(watch: Watch, parts: Parts, tokens: torch.Tensor) -> None:
+    """One forward of a model that is whole on this rank, the weights gathered."""
+    from trainkit.train.data_parallel import prepare_backward
+    from trainkit.train.loss import Labels
 
     (module,), (unit,) = parts.modules, parts.units
 
@@ -196,11 +211,35 @@ def saved_bytes(job_json: str, rank: int) -> int:
 
     once()  # gathers the weights, which stay
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    with saved_tensors_hooks(Holder, lambda holder: holder.tensor):
+    with watch.saved():
         result = once()
-    look(own)
+    watch.look(own)
     del result
-    return most
+
+
+def watch_pipeline(watch: Watch, parts: Parts, pipeline: Any, micro_batches: list[torch.Tensor]) -> None:
+    """One step of this rank's stage, looked at after each forward."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    from trainkit.train.feed import Batch
+    from trainkit.train.pipeline_stage import LeanStage
+
+    stages: list[LeanStage] = []
+    forward = LeanStage.forward_one_chunk
+
+    def watched(stage: LeanStage, *words: Any, **more: Any) -> Any:
+        result = forward(stage, *words, **more)
+        gc.collect()  # torch's split backward leaves cycles, which Python frees when it comes by
+        stages.extend([stage] if stage not in stages else [])
+        weights = {p.untyped_storage().data_ptr() for module in parts.modules for p in module.parameters() if not isinstance(p, DTensor)}  # gathered
+        watch.look(weights, (tensor for each in stages for outputs, _ in each.fwd_cache.values() for tensor in outputs))  # what a stage sends, it keeps
+        return result
+
+    LeanStage.forward_one_chunk = watched  # type: ignore[method-assign, assignment]
+    dist.recv = lambda tensor, **_: tensor.fill_(1)  # stages ask each other whether all know their shapes: yes
+    with watch.saved():
+        pipeline.run([Batch(tokens, tokens, 0, i) for i, tokens in enumerate(micro_batches)], learning=True, z_loss=0.0, scale=1.0)
 
 
 def activations(folder: Path, name: str, sets: list[str], what: str, rank: int = 0) -> Row:

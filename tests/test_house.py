@@ -62,7 +62,7 @@ def test_files_stay_small() -> None:
     assert not long
 
 
-# Every file of trainkit/train stands in one of these.
+# Every file of trainkit/train, without its subfolders, stands in one of these.
 MODEL = ("model", "attention", "rotary", "loss")
 PARALLELISM = ("mesh", "tensor_group", "tensor_parallel", "vocab_parallel", "shards", "replicas", "data_parallel", "pipeline", "pipeline_stage", "torch_compat")
 LOOP = ("build", "initialize", "recompute", "schedule", "begin", "agree", "step", "loop", "spread")
@@ -77,7 +77,8 @@ MOST_LINES = 2500
 
 
 def test_model_parallelism_and_loop_can_be_read_in_an_afternoon() -> None:
-    """Lines that are not blank, comments and docstrings included, of all that makes a job a loop over steps in any layout."""
+    """Lines of all that makes a job a loop over steps in any layout: comments and docstrings count, blank lines do not. Left out is what stands in BESIDE: an
+    update's arithmetic (optimizer, loss scale, guard), the feed of samples, checkpoints, reports, programs."""
     train, read = PACKAGE / "train", (*MODEL, *PARALLELISM, *LOOP)
     others = [name for names in BESIDE.values() for name in names]
     assert sorted([*read, *others]) == sorted(p.stem for p in train.glob("*.py") if p.stem != "__init__")

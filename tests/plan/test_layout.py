@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -132,16 +131,35 @@ def test_bubbles_and_micro_batches_in_flight_are_those_of_torchs_schedules(sched
         assert idle > layout.bubble_fraction
 
 
-@pytest.mark.parametrize("p", [2, 3, 4, 8])
-def test_what_the_stages_of_a_zero_bubble_have_sent(p: int) -> None:
-    """The fullest moment is that before the first backward; the model's last result is not sent, and where the V turns one is there as an input, too."""
+def most_kept(layout: Layout, stage: int, order: list[Operation], blocks: int) -> int:
+    """Most tensors of a micro-batch's size between chunks that a stage has at once, in torch's order: what each of a chunk's `blocks` reads, until the
+    backward for the weights; what a chunk has sent, until the backward for the input; at the model's end the final norm's input and its result's gradient.
+    The next chunk's input is the result of the one before it: where both are here, it is one tensor."""
+    last, most = len(layout.chunks) - 1, 0
+    read: set[tuple[int, int]] = set()  # chunk that reads it, micro-batch
+    sent: set[tuple[int, int]] = set()
+    for what, chunk, i in order:
+        if what == FORWARD:
+            read.add((chunk, i))
+            sent |= {(chunk + 1, i)} - {(last + 1, i)}
+            most = max(most, len(read | sent) + (blocks - 1) * len(read) + (2 if chunk == last else 0))
+        elif what == BACKWARD:
+            sent.discard((chunk + 1, i))
+        else:
+            read.discard((chunk, i))
+    return most
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 40])
+@pytest.mark.parametrize("p", range(2, 9))
+def test_what_the_stages_of_a_zero_bubble_have_sent(p: int, blocks: int) -> None:
+    """As counted in torch's order of operations, with few micro-batches and many."""
     keys: dict[str, Any] = {"pipeline_model_parallel_size": p, "pipeline_schedule": "zbv"}
-    layout = layout_of(job_of(shape(layers=2 * p), p, parallelism=keys, global_batch_size=4 * p))
-    for stage, order in enumerate(torch_order(layout)):
-        forwards = [chunk for _, chunk, _ in takewhile(lambda operation: operation[0] == FORWARD, order)]
-        assert len(forwards) == 2 * layout.in_flight(stage)
-        sent = sum(chunk != 2 * p - 1 for chunk in forwards)
-        assert layout.sent_in_flight(stage) == sent - (stage == p - 1)
+    for m in range(1, 4 * p + 1):
+        layout = layout_of(job_of(shape(layers=2 * p), p, parallelism=keys, global_batch_size=m))
+        for stage, order in enumerate(torch_order(layout)):
+            kept = 2 * blocks * layout.in_flight(stage) + layout.sent_in_flight(stage) + (2 if stage == layout.last_stage else 0)
+            assert kept == most_kept(layout, stage, order, blocks), (m, stage)
 
 
 def test_sequence_parallelism_is_off_alone() -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.plan import FAMILIES as FAMILIES_OF_THE_BENCHMARK
-from benchmarks.plan import layout_activations, project
+from benchmarks.plan import MODES, activations, layout_activations, project
 from tests.plan.example import BIG, gpu, job_of, shape
 from tests.plan.test_arithmetic import shapes
 from trainkit.engines.rules import RULES
@@ -223,6 +223,17 @@ def test_activations_in_layouts(tmp_path: Path, name: str, layout: str, mode: st
     project(tmp_path)
     for found in layout_activations(tmp_path, name, layout, mode):
         assert abs(found["error"]) < 0.05, found
+
+
+@pytest.mark.slow
+def test_activations_where_the_v_turns(tmp_path: Path) -> None:
+    """The last of four stages of a zero bubble, every layer computed again, one layer to a chunk: what a chunk sends is what the next one keeps."""
+    project(tmp_path)
+    keys = {"pipeline_model_parallel_size": 4, "pipeline_schedule": '"zbv"'}
+    sets = [f"parallelism.{key}={value}" for key, value in keys.items()]
+    sets += ["cluster.ranks_per_node=4", "model.num_layers=8", "training.micro_batch_size=1", *MODES["full"]]
+    found = activations(tmp_path, "demo", sets, "PP4 ZBV full", 3)
+    assert found["predicted"] == found["measured"], found
 
 
 def test_the_chunks_of_the_loss() -> None:

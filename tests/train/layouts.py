@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tests.distributed import run_ranks
 from trainkit.data.indexed import IndexedWriter
@@ -351,11 +352,15 @@ def apart(found: list[StepFound], expected: list[StepFound], seconds: float) -> 
 
 def compare_case(case: Case, expected: Path, root: Path) -> Apart:
     """Train a case and compare it; `expected`: a file of its reference. The answer means something on rank 0."""
-    began = time.perf_counter()
-    if case.training.get("compile"):
+    began, compiled = time.perf_counter(), case.training.get("compile", False)
+    if compiled:
         torch._dynamo.reset()  # what cases before it have compiled counts towards torch's limit of versions of a function
+        counters.clear()
     with mock.patch.object(*SABOTAGE[case.sabotage]) if case.sabotage else contextlib.nullcontext():
         steps = train_case(case, root)
+    if compiled:  # blocks on every rank, and by inductor: made or found in its cache
+        made = {kind: dict(counters[kind]) for kind in ("stats", "inductor")}
+        assert made["stats"].get("unique_graphs") and any(made["inductor"].get(f"fxgraph_cache_{how}") for how in ("hit", "miss", "bypass")), made
     reference: list[StepFound] = pickle.loads(expected.read_bytes())
     if int(os.environ["RANK"]):
         return Apart(0, 0, 0, "", 0)

@@ -92,11 +92,14 @@ class Layout:
 
     def sent_in_flight(self, stage: int) -> float:
         """Results of chunks that a stage still has of micro-batches in flight, beside what its blocks keep: torch.distributed.pipelining keeps what it has
-        sent, which is all but the model's last. Under ZB-V a stage has done 2p - 1 - stage forwards of its first chunk and 1 + stage of its second when
-        backwards begin; where the V turns, a result is the next chunk's input too and is there once. (As read off torch's stages.)
+        sent, which is all but the model's last. Under ZB-V, at a stage's fullest moment: the first stage's is where its first micro-batch is at the model's
+        end. On the last stage, where the V turns, a result is the next chunk's input too and is there once: so are those of p - 1 micro-batches after the
+        first backward, and of all of them where none comes in after it. (As read off torch's stages and counted in its order of operations.)
         """
         if self.v_shaped:
-            return 2 * self.in_flight(stage) - (stage in (0, self.pipeline - 1))
+            p, m = self.pipeline, self.micro_batches
+            there_once = {0: 1, p - 1: p - 1 if m > p else m}  # of the first stage's, one is the model's last
+            return 2 * self.in_flight(stage) - there_once.get(stage, 0)
         return self.in_flight(stage) * sum(i < len(self.chunks) - 1 for i in self.chunks_of(stage))
 
     @property
