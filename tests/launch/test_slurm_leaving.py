@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,14 @@ from trainkit.stages.run import wait_while
 from trainkit.stages.task import do
 
 SECRETS = {"schema": "secrets/1", "values": {"TOKEN": "abcdef"}}
+
+
+@pytest.fixture
+def deaf() -> Iterator[None]:
+    """SIGHUP does nothing to this process by itself."""
+    former = signal.signal(signal.SIGHUP, lambda number, frame: None)
+    yield
+    signal.signal(signal.SIGHUP, former)
 
 
 def talk(slurm: Slurm) -> Talk:
@@ -189,7 +198,7 @@ def test_a_run_on_slurm_looks_at_its_data_itself(slurm: Slurm) -> None:
     assert "has changed" in str(record.root_cause) and not secrets_path(run).exists() and run.attempts() == []
 
 
-def test_a_closed_terminal_while_the_graph_is_submitted_leaves_no_half_of_it(slurm: Slurm) -> None:
+def test_a_closed_terminal_while_the_graph_is_submitted_leaves_no_half_of_it(slurm: Slurm, deaf: None) -> None:
     (slurm.folder / "corpus").mkdir()
     (slurm.folder / "corpus" / "part.jsonl").write_text('{"text": "the quick brown fox"}\n' * 60)
     resolved = load(slurm.folder).resolve("text")
@@ -210,7 +219,7 @@ class Silent:
         return lambda *values: None
 
 
-def test_arrays_that_are_waited_for_have_a_record_too(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_that_are_waited_for_have_a_record_too(slurm: Slurm, monkeypatch: pytest.MonkeyPatch, deaf: None) -> None:
     """`prep-data` whose terminal is closed: they are taken out of Slurm, and until they are over the next caller waits."""
     monkeypatch.setattr(arrays, "END_SECONDS", 0.1)
     one, stamps, said = replace(need("a", 1)), slurm.folder / "stamps" / "prep-data", list[str]()
@@ -222,7 +231,7 @@ def test_arrays_that_are_waited_for_have_a_record_too(slurm: Slurm, monkeypatch:
     def hangs_up(*words: object) -> None:
         seen.extend(makings(stamps, "a"))
         os.kill(os.getpid(), signal.SIGHUP)
-        time.sleep(5)
+        time.sleep(1)
 
     monkeypatch.setattr(arrays, "follow", hangs_up)
     with term_interrupts(), pytest.raises(KeyboardInterrupt):
