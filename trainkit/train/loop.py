@@ -159,9 +159,13 @@ class Trainer:
             self.evaluation_due = evaluating
             if evaluating and not stopping:  # before the save: whoever resumes from it finds this evaluation made, or told to make it
                 stopping = not self.evaluate()
+            if stopping:
+                self.saver.hurry()
             if saving or stopping:
                 self.save(last=last or stopping)
                 stopping = stopping or self.told()  # it takes long; nobody waits for another step
+        if stopping:
+            self.saver.hurry()
         self.saver.finish(last=True)
 
     def _save_first(self) -> bool:
