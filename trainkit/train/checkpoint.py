@@ -72,7 +72,7 @@ class About:
     validation: dict[str, float] = field(default_factory=dict)
 
 
-def _on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], str | None], what: str) -> str:
+def on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], str | None], what: str) -> str:
     """Do it on rank 0 and return on all ranks what it returned. What goes wrong is raised on all: NotSaved for what the disk did, else a TrainkitError."""
     told: list[tuple[str, int | None, str]] = [("", 0, "")]
     if dist.get_rank() == 0:
@@ -99,7 +99,7 @@ def refuse_without_locks(checkpoints: Path) -> None:
         with contextlib.suppress(Busy), alone(checkpoints):
             pass
 
-    _on_rank_0(None, take, f"cannot write to {checkpoints}")
+    on_rank_0(None, take, f"cannot write to {checkpoints}")
 
 
 def _prepare(checkpoints: Path, temporary: Path) -> None:
@@ -196,12 +196,12 @@ def save(
                 deleting()
                 _clean(checkpoints, temporary)
 
-        temporary = target.with_name(_on_rank_0(group, begin, f"cannot begin checkpoint {target}"))
+        temporary = target.with_name(on_rank_0(group, begin, f"cannot begin checkpoint {target}"))
         writer = Writer(temporary, rank, moved, room=partial(_refuse_without_room, checkpoints, make_room))
         _write(writer, tensors, group, target)
         versions = {"trainkit": trainkit.__version__, "torch": torch.__version__, "python": platform.python_version()}
         manifest = Manifest(files=tuple(writer.files), tensors=writer.tensors, versions=versions, **facts.__dict__)
-        _on_rank_0(group, lambda: _publish(temporary, target, manifest, passed), f"cannot publish checkpoint {target}")
+        on_rank_0(group, lambda: _publish(temporary, target, manifest, passed), f"cannot publish checkpoint {target}")
     return Checkpoint(target, manifest)
 
 

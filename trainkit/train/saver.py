@@ -19,7 +19,7 @@ from torch import Tensor
 from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import Busy
 from trainkit.jobs.schema import Checkpoint as Keep
-from trainkit.runs.checkpoints import Checkpoint, prune
+from trainkit.runs.checkpoints import Checkpoint, finished, prune, step_of
 from trainkit.train import checkpoint
 from trainkit.train.checkpoint import NotSaved
 from trainkit.train.staging import Staging
@@ -58,6 +58,7 @@ class Saver:
         self._parts = 0  # of a save behind training, so far
         self.took = 0.0  # seconds of the last save
         self._copying_took = self._saving_took = 0.0  # the longest so far
+        self._known: set[int] = set()  # steps of checkpoints that were there at the beginning, or that this process made (rank 0)
         self._passed: set[int] = set()  # steps of checkpoints that were passed over
         self._staging = Staging()
         self._failures = 0
@@ -67,14 +68,17 @@ class Saver:
         self.finish()
         self._wait_for_deletion(None, self.moved)
         self._passed.clear()
+        with contextlib.suppress(OSError):
+            self._known |= set(map(step_of, finished(self.folder)) if dist.get_rank() == 0 else ())
         return checkpoint.newest_valid_together(self.folder, self.keep.verify, _warn, self._passed)
 
-    def save(self, tensors: Mapping[str, Tensor], *, before: Callable[[], None], last: bool, **about: Any) -> None:
+    def save(self, tensors: Mapping[str, Tensor], *, before: Callable[[], None], last: bool, after: Callable[[], None] = lambda: None, **about: Any) -> None:
         """Publish the checkpoint of this step and begin to delete what need not stay; with save_async: begin to publish.
 
         Args:
             tensors: what it holds, by name. They may change when `taken` has returned.
             before: done on rank 0 before the files are written, in this thread; its OSError counts as the disk's.
+            after: done on rank 0 when it was published, and nothing is deleted yet; what it raises is raised on all ranks.
             last: it must not fail: the checkpoint is there when this returns, or NotSaved is raised.
             about: as for `checkpoint.save`.
 
@@ -83,12 +87,12 @@ class Saver:
         self.finish()
         ready = _kept(before) if dist.get_rank() == 0 else before
         if self._thread is None:
-            self._end(partial(self._save, tensors, ready, **about), last)
+            self._end(partial(self._save, tensors, ready, after, **about), last)
             return
         began = time.perf_counter()
         copies = self._staging.copy(tensors)
         self._copying_took = max(self._copying_took, time.perf_counter() - began)
-        self._running = self._thread.submit(self._save, copies, ready, **about)
+        self._running = self._thread.submit(self._save, copies, ready, after, **about)
         if last or self._failures:  # after a failure nobody need wait for the next save to know
             self.finish(last=last)
 
@@ -116,6 +120,10 @@ class Saver:
                     seen = self._parts
                     self.moved()
             self._end(running.result, last)
+
+    def others(self) -> bool:
+        """Whether there are checkpoints that another process has published since: to be asked on rank 0. Raises OSError as the disk does."""
+        return any(step_of(folder) not in self._known for folder in finished(self.folder))
 
     def pruned(self) -> None:
         """Wait until what the last save deletes is gone, on this rank alone."""
@@ -160,7 +168,7 @@ class Saver:
         else:
             self._failures = 0
 
-    def _save(self, tensors: Mapping[str, Tensor], before: Callable[[], None], **about: Any) -> None:
+    def _save(self, tensors: Mapping[str, Tensor], before: Callable[[], None], after: Callable[[], None], **about: Any) -> None:
         self._wait_for_deletion(self._group, self._part)
         began = time.perf_counter()
         self._staging.wait()
@@ -176,9 +184,11 @@ class Saver:
         self.ended(self._copying_took + self._saving_took * (1 if self._thread is None else 2))  # one may be in flight
         if dist.get_rank() == 0:
             print(f" saved checkpoint {saved.manifest.step}: {saved.bytes / 1e9:.3f} GB in {seconds:.2f} s", flush=True)
-            if not self._hurries.is_set():
-                self._renamed.clear()
-                self._pruning = self._pruner.submit(self._prune, saved.manifest.step)
+        self._known.add(saved.manifest.step)
+        checkpoint.on_rank_0(self._group, after, "after a save")
+        if dist.get_rank() == 0 and not self._hurries.is_set():
+            self._renamed.clear()
+            self._pruning = self._pruner.submit(self._prune, saved.manifest.step)
 
     def _prune(self, newest: int) -> None:
         """Raises nothing: the new one is there, and no more is lost than room."""
