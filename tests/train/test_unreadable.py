@@ -17,7 +17,8 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Checkpoint as Keep
 from trainkit.runs import checkpoints
-from trainkit.runs.checkpoints import ASIDE, MANIFEST, Newer, Unreadable, folder_of, newest_valid, pin, set_aside_in, verify
+from trainkit.runs.checkpoints import MANIFEST, folder_of, newest_valid, pin, set_aside_in, verify
+from trainkit.runs.damage import ASIDE, Newer, Unreadable
 from trainkit.train import checkpoint
 from trainkit.train.checkpoint import LOCK
 from trainkit.train.saver import Saver

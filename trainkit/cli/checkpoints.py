@@ -14,7 +14,8 @@ from trainkit.cli.after import warn_of_another_tokenizer
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
-from trainkit.runs.checkpoints import Damaged, Newer, finished, open_checkpoint, pin, set_aside_in, step_of, valid_by_size, verify, why_kept
+from trainkit.runs.checkpoints import finished, open_checkpoint, pin, set_aside_in, step_of, valid_by_size, verify, why_kept
+from trainkit.runs.damage import Damaged, Newer
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import find_run
 

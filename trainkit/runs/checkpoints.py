@@ -23,16 +23,15 @@ from typing import Any, Literal, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
-import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import fsync_folder, remove, write_text
 from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.runs.damage import ASIDE, Damaged, Missing, Newer, Unreadable, unread
 
 MANIFEST = "manifest.json"
 PINNED = "pinned"  # a file of this name in a checkpoint's folder: it stays
 FINISHED = re.compile(r"step-(\d{8,})")
 UNFINISHED = ".tmp"
-ASIDE = ".damaged"  # what stood in a checkpoint's place and was none: it neither counts nor goes, a person may want to look
 MISSING = " is missing"
 ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}  # bytes of an element by dtype
@@ -113,35 +112,6 @@ class Manifest(Form):
 def _seal(body: bytes) -> str:
     """How a manifest ends that begins so."""
     return f',"xxh128":"{xxhash.xxh3_128_hexdigest(body)}"}}'
-
-
-class Damaged(TrainkitError):
-    """A checkpoint that must not be read (exit 16): it was looked at, and is wrong."""
-
-    def __init__(self, folder: Path, problems: list[str], *, words: str = "is damaged", exit: Exit = Exit.NO_CHECKPOINT, hint: str = "") -> None:
-        self.problem_list = problems
-        super().__init__(f"checkpoint {folder} {words}: {'; '.join(problems)}", exit=exit, hint=hint)
-
-
-class Missing(Damaged):
-    """Its manifest or one of its files is not there (exit 16), or is not shown yet."""
-
-
-class Unreadable(Damaged):
-    """A disk does not say what is in it (exit 10): it may be whole."""
-
-    def __init__(self, folder: Path, problems: list[str]) -> None:
-        hint = f"`resume` once more when the file system is well; to do without it, rename it by hand to {folder.name}{ASIDE}"
-        super().__init__(folder, problems, words="could not be read and may be whole", exit=Exit.RANK_INFRA, hint=hint)
-
-
-class Newer(TrainkitError):
-    """A checkpoint that another version of trainkit wrote, in a form that this one does not know (exit 3): what is not known may matter."""
-
-    def __init__(self, folder: Path, problems: list[str]) -> None:
-        self.problem_list = problems
-        words = f"checkpoint {folder} is whole, and has a form that trainkit {trainkit.__version__} does not know: {'; '.join(problems)}"
-        super().__init__(words, exit=Exit.CONFIG, hint="resume with the version that wrote it; to do without it, move it away by hand")
 
 
 @dataclass(frozen=True)
@@ -227,12 +197,6 @@ def _patiently(look: Callable[[], Seen]) -> Seen:
         except (OSError, Missing):
             time.sleep(seconds)
     return look()
-
-
-def unread(error: OSError) -> str:
-    """Which file could not be read where, and why."""
-    name = Path(os.fsdecode(error.filename)).name if isinstance(error.filename, str | bytes | os.PathLike) else "a file"
-    return f"{name} cannot be read on {os.uname().nodename}: {error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)})"
 
 
 def _hidden(path: Path) -> bool:

@@ -29,10 +29,7 @@ from trainkit.runs.checkpoints import (
     PINNED,
     UNFINISHED,
     Checkpoint,
-    Damaged,
     Manifest,
-    Newer,
-    Unreadable,
     Verify,
     file_problems,
     files_to_hash,
@@ -48,6 +45,7 @@ from trainkit.runs.checkpoints import (
     wrong_hashes,
 )
 from trainkit.runs.checkpoints import note_evaluation as write_evaluation
+from trainkit.runs.damage import Damaged, Newer, Unreadable
 from trainkit.train.storage import DTYPE_NAMES, Reader, TensorLoadPlanner, TensorSavePlanner, Writer
 
 LOCK = "writer.lock"  # held by rank 0 while it publishes
