@@ -73,14 +73,11 @@ class Trainkit(Side):
         from trainkit.jobs.schema import Checkpoint
         from trainkit.train.saver import Saver
 
-        self.tensors, self.folder, self.behind, self.seconds = tensors, folder, behind, 0.0
-        self.saver = Saver(Checkpoint(keep_last=1, save_async=behind), folder, self._ended)
+        self.tensors, self.folder, self.behind = tensors, folder, behind
+        self.saver = Saver(Checkpoint(keep_last=1, save_async=behind), folder)
         self.work = max(0.5, 2 * gigabytes)
         self.rate = compute(self.work) if behind else 0.0
         self.loads = {f"load {how}": lambda how=how: self._load(how) for how in ("full", "size")}  # type: ignore[misc]
-
-    def _ended(self, seconds: float) -> None:
-        self.seconds = seconds
 
     def save(self, number: int) -> dict[str, float]:
         about: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "job": {}, "state": {}, "validation": {}}
@@ -96,7 +93,7 @@ class Trainkit(Side):
         began = time.perf_counter()
         self.saver.pruned()
         delete = time.perf_counter() - began
-        return {"seconds": self.seconds if self.behind else stall, "stall": stall, "lost": lost, "delete": delete}
+        return {"seconds": self.saver.took if self.behind else stall, "stall": stall, "lost": lost, "delete": delete}
 
     def _load(self, how: Any) -> None:
         from trainkit.train.checkpoint import load, newest_valid_together

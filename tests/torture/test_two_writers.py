@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -39,3 +40,19 @@ def test_who_wakes_up_late_ends_and_changes_nothing(at: str, call: int, ranks: R
     else:
         assert others == [0], log_of(run)
     assert facts(run) == facts(whole) and whole_steps(run) == whole_steps(whole)
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_a_metrics_file_that_somebody_replaced_costs_no_steps(save_async: bool, ranks: Ranks, tmp_path: Path) -> None:
+    """By an editor, a copy from elsewhere: what was trained is saved first, for nobody else has gone on with the run."""
+    run, mark = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": save_async})), tmp_path / "mark"
+
+    def replace(pids: list[int]) -> None:
+        wait_for(mark.exists, "the moment to come", 60)
+        shutil.copy(run.metrics, tmp_path / "copy")
+        os.replace(tmp_path / "copy", run.metrics)
+
+    sleep = {"do": "sleep", "at": "step", "call": 5, "when": "before", "seconds": 1.0, "mark": str(mark), "rank": 0}
+    assert ranks.run(run, 2, [sleep], replace) == [17, 17], log_of(run)
+    assert "two of them train one run" in log_of(run) and whole_steps(run)[-1] >= 6
+    assert ranks.run(run, 2) == [0, 0] and whole_steps(run) == [3, 6, 9, 12]

@@ -22,19 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from tests.train.support import MODEL, Arrays, whole
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.schema import Checkpoint as Keep
-from trainkit.runs.checkpoints import (
-    MANIFEST,
-    Chunk,
-    Damaged,
-    DataFile,
-    Manifest,
-    TensorEntry,
-    folder_of,
-    newest_valid,
-    open_checkpoint,
-    prune,
-    verify,
-)
+from trainkit.runs.checkpoints import MANIFEST, Chunk, DataFile, Manifest, TensorEntry, folder_of, newest_valid, open_checkpoint, prune, verify
+from trainkit.runs.damage import Damaged
 from trainkit.train import checkpoint, storage
 from trainkit.train.model import Transformer
 from trainkit.train.storage import Reader, TensorSavePlanner, Writer

@@ -301,10 +301,10 @@ def test_two_writers_without_a_lock_share_no_file(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(checkpoint, "locked", lambda *args, **kwargs: contextlib.nullcontext())
     publish = checkpoint._publish
 
-    def late(temporary: Path, target: Path, manifest: Manifest) -> None:
+    def late(temporary: Path, target: Path, manifest: Manifest, *args: Any) -> None:
         monkeypatch.setattr(checkpoint, "_publish", publish)
         save(tmp_path, 5, value=2.0)
-        publish(temporary, target, manifest)
+        publish(temporary, target, manifest, *args)
 
     monkeypatch.setattr(checkpoint, "_publish", late)
     with pytest.raises(NotSaved, match=r"rank-00000\.bin is missing"):

@@ -72,4 +72,5 @@ def test_all_ranks_choose_the_same(tmp_path: Path) -> None:
     assert [{what: step for what, (step, _) in of_rank.items()} for of_rank in of_ranks] == [steps, steps]
     told = {what: words for what, (_, words) in of_ranks[0].items()}
     assert "step-00000002 is damaged: rank-00001.bin does not have the hash" in told["a byte of rank 1's share"]
-    assert told["rank 1 cannot read"] == told["none is whole"] == "exit 16" and not any(of_ranks[1][what][1] for what in ("whole", "a byte of rank 1's share"))
+    assert (told["rank 1 cannot read"], told["none is whole"]) == ("exit 10", "exit 16")
+    assert not any(of_ranks[1][what][1] for what in ("whole", "a byte of rank 1's share"))

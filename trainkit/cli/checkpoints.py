@@ -14,7 +14,8 @@ from trainkit.cli.after import warn_of_another_tokenizer
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
-from trainkit.runs.checkpoints import Damaged, finished, open_checkpoint, pin, set_aside_in, step_of, valid_by_size, verify, why_kept
+from trainkit.runs.checkpoints import finished, open_checkpoint, pin, set_aside_in, step_of, valid_by_size, verify, why_kept
+from trainkit.runs.damage import Damaged, Newer
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import find_run
 
@@ -31,7 +32,7 @@ def _rows(run: RunFolder, *, hashes: bool) -> list[dict[str, Any]]:
             c = open_checkpoint(folder)
             row |= {"bytes": c.bytes, "layout": c.manifest.layout, "validation": c.manifest.validation}
             row["problems"] = verify(folder) if hashes else []
-        except Damaged as damaged:
+        except (Damaged, Newer) as damaged:
             row["problems"] = damaged.problem_list
         rows.append(row | {"checked": "full" if hashes else "size"})
     for folder in set_aside_in(run.checkpoints):

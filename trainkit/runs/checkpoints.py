@@ -5,15 +5,20 @@ A folder step-NNNNNNNN whose manifest.json fits its files is a checkpoint; nothi
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
 import random
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
@@ -21,17 +26,20 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import fsync_folder, remove, write_text
 from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.runs.damage import ASIDE, Damaged, Missing, Newer, Unreadable, unread
 
 MANIFEST = "manifest.json"
 PINNED = "pinned"  # a file of this name in a checkpoint's folder: it stays
 FINISHED = re.compile(r"step-(\d{8,})")
 UNFINISHED = ".tmp"
-ASIDE = ".damaged"  # what stood in a checkpoint's place and was none: it neither counts nor goes, a person may want to look
+MISSING = " is missing"
 ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}  # bytes of an element by dtype
+PAUSES = (0.5, 2.0)  # seconds between looks at what may only seem to be gone: a stale handle, too many open files, a remote folder as it was
 SAMPLED = 8  # verify = "sample" hashes one file of so many
 Numbers = tuple[NonNegativeInt, ...]
 Verify = Literal["size", "sample", "full"]
+Seen = TypeVar("Seen")
 COUNTS = {  # whole numbers of `state`
     "optimizer_steps",
     "growth_tracker",
@@ -106,14 +114,6 @@ def _seal(body: bytes) -> str:
     return f',"xxh128":"{xxhash.xxh3_128_hexdigest(body)}"}}'
 
 
-class Damaged(TrainkitError):
-    """A checkpoint that must not be read (exit 16)."""
-
-    def __init__(self, folder: Path, problems: list[str]) -> None:
-        self.problem_list = problems
-        super().__init__(f"checkpoint {folder} is damaged: {'; '.join(problems)}", exit=Exit.NO_CHECKPOINT)
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A folder with its checked manifest."""
@@ -142,8 +142,13 @@ def unfinished(folder: Path) -> Path:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename what is damaged, so that nobody takes it for a checkpoint again; returns where it is now. Raises OSError as the disk does."""
-    return folder.rename(folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{ASIDE}"))
+    """Rename what is damaged, so that nobody takes it for a checkpoint again; returns where it is now. To be called under the lock of writers.
+
+    Raises OSError as the disk does.
+    """
+    aside = folder.rename(folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{ASIDE}"))
+    fsync_folder(folder.parent)
+    return aside
 
 
 def set_aside_in(checkpoints: Path) -> list[Path]:
@@ -163,35 +168,78 @@ def finished(checkpoints: Path) -> list[Path]:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read and check a checkpoint's manifest, and its files' sizes. Raises Damaged with all that is wrong."""
-    return checked(folder, read_manifest(folder))
+    """Read and check a checkpoint's manifest, and its files' sizes, in one look. Raises Damaged with all that is wrong, Newer."""
+    try:
+        return checked(folder, read_manifest(folder))
+    except OSError as error:
+        raise Unreadable(folder, [unread(error)]) from None
+
+
+def look_at(folder: Path) -> bytes:
+    """The content of a manifest that is right and fits its files' sizes. Raises Damaged with all that is wrong, after some pauses where it may pass; Newer."""
+
+    def look() -> bytes:
+        content = read_manifest(folder)
+        checked(folder, content)
+        return content
+
+    try:
+        return _patiently(look)
+    except OSError as error:
+        raise Unreadable(folder, [unread(error)]) from None
+
+
+def _patiently(look: Callable[[], Seen]) -> Seen:
+    """Raises what the last of some looks has met."""
+    for seconds in PAUSES:
+        try:
+            return look()
+        except (OSError, Missing):
+            time.sleep(seconds)
+    return look()
+
+
+def _hidden(path: Path) -> bool:
+    """Whether its folder lists it, and it cannot be found nevertheless. A remote file system is asked anew for a list."""
+    return not os.path.lexists(path) and path.name in os.listdir(path.parent)
 
 
 def read_manifest(folder: Path) -> bytes:
-    """Raises Damaged where there is none."""
+    """Raises Damaged where there is none, and OSError as the disk does."""
+    path = folder / MANIFEST
     try:
-        if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
+        if path.exists() and not path.is_file():
             raise Damaged(folder, [f"{MANIFEST} is no file"])  # of a pipe one would wait for ever
-        return (folder / MANIFEST).read_bytes()
-    except OSError as error:
-        raise Damaged(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if _hidden(path):
+                raise OSError(errno.ESTALE, "it is listed and cannot be found", str(path)) from None
+        raise Missing(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
 
 
 def checked(folder: Path, content: bytes) -> Checkpoint:
-    """A folder whose manifest has this content and fits its files' sizes. Raises Damaged with all that is wrong."""
+    """A folder whose manifest has this content and fits its files' sizes. Raises Damaged with all that is wrong, Newer, and OSError as the disk does."""
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        raise Damaged(folder, [f"{MANIFEST}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]) from None
+        problems = [f"{MANIFEST}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
+        unknown = any(e["type"] == "extra_forbidden" or e["loc"] == ("schema",) for e in error.errors())
+        raise (Newer if unknown and _sealed(content) else Damaged)(folder, problems) from None
     problems = [*_manifest_problems(folder, manifest, content), *file_problems(folder, manifest), *_tensor_problems(manifest)]
     if problems:
-        raise Damaged(folder, problems)
+        raise (Missing if any(problem.endswith(MISSING) for problem in problems) else Damaged)(folder, problems)
     return Checkpoint(folder, manifest)
 
 
-def _manifest_problems(folder: Path, manifest: Manifest, content: bytes) -> Iterator[str]:
+def _sealed(content: bytes) -> bool:
+    """Whether it ends with the hash of all before: nothing has changed since it was written."""
     end = len(content) - len(_seal(b""))
-    if manifest.xxh128 and content[end:] != _seal(content[:end]).encode():
+    return content[end:] == _seal(content[:end]).encode()
+
+
+def _manifest_problems(folder: Path, manifest: Manifest, content: bytes) -> Iterator[str]:
+    if manifest.xxh128 and not _sealed(content):
         yield f"{MANIFEST} does not have the hash {manifest.xxh128}"
     for name, value in manifest.state.items():
         if name in COUNTS and (type(value) is not int or value < 0):
@@ -201,16 +249,26 @@ def _manifest_problems(folder: Path, manifest: Manifest, content: bytes) -> Iter
 
 
 def file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Which of a manifest's files are not in a folder, or have other sizes."""
+    """Which of a manifest's files are not in a folder, or have other sizes. Raises OSError as the disk does."""
     for file in manifest.files:
         if file.path != Path(file.path).name or file.path in ("", ".", ".."):
             yield f"{file.path!r} is no plain file name"
             continue
         path = folder / file.path
         if path.is_symlink() or not path.is_file():
-            yield f"{file.path} is missing"
-        elif path.stat().st_size != file.bytes:
-            yield f"{file.path} has {path.stat().st_size} bytes, not {file.bytes}"
+            if _hidden(path):
+                raise OSError(errno.ESTALE, "it is listed and cannot be found", str(path))
+            yield file.path + MISSING
+        elif (there := _size(path, file.bytes)) != file.bytes:
+            yield f"{file.path} has {there} bytes, not {file.bytes}"
+
+
+def _size(path: Path, expected: int) -> int:
+    """In bytes. A remote file system may remember another size; it asks again when a file is opened."""
+    if path.stat().st_size == expected:
+        return expected
+    with open(path, "rb", buffering=0) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def _tensor_problems(manifest: Manifest) -> Iterator[str]:
@@ -254,16 +312,17 @@ def files_to_hash(manifest: Manifest, how: Verify) -> list[DataFile]:
     return sorted(chosen, key=lambda file: file.path)
 
 
-def wrong_hashes(folder: Path, files: Iterable[DataFile]) -> list[str]:
-    """Reads these files of a checkpoint and names those that are not what their writer wrote."""
-    problems = []
+def wrong_hashes(folder: Path, files: Iterable[DataFile]) -> tuple[list[str], list[str]]:
+    """Reads these files of a checkpoint and names (those that are not what their writer wrote; the first that could not be read, where it ends)."""
+    problems: list[str] = []
     for file in files:
         try:
-            if _xxh128(folder / file.path) != file.xxh128:
+            if _patiently(partial(_xxh128, folder / file.path)) != file.xxh128:
                 problems.append(f"{file.path} does not have the hash {file.xxh128}")
-        except OSError as error:  # a bad sector
-            problems.append(f"{file.path} cannot be read: {error.strerror}")
-    return problems
+        except OSError as error:
+            error.filename = error.filename or str(folder / file.path)  # a bad sector has no name
+            return problems, [unread(error)]
+    return problems, []
 
 
 def _xxh128(path: Path) -> str:
@@ -275,15 +334,22 @@ def _xxh128(path: Path) -> str:
 
 
 def open_whole(folder: Path, how: Verify = "full") -> Checkpoint:
-    """A checkpoint whose manifest and sizes are right, and the hashes that `how` asks for. Raises Damaged with all that is wrong."""
-    found = open_checkpoint(folder)
-    if problems := wrong_hashes(folder, files_to_hash(found.manifest, how)):
-        raise Damaged(folder, problems)
-    return found
+    """A checkpoint whose manifest and sizes are right, and the hashes that `how` asks for. Raises Damaged with all that is wrong, and Newer."""
+    manifest = Manifest.model_validate_json(look_at(folder))
+    refuse_damaged(folder, *wrong_hashes(folder, files_to_hash(manifest, how)))
+    return Checkpoint(folder, manifest)
+
+
+def refuse_damaged(folder: Path, wrong: list[str], unread: list[str]) -> None:
+    """Raises Damaged where anything is wrong, else Unreadable where anything could not be read."""
+    if wrong:
+        raise Damaged(folder, [*wrong, *unread])
+    if unread:
+        raise Unreadable(folder, unread)
 
 
 def verify(folder: Path, how: Verify = "full") -> list[str]:
-    """Everything wrong with a checkpoint, an empty list if nothing is."""
+    """Everything wrong with a checkpoint, an empty list if nothing is. Raises Newer."""
     try:
         open_whole(folder, how)
     except Damaged as damaged:
@@ -303,14 +369,23 @@ def newest_valid(
         folders: which there are, oldest first; by default all that are finished.
 
     Raises:
+        Unreadable: exit 10, for one a disk may be to blame; the second that could not be read shows that it is the way to all of them. Also where no other
+            is whole.
+        Newer: exit 3, the newest is of a form that is not known here.
         TrainkitError: exit 16, there are checkpoints but none is valid.
     """
-    folders = finished(checkpoints) if folders is None else folders
+    folders, unreadable = finished(checkpoints) if folders is None else folders, list[Unreadable]()
     for folder in reversed(folders):
         try:
             return opened(folder)
         except Damaged as damaged:
+            if isinstance(damaged, Unreadable):
+                unreadable.append(damaged)
+            if len(unreadable) > 1:
+                break
             on_damage(damaged.message)
+    if unreadable:
+        raise unreadable[-1]
     if folders:
         raise TrainkitError(
             f"none of the {len(folders)} checkpoints in {checkpoints} is valid",
@@ -329,7 +404,7 @@ def valid_by_size(checkpoints: Path) -> list[Checkpoint]:
     for folder in finished(checkpoints):
         try:
             found.append(open_checkpoint(folder))
-        except (Damaged, OSError):
+        except (TrainkitError, OSError):
             continue
     return found
 
@@ -358,29 +433,37 @@ def why_kept(found: list[Checkpoint], keep: Keep, newest: int) -> dict[int, list
     return reasons
 
 
-def prune(checkpoints: Path, keep: Keep, newest: int) -> list[int]:
+def prune(checkpoints: Path, keep: Keep, newest: int, alone: contextlib.AbstractContextManager[object] | None = None) -> list[int]:
     """Delete what `why_kept` gives no reason for; returns those steps. The checkpoint of step `newest` was just saved and stays.
 
-    Damaged ones neither count nor go: a person may want to look. One that goes is renamed first, so that it is never half there.
+    Damaged ones neither count nor go: a person may want to look. Those that go are renamed first, within `alone` (the lock of writers), so that none is ever
+    half there. Where the newest is not there any more, others have gone on with the run, perhaps from what would go: nothing is deleted.
     Raises OSError where one cannot be deleted; all others that go are gone then.
     """
-    found = valid_by_size(checkpoints)
     gone: list[int] = []
     failures: list[OSError] = []
-    reasons = why_kept(found, keep, newest)
-    for c in found:
-        if reasons[c.manifest.step] or c.manifest.step == newest:
-            continue
-        try:
-            going = c.folder.rename(unfinished(c.folder))
-            if (going / PINNED).exists():  # a moment ago
-                going.rename(c.folder)
+    going: list[tuple[int, Path]] = []
+    with alone or contextlib.nullcontext():
+        found = valid_by_size(checkpoints)
+        reasons = why_kept(found, keep, newest) if any(c.manifest.step == newest for c in found) else {}
+        for c in found:
+            if reasons.get(c.manifest.step, ["stays"]) or c.manifest.step == newest:
                 continue
-            remove(going)
+            try:
+                renamed = c.folder.rename(unfinished(c.folder))
+                if (renamed / PINNED).exists():  # a moment ago
+                    renamed.rename(c.folder)
+                else:
+                    going.append((c.manifest.step, renamed))
+            except OSError as error:
+                failures.append(error)
+    for step, renamed in going:
+        try:
+            remove(renamed)
         except OSError as error:
             failures.append(error)
         else:
-            gone.append(c.manifest.step)
+            gone.append(step)
     if failures:
         raise failures[0]
     return gone

@@ -8,7 +8,7 @@ import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,18 +26,18 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove
 from trainkit.base.locks import Busy, locked
 from trainkit.runs.checkpoints import (
+    PINNED,
     UNFINISHED,
     Checkpoint,
-    Damaged,
     Manifest,
     Verify,
-    checked,
     file_problems,
     files_to_hash,
     finished,
     folder_of,
+    look_at,
     newest_valid,
-    read_manifest,
+    refuse_damaged,
     set_aside,
     step_of,
     unfinished,
@@ -45,6 +45,7 @@ from trainkit.runs.checkpoints import (
     wrong_hashes,
 )
 from trainkit.runs.checkpoints import note_evaluation as write_evaluation
+from trainkit.runs.damage import Damaged, Newer, Unreadable
 from trainkit.train.storage import DTYPE_NAMES, Reader, TensorLoadPlanner, TensorSavePlanner, Writer
 
 LOCK = "writer.lock"  # held by rank 0 while it publishes
@@ -69,7 +70,7 @@ class About:
     validation: dict[str, float] = field(default_factory=dict)
 
 
-def _on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], str | None], what: str) -> str:
+def on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], str | None], what: str) -> str:
     """Do it on rank 0 and return on all ranks what it returned. What goes wrong is raised on all: NotSaved for what the disk did, else a TrainkitError."""
     told: list[tuple[str, int | None, str]] = [("", 0, "")]
     if dist.get_rank() == 0:
@@ -93,41 +94,54 @@ def refuse_without_locks(checkpoints: Path) -> None:
     """
 
     def take() -> None:
-        with contextlib.suppress(Busy), locked(checkpoints / LOCK, {"host": os.uname().nodename}, wait=False):
+        with contextlib.suppress(Busy), alone(checkpoints):
             pass
 
-    _on_rank_0(None, take, f"cannot write to {checkpoints}")
+    on_rank_0(None, take, f"cannot write to {checkpoints}")
 
 
 def _prepare(checkpoints: Path, temporary: Path) -> None:
-    """An empty folder to write into. Called under the lock: what is unfinished there was left by the dead."""
+    """An empty folder to write into."""
     checkpoints.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir()
+
+
+def _clean(checkpoints: Path, mine: Path) -> None:
+    """Called under the lock: what else is unfinished there was left by the dead."""
     for stale in checkpoints.glob(f"step-*{UNFINISHED}"):
+        if stale == mine:
+            continue
         try:
             remove(stale)
         except OSError as error:  # it costs room and nothing else
             print(f"WARNING: {stale} is left of a save that failed, and could not be deleted: {error}", file=sys.stderr, flush=True)
-    temporary.mkdir()
 
 
-def _refuse_without_room(checkpoints: Path, needed: int) -> None:
-    disk = os.statvfs(checkpoints)
-    free = disk.f_bavail * disk.f_frsize
+def _refuse_without_room(checkpoints: Path, make_room: Callable[[], None], needed: int) -> None:
+    """Raises OSError where there is none after all that can be done for it."""
+
+    def free_bytes() -> int:
+        disk = os.statvfs(checkpoints)
+        return disk.f_bavail * disk.f_frsize
+
+    if (free := free_bytes()) < needed:
+        make_room()
+        free = free_bytes()
     if free < needed:
         raise OSError(f"it needs {needed / 1e9:.3f} GB, and {checkpoints} has {free / 1e9:.3f} GB free")
 
 
-def _publish(temporary: Path, target: Path, manifest: Manifest) -> None:
-    """Make a folder of whole files a checkpoint."""
+def _publish(temporary: Path, target: Path, manifest: Manifest, passed: Collection[int] = ()) -> None:
+    """Make a folder of whole files a checkpoint. What resume has passed over, of one of the steps `passed`, makes way."""
     manifest.write(temporary)
     if problems := [*file_problems(temporary, manifest)]:  # one that took us for dead deleted it
         raise NotSaved(f"the files of checkpoint {target} have changed since they were written: {'; '.join(problems[:3])}")
-    if os.path.lexists(target):  # only a damaged one that resume passed over may be in the way
-        if not verify(target):
+    if os.path.lexists(target):
+        if manifest.step not in passed and not verify(target):
             words = f"{target} was written by another process while this one trained: two of them train one run"
             raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; what the other has written is whole")
         aside = set_aside(target)
-        print(f"WARNING: {target} was damaged; it is now {aside.name}", file=sys.stderr, flush=True)
+        print(f"WARNING: {target} was passed over; it is now {aside.name}", file=sys.stderr, flush=True)
     publish_folder(temporary, target)
 
 
@@ -138,6 +152,8 @@ def save(
     group: dist.ProcessGroup | None = None,
     before: Callable[[], None] = lambda: None,
     moved: Callable[[], None] = lambda: None,
+    deleting: Callable[[], object] | None = None,
+    passed: Collection[int] = (),
     **about: Any,
 ) -> Checkpoint:
     """Write and publish a checkpoint; called by all ranks together. Every rank writes, hashes and fsyncs its file in step-N.TOKEN.tmp, a name that only
@@ -149,6 +165,8 @@ def save(
         group: over all ranks, on the CPU; by default the default one.
         before: done by rank 0 first; its OSError counts as the disk's.
         moved: called after every part that this rank has written.
+        deleting: waits for a deletion under way. With it what is unfinished there is deleted only where there is no room, for time is short.
+        passed: steps whose checkpoint may be replaced: it was passed over.
         about: the fields of About.
 
     Returns the checkpoint (its manifest's tables of files and tensors are empty on other ranks than 0).
@@ -164,17 +182,24 @@ def save(
         def begin() -> str:
             before()
             temporary = unfinished(target)
-            held.enter_context(locked(checkpoints / LOCK, {"host": os.uname().nodename}, wait=False))
+            held.enter_context(alone(checkpoints))
             held.callback(shutil.rmtree, temporary, ignore_errors=True)  # once published it has another name
             _prepare(checkpoints, temporary)
+            if deleting is None:
+                _clean(checkpoints, temporary)
             return temporary.name
 
-        temporary = target.with_name(_on_rank_0(group, begin, f"cannot begin checkpoint {target}"))
-        writer = Writer(temporary, rank, moved, room=partial(_refuse_without_room, checkpoints))
+        def make_room() -> None:
+            if deleting is not None:
+                deleting()
+                _clean(checkpoints, temporary)
+
+        temporary = target.with_name(on_rank_0(group, begin, f"cannot begin checkpoint {target}"))
+        writer = Writer(temporary, rank, moved, room=partial(_refuse_without_room, checkpoints, make_room))
         _write(writer, tensors, group, target)
         versions = {"trainkit": trainkit.__version__, "torch": torch.__version__, "python": platform.python_version()}
         manifest = Manifest(files=tuple(writer.files), tensors=writer.tensors, versions=versions, **facts.__dict__)
-        _on_rank_0(group, lambda: _publish(temporary, target, manifest), f"cannot publish checkpoint {target}")
+        on_rank_0(group, lambda: _publish(temporary, target, manifest, passed), f"cannot publish checkpoint {target}")
     return Checkpoint(target, manifest)
 
 
@@ -187,10 +212,15 @@ def _write(writer: Writer, tensors: Mapping[str, Tensor], group: dist.ProcessGro
         raise (NotSaved if disk else RuntimeError)(words) from error
 
 
+def alone(checkpoints: Path) -> contextlib.AbstractContextManager[None]:
+    """The lock of writers, for rank 0; entering it raises Busy where another one publishes."""
+    return locked(checkpoints / LOCK, {"host": os.uname().nodename}, wait=False)
+
+
 def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) -> None:
     """As that of runs/checkpoints.py, under the lock; this process alone. Raises TrainkitError and OSError."""
     try:
-        with locked(checkpoints / LOCK, {"host": os.uname().nodename}, wait=False):
+        with alone(checkpoints):
             write_evaluation(checkpoints, step, validation)
     except Busy as busy:
         raise NotSaved(str(busy)) from None
@@ -202,47 +232,73 @@ def _first_failure(error: CheckpointException, what: str) -> tuple[str, bool]:
     return f"rank {rank} {what}: {type(reason).__name__}: {reason}", all(isinstance(why, OSError) for why, _ in error.failures.values())
 
 
-def newest_valid_together(checkpoints: Path, how: Verify, tell: Callable[[str], None]) -> Checkpoint | None:
+def newest_valid_together(checkpoints: Path, how: Verify, tell: Callable[[str], None], passed: set[int] | None = None) -> Checkpoint | None:
     """What `newest_valid` finds, by all ranks together, which have one view of it: rank 0 reads the manifest and looks at the sizes, all others load by what
     it has read. Of the files that `how` asks for each rank hashes its share.
 
-    `tell` is told on rank 0 of what was passed over. Where another one was found, that is set aside: it may look whole to whoever does not read it, and
-    must not push out what is. Raises TrainkitError (exit 16) on all ranks where there are checkpoints and none is whole.
+    `tell` is told on rank 0 of what was passed over, and `passed` gets its steps. Where another one was found, what was read and is wrong is set aside: it may
+    look whole to whoever does not read it, and must not push out what is. Raises TrainkitError on all ranks as `newest_valid` does.
     """
     there: list[list[Path]] = [finished(checkpoints) if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(there, src=0)
+    wrong: list[tuple[Path, tuple[int, int]]] = []
+
+    def opened(folder: Path) -> Checkpoint:
+        seen = _identity(folder)
+        try:
+            return _open_together(folder, how)
+        except Damaged as damaged:
+            if not isinstance(damaged, Unreadable):
+                wrong.append((folder, seen))
+            raise
+
     on_damage = (lambda words: tell(f"passed over: {words}")) if dist.get_rank() == 0 else lambda words: None
-    found = newest_valid(checkpoints, on_damage, partial(_open_together, how=how), there[0])
-    for folder in there[0]:
-        if found and dist.get_rank() == 0 and step_of(folder) > found.manifest.step:
-            try:
-                tell(f"{folder} is now {set_aside(folder).name}")
-            except OSError as error:
-                tell(f"{folder} could not be renamed: {error}")
+    found = newest_valid(checkpoints, on_damage, opened, there[0])
+    if found and passed is not None:
+        passed.update(step for step in map(step_of, there[0]) if step > found.manifest.step)
+    if found and wrong and dist.get_rank() == 0:
+        _set_aside(checkpoints, wrong, tell)
     return found
 
 
+def _identity(folder: Path) -> tuple[int, int]:
+    """What tells a folder from another one of its name."""
+    try:
+        seen = folder.stat()
+    except OSError:
+        return 0, 0
+    return seen.st_ino, seen.st_mtime_ns
+
+
+def _set_aside(checkpoints: Path, wrong: list[tuple[Path, tuple[int, int]]], tell: Callable[[str], None]) -> None:
+    """Rename what was found damaged, but for what a person put there, and what another writer has put in its place since."""
+    try:
+        with alone(checkpoints):
+            for folder, seen in wrong:
+                if not folder.is_symlink() and not os.path.lexists(folder / PINNED) and _identity(folder) == seen:
+                    tell(f"{folder} is now {set_aside(folder).name}")
+    except (OSError, Busy, TrainkitError) as error:
+        tell(f"{', '.join(str(folder) for folder, _ in wrong)} stay under their names: {error}")
+
+
 def _open_together(folder: Path, how: Verify) -> Checkpoint:
-    """Raises Damaged on all ranks, with what any of them found."""
+    """Raises Damaged, and Newer, on all ranks, with what any of them found."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    read: list[tuple[bytes, list[str]]] = [(b"", [])]
+    read: list[tuple[bytes, type[Damaged | Newer], list[str]]] = [(b"", Damaged, [])]
     if rank == 0:
         try:
-            read = [(content := read_manifest(folder), [])]
-            checked(folder, content)
-        except Damaged as damaged:
-            read = [(b"", damaged.problem_list)]
-        except OSError as error:
-            read = [(b"", [str(error)])]
+            read = [(look_at(folder), Damaged, [])]
+        except (Damaged, Newer) as error:
+            read = [(b"", type(error), error.problem_list)]
     dist.broadcast_object_list(read, src=0)
-    content, problems = read[0]
+    content, kind, problems = read[0]
     if problems:
-        raise Damaged(folder, problems)
+        raise kind(folder, problems)
     manifest = Manifest.model_validate_json(content)
-    found: list[list[str]] = [[] for _ in range(size)]
-    dist.all_gather_object(found, wrong_hashes(folder, files_to_hash(manifest, how)[rank::size]))
-    if problems := [problem for of_rank in found for problem in of_rank]:
-        raise Damaged(folder, problems)
+    found: list[tuple[list[str], list[str]]] = [([], [])] * size
+    wrong, unread = wrong_hashes(folder, files_to_hash(manifest, how)[rank::size])
+    dist.all_gather_object(found, (wrong, [f"rank {rank}: {words}" for words in unread]))
+    refuse_damaged(folder, [words for of_rank, _ in found for words in of_rank], [words for _, of_rank in found for words in of_rank])
     return Checkpoint(folder, manifest)
 
 

@@ -30,7 +30,7 @@ class Heartbeat:
         self.path, self.rank = path, rank
         self.step = 0
         self.phase: Phase | None = None
-        self.save_seconds: float | None = None  # of the last save: what grace the next one needs
+        self.save_seconds: float | None = None  # what a stop needs for its checkpoint, by the saves so far
         self._first: int | None = None
         self._last = 0.0
         self._failed = False
@@ -46,7 +46,7 @@ class Heartbeat:
         return self.nothing_new and self.phase != "save"
 
     def saved(self, seconds: float) -> None:
-        """A save took so long; the next beat tells."""
+        """A stop needs so long for its checkpoint; the next beat tells."""
         self.save_seconds = seconds
 
     def again(self) -> None:

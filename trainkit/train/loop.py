@@ -159,9 +159,13 @@ class Trainer:
             self.evaluation_due = evaluating
             if evaluating and not stopping:  # before the save: whoever resumes from it finds this evaluation made, or told to make it
                 stopping = not self.evaluate()
+            if stopping:
+                self.saver.hurry()
             if saving or stopping:
                 self.save(last=last or stopping)
                 stopping = stopping or self.told()  # it takes long; nobody waits for another step
+        if stopping:
+            self.saver.hurry()
         self.saver.finish(last=True)
 
     def _save_first(self) -> bool:
@@ -348,7 +352,14 @@ class Trainer:
         unlogged = {"unlogged_skipped": self.since.skipped, "unlogged_nan": self.since.nan}  # the next row tells of them, whoever writes it
         state = {**self.maker.state(), **unlogged, "rollbacks": self.rollbacks, "evaluation_due": self.evaluation_due}
         about = {"step": self.step, "consumed_samples": self.consumed_samples, "layout": layout, "job": self.job.model_dump(mode="json")}
-        before = self.reporter.sync if self.reporter else lambda: None
+        after = self.reporter.metrics.refuse_another if self.reporter else lambda: None  # what was trained is saved by then
         with self.timers("checkpoint"):
-            self.saver.save(self.maker.tensors(), before=before, last=last, state=state, validation=self.validation, **about)
+            self.saver.save(self.maker.tensors(), before=self._before_save, after=after, last=last, state=state, validation=self.validation, **about)
         self.since.began += time.perf_counter() - began
+
+    def _before_save(self) -> None:
+        """On rank 0. Raises OSError as the disk does; TrainkitError (exit 17) where another attempt has gone on and saved: then it is the one that counts."""
+        if self.reporter:
+            if self.saver.others():
+                self.reporter.metrics.refuse_another()
+            self.reporter.sync()

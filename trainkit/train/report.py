@@ -99,18 +99,18 @@ class Lines:
             self._warned = True
 
     def flush(self) -> None:
-        """Make all of it durable. Raises OSError as the disk does; nothing is lost then.
-
-        Raises TrainkitError (exit 17) where the file is not ours any more: another attempt has gone on with the run, and this one was taken for dead.
-        """
-        if os.path.exists(self.path) and not os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
-            words = f"{self.path} was begun anew by another process while this one trained: two of them train one run"
-            raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; the other's checkpoints and metrics are whole")
+        """Make all of it durable. Raises OSError as the disk does; nothing is lost then."""
         if self._durable:
             return
         self._write()
         os.fsync(self._handle)
         self._warned, self._durable = False, True
+
+    def refuse_another(self) -> None:
+        """Raises TrainkitError (exit 17) where the file is not ours any more: another attempt has gone on with the run, and this one was taken for dead."""
+        if os.path.exists(self.path) and not os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
+            words = f"{self.path} was begun anew by another process while this one trained: two of them train one run, or its file was replaced by hand"
+            raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; the other's checkpoints and metrics are whole")
 
     def close(self) -> None:
         os.close(self._handle)

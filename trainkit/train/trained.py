@@ -15,7 +15,8 @@ from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Job
 from trainkit.plan.checks import indivisible
 from trainkit.plan.rules import Rules
-from trainkit.runs.checkpoints import Checkpoint, Damaged, finished, folder_of, newest_valid, open_checkpoint, verify
+from trainkit.runs.checkpoints import Checkpoint, finished, folder_of, newest_valid, open_checkpoint, verify
+from trainkit.runs.damage import Damaged
 from trainkit.runs.folder import RunFolder
 from trainkit.train import checkpoint, tensor_parallel
 from trainkit.train.model import Transformer, build_on_meta

@@ -1,0 +1,160 @@
+"""Told to stop: the checkpoint comes first, and what is deleted keeps nobody waiting, or hides what ended the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.train.test_keeping import save as save_one
+from tests.train.test_keeping import steps_in
+from trainkit.base.files import remove
+from trainkit.base.locks import locked
+from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.runs import checkpoints
+from trainkit.runs.checkpoints import folder_of, prune, set_aside
+from trainkit.train.checkpoint import LOCK, alone
+from trainkit.train.saver import Saver
+
+PATIENCE = 30.0  # seconds; what is waited for takes milliseconds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def deletion(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Deleting an old checkpoint takes until this is set."""
+    go_on = threading.Event()
+
+    def slow(path: Path) -> None:
+        assert go_on.wait(PATIENCE)
+        remove(path)
+
+    monkeypatch.setattr(checkpoints, "remove", slow)
+    yield go_on
+    go_on.set()
+
+
+def save(saver: Saver, step: int, *, last: bool = False) -> None:
+    about: dict[str, Any] = {"consumed_samples": 8 * step, "layout": {}, "job": {}, "state": {}, "validation": {}}
+    saver.save({"model.w": torch.zeros(4, 3)}, before=lambda: None, last=last, step=step, **about)
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_a_stop_does_not_wait_for_a_deletion(save_async: bool, tmp_path: Path, deletion: threading.Event) -> None:
+    saver = Saver(Keep(keep_last=1, save_async=save_async), tmp_path)
+    save(saver, 1)
+    save(saver, 2)
+    saver.finish()
+    saver.hurry()
+    save(saver, 3, last=True)
+    saver.close()
+    assert not deletion.is_set() and steps_in(tmp_path) == [2, 3] and len(list(tmp_path.glob("step-00000001.*.tmp"))) == 1
+    deletion.set()
+    saver.pruned()
+    assert not list(tmp_path.glob("*.tmp")) and steps_in(tmp_path) == [2, 3]  # after the last save nothing is deleted
+    save(Saver(Keep(keep_last=1), tmp_path), 4)
+
+
+def test_a_stop_waits_where_there_is_no_room_otherwise(tmp_path: Path, deletion: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = Saver(Keep(keep_last=1), tmp_path)
+    save(saver, 1)
+    save(saver, 2)
+    (tmp_path / "step-00000009.1a2b3c4d.tmp").mkdir()  # of the dead
+    saver.hurry()
+    asked: list[bool] = []
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        asked.append(deletion.is_set())
+        threading.Timer(0.2, deletion.set).start()
+        return SimpleNamespace(f_bavail=1000 * any(asked), f_frsize=1000)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    save(saver, 3, last=True)
+    assert asked == [False, True] and steps_in(tmp_path) == [2, 3] and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_who_waits_shows_that_it_lives(save_async: bool, tmp_path: Path, deletion: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.train.saver.BEAT", 0.05)
+    beats: list[str] = []
+    saver = Saver(Keep(keep_last=1, save_async=save_async), tmp_path, moved=lambda: beats.append(threading.current_thread().name))
+    for step in (1, 2):
+        save(saver, step)
+        saver.finish()
+    beats.clear()
+    threading.Timer(1.0, deletion.set).start()
+    save(saver, 3, last=True)
+    assert len(beats) > 5 and set(beats) == {threading.current_thread().name}
+    saver.close()
+    assert steps_in(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_the_grace_that_is_told_is_enough(save_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told in the midst of a save behind training, which takes 0.3 s: that one, and the stop's own."""
+    publish, slow = checkpoints.Manifest.write, [0.3]
+
+    def write(self: checkpoints.Manifest, folder: Path) -> None:
+        time.sleep(slow[0])
+        publish(self, folder)
+
+    monkeypatch.setattr(checkpoints.Manifest, "write", write)
+    told: list[float] = []
+    saver = Saver(Keep(keep_last=9, save_async=save_async), tmp_path, told.append)
+    save(saver, 1)
+    saver.finish()
+    slow[0] = 0.0
+    save(saver, 2, last=True)
+    assert told[0] >= (0.6 if save_async else 0.3) and told[1] >= told[0]  # the longest so far, not the last
+
+
+@pytest.mark.parametrize("error", [ValueError("no checkpoint"), OSError("gone")])
+def test_closing_raises_nothing_that_a_deletion_met(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("trainkit.train.saver.prune", fails)
+    saver = Saver(Keep(keep_last=1), tmp_path)
+    save(saver, 1)
+    save(saver, 2)
+    saver.close()
+    assert capsys.readouterr().err.count("could not be deleted: ") == 2
+
+
+def test_nothing_is_renamed_while_another_publishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saver = Saver(Keep(keep_last=1), tmp_path)
+    save(saver, 1)
+    saver.pruned()
+    save_one(tmp_path, 2)
+    with locked(tmp_path / LOCK, {"host": "other"}):
+        saver._prune(2)
+    assert steps_in(tmp_path) == [1, 2] and "'host': 'other'" in capsys.readouterr().err
+    saver._prune(2)
+    assert steps_in(tmp_path) == [2]
+
+
+def test_who_wakes_up_late_deletes_nothing_that_others_went_back_to(tmp_path: Path) -> None:
+    """Its newest was set aside meanwhile, and training went on from what it is about to delete."""
+    for step in (1, 2):
+        save_one(tmp_path, step)
+    set_aside(folder_of(tmp_path, 2))
+    assert prune(tmp_path, Keep(keep_last=1), 2, alone(tmp_path)) == [] and steps_in(tmp_path) == [1]
+    shutil.rmtree(folder_of(tmp_path, 1))
