@@ -93,7 +93,7 @@ def written_and_read(root: Path, hub: Path | None) -> dict[str, Any]:
     """Every layout writes, every layout reads all of it; what is wrong then."""
     found: dict[str, Any] = {}
     asked: list[int] = []  # room for so many bytes
-    checkpoint._refuse_without_room = lambda checkpoints, needed: asked.append(needed)
+    checkpoint._refuse_without_room = lambda checkpoints, make_room, needed: asked.append(needed)
     for model, shape in MODELS.items():
         for n, keys in enumerate(LAYOUTS.values()):
             step = made_in(root, model, keys)
