@@ -154,7 +154,8 @@ def test_a_supervisor_without_a_word_and_a_job_forgotten(accounting: SlurmProjec
     assert accounting.document("status", run.name)["attempt"] == 2
 
 
-@pytest.mark.parametrize("trouble", [pytest.param(signal.SIGSTOP, id="silent", marks=pytest.mark.slow), pytest.param(signal.SIGKILL, id="down")])
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", [pytest.param(signal.SIGSTOP, id="silent"), pytest.param(signal.SIGKILL, id="down")])
 def test_slurmdbd_in_trouble(accounting: SlurmProject, slurmdbd: Process, trouble: signal.Signals) -> None:
     """Runs are submitted and followed as ever; what it alone could tell is not known now, said so, and not noted as the truth."""
     accounting.ranks_do("beat(1); done()")

@@ -60,6 +60,7 @@ def ended(run: Path, attempt: int, since: float, seconds: float) -> dict[str, An
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_losses_through_a_killed_rank_a_crashed_host_and_a_cut_network(head: ClusterProject, cluster: Cluster) -> None:
     write_jobs(head)
     head.invoke("train", "alone")

@@ -81,6 +81,7 @@ def same_losses(boxed: Project, runtime: Oci) -> None:
     assert gone(inside, runtime)
 
 
+@pytest.mark.slow
 def test_losses_in_podman_are_those_without_a_container(project: Project, podman: Oci) -> None:
     """The one real container of the quick tests."""
     same_losses(with_box(project, podman), podman)

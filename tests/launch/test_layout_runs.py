@@ -31,6 +31,7 @@ def layout_of(run: Path, step: int) -> dict[str, Any]:
     return dict(json.loads((run / f"checkpoints/step-{step:08d}/manifest.json").read_text())["layout"])
 
 
+@pytest.mark.slow
 def test_killed_in_one_layout_resumed_in_others(project: Project) -> None:
     """Two stages, then two tensor-parallel ranks, then four ranks of both and of data; losses are those of the run that nobody disturbed."""
     slow_down(project, STEPS)

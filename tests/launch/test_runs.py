@@ -296,6 +296,7 @@ def test_a_bin_that_does_not_fit_its_idx(project: Project) -> None:
     assert "lines_text_document" in failed.stderr and project.runs() == []  # said before any rank starts
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_loudly(project: Project) -> None:
     slow_down(project, 60)
     project.invoke("train", "random")

@@ -18,7 +18,7 @@ from tests.train.test_resume import facts
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("at", "call"), [("step", 4), ("step", 6), ("write", 2)])
+@pytest.mark.parametrize(("at", "call"), [pytest.param("step", 4, marks=pytest.mark.slow), pytest.param("step", 6, marks=pytest.mark.slow), ("write", 2)])
 def test_who_wakes_up_late_ends_and_changes_nothing(at: str, call: int, ranks: Ranks, tmp_path: Path) -> None:
     """Stopped before it saves, it finds out at its next save; stopped in a save, it holds the lock, and the other one cannot save."""
     whole = new_run(job_of("1", tmp_path / "whole"))

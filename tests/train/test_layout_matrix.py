@@ -3,6 +3,7 @@ that one rank has. One world of eight, one of four, one of two and one of one ra
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from tests.train.layout_cases import LONG, SHORT, in_fp32, layout, limit, words
 from tests.train.layouts import Apart, Case, StepFound, apart, compare, comparisons, reference, run_worlds
 from tests.train.support import same
+from trainkit.base.locks import locked
 
 SMALL: dict[str, Any] = {"train_iters": 4, "global_batch_size": 8}
 SAVED = Case("gpt", layout(2, 2, sp=True, zero=3), 8, SMALL)  # TP2, PP2, DP2: the widest cut there is
@@ -46,7 +48,16 @@ ZERO_3, SPLIT = replace(ONE, ranks=2, parallelism=layout(zero=3)), replace(ONE, 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What every task of SHORT, of SAVED and LOADED, and of OVERFLOWS gave, by rank."""
-    root = tmp_path_factory.mktemp("layouts")
+    shared = tmp_path_factory.getbasetemp().parent / "layout-matrix" if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.mktemp("layouts")
+    with locked(shared / "lock", {}):  # workers of pytest share what the first of them finds
+        if not (shared / "found").exists():
+            torch.save(_found(shared), shared / "found.tmp")
+            (shared / "found.tmp").rename(shared / "found")
+        results: dict[str, list[Any]] = torch.load(shared / "found", weights_only=False)  # our own, of a moment ago
+        return results
+
+
+def _found(root: Path) -> dict[str, list[Any]]:
     tasks = comparisons(SHORT, root)
     tasks[8] = {"saved": ("tests.train.resharding:save_in", (SAVED, root)), **tasks[8]}
     for case in LOADED:

@@ -53,7 +53,7 @@ def checksums(run: RunFolder) -> list[int]:
     return [row["batch_checksum"] for row in read_rows(run.metrics) if "eval" not in row]
 
 
-@pytest.mark.parametrize("sample_order", ["native", "megatron"])
+@pytest.mark.parametrize("sample_order", [pytest.param("native", marks=pytest.mark.slow), "megatron"])  # native: tests/train/test_resume.py
 def test_killed_and_resumed_equals_uninterrupted(files: Path, tmp_path: Path, sample_order: str) -> None:
     whole = new_run(job_of(files, tmp_path / "whole", 2, sample_order))
     assert finish(start_ranks(whole, 2), 100) == [0, 0], whole.attempt(1).log(0).read_text()

@@ -34,7 +34,8 @@ def test(*, slow: bool, k: str, lint: bool) -> None:
             f"the test extra is not installed ({', '.join(missing)} missing)", hint="./inv test installs it; or pip install -e '.[test]' -c constraints.txt"
         )
     checks = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]] if lint else []
-    pytest = ["pytest", "-n", str(len(os.sched_getaffinity(0))), "--dist", "worksteal", *(["-k", k] if k else []), *([] if slow else ["-m", "not slow"])]
+    workers = len(os.sched_getaffinity(0)) + 1  # one more than processors: tests on several hosts mostly wait
+    pytest = ["pytest", "-n", str(workers), "--dist", "worksteal", *(["-k", k] if k else []), *([] if slow else ["-m", "not slow"])]
     for words in [*checks, pytest]:
         print(f"$ {' '.join(words)}", flush=True)
         code = subprocess.run([sys.executable, "-m", *words], cwd=root, check=False).returncode
