@@ -119,6 +119,7 @@ def test_text_job_from_raw_text_to_a_sample(project: Project) -> None:
     assert "prep-data lines--bpe is fresh because nothing changed since" in again
 
 
+@pytest.mark.slow
 def test_sigkill_of_everything_then_resume_is_bit_equal(project: Project) -> None:
     slow_down(project, 60)
     project.invoke("train", "random")
