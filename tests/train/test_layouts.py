@@ -13,7 +13,6 @@ Worlds = dict[int, list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.slow
 def test_first_step_equals_one_rank(worlds: Worlds, size: int) -> None:
     one = worlds[1][0]
     for rank in worlds[size]:
@@ -26,7 +25,6 @@ def test_first_step_equals_one_rank(worlds: Worlds, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.slow
 def test_three_steps_equal_one_rank(worlds: Worlds, size: int) -> None:
     """Also proves that clipping (the limit is below the norm) and weight decay see every shard."""
     assert worlds[1][0]["norm"] > 0.5
@@ -35,7 +33,6 @@ def test_three_steps_equal_one_rank(worlds: Worlds, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.slow
 def test_two_ranks_save_and_others_load_every_bit(worlds: Worlds, size: int) -> None:
     saved: Arrays = worlds[2][0]["saved"]
     assert all(same(rank["loaded"], saved) for rank in worlds[size])
