@@ -5,7 +5,7 @@
 Trains one model by the real trainer (`invoke train`, so threads are given as a user's run gives them) as one process of two threads, then as two processes
 of one thread in every layout: three rounds, every second one backwards. A ratio is the median over rounds of tokens/s over those of the one process in
 the same round: a drifting machine moves both. Loss at the last step is that of the one process to 1e-4, or the run fails. Two layouts of four processes, two a
-core, are shown once and without a claim: there each waits for a core, too. A run of one layout takes about half a minute on two quiet cores, all of it some 16 minutes.
+core, are shown once and without a claim: there each waits for a core, too. One run takes half a minute on two quiet cores, all some 16 minutes.
 
 What a step is made of, in milliseconds of rank 0. From torch's profile of two further steps of the first round, which are slower and so not in the others, and
 whose spans of gloo are matched with the peer's by the one clock of the machine: `communication` is the time in which a collective or a transfer was under way
