@@ -18,6 +18,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.process import reap, running, start, stop
 from trainkit.base.unit import PARENT_VARIABLE, error_from
+from trainkit.engines.native import cpu_sharing
 from trainkit.launch.world import port_candidates
 
 POLL_SECONDS = 0.05
@@ -65,11 +66,11 @@ def _free_port(seed: str, address: str) -> int:
 
 def _environment(ranks: int, device_type: str, folder: Path) -> dict[str, str]:
     """What all ranks have of torch's variables (PyTorch documentation, "torchrun")."""
-    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))} if device_type == "cpu" else {}
+    sharing = cpu_sharing(ranks, os.environ) if device_type == "cpu" else {}
     address = "127.0.0.1"
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(_free_port(str(folder), address)), "GLOO_SOCKET_IFNAME": "lo"}
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    return {**os.environ, **threads, **meeting, **sizes, PARENT_VARIABLE: str(os.getpid())}
+    return {**os.environ, **sharing, **meeting, **sizes, PARENT_VARIABLE: str(os.getpid())}
 
 
 class _Team:
