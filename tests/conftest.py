@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests import forkserver
 
 settings.register_profile("shared-machine", deadline=None)  # an example that another process delays is no finding
 settings.load_profile("shared-machine")
@@ -62,6 +66,27 @@ training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 30, lr =
 """
 
 
+SERVER: pytest.StashKey[forkserver.Server] = pytest.StashKey()
+ADDRESS = "forkserver"  # what pytest-xdist tells its workers
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One fork server a test run, of the process that is nobody's worker."""
+    if (given := getattr(config, "workerinput", None)) is not None:
+        return forkserver.use(lambda: str(given[ADDRESS]))
+    folder = tempfile.mkdtemp(prefix="trainkit-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    config.stash[SERVER] = server = forkserver.Server(Path(folder))
+    config.add_cleanup(server.close)
+    return forkserver.use(server.address)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist makes a worker."""
+    node.workerinput[ADDRESS] = node.config.stash[SERVER].address()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-cluster", action="store_true", help="fail, not skip, where tests cannot have hosts or podman")
 
@@ -81,7 +106,7 @@ class Project:
     def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
         """Start `invoke WORDS...` in a session of its own."""
         argv, pipe, env = [sys.executable, "-m", "invoke", *words], subprocess.PIPE, self.environment(**more)
-        return subprocess.Popen(argv, cwd=self.path, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        return forkserver.Popen(argv, cwd=self.path, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
     def invoke(self, *words: str, exit: int = 0, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
         """Run `invoke WORDS...`; fails unless it ends with `exit`. No task may ever show a traceback."""

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests import forkserver
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -55,7 +57,7 @@ def run_ranks(world_size: int, target: str, *args: Any, timeout: float = 120) ->
         for rank, environment in enumerate(rank_environments(world_size)):
             with open(folder / f"{rank}.log", "wb") as log:
                 argv = [sys.executable, "-m", "tests.distributed", str(folder)]
-                children.append(subprocess.Popen(argv, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+                children.append(forkserver.Popen(argv, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
         codes = finish(children, timeout)
         if any(codes):
             logs = [f"--- rank {rank}, exit {code}\n{(folder / f'{rank}.log').read_text()}" for rank, code in enumerate(codes)]

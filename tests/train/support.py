@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests import forkserver
 from tests.distributed import ROOT, rank_environments
 from trainkit.jobs.schema import Checkpoint, Cluster, Dataset, Job, Model, Training
 from trainkit.runs.checkpoints import folder_of, open_checkpoint
@@ -70,7 +71,7 @@ def start_ranks(run: RunFolder, ranks: int) -> list[subprocess.Popen[bytes]]:
         reports = {"TORCHELASTIC_ERROR_FILE": str(attempt.error(rank)), "TRAINKIT_HEARTBEAT_FILE": str(attempt.heartbeat(rank))}
         argv = [sys.executable, "-I", str(ROOT / "trainkit/train/main.py"), str(run.path), "--attempt", "1"]
         with open(attempt.log(rank), "ab") as log:
-            children.append(subprocess.Popen(argv, env=environment | reports, stdout=log, stderr=subprocess.STDOUT))
+            children.append(forkserver.Popen(argv, env=environment | reports, stdout=log, stderr=subprocess.STDOUT))
     return children
 
 

@@ -1,0 +1,438 @@
+"""Python programs that start in milliseconds: forked from one process that has imported what they all import.
+
+A rank's imports cost 3.6 s of a processor, a task's 0.4 s; a test run starts thousands of both. The
+server imports everything once. `Popen` is subprocess.Popen but for one thing: a program of this
+interpreter (`python FILE`, `python -m MODULE`, with -I, -P, -S, -u) is not executed but forked from the
+server, and so are the programs that it starts: supervisor, agent and ranks of a run are processes of
+their own with the parents, sessions, pipes, marks and command lines that they really have. What differs:
+`sys.flags`, and trainkit is the checkout's, not the run's snapshot. Tests of just these, of what
+is imported, and of other programs start real ones: `subprocess.Popen`.
+
+The server never has threads, so forking it is safe. It ends when its controller closes the pipe.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PRELOADED = (  # what ranks, tasks, supervisors, agents and stages import; nothing that reads the environment
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "trainkit.train.loop",
+    "trainkit.train.main",
+    "trainkit.cli.tasks",
+    "trainkit.cli.run",
+    "trainkit.cli.ending",
+    "trainkit.launch.supervisor",
+    "trainkit.launch.agent_loop",
+    "trainkit.stages.prep_data",
+    "trainkit.stages.task",
+    "trainkit.data.shard",
+    "trainkit.data.merge",
+    "trainkit.data.ready",
+)
+ARGV_ROOM, ENVIRONMENT_ROOM = 4096, 65536  # bytes that /proc can show of them
+PADDING = "TRAINKIT_TESTS_PADDING"
+ALONE = frozenset({"-I", "-P"})  # options by which the script's folder and the working folder are no places of modules
+OPTIONS = ALONE | {"-S", "-u"}
+
+
+# --- What a program is
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Python program by its command line: a file or a module, its words, and where its modules are looked for first."""
+
+    module: str | None
+    file: str
+    words: tuple[str, ...]
+    first: str | None
+
+    @classmethod
+    def read(cls, argv: Sequence[str]) -> Program | None:
+        """None for what only an interpreter of its own can run. See `executed`."""
+        if not argv or argv[0] != sys.executable:
+            return None
+        rest = list(argv[1:])
+        options = set()
+        while rest and rest[0] in OPTIONS:
+            options.add(rest.pop(0))
+        alone = bool(options & ALONE)
+        if len(rest) > 1 and rest[0] == "-m":
+            return cls(rest[1], rest[1], tuple(rest[2:]), None if alone else "")
+        if rest and rest[0].endswith(".py"):
+            return cls(None, rest[0], tuple(rest[1:]), None if alone else os.path.dirname(os.path.abspath(rest[0])))
+        return None
+
+    def run(self) -> None:
+        """As `python` would: never returns but by an exception."""
+        sys.argv = [self.file, *self.words]
+        base = [path for path in sys.path if path not in ("", str(ROOT))]
+        sys.path[:] = base if self.first is None else [self.first or os.getcwd(), *base]
+        importlib.invalidate_caches()
+        if self.module:
+            runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(self.file, run_name="__main__")
+
+
+def executed(argv: Sequence[str]) -> list[str]:
+    """What argv becomes at once: a node's script without a prolog (trainkit/launch/session.py) is nothing but `exec PROGRAM "$1"`."""
+    if len(argv) == 3 and argv[0] == "/bin/bash":
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            lines = [line for line in Path(argv[1]).read_text().splitlines() if not line.startswith("#")]
+            if len(lines) == 2 and lines[0] == "set -e" and lines[1].startswith("exec ") and lines[1].endswith(' "$1"'):
+                return [*shlex.split(lines[1])[1:-1], argv[2]]
+    return list(argv)
+
+
+# --- The child's side of a fork: what exec would have done
+
+_kept: list[Any] = []  # what the parent's stack still holds must not be closed or flushed by us
+
+
+def _become(argv: Sequence[str], environment: Mapping[bytes, bytes]) -> None:
+    """Take the command line, environment and signals of a fresh process."""
+    gc.freeze()
+    gc.enable()
+    sys.orig_argv[:] = argv
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    threading.settrace(None)  # type: ignore[arg-type]
+    atexit._clear()
+    os.environb.clear()  # from now on C's own pointers do not point at what /proc shows
+    os.environb.update(environment)
+    _show(45, argv_bytes := b"\0".join(os.fsencode(word) for word in argv) + b"\0")
+    _show(47, b"\0".join(name + b"=" + value for name, value in environment.items()) + b"\0")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_bytes(os.path.basename(argv_bytes.partition(b"\0")[0]))
+    _kept.extend([sys.stdin, sys.stdout, sys.stderr])
+    unbuffered = "-u" in argv[: len(argv) - 1]
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(_opened(0, "rb"), encoding="utf-8")
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(_opened(1, "wb"), encoding="utf-8", line_buffering=_is_terminal(1), write_through=unbuffered)
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(_opened(2, "wb"), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    if torch := sys.modules.get("torch"):  # it has read these variables of the server's environment
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else len(os.sched_getaffinity(0)))
+
+
+def _opened(handle: int, mode: str) -> Any:
+    try:
+        return open(handle, mode, closefd=False)
+    except OSError:
+        return open(os.devnull, mode)
+
+
+def _is_terminal(handle: int) -> bool:
+    try:
+        return os.isatty(handle)
+    except OSError:
+        return False
+
+
+def _show(field: int, text: bytes) -> None:
+    """Write over the memory that /proc/PID/cmdline (from 45) or environ (47) shows, as far as there is room (proc(5), stat)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, room = int(fields[field]), int(fields[field + 1]) - int(fields[field])
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(text[: room - 1].ljust(room, b"\0"))
+
+
+def _run(program: Program) -> int:
+    """Run to its end; the exit code, what it says at the end said."""
+    try:
+        program.run()
+        code = 0
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            code = (error.code or 0) & 0xFF
+        else:
+            print(error.code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return code
+
+
+_execute: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-defined]
+
+
+def _fork(*given: Any) -> int:
+    """In the place of CPython's fork_exec(): Modules/_posixsubprocess.c says what its arguments mean."""
+    (argv, _, close_fds, keep, cwd, environment, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, error_read, error_write) = given[:14]
+    restore_signals, start_new_session, process_group = given[14:17]
+    preexec = given[21]
+    argv = executed([os.fsdecode(word) for word in argv])
+    program = Program.read(argv)
+    if program is None:
+        return _execute(*given)
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        try:
+            _connect(p2cread, c2pwrite, errwrite)
+            if cwd is not None:
+                os.chdir(cwd)
+            if start_new_session:
+                os.setsid()
+            if process_group >= 0:
+                os.setpgid(0, process_group)
+            if preexec is not None:
+                preexec()
+        except OSError as error:
+            os.write(error_write, b"OSError:%x:noexec" % (error.errno or 0))
+            os._exit(255)
+        if close_fds:
+            _close_all(set(keep) - {error_write})
+        else:
+            os.close(error_write)
+        pairs = os.environb.items() if environment is None else [pair.partition(b"=")[::2] for pair in environment]
+        _become(argv, dict(pairs))
+        os._exit(_run(program))
+    finally:
+        os._exit(255)
+
+
+def _connect(*handles: int) -> None:
+    """The given ones as 0, 1 and 2; -1 leaves one as it is."""
+    copies = [os.dup(handle) if handle >= 0 else -1 for handle in handles]
+    for target, copy in enumerate(copies):
+        if copy >= 0:
+            os.dup2(copy, target)
+            os.close(copy)
+
+
+def _close_all(keep: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in keep:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+# --- The server
+
+
+def serve(listener: socket.socket, control: int) -> None:
+    """Import everything, then fork for whoever connects, until `control` is at its end."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    subprocess._fork_exec = _fork  # type: ignore[attr-defined]
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # a program may be imported already
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps those that answer for a program
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    assert threading.active_count() == 1
+    while True:
+        ready, _, _ = select.select([listener, control], [], [])
+        if control in ready:
+            return
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            _answer(connection, [listener.fileno(), control])
+        connection.close()
+
+
+def _answer(connection: socket.socket, close: Sequence[int]) -> None:
+    """Start one program and say its pid, then how it ended. It is its parent: a process for each, so that none waits for another."""
+    try:
+        for handle in close:
+            os.close(handle)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        order, handles = _receive(connection)
+        pid = os.fork()
+        if pid == 0:
+            _connect(*handles)
+            _close_all(set())
+            _start(order)
+        for handle in handles:
+            os.close(handle)
+        connection.sendall(f"{pid}\n".encode())
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(OSError):
+            connection.sendall(f"{status}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def _start(order: Mapping[str, Any]) -> None:
+    """In the program's own process."""
+    try:
+        os.chdir(order["cwd"])
+        if order["session"]:
+            os.setsid()
+        program = Program.read(order["argv"])
+        assert program is not None
+        pairs = [bytes.fromhex(pair).partition(b"=")[::2] for pair in order["environment"]]
+        _become(order["argv"], dict(pairs))
+        os._exit(_run(program))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(255)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """One line of JSON, and the file descriptors that came with its first byte."""
+    handles = array.array("i")
+    data, ancillary, _, _ = connection.recvmsg(65536, socket.CMSG_SPACE(64 * handles.itemsize))
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            handles.frombytes(content[: len(content) - len(content) % handles.itemsize])
+    while not data.endswith(b"\n"):
+        more = connection.recv(65536)
+        assert more, "the caller is gone"
+        data += more
+    return json.loads(data), list(handles)
+
+
+# --- The caller's side
+
+
+class Server:
+    """The server of one test run, started when it is first asked for. It answers as soon as it has imported everything."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "forkserver"
+        self._started: tuple[subprocess.Popen[bytes], int] | None = None
+
+    def address(self) -> str:
+        """Where it listens."""
+        if self._started is None:
+            reader, writer = os.pipe()
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(self._path))
+                listener.listen(512)
+                argv = [sys.executable, "-m", "tests.forkserver", str(listener.fileno()), str(reader), "x" * ARGV_ROOM]
+                # PASSIVE: threads that wait for others do not spin; this is read when torch is loaded
+                environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", PADDING: "x" * ENVIRONMENT_ROOM}
+                child = subprocess.Popen(argv, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=(listener.fileno(), reader))
+            os.close(reader)
+            self._started = child, writer
+        return str(self._path)
+
+    def close(self) -> None:
+        """End it. What it forked goes on."""
+        if self._started is not None:
+            child, writer = self._started
+            os.close(writer)
+            child.wait()
+
+
+_address: list[Callable[[], str]] = []  # of this process
+
+
+def use(address: Callable[[], str]) -> None:
+    """Where `Popen` finds the server from now on; before, it executes programs."""
+    _address[:] = [address]
+
+
+class Popen(subprocess.Popen[Any]):
+    """subprocess.Popen whose program is forked from the server, where there is one and it can be."""
+
+    _connection: socket.socket | None = None
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *more: Any) -> None:
+        argv = [os.fsdecode(word) for word in args] if not isinstance(args, str | bytes) else []
+        if not _address or executable or preexec_fn or pass_fds or Program.read(argv) is None:
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = more[3:9]
+        streams = [handle if handle >= 0 else number for number, handle in enumerate((p2cread, c2pwrite, errwrite))]
+        order = {
+            "argv": argv,
+            "cwd": os.path.abspath(os.fsdecode(cwd or ".")),
+            "environment": [(os.fsencode(name) + b"=" + os.fsencode(value)).hex() for name, value in (os.environ if env is None else env).items()],
+            "session": bool(more[14]),
+        }
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(_address[0]())
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", streams))]
+        text = json.dumps(order).encode() + b"\n"
+        sent = self._connection.sendmsg([text], rights)
+        self._connection.sendall(text[sent:])
+        self._said = b""
+        self.pid = int(self._line(block=True))
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+        return None
+
+    def _line(self, *, block: bool) -> bytes:
+        """The server's next line; b"" where there is none yet."""
+        assert self._connection is not None
+        self._connection.setblocking(block)
+        while b"\n" not in self._said:
+            try:
+                data = self._connection.recv(64)
+            except BlockingIOError:
+                return b""
+            if not data:
+                raise ChildProcessError(f"the fork server is gone, with {self.args}")
+            self._said += data
+        line, _, self._said = self._said.partition(b"\n")
+        return line
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._connection is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc, no-any-return]
+        line = self._line(block=not wait_flags & os.WNOHANG)
+        return (self.pid, int(line)) if line else (0, 0)
+
+    def _internal_poll(self, *given: Any, **named: Any) -> int | None:
+        if self._connection is None:
+            return super()._internal_poll(*given, **named)  # type: ignore[misc, no-any-return]
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)  # type: ignore[attr-defined]
+                self._connection.close()
+        return self.returncode
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
