@@ -141,9 +141,17 @@ def _become(argv: Sequence[str], environment: Mapping[bytes, bytes]) -> None:
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(_opened(0, "rb"), encoding="utf-8")
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(_opened(1, "wb"), encoding="utf-8", line_buffering=_is_terminal(1), write_through=unbuffered)
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(_opened(2, "wb"), encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    if torch := sys.modules.get("torch"):  # it has read these variables of the server's environment
-        threads = os.environ.get("OMP_NUM_THREADS", "")
-        torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else len(os.sched_getaffinity(0)))
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        _take_threads(int(threads))
+
+
+def _take_threads(number: int) -> None:
+    """As torch would have read it when it was loaded. Its pool's threads begin here: they must not take the signals of the program's own thread."""
+    import torch
+
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    torch.set_num_threads(number)
+    signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def _opened(handle: int, mode: str) -> Any:
