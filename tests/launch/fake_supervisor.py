@@ -19,6 +19,7 @@ from trainkit.launch.frames import Decoder, Frame
 
 AGENT = Path(trainkit.__file__).parent / "launch" / "agent.py"
 SECRET = "a-secret-value"
+LONG = 300.0  # seconds until a wait counts as a hang: no machine is so slow
 
 
 class Session:
@@ -35,7 +36,7 @@ class Session:
         for made in (self.folder, self.node_folder):
             made.mkdir(parents=True)
         self.server = socket.create_server(("127.0.0.1", 0))
-        self.server.settimeout(20)
+        self.server.settimeout(LONG)
         self.run = "test-" + secrets.token_hex(6)
         self.mark = f"{self.run}/1/0"
         session = {
@@ -46,7 +47,7 @@ class Session:
             "port": self.server.getsockname()[1],
             "nodes": [{"host": "here"}],
         }
-        session |= {"interface": None, "root": str(folder), "lease": 5, "grace": 1, "node_folder": str(self.node_folder), "nonce": "abc", "python_paths": []}
+        session |= {"interface": None, "root": str(folder), "lease": 60, "grace": 1, "node_folder": str(self.node_folder), "nonce": "abc", "python_paths": []}
         (self.folder / "session.json").write_text(json.dumps(session | values))
         (self.folder / "token").write_text(self.token.hex())
         (self.folder / "secrets.json").write_text(json.dumps({"KEY": SECRET}))
@@ -111,7 +112,7 @@ class Peer:
         """Start processes."""
         self.say(type="go", processes=processes, secret_names=secret_names)
 
-    def hear(self, kind: str, key: str | None = None, seconds: float = 20.0) -> Frame:
+    def hear(self, kind: str, key: str | None = None, seconds: float = LONG) -> Frame:
         """The next frame of that type (and process); pings go on meanwhile. Raises EOFError at the end of the connection."""
         deadline, pinged = time.monotonic() + seconds, time.monotonic()
         while True:
@@ -158,7 +159,7 @@ def process(key: str, program: str, **values: Any) -> Frame:
     } | values
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], object], seconds: float = LONG) -> bool:
     """Whether it came true in that time."""
     deadline = time.monotonic() + seconds
     while not condition():
