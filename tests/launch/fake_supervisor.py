@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import trainkit
-from trainkit.base import marks
+from trainkit.base import cgroup, marks
 from trainkit.launch import frames
 from trainkit.launch.frames import Decoder, Frame
 
@@ -53,10 +54,13 @@ class Session:
         (self.folder / "secrets.json").write_text(json.dumps({"KEY": SECRET}))
         self.agent: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None, agent: Path = AGENT) -> subprocess.Popen[bytes]:
-        """Start the agent as a launcher does; the process is its keeper."""
-        argv = [sys.executable, "-I", "-S", str(agent), str(self.folder), "0"]
-        self.agent = subprocess.Popen(argv, stdin=stdin, stderr=open(self.folder.parent / "agent.err", "wb"), env=environment, start_new_session=True)  # noqa: SIM115
+    def start(
+        self, *, stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None, agent: Path = AGENT, around: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start the agent as a launcher does, by way of the program `around`; the process is its keeper."""
+        argv = [*around, sys.executable, "-I", "-S", str(agent), str(self.folder), "0"]
+        own = {**(os.environ if environment is None else environment), marks.MARK_VARIABLE: f"{self.run}/1/agents/0"}
+        self.agent = subprocess.Popen(argv, stdin=stdin, stderr=open(self.folder.parent / "agent.err", "wb"), env=own, start_new_session=True)  # noqa: SIM115
         return self.agent
 
     def accept(self) -> Peer:
@@ -79,8 +83,8 @@ class Session:
         return peer
 
     def left(self) -> list[marks.Marked]:
-        """What lives on this machine of the run."""
-        return marks.marked(self.run)
+        """What lives on this machine of the run, its agent and keeper left out."""
+        return [p for p in marks.marked(self.run) if "/agents/" not in p.mark]
 
     def words(self) -> str:
         """What the agent said on stderr."""
@@ -93,6 +97,7 @@ class Session:
             self.agent.kill()
             self.agent.wait()
         wait_until(lambda: not marks.kill_marked(self.run))
+        cgroup.kill_groups(self.run, LONG)
 
 
 class Peer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,13 +11,13 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.launch.fake_supervisor import Session, alive, ignoring, pid_in, process, setsid, wait_until
-from trainkit.base import slots
+from trainkit.base import cgroup, slots
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def nameless(path: Path) -> str:
 class Hard:
     """A session's agent with programs that are hard to end."""
 
-    def __init__(self, session: Session, folder: Path, *, stdin: int = subprocess.DEVNULL) -> None:
-        self.peer = session.begin(stdin=stdin)
+    def __init__(self, session: Session, folder: Path, *, stdin: int = subprocess.DEVNULL, around: Sequence[str] = ()) -> None:
+        self.peer = session.begin(stdin=stdin, around=around)
         paths = [folder / name for name in ("ignores", "nameless", "stopped")]
         stopped = f"import os, signal; open({str(paths[2])!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), signal.SIGSTOP)"
         self.peer.go(process("0", ignoring(paths[0])), process("1", nameless(paths[1])), process("2", stopped))
@@ -179,7 +180,9 @@ def test_sigkill_leaves_nothing(session: Session, tmp_path: Path, who: str) -> N
 
 
 def _cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _name(pid: int) -> str:
@@ -211,30 +214,115 @@ def test_an_agent_that_hangs_before_the_start_frees_its_slots(session: Session) 
     assert slots.holders(session.node_folder) and wait_until(lambda: not slots.holders(session.node_folder))
 
 
-def test_orphans_of_a_dead_run_are_ended_by_the_next(session: Session, tmp_path: Path) -> None:
-    """Agent and keeper killed at one moment: the ranks die with the agent; what they left is found by its mark when the slots are taken again."""
-    hard = Hard(session, tmp_path)
+# an agent on a host that has no cgroup v2; where it is not root's, there is none anyway
+BARE = () if os.getuid() else ("unshare", "--mount", "--propagation", "private", "sh", "-c", 'umount -a -t cgroup2; exec "$@"', "sh")
+
+
+def needs_cgroup() -> None:
+    group = cgroup.new_group("test-needs/1/0")
+    if group is None:
+        pytest.skip("no cgroup v2 here that this user may write to")
+    group.remove()
+
+
+def kill_both(session: Session, agent: int) -> None:
+    """Agent and keeper at one moment."""
     assert session.agent
-    for pid in (session.agent.pid, int(hard.peer.hello["pid"])):
-        os.kill(pid, signal.SIGSTOP)
-    for pid in (session.agent.pid, int(hard.peer.hello["pid"])):
-        os.kill(pid, signal.SIGKILL)
+    both = (session.agent.pid, agent)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in both:
+            os.kill(pid, number)
+    session.agent.wait()
+
+
+@pytest.mark.parametrize("host", ["with cgroup", "bare"])
+def test_orphans_of_a_dead_run_are_ended_by_the_next(session: Session, tmp_path: Path, host: str) -> None:
+    """Agent and keeper killed at one moment: the ranks die with the agent. What they left is found by its group, also what gave up its environment; on a
+    host without groups by its mark, or by the limit that it inherited; and "proved" is said of the former alone."""
+    around = BARE if host == "bare" else ()
+    if host != "bare":
+        needs_cgroup()
+    hard = Hard(session, tmp_path, around=around)
+    assert hard.peer.hello["proof"] == ("children" if host == "bare" else "cgroup")
+    kill_both(session, int(hard.peer.hello["pid"]))
     ranks, orphans = hard.pids[:3], hard.pids[3:]
     assert wait_until(lambda: not any(alive(pid) for pid in ranks))
-    assert alive(orphans[0])
+    assert all(alive(pid) for pid in orphans)
     other = Session(tmp_path / "other", node_folder=str(session.node_folder))
     try:
-        other.start()
+        other.start(around=around)
         peer = other.accept()
         assert peer.hear("hello")["slots"] == {}
         peer.say(type="sweep", run=session.run, kill=False)
-        assert [p["pid"] for p in peer.hear("swept")["left"]] == [orphans[0]]
+        seen = peer.hear("swept")
+        assert {p["pid"] for p in seen["left"]} == set(orphans) and seen["proof"] is None
         peer.say(type="reserve", run=other.run, attempt=1, slots=["cpu"], share=False, mark=other.mark)
         cleared = peer.hear("reserved")["cleared"]
         assert [holder["run"] for holder in cleared] == [session.run] and not alive(orphans[0])
+        peer.say(type="sweep", run=session.run, kill=True)
+        swept = peer.hear("swept")
+        assert swept["left"] == [] and swept["proof"] == (None if host == "bare" else "cgroup")
+        assert wait_until(lambda: not alive(orphans[1])) and not cgroup.groups(session.run)
     finally:
         other.close()
-        os.kill(orphans[1], signal.SIGKILL)  # it gave up its mark, and both who knew it are dead
+
+
+@pytest.mark.parametrize("host", ["with cgroup", "bare"])
+@pytest.mark.parametrize("end", ["stop", "agent killed"])
+def test_a_chain_of_forks_without_a_mark(session: Session, host: str, end: str) -> None:
+    """Two looks at /proc that see nothing prove nothing: it is over when the kernel says so."""
+    if host != "bare":
+        needs_cgroup()
+    word = f"chain-{session.run}"
+    chain = f"import os, time\n# {word}\nwhile True:\n    if os.fork():\n        os._exit(0)\n    os.setsid()\n    time.sleep(0.001)"
+    peer = session.begin(around=BARE if host == "bare" else ())
+    peer.go(
+        process("0", f"import os, sys, time\nif os.fork() == 0: os.execve(sys.executable, [sys.executable, '-I', '-c', {chain!r}], {{}})\ntime.sleep(10_000)")
+    )
+    peer.hear("started")
+
+    def links() -> list[int]:
+        return [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and word.encode() in _cmdline(int(p.name))]
+
+    assert wait_until(lambda: len({pid for _ in range(5) for pid in links()}) > 2)
+    if end == "stop":
+        peer.say(type="stop", grace=0, keys=None)
+        stopped = peer.hear("stopped")
+        assert stopped["left"] == [] and stopped["proof"] == ("children" if host == "bare" else "cgroup")
+    else:
+        assert session.agent
+        os.kill(int(peer.hello["pid"]), signal.SIGKILL)
+        session.agent.wait()
+    assert not [pid for _ in range(20) for pid in links() if alive(pid)]
+
+
+def test_an_agent_and_its_keeper_that_stand_still_are_ended_by_the_next(session: Session, tmp_path: Path) -> None:
+    """They hold their slots and hear nothing: they carry their run's mark, so that whoever sweeps it ends them too."""
+    peer = session.begin()
+    peer.go(process("0", "import time; time.sleep(10_000)"))
+    rank = peer.hear("started")["pid"]
+    assert session.agent
+    for pid in (session.agent.pid, int(peer.hello["pid"])):
+        os.kill(pid, signal.SIGSTOP)
+    peer.sock.close()
+    other = Session(tmp_path / "other", node_folder=str(session.node_folder))
+    try:
+        second = other.begin(slots=())
+        second.say(type="sweep", run=session.run, kill=True)
+        assert second.hear("swept")["left"] == []
+        assert session.agent.wait() == -9 and not alive(rank)
+        second.say(type="reserve", run=other.run, attempt=1, slots=["cpu"], share=False, mark=other.mark)
+        second.hear("reserved")
+    finally:
+        other.close()
+
+
+def test_an_agent_that_stands_still_from_its_first_moment_ends() -> None:
+    """Before it has said how often it will move."""
+    program = "import signal, sys, os; from trainkit.base import keeper; keeper.START_LEASE = 0.2\n"
+    program += "sys.exit(keeper.keep(lambda link: os.kill(os.getpid(), signal.SIGSTOP), 'keeper'))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + 9 and "has not moved for 0.2 s" in done.stderr
 
 
 def test_a_word_against_a_living_run_is_not_believed(session: Session, tmp_path: Path) -> None:

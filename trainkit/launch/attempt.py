@@ -213,7 +213,7 @@ class Attempt:
 
     def _joined(self, hello: Hello) -> None:
         address, offset = hello.facts.get("address"), round(hello.clock_offset, 3)
-        self.events.note("agent_joined", node=hello.node, host=hello.host, address=address, clock_offset=offset)
+        self.events.note("agent_joined", node=hello.node, host=hello.host, address=address, clock_offset=offset, proof=hello.facts.get("proof"))
 
     async def _start(self, crew: Crew) -> None:
         """Start every rank. Raises NoStart (8) with all that could not be started."""
