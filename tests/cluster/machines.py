@@ -25,6 +25,11 @@ class Process:
     argv: tuple[str, ...]
     mark: str  # its TRAINKIT_RUN
 
+    @property
+    def started(self) -> bool:
+        """Whether an agent started it: it carries a mark, and is neither agent nor keeper."""
+        return bool(self.mark) and "/agents/" not in self.mark
+
     def belongs_to(self, run: str) -> bool:
         """Whether a run started it: by its mark, or because its command line names the run (supervisor, agents, ssh and pdsh)."""
         return self.mark.startswith(f"{run}/") or any(run in word for word in self.argv)

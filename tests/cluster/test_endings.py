@@ -102,7 +102,7 @@ VICTIMS: list[tuple[str, Callable[[Path, Process], bool], int]] = [
 def test_whoever_is_killed_nothing_is_left_and_another_run_goes_on(busy: ClusterProject, cluster: Cluster) -> None:
     other = begun(busy, busy.start("train", "random", "--detach"))
     before = {(p.host, p.pid) for p in cluster.processes_of(other.name)}
-    assert {host for host, _ in before} == {HEAD, "node1", "node2"} and len([p for p in cluster.processes_of(other.name) if p.mark]) == 4
+    assert {host for host, _ in before} == {HEAD, "node1", "node2"} and len([p for p in cluster.processes_of(other.name) if p.started]) == 4
     for number, (launcher, chosen, sent) in enumerate(VICTIMS):
         process = busy.start("train", "random", "--share", "--set", f"cluster.launcher={launcher}", *NO_RETRIES)
         run = begun(busy, process, runs=number + 2)
@@ -144,7 +144,7 @@ def test_a_closed_terminal_leaves_the_run_alive(busy: ClusterProject, cluster: C
     os.close(leader)
     process.wait()
     time.sleep(GRACE + 1)
-    marked = [p for p in cluster.processes_of(run.name) if p.mark]
+    marked = [p for p in cluster.processes_of(run.name) if p.started]
     assert {p.host for p in marked} >= {"node1", "node2"} and busy.document("status", run.name)["state"] == "running"
     attached = busy.start("attach", run.name)
     time.sleep(2)

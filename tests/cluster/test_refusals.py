@@ -152,12 +152,12 @@ def test_a_full_disk(head: ClusterProject, cluster: Cluster) -> None:
         refused = head.start("train", "random", "--share")
         text = "".join(refused.communicate())
         assert refused.returncode in (6, 8, 10) and "No space left" in text and "Traceback" not in text, (refused.returncode, text)
-        cluster.kill(*[p for p in cluster.processes_of(run) if p.mark and p.host == "node2"])
+        cluster.kill(*[p for p in cluster.processes_of(run) if p.started and p.host == "node2"])
         nothing_left(cluster, run)
         cluster.on(HEAD, "rm", f"{small}/filling")
         assert head.document("status", run)["state"] == "failed"
         head.invoke("resume", run, "--detach")
-        assert {p.host for p in cluster.processes_of(run) if p.mark} == {"node1", "node2"}
+        assert {p.host for p in cluster.processes_of(run) if p.started} == {"node1", "node2"}
         head.invoke("cancel", run, exit=15)
     finally:
         cluster.on(HEAD, "sh", "-c", f"rm -rf {small}/*")

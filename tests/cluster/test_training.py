@@ -81,7 +81,7 @@ def test_losses_through_a_killed_rank_a_crashed_host_and_a_cut_network(head: Clu
     assert end["class"] == "infra" and end["root_cause"]["host"] == "node2", end
 
     wait_for_steps(head, process, 3, 15)
-    assert {p.host for p in cluster.processes_of(run.name) if p.mark} == {"node1", "node3"}, "the spare has taken its place"
+    assert {p.host for p in cluster.processes_of(run.name) if p.started} == {"node1", "node3"}, "the spare has taken its place"
     cluster.cut("node3")
     end = ended(run, 3)
     assert end["class"] == "infra" and end["root_cause"]["host"] == "node3", end

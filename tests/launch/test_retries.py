@@ -117,6 +117,53 @@ def test_exit_0_of_a_rank_that_never_said_done(tmp_path: Path) -> None:
     assert (outcome.exit, outcome.failure_class) == (10, "infra")
 
 
+LEAVES = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(0)
+time.sleep(10_000)
+"""
+
+
+def test_one_that_leaves_with_0_is_no_good_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers are stopped at once: they wait for it."""
+    monkeypatch.setattr("trainkit.launch.attempt.TEARDOWN_SECONDS", 10_000.0)
+    outcome, _ = supervised(make_run(tmp_path, ["retry.infra=0"]), Program(LEAVES))
+    assert (outcome.exit, (outcome.root_cause or {})["rank"]) == (10, 1) and "had not said that it was done" in (outcome.root_cause or {})["message"]
+
+
+TOLD = f"""
+import os, signal, sys, threading, time
+if os.environ["ATTEMPT"] == "2":
+    {DONE.strip().replace(chr(10), "; ")}
+    sys.exit()
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(12) if os.environ["PEERS"] == "leave" else None)
+open(os.path.join(os.environ["FOUND"], os.environ["RANK"]), "w").close()
+if os.environ["RANK"] == "1":
+    while len(os.listdir(os.environ["FOUND"])) < 2:
+        time.sleep(0.01)
+    sys.exit(12)
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("peers", ["leave", "stay"])
+def test_one_told_to_save_during_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: str) -> None:
+    """Its peers are told too; where they do not leave, nothing is saved, and the run goes on from what it had."""
+    monkeypatch.setattr("trainkit.launch.attempt.TEARDOWN_SECONDS", 10_000.0 if peers == "leave" else 1.0)
+    found = tmp_path / "found"
+    found.mkdir()
+    run = make_run(tmp_path, ["retry.infra=1"])
+    outcome, _ = supervised(run, Program(TOLD, env={"FOUND": str(found), "PEERS": peers}))
+    first = next(e for e in events(run, 1) if e["event"] == "ended")
+    assert "saving" in [e["event"] for e in events(run, 1)] and first["exit"] == 12
+    if peers == "leave":
+        assert outcome.exit == 12 and len(run.attempts()) == 1
+    else:
+        assert outcome.exit == 0 and first["root_cause"]["rank"] == 1 and first["root_cause"]["saved"] is False
+
+
 class Dies(StubAgent):
     """The agent of host h1 goes, with all it started, when its ranks run; there is no way to that host afterwards."""
 

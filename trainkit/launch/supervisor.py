@@ -230,7 +230,8 @@ class Supervisor:
         self.hosts.left_out |= suspects
         if not self.began and not (suspects and len(self.hosts.usable()) >= self.job.nodes):
             return end  # a person waits for this start, and no spare can mend it
-        verdict = self.budgets.after(end)
+        unsaved = outcome.failure_class == "preempted" and not cause.get("saved", True)  # nobody asked us, and nothing came of it
+        verdict = self.budgets.after(end, "infra" if unsaved else "")
         end.again = verdict == "again"
         self._leave_out(suspects)
         if verdict == "no-progress":
