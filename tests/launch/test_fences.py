@@ -19,6 +19,7 @@ import pytest
 import trainkit
 from tests.conftest import JOBS, wait_for
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
+from trainkit.base.errors import TrainkitError
 from trainkit.base.forms import utc_now
 from trainkit.engines.contract import Command
 from trainkit.jobs.load import load
@@ -34,6 +35,7 @@ from trainkit.launch.quarantine import quarantined
 from trainkit.launch.snapshot import link_code, take_snapshot
 from trainkit.launch.watch import nobody
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import read_record
 
 KILLED_LATER = "import os, signal, time; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -138,6 +140,27 @@ def test_a_head_that_loses_most_hosts_blames_none(tmp_path: Path) -> None:
     second = f"import os, time\nif os.environ['ATTEMPT'] == '1':\n    time.sleep(10_000)\n{DONE}"
     outcome, told = supervised(run, Program(second), launcher=Debug(Gone))
     assert outcome.exit == 0 and quarantined(run.root) == {} and told[0]["world_size"] == 8, outcome
+
+
+def test_a_host_that_cannot_be_done_without_is_not_kept_from_the_resume(tmp_path: Path) -> None:
+    """The `resume` that is advised would have too few hosts (exit 8)."""
+    program = "import os, sys, time\nif os.environ['RANK'] != '2': time.sleep(10_000)\nprint('No CUDA GPUs are available'); sys.exit(1)"
+    for number, (hosts, expected) in enumerate([(2, set()), (3, {"h1"})]):
+        run = make_run(tmp_path / str(number), ["retry.infra=0", "retry.shrink=false"], hosts=[Host(f"h{i}", slots=(0, 1)) for i in range(hosts)], nodes=2)
+        outcome, _ = supervised(run, Program(program), launcher=Debug(StubAgent))
+        assert outcome.suspects == ("h1",) and set(quarantined(run.root)) == expected
+
+
+def test_a_supervisor_that_is_killed_before_its_first_word(tmp_path: Path) -> None:
+    """`train` says of it what `status` says."""
+    run = make_run(tmp_path)
+    program = run.code.resolve() / "trainkit" / "launch" / "supervisor.py"
+    program.chmod(0o644)
+    program.parent.chmod(0o755)
+    program.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(TrainkitError, match="ended by SIGKILL before it had begun") as error:
+        start.spawn_supervisor(run, share=False)
+    assert error.value.exit == read_record(run).exit == 10
 
 
 def test_a_program_that_starts_its_ranks_itself_is_started_once_a_node(tmp_path: Path) -> None:
