@@ -267,6 +267,16 @@ def test_orphans_of_a_dead_run_are_ended_by_the_next(session: Session, tmp_path:
         other.close()
 
 
+def test_a_keeper_that_was_stopped_ends_with_its_agent(session: Session) -> None:
+    peer = session.begin()
+    peer.go(process("0", "import time; time.sleep(10_000)"))
+    peer.hear("started")
+    assert session.agent
+    os.kill(session.agent.pid, signal.SIGSTOP)
+    peer.sock.close()
+    assert session.agent.wait() == 13 and not session.left()
+
+
 @pytest.mark.parametrize("host", ["with cgroup", "bare"])
 @pytest.mark.parametrize("end", ["stop", "agent killed"])
 def test_a_chain_of_forks_without_a_mark(session: Session, host: str, end: str) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import json
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -18,6 +19,7 @@ import pytest
 
 import trainkit
 from tests.conftest import JOBS, wait_for
+from tests.launch.fake_supervisor import Session
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.errors import TrainkitError
 from trainkit.base.forms import utc_now
@@ -96,6 +98,41 @@ def test_a_resumed_run_ends_what_a_dead_supervisor_left(tmp_path: Path) -> None:
         left.kill()
         left.wait()
     assert outcome.exit == 0 and after[0]["attempt"] == 2 and not (run.session(1) / "secrets.json").exists()
+
+
+def test_a_resumed_run_takes_its_slots_from_agents_that_stand_still(tmp_path: Path) -> None:
+    """Agent and keeper of the attempt before are stopped, its supervisor is gone: they would hold the slots of their own run for ever (exit 17)."""
+    run = make_run(tmp_path / "run")
+    old = Session(tmp_path / "old", run=run.id, node_folder=str(tmp_path / "run" / "node"))
+    old.run, old.mark = run.id, f"{run.id}/1/0"
+    run.attempt(1).path.mkdir(parents=True)
+    told = [{"event": "started"}, {"event": "agent_joined", "host": "localhost"}, {"event": "go"}]
+    run.attempt(1).events.write_text("".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told))
+    try:
+        peer = old.begin()
+        assert old.agent is not None
+        for pid in (old.agent.pid, int(peer.hello["pid"])):
+            os.kill(pid, signal.SIGSTOP)
+        peer.sock.close()
+        outcome, _ = supervised(run, Program(DONE))
+        assert outcome.exit == 0 and old.agent.wait() == -9
+    finally:
+        old.close()
+
+
+def test_agents_and_keepers_carry_their_runs_mark(tmp_path: Path) -> None:
+    """So that they are found with it; but not below the node, where they would end themselves."""
+    program = f"""
+import os, sys
+agent = os.getppid()
+keeper = int(open(f"/proc/{{agent}}/stat").read().rpartition(")")[2].split()[1])
+marks = [line for pid in (agent, keeper) for line in open(f"/proc/{{pid}}/environ").read().split(chr(0)) if line.startswith("TRAINKIT_RUN=")]
+{DONE}
+open(os.environ["FOUND"], "w").write(str(marks))
+"""
+    run = make_run(tmp_path, ["cluster.ranks_per_node=1"])
+    outcome, _ = supervised(run, Program(program, env={"FOUND": str(tmp_path / "found")}))
+    assert outcome.exit == 0 and (tmp_path / "found").read_text() == str([f"TRAINKIT_RUN={run.id}/1/agents/0"] * 2)
 
 
 def test_hosts_that_cannot_be_asked_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,6 +281,8 @@ class Agent:
 
     def leave(self, code: int, why: str, grace: float) -> None:
         """Stop everything, then end. Asked again, the shorter grace counts."""
+        with contextlib.suppress(OSError):
+            os.kill(os.getppid(), signal.SIGCONT)  # a keeper that was stopped has to end after us
         if self.leaving is None or grace == 0:
             if self.leaving is None and code:
                 say(f"{os.uname().nodename}: stops everything: {why}")

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from trainkit.base.errors import Exit
+from trainkit.base.printable import printable
 from trainkit.launch.failures import Rules
 from trainkit.runs.record import FailureClass
 
@@ -104,8 +105,8 @@ def _cause(end: RankEnd) -> dict[str, Any]:
         code, kind, step = error.get("exit"), error.get("type"), error.get("step")  # a rank's own file: anything may stand there
         return cause | {
             "exit": code if isinstance(code, int) else int(Exit.RANK_USER),
-            "type": kind if isinstance(kind, str) else None,
-            "message": str(error.get("message")),
+            "type": printable(kind) if isinstance(kind, str) else None,
+            "message": printable(str(error.get("message"))),
             "step": step if isinstance(step, int) else None,
         }
     if end.code < 0:
