@@ -144,6 +144,15 @@ class Peer:
         """All output heard so far of a process."""
         return "".join(f["text"] for f in self.heard if f["type"] == "output" and f["key"] == key and stream in (None, f["stream"]))
 
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait for what comes true by itself; pings go on meanwhile."""
+
+        def pinged() -> object:
+            self.say(type="ping")
+            return condition()
+
+        assert wait_until(pinged)
+
     def until_output(self, key: str, words: str) -> None:
         """Hear until a process has printed some words."""
         while words not in self.output(key):

@@ -22,7 +22,15 @@ from trainkit.base import cgroup, slots
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
-    session = Session(tmp_path, lease=2, grace=0.5)
+    session = Session(tmp_path, grace=0.5)
+    yield session
+    session.close()
+
+
+@pytest.fixture
+def brief(tmp_path: Path) -> Iterator[Session]:
+    """One whose lease is over while a test waits."""
+    session = Session(tmp_path, lease=5, grace=0.5)
     yield session
     session.close()
 
@@ -42,8 +50,9 @@ class Hard:
         stopped = f"import os, signal; open({str(paths[2])!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), signal.SIGSTOP)"
         self.peer.go(process("0", ignoring(paths[0])), process("1", nameless(paths[1])), process("2", stopped))
         ranks = [self.peer.hear("started", key)["pid"] for key in "012"]
+        self.peer.until(lambda: all(path.exists() and path.read_text() for path in paths))
         self.pids = [*ranks, *(pid_in(path) for path in paths[:2])]
-        assert wait_until(lambda: all(alive(pid) for pid in self.pids))
+        assert all(alive(pid) for pid in self.pids)
 
     def gone(self) -> bool:
         return wait_until(lambda: not any(alive(pid) for pid in self.pids))
@@ -117,7 +126,8 @@ while time.time() < end:  # each child goes on, in a session of its own, when it
 
 
 @pytest.mark.parametrize("how", ["closed", "reset", "noise", "silent", "stdin", "term"])
-def test_a_lost_lease_ends_everything(session: Session, tmp_path: Path, how: str) -> None:
+def test_a_lost_lease_ends_everything(request: pytest.FixtureRequest, tmp_path: Path, how: str) -> None:
+    session: Session = request.getfixturevalue("brief" if how == "silent" else "session")
     other = Session(tmp_path / "other")
     try:
         bystander = other.begin()
@@ -201,15 +211,15 @@ def test_a_bug_of_its_own_leaves_nothing(tmp_path: Path) -> None:
         session.close()
 
 
-def test_an_agent_that_hangs_is_a_dead_one(session: Session, tmp_path: Path) -> None:
-    hard = Hard(session, tmp_path)
+def test_an_agent_that_hangs_is_a_dead_one(brief: Session, tmp_path: Path) -> None:
+    session, hard = brief, Hard(brief, tmp_path)
     os.kill(int(hard.peer.hello["pid"]), signal.SIGSTOP)
     assert hard.gone() and session.agent and session.agent.wait() == 128 + 9
     assert "has not moved" in session.words()
 
 
-def test_an_agent_that_hangs_before_the_start_frees_its_slots(session: Session) -> None:
-    peer = session.begin()
+def test_an_agent_that_hangs_before_the_start_frees_its_slots(brief: Session) -> None:
+    session, peer = brief, brief.begin()
     os.kill(int(peer.hello["pid"]), signal.SIGSTOP)
     assert slots.holders(session.node_folder) and wait_until(lambda: not slots.holders(session.node_folder))
 
