@@ -98,7 +98,7 @@ def test_no_file_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic"):
         reserve(tmp_path, ["cpu", "gpu0"], {})
     slot_path(tmp_path, "gpu1").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match=r"no lock of trainkit's that may be written .*: remove it, or set clusters\.NAME\.node_folder"):
         reserve(tmp_path, ["gpu1"], {})
     slot_path(tmp_path, "gpu2").write_text("no json")
     held = reserve(tmp_path, ["gpu2"], {})
@@ -106,7 +106,6 @@ def test_no_file_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
     held.release()
 
 
-@pytest.mark.timeout(20)
 def test_a_pipe_in_the_folder_holds_up_nobody(tmp_path: Path) -> None:
     os.mkfifo(slot_path(tmp_path, "a"))
     held = reserve(tmp_path, ["cpu"], {"run": "r"})

@@ -19,7 +19,7 @@ die() { echo "cluster: $*" >&2; exit 1; }
 [ "$(id -u)" = 0 ] || die "namespaces of its own need root"
 # a mount namespace of the cluster's own, from which the hosts' are copied; exec keeps the pid
 [ "${TK_INSIDE:-}" = "$D" ] || TK_INSIDE=$D exec unshare --mount --propagation private bash "$0" "$@"
-export TK_CLUSTER=$D TK_SLURM=${TK_SLURM:-0} CG=
+export TK_CLUSTER=$D TK_SLURM=${TK_SLURM:-0} CG= CG2=
 # shellcheck source=tests/cluster/slurm.sh
 . "$HERE/slurm.sh"
 
@@ -71,6 +71,9 @@ boot() { # HOST: create its namespaces, plug it into the bridge
     (   if [ -n "$CG" ] && [ "$name" != head ]; then   # enter the cgroup first: it becomes the root of the new cgroup namespace
             mkdir -p "$CG/$name"; echo "$BASHPID" > "$CG/$name/cgroup.procs"; flags+=" --cgroup"
         fi
+        if [ -n "$CG2" ] && [ "$name" != head ]; then
+            mkdir -p "$CG2/$name"; echo "$BASHPID" > "$CG2/$name/cgroup.procs"; flags="${flags/ --cgroup/} --cgroup"
+        fi
         # shellcheck disable=SC2086
         exec setsid unshare $flags bash "$HERE/host.sh" "$name" ) < /dev/null > "$h/log/host.log" 2>&1 &
     disown                                                   # that it is killed is no news
@@ -109,14 +112,17 @@ crash() { # HOST: its processes are killed by pid; its mounts and interfaces van
         sleep 0.03
     done
     rm -f "$D/hosts/$1"/{pid,ns}
-    [ -z "$CG" ] || for _ in $(seq 40); do [ -d "$CG/$1" ] || break; find "$CG/$1" -depth -type d -exec rmdir {} + 2> /dev/null || sleep 0.05; done
+    local g
+    for g in $CG $CG2; do
+        for _ in $(seq 40); do [ -d "$g/$1" ] || break; find "$g/$1" -depth -type d -exec rmdir {} + 2> /dev/null || sleep 0.05; done
+    done
 }
 
 down() {
     local h
     trap - EXIT
     for h in "$D"/hosts/*/; do crash "$(basename "$h")"; done
-    [ -z "$CG" ] || [ ! -d "$CG" ] || rmdir "$CG"
+    for h in $CG $CG2; do [ ! -d "$h" ] || rmdir "$h"; done
     umount "$D/small" 2> /dev/null || :
     rm -rf "$D"
 }
@@ -128,6 +134,9 @@ hosts=(head); for i in $(seq "$N"); do hosts+=("node$i"); done
 trap down EXIT
 trap exit INT TERM HUP
 configure
+[ "${TK_CGROUP2:-1}" = 0 ] || for m in /sys/fs/cgroup /sys/fs/cgroup/unified; do   # TK_CGROUP2=0: hosts without cgroup v2
+    [ "$(stat -fc %T "$m" 2> /dev/null)" != cgroup2fs ] || [ ! -w "$m/cgroup.procs" ] || CG2=$m/tk${D//\//-}
+done
 for h in "${hosts[@]}"; do boot "$h"; done
 for h in "${hosts[@]}"; do answers "$h"; done
 echo "up: ${hosts[*]} ($D/on head bash)"

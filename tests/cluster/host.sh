@@ -17,7 +17,9 @@ mount --bind "$h/srv" /srv
 for f in ~/.bashrc ~/.bash_profile ~/.bash_login ~/.profile; do [ ! -f "$f" ] || mount --bind /run/no-settings "$f"; done
 if [ "$name" != head ]; then                                  # nodes have their own pids; the head shares the machine's (see `on`)
     mount -t proc proc /proc; mount -t sysfs sysfs /sys
+    [ -z "$CG$CG2" ] || mount -t tmpfs -o mode=755 tmpfs /sys/fs/cgroup
     [ -z "$CG" ] || slurm_cgroup
+    [ -z "$CG2" ] || { mkdir /sys/fs/cgroup/unified; mount -t cgroup2 cgroup2 /sys/fs/cgroup/unified; }
 fi
 ip link set lo up
 echo "$pid" > "$h/pid.new"; mv "$h/pid.new" "$h/pid"          # tells cluster.sh to plug in the network cable

@@ -25,6 +25,11 @@ class Process:
     argv: tuple[str, ...]
     mark: str  # its TRAINKIT_RUN
 
+    @property
+    def started(self) -> bool:
+        """Whether an agent started it: it carries a mark, and is neither agent nor keeper."""
+        return bool(self.mark) and "/agents/" not in self.mark
+
     def belongs_to(self, run: str) -> bool:
         """Whether a run started it: by its mark, or because its command line names the run (supervisor, agents, ssh and pdsh)."""
         return self.mark.startswith(f"{run}/") or any(run in word for word in self.argv)
@@ -38,14 +43,15 @@ class Cluster:
         nodes: how many, named node1 and so on; at most 9.
         slurm: whether Slurm runs on them.
         accounting: slurmdbd too, with a database of its own; slurmctld then forgets jobs after seconds.
+        unified: nodes have cgroup v2, where the machine has it to give.
         cgroup: Slurm tracks processes by cgroup, where the machine has what that takes; otherwise by parents (linuxproc).
 
     Raises NoCluster where this machine cannot have one.
     """
 
-    def __init__(self, folder: Path, nodes: int = 3, *, slurm: bool = False, accounting: bool = False, cgroup: bool = True) -> None:
+    def __init__(self, folder: Path, nodes: int = 3, *, slurm: bool = False, accounting: bool = False, cgroup: bool = True, unified: bool = True) -> None:
         self.folder, self.nodes = folder, tuple(f"node{i + 1}" for i in range(nodes))
-        env = {**os.environ, "TK_SLURM": str(int(slurm)), "TK_SACCT": str(int(accounting)), "TK_CGROUP": str(int(cgroup))}
+        env = {**os.environ, "TK_SLURM": str(int(slurm)), "TK_SACCT": str(int(accounting)), "TK_CGROUP": str(int(cgroup)), "TK_CGROUP2": str(int(unified))}
         argv, pipe = ["bash", str(HERE / "cluster.sh"), str(folder), str(nodes)], subprocess.PIPE
         # a session of its own: Ctrl-C in the tests' terminal ends the tests, whose end closes stdin, which takes the cluster down in good order
         self._shell = subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)

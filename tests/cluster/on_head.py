@@ -17,7 +17,7 @@ launcher = "ssh"
 hostfile = "{path}/hostfile"
 python = "{python}"
 env = {{ OMP_NUM_THREADS = "1" }}
-watch = {{ connect = 20, start = 60, lease = 3, grace = 1 }}
+watch = {{ connect = 120, start = 600, lease = 8, grace = 1 }}
 
 [models.tiny]
 num_layers = 2

@@ -61,7 +61,7 @@ slurm_knows() { # HOST: whether the controller has it as a node that takes work
 }
 
 slurm_cgroup() { # on a node: a freezer hierarchy of its own, for proctrack/cgroup
-    mount -t tmpfs -o mode=755 tmpfs /sys/fs/cgroup; mkdir /sys/fs/cgroup/freezer
+    mkdir /sys/fs/cgroup/freezer
     mount -t cgroup -o freezer cgroup /sys/fs/cgroup/freezer
 }
 

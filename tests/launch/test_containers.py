@@ -334,12 +334,15 @@ def test_node_sh(tmp_path: Path) -> None:
 
 
 def test_inside_sh(tmp_path: Path) -> None:
-    text = inside_text(box(tmp_path, "docker", more='python = "/opt/py/bin/python3"\nprolog = ["source /opt/env.sh"]'), ["-I", "-S", "/code/agent.py", "/s"])
+    text = inside_text(
+        box(tmp_path, "docker", more='python = "/opt/py/bin/python3"\nprolog = ["source /opt/env.sh"]'), ["-I", "-S", "/code/agent.py", "/s"], "export MARK=1"
+    )
     assert text.splitlines()[2:] == [
         "set -e",
         HOME_LINE,
         "source /opt/env.sh",
         'command -v /opt/py/bin/python3 > /dev/null || { echo "$HOSTNAME: the image has no /opt/py/bin/python3 (containers.box.python)" >&2; exit 8; }',
+        "export MARK=1",
         'exec /opt/py/bin/python3 -I -S /code/agent.py /s "$1"',
     ]
 

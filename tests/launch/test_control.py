@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,7 +37,7 @@ def announce(run: RunFolder, port: int, token: bytes = TOKEN, ended: bool = Fals
 
 
 @contextlib.contextmanager
-def listening(heard: list[Frame | None]) -> Iterator[int]:
+def listening(heard: list[Frame | None], most: int | None = None) -> Iterator[int]:
     """A supervisor's real door in a thread; gives its port."""
     ready, ports = threading.Event(), []
     loop = asyncio.new_event_loop()
@@ -50,6 +52,7 @@ def listening(heard: list[Frame | None]) -> Iterator[int]:
         door = Door()
         door.token, door.guests["control"] = TOKEN, guest
         await door.listen("127.0.0.1")
+        door._most_unproved = most or door._most_unproved
         ports.append(door.port)
         ready.set()
         await stop.wait()
@@ -58,10 +61,10 @@ def listening(heard: list[Frame | None]) -> Iterator[int]:
     stop = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(stop)))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(300)
     yield ports[0]
     loop.call_soon_threadsafe(stop.set)
-    thread.join(10)
+    thread.join()
     loop.close()
 
 
@@ -82,6 +85,38 @@ def test_asked_and_answered(tmp_path: Path) -> None:
     announce(run, port)
     with pytest.raises(TrainkitError, match=r"cannot be reached: .*refused"):
         ask(run, CANCEL, timeout=0.3)
+
+
+def test_unproved_connections_leave_room_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 1024))
+
+    async def most() -> int:
+        door = Door()
+        await door.listen("127.0.0.1")
+        await door.close()
+        return door._most_unproved
+
+    assert asyncio.run(most()) == 256
+
+
+def test_who_only_connects_keeps_nobody_out(tmp_path: Path) -> None:
+    """More idle connections than a quarter of the files that a supervisor may open: the oldest of them goes, who has the token is heard."""
+    run, heard = make_run(tmp_path, "j", "a"), list[Frame | None]()
+    program = """
+import socket, sys
+held = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(500)]
+print("held", flush=True)
+sys.stdin.read()
+"""
+    with listening(heard, most=64) as port:
+        announce(run, port)
+        with subprocess.Popen([sys.executable, "-c", program, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as idle:
+            assert idle.stdout and idle.stdout.readline() == b"held\n"
+            assert ask(run, CANCEL) == {"type": "ok"}
+            open_here = len([p for p in Path("/proc/self/fd").iterdir() if p.is_socket()])
+            assert open_here < 64 + 50, "idle connections are held"
+            assert idle.stdin
+            idle.stdin.close()
 
 
 def test_one_that_accepts_and_says_nothing(tmp_path: Path) -> None:

@@ -71,17 +71,24 @@ class Odd(StubAgent):
     async def _knock(self) -> None:
         await super()._knock()
         if self.node == 2:
-            await asyncio.sleep(60)
+            await asyncio.sleep(10_000)
 
     async def on_reserve(self, frame: Frame) -> None:
         if self.node == 3:
-            await asyncio.sleep(60)
+            await asyncio.sleep(10_000)
         await super().on_reserve(frame)
+
+
+async def there(crew: Crew, nodes: set[int]) -> None:
+    """Wait until these agents have said hello, and every transport that ends has ended."""
+    while set(crew.hellos) != nodes or 1 not in await crew._ended():
+        await asyncio.sleep(0.02)
 
 
 def test_who_does_not_come_is_named_with_the_reason(tmp_path: Path) -> None:
     async def act(crew: Crew, door: Door) -> list[Hello | Missing]:
-        return await crew.gather(1.5)
+        await there(crew, {0, 3})
+        return await crew.gather(0.2)
 
     answers, _ = with_crew(tmp_path, 4, Odd, act)
     assert [type(answer) for answer in answers] == [Hello, Missing, Missing, Hello]
@@ -90,13 +97,12 @@ def test_who_does_not_come_is_named_with_the_reason(tmp_path: Path) -> None:
 
 def test_who_hangs_while_asked_is_named_and_not_waited_for(tmp_path: Path) -> None:
     async def act(crew: Crew, door: Door) -> Any:
-        await crew.gather(1)
-        began = time.monotonic()
+        await there(crew, {0, 3})
         got, silent = await crew.ask({node: {"type": "reserve"} for node in (0, 3)}, {"reserved"}, 0.5)
-        return sorted(got), silent, time.monotonic() - began
+        return sorted(got), silent
 
-    (got, silent, took), _ = with_crew(tmp_path, 4, Odd, act)
-    assert got == [0] and silent == {3: "no answer within 0.5 s"} and took < 5
+    (got, silent), _ = with_crew(tmp_path, 4, Odd, act)
+    assert got == [0] and silent == {3: "no answer within 0.5 s"}
 
 
 class Mute(StubAgent):
@@ -109,7 +115,7 @@ class Mute(StubAgent):
 
 def test_silence_is_a_lost_contact_and_an_end_is_one_at_once(tmp_path: Path) -> None:
     async def act(crew: Crew, door: Door) -> list[tuple[int, Frame]]:
-        await crew.gather(5)
+        await crew.gather(300)
         lost: list[tuple[int, Frame]] = []
         while not lost:
             lost = [pair for pair in [await crew.received.get()] if pair[1]["type"] == "lost"]
@@ -155,7 +161,7 @@ def test_a_shared_root_that_fails_or_stalls_stops_no_ping(tmp_path: Path) -> Non
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     async def act(crew: Crew, door: Door) -> None:
-        await crew.gather(5)
+        await crew.gather(300)
         assert crew._started is not None
         try:
             for trouble in (fail, answers.wait):
@@ -182,7 +188,7 @@ def test_who_is_not_heard_is_soon_not_pinged(tmp_path: Path) -> None:
     """Its lease must not outlast ours by more than what follows a lost contact allows for."""
 
     async def act(crew: Crew, door: Door) -> float:
-        await crew.gather(5)
+        await crew.gather(300)
         Beaten.pings[0] = []
         while not crew.lost:
             await asyncio.sleep(0.05)
@@ -215,7 +221,7 @@ def test_strangers_are_told_nothing_and_reported(tmp_path: Path) -> None:
             return sock.recv(65536)
 
     async def act(crew: Crew, door: Door) -> Any:
-        await crew.gather(5)
+        await crew.gather(300)
         place = door.address, door.port
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda loop, context: unhandled.append(context))
@@ -252,7 +258,7 @@ def test_a_hello_that_was_long_on_its_way_misleads_no_clock(tmp_path: Path) -> N
             return super().facts() | {"clock": time.time() - 20}
 
     async def act(crew: Crew, door: Door) -> float:
-        (hello,) = await crew.gather(5)
+        (hello,) = await crew.gather(300)
         assert isinstance(hello, Hello) and hello.clock_offset < -19
         async with asyncio.timeout(10):
             while crew.hellos[0].clock_offset < -19:
@@ -278,7 +284,7 @@ def test_a_missing_interpreter_is_no_missing_root(tmp_path: Path, words: str, no
             raise OSError(words.format(self.session.folder))
 
     async def act(crew: Crew, door: Door) -> list[Hello | Missing]:
-        return await crew.gather(5)
+        return await crew.gather(300)
 
     (answer,), _ = with_crew(tmp_path, 1, Unstarted, act)
     assert isinstance(answer, Missing) and answer.not_shared is not_shared and words.format(tmp_path / "s") in answer.why

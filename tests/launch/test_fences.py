@@ -8,6 +8,7 @@ import fcntl
 import functools
 import json
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -18,7 +19,9 @@ import pytest
 
 import trainkit
 from tests.conftest import JOBS, wait_for
+from tests.launch.fake_supervisor import Session
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
+from trainkit.base.errors import TrainkitError
 from trainkit.base.forms import utc_now
 from trainkit.engines.contract import Command
 from trainkit.jobs.load import load
@@ -34,6 +37,7 @@ from trainkit.launch.quarantine import quarantined
 from trainkit.launch.snapshot import link_code, take_snapshot
 from trainkit.launch.watch import nobody
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import read_record
 
 KILLED_LATER = "import os, signal, time; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -63,7 +67,7 @@ def test_slots_taken_between_two_attempts_delete_nothing(tmp_path: Path, monkeyp
             file.truncate(0)
             file.write(json.dumps({"run": "another"}))
             file.flush()
-            over.wait(60)
+            over.wait()
 
     racer = threading.Thread(target=take)
     racer.start()
@@ -96,9 +100,43 @@ def test_a_resumed_run_ends_what_a_dead_supervisor_left(tmp_path: Path) -> None:
     assert outcome.exit == 0 and after[0]["attempt"] == 2 and not (run.session(1) / "secrets.json").exists()
 
 
+def test_a_resumed_run_takes_its_slots_from_agents_that_stand_still(tmp_path: Path) -> None:
+    """Agent and keeper of the attempt before are stopped, its supervisor is gone: they would hold the slots of their own run for ever (exit 17)."""
+    run = make_run(tmp_path / "run")
+    old = Session(tmp_path / "old", run=run.id, node_folder=str(tmp_path / "run" / "node"))
+    old.run, old.mark = run.id, f"{run.id}/1/0"
+    run.attempt(1).path.mkdir(parents=True)
+    told = [{"event": "started"}, {"event": "agent_joined", "host": "localhost"}, {"event": "go"}]
+    run.attempt(1).events.write_text("".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told))
+    try:
+        peer = old.begin()
+        assert old.agent is not None
+        for pid in (old.agent.pid, int(peer.hello["pid"])):
+            os.kill(pid, signal.SIGSTOP)
+        peer.sock.close()
+        outcome, _ = supervised(run, Program(DONE))
+        assert outcome.exit == 0 and old.agent.wait() == -9
+    finally:
+        old.close()
+
+
+def test_agents_and_keepers_carry_their_runs_mark(tmp_path: Path) -> None:
+    """So that they are found with it; but not below the node, where they would end themselves."""
+    program = f"""
+import os, sys
+agent = os.getppid()
+keeper = int(open(f"/proc/{{agent}}/stat").read().rpartition(")")[2].split()[1])
+marks = [line for pid in (agent, keeper) for line in open(f"/proc/{{pid}}/environ").read().split(chr(0)) if line.startswith("TRAINKIT_RUN=")]
+{DONE}
+open(os.environ["FOUND"], "w").write(str(marks))
+"""
+    run = make_run(tmp_path, ["cluster.ranks_per_node=1"])
+    outcome, _ = supervised(run, Program(program, env={"FOUND": str(tmp_path / "found")}))
+    assert outcome.exit == 0 and (tmp_path / "found").read_text() == str([f"TRAINKIT_RUN={run.id}/1/agents/0"] * 2)
+
+
 def test_hosts_that_cannot_be_asked_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "SIGN_SECONDS", 0.5)
-    monkeypatch.setattr(supervisor, "OWN_STOP_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "OWN_STOP_SECONDS", 10_000.0)
 
     class Unreachable(StubAgent):
         async def run(self) -> None:
@@ -111,9 +149,14 @@ def test_hosts_that_cannot_be_asked_are_waited_for(tmp_path: Path, monkeypatch: 
     ended: dict[str, Any] = {"event": "ended", "class": "infra", "exit": 13, "root_cause": None, "survivors": [], "unanswered": ["h1"]}
     told: list[dict[str, Any]] = [{"event": "agent_joined", "host": "h1"}, ended]
     run.attempt(1).events.write_text("".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told))
-    began = time.monotonic()
+    waits: list[float] = []
+
+    async def wait(self: object, seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(supervisor.Supervisor, "_wait", wait)
     outcome, _ = supervised(run, Program(DONE), launcher=Debug(Unreachable))
-    assert outcome.exit == 0 and time.monotonic() - began > 2.5
+    assert outcome.exit == 0 and waits[0] > 5_000
 
 
 def test_a_head_that_loses_most_hosts_blames_none(tmp_path: Path) -> None:
@@ -131,9 +174,30 @@ def test_a_head_that_loses_most_hosts_blames_none(tmp_path: Path) -> None:
     hosts = [Host(f"h{i}", slots=(0, 1)) for i in range(4)]
     sets = ["retry.infra=1", "cluster.watch.lease=1", "cluster.watch.grace=0.5", "cluster.spares=0"]
     run = make_run(tmp_path, sets, hosts=hosts, nodes=4)
-    second = f"import os, time\nif os.environ['ATTEMPT'] == '1':\n    time.sleep(60)\n{DONE}"
+    second = f"import os, time\nif os.environ['ATTEMPT'] == '1':\n    time.sleep(10_000)\n{DONE}"
     outcome, told = supervised(run, Program(second), launcher=Debug(Gone))
     assert outcome.exit == 0 and quarantined(run.root) == {} and told[0]["world_size"] == 8, outcome
+
+
+def test_a_host_that_cannot_be_done_without_is_not_kept_from_the_resume(tmp_path: Path) -> None:
+    """The `resume` that is advised would have too few hosts (exit 8)."""
+    program = "import os, sys, time\nif os.environ['RANK'] != '2': time.sleep(10_000)\nprint('No CUDA GPUs are available'); sys.exit(1)"
+    for number, (hosts, expected) in enumerate([(2, set()), (3, {"h1"})]):
+        run = make_run(tmp_path / str(number), ["retry.infra=0", "retry.shrink=false"], hosts=[Host(f"h{i}", slots=(0, 1)) for i in range(hosts)], nodes=2)
+        outcome, _ = supervised(run, Program(program), launcher=Debug(StubAgent))
+        assert outcome.suspects == ("h1",) and set(quarantined(run.root)) == expected
+
+
+def test_a_supervisor_that_is_killed_before_its_first_word(tmp_path: Path) -> None:
+    """`train` says of it what `status` says."""
+    run = make_run(tmp_path)
+    program = run.code.resolve() / "trainkit" / "launch" / "supervisor.py"
+    program.chmod(0o644)
+    program.parent.chmod(0o755)
+    program.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(TrainkitError, match="ended by SIGKILL before it had begun") as error:
+        start.spawn_supervisor(run, share=False)
+    assert error.value.exit == read_record(run).exit == 10
 
 
 def test_a_program_that_starts_its_ranks_itself_is_started_once_a_node(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -98,10 +97,9 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_thousand_hosts_at_once() -> None:
-    began = time.monotonic()
     hosts = parse_hostfile("".join(f"user@gpu-{i:04d}.example.org:22 slots=8\n" for i in range(1000)), "hosts")
     left = select(hosts, exclude="gpu-0500.example.org@gpu-0501.example.org:0-3")
-    assert (len(hosts), len(left), left[500].slots) == (1000, 999, (4, 5, 6, 7)) and time.monotonic() - began < 2
+    assert (len(hosts), len(left), left[500].slots) == (1000, 999, (4, 5, 6, 7))
 
 
 @given(

@@ -63,6 +63,15 @@ def test_exit_0_without_a_word_is_not_success(attempt: Told) -> None:
     assert judged(attempt, ends(0, 0))[:2] == (int(Exit.RANK_INFRA), "infra")
 
 
+def test_the_first_leaver_is_the_cause_whatever_its_code(attempt: Told) -> None:
+    error(attempt, 1, type="RuntimeError", message="[../gloo/transport/tcp/pair.cc] Connection closed by peer", exit=9)
+    assert judged(attempt, ends(0, 9)) == (10, "infra", 0), "not the peer that its leaving broke"
+    assert judged(attempt, ends(0, -signal.SIGKILL)) == (10, "infra", 0), "not one that was killed later"
+    assert judged(attempt, ends(12, 9)) == (12, "preempted", 0)
+    error(attempt, 0, type="ValueError", message="mine", exit=9)
+    assert judged(attempt, ends(9, 0)) == (9, "user", 0)
+
+
 def test_users_exception_is_told_from_its_echo(attempt: Told) -> None:
     error(attempt, 0, type="RuntimeError", message="[../gloo/transport/tcp/pair.cc] Connection closed by peer", exit=9)
     error(attempt, 1, message="division by zero", exit=9)

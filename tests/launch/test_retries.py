@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.errors import Exit
 from trainkit.base.files import read_json
 from trainkit.jobs.schema import Retry
+from trainkit.launch import supervisor
 from trainkit.launch.attempt import AttemptEnd
 from trainkit.launch.control import ask
 from trainkit.launch.frames import Frame
@@ -27,7 +27,7 @@ from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.outcome import Outcome
 from trainkit.launch.quarantine import quarantined
 from trainkit.launch.retries import Budgets, Choice
-from trainkit.launch.supervisor import supervise
+from trainkit.launch.supervisor import Supervisor, supervise
 from trainkit.launch.watch import Watch
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import FailureClass
@@ -78,7 +78,7 @@ import os, signal, time
 if os.environ["ATTEMPT"] == "1":
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(10_000)
 {DONE}
 """
 
@@ -117,6 +117,53 @@ def test_exit_0_of_a_rank_that_never_said_done(tmp_path: Path) -> None:
     assert (outcome.exit, outcome.failure_class) == (10, "infra")
 
 
+LEAVES = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(0)
+time.sleep(10_000)
+"""
+
+
+def test_one_that_leaves_with_0_is_no_good_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers are stopped at once: they wait for it."""
+    monkeypatch.setattr("trainkit.launch.attempt.TEARDOWN_SECONDS", 10_000.0)
+    outcome, _ = supervised(make_run(tmp_path, ["retry.infra=0"]), Program(LEAVES))
+    assert (outcome.exit, (outcome.root_cause or {})["rank"]) == (10, 1) and "had not said that it was done" in (outcome.root_cause or {})["message"]
+
+
+TOLD = f"""
+import os, signal, sys, threading, time
+if os.environ["ATTEMPT"] == "2":
+    {DONE.strip().replace(chr(10), "; ")}
+    sys.exit()
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(12) if os.environ["PEERS"] == "leave" else None)
+open(os.path.join(os.environ["FOUND"], os.environ["RANK"]), "w").close()
+if os.environ["RANK"] == "1":
+    while len(os.listdir(os.environ["FOUND"])) < 2:
+        time.sleep(0.01)
+    sys.exit(12)
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("peers", ["leave", "stay"])
+def test_one_told_to_save_during_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: str) -> None:
+    """Its peers are told too; where they do not leave, nothing is saved, and the run goes on from what it had."""
+    monkeypatch.setattr("trainkit.launch.attempt.TEARDOWN_SECONDS", 10_000.0 if peers == "leave" else 1.0)
+    found = tmp_path / "found"
+    found.mkdir()
+    run = make_run(tmp_path, ["retry.infra=1"])
+    outcome, _ = supervised(run, Program(TOLD, env={"FOUND": str(found), "PEERS": peers}))
+    first = next(e for e in events(run, 1) if e["event"] == "ended")
+    assert "saving" in [e["event"] for e in events(run, 1)] and first["exit"] == 12
+    if peers == "leave":
+        assert outcome.exit == 12 and len(run.attempts()) == 1
+    else:
+        assert outcome.exit == 0 and first["root_cause"]["rank"] == 1 and first["root_cause"]["saved"] is False
+
+
 class Dies(StubAgent):
     """The agent of host h1 goes, with all it started, when its ranks run; there is no way to that host afterwards."""
 
@@ -137,15 +184,27 @@ class Dies(StubAgent):
 SECOND_IS_DONE = f"""
 import os, time
 if os.environ["ATTEMPT"] == "1":
-    time.sleep(60)
+    time.sleep(10_000)
 {DONE}
 """
 
 
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the supervisor wants to wait, of which it waits nothing; what it grants a lost host is out of all proportion."""
+    waits: list[float] = []
+
+    async def wait(self: object, seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(Supervisor, "_wait", wait)
+    monkeypatch.setattr(supervisor, "OWN_STOP_SECONDS", 10_000.0)
+    return waits
+
+
 @pytest.mark.parametrize(("hosts", "nodes", "world"), [(3, 2, 4), (2, 2, 2)])
-def test_a_lost_host_is_replaced_or_done_without(tmp_path: Path, hosts: int, nodes: int, world: int) -> None:
+def test_a_lost_host_is_replaced_or_done_without(tmp_path: Path, hosts: int, nodes: int, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = waited(monkeypatch)
     run = make_run(tmp_path, ["retry.infra=2", *QUICK], hosts=HOSTS[:hosts], nodes=nodes)
-    began = time.monotonic()
     outcome, told = supervised(run, Program(SECOND_IS_DONE), launcher=Debug(Dies))
     assert outcome.exit == 0 and len(run.attempts()) == 2, outcome
     first = events(run, 1)
@@ -155,7 +214,7 @@ def test_a_lost_host_is_replaced_or_done_without(tmp_path: Path, hosts: int, nod
     assert told[0]["world_size"] == world and "h1" not in [e["host"] for e in told if e["event"] == "agent_joined"]
     assert read_json(run.job)["job"]["nodes"] == world // 2 and read_json(run.job)["job"]["training"]["global_batch_size"] == 8
     assert set(quarantined(run.root)) == {"h1"}
-    assert time.monotonic() - began > 1 + 0.5 + 5, "the next attempt did not wait until the lost host had surely stopped"
+    assert any(seconds > 5_000 for seconds in waits), "the next attempt did not wait until the lost host had surely stopped"
 
 
 KILLS_ITS_AGENT = f"""
@@ -165,7 +224,7 @@ if os.environ["ATTEMPT"] == "2":
     {DONE.strip().replace(chr(10), "; ")}
     sys.exit()
 if os.environ["RANK"] == "0":
-    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    child = subprocess.Popen(["sleep", "10000"], start_new_session=True)
     (Path(os.environ["FOUND"]) / "pid").write_text(str(child.pid))
     agent = os.getppid()
     keeper = int(Path("/proc", str(agent), "stat").read_text().rpartition(")")[2].split()[1])
@@ -173,13 +232,12 @@ if os.environ["RANK"] == "0":
     os.kill(agent, signal.SIGSTOP)  # so that it cannot notice, and do, anything in between
     os.kill(keeper, signal.SIGKILL)
     os.kill(agent, signal.SIGKILL)
-time.sleep(600)
+time.sleep(10_000)
 """
 
 
 def test_what_a_killed_agent_and_its_killed_keeper_leave_is_swept(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ["retry.infra=1", "cluster.watch.lease=60"])
-    began = time.monotonic()
+    run = make_run(tmp_path, ["retry.infra=1", "cluster.watch.lease=10000"])
     outcome, _ = supervised(run, Program(KILLS_ITS_AGENT, env={"FOUND": str(tmp_path)}))
     told = events(run, 1)
     ended = next(e for e in told if e["event"] == "ended")
@@ -187,7 +245,6 @@ def test_what_a_killed_agent_and_its_killed_keeper_leave_is_swept(tmp_path: Path
     pid, swept = int((tmp_path / "pid").read_text()), told[-2]
     assert swept["event"] == "swept" and pid in [each["pid"] for each in swept["killed"]] and swept["left"] == []
     assert not alive(pid) and not list((tmp_path / "sessions").iterdir())
-    assert time.monotonic() - began < 60, "a host that has proved that nothing is left was waited for"
 
 
 class Silent(StubAgent):
@@ -205,10 +262,9 @@ class Silent(StubAgent):
 
 def test_a_cut_network_is_a_lost_contact_within_the_lease(tmp_path: Path) -> None:
     run = make_run(tmp_path, ["retry.infra=0", *QUICK], nodes=2)
-    began = time.monotonic()
-    outcome, told = supervised(run, Program("import time; time.sleep(60)"), launcher=Debug(Silent))
+    outcome, told = supervised(run, Program("import time; time.sleep(10_000)"), launcher=Debug(Silent))
     ended = next(e for e in told if e["event"] == "ended")
-    assert (outcome.exit, outcome.failure_class) == (13, "infra") and ended["unanswered"] == ["h1"] and time.monotonic() - began < 20
+    assert (outcome.exit, outcome.failure_class) == (13, "infra") and ended["unanswered"] == ["h1"]
 
 
 HANGS = """
@@ -220,7 +276,7 @@ for step in range(4):
     time.sleep(1.2)
     if os.environ["RANK"] == "1" and step == 2:
         break
-time.sleep(60)
+time.sleep(10_000)
 """
 
 
@@ -235,7 +291,7 @@ def test_a_hang_is_found_stacks_are_kept_and_the_missing_named(tmp_path: Path) -
 
 def test_ranks_that_never_come_to_a_step_hang_after_the_start_limit(tmp_path: Path) -> None:
     run = make_run(tmp_path, ["cluster.watch.start=1"])
-    outcome, _ = supervised(run, Program("import time; time.sleep(60)"))
+    outcome, _ = supervised(run, Program("import time; time.sleep(10_000)"))
     assert outcome.exit == 11 and "never said where it is" in (outcome.root_cause or {})["message"]
 
 
@@ -243,7 +299,7 @@ ENDLESS = """
 import os, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(12))
 open(os.path.join(os.environ["READY"], os.environ["RANK"]), "w").write(str(os.getpid()))
-time.sleep(60)
+time.sleep(10_000)
 """
 
 
@@ -285,10 +341,9 @@ def test_asked_to_stop_before_the_ranks_run(tmp_path: Path) -> None:
     class Slow(StubAgent):
         async def on_reserve(self, frame: Frame) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(30)
+            await asyncio.sleep(10_000)
 
     run = make_run(tmp_path, ["retry.preempted=5"])
-    began = time.monotonic()
     outcome, told = supervised(run, Program(DONE), launcher=Debug(Slow))
-    assert (outcome.exit, outcome.failure_class) == (12, "preempted") and time.monotonic() - began < 15
+    assert (outcome.exit, outcome.failure_class) == (12, "preempted")
     assert "rank_started" not in json.dumps(told) and len(run.attempts()) == 1

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import stat
 import threading
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from trainkit.launch.hostfile import Host
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.supervisor import Supervisor
 from trainkit.launch.watch import Watch, nobody
-from trainkit.runs.folder import RunFolder
+from trainkit.runs.folder import RunFolder, new_run_folder
 
 SECRET = "first-line-of-a-key\nsecond-line-of-a-key"
 
@@ -26,6 +27,26 @@ SECRET = "first-line-of-a-key\nsecond-line-of-a-key"
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     return make_run(tmp_path, ['cluster.secrets=["KEY?"]'])
+
+
+def test_a_run_folder_is_nobody_elses_to_write(tmp_path: Path) -> None:
+    """Whatever the umask: who can replace `code` runs as us at the next resume. A group may share it, where the umask lets it."""
+    modes = []
+    for number, mask in enumerate((0o000, 0o002, 0o077)):
+        before = os.umask(mask)
+        try:
+            path = new_run_folder(tmp_path / str(number), "j").path
+        finally:
+            os.umask(before)
+        modes.append({stat.S_IMODE(folder.stat().st_mode) for folder in (path, path.parent, path.parent.parent)})
+    assert modes == [{0o775}, {0o775}, {0o700}]
+
+
+def test_this_machine_that_cannot_reach_itself_is_told_no_word_of_ssh(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.launch.session.sys.executable", "/bin/false")
+    outcome, _ = supervised(run, Program(DONE))
+    cause = outcome.root_cause or {}
+    assert outcome.exit == 8 and "python = /bin/false" in cause["advice"] and "with no ssh" in cause["advice"]
 
 
 def test_secrets_reach_the_rank_and_no_record(run: RunFolder) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import alive
+from tests.conftest import alive, wait_for
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.launch.together import run_together
 
@@ -31,7 +30,7 @@ def work(spec, progress):
     if rank == spec.get("raises"):
         raise RuntimeError("a bug")
     if "refuses" in spec or "killed" in spec or "raises" in spec or spec.get("stays"):
-        time.sleep(60)
+        time.sleep(10_000)
     while len(list(Path(spec["pids"]).iterdir())) < size:
         time.sleep(0.01)
     print("a library's word")
@@ -69,11 +68,9 @@ def test_the_result_is_rank_0s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_a_failure_ends_all_and_says_why(tmp_path: Path, spec: dict[str, Any], exit: Exit, said: str) -> None:
-    began = time.monotonic()
     with pytest.raises(TrainkitError, match=said) as error:
         together(tmp_path, **spec)
     assert error.value.exit == exit and isinstance(error.value, ConfigError) == ("refuses" in spec)
-    assert time.monotonic() - began < 15
     assert not any(alive(int(path.read_text())) for path in tmp_path.iterdir())
 
 
@@ -95,12 +92,8 @@ def test_it_dies_with_its_starter(tmp_path: Path) -> None:
             together(tmp_path, stays=True)
         finally:
             os._exit(1)
-    deadline = time.monotonic() + 30
-    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: len([p for p in tmp_path.iterdir() if p.read_text()]) == 2, "both ranks")
     os.kill(starter, signal.SIGKILL)
     os.waitpid(starter, 0)
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(pids) == 2 and not any(alive(pid) for pid in pids)
+    wait_for(lambda: not any(alive(pid) for pid in pids), "both to die")

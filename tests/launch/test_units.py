@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -161,11 +160,10 @@ def test_what_a_unit_sees(work: Work) -> None:
 )
 def test_the_first_failure_stops_the_others(work: Work, do: str, words: str) -> None:
     """What was finished before it is stamped; the error names unit and host, and the end of the log."""
-    rest = [work.unit(f"rest{i}", "time.sleep(60)", ("first",)) for i in range(2)]
-    began = time.monotonic()
+    rest = [work.unit(f"rest{i}", "time.sleep(10_000)", ("first",)) for i in range(2)]
     with pytest.raises(TrainkitError) as caught:
         work.run(work.unit("first"), *rest, work.unit("bad", f"time.sleep(0.3); {do}", ("first",), size=9), work.unit("never", after=("bad",)))
-    assert time.monotonic() - began < 20 and any(words.replace("NAME", name) in str(caught.value) for name in HOSTS[:2]) and caught.value.exit == 6
+    assert any(words.replace("NAME", name) in str(caught.value) for name in HOSTS[:2]) and caught.value.exit == 6
     assert "why it fails" not in do or "why it fails" in str(caught.value.hint)
     assert work.stamped() == {"first"} and "never" not in {row[0] for row in work.log()} and work.nothing_left()
 
@@ -174,7 +172,7 @@ def interrupted(work: Work, number: int, *units: Unit) -> None:
     """Run units, with a signal to this process once four have begun."""
 
     def send() -> None:
-        wait_for(lambda: len(work.log()) >= 4, "four units", timeout=20)
+        wait_for(lambda: len(work.log()) >= 4, "four units")
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=send)
@@ -189,7 +187,7 @@ def interrupted(work: Work, number: int, *units: Unit) -> None:
 def test_ctrl_c_and_term_stop_all_of_it(work: Work, number: int) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
-        interrupted(work, number, work.unit("fetch", "time.sleep(60)", network=True), *(work.unit(f"u{i}", "time.sleep(60)") for i in range(4)))
+        interrupted(work, number, work.unit("fetch", "time.sleep(10_000)", network=True), *(work.unit(f"u{i}", "time.sleep(10_000)") for i in range(4)))
     assert work.nothing_left() and not work.stamped() and signal.getsignal(signal.SIGTERM) == before
 
 
@@ -197,7 +195,7 @@ def losing(work: Work, lose: Callable[[list[int]], None], *units: Unit) -> None:
     """Run units and do something to the agents once two of them have begun one each."""
 
     def act() -> None:
-        agents: set[int] = wait_for(lambda: (found := {int(row[2]) for row in work.log()}) and len(found) == 2 and found, "two agents", timeout=20)
+        agents: set[int] = wait_for(lambda: (found := {int(row[2]) for row in work.log()}) and len(found) == 2 and found, "two agents")
         lose(sorted(agents))
 
     thread = threading.Thread(target=act)
@@ -228,7 +226,7 @@ def test_all_hosts_lost(tmp_path: Path) -> None:
 
     work = Work(tmp_path, tasks=1)
     with pytest.raises(TrainkitError, match=r"all 2 hosts are lost: .*: .*; .*: ") as caught:
-        losing(work, kill_all, *(work.unit(f"u{i}", "time.sleep(60)") for i in range(4)))
+        losing(work, kill_all, *(work.unit(f"u{i}", "time.sleep(10_000)") for i in range(4)))
     assert caught.value.exit == 13 and work.nothing_left()
 
 

@@ -1,9 +1,10 @@
 """Two processes that answer for each other: the worker, which starts programs, and its keeper, which outlives it and ends what it left.
 
 The keeper is the parent. When the worker dies, by SIGKILL too, or does not move for as long as its lease, its descendants become the keeper's
-(PR_SET_CHILD_SUBREAPER); it kills them and everything with the worker's mark, and only then lets go of the slots. When the keeper dies, the
-worker sees its link end and stops by itself. Nothing holds against SIGKILL of both at one moment but PR_SET_PDEATHSIG, which ends what the worker
-itself started; a later run that takes the slots ends the rest (`marks`).
+(PR_SET_CHILD_SUBREAPER); it kills them, all in the worker's cgroup and everything with its mark, until the kernel says that nothing is left: ECHILD from
+wait(2), which means no descendant, and an empty cgroup. Only then it lets go of the slots. When the keeper dies, the worker sees its link end and stops by
+itself. SIGKILL of both at one moment leaves what the worker's own children had started (these die by PR_SET_PDEATHSIG); whoever looks for the run next
+finds that by its cgroup (`cgroup`) or, where there is none, by its mark (`marks`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trainkit.base import marks
+from trainkit.base.cgroup import Group
 from trainkit.base.errors import Exit
 from trainkit.base.process import adopt_orphans, retitle
 
 MANY = 250  # file descriptors in one message (the kernel's limit is 253)
 WAIT = 0.02  # seconds between two looks at what still lives
 PATIENCE = 2.0  # seconds until the keeper says what does not die
+START_LEASE = 90.0  # seconds that a worker may take until it says how often it will move
 
 
 class Link:
@@ -40,14 +43,16 @@ class Link:
         """Readable once the keeper is gone: it never says anything."""
         return self._line.fileno()
 
-    def guard(self, mark: str, *, lease: float, folders: Iterable[Path] = ()) -> None:
+    def guard(self, mark: str, *, lease: float, folders: Iterable[Path] = (), group: Group | None = None) -> None:
         """From now on everything below `mark` dies with us. To be said before the first of it is started.
 
         Args:
             lease: seconds without `beat` after which we count as dead.
             folders: removed at the end.
+            group: that what is started is put in; removed at the end.
         """
-        self._line.send(json.dumps({"marks": [mark], "lease": lease, "folders": [str(folder) for folder in folders]}).encode())
+        words = {"marks": [mark], "lease": lease, "folders": [str(folder) for folder in folders], "group": str(group.path) if group else None}
+        self._line.send(json.dumps(words).encode())
 
     def hold(self, handles: Iterable[int], *, lease: float) -> None:
         """Keep these files open until nothing is left of us. `lease` as above."""
@@ -101,7 +106,8 @@ def _work(work: Callable[[Link], int], line: socket.socket) -> None:
 class _Keeper:
     def __init__(self, worker: int, line: socket.socket) -> None:
         self.worker, self.line = worker, line
-        self.lease: float | None = None
+        self.lease = START_LEASE
+        self.group: Group | None = None
         self.marks: set[str] = set()
         self.folders: set[str] = set()
         self.held: list[int] = []
@@ -140,33 +146,41 @@ class _Keeper:
             self.marks |= set(message["marks"])
             self.folders |= set(message["folders"])
             self.lease = message["lease"]
+            self.group = Group(Path(message["group"])) if message.get("group") else self.group
         return bool(data)
 
     def _end_all(self) -> None:
-        """Kill until nothing is left, however long that takes: what does not die holds its slot."""
-        began, said, clean = time.monotonic(), False, 0
+        """Kill until the kernel says that nothing is left, however long that takes: what does not die holds its slot."""
+        began, said = time.monotonic(), False
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.worker, signal.SIGKILL)  # it may be a hung one; of one that has ended already, the exit code stays
-        while self.marks and clean < 2:  # one pass may miss a child in the middle of its exec; without a mark nothing was started
-            self._reap()
+        while True:
+            if self.group:
+                with contextlib.suppress(OSError):
+                    self.group.kill()
+            childless = self._reap()
             found = {p.pid: p for p in (*marks.descendants(os.getpid()), *(m for mark in self.marks for m in marks.marked(mark)))}
             left = list(found.values())
             marks.kill(left)
-            clean = 0 if left else clean + 1
+            if childless and not left and (self.group is None or self.group.empty()):
+                break
             waited = time.monotonic() - began
             if left and not said and waited > PATIENCE:
                 said = True
                 _say("these do not die: " + ", ".join(f"{p.pid} {p.argv0}" for p in left))
             time.sleep(WAIT if waited < PATIENCE else 1.0)
-        while self.code is None:
-            self._reap()
-            time.sleep(0.001)
+        if self.group:
+            self.group.remove()
 
-    def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
+    def _reap(self) -> bool:
+        """Take the exit codes of those that have ended; whether we have no child any more, and so no descendant: orphans become our children."""
+        try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.worker:
                     self.code = os.waitstatus_to_exitcode(ended[1])
+        except ChildProcessError:
+            return True
+        return False
 
 
 def _say(words: str) -> None:

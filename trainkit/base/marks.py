@@ -1,20 +1,24 @@
 """Which processes of a host belong to a run: each carries its run's mark in its environment, which children inherit, across setsid and double forks.
 
 A mark is "<run id>/<attempt>/<node>/<key of the process>"; a shorter one, in whole parts, means all below it.
-What overwrites its own environment is found as a descendant instead (`descendants`).
+What overwrites its own environment is found as a descendant instead (`descendants`), and where its ancestors are dead by a limit that it has inherited
+(`limited`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trainkit.base.process import start_time
 
 MARK_VARIABLE = "TRAINKIT_RUN"
+LIMITS = range(400_000, 800_000)  # bytes of POSIX message queues, of which Linux allows 819,200: nobody comes near, so that the number can be a mark
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ def marked(prefix: str) -> list[Marked]:
     found = []
     for pid in _pids():
         mark = _mark(pid)
-        if mark and (mark == prefix or mark.startswith(prefix.rstrip("/") + "/")) and pid != os.getpid() and (process := _described(pid, mark)):
+        if mark and (mark == prefix or mark.startswith(prefix.rstrip("/") + "/")) and pid != os.getpid() and (process := described(pid, mark)):
             found.append(process)
     return found
 
@@ -49,9 +53,24 @@ def descendants(root: int) -> list[Marked]:
     while below:
         pid = below.pop()
         below += children.get(pid, [])
-        if process := _described(pid, _mark(pid)):
+        if process := described(pid, _mark(pid)):
             found.append(process)
     return found
+
+
+def limit_of(run: str) -> tuple[int, int] | None:
+    """RLIMIT_MSGQUEUE, soft and hard, of what a run starts: a mark that also survives a cleared environment; None where this process may not have it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_MSGQUEUE)
+    return (LIMITS[zlib.crc32(run.encode()) % len(LIMITS)], hard) if hard == resource.RLIM_INFINITY or hard >= LIMITS.stop else None
+
+
+def limited(run: str) -> list[Marked]:
+    """The living processes on this host that carry no mark but the run's limit."""
+    if (limit := limit_of(run)) is None:
+        return []
+    line = b"Max msgqueue size         %d " % limit[0]  # proc(5): /proc/PID/limits
+    found = [pid for pid in _pids() if line in _read(f"/proc/{pid}/limits") and not _mark(pid)]
+    return [process for pid in found if (process := described(pid, ""))]
 
 
 def send(process: Marked, number: int) -> bool:
@@ -104,6 +123,7 @@ def _parent(pid: int) -> int:
     return int(fields[1]) if fields else 0
 
 
-def _described(pid: int, mark: str) -> Marked | None:
+def described(pid: int, mark: str | None = None) -> Marked | None:
+    """A living process by its pid, None for a zombie or nobody. `mark`: where it is known already."""
     began = start_time(pid)
-    return Marked(pid, began, mark, os.fsdecode(_read(f"/proc/{pid}/cmdline").partition(b"\0")[0])) if began else None
+    return Marked(pid, began, _mark(pid) if mark is None else mark, os.fsdecode(_read(f"/proc/{pid}/cmdline").partition(b"\0")[0])) if began else None

@@ -114,6 +114,8 @@ def _open(path: Path) -> int:
             break
         except FileNotFoundError:
             _make_folder(path.parent)
+        except OSError as error:
+            raise _in_the_way(path, error.errno or errno.EINVAL, error.strerror or str(error)) from None
         with contextlib.suppress(FileExistsError):  # another made it first
             handle = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
             os.fchmod(handle, 0o666)  # whatever the umask says
@@ -122,8 +124,13 @@ def _open(path: Path) -> int:
         raise OSError(errno.EAGAIN, "appears and vanishes", str(path))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "is no plain file", str(path))
+        raise _in_the_way(path, errno.EINVAL, "no plain file")
     return handle
+
+
+def _in_the_way(path: Path, number: int, why: str) -> OSError:
+    what = f"what lies there is no lock of trainkit's that may be written ({why}): remove it, or set clusters.NAME.node_folder to another folder of each node"
+    return OSError(number, what, str(path))
 
 
 def _make_folder(folder: Path) -> None:

@@ -181,7 +181,10 @@ def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
         reports = sweep(run, job, hosts, kill=True)
     except TrainkitError as error:  # no way leads to any of them
         return [{"host": host.name, "answered": False, "error": error.message, "left": [], "killed": 0} for host in hosts]
-    return [{"host": each.host, "answered": each.error is None, "error": each.error, "left": each.left, "killed": len(each.killed)} for each in reports]
+    return [
+        {"host": each.host, "answered": each.error is None, "error": each.error, "left": each.left, "killed": len(each.killed), "proof": each.proof}
+        for each in reports
+    ]
 
 
 def _head(record: Record) -> dict[str, Any]:
@@ -212,5 +215,6 @@ def _answer(talk: Talk, record: Record, rows: list[NodeRow], *, force: bool = Fa
 def _left(row: NodeRow) -> str:
     if not row["answered"]:
         return "did not answer" + (f": {row['error']}" if row["error"] else "; what is left there is not known")
+    unproved = " that can be seen (no cgroup there: see `doctor`)" if row.get("proof", "") is None else ""
     killed = f" ({row['killed']} ended just now)" if row.get("killed") else ""
-    return ", ".join(f"pid {each['pid']} {each.get('argv0', '')}".rstrip() for each in row["left"]) or f"nothing{killed}"
+    return ", ".join(f"pid {each['pid']} {each.get('argv0', '')}".rstrip() for each in row["left"]) or f"nothing{unproved}{killed}"

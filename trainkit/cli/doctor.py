@@ -20,7 +20,7 @@ from trainkit.launch.doctor import COLUMNS, Examination, Finding, examine
 from trainkit.launch.quarantine import quarantined
 
 GIB = 2**30
-HEADINGS = {"disk": "disk free", "gpus": "GPUs", "files": "open files", "shm": "/dev/shm"}
+HEADINGS = {"disk": "disk free", "gpus": "GPUs", "files": "open files", "shm": "/dev/shm", "proof": "proof of ends"}
 
 
 def doctor(talk: Talk, cluster: str, hostfile: str, *, all_reduce: bool) -> Answer:
@@ -92,6 +92,7 @@ def _cells(hello: Hello) -> dict[str, str]:
         "address": f"{facts.get('address')}{interface}",
         "files": "-" if files is None else "unlimited" if files < 0 else f"{files:,}",
         "shm": _gib(facts.get("shared_memory")),
+        "proof": str(facts.get("proof") or "-"),
     }
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainkit.base.errors import TrainkitError
+from trainkit.base.printable import printable
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.schema import Job
 from trainkit.launch.together import run_together
@@ -25,7 +26,7 @@ def last_lines(path: Path, count: int) -> list[str]:
     """The last lines of a text file; none where there is no file. Reads at most the lines' worth into memory."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return [line.rstrip("\n") for line in collections.deque(file, maxlen=count)]
+            return [printable(line.rstrip("\n")) for line in collections.deque(file, maxlen=count)]
     except FileNotFoundError:
         return []
 

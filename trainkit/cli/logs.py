@@ -12,6 +12,7 @@ from pathlib import Path
 from invoke.exceptions import Exit as Leave
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.printable import printable
 from trainkit.cli.ending import last_lines
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Talk
@@ -112,7 +113,7 @@ class _Tail:
                 if torn or line.endswith(b"\n"):
                     self.offset += len(line)
                     lines.append(line)
-        return [line.decode(errors="replace").rstrip("\n") for line in lines]
+        return [printable(line.decode(errors="replace").rstrip("\n")) for line in lines]
 
     def new(self, *, torn: bool) -> str:
         """What has come since."""
@@ -122,7 +123,7 @@ class _Tail:
         if self.prefix and not torn:
             data = data[: data.rfind(b"\n") + 1]
         self.offset += len(data)
-        text = data.decode(errors="replace")
+        text = printable(data.decode(errors="replace"))
         return "".join(f"{self.prefix}{line}\n" for line in text.removesuffix("\n").split("\n")) if self.prefix and text else text
 
 

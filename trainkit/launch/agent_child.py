@@ -6,14 +6,16 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainkit.base import marks
+from trainkit.base.cgroup import Group
 from trainkit.base.files import write_json
 from trainkit.base.marks import MARK_VARIABLE
 from trainkit.base.process import dying_with
@@ -25,6 +27,7 @@ from trainkit.launch.frames import Frame
 HEARTBEAT_VARIABLE = "TRAINKIT_HEARTBEAT_FILE"
 NODE_VALUE = re.compile(r"\$\{node:([A-Za-z_][A-Za-z0-9_]*)\}")
 LARGEST = 2**20  # bytes of a heartbeat or an error file that are read
+GONE_SECONDS = 1.0  # that a killed group may take to be empty
 LOG_SECONDS = 2.0  # how long the word of a process's end waits for its log
 
 
@@ -40,11 +43,14 @@ class Child:
         mark: of this process, exported as TRAINKIT_RUN.
         secrets: what "go" names of the session's secrets.
         heartbeats: the folder on this node where heartbeat files go.
+        group: that it is put in, in one of its own; None: this machine has none.
 
     Raises CannotStart.
     """
 
-    def __init__(self, spec: Mapping[str, Any], mark: str, secrets: Mapping[str, str], redactor: Redactor, writer: LogWriter, heartbeats: Path) -> None:
+    def __init__(
+        self, spec: Mapping[str, Any], mark: str, secrets: Mapping[str, str], redactor: Redactor, writer: LogWriter, heartbeats: Path, group: Group | None
+    ) -> None:
         self.key, self.mark = str(spec["key"]), mark
         self.log, self.error = _path(spec.get("log")), _path(spec.get("error"))
         self.heartbeat = heartbeats / f"{_file_name(self.key)}.json" if spec.get("heartbeat") else None
@@ -62,7 +68,10 @@ class Child:
         if self.error:
             with contextlib.suppress(OSError):
                 self.error.parent.mkdir(parents=True, exist_ok=True)
+        entrance = -1
         try:
+            self.group = group.inside(_file_name(self.key)) if group else None
+            entrance = self.group.entrance() if self.group else -1
             self.process = subprocess.Popen(
                 [str(word) for word in spec["argv"]],
                 env=environment,
@@ -71,13 +80,16 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=dying_with(os.getpid()),  # noqa: PLW1509 - one call of the system, looked up before; the only other thread writes logs
+                preexec_fn=_contained(entrance, marks.limit_of(mark.partition("/")[0]), dying_with(os.getpid())),  # noqa: PLW1509 - two calls of the system; the only other thread writes logs
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             if self.log:
                 writer.close(self.log)
             where = f" {error.filename}" if isinstance(error, OSError) and error.filename else ""
             raise CannotStart(f"{getattr(error, 'strerror', None) or error}:{where or ' ' + str(spec['argv'][0])}") from None
+        finally:
+            if entrance >= 0:
+                os.close(entrance)
         assert self.process.stdout and self.process.stderr
         self.pipes = Pipes(self.output, os.dup(self.process.stdout.fileno()), os.dup(self.process.stderr.fileno()))
         self.process.stdout.close()
@@ -121,6 +133,10 @@ class Child:
         self.ended_at, self._log_until = time.time(), time.monotonic() + LOG_SECONDS
         self.signal(signal.SIGKILL, group=True)  # before the reaping: until then the group's number is nobody else's
         self.code = self.process.wait()
+        if self.group:
+            with contextlib.suppress(OSError):
+                self.group.kill(GONE_SECONDS)
+            self.group.remove()
         for _ in range(20):
             if not (left := marks.marked(self.mark)):
                 break
@@ -163,6 +179,19 @@ class Child:
                 write_json(self.error, shown)
         words = {"key": self.key, "code": self.code, "time": self.ended_at, "done": self.done(), "stopped": self.stopped}
         return {"type": "ended", **words, "error": shown, "last": self.output.last(), "oom": oom}
+
+
+def _contained(entrance: int, limit: tuple[int, int] | None, then: Callable[[], None]) -> Callable[[], None]:
+    """For a child between fork and exec: enter the group behind an open file, take the limit that is a mark, where there are such, and go on."""
+
+    def prepare() -> None:
+        if entrance >= 0:
+            os.write(entrance, b"0")
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_MSGQUEUE, limit)
+        then()
+
+    return prepare
 
 
 def _path(text: str | None) -> Path | None:

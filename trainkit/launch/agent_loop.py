@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base import marks
+from trainkit.base.cgroup import Group, new_group
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.forms import read_form
-from trainkit.base.keeper import Link
+from trainkit.base.keeper import START_LEASE, Link
 from trainkit.base.slots import Held
 from trainkit.launch.agent_child import Child, OutOfMemory
 from trainkit.launch.agent_hello import hello
@@ -59,6 +60,7 @@ class Agent:
         self.writer = LogWriter()
         self.memory: OutOfMemory | None = None
         self.held: Held | None = None
+        self.group: Group | None = None  # that everything is started in
         self.heartbeats: Path | None = None
         self.listener: socket.socket | None = None
         self.heard = self.beaten = self.batched = 0.0
@@ -74,6 +76,8 @@ class Agent:
             say(f"{os.uname().nodename} cannot read the session: {error} (is the root a folder that all nodes share?)")
             return int(Exit.HEALTH)
         self.mark = f"{self.session['run']}/{self.session['attempt']}/{self.node}"
+        self.group = new_group(self.mark)
+        self.link.guard(self.mark, lease=START_LEASE, group=self.group)
         try:
             self.connection = dial(self.session["address"], self.session["port"], self.token, self.node)
         except Lost as error:
@@ -83,7 +87,7 @@ class Agent:
         try:
             self._listen_to_all()
             code = Path(__file__).resolve().parents[2]
-            self.send(hello(self.session, self.folder, self.node, self.connection.sock.getsockname()[0], code))
+            self.send({**hello(self.session, self.folder, self.node, self.connection.sock.getsockname()[0], code), "proof": self.proof})
             while self.code is None:
                 self._turn()
             return self.code
@@ -277,6 +281,8 @@ class Agent:
 
     def leave(self, code: int, why: str, grace: float) -> None:
         """Stop everything, then end. Asked again, the shorter grace counts."""
+        with contextlib.suppress(OSError):
+            os.kill(os.getppid(), signal.SIGCONT)  # a keeper that was stopped has to end after us
         if self.leaving is None or grace == 0:
             if self.leaving is None and code:
                 say(f"{os.uname().nodename}: stops everything: {why}")
@@ -310,21 +316,41 @@ class Agent:
             left = self.strays() if keys is None else [p for child in children for p in marks.marked(child.mark)]
             for child in children:
                 child.kill()
+            if keys is None and self.group:
+                with contextlib.suppress(OSError):
+                    self.group.kill()
             marks.kill(left)
-            clean = 0 if left or any(child.running for child in children) else clean + 1
+            clean = 0 if left or any(child.running for child in children) or (keys is None and not self.proved()) else clean + 1
             yield
         while any(child in self.telling for child in children):
             yield
 
     def strays(self) -> list[marks.Marked]:
         """Everything of the run on this host, as this agent knows it."""
-        return list({p.pid: p for p in (*marks.marked(self.mark), *marks.descendants(os.getpid()))}.values())
+        held = [p for pid in (self.group.pids() if self.group else ()) if (p := marks.described(pid))]
+        return list({p.pid: p for p in (*marks.marked(self.mark), *marks.descendants(os.getpid()), *held)}.values())
+
+    @property
+    def proof(self) -> str:
+        """What this host can prove with that nothing is left: a cgroup, which whoever comes later finds too, or that this process has no child."""
+        return "cgroup" if self.group else "children"
+
+    def proved(self) -> bool:
+        """Whether the kernel says that nothing is left: no child, and so no descendant, for orphans become our children; and nobody in the group."""
+        _reap_orphans({child.pid for child in self.children.values() if child.running})
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return self.group is None or self.group.empty()
+        return False
 
     def _close(self) -> None:
         for child in self.children.values():
             child.kill()
         if self.heartbeats:
             shutil.rmtree(self.heartbeats, ignore_errors=True)
+        if self.group:
+            self.group.remove()
         if self.held and not self.children:
             self.held.release()
         if self.listener:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.base import marks, slots
+from trainkit.base.cgroup import groups, kill_groups
 from trainkit.base.files import read_json
 from trainkit.base.locks import Busy
 from trainkit.base.redact import Redactor
@@ -50,7 +51,9 @@ def reserve(agent: Agent, frame: Frame) -> Task:
     agent.link.hold(held.handles, lease=agent.session["lease"])
     stale = _stale_marks(held.cleared, slots.holders(folder))
     deadline = time.monotonic() + SWEEP_SECONDS
-    while (left := [p for mark in stale for p in marks.marked(mark)]) and time.monotonic() < deadline:
+    while (left := [p for mark in stale for p in _left_of(mark)]) and time.monotonic() < deadline:
+        for mark in stale:
+            kill_groups(mark, 0.0)
         marks.kill(left)  # nobody holds its lock any more: agent and keeper are dead, these are its orphans
         yield
     if left:
@@ -196,7 +199,7 @@ def go(agent: Agent, frame: Frame) -> None:
         return
     redactor = Redactor(secrets.values())
     agent.memory = agent.memory or OutOfMemory()
-    agent.link.guard(agent.mark, lease=agent.session["lease"], folders=[agent.heartbeats])
+    agent.link.guard(agent.mark, lease=agent.session["lease"], folders=[agent.heartbeats], group=agent.group)
     for spec in frame["processes"]:
         key = str(spec["key"])
         try:
@@ -204,7 +207,7 @@ def go(agent: Agent, frame: Frame) -> None:
                 raise CannotStart("this agent is about to leave")
             if key in agent.children:
                 raise CannotStart(f"process {key} runs already")
-            child = Child(spec, child_mark(agent.mark, key), secrets, redactor, agent.writer, agent.heartbeats)
+            child = Child(spec, child_mark(agent.mark, key), secrets, redactor, agent.writer, agent.heartbeats, agent.group)
         except CannotStart as error:
             agent.send({"type": "start_failed", "key": key, "error": redactor.text(str(error))})
             continue
@@ -233,7 +236,10 @@ def stop(agent: Agent, frame: Frame) -> Task:
     wanted = None if keys is None else [str(key) for key in keys]
     yield from agent.end(wanted, float(frame["grace"]))
     left = agent.strays() if wanted is None else [p for key in wanted for p in marks.marked(child_mark(agent.mark, key))]
-    agent.send({"type": "stopped", "left": [{"pid": p.pid, "argv0": p.argv0} for p in left]})
+    told = [{"pid": p.pid, "argv0": p.argv0} for p in left]
+    if wanted is None and not told and not agent.proved():
+        told = [{"pid": 0, "argv0": "something that ends and begins faster than it can be looked at"}]
+    agent.send({"type": "stopped", "left": told, "proof": agent.proof if not told else None})
 
 
 def stacks(agent: Agent, frame: Frame) -> Task:
@@ -250,14 +256,24 @@ def sweep(agent: Agent, frame: Frame) -> Task:
     run = str(frame["run"])
     killed: dict[int, marks.Marked] = {}
     deadline = time.monotonic() + SWEEP_SECONDS
-    left = marks.marked(run)
-    while left and frame.get("kill") and time.monotonic() < deadline:
+    left = _left_of(run)
+    while frame.get("kill") and time.monotonic() < deadline:
         killed |= {p.pid: p for p in left}
+        kill_groups(run, 0.0)
         marks.kill(left)
+        if not left:
+            break
         yield
-        left = marks.marked(run)
+        left = _left_of(run)
     told = [[{"pid": p.pid, "mark": p.mark, "argv0": p.argv0} for p in found] for found in (left, [p for p in killed.values() if p not in left])]
-    agent.send({"type": "swept", "left": told[0], "killed": told[1]})
+    agent.send({"type": "swept", "left": told[0], "killed": told[1], "proof": "cgroup" if agent.group and not left else None})
+
+
+def _left_of(run: str) -> list[marks.Marked]:
+    """What lives on this host with the mark of a run (its agents and keepers too) or of a part of it, in one of its groups, or with its limit."""
+    held = [process for group in groups(run) for pid in group.pids() if (process := marks.described(pid))]
+    nameless = [] if "/" in run else marks.limited(run)
+    return list({p.pid: p for p in (*marks.marked(run), *held, *nameless)}.values())
 
 
 def bye(agent: Agent, frame: Frame) -> None:

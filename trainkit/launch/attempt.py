@@ -129,7 +129,7 @@ class Attempt:
         self.stopped: dict[int, list[dict[str, Any]]] = {}  # what is left, by the nodes that have said so
         self.not_started: list[tuple[str, str]] = []
         self.lost_at: float | None = None
-        self.heeded = self.began = False
+        self.heeded = self.told_to_save = self.began = False
 
     def record_start(self) -> None:
         """Write the first event: from now on the run's state hangs on this process's life."""
@@ -213,7 +213,7 @@ class Attempt:
 
     def _joined(self, hello: Hello) -> None:
         address, offset = hello.facts.get("address"), round(hello.clock_offset, 3)
-        self.events.note("agent_joined", node=hello.node, host=hello.host, address=address, clock_offset=offset)
+        self.events.note("agent_joined", node=hello.node, host=hello.host, address=address, clock_offset=offset, proof=hello.facts.get("proof"))
 
     async def _start(self, crew: Crew) -> None:
         """Start every rank. Raises NoStart (8) with all that could not be started."""
@@ -252,7 +252,9 @@ class Attempt:
         while self.running:
             await self._take_next(crew)
             for end in self.ends[seen:]:
-                well = end.done or end.code in (Exit.DONE, Exit.PREEMPTED)
+                well = end.done or end.code == Exit.PREEMPTED or (end.code == Exit.DONE and self.setting.asks.first is not None)
+                if end.code == Exit.PREEMPTED and not self.pulse.stepping:
+                    self._tell_to_save(crew)  # whoever told that one did not tell its peers; ranks that make steps agree on it by themselves
                 deadline = min(deadline, time.monotonic() + (TEARDOWN_SECONDS if well else ECHO_SECONDS))
             seen = len(self.ends)
             if self.losses:
@@ -276,10 +278,17 @@ class Attempt:
             self.heeded = True
             how = "Ctrl-C again stops at once" if asks.first == Ask.INTERRUPT else "a second signal stops at once"
             self.setting.show(lambda: self.setting.notice(f"saving at the end of this step, then stopping; {how}"))
-            self.events.write("saving", ranks=sorted(self.running))
-            for node in crew.present:
-                crew.send(node, {"type": "signal", "signal": "USR1", "keys": None})
+            self._tell_to_save(crew)
         return False
+
+    def _tell_to_save(self, crew: Crew) -> None:
+        """Have all ranks save at the end of their step and leave; once."""
+        if self.told_to_save:
+            return
+        self.told_to_save = True
+        self.events.write("saving", ranks=sorted(self.running))
+        for node in crew.present:
+            crew.send(node, {"type": "signal", "signal": "USR1", "keys": None})
 
     async def _hang(self, crew: Crew, seconds: float) -> Outcome:
         """Nobody moves: have all stacks written, name who is missing, stop."""

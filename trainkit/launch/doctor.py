@@ -24,7 +24,7 @@ LEAST_DISK = 2 * GIB  # less is as good as full: a checkpoint's first file would
 LEAST_SHARED = 128 * 2**20  # a container has 64 MiB where nobody asks for more
 LEAST_FILES = 16_384  # a rank holds a file a shard of the data, and a socket a peer
 LEAST_LOCKED = 64 * 2**20
-COLUMNS = ("python", "torch", "driver", "kernel", "clock", "root", "disk", "gpus", "address", "files", "shm")
+COLUMNS = ("python", "torch", "driver", "kernel", "clock", "root", "disk", "gpus", "address", "files", "shm", "proof")
 # what the end of a transport says, and what to do about it
 UNREACHED = (
     (r"Permission denied", "no key of this machine is accepted there: `setup-hosts --perform`, or name user and key in ~/.ssh/config"),
@@ -179,6 +179,12 @@ def _limits(hello: Hello) -> list[Finding]:
     if facts.get("gpus") and locked is not None and 0 <= locked < LEAST_LOCKED:
         advice = "`* hard memlock unlimited` in /etc/security/limits.conf: RDMA (InfiniBand, EFA) pins its buffers"
         found.append(Finding(host, "files", f"{locked / 2**20:,.0f} MiB of memory may be locked", advice, wrong=False))
+    if "proof" in facts and facts["proof"] != "cgroup":
+        message = (
+            "no cgroup v2 to write to: agents prove that nothing is left of a run; if agent and keeper are killed at once, only marks are left to look for"
+        )
+        advice = "run as root, let systemd delegate (`systemd-run --user --scope -p Delegate=yes`), or mount cgroup2 writable; runs go well without"
+        found.append(Finding(host, "proof", message, advice, wrong=False))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import time
 from collections.abc import Awaitable, Callable
 
@@ -13,6 +14,7 @@ from trainkit.launch.frames import LIMIT, BadFrame, Decoder, Frame, encode, new_
 PROOF_SECONDS = 30.0  # that a stranger has: as long as an agent waits, of which a thousand may knock at once
 TOLD_STRANGERS = 20  # of them are reported; the rest only counted, so that a port scan fills no disk
 WAITING_CONNECTIONS = 4096
+MOST_UNPROVED = 1024  # connections at a time, of a quarter of the files we may open: the oldest goes where one more comes
 
 
 class Link:
@@ -76,11 +78,16 @@ class Door:
         self._stranger = stranger
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
+        self._unproved: dict[Link, None] = {}  # oldest first
+        self._most_unproved = MOST_UNPROVED
         self.address, self.port = "", 0
 
     async def listen(self, address: str) -> None:
         """Listen on a free port of one address. Raises OSError where this machine has no such address."""
         allow_open_files()  # a connection an agent, and with ssh a pipe each
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files != resource.RLIM_INFINITY:
+            self._most_unproved = min(MOST_UNPROVED, max(1, files // 4))
         self._server = await asyncio.start_server(self._knock, address, 0, backlog=WAITING_CONNECTIONS)
         self.address, self.port = address, self._server.sockets[0].getsockname()[1]
 
@@ -97,9 +104,14 @@ class Door:
         assert task is not None
         self._open.add(task)
         link = Link(reader, writer)
+        if len(self._unproved) >= self._most_unproved:
+            next(iter(self._unproved)).close()  # who has the token proves it at once; who only connects must not keep others out
+            del self._unproved[next(iter(self._unproved))]
+        self._unproved[link] = None
         try:
             async with asyncio.timeout(PROOF_SECONDS):
                 role, node = await self._proved(link)
+            self._unproved.pop(link, None)
             if guest := self.guests.get(role):  # else whom it came for has just gone
                 await guest(link, node)
         except (BadFrame, TimeoutError, UnicodeError) as error:
@@ -110,6 +122,7 @@ class Door:
             pass  # the door closes; a task of asyncio's server that ends as cancelled is reported as an error
         finally:
             link.close()
+            self._unproved.pop(link, None)
             self._open.discard(task)
 
     async def _proved(self, link: Link) -> tuple[str, int]:

@@ -14,7 +14,7 @@ from trainkit.launch.agreement import disagreements, table
 from trainkit.launch.crew import Crew, Hello, Missing
 from trainkit.launch.frames import Frame
 from trainkit.launch.outcome import Outcome
-from trainkit.launch.session import Session
+from trainkit.launch.session import Session, is_here
 from trainkit.launch.world import Allocation, Node, port_candidates, slot_names, visible_devices
 from trainkit.runs.record import FailureClass
 
@@ -79,6 +79,10 @@ def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) ->
             f"each host has to start {around.called} within clusters.{cluster.name}.watch.connect = {cluster.watch.connect:g} s; what was said: {session.logs}"
         )
         raise NoStart(Exit.START, f"{_count(len(rows), hosts)} without an agent in its container", rows, hint=hint, suspects=suspects)
+    if all(session.local or is_here(session.hosts[m.node]) for m in missing):
+        interpreter = f"clusters.{cluster.name}.python = {session.python}"
+        hint = f"that is this machine, with no ssh in between: what its agent said is in {session.logs}; it needs {interpreter} and to reach its own address"
+        raise NoStart(Exit.START, f"{_count(len(rows), hosts)} not reached", rows, hint=hint, suspects=suspects)
     hint = "`ssh HOST true` must work without a question; ports, users and keys belong into ~/.ssh/config or the hostfile"
     raise NoStart(Exit.START, f"{_count(len(rows), hosts)} not reached", rows, hint=hint, suspects=suspects)
 

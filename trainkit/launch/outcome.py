@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from trainkit.base.errors import Exit
+from trainkit.base.printable import printable
 from trainkit.launch.failures import Rules
 from trainkit.runs.record import FailureClass
 
@@ -26,6 +27,7 @@ PEER_WORDS = (
     "ProcessGroup",
 )
 JUDGED = (Exit.RANK_USER, Exit.RANK_INFRA)  # codes that rules may refine; others are a rank's own precise word
+WENT_SILENTLY = {"exit": int(Exit.RANK_INFRA), "message": "exited with 0 and had not said that it was done"}
 _EXIT_OF_CLASS = {"infra": Exit.RANK_INFRA, "hang": Exit.HANG, "preempted": Exit.PREEMPTED}
 
 
@@ -103,8 +105,8 @@ def _cause(end: RankEnd) -> dict[str, Any]:
         code, kind, step = error.get("exit"), error.get("type"), error.get("step")  # a rank's own file: anything may stand there
         return cause | {
             "exit": code if isinstance(code, int) else int(Exit.RANK_USER),
-            "type": kind if isinstance(kind, str) else None,
-            "message": str(error.get("message")),
+            "type": printable(kind) if isinstance(kind, str) else None,
+            "message": printable(str(error.get("message"))),
             "step": step if isinstance(step, int) else None,
         }
     if end.code < 0:
@@ -130,33 +132,42 @@ def judge_outcome(
     """The attempt's outcome once every rank has ended or cannot be heard any more. `asked`: what told the supervisor to stop, if anything did.
 
     Success is every rank's own word, written before teardown; a rank that aborts in teardown after that has not failed.
-    The root cause is the first failure, by the supervisor's clock, that is no echo of a peer's death.
+    The root cause is the first that left without having done its work, by the supervisor's clock, whatever its exit code; an echo of a peer's end only
+    where there is nothing else.
     """
     if 0 < world_size == len(ends) and all(end.done for end in ends):
         return Outcome(Exit.DONE, "success", None)
     expected = {0, int(Exit.PREEMPTED)} | ({-signal.SIGUSR1} if asked else set())  # USR1 ends a rank that has not got so far as to wait for it
-    failed = sorted((end for end in ends if not end.stopped and end.code not in expected and not end.done), key=lambda end: end.time)
-    causes = [(end.time, _cause(end)) for end in failed]
+    unfinished = sorted((end for end in ends if not end.stopped and not end.done), key=lambda end: end.time)
+    causes = [(end.time, _cause(end)) for end in unfinished if end.code not in expected]
     own = [(time, cause) for time, cause in causes if not _is_echo(cause)]
+    if asked is None:
+        own += [(end.time, _cause(end) | WENT_SILENTLY) for end in unfinished if end.code == 0]
     first = min(own, key=lambda pair: pair[0], default=None)
     gone = min(lost, key=lambda contact: contact.time, default=None)
     if gone is not None and (first is None or gone.time < first[0]):
         return _of_lost(gone)
-    left = any(end.code == int(Exit.PREEMPTED) for end in ends)
-    if causes and not (left and first is None):  # where one was told to stop and left, the others' broken connections are no failure
+    leavers = [end for end in unfinished if end.code == int(Exit.PREEMPTED)]
+    if (causes or first) and not (leavers and first is None):  # where one was told to stop and left, the others' broken connections are no failure
         return _of_rank(first[1] if first else causes[0][1], rules)
     if asked == Ask.INTERRUPT:
         return Outcome(Exit.INTERRUPTED, "cancelled", {"message": "stopped by Ctrl-C"})
     if asked == Ask.CANCEL:
         return Outcome(Exit.CANCELLED, "cancelled", {"message": "stopped by invoke cancel"})
-    if asked or left:
-        saved = len(ends) == world_size and all(end.code == int(Exit.PREEMPTED) or end.done for end in ends)
-        told = "told to save and stop" if asked else "a rank was told to save and stop"
-        return Outcome(Exit.PREEMPTED, "preempted", {"message": told if saved else f"{told}; it was stopped before all ranks had saved", "saved": saved})
-    silent = min((end for end in ends if end.code == 0 and not end.done and not end.stopped), key=lambda end: end.time, default=None)
-    if silent is not None:
-        return _of_rank(_cause(silent) | {"exit": int(Exit.RANK_INFRA), "message": "exited with 0 and had not said that it was done"}, rules)
+    if asked or leavers:
+        return _of_left(leavers, asked, saved=len(ends) == world_size and all(end.code == int(Exit.PREEMPTED) or end.done for end in ends))
     return Outcome(Exit.RANK_INFRA, "infra", {"message": "a rank ended without recording success"})
+
+
+def _of_left(leavers: Sequence[RankEnd], asked: Ask | None, *, saved: bool) -> Outcome:
+    """Ranks were told to save and leave, by us or by a signal that somebody else sent."""
+    cause: dict[str, Any] = {"message": "told to save and stop" if asked else "a rank was told to save and stop", "saved": saved}
+    if not saved:
+        cause["message"] += "; it was stopped before all ranks had saved"
+    if leavers and not asked and not saved:
+        first = leavers[0]
+        cause = _cause(first) | cause | {"message": f"rank {first.rank} was told by a signal to save and stop, and left before its peers had saved"}
+    return Outcome(Exit.PREEMPTED, "preempted", cause)
 
 
 def _of_lost(gone: LostContact) -> Outcome:

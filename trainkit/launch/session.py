@@ -23,6 +23,7 @@ from trainkit.base.address import own_addresses
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json, write_text
 from trainkit.base.forms import document
+from trainkit.base.marks import MARK_VARIABLE
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.containers import Around
 from trainkit.launch.containers.scripts import further_files, inside_text, start_lines
@@ -80,6 +81,11 @@ class Session:
         """What a transport runs: `bash node.sh K`."""
         return self.folder / "node.sh"
 
+    @property
+    def agent_mark(self) -> str:
+        """TRAINKIT_RUN of this session's agents and their keepers: found with the run, and not with what they started. A line of bash adds the node."""
+        return f"{self.run}/{self.attempt}/agents/"
+
     def mark(self, node: int) -> str:
         """TRAINKIT_RUN of every process of this session on one node."""
         return f"{self.run}/{self.attempt}/{node}"
@@ -120,10 +126,11 @@ class Session:
     def scripts(self) -> dict[str, str]:
         """What nodes run, by its name in the folder."""
         agent = ["-I", "-S", str(self.code / "trainkit" / "launch" / "agent.py"), str(self.folder)]
+        marked = f'export {MARK_VARIABLE}={shlex.quote(self.agent_mark)}"$1"'
         head = ["#!/bin/bash", "# What every node of this session runs: node.sh NODE", "set -e", *self.cluster.prolog]
         if self.around is None:
-            return {self.script.name: "\n".join([*head, f'exec {shlex.join([self.python, *agent])} "$1"']) + "\n"}
-        inside = {self.around.script.name: inside_text(self.around, agent), **further_files(self.around)}
+            return {self.script.name: "\n".join([*head, marked, f'exec {shlex.join([self.python, *agent])} "$1"']) + "\n"}
+        inside = {self.around.script.name: inside_text(self.around, agent, marked), **further_files(self.around)}
         if self.around.container.runtime == "pyxis":
             return inside  # srun's task is in the container from its start
         return {self.script.name: "\n".join([*head, *start_lines(self.around)]) + "\n", **inside}

@@ -46,7 +46,8 @@ class Stacks:
             write_text(self.folder / f"{rank}.txt", text.encode("utf-8", "replace").decode())
 
     def judge(self, pulse: Pulse, ranks: Collection[int], host_of: Callable[[int], str], seconds: float) -> Outcome:
-        """The outcome of a hang: ranks that are behind, or do not run, or did not answer, are the missing ones; if they share a host, it is suspected."""
+        """The outcome of a hang: ranks that are behind, or do not run, or did not answer, are the missing ones. If they share a host and none of them answers
+        although nobody stopped it, that is suspected: code of the job's own that waits for ever answers, and would do so anywhere."""
         held = {rank: STATES[state] for rank, state in self.states.items() if state in STATES and rank in ranks}
         missing = sorted(held) or pulse.behind(ranks) or sorted(self.silent & set(ranks))
         hosts = sorted({host_of(rank) for rank in missing})
@@ -66,7 +67,8 @@ class Stacks:
         }
         if missing:
             cause |= {"rank": missing[0], "host": host_of(missing[0])}
-        return Outcome(Exit.HANG, "hang", cause, tuple(hosts) if len(hosts) == 1 and len(missing) < len(ranks) else ())
+        stuck = all(rank in self.silent and self.states.get(rank) not in ("T", "t") for rank in missing)
+        return Outcome(Exit.HANG, "hang", cause, tuple(hosts) if stuck and len(hosts) == 1 and len(missing) < len(ranks) else ())
 
 
 def _where(beat: Any) -> str:

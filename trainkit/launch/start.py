@@ -19,7 +19,7 @@ from trainkit.jobs.change import write_changed_job
 from trainkit.jobs.resolved import Resolved, write_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts import HostList, write_hosts
-from trainkit.launch.outcome import Outcome
+from trainkit.launch.outcome import Outcome, signal_name
 from trainkit.launch.snapshot import link_code, take_snapshot
 from trainkit.launch.supervisor import locked_run, supervise
 from trainkit.launch.watch import Watch
@@ -136,6 +136,9 @@ def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
     while (sign := read_supervisor(run)) is None or sign.identity.pid != child.pid:
         if (code := child.poll()) is not None:
             said = log.read_text(errors="replace").strip().splitlines()[-1:]
+            if code < 0:  # as `status` says of the run that it leaves
+                words, hint = f"the supervisor was ended by {signal_name(-code)} before it had begun", f"invoke resume {run.id}"
+                raise TrainkitError(words, exit=Exit.RANK_INFRA, hint=hint)
             known = Exit(code) if code in {e.value for e in Exit} else Exit.BUG
             raise TrainkitError(f"the supervisor ended at once: {said[0] if said else f'exit code {code}'}", exit=known, hint=f"see {log}")
         if time.monotonic() > deadline:

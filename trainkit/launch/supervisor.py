@@ -89,7 +89,7 @@ class Supervisor:
         self.attempt: Attempt | None = None
         self.viewing = True
         self.false_starts = 0  # attempts in a row whose ranks did not begin
-        self.began = self.ended = False
+        self.began = self.ended = self.goes_on = False
 
     async def supervise(self) -> Outcome:
         """Attempt after attempt; the last one's outcome. Never leaves a process behind on a host that can be reached."""
@@ -230,8 +230,10 @@ class Supervisor:
         self.hosts.left_out |= suspects
         if not self.began and not (suspects and len(self.hosts.usable()) >= self.job.nodes):
             return end  # a person waits for this start, and no spare can mend it
-        verdict = self.budgets.after(end)
+        unsaved = outcome.failure_class == "preempted" and not cause.get("saved", True)  # nobody asked us, and nothing came of it
+        verdict = self.budgets.after(end, "infra" if unsaved else "")
         end.again = verdict == "again"
+        self.goes_on = end.again
         self._leave_out(suspects)
         if verdict == "no-progress":
             cause = {**cause, "class": "no-progress"}
@@ -244,7 +246,7 @@ class Supervisor:
         still to mend."""
         assert self.attempt is not None
         for host, why in suspects.items():
-            if self.began:
+            if self.began and (self.goes_on or len(self.hosts.usable()) >= self.job.nodes):  # else the `resume` that is advised could not begin
                 suspect(self.run.root, host, why, self.run.id, self.job.cluster.quarantine_seconds)
             self.attempt.events.write("host_left_out", host=host, why=why)
 

@@ -86,12 +86,14 @@ class HostReport:
 
 @dataclass(frozen=True)
 class SweepReport:
-    """What a run has left on a host: processes ({pid, mark, argv0}) after those in `killed` were ended; `error` where it could not be asked."""
+    """What a run has left on a host: processes ({pid, mark, argv0}) after those in `killed` were ended; `error` where it could not be asked. `proof` that
+    nothing is left: "cgroup"; None: nothing can be seen, which is not the same."""
 
     host: str
     error: str | None
     left: list[dict[str, Any]] = field(default_factory=list)
     killed: list[dict[str, Any]] = field(default_factory=list)
+    proof: str | None = None
 
 
 def survey(cluster: Cluster, hosts: Sequence[Host], root: Path, *, launcher: Launcher | None = None) -> list[HostReport]:
@@ -127,5 +129,5 @@ async def sweep_hosts(
         elif frame is None or frame["type"] == "refused":
             reports.append(SweepReport(answer.host, silent.get(node) or str((frame or {}).get("error"))))
         else:
-            reports.append(SweepReport(answer.host, None, frame["left"], frame["killed"]))
+            reports.append(SweepReport(answer.host, None, frame["left"], frame["killed"], frame.get("proof")))
     return reports

@@ -130,13 +130,18 @@ class RunFolder:
         return [self.attempt(n) for n in numbers]
 
 
+OURS = 0o775  # whatever the umask leaves out besides: who may write there may replace the code that a run is resumed with
+
+
 def new_run_folder(root: Path, job: str) -> RunFolder:
     """Make an empty run folder with an id that sorts by time, `20261120-104500-3fa9`."""
     while True:
         name = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2)
         path = root / "runs" / job / name
         try:
-            path.mkdir(parents=True)
+            for folder in (path.parent.parent, path.parent):
+                folder.mkdir(parents=True, mode=OURS, exist_ok=True)
+            path.mkdir(mode=OURS)
         except FileExistsError:
             continue
         return RunFolder(path)

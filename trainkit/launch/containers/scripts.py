@@ -44,8 +44,8 @@ def start_lines(around: Around) -> list[str]:
     return [there, *mount_lines(around), *exports, *runtime.before(around), f"exec {line(runtime.words(around))}"]
 
 
-def inside_text(around: Around, agent: Sequence[str]) -> str:
-    """inside.sh. `agent`: the words after the interpreter."""
+def inside_text(around: Around, agent: Sequence[str], marked: str) -> str:
+    """inside.sh. `agent`: the words after the interpreter; `marked`: the line that says whose it is."""
     python = shlex.quote(around.container.python)
     lines = [
         "#!/bin/bash",
@@ -54,6 +54,7 @@ def inside_text(around: Around, agent: Sequence[str]) -> str:
         HOME_LINE,
         *around.container.prolog,
         f'command -v {python} > /dev/null || {{ echo "$HOSTNAME: the image has no {around.container.python} ({around.called}.python)" >&2; {FAILED}; }}',
+        marked,
         f"exec {python} {shlex.join(agent)} {NODE}",
     ]
     return "\n".join(lines) + "\n"
