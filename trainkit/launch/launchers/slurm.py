@@ -70,7 +70,7 @@ def srun_words(session: Session, hosts: Sequence[Host], environment: Mapping[str
     Args:
         environment: the allocation's: srun itself no longer takes --cpus-per-task from it (Slurm 22.05 and later).
     """
-    ends = ("--kill-on-bad-exit=1", "--wait=60")
+    ends = ("--kill-on-bad-exit=0", "--wait=60")  # which agents stop, and how, is the supervisor's word: a step that srun ends saves nothing
     around = pyxis_of(session)
     task = (*pyxis_words(around), "/bin/bash") if around else ("/bin/bash", "-l")  # prolog and login are the host's
     export = _export_words(environment, around.env if around else {})
@@ -103,8 +103,10 @@ def cpu_words(environment: Mapping[str, str]) -> tuple[str, ...]:
     bound = () if environment.get("SLURM_HINT") else ("--cpu-bind=none",)
     if asked := environment.get("SLURM_CPUS_PER_TASK"):
         return (f"--cpus-per-task={int(asked) * int(environment.get('SLURM_NTASKS_PER_NODE') or 1)}", *bound)
-    counts = [int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))]
-    return ((f"--cpus-per-task={min(counts)}",) if counts and bound else ()) + bound
+    given = environment.get("SLURM_JOB_CPUS_PER_NODE", "")
+    counts = [int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", given)]
+    least = str(min(counts)) if counts else given  # before the job runs, a word that stands for the number
+    return ((f"--cpus-per-task={least}",) if least and bound else ()) + bound
 
 
 def node_script(session: Session) -> Path:
