@@ -14,6 +14,7 @@ from trainkit.base.forms import document
 from trainkit.cli.ending import last_lines, print_next
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
+from trainkit.launch.slurm.graph import read_stage_jobs
 from trainkit.launch.slurm.queue import BEFORE, RUNNING, Account, accounts
 from trainkit.launch.slurm.settle import settled
 from trainkit.runs.folder import AttemptFolder, RunFolder
@@ -75,10 +76,12 @@ def _last(cause: dict[str, Any]) -> list[str]:
 
 
 def _kept_by_slurm(talk: Talk, run: RunFolder) -> list[Account] | None:
-    """Every start of the run's Slurm jobs, and the steps in them that ended badly, as slurmdbd keeps them; None where there is no accounting, or no job."""
+    """Every start of the run's Slurm jobs, and what ended badly of their steps and of the jobs that made its stages, as slurmdbd keeps them; None where
+    there is no accounting, or no job."""
     ids = [job.id for job in read_slurm_jobs(run)]
+    stages = [job.id for job in read_stage_jobs(run)]
     try:
-        rows = accounts(ids) if ids else None
+        rows = accounts([*stages, *ids]) if ids or stages else None
     except TrainkitError as error:
         talk.say(error.message)
         return None

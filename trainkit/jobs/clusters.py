@@ -16,12 +16,13 @@ SlurmOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | i
 
 
 def refuse_unknown_options(options: SlurmOptions) -> SlurmOptions:
-    """The options themselves, once sbatch would know them all and each fits on a line."""
+    """The options themselves, once sbatch would know them all and each fits on a line; all objections are said at once."""
+    found = {name: sbatch.objection(name) for name in options}
     for name, value in options.items():
-        if said := sbatch.objection(name):
-            raise wrong(f"slurm.{name}", said)
-        if isinstance(value, str) and not value.isprintable():
-            raise wrong(f"slurm.{name}", f"slurm.{name} = {value!r} does not fit on one line of a batch script")
+        if isinstance(value, str) and not value.isprintable() and not found[name]:
+            found[name] = f"slurm.{name} = {value!r} does not fit on one line of a batch script"
+    if bad := {name: said for name, said in found.items() if said}:
+        raise wrong(f"slurm.{next(iter(bad))}", "; ".join(bad.values()))
     return options
 
 
@@ -32,6 +33,18 @@ class StagePlace(Table):
     nodes: int = Field(1, ge=1, description="nodes the units are spread over")
     tasks_per_node: int = Field(1, ge=1, description="units that run side by side on a node")
     time: str | None = Field(None, pattern=TIME, description="time limit of one unit, as Slurm writes it")
+    slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch for its arrays, over those of the cluster; false takes one away")
+
+    @field_validator("slurm")
+    @classmethod
+    def _known_to_sbatch(cls, value: SlurmOptions) -> SlurmOptions:
+        for name in ("partition", "time"):
+            if name in value:
+                raise wrong(f"slurm.{name}", f"slurm.{name} is a key of the stage itself: {name}")
+        for name in ("job-name", "ntasks-per-node", "output", "open-mode", "export", "dependency", "kill-on-invalid-dep"):
+            if name in value:
+                raise wrong(f"slurm.{name}", f"slurm.{name} cannot be set for a stage: trainkit does, for every array of it")
+        return refuse_unknown_options(value)
 
 
 class Filesystem(Table):
