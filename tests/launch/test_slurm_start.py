@@ -14,6 +14,7 @@ import pytest
 
 from tests.launch.supervised import make_run
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.jobs.clusters import Cluster
 from trainkit.launch.attempt import AttemptEnd
 from trainkit.launch.hostfile import Host
 from trainkit.launch.outcome import Ask, Outcome
@@ -290,3 +291,10 @@ def test_a_successor_that_cannot_be_taken_back_is_not_forgotten(control: Control
     made.attempt.events.write("ended", exit=9, root_cause={"message": "m"}, step=1, survivors=[], unanswered=[], **{"class": "user"})  # type: ignore[union-attr]
     outcome = supervise_batch(made.run, {"SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": ",".join(HOSTS), "PATH": "/bin"})
     assert outcome.exit == 9 and [job.id for job in read_slurm_jobs(made.run)] == ["7"]
+
+
+@pytest.mark.parametrize(("launcher", "container", "seconds"), [("ssh", False, 30), ("slurm", False, 300), ("ssh", True, 900), ("slurm", True, 900)])
+def test_how_long_agents_may_take_to_come(launcher: str, container: bool, seconds: float) -> None:
+    """A prolog of Slurm's, and an image that every node unpacks first, take longer than 30 s."""
+    assert Cluster.model_validate({"launcher": launcher}).connect_seconds(container=container) == seconds
+    assert Cluster.model_validate({"launcher": launcher, "watch": {"connect": 7}}).connect_seconds(container=container) == 7

@@ -77,7 +77,9 @@ class FailureRule(Table):
 class WatchLimits(Table):
     """How long is waited for what, in seconds."""
 
-    connect: float = Field(30, gt=0, description="until the agents of all hosts have answered")
+    connect: float | None = Field(
+        None, gt=0, description="until the agents of all hosts have answered; by default 30, on Slurm 300, and 900 where each starts a container first"
+    )
     start: float = Field(1800, gt=0, description="from the start of the ranks to the first step; longer is a hang")
     heartbeat: float = Field(600, gt=0, description="without a sign of progress of any rank; longer is a hang")
     lease: float = Field(15, gt=0, description="of silence between supervisor and agent; longer is a lost contact, and the host stops its ranks")
@@ -129,6 +131,11 @@ class Cluster(Table):
     @classmethod
     def _known_to_sbatch(cls, value: SlurmOptions) -> SlurmOptions:
         return refuse_unknown_options(value)
+
+    def connect_seconds(self, *, container: bool = False) -> float:
+        """watch.connect, or what it is by default. Slurm runs its own prologs and starts all nodes of a large job before the first word of any; an image
+        of 23 GiB took 74 to 200 s on 64 nodes (Azure, docs/containers.md)."""
+        return self.watch.connect or (900.0 if container else 300.0 if self.launcher == "slurm" else 30.0)
 
     @property
     def device_type(self) -> Literal["cpu", "cuda", "neuron"]:

@@ -77,7 +77,7 @@ def examine(cluster: Cluster, hosts: Sequence[Host], root: Path, *, all_reduce: 
 
     async def look() -> Examination:
         async with open_crew(cluster, hosts, root, "doctor", launcher=launcher) as crew:
-            answers = await crew.gather(cluster.watch.connect)
+            answers = await crew.gather(crew.session.connect)
             findings = judge_hosts(answers, hosts, crew.session)
             pairs: list[Pair] = []
             if all_reduce and len(crew.present) > 1:

@@ -80,6 +80,11 @@ class Session:
         """What a transport runs: `bash node.sh K`."""
         return self.folder / "node.sh"
 
+    @property
+    def connect(self) -> float:
+        """Seconds until the agents of all hosts must have answered."""
+        return self.cluster.connect_seconds(container=self.around is not None)
+
     def mark(self, node: int) -> str:
         """TRAINKIT_RUN of every process of this session on one node."""
         return f"{self.run}/{self.attempt}/{node}"

@@ -51,7 +51,7 @@ class Slurm:
         words, environment = lines[-1], {name: value for name, value in os.environ.items() if not NOT_FOR_AGENTS.fullmatch(name)}
         write_text(node_script(session), node_text(session, hosts), 0o755)
         if around := pyxis_of(session):
-            for name, text in step_scripts(around, lines, session.cluster.watch.connect).items():
+            for name, text in step_scripts(around, lines, session.connect).items():
                 write_text(session.folder / name, text, 0o755)
             words, environment = ("/bin/bash", str(session.folder / STEP)), {**environment, **around.env}
         output = session.logs / "srun.log"
@@ -79,7 +79,7 @@ def srun_words(session: Session, hosts: Sequence[Host], environment: Mapping[str
 
 def look_words(session: Session, hosts: Sequence[Host], environment: Mapping[str, str]) -> tuple[str, ...]:
     """The line of srun that looks at the mounts of pyxis, outside of any container and on all nodes, whatever one of them says."""
-    ends = ("--kill-on-bad-exit=0", f"--time={look_minutes(session.cluster.watch.connect)}")
+    ends = ("--kill-on-bad-exit=0", f"--time={look_minutes(session.connect)}")
     task = ("/bin/bash", str(session.folder / LOOK))
     return ("srun", *_spread_words(hosts), *ends, *CARRIES, *_export_words(environment, {}), *_output_words(session), *task)
 
