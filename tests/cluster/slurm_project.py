@@ -66,6 +66,18 @@ class SlurmProject(ClusterProject):
         """Slurm's word about one."""
         return self.cluster.on(HEAD, "squeue", "--noheader", "--states=all", f"--jobs={id}", "--format=%T").strip()
 
+    def job_nodes(self, id: str) -> str:
+        """Its node list."""
+        return self.cluster.on(HEAD, "squeue", "--noheader", "--states=all", f"--jobs={id}", "--format=%N").strip()
+
+    def node_state(self, host: str) -> str:
+        """Slurm's word about a node."""
+        return self.cluster.on(HEAD, "sinfo", "--noheader", "--Node", "--partition=main", f"--nodes={host}", "--format=%T").strip()
+
+    def idle(self) -> int:
+        """How many nodes have nothing to do."""
+        return len(self.cluster.on(HEAD, "sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N").split())
+
     def submit(self, *words: str) -> tuple[Path, str]:
         """`train random --detach`: (run folder, Slurm's number)."""
         self.invoke("train", "random", "--detach", *words)

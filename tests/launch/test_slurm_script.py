@@ -66,7 +66,7 @@ PUBLISHED: Mapping[str, dict[str, str | bool]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_reference_clusters(name: str) -> None:
     text = batch_script(job(name), RUN)
-    assert options_in(text) == {"job-name": name, **PUBLISHED[name], **OURS}
+    assert options_in(text) == {"job-name": f"{name}-{RUN.id}", **PUBLISHED[name], **OURS}
 
 
 def test_the_last_line_is_the_supervisor_and_the_prolog_comes_before() -> None:
@@ -155,6 +155,7 @@ def test_srun_carries_one_agent_a_node() -> None:
     assert words[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n0,n1"]
     assert {"--kill-on-bad-exit=0", "--wait=60", "--input=none", "--overlap"} < set(words)
     assert words[-3:] == ["/bin/bash", "-l", f"{RUN.session(1)}/srun.sh"]
+    assert srun("neuron-gpt3-23b", "cluster.srun_args=['--network=mpi', '--gpu-bind=none']")[-5:-3] == ["--network=mpi", "--gpu-bind=none"]
     assert not any("container" in word for word in (*words, *srun("jean-zay-7-5b"))), "neuron and jean-zay run without"
 
 
@@ -195,7 +196,7 @@ def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
     chosen, hosts = job("azure-gpt3-175b", "cluster.root=/no/such"), [Host("n0"), Host("n1")]
     given = session(chosen, hosts)
     look = look_words(given, hosts, {})
-    assert look[:7] == ("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n0,n1", "--kill-on-bad-exit=0", "--time=1")
+    assert look[:7] == ("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n0,n1", "--kill-on-bad-exit=0", "--time=14")
     assert look[-2:] == ("/bin/bash", f"{RUN.session(1)}/mounts.sh") and not any("container" in word for word in look)
     assert given.around is not None
     scripts = step_scripts(given.around, [look, srun_words(given, hosts, {})], 90)

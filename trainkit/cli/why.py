@@ -34,7 +34,7 @@ def why(talk: Talk, words: str, attempt: int) -> Answer:
     chosen = _chosen(run, record, told, attempt)
     cause = dict(chosen["root_cause"] or {}) if chosen else {}
     cause.setdefault("last", _last(cause))
-    others = _later_failures(run.attempt(chosen["attempt"]), cause) if chosen else []
+    others = _later_failures(run.attempt(chosen["attempt"]), cause) if chosen and chosen["attempt"] else []
     kept = _kept_by_slurm(talk, run)
     if not talk.json:
         _print(talk, run, record, chosen, cause, others, told)
@@ -66,8 +66,8 @@ def _chosen(run: RunFolder, record: Record, told: list[dict[str, Any]], number: 
         raise ConfigError(f"run {run.id} has no attempt {number}", hint=f"attempts: {', '.join(str(each['attempt']) for each in told) or 'none'}")
     if record.state in ("failed", "unknown") and told and told[-1]["class"] is None:  # its supervisor left no word: the record says what is known
         told[-1] |= {"root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
-    if record.root_cause and not told:
-        return {"attempt": 0, "root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
+    if record.root_cause and (not told or ("slurm_job" in record.root_cause and number in (0, told[-1]["attempt"]))):  # Slurm's word, after the last attempt's
+        return {"attempt": told[-1]["attempt"] if told else 0, "root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
     return next((each for each in reversed(told) if each["root_cause"] and number in (0, each["attempt"])), None)
 
 

@@ -106,6 +106,7 @@ class Cluster(Table):
     spares: int = Field(0, ge=0, description="ssh, pdsh: hosts of the hostfile beyond `nodes` that are kept to replace bad ones")
     interface: str | None = Field(None, min_length=1, description="ssh, pdsh: the network that ranks talk over: an interface (eth0) or a CIDR (10.0.0.0/8)")
     ssh_args: Strings = Field((), description="ssh, pdsh: more arguments of ssh")
+    srun_args: Strings = Field((), description="slurm: more arguments of the srun that starts an agent on each node, --network=... say")
     python: str | None = Field(None, pattern="^/", description="ssh, pdsh: the Python interpreter on the nodes; by default the path of the one on the head")
     node_folder: str = Field("/dev/shm", pattern="^/", description="a folder of each node's own, for heartbeats and the locks of its slots")
     watch: WatchLimits = Field(default_factory=WatchLimits)

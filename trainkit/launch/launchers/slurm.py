@@ -73,8 +73,9 @@ def srun_words(session: Session, hosts: Sequence[Host], environment: Mapping[str
     ends = ("--kill-on-bad-exit=0", "--wait=60")  # which agents stop, and how, is the supervisor's word: a step that srun ends saves nothing
     around = pyxis_of(session)
     task = (*pyxis_words(around), "/bin/bash") if around else ("/bin/bash", "-l")  # prolog and login are the host's
-    export = _export_words(environment, around.env if around else {})
-    return ("srun", *_spread_words(hosts), *ends, *CARRIES, *cpu_words(environment), *export, *_output_words(session), *task, str(node_script(session)))
+    export, further = _export_words(environment, around.env if around else {}), session.cluster.srun_args
+    words = ("srun", *_spread_words(hosts), *ends, *CARRIES, *cpu_words(environment), *export, *_output_words(session), *further)
+    return (*words, *task, str(node_script(session)))
 
 
 def look_words(session: Session, hosts: Sequence[Host], environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -58,7 +58,14 @@ class JobLook:
             return f"job {self.id} waits: {self.reason}{expected}"
         if not self.over:
             return f"job {self.id} is {self.state} on {self.nodes}"
-        return f"job {self.id} is over: {self.reason if self.state == UNSURE else f'{self.state} ({self.reason})'}"
+        return f"job {self.id} is over: {self.ending()}"
+
+    def ending(self) -> str:
+        """How it ended. squeue's reason of a job that was cancelled is why it had waited before; sacct's says who did it."""
+        if self.state == UNSURE:
+            return self.reason
+        stale = self.state == "CANCELLED" and not self.reason.startswith("by ")
+        return self.state if stale else f"{self.state} ({self.reason})"
 
 
 def look(ids: Sequence[str]) -> dict[str, JobLook]:

@@ -60,7 +60,7 @@ def batch_script(job: Job, run: RunFolder, *, seconds: int | None = None) -> str
 def all_options(job: Job, run: RunFolder, *, seconds: int | None = None) -> SlurmOptions:
     """sbatch's options in the order they are written: the job's own over the cluster's over what trainkit needs."""
     given = job.sbatch_options
-    own: SlurmOptions = {"job-name": job.name, "nodes": job.nodes}
+    own: SlurmOptions = {"job-name": f"{job.name}-{run.id}", "nodes": job.nodes}
     if "ntasks" not in given:
         own["ntasks-per-node"] = 1  # one agent; it starts the ranks
     own |= _resources(job, given)

@@ -55,7 +55,7 @@ def _over(record: Record, job: SlurmJob, seen: JobLook | None) -> Record:
         end = _ended(record.run, job, seen)
     elif record.lost and (seen is not None or record.state == "unknown"):
         message = (record.root_cause or {}).get("message") if record.state == "failed" else "the supervisor is gone without a word"
-        said = "Slurm does not know the job any more" if seen is None else seen.reason if seen.state == UNSURE else f"Slurm says {seen.state} ({seen.reason})"
+        said = "Slurm does not know the job any more" if seen is None else seen.reason if seen.state == UNSURE else f"Slurm says {seen.ending()}"
         end = {"state": seen.state if seen else "UNKNOWN", "message": f"{message}; {said}", "exit": int(Exit.RANK_INFRA)}
     else:
         return record
@@ -73,8 +73,8 @@ def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, Any
     output = run.path / "launch" / f"slurm-{job.id}.out"
     said = last_line(output)
     words = f"; {output} ends with: {said}" if said else ""
-    how = "nobody can say how now" if seen.state == UNSURE else seen.state
-    message = f"job {job.id} was over before its supervisor began: {how} ({seen.reason}){words}"
+    how = f"nobody can say how now ({seen.reason})" if seen.state == UNSURE else seen.ending()
+    message = f"job {job.id} was over before its supervisor began: {how}{words}"
     return {"state": seen.state, "message": message, "exit": int(Exit.START)}
 
 

@@ -48,7 +48,7 @@ def submit(run: RunFolder, *, first_attempt: int, follows: str | None = None, fu
     Raises TrainkitError (exit 8) with sbatch's own words.
     """
     words = submit_words(run, [*further, *([f"--dependency=afterany:{follows}"] if follows else [])])
-    id = sbatch(words, run.path, hint=f"options come from clusters.X.slurm and jobs.X.slurm; the script: {script_path(run)}")
+    id = sbatch(words, run.path, hint=f"options come from clusters.X.slurm and jobs.X.slurm; `invoke train {run.job_name} --dry-run` prints the script")
     add_slurm_job(run, id, first_attempt=first_attempt, follows=follows)
     return id
 
