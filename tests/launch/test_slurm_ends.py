@@ -12,11 +12,12 @@ import pytest
 from tests.launch.recorded_slurm import Slurm
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.cli import ending
+from trainkit.cli import ending, prepare
 from trainkit.cli import slurm as tasks
 from trainkit.cli.attach import attach
 from trainkit.cli.why import why
 from trainkit.cli.wrapper import Talk
+from trainkit.jobs.clusters import StagePlace
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch import doctor
@@ -135,6 +136,16 @@ def test_attach_to_a_run_that_has_ended_loads_no_model(slurm: Slurm, monkeypatch
     monkeypatch.setattr(ending, "_print_sample", lambda *words: asked.append(words))
     assert attach(talk(slurm), "one").exit == Exit.DONE and not asked
     assert "next:" in capsys.readouterr().out
+
+
+def test_places_of_stages_that_there_are_not_are_named(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare.say_unused_places(talk(slurm), slurm.job)
+    assert capsys.readouterr().out == ""
+    places = {"prep-data": StagePlace(), "prepdata": StagePlace(), "precompile": StagePlace()}
+    cluster = slurm.job.cluster.model_copy(update={"stages": places})
+    prepare.say_unused_places(talk(slurm), slurm.job.model_copy(update={"cluster": cluster}))
+    precompile, prepdata = capsys.readouterr().out.splitlines()
+    assert "stages.precompile is the place of no stage" in precompile and "stages.prepdata" in prepdata and "prep-data" in prepdata
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
