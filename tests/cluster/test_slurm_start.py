@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.machines import HEAD
-from tests.cluster.slurm_project import SlurmProject
+from tests.cluster.slurm_project import HANGS, SlurmProject
 from tests.conftest import wait_for
 
-LAST = 30
 # Ranks that carry a digest from step to step, in one file with the step: two of them agree only where each step was done once, in order.
 CHAIN = """
 import hashlib, os, signal, time
@@ -61,7 +60,7 @@ def crashed(slurm: SlurmProject, run: Path, id: str) -> None:
     host = random.Random(id).choice(nodes)
     slurm.cluster.crash(host)
     try:
-        wait_for(lambda: slurm.node_state(host).startswith("down"), f"Slurm to miss {host}")
+        wait_for(lambda: slurm.node_state(host).startswith("down"), f"Slurm to miss {host}", timeout=HANGS)
     finally:
         slurm.cluster.boot(host)
 
@@ -70,17 +69,56 @@ def crashed(slurm: SlurmProject, run: Path, id: str) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("befalls", [preempted, requeued, cancelled, crashed])
 def test_a_random_instant_of_the_start(slurm: SlurmProject, befalls: Callable[[SlurmProject, Path, str], None], seed: int) -> None:
-    disturb(slurm, befalls, random.Random(f"{befalls.__name__} {seed}").uniform(0, 3))
+    after = random.Random(f"{befalls.__name__} {seed}").uniform(0, 3)
+
+    def instant(run: Path, id: str) -> None:
+        wait_for(lambda: slurm.job_state(id) in ("RUNNING", "COMPLETING"), "the job to begin", timeout=HANGS)
+        time.sleep(after)  # by chance: nothing is waited for
+
+    disturb(slurm, befalls, instant)
 
 
-def disturb(slurm: SlurmProject, befalls: Callable[[SlurmProject, Path, str], None], after: float) -> None:
-    """Let it happen some seconds after the job has begun; the run must end well by itself, or, where a person has ended it, once it is resumed."""
-    slurm.ranks_do(CHAIN.format(folder=slurm.path, last=LAST))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("befalls", [preempted, requeued, cancelled, crashed])
+def test_a_random_instant_of_the_middle(slurm: SlurmProject, befalls: Callable[[SlurmProject, Path, str], None], seed: int) -> None:
+    after = random.Random(f"middle {befalls.__name__} {seed}").uniform(0, 5)
+
+    def instant(run: Path, id: str) -> None:
+        wait_for((slurm.path / "chain-0").exists, "a step", timeout=HANGS)
+        time.sleep(after)  # by chance: nothing is waited for
+
+    disturb(slurm, befalls, instant, last=200)
+
+
+@pytest.mark.parametrize(
+    ("befalls", "moment"),
+    [
+        pytest.param(preempted, "attempts/1/events.jsonl", id="preempted-as-agents-start"),
+        pytest.param(requeued, "launch/supervisor.json", id="requeued-as-the-supervisor-begins", marks=pytest.mark.slow),
+        pytest.param(preempted, "launch/supervisor.json", id="preempted-as-the-supervisor-begins", marks=pytest.mark.slow),
+        pytest.param(preempted, "launch/slurm-*.out", id="preempted-as-the-script-begins", marks=pytest.mark.slow),
+        pytest.param(requeued, "launch/slurm-*.out", id="requeued-as-the-script-begins", marks=pytest.mark.slow),
+        pytest.param(requeued, "attempts/1/events.jsonl", id="requeued-as-agents-start", marks=pytest.mark.slow),
+    ],
+)
+def test_a_moment_of_the_start(slurm: SlurmProject, befalls: Callable[[SlurmProject, Path, str], None], moment: str) -> None:
+    """Within a partition's GraceTime only the job's steps are told, and the scripts that start agents die of it: the run was lost for good."""
+
+    def instant(run: Path, id: str) -> None:
+        wait_for(lambda: next(run.glob(moment), None), f"{moment} to be there", timeout=HANGS)
+
+    disturb(slurm, befalls, instant)
+
+
+def disturb(slurm: SlurmProject, befalls: Callable[[SlurmProject, Path, str], None], instant: Callable[[Path, str], None], last: int = 30) -> None:
+    """Let it happen when `instant` returns; the run must end well by itself, or, where a person has ended it, once it is resumed."""
+    slurm.ranks_do(CHAIN.format(folder=slurm.path, last=last))
     following = slurm.start("train", "random")
-    run = wait_for(lambda: next((run for run in slurm.runs() if (run / "launch" / "slurm.json").exists()), None), "the run to be submitted")
+    run = wait_for(lambda: next((run for run in slurm.runs() if (run / "launch" / "slurm.json").exists()), None), "the run to be submitted", timeout=HANGS)
     id = slurm.slurm_jobs(run)[-1]["id"]
-    wait_for(lambda: slurm.job_state(id) in ("RUNNING", "COMPLETING"), "the job to begin")
-    time.sleep(after)  # an instant by chance: nothing is waited for
+    instant(run, id)
+    steps = next((path.read_text().split()[0] for path in slurm.path.glob("chain-0")), "0")
     befalls(slurm, run, id)
     out, err = following.communicate()
     if befalls is cancelled and following.returncode != 0:
@@ -89,7 +127,9 @@ def disturb(slurm: SlurmProject, befalls: Callable[[SlurmProject, Path, str], No
         slurm.invoke("resume", run.name)
     else:
         assert following.returncode == 0, out + err
-    assert slurm.document("status", run.name)["state"] == "succeeded"
-    assert {(slurm.path / f"chain-{rank}").read_text() for rank in range(4)} == {chain(LAST)}
-    wait_for(lambda: not slurm.jobs() and not slurm.cluster.processes_of(run.name), "nothing to be left")
-    wait_for(lambda: slurm.idle() == 3, "all nodes to be idle again")
+    ended = slurm.document("status", run.name)
+    assert ended["state"] == "succeeded"
+    print(f"{befalls.__name__} at step {steps}, {ended['attempt']} attempts, {len(slurm.slurm_jobs(run))} jobs")
+    assert {(slurm.path / f"chain-{rank}").read_text() for rank in range(4)} == {chain(last)}
+    wait_for(lambda: not slurm.jobs() and not slurm.cluster.processes_of(run.name), "nothing to be left", timeout=HANGS)
+    wait_for(lambda: slurm.idle() == 3, "all nodes to be idle again", timeout=HANGS)
