@@ -62,7 +62,8 @@ def test_ctrl_c_only_stops_following_and_cancel_stops(slurm: SlurmProject) -> No
     (run,) = slurm.runs()
     count = slurm.count()
     slurm.wait_step(count + 3)
-    assert slurm.document("cancel", slurm.slurm_jobs(run)[0]["id"], exit=15)["state"] == "cancelled"
+    id = slurm.slurm_jobs(run)[0]["id"]
+    assert slurm.document("cancel", id, exit=15)["state"] == "cancelled" and slurm.job_state(id) == "CANCELLED", "no failure in Slurm's accounts"
     assert not slurm.jobs() and not slurm.cluster.processes_of(run.name)
 
 

@@ -111,6 +111,41 @@ def test_a_moment_of_the_start(slurm: SlurmProject, befalls: Callable[[SlurmProj
     disturb(slurm, befalls, instant)
 
 
+@pytest.mark.slow
+def test_one_bad_node_is_left_out(slurm: SlurmProject) -> None:
+    """After days in the queue: Slurm gives another, and the run begins there by itself."""
+    python = slurm.path / "python"
+    lines = python.read_text().splitlines()
+    python.write_text("\n".join([lines[0], '[[ "$(hostname)" != node2 || "$*" != *agent.py* ]] || { echo "this node is broken" >&2; exit 5; }', *lines[1:]]))
+    slurm.ranks_do(CHAIN.format(folder=slurm.path, last=5))
+    said = slurm.invoke("train", "random", timeout=HANGS).stdout
+    (run,) = slurm.runs()
+    first = slurm.events(run, 1)
+    assert (first["ended"]["exit"], first["ended"]["class"], first["retry"]["left_out"]) == (8, "infra", ["node2"]), said
+    assert "this node is broken" in first["ended"]["root_cause"]["message"] and "node2 is left out" in said
+    ended = slurm.document("status", run.name)
+    assert (ended["state"], ended["attempt"]) == ("succeeded", 2) and len(slurm.slurm_jobs(run)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["the job", "its partition"])
+def test_a_time_limit_of_two_minutes_leaves_time_to_train(slurm: SlurmProject, who: str) -> None:
+    """Slurm's USR1, 300 s before the end by default, came at once: three starts, none of which trained, and exit 14."""
+    slurm.ranks_count(10_000)
+    if who == "the job":
+        slurm.slurm(time="2")
+    else:
+        slurm.cluster.on(HEAD, "scontrol", "update", "PartitionName=main", "DefaultTime=2")
+    try:
+        run, _ = slurm.submit()
+        wait_for(lambda: slurm.events(run, 1).get("retry"), "the time limit to come near", timeout=HANGS)
+    finally:
+        slurm.cluster.on(HEAD, "scontrol", "update", "PartitionName=main", "DefaultTime=INFINITE")
+    first = slurm.events(run, 1)
+    assert first["retry"]["class"] == "time-limit" and first["ended"]["root_cause"]["saved"] is True and slurm.count() > 0
+    slurm.invoke("cancel", run.name, exit=15)
+
+
 def disturb(slurm: SlurmProject, befalls: Callable[[SlurmProject, Path, str], None], instant: Callable[[Path, str], None], last: int = 30) -> None:
     """Let it happen when `instant` returns; the run must end well by itself, or, where a person has ended it, once it is resumed."""
     slurm.ranks_do(CHAIN.format(folder=slurm.path, last=last))

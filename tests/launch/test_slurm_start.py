@@ -248,6 +248,8 @@ def test_our_own_clock_tells_too(control: Control) -> None:
     made = BatchSupervisor(made.run, {}, BatchAsks(), nobody(), made.granted)
     asyncio.run(made._watch_time())
     assert made.asks.first is None, "no limit"
+    control.fails("show job")
+    assert made._until_saving() == batch.ASK_AGAIN_SECONDS
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import last_step, read_events
 from trainkit.runs.slurm import SlurmJob, add_slurm_job, change_slurm_job, drop_slurm_job, read_slurm_jobs
 
+ASK_AGAIN_SECONDS = 60.0  # a slurmctld that does not answer
 Kind = Literal["time-limit", "preemption", "infra", ""]
 
 
@@ -165,11 +166,11 @@ class BatchSupervisor(Supervisor):
             await asyncio.sleep(wait)
 
     def _until_saving(self) -> float | None:
-        """Seconds until the ranks must be told to save; None: never, or nobody knows."""
+        """Seconds until the ranks must be told to save, or until it is worth asking again; None: never."""
         try:
             now = standing(self.granted.job)
         except TrainkitError:
-            return None
+            return ASK_AGAIN_SECONDS
         return None if now.end is None or now.limit is None else now.end - self._ahead(now.limit) - time.time()
 
     def _ahead(self, limit: float) -> float:
