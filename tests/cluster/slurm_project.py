@@ -17,12 +17,14 @@ launcher = "slurm"
 python = "{path}/python"
 ranks_per_node = 2
 env = {{ OMP_NUM_THREADS = "1" }}
-watch = {{ connect = 20, start = 60, lease = 5, grace = 1 }}
+watch = {{ connect = 300, start = 1800, lease = 30, grace = 1 }}
 
 [clusters.here]
 ranks_per_node = 4
 """
-# Ranks that count steps in a file each, 0.1 s a step, as a trainer that saves at every step would; the run is over at step `last`.
+HANGS = 600.0  # seconds: whatever takes longer hangs
+# Ranks that count steps in a file each, 0.1 s a step, as a trainer that saves at every step would; the run is over at step `last`, which none does before
+# the test lets it.
 COUNTING = """
 import os, signal, time
 path = f"{folder}/count-{{rank}}"
@@ -30,11 +32,13 @@ step = int(open(path).read()) if os.path.exists(path) else 0
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM, signal.SIGUSR1}})
 while step < {last}:
     time.sleep(0.1)
+    if signal.sigpending():
+        os._exit(12)
+    if step == {last} - 1 and not os.path.exists("{folder}/may-end"):
+        continue
     step += 1
     open(path + ".new", "w").write(str(step)); os.replace(path + ".new", path)
     beat(step)
-    if signal.sigpending():
-        os._exit(12)
 done()
 """
 
@@ -53,6 +57,10 @@ class SlurmProject(ClusterProject):
         """Ranks without torch that count steps; see COUNTING."""
         self.ranks_do(COUNTING.format(folder=self.path, last=last))
 
+    def may_end(self) -> None:
+        """What the test has to do is done: ranks that count may do their last step."""
+        (self.path / "may-end").touch()
+
     def count(self) -> int:
         """The step that rank 0 has counted to."""
         path = self.path / "count-0"
@@ -65,6 +73,18 @@ class SlurmProject(ClusterProject):
     def job_state(self, id: str) -> str:
         """Slurm's word about one."""
         return self.cluster.on(HEAD, "squeue", "--noheader", "--states=all", f"--jobs={id}", "--format=%T").strip()
+
+    def job_nodes(self, id: str) -> str:
+        """Its node list."""
+        return self.cluster.on(HEAD, "squeue", "--noheader", "--states=all", f"--jobs={id}", "--format=%N").strip()
+
+    def node_state(self, host: str) -> str:
+        """Slurm's word about a node."""
+        return self.cluster.on(HEAD, "sinfo", "--noheader", "--Node", "--partition=main", f"--nodes={host}", "--format=%T").strip()
+
+    def idle(self) -> int:
+        """How many nodes have nothing to do."""
+        return len(self.cluster.on(HEAD, "sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N").split())
 
     def submit(self, *words: str) -> tuple[Path, str]:
         """`train random --detach`: (run folder, Slurm's number)."""
@@ -84,7 +104,7 @@ class SlurmProject(ClusterProject):
         lines = path.read_text().splitlines() if path.exists() else []
         return {event["event"]: event for event in map(json.loads, lines)}
 
-    def wait_state(self, run: Path, state: str, timeout: float = 60) -> dict[str, Any]:
+    def wait_state(self, run: Path, state: str, timeout: float = HANGS) -> dict[str, Any]:
         """`status` once the run is in this state."""
         value: dict[str, Any] = {}
 
@@ -95,7 +115,7 @@ class SlurmProject(ClusterProject):
         wait_for(reached, f"run {run.name} to be {state}", timeout=timeout)
         return value
 
-    def wait_step(self, step: int, timeout: float = 60) -> None:
+    def wait_step(self, step: int, timeout: float = HANGS) -> None:
         """Until rank 0 has counted so far."""
         wait_for(lambda: self.count() >= step, f"step {step}", timeout=timeout)
 

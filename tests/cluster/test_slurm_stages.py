@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.machines import HEAD
-from tests.cluster.slurm_project import SlurmProject
+from tests.cluster.slurm_project import HANGS, SlurmProject
 from tests.cluster.test_stages import TEXT, made, replace_in_jobs, write_corpus
 from tests.conftest import wait_for
 
@@ -99,7 +99,7 @@ def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
     assert "sbatch --parsable --dependency=afterok:text-ready --kill-on-invalid-dep=yes" in dry and "cli/ready.py" in dry and dry.count("#!/bin/bash -l") == 5
     assert not slurm.runs() and not slurm.jobs()
     following = slurm.start("train", "text")
-    wait_for(lambda: bool(slurm.runs()) and (slurm.runs()[0] / "launch" / "slurm.json").exists(), "the graph to be submitted", timeout=120)
+    wait_for(lambda: bool(slurm.runs()) and (slurm.runs()[0] / "launch" / "slurm.json").exists(), "the graph to be submitted", timeout=HANGS)
     following.send_signal(signal.SIGKILL)
     following.communicate()
     (first,) = slurm.runs()
@@ -109,8 +109,8 @@ def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
     assert len(ours) == 4 and [job["id"] for job in theirs if not job["own"]] == [job["id"] for job in ours[:3]], said
     assert [job["name"] for job in theirs if job["own"]] == ["quick-ready"] and f"of run {first.name} make it" in said and "makes index" in said
     for run in (first, second):
-        slurm.wait_state(run, "succeeded", timeout=240)
-    again = slurm.invoke("train", "text", "--cluster", "here", "--nodes", "1", timeout=240).stdout
+        slurm.wait_state(run, "succeeded")
+    again = slurm.invoke("train", "text", "--cluster", "here", "--nodes", "1", timeout=HANGS).stdout
     assert re.search(r"prep-data lines--bpe is fresh", again), again
     local = next(run for run in slurm.runs() if run.parent == first.parent and run != first)
     assert slurm.losses(first) == slurm.losses(local) and len(slurm.losses(first)) == 4
@@ -123,7 +123,7 @@ def test_a_unit_of_the_graph_fails_and_cancel_takes_all_out(slurm: SlurmProject)
     broken = slurm.path / "corpus" / "part-01.jsonl"
     text = broken.read_text()
     broken.write_text(text.replace("\n", "\nno JSON at all\n", 1))
-    failed = slurm.invoke("train", "quick", exit=6, timeout=240)
+    failed = slurm.invoke("train", "quick", exit=6, timeout=HANGS)
     assert re.search(r"part-01.jsonl:2: tokens-00001 on node[123]: is not JSON", failed.stdout), failed.stdout + failed.stderr
     (run,) = slurm.runs()
     cause = slurm.document("why", run.name)["root_cause"]
@@ -137,7 +137,7 @@ def test_a_unit_of_the_graph_fails_and_cancel_takes_all_out(slurm: SlurmProject)
     assert len(graph) == 3 and all("1 unit in 1 x 1 task" in line for line in graph[:2]), said  # the broken shard alone, what joins them, the plan
     assert slurm.document("cancel", "quick", exit=15)["state"] == "cancelled" and not slurm.jobs()
     assert slurm.document("status", "quick")["exit"] == 15
-    slurm.invoke("train", "quick", timeout=240)
+    slurm.invoke("train", "quick", timeout=HANGS)
     assert slurm.document("status", "quick")["state"] == "succeeded"
 
 
@@ -154,10 +154,10 @@ def test_an_element_whose_node_crashes_is_put_back(slurm: SlurmProject) -> None:
         lines = slurm.cluster.on(HEAD, "squeue", "--noheader", "--array", "--states=RUNNING", f"--jobs={second}", "--format=%N").split()
         return lines[0] if lines else ""
 
-    node = wait_for(where, "an element to run", timeout=120)
+    node = wait_for(where, "an element to run", timeout=HANGS)
     slurm.cluster.crash(node)
     try:
-        wait_for(lambda: "PENDING" in slurm.job_state(second), "the element to be put back", timeout=90)
+        wait_for(lambda: "PENDING" in slurm.job_state(second), "the element to be put back", timeout=HANGS)
     finally:
         slurm.cluster.boot(node)
-    slurm.wait_state(run, "succeeded", timeout=240)
+    slurm.wait_state(run, "succeeded")

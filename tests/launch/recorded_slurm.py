@@ -80,6 +80,11 @@ class Slurm:
         """What squeue prints: JOB|STATE, a line an element."""
         (self.folder / "states").write_text("".join(f"{line}\n" for line in states))
 
+    def keeps(self, *rows: str) -> None:
+        """What sacct prints: JOBID|STATE, a line an element."""
+        rest = "|0:0|2026-11-22T10:00:00|2026-11-22T10:00:05|2026-11-22T10:03:00|01:00:00|node1"
+        (self.folder / "accounts").write_text("".join(f"{row}{rest}\n" for row in rows))
+
     def run(self, name: str) -> RunFolder:
         run = RunFolder(self.folder / "runs" / "small" / name)
         (run.path / "launch").mkdir(parents=True)
@@ -97,6 +102,7 @@ def make_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 awk -F'|' -v jobs=$jobs 'index(jobs, "," $1 ",")' {tmp_path}/states |
 case "$*" in *%F*) cat;; *) awk -F'|' '!seen[$1]++ {{print $1 "|" $2 "|None|N/A|1:00|n1"}}';; esac""",
     }
+    programs["sacct"] = f"cat {tmp_path}/accounts 2>/dev/null || {{ echo 'Slurm accounting storage is disabled' >&2; exit 1; }}"
     (tmp_path / "bin").mkdir()
     for name, text in programs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")

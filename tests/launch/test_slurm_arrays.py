@@ -76,6 +76,27 @@ def test_the_script_and_its_line() -> None:
     assert submit_words(Path("/s.sh"), "12") == ["sbatch", "--parsable", "--dependency=afterok:12", "--kill-on-invalid-dep=yes", "/s.sh"]
 
 
+def test_a_stage_has_options_of_its_own() -> None:
+    """The cluster's are those of the partition with the GPUs: its qos and constraint may not be known on another."""
+    slurm: dict[str, Any] = {"exclusive": True, "mem": 0, "qos": "gpu-long", "constraint": "v100", "account": "lm"}
+    cluster = Cluster(name="azure", launcher="slurm", slurm=slurm)
+    asked = StagePlace(partition="cpu", slurm={"qos": "cpu", "constraint": False, "mem": "64G", "cpus-per-task": 4, "no-requeue": True})
+    (level,) = levels(need(), TOKENS[:1], asked)
+    text = script(SlurmPlace(cluster, asked, Path("/shared")), level, Path("/shared/stamps"), Path("/shared/code/SHA"))
+    options = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH ")}
+    assert {"exclusive", "account=lm", "qos=cpu", "mem=64G", "cpus-per-task=4", "partition=cpu", "no-requeue"} < options
+    assert not any(option.startswith(("constraint", "qos=gpu", "requeue")) for option in options)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [("qoz", "did you mean 'qos'?"), ("time", "a key of the stage itself"), ("array", "a run is one job"), ("output", "trainkit does")]
+)
+def test_options_of_a_stage_that_cannot_be_set(option: str, said: str) -> None:
+    with pytest.raises(ValueError, match=r"slurm\.") as caught:
+        StagePlace(slurm={option: "1"})
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize(("element", "task", "expected"), [(0, 0, "a"), (0, 1, "b"), (1, 0, "c"), (1, 1, None)])
 def test_each_task_has_its_share(element: int, task: int, expected: str | None) -> None:
     level = {"tasks": 2, "shares": [[{"name": name}] for name in "abc"]}

@@ -231,6 +231,16 @@ def test_without_a_place_all_is_made_here_in_turn(slurm: Slurm) -> None:
     refuse_stale(needs, slurm.folder)
 
 
+def test_how_forgotten_arrays_ended_is_asked_of_sacct(slurm: Slurm) -> None:
+    """After MinJobAge slurmctld knows them no more; a time limit and scancel leave no word of a unit."""
+    run, _ = submit(slurm, "one", part(slurm, need("a", 3)))
+    slurm.keeps("101_0|COMPLETED", "101_1|TIMEOUT", "101_1.batch|CANCELLED", "102_0|CANCELLED by 0", "103|REQUEUED")
+    failure = stage_failure(run)
+    assert failure is not None and failure["message"].endswith("did not end: job 101 TIMEOUT, job 102 CANCELLED"), failure
+    slurm.keeps()
+    assert "Slurm knows the jobs no more" in (stage_failure(run) or {})["message"]
+
+
 class Silent:
     """A reporter that keeps who was waited for."""
 

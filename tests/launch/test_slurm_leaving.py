@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import wait_for
 from tests.launch.recorded_slurm import Slurm, need, part, ready, submit, units
 from tests.launch.supervised import make_run
 from trainkit.base.errors import Exit, TrainkitError
@@ -231,7 +231,7 @@ def test_arrays_that_are_waited_for_have_a_record_too(slurm: Slurm, monkeypatch:
     def hangs_up(*words: object) -> None:
         seen.extend(makings(stamps, "a"))
         os.kill(os.getpid(), signal.SIGHUP)
-        time.sleep(1)
+        threading.Event().wait()  # for ever, but for the signal
 
     monkeypatch.setattr(arrays, "follow", hangs_up)
     with term_interrupts(), pytest.raises(KeyboardInterrupt):
@@ -267,17 +267,15 @@ def test_a_unit_under_which_node_after_node_fails_is_not_begun_for_ever(tmp_path
 
 def test_a_task_that_slurm_takes_back_has_lost_no_node(tmp_path: Path) -> None:
     files = {name: str(tmp_path / f"u.{name}") for name in ("out", "log", "stamp")}
-    program = f"open('{tmp_path}/began', 'w'); import time; time.sleep(60)"
+    program = f"open('{tmp_path}/began', 'w'); import time; time.sleep(86400)"
     unit = {"name": "u", "argv": [sys.executable, "-c", program], "env": {}, "digest": "abc", "outputs": [], **files}
     write_json(tmp_path / "level.json", document("level/1", tasks=1, shares=[[unit]]))
     environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_PROCID": "0"}
     task = subprocess.Popen([sys.executable, "-m", "trainkit.stages.task", str(tmp_path / "level.json")], env=environment)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "began").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for((tmp_path / "began").exists, "the task to begin", timeout=600)
     assert (tmp_path / "u.out.begun").exists()
     task.terminate()
-    assert task.wait(30) == 143 and not (tmp_path / "u.out.begun").exists()
+    assert task.wait() == 143 and not (tmp_path / "u.out.begun").exists()
 
 
 def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_nothing_is_known(slurm: Path, said: str) -> None:
 
 def test_slurmdbd_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.launch.slurm.queue.ACCOUNT_SECONDS", 0.2)
-    says(slurm, "sacct", "exec sleep 60")
+    says(slurm, "sacct", "exec sleep 86400")
     seen = look(["7"])["7"]
     assert seen.state == UNSURE and seen.over and "slurmdbd cannot be asked (sacct did not answer within 0.2 s)" in seen.reason
     with pytest.raises(TrainkitError, match="slurmdbd cannot be asked"):

@@ -66,14 +66,27 @@ PUBLISHED: Mapping[str, dict[str, str | bool]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_reference_clusters(name: str) -> None:
     text = batch_script(job(name), RUN)
-    assert options_in(text) == {"job-name": name, **PUBLISHED[name], **OURS}
+    assert options_in(text) == {"job-name": f"{name}-{RUN.id}", **PUBLISHED[name], **OURS}
 
 
 def test_the_last_line_is_the_supervisor_and_the_prolog_comes_before() -> None:
     lines = batch_script(job("jean-zay-7-5b", "cluster.python=/opt/p/python"), RUN).splitlines()
-    assert lines[0] == "#!/bin/bash -l" and lines[-1] == f"exec /opt/p/python -I {RUN.code}/trainkit/launch/supervisor.py {RUN.path}"
+    assert lines[0] == "#!/bin/bash" and lines[-1] == f"exec /opt/p/python -I {RUN.code}/trainkit/launch/supervisor.py {RUN.path}"
     assert lines[-3:-1] == ["module purge", "module load pytorch-gpu/py3/1.8.1"]
     assert lines.index("trap '' USR1 TERM") < lines.index("set -e") < lines.index("module purge")
+
+
+def test_a_script_is_deaf_from_its_first_line_and_a_login_shell(tmp_path: Path) -> None:
+    """TERM while a profile is read would end it, and with it a job that Slurm only wanted to put back."""
+    chosen = job("jean-zay-7-5b", "cluster.prolog=['shopt login_shell', 'kill -TERM $$', 'kill -USR1 $$']", f"cluster.python={shutil.which('echo')}")
+    text = batch_script(chosen, RUN)
+    commands = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert commands[0] == "trap '' USR1 TERM", "before a profile is read"
+    (tmp_path / "slurm_script").write_text(text)
+    done = subprocess.run(
+        ["bash", str(tmp_path / "slurm_script")], env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "login_shell    \ton" in done.stdout and "supervisor.py" in done.stdout, done.stdout + done.stderr
 
 
 def test_how_a_run_goes_on() -> None:
@@ -115,6 +128,12 @@ def test_options_that_sbatch_does_not_know_or_we_set(option: str, said: str) -> 
     assert said in str(caught.value) and "slurm." in str(caught.value)
 
 
+def test_all_objections_to_options_are_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        job("jean-zay-7-5b", "slurm={array='1-3', gpu-per-node=4, error='x'}")
+    assert all(said in str(caught.value) for said in ("a run is one job", "did you mean 'gpus-per-node'?", "both streams go to one file"))
+
+
 def test_a_root_that_fits_no_script() -> None:
     with pytest.raises(ConfigError, match="does not fit into a batch script"):
         batch_script(job("jean-zay-7-5b"), RunFolder(Path("/shared/my runs/%j")))
@@ -134,8 +153,9 @@ def srun(name: str, *sets: str, further: Mapping[str, str] | None = None) -> lis
 def test_srun_carries_one_agent_a_node() -> None:
     words = srun("neuron-gpt3-23b")
     assert words[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n0,n1"]
-    assert {"--kill-on-bad-exit=1", "--wait=60", "--input=none", "--overlap"} < set(words)
+    assert {"--kill-on-bad-exit=0", "--wait=60", "--input=none", "--overlap"} < set(words)
     assert words[-3:] == ["/bin/bash", "-l", f"{RUN.session(1)}/srun.sh"]
+    assert srun("neuron-gpt3-23b", "cluster.srun_args=['--network=mpi', '--gpu-bind=none']")[-5:-3] == ["--network=mpi", "--gpu-bind=none"]
     assert not any("container" in word for word in (*words, *srun("jean-zay-7-5b"))), "neuron and jean-zay run without"
 
 
@@ -176,7 +196,7 @@ def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
     chosen, hosts = job("azure-gpt3-175b", "cluster.root=/no/such"), [Host("n0"), Host("n1")]
     given = session(chosen, hosts)
     look = look_words(given, hosts, {})
-    assert look[:7] == ("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n0,n1", "--kill-on-bad-exit=0", "--time=1")
+    assert look[:7] == ("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n0,n1", "--kill-on-bad-exit=0", "--time=14")
     assert look[-2:] == ("/bin/bash", f"{RUN.session(1)}/mounts.sh") and not any("container" in word for word in look)
     assert given.around is not None
     scripts = step_scripts(given.around, [look, srun_words(given, hosts, {})], 90)
@@ -199,7 +219,7 @@ def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
             "nothing was started: not every node has what containers.pytorch-25-03 mounts",
         ),
         (
-            "sleep 20",
+            "sleep 86400",
             8,
             "nothing was started: no look within 1 s at what containers.pytorch-25-03 mounts; a prolog or a file system that is slow needs a longer",
         ),
@@ -210,8 +230,9 @@ def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
 def test_a_look_that_fails_itself_is_told_from_a_mount_that_is_missing(look: str, code: int, said: str) -> None:
     around = session(job("azure-gpt3-175b"), [Host("n0")]).around
     assert around is not None
-    script = step_scripts(around, [["bash", "-c", look], ["echo", "started"]], 1.5)["step.sh"]
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=15)
+    seconds = 1.5 if "sleep" in look else 3600.0
+    script = step_scripts(around, [["bash", "-c", look], ["echo", "started"]], seconds)["step.sh"]
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == code and said in done.stdout.splitlines()[-1]
     assert ("started" in done.stdout.splitlines()) == (code == 0)
 
@@ -228,6 +249,43 @@ def test_a_look_that_fails_itself_is_told_from_a_mount_that_is_missing(look: str
 def test_the_agent_has_all_cpus_of_its_node(name: str, allocation: Mapping[str, str], expected: tuple[str, ...]) -> None:
     assert cpu_words({**allocation_variables(all_options(job(name), RUN)), **allocation}) == expected
     assert cpu_words({"SLURM_CPUS_PER_TASK": "4", "SLURM_NTASKS_PER_NODE": "8"})[0] == "--cpus-per-task=32"
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        ((), {"gpus-per-node": "4", "exclusive": True, "mem": "0"}),
+        (("slurm.gres=gpu:4",), {"gres": "gpu:4", "exclusive": True, "mem": "0"}),
+        (("slurm.cpus-per-task=32",), {"gpus-per-node": "4", "cpus-per-task": "32"}),
+        (("slurm.mem=100G",), {"gpus-per-node": "4", "exclusive": True, "mem": "100G"}),
+        (("slurm.cpus-per-task=8", "cluster.ranks_per_node=2"), {"gpus-per-node": "2", "cpus-per-task": "8"}),
+        (("cluster.device=cpu", "cluster.gpus_per_node=0", "cluster.ranks_per_node=6", "nodes=1"), {"cpus-per-task": "6"}),
+    ],
+)
+def test_what_ranks_need_is_asked_for(sets: Sequence[str], expected: Mapping[str, str | bool]) -> None:
+    """Slurm gives a task one CPU and no GPU unless it is told otherwise."""
+    options = all_options(bare(*sets), RUN)
+    assert {name: str(value) if value is not True else value for name, value in options.items() if name in RESOURCES} == expected
+
+
+RESOURCES = {"gpus-per-node", "exclusive", "mem", "gres", "cpus-per-task"}
+
+
+def bare(*sets: str) -> Job:
+    """A job on a cluster whose options ask for nothing."""
+    chosen = job("jean-zay-7-5b", "cluster.device=h100-sxm-80gb", *sets)
+    return chosen.model_copy(update={"cluster": chosen.cluster.model_copy(update={"slurm": {}})})
+
+
+def test_ranks_that_leave_a_part_of_a_node_must_say_which_part_they_take() -> None:
+    with pytest.raises(ConfigError, match="2 ranks use 2 of the 4 GPUs of a node, and no option of sbatch says how many of its CPUs"):
+        all_options(bare("cluster.ranks_per_node=2"), RUN)
+
+
+def test_a_dry_run_shows_all_words_of_srun() -> None:
+    """All CPUs of the node, whose number only Slurm will say."""
+    shown = cpu_words({"SLURM_JOB_CPUS_PER_NODE": "CPUS_OF_A_NODE", **allocation_variables(all_options(bare(), RUN))})
+    assert shown == ("--cpus-per-task=CPUS_OF_A_NODE", "--cpu-bind=none")
 
 
 def test_a_node_finds_its_number_by_its_name(tmp_path: Path) -> None:

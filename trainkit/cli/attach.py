@@ -30,7 +30,7 @@ CONFIRM_SECONDS = 5.0  # that a second Ctrl-C has to stop the run
 def attach(talk: Talk, words: str) -> Answer:
     """The task `attach`."""
     run = find_run(load_jobs(talk).roots(), words)
-    return follow_run(talk, run, EventTail(run, told=True))
+    return follow_run(talk, run, EventTail(run, told=True), attached=True)
 
 
 def started(run: RunFolder, events: EventTail) -> bool:
@@ -47,15 +47,17 @@ def started(run: RunFolder, events: EventTail) -> bool:
         return True
 
 
-def follow_run(talk: Talk, run: RunFolder, events: EventTail) -> Answer:
+def follow_run(talk: Talk, run: RunFolder, events: EventTail, *, attached: bool = False) -> Answer:
     """Show how a run goes on until it ends; the exit code is the run's. Ctrl-C twice saves and stops the run; once only ends the following (130).
     A run of Slurm's is followed through the queue too, and Ctrl-C does nothing to it.
 
     Args:
         events: those that it gives are said.
+        attached: by `attach`, perhaps long after its end: then the model is not loaded for a sample, which a login node may not bear.
     """
     job = read_job(run.job)
     record: Record | None = settled(read_record(run))
+    going = record is not None and record.state in GOING
     if record is not None and record.state in GOING:
         view = TrainingView(talk.console, job.training.train_iters)
         try:
@@ -68,7 +70,7 @@ def follow_run(talk: Talk, run: RunFolder, events: EventTail) -> Answer:
         talk.say(f"run {run.id} goes on; {talk.command} attach {run.id} follows it again, {talk.command} cancel {run.id} stops it")
         return Answer(read_record(run).to_json(), Exit.INTERRUPTED)
     with contextlib.suppress(OSError, SystemExit):  # a terminal that is gone does not change how the run ended
-        print_ending(talk, run, job, record)
+        print_ending(talk, run, job, record, sample=going or not attached)
     return Answer(record.to_json(), Exit(record.exit or 0))
 
 

@@ -82,11 +82,12 @@ def _print_failure(talk: Talk, record: Record) -> None:
         talk.say(f"  {line}")
 
 
-def print_ending(talk: Talk, run: RunFolder, job: Job, record: Record) -> None:
-    """Success: facts, a sample, what to try next. Otherwise: what failed where, and what to do."""
+def print_ending(talk: Talk, run: RunFolder, job: Job, record: Record, *, sample: bool = True) -> None:
+    """Success: facts, a sample (which loads the model), what to try next. Otherwise: what failed where, and what to do."""
     if record.state == "succeeded":
         talk.console.print(facts_table(run))
-        _print_sample(talk, run, job)
+        if sample:
+            _print_sample(talk, run, job)
     else:
         _print_failure(talk, record)
     print_next(talk, record)

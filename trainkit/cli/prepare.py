@@ -38,6 +38,13 @@ LATER: tuple[Stage, ...] = (Index(), Weights())  # than the data
 STAGES: tuple[Stage, ...] = (Build(), PrepData(), *LATER)
 
 
+def say_unused_places(talk: Talk, job: Job) -> None:
+    """Say which of clusters.X.stages nobody reads: a name that is misspelt, or of a stage that this version has not."""
+    names = [stage.name for stage in STAGES]
+    for unused in sorted(set(job.cluster.stages) - set(names)):
+        talk.say(f"note: clusters.{job.cluster.name}.stages.{unused} is the place of no stage of this version; stages are {', '.join(names)}")
+
+
 @contextlib.contextmanager
 def term_interrupts() -> Iterator[None]:
     """SIGTERM and SIGHUP (a terminal that is closed) end the block as Ctrl-C does: workers are stopped, what is half done is undone, finished units stay."""

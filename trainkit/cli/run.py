@@ -20,7 +20,7 @@ from trainkit.cli.hosts import NO_WORDS, HostWords, hosts_of_job, resolve_on_hos
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.launching import say_scripts, session_to_show
 from trainkit.cli.plan import plan_of
-from trainkit.cli.prepare import STAGES, bring_up_to_date
+from trainkit.cli.prepare import STAGES, bring_up_to_date, say_unused_places
 from trainkit.cli.progress import TrainingView
 from trainkit.cli.ready import refuse_infeasible, refuse_without_samples
 from trainkit.cli.stage_graph import dry_graph, follow_graph, graph_of
@@ -129,6 +129,7 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     _refuse_without_wandb(job)
     _print_plan(talk, plan, job)
     say_hosts(talk, job, hosts)
+    say_unused_places(talk, job)
     root = Path(job.cluster.root or ".")
     needs = needs_of(job, STAGES)  # of all, before the first begins: what is hopeless is said at once
     on_slurm = job.cluster.launcher == "slurm" and not words.existing

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.markup import escape
@@ -28,7 +28,7 @@ from trainkit.launch.slurm.settle import newest_job
 from trainkit.launch.slurm.submit import note_end, submit_words, words_after
 from trainkit.plan.make import Plan
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.slurm import SlurmJob, read_slurm_jobs
+from trainkit.runs.slurm import SlurmJob, drop_slurm_job, read_slurm_jobs
 
 CANCEL_SECONDS = 120.0  # for Slurm to end a job: KillWait, and epilogs
 POLL_SECONDS = 0.5
@@ -40,7 +40,7 @@ def dry_run(talk: Talk, job: Job, plan: Plan, root: Path, after: str = "") -> An
     text, line = batch_script(job, run), submit_words(run, words_after(after, job.sbatch_options) if after else [])
     hosts = [Host(f"NODE{node}", slots=tuple(range(job.ranks_per_node))) for node in range(job.nodes)]
     session = session_to_show(job, run, 1, hosts)
-    variables = allocation_variables(all_options(job, run))
+    variables = {"SLURM_JOB_CPUS_PER_NODE": "CPUS_OF_A_NODE", **allocation_variables(all_options(job, run))}
     lines = [*([look_words(session, hosts, variables)] if pyxis_of(session) else []), srun_words(session, hosts, variables)]
     command = ENGINES[job.engine].command(job, run, 1)
     talk.say(f"would submit: {shlex.join(line)}")
@@ -61,17 +61,35 @@ def say_submitted(talk: Talk, run: RunFolder, id: str, *, detach: bool) -> None:
 
 
 def end_job(run: RunFolder, job: SlurmJob) -> tuple[str, list[str]]:
-    """scancel the run's job, with those that make its stages, and wait until Slurm says that it is over: (its last state, jobs of its stages that were taken
-    out too). Raises TrainkitError (exit 13) where it is not."""
-    ask(["scancel", *(each.id for each in read_slurm_jobs(run) if each.follows == job.id), job.id])
+    """scancel the run's job, its successors and those that make its stages, and wait until Slurm says that all are over: (its last state, jobs of its
+    stages that were taken out too). Raises TrainkitError (exit 13), naming them, where they are not."""
+    ids = [job.id, *(each.id for each in read_slurm_jobs(run) if each.follows == job.id)]
+    refused = ""
+    try:
+        ask(["scancel", *ids])
+    except TrainkitError as error:  # as for a job that is over, by some versions
+        refused = error.message
     deadline = time.monotonic() + CANCEL_SECONDS
     stages = end_stages(run, deadline) if still_to_be_made(run) else []
-    while (seen := look([job.id]).get(job.id)) is not None and not seen.over:
-        if time.monotonic() > deadline:
-            message = f"job {job.id} was cancelled {CANCEL_SECONDS:.0f} s ago, and Slurm still says {seen.state}"
-            raise TrainkitError(message, exit=Exit.CONTACT_LOST, hint=f"scontrol show job {job.id}")
+    while going := _still_going(ids, refused):
+        if refused or time.monotonic() > deadline:
+            told = f"could not be cancelled ({refused})" if refused else f"were cancelled {CANCEL_SECONDS:.0f} s ago"
+            states = ", ".join(f"{id} {state}" for id, state in going.items())
+            raise TrainkitError(f"jobs {told}, and Slurm still has them: {states}", exit=Exit.CONTACT_LOST, hint=f"scancel {' '.join(going)}")
         time.sleep(POLL_SECONDS)
+    for each in ids[1:]:
+        drop_slurm_job(run, each)
+    seen = look([job.id]).get(job.id)
     return seen.state if seen else "gone", stages
+
+
+def _still_going(ids: Sequence[str], refused: str) -> dict[str, str]:
+    """State of those of the jobs that are not over. Raises TrainkitError (exit 13), naming them all, where Slurm cannot be asked."""
+    try:
+        return {id: seen.state for id, seen in look(ids).items() if not seen.over}
+    except TrainkitError as error:
+        message = f"whether jobs {', '.join(ids)} are over is not known: {refused or error.message}"
+        raise TrainkitError(message, exit=Exit.CONTACT_LOST, hint=f"scancel {' '.join(ids)}, once Slurm answers") from None
 
 
 def end_stages(run: RunFolder, deadline: float) -> list[str]:
@@ -100,10 +118,10 @@ def cancel_queued(talk: Talk, run: RunFolder) -> None:
 
 
 def make_sure(run: RunFolder) -> None:
-    """After its supervisor has stopped a run: the job is to end too, with any successor."""
-    if (job := newest_job(run)) is not None:
-        with contextlib.suppress(TrainkitError):
-            end_job(run, job)
+    """After its supervisor has stopped a run: the job is to end too, with any successor. Raises TrainkitError (exit 13) where it does not."""
+    jobs = read_slurm_jobs(run)
+    if jobs:  # of a chain the one that the newest follows may still run
+        end_job(run, next((job for job in jobs if job.id == jobs[-1].follows), jobs[-1]))
 
 
 def nodes(talk: Talk, cluster: Cluster) -> Answer:

@@ -14,6 +14,7 @@ from trainkit.base.forms import document
 from trainkit.cli.ending import last_lines, print_next
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.wrapper import Answer, Talk
+from trainkit.launch.slurm.graph import read_stage_jobs
 from trainkit.launch.slurm.queue import BEFORE, RUNNING, Account, accounts
 from trainkit.launch.slurm.settle import settled
 from trainkit.runs.folder import AttemptFolder, RunFolder
@@ -33,7 +34,7 @@ def why(talk: Talk, words: str, attempt: int) -> Answer:
     chosen = _chosen(run, record, told, attempt)
     cause = dict(chosen["root_cause"] or {}) if chosen else {}
     cause.setdefault("last", _last(cause))
-    others = _later_failures(run.attempt(chosen["attempt"]), cause) if chosen else []
+    others = _later_failures(run.attempt(chosen["attempt"]), cause) if chosen and chosen["attempt"] else []
     kept = _kept_by_slurm(talk, run)
     if not talk.json:
         _print(talk, run, record, chosen, cause, others, told)
@@ -65,8 +66,8 @@ def _chosen(run: RunFolder, record: Record, told: list[dict[str, Any]], number: 
         raise ConfigError(f"run {run.id} has no attempt {number}", hint=f"attempts: {', '.join(str(each['attempt']) for each in told) or 'none'}")
     if record.state in ("failed", "unknown") and told and told[-1]["class"] is None:  # its supervisor left no word: the record says what is known
         told[-1] |= {"root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
-    if record.root_cause and not told:
-        return {"attempt": 0, "root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
+    if record.root_cause and (not told or ("slurm_job" in record.root_cause and number in (0, told[-1]["attempt"]))):  # Slurm's word, after the last attempt's
+        return {"attempt": told[-1]["attempt"] if told else 0, "root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
     return next((each for each in reversed(told) if each["root_cause"] and number in (0, each["attempt"])), None)
 
 
@@ -75,10 +76,12 @@ def _last(cause: dict[str, Any]) -> list[str]:
 
 
 def _kept_by_slurm(talk: Talk, run: RunFolder) -> list[Account] | None:
-    """Every start of the run's Slurm jobs, and the steps in them that ended badly, as slurmdbd keeps them; None where there is no accounting, or no job."""
+    """Every start of the run's Slurm jobs, and what ended badly of their steps and of the jobs that made its stages, as slurmdbd keeps them; None where
+    there is no accounting, or no job."""
     ids = [job.id for job in read_slurm_jobs(run)]
+    stages = [job.id for job in read_stage_jobs(run)]
     try:
-        rows = accounts(ids) if ids else None
+        rows = accounts([*stages, *ids]) if ids or stages else None
     except TrainkitError as error:
         talk.say(error.message)
         return None

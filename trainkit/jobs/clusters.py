@@ -16,12 +16,13 @@ SlurmOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | i
 
 
 def refuse_unknown_options(options: SlurmOptions) -> SlurmOptions:
-    """The options themselves, once sbatch would know them all and each fits on a line."""
+    """The options themselves, once sbatch would know them all and each fits on a line; all objections are said at once."""
+    found = {name: sbatch.objection(name) for name in options}
     for name, value in options.items():
-        if said := sbatch.objection(name):
-            raise wrong(f"slurm.{name}", said)
-        if isinstance(value, str) and not value.isprintable():
-            raise wrong(f"slurm.{name}", f"slurm.{name} = {value!r} does not fit on one line of a batch script")
+        if isinstance(value, str) and not value.isprintable() and not found[name]:
+            found[name] = f"slurm.{name} = {value!r} does not fit on one line of a batch script"
+    if bad := {name: said for name, said in found.items() if said}:
+        raise wrong(f"slurm.{next(iter(bad))}", "; ".join(bad.values()))
     return options
 
 
@@ -32,6 +33,18 @@ class StagePlace(Table):
     nodes: int = Field(1, ge=1, description="nodes the units are spread over")
     tasks_per_node: int = Field(1, ge=1, description="units that run side by side on a node")
     time: str | None = Field(None, pattern=TIME, description="time limit of one unit, as Slurm writes it")
+    slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch for its arrays, over those of the cluster; false takes one away")
+
+    @field_validator("slurm")
+    @classmethod
+    def _known_to_sbatch(cls, value: SlurmOptions) -> SlurmOptions:
+        for name in ("partition", "time"):
+            if name in value:
+                raise wrong(f"slurm.{name}", f"slurm.{name} is a key of the stage itself: {name}")
+        for name in ("job-name", "ntasks-per-node", "output", "open-mode", "export", "dependency", "kill-on-invalid-dep"):
+            if name in value:
+                raise wrong(f"slurm.{name}", f"slurm.{name} cannot be set for a stage: trainkit does, for every array of it")
+        return refuse_unknown_options(value)
 
 
 class Filesystem(Table):
@@ -64,7 +77,9 @@ class FailureRule(Table):
 class WatchLimits(Table):
     """How long is waited for what, in seconds."""
 
-    connect: float = Field(30, gt=0, description="until the agents of all hosts have answered")
+    connect: float | None = Field(
+        None, gt=0, description="until the agents of all hosts have answered; by default 30, on Slurm 300, and 900 where each starts a container first"
+    )
     start: float = Field(1800, gt=0, description="from the start of the ranks to the first step; longer is a hang")
     heartbeat: float = Field(600, gt=0, description="without a sign of progress of any rank; longer is a hang")
     lease: float = Field(15, gt=0, description="of silence between supervisor and agent; longer is a lost contact, and the host stops its ranks")
@@ -91,6 +106,7 @@ class Cluster(Table):
     spares: int = Field(0, ge=0, description="ssh, pdsh: hosts of the hostfile beyond `nodes` that are kept to replace bad ones")
     interface: str | None = Field(None, min_length=1, description="ssh, pdsh: the network that ranks talk over: an interface (eth0) or a CIDR (10.0.0.0/8)")
     ssh_args: Strings = Field((), description="ssh, pdsh: more arguments of ssh")
+    srun_args: Strings = Field((), description="slurm: more arguments of the srun that starts an agent on each node, --network=... say")
     python: str | None = Field(None, pattern="^/", description="ssh, pdsh: the Python interpreter on the nodes; by default the path of the one on the head")
     node_folder: str = Field("/dev/shm", pattern="^/", description="a folder of each node's own, for heartbeats and the locks of its slots")
     watch: WatchLimits = Field(default_factory=WatchLimits)
@@ -116,6 +132,11 @@ class Cluster(Table):
     @classmethod
     def _known_to_sbatch(cls, value: SlurmOptions) -> SlurmOptions:
         return refuse_unknown_options(value)
+
+    def connect_seconds(self, *, container: bool = False) -> float:
+        """watch.connect, or what it is by default. Slurm runs its own prologs and starts all nodes of a large job before the first word of any; an image
+        of 23 GiB took 74 to 200 s on 64 nodes (Azure, docs/containers.md)."""
+        return self.watch.connect or (900.0 if container else 300.0 if self.launcher == "slurm" else 30.0)
 
     @property
     def device_type(self) -> Literal["cpu", "cuda", "neuron"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 
 # sbatch(1) of Slurm 22.05, and what later versions (to 24.11) added
 _NAMES = """
@@ -46,6 +47,39 @@ def objection(name: str) -> str:
         return ""
     close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.6)
     return f"slurm.{name} is no long option of sbatch" + (f"; did you mean '{close[0]}'?" if close else "")
+
+
+def limit_seconds(options: Mapping[str, object]) -> int | None:
+    """The time limit that `time` asks for, in seconds; None for none, and for words that only sbatch understands. sbatch(1) has the forms."""
+    days, dash, rest = str(options.get("time", "")).rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdigit() for part in parts) or len(parts) > 3 or (dash and not days.isdigit()):
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, minutes, seconds = 0, *(*numbers, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None
+
+
+def signal_time(options: Mapping[str, object]) -> int | None:
+    """The seconds before the time limit in `signal`, "[R][B:]NAME[@SECONDS]"; None where it is not set."""
+    if "signal" not in options:
+        return None
+    seconds = str(options["signal"]).partition("@")[2] or "60"
+    return int(seconds) if seconds.isdigit() else None
+
+
+def signal_objection(options: Mapping[str, object]) -> str:
+    """What is wrong with a signal that comes before the job begins; "" where nothing is."""
+    limit, ahead = limit_seconds(options), signal_time(options)
+    if limit is None or ahead is None or ahead < limit:
+        return ""
+    said = f"slurm.signal = {options['signal']!r} comes {ahead} s before the end of slurm.time = {options['time']!r}, which is {limit} s: at once"
+    return f"{said}, and nothing is trained; give it less, or leave it out: trainkit takes 5 minutes, or a quarter of a shorter limit"
 
 
 def words(options: dict[str, str | int | bool]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trainkit.jobs import sbatch
 from trainkit.jobs.clusters import Cluster, SlurmOptions, refuse_unknown_options
 from trainkit.jobs.containers import Container
 from trainkit.jobs.datasets import Dataset, Tokenizer
@@ -224,6 +225,12 @@ class Job(Table):
         if t.compile and t.reset_attention_mask and not kernel:
             message = "training.compile with reset_attention_mask needs the variable-length kernel: a CUDA device, 16 bits and no attention_dropout"
             raise wrong("training.compile", f"{message}; document by document, every batch would be compiled anew")
+        return self
+
+    @model_validator(mode="after")
+    def _begins_before_it_is_told_to_end(self) -> Job:
+        if said := sbatch.signal_objection(self.sbatch_options):
+            raise wrong("slurm.signal", said)
         return self
 
     @model_validator(mode="after")

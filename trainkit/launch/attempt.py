@@ -226,7 +226,7 @@ class Attempt:
         for node, entry in enumerate(self.world["nodes"]):
             processes = [self._process(node, local_rank, rank) for local_rank, rank in enumerate(entry["ranks"][:a_node])]
             crew.send(node, {"type": "go", "processes": processes, "secret_names": list(self.setting.secrets)})
-        deadline = time.monotonic() + self.job.cluster.watch.connect
+        deadline = time.monotonic() + self.session.connect
         while self.waiting and not self.losses:
             if time.monotonic() > deadline:
                 hosts = sorted({crew.host(self.node_of[rank]) for rank in self.waiting})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import re
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.crew import Hello, Missing
 from trainkit.launch.errands import guard
@@ -20,6 +22,7 @@ from trainkit.launch.session import Session
 from trainkit.launch.sweep import open_crew
 
 GIB = 2**30
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 LEAST_DISK = 2 * GIB  # less is as good as full: a checkpoint's first file would fill it
 LEAST_SHARED = 128 * 2**20  # a container has 64 MiB where nobody asks for more
 LEAST_FILES = 16_384  # a rank holds a file a shard of the data, and a socket a peer
@@ -77,7 +80,7 @@ def examine(cluster: Cluster, hosts: Sequence[Host], root: Path, *, all_reduce: 
 
     async def look() -> Examination:
         async with open_crew(cluster, hosts, root, "doctor", launcher=launcher) as crew:
-            answers = await crew.gather(cluster.watch.connect)
+            answers = await crew.gather(crew.session.connect)
             findings = judge_hosts(answers, hosts, crew.session)
             pairs: list[Pair] = []
             if all_reduce and len(crew.present) > 1:
@@ -86,7 +89,14 @@ def examine(cluster: Cluster, hosts: Sequence[Host], root: Path, *, all_reduce: 
                 findings += judge_pairs(pairs, crew.session)
         return Examination(answers, findings, [(hosts[pair.first].name, hosts[pair.second].name, pair) for pair in pairs])
 
-    return asyncio.run(look())
+    try:
+        return asyncio.run(look())
+    except OSError as error:  # its agents need a folder there
+        if error.errno not in UNWRITABLE:
+            raise
+        hint = "make room there (old runs, checkpoint.keep_last), or a folder that may be written: clusters.X.root"
+        message = f"{root} cannot be written ({error.strerror}): no run could start, and nothing else was looked at"
+        raise TrainkitError(message, exit=Exit.HEALTH, hint=hint) from None
 
 
 def judge_hosts(answers: Sequence[Hello | Missing], hosts: Sequence[Host], session: Session) -> list[Finding]:
@@ -155,7 +165,7 @@ def _place(hello: Hello, session: Session) -> list[Finding]:
         found.append(Finding(host, "root", f"cannot write into {session.folder}: {facts['writable']}", "export it rw, and let the user have it (NFS: no root)"))
     free = facts.get("disk_free")
     if free is not None and free < LEAST_DISK:
-        advice = "`clean` removes old checkpoints; keep fewer, or move clusters.X.root"
+        advice = "remove old runs, keep fewer checkpoints (checkpoint.keep_last), or move clusters.X.root"
         found.append(Finding(host, "disk", f"{free / GIB:.1f} GiB are free below the root", advice))
     address = facts.get("address")
     if facts.get("address_error"):

@@ -60,7 +60,7 @@ async def guard(crew: Crew) -> None:
     """What will be started on the crew's agents is to die with them; they hold no slot."""
     session = crew.session
     rest: Frame = {"type": "reserve", "run": session.run, "attempt": 0, "slots": [], "share": True}
-    await crew.ask({node: {**rest, "mark": session.mark(node)} for node in crew.present}, {"reserved"}, session.cluster.watch.connect)
+    await crew.ask({node: {**rest, "mark": session.mark(node)} for node in crew.present}, {"reserved"}, session.connect)
 
 
 async def run_together(crew: Crew, programs: Mapping[int, Sequence[Program]], seconds: float, *, turn: str = "") -> dict[tuple[int, str], Said]:
@@ -119,7 +119,7 @@ def on_all(cluster: Cluster, hosts: Sequence[Host], root: Path, argv: Sequence[s
 
     async def run() -> dict[str, Said]:
         async with open_crew(cluster, hosts, root, "once", launcher=launcher) as crew:
-            answers = await crew.gather(cluster.watch.connect)
+            answers = await crew.gather(crew.session.connect)
             await guard(crew)
             said = await run_together(crew, {node: [Program(argv, dict(cluster.env))] for node in crew.present}, seconds)
         return {a.host: said[a.node, "0"] if isinstance(a, Hello) and (a.node, "0") in said else Said(error=_why(a)) for a in answers}

@@ -50,8 +50,7 @@ async def gather(crew: Crew, *, gpus: int = 0, joined: Callable[[Hello], None] =
         gpus: how many each host must have.
         joined: told of each that came.
     """
-    cluster = crew.session.cluster
-    answers = await crew.gather(cluster.watch.connect)
+    answers = await crew.gather(crew.session.connect)
     hellos = [answer for answer in answers if isinstance(answer, Hello)]
     for hello in hellos:
         joined(hello)
@@ -75,15 +74,16 @@ def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) ->
         hint = f"set clusters.{cluster.name}.root to a folder that all hosts share under one path"
         raise NoStart(Exit.HEALTH, f"{_count(len(rows), hosts)} without the shared root", rows, hint=hint, suspects=suspects)
     if around is not None:
-        hint = (
-            f"each host has to start {around.called} within clusters.{cluster.name}.watch.connect = {cluster.watch.connect:g} s; what was said: {session.logs}"
-        )
+        hint = f"each host has to start {around.called} within clusters.{cluster.name}.watch.connect = {session.connect:g} s; what was said: {session.logs}"
         raise NoStart(Exit.START, f"{_count(len(rows), hosts)} without an agent in its container", rows, hint=hint, suspects=suspects)
     if all(session.local or is_here(session.hosts[m.node]) for m in missing):
         interpreter = f"clusters.{cluster.name}.python = {session.python}"
         hint = f"that is this machine, with no ssh in between: what its agent said is in {session.logs}; it needs {interpreter} and to reach its own address"
         raise NoStart(Exit.START, f"{_count(len(rows), hosts)} not reached", rows, hint=hint, suspects=suspects)
     hint = "`ssh HOST true` must work without a question; ports, users and keys belong into ~/.ssh/config or the hostfile"
+    if cluster.launcher == "slurm":
+        hint = f"what srun and the nodes said is in {session.logs}; a prolog or a file system that is slow needs a longer clusters.{cluster.name}.watch.connect"
+        hint += f" than {session.connect:g} s"
     raise NoStart(Exit.START, f"{_count(len(rows), hosts)} not reached", rows, hint=hint, suspects=suspects)
 
 
@@ -112,7 +112,7 @@ async def reserve(crew: Crew, job: Job, *, share: bool) -> None:
         frames[node] = {"type": "reserve", "run": session.run, "attempt": session.attempt, **rest}
     hosts, deadline = len(frames), time.monotonic() + watch.lease + watch.grace + OWN_SECONDS
     while True:
-        got = await _asked(crew, "reserving its slots", frames, {"reserved", "busy"}, watch.connect)
+        got = await _asked(crew, "reserving its slots", frames, {"reserved", "busy"}, session.connect)
         busy = {node: frame.get("holder") or {} for node, frame in sorted(got.items()) if frame["type"] == "busy"}
         frames = {node: frames[node] for node in busy}
         if not busy:
@@ -153,7 +153,7 @@ def _machine(hello: Hello) -> tuple[object, object]:
 
 async def rendezvous(crew: Crew, job: Job) -> tuple[str, int]:
     """(address, port) of rank 0: free there, and reached from every node. Raises NoStart (8)."""
-    session, timeout = crew.session, job.cluster.watch.connect
+    session, timeout = crew.session, crew.session.connect
     ports = port_candidates(f"{session.run}/{session.attempt}")
     listening = (await _asked(crew, "listening for the others", {0: {"type": "listen", "ports": ports}}, {"listening"}, timeout))[0]
     address, port = str(crew.hellos[0].facts["address"]), listening.get("port")

@@ -98,9 +98,9 @@ async def measure_pairs(crew: Crew, *, most: int = ROUNDS) -> list[Pair]:
 async def _ports(crew: Crew, nodes: Sequence[int], number: int) -> dict[int, int]:
     """A free port on each of these nodes."""
     frames: dict[int, Frame] = {node: {"type": "listen", "ports": port_candidates(f"{crew.session.run}/{number}/{node}")} for node in nodes}
-    got, _ = await crew.ask(frames, {"listening"}, crew.session.cluster.watch.connect)
+    got, _ = await crew.ask(frames, {"listening"}, crew.session.connect)
     ports = {node: int(frame["port"]) for node, frame in got.items() if frame.get("port")}
-    await crew.ask({node: {"type": "unlisten"} for node in ports}, {"unlistened"}, crew.session.cluster.watch.connect)
+    await crew.ask({node: {"type": "unlisten"} for node in ports}, {"unlistened"}, crew.session.connect)
     return ports
 
 

@@ -86,6 +86,11 @@ class Session:
         """TRAINKIT_RUN of this session's agents and their keepers: found with the run, and not with what they started. A line of bash adds the node."""
         return f"{self.run}/{self.attempt}/agents/"
 
+    @property
+    def connect(self) -> float:
+        """Seconds until the agents of all hosts must have answered."""
+        return self.cluster.connect_seconds(container=self.around is not None)
+
     def mark(self, node: int) -> str:
         """TRAINKIT_RUN of every process of this session on one node."""
         return f"{self.run}/{self.attempt}/{node}"

@@ -99,18 +99,16 @@ class Supervisor:
         signing = asyncio.create_task(self._keep_signing())
         try:
             await self._fence(*former)
-            if self.asks.first:
-                return judge_outcome([], 1, self.asks.first)
+            if (outcome := self._asked_between(None)) is not None:
+                return outcome
             while True:
                 end = await self._one_attempt()
                 if not self._goes_on(end):
                     return end.outcome
                 await self._until_lost_hosts_have_stopped(end)
                 await self._pause(end)
-                if self.asks.first:
-                    end.outcome = judge_outcome([], 1, self.asks.first)
-                    self._record(end)  # the last word counts
-                    return end.outcome
+                if (outcome := self._asked_between(end)) is not None:
+                    return outcome
         finally:
             signing.cancel()
             await asyncio.gather(signing, return_exceptions=True)
@@ -156,6 +154,16 @@ class Supervisor:
             told = f"not every host of the attempt before can be asked: waiting {until - time.time():.0f} s, until what it left has stopped by itself"
             self.show(lambda: self.watch.notice(told))
         await self._wait(until - time.time())
+
+    def _asked_between(self, end: AttemptEnd | None) -> Outcome | None:
+        """The outcome where somebody asks to stop while no attempt is under way; `end`: of the one before, whose last word that becomes."""
+        if not self.asks.first:
+            return None
+        outcome = judge_outcome([], 1, self.asks.first)
+        if end is not None:
+            end.outcome = outcome
+            self._record(end)
+        return outcome
 
     async def _pause(self, end: AttemptEnd) -> None:
         """Wait before another try where one did not even begin: a switch that reboots takes minutes, and the budget is small."""

@@ -69,7 +69,7 @@ async def agreed(crew: Crew) -> list[Hello]:
         raise TrainkitError(str(cause["message"]), exit=error.outcome.exit, hint=str(cause.get("advice", ""))) from None
     session = crew.session
     rest: Frame = {"type": "reserve", "run": session.run, "attempt": 0, "slots": [], "share": True}  # no slot, but what is marked dies with its agent
-    _, silent = await crew.ask({node: {**rest, "mark": session.mark(node)} for node in crew.present}, {"reserved"}, session.cluster.watch.connect)
+    _, silent = await crew.ask({node: {**rest, "mark": session.mark(node)} for node in crew.present}, {"reserved"}, session.connect)
     if silent:
         raise TrainkitError(f"agents do not answer:\n{table([(crew.host(node), why) for node, why in silent.items()])}", exit=Exit.START)
     return hellos
@@ -101,7 +101,7 @@ def survey(cluster: Cluster, hosts: Sequence[Host], root: Path, *, launcher: Lau
 
     async def look() -> list[HostReport]:
         async with open_crew(cluster, hosts, root, "nodes", launcher=launcher) as crew:
-            answers = await crew.gather(cluster.watch.connect)
+            answers = await crew.gather(crew.session.connect)
         return [HostReport(a.host, None, dict(a.facts)) if isinstance(a, Hello) else HostReport(a.host, a.why, None) for a in answers]
 
     return asyncio.run(look())
@@ -109,7 +109,7 @@ def survey(cluster: Cluster, hosts: Sequence[Host], root: Path, *, launcher: Lau
 
 def sweep(run: RunFolder, job: Job, hosts: Sequence[Host], *, kill: bool, launcher: Launcher | None = None) -> list[SweepReport]:
     """Ask every host what a run without a supervisor has left there, and end it if `kill`."""
-    return asyncio.run(sweep_hosts(run, job.cluster, hosts, job.cluster.watch.connect, kill=kill, launcher=launcher))
+    return asyncio.run(sweep_hosts(run, job.cluster, hosts, job.cluster.connect_seconds(), kill=kill, launcher=launcher))
 
 
 async def sweep_hosts(

@@ -65,7 +65,7 @@ class Pdsh:
             hint = "write `Host NAME` and `Port N` into ~/.ssh/config, or set launcher = 'ssh'"
             raise ConfigError(f"pdsh cannot take a port for a host (the hostfile has {', '.join(map(str, ports))})", hint=hint)
         names = ",".join(f"{host.user}@{host.name}" if host.user else host.name for host in hosts)
-        timeout = str(max(1, round(session.cluster.watch.connect / 2)))
+        timeout = str(max(1, round(session.cluster.connect_seconds() / 2)))
         fanout = str(max(LEAST_FANOUT, len(hosts)))
         return ("pdsh", "-R", "ssh", "-S", "-t", timeout, "-f", fanout, "-w", names, "bash", str(_script(session)), "%n")
 

@@ -51,7 +51,7 @@ class Slurm:
         words, environment = lines[-1], {name: value for name, value in os.environ.items() if not NOT_FOR_AGENTS.fullmatch(name)}
         write_text(node_script(session), node_text(session, hosts), 0o755)
         if around := pyxis_of(session):
-            for name, text in step_scripts(around, lines, session.cluster.watch.connect).items():
+            for name, text in step_scripts(around, lines, session.connect).items():
                 write_text(session.folder / name, text, 0o755)
             words, environment = ("/bin/bash", str(session.folder / STEP)), {**environment, **around.env}
         output = session.logs / "srun.log"
@@ -70,16 +70,17 @@ def srun_words(session: Session, hosts: Sequence[Host], environment: Mapping[str
     Args:
         environment: the allocation's: srun itself no longer takes --cpus-per-task from it (Slurm 22.05 and later).
     """
-    ends = ("--kill-on-bad-exit=1", "--wait=60")
+    ends = ("--kill-on-bad-exit=0", "--wait=60")  # which agents stop, and how, is the supervisor's word: a step that srun ends saves nothing
     around = pyxis_of(session)
     task = (*pyxis_words(around), "/bin/bash") if around else ("/bin/bash", "-l")  # prolog and login are the host's
-    export = _export_words(environment, around.env if around else {})
-    return ("srun", *_spread_words(hosts), *ends, *CARRIES, *cpu_words(environment), *export, *_output_words(session), *task, str(node_script(session)))
+    export, further = _export_words(environment, around.env if around else {}), session.cluster.srun_args
+    words = ("srun", *_spread_words(hosts), *ends, *CARRIES, *cpu_words(environment), *export, *_output_words(session), *further)
+    return (*words, *task, str(node_script(session)))
 
 
 def look_words(session: Session, hosts: Sequence[Host], environment: Mapping[str, str]) -> tuple[str, ...]:
     """The line of srun that looks at the mounts of pyxis, outside of any container and on all nodes, whatever one of them says."""
-    ends = ("--kill-on-bad-exit=0", f"--time={look_minutes(session.cluster.watch.connect)}")
+    ends = ("--kill-on-bad-exit=0", f"--time={look_minutes(session.connect)}")
     task = ("/bin/bash", str(session.folder / LOOK))
     return ("srun", *_spread_words(hosts), *ends, *CARRIES, *_export_words(environment, {}), *_output_words(session), *task)
 
@@ -103,8 +104,10 @@ def cpu_words(environment: Mapping[str, str]) -> tuple[str, ...]:
     bound = () if environment.get("SLURM_HINT") else ("--cpu-bind=none",)
     if asked := environment.get("SLURM_CPUS_PER_TASK"):
         return (f"--cpus-per-task={int(asked) * int(environment.get('SLURM_NTASKS_PER_NODE') or 1)}", *bound)
-    counts = [int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))]
-    return ((f"--cpus-per-task={min(counts)}",) if counts and bound else ()) + bound
+    given = environment.get("SLURM_JOB_CPUS_PER_NODE", "")
+    counts = [int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", given)]
+    least = str(min(counts)) if counts else given  # before the job runs, a word that stands for the number
+    return ((f"--cpus-per-task={least}",) if least and bound else ()) + bound
 
 
 def node_script(session: Session) -> Path:

@@ -23,7 +23,7 @@ ALONE = ("-oControlMaster=no", "-oControlPath=none", "-oClearAllForwardings=yes"
 
 def ssh_options(session: Session) -> tuple[str, ...]:
     """Options of every ssh. The cluster's own come first: of two values of one option ssh takes the first."""
-    timeout = max(1, round(session.cluster.watch.connect / 2))  # so that ssh's own words about a dead host are there in time
+    timeout = max(1, round(session.cluster.connect_seconds() / 2))  # so that ssh's own words about a dead host are there in time
     return (*session.cluster.ssh_args, "-T", "-oBatchMode=yes", f"-oConnectTimeout={timeout}", *ALIVE, *ALONE)
 
 

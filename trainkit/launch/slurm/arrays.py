@@ -22,7 +22,7 @@ from trainkit.base.forms import document
 from trainkit.jobs.clusters import Cluster, SlurmOptions, StagePlace
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.allocation import ask
-from trainkit.launch.slurm.queue import BEFORE, RUNNING, Patience
+from trainkit.launch.slurm.queue import BEFORE, RUNNING, Patience, accounts
 from trainkit.launch.slurm.script import EXPORTED, option_lines
 from trainkit.launch.slurm.submit import sbatch
 from trainkit.launch.snapshot import take_snapshot
@@ -127,11 +127,13 @@ def text_of_script(place: SlurmPlace, shape: SlurmOptions, output: str, words: S
     cluster, asked = place.cluster, place.asked
     given: SlurmOptions = {name: cluster.slurm[name] for name in INHERITED if name in cluster.slurm}
     own = {name: value for name, value in (("partition", asked.partition), ("time", asked.time)) if value}
-    again = "no-requeue" if cluster.slurm.get("no-requeue") else "requeue"  # of an element whose node fails: nobody may be there to type it again
+    again = (
+        "no-requeue" if {**cluster.slurm, **asked.slurm}.get("no-requeue") else "requeue"
+    )  # of an element whose node fails: nobody may be there to type it again
     ends: SlurmOptions = {"output": output, "open-mode": "append", "export": ",".join(EXPORTED), again: True}
     lines = [
         "#!/bin/bash -l",
-        *option_lines({**shape, **given, **own, **ends}),
+        *option_lines({**shape, **given, **own, **asked.slurm, **ends}),
         "set -e",
         *cluster.prolog,
         f"exec {shlex.join(words)}",
@@ -313,6 +315,24 @@ def states(ids: Sequence[str]) -> list[tuple[str, str]]:
     return [(words[0], words[1]) for line in text.splitlines() if len(words := line.split("|")) == 2]
 
 
+def ends(ids: Sequence[str]) -> list[tuple[str, str]]:
+    """As `states`, of jobs that are over: slurmdbd is asked for those that slurmctld has forgotten, and where it does not answer they are left out."""
+    found = states(ids)
+    forgotten = [id for id in ids if id not in {id for id, _ in found}]
+    try:
+        rows = accounts(forgotten) if forgotten else None
+    except TrainkitError:
+        rows = None
+    kept = [(row.id.partition("_")[0], row.word) for row in rows or () if "." not in row.id and row.word not in BEFORE | RUNNING | {"REQUEUED"}]
+    return [*found, *dict.fromkeys(kept)]
+
+
+def words_of_ends(ids: Sequence[str]) -> str:
+    """How those of the jobs ended that did not end well, for people."""
+    bad = dict.fromkeys(f"job {id} {state}" for id, state in ends(ids) if state not in BEFORE | RUNNING | {"COMPLETED"})
+    return ", ".join(bad) or "Slurm knows the jobs no more"
+
+
 def over_in_slurm(ids: Sequence[str]) -> bool:
     """Whether no element of the arrays will run any more."""
     return not any(state in BEFORE or state in RUNNING for _, state in states(ids))
@@ -337,6 +357,6 @@ def _judge(ids: Sequence[str], need: Need, batches: Sequence[ArrayUnit], stamps:
         failed[0].host = f"{failed[0].host}" + (f" (and {len(failed) - 1} more units failed)" if len(failed) > 1 else "")
         failed[0].end(failed[0].code or 1)
     if left:
-        said = ", ".join(f"job {id} {state}" for id, state in dict.fromkeys(states(ids))) or "Slurm knows the jobs no more"
+        said = words_of_ends(ids)
         names = ", ".join(batch.units[0].name for batch in left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
         raise TrainkitError(f"{names} did not end: {said}", exit=Exit.STAGE_FAILED, hint=f"{left[0].folder}: *.log of units, *_*.out of jobs")

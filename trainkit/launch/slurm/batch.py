@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,10 +19,10 @@ from trainkit.launch.hosts import write_hosts
 from trainkit.launch.launchers import head_address
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.retries import Budgets
-from trainkit.launch.slurm.allocation import Granted, ask, granted, hosts_of
+from trainkit.launch.slurm.allocation import Granted, ask, granted, hostnames, hosts_of
 from trainkit.launch.slurm.graph import stages_of, still_to_be_made
-from trainkit.launch.slurm.queue import failed_nodes, look, put_back
-from trainkit.launch.slurm.script import seconds_before_limit
+from trainkit.launch.slurm.queue import failed_nodes, requeue, standing, usable_nodes
+from trainkit.launch.slurm.script import LIMIT_SHARE, seconds_before_limit, signal_seconds
 from trainkit.launch.slurm.submit import forget_secrets, note_end, read_secrets, submit, write_script
 from trainkit.launch.start import refuse_other_inputs
 from trainkit.launch.supervisor import Supervisor
@@ -30,6 +31,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import last_step, read_events
 from trainkit.runs.slurm import SlurmJob, add_slurm_job, change_slurm_job, drop_slurm_job, read_slurm_jobs
 
+ASK_AGAIN_SECONDS = 60.0  # a slurmctld that does not answer
 Kind = Literal["time-limit", "preemption", "infra", ""]
 
 
@@ -41,11 +43,33 @@ class BatchAsks(Asks):
     def __init__(self) -> None:
         super().__init__()
         self.signalled: int | None = None  # by which signal Slurm asked first
+        self.too_early = False  # Slurm's USR1 comes long before it must: the time limit is short, and our own clock will tell
 
     def heeded(self) -> list[int]:
         return list(self.signals)  # ignored so far, by the script's trap
 
     def _heard(self, number: int, frame: object) -> None:
+        if number == signal.SIGUSR1 and self.too_early:
+            self.too_early = False  # Slurm's own comes once; whoever sends another means it
+            return
+        self._asked(number)
+
+    def expect_too_early(self) -> None:
+        """Slurm's USR1 counts for nothing, whether it has come or is still to come."""
+        if self.signalled == signal.SIGUSR1:
+            self.first = self.signalled = None
+        else:
+            self.too_early = True
+
+    def time_is_near(self) -> None:
+        """The job's time is nearly over."""
+        self._asked(signal.SIGUSR1)
+
+    def ends(self) -> None:
+        """Slurm takes the nodes back, and has said so before anybody listened."""
+        self._asked(signal.SIGTERM)
+
+    def _asked(self, number: int) -> None:
         if self.first is None:
             self.signalled = number
         self.save(Ask.SAVE)
@@ -60,6 +84,7 @@ class BatchSupervisor(Supervisor):
         self.later: Kind = ""
         self.noted = False
         self.failed: list[str] = []  # nodes
+        self.bad: dict[str, str] = {}  # nodes that the run shall not be given again, with the reason
         self.by_slurm = False  # Slurm has put the job back by itself
 
     def address(self) -> str:
@@ -119,23 +144,78 @@ class BatchSupervisor(Supervisor):
         """Where another job goes on, Slurm has ended this one's processes before; a dead node could not be asked anyway."""
         return 0 if self.later else await super()._sweep(hosts)
 
+    def _asked_between(self, end: AttemptEnd | None) -> Outcome | None:
+        """None: who ends the job, and whether it goes on, is judged at an attempt's end; one that begins now ends at once."""
+        return None
+
+    async def supervise(self) -> Outcome:
+        watching = asyncio.create_task(self._watch_time())
+        try:
+            return await super().supervise()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch_time(self) -> None:
+        """Save in time before the job's time is over, whatever has become of Slurm's own signal: the script ignores what comes before us. Whether
+        the end has been moved is asked again before it counts."""
+        while (wait := await asyncio.to_thread(self._until_saving)) is not None:
+            if wait <= 0:
+                self.told.time_is_near()
+                return
+            await asyncio.sleep(wait)
+
+    def _until_saving(self) -> float | None:
+        """Seconds until the ranks must be told to save, or until it is worth asking again; None: never."""
+        try:
+            now = standing(self.granted.job)
+        except TrainkitError:
+            return ASK_AGAIN_SECONDS
+        return None if now.end is None or now.limit is None else now.end - self._ahead(now.limit) - time.time()
+
+    def _ahead(self, limit: float) -> float:
+        """How many seconds before its end a job of `limit` seconds is to save: as Slurm was told, unless that leaves no time to train. When a job is
+        submitted nobody knows the time limit that a partition has by default."""
+        told = signal_seconds(self.run)
+        fits = told < limit if "signal" in self.job.sbatch_options else told <= limit / 2
+        return told if fits else limit / LIMIT_SHARE
+
+    def look_around(self) -> None:
+        """Heed what Slurm wanted before we listened: its signals are ignored until then, and those of a GraceTime go to steps only."""
+        with contextlib.suppress(TrainkitError):
+            now = standing(self.granted.job)
+            if now.limit is not None and self._ahead(now.limit) < signal_seconds(self.run):
+                self.told.expect_too_early()
+            if now.preempted or now.restarts > self.granted.restarts or not now.ours:
+                self.told.ends()
+
     def _judged(self, end: AttemptEnd) -> AttemptEnd:
-        """The end with its verdict: again in this allocation, later in another, or not at all."""
-        if self.told.signalled is not None and end.outcome.failure_class in ("preempted", "infra"):
-            return self._judged_by_signal(end)
+        """The end with its verdict: again in this allocation, later in another, or not at all. Slurm's word comes before what its TERM has brought about."""
+        if end.outcome.failure_class in ("preempted", "infra") and (kind := self._why_taken()) is not None:
+            return self._judged_by_slurm(end, kind)
         end = super()._judged(end)
-        if end.again and self.hosts.left_out:
-            end.again = False
-            self.later = "infra" if self.job.resume != "never" else ""
+        if self.hosts.left_out and self.job.resume != "never":
+            self._judge_bad_nodes(end)
         return end
 
-    def _judged_by_signal(self, end: AttemptEnd) -> AttemptEnd:
-        kind, cause = self._why_signalled(), dict(end.outcome.root_cause or {})
-        if end.outcome.failure_class == "infra":
-            kind = "infra" if kind else ""  # a lost node: Slurm tells those that are left
-        else:
-            cause["message"] = _why(kind, self.failed)
-            end.outcome = Outcome(end.outcome.exit, end.outcome.failure_class, cause)
+    def _judge_bad_nodes(self, end: AttemptEnd) -> None:
+        """Nodes that are to blame: Slurm gives others. At the start too: nobody waits for a job that was in the queue for days."""
+        if not end.again and not self.began and end.outcome.failure_class == "infra" and end.outcome.exit in (Exit.START, Exit.HEALTH):
+            cause = {**(end.outcome.root_cause or {}), "host": ", ".join(sorted(self.hosts.left_out))}
+            end.outcome = Outcome(end.outcome.exit, "infra", cause, end.outcome.suspects)
+            end.again = self.budgets.after(end) == "again"
+        if end.again:
+            end.again = False
+            self.later = "infra"
+            self.bad = dict(self.hosts.left_out)
+
+    def _judged_by_slurm(self, end: AttemptEnd, kind: Kind) -> AttemptEnd:
+        cause = dict(end.outcome.root_cause or {})
+        if kind != "infra" or end.outcome.failure_class == "preempted":
+            saved = cause.get("saved") is True
+            done = "saved" if saved else "not all of its ranks had saved" if end.began else "its ranks had not begun"
+            cause |= {"message": f"{_why(kind, self.failed)}: {done}", "saved": saved}
+            end.outcome = Outcome(Exit.PREEMPTED, "preempted", {key: cause[key] for key in ("message", "saved")})
         if not kind or self.job.resume == "never":
             return end
         verdict = self.budgets.after(end, kind)
@@ -146,21 +226,24 @@ class BatchSupervisor(Supervisor):
             end.outcome = Outcome(Exit.NO_PROGRESS, "no-progress", cause)
         return end
 
-    def _why_signalled(self) -> Kind:
-        """Why Slurm wants us to go; "" where the job shall not go on."""
+    def _why_taken(self) -> Kind | None:
+        """Why Slurm ends the job, or takes its nodes; "" where the job shall not go on; None: it does neither."""
         if self.told.signalled == signal.SIGUSR1:
             return "time-limit"
+        if self.asks.first and self.told.signalled is None:
+            return None  # a person's word
         try:
-            state = look([self.granted.job]).get(self.granted.job)
-            self.by_slurm, preempted = put_back(self.granted.job, self.granted.restarts)
-            self.failed = failed_nodes(self.granted.hosts) if self.by_slurm or self.job.resume == "chain" else []
+            now = standing(self.granted.job)
+            self.by_slurm = now.restarts > self.granted.restarts
+            self.failed = failed_nodes(self.granted.hosts)
         except TrainkitError as error:
             self.watch.notice(f"cannot ask Slurm why it ends the job: {error}")
-            return ""
+            return None if self.told.signalled is None else ""
         if self.failed:
             return "infra"
-        in_grace = state is not None and state.state == "RUNNING"
-        return "preemption" if self.by_slurm or preempted or in_grace else ""
+        if self.by_slurm or now.preempted or (now.ours and self.told.signalled is not None):
+            return "preemption"
+        return "" if self.told.signalled is not None or not now.ours else None
 
     def _goes_on(self, end: AttemptEnd) -> bool:
         if self.later:
@@ -173,42 +256,79 @@ class BatchSupervisor(Supervisor):
         id, events = self.granted.job, self.attempt.events
         try:
             if self.job.resume == "requeue" and not self.by_slurm:
-                ask(["scontrol", "requeue", id])
+                requeue(id, self.granted.restarts)
         except TrainkitError as error:
             events.write("requeue_failed", job=id, why=error.message)
             self.watch.notice(f'{error.message}; `resume = "chain"` does without requeue, invoke resume {self.run.id} goes on by hand')
             self.later = ""
             return
-        events.write("retry", next_attempt=self.attempt.folder.number + 1, left_out=[], by="slurm", **{"class": self.later})
+        events.write("retry", next_attempt=self.attempt.folder.number + 1, left_out=sorted(self.bad), by="slurm", **{"class": self.later})
         if self.job.resume == "requeue":
             change_slurm_job(self.run, id, began=None)
+        if self.bad:  # last: Slurm's KILL comes soon
+            self._exclude(self.bad)
+
+    def _exclude(self, bad: Mapping[str, str]) -> None:
+        """Have Slurm start the run on other nodes, unless it asks for nodes by name, or too few others are left."""
+        assert self.attempt is not None
+        next_job = next((job.id for job in read_slurm_jobs(self.run) if job.follows == self.granted.job), self.granted.job)
+        try:
+            now = standing(next_job)
+            names = sorted({*hostnames(now.excluded), *bad} if now.excluded else bad)
+            if "nodelist" in self.job.sbatch_options or len(set(usable_nodes(now.partition)) - set(names)) < self.job.nodes:
+                self.watch.notice(f"Slurm may give the run {', '.join(bad)} again: there are no others for it")
+                return
+            ask(["scontrol", "update", f"JobId={next_job}", f"ExcNodeList={','.join(names)}"])
+        except TrainkitError as error:
+            self.watch.notice(f"Slurm may give the run {', '.join(bad)} again: {error.message}")
+            return
+        for host, why in bad.items():
+            self.attempt.events.write("host_left_out", host=host, why=why)
 
 
 def _why(kind: Kind, failed: Sequence[str]) -> str:
-    """Why Slurm wanted a run to stop, which then has saved."""
+    """Why Slurm wanted a run to stop."""
     return {
-        "time-limit": "its time limit comes near: saved",
-        "preemption": "Slurm takes its nodes back: saved",
-        "infra": f"{', '.join(failed)} failed: the others saved",
-    }.get(kind, "Slurm ended the job (scancel, or its time limit): saved")
+        "time-limit": "its time limit comes near",
+        "preemption": "Slurm takes its nodes back",
+        "infra": f"{', '.join(failed)} failed",
+    }.get(kind, "Slurm ended the job (scancel, or its time limit)")
 
 
 def supervise_batch(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
     """Supervise a run in the batch job that the environment tells of. The caller holds the run's lock."""
-    where = granted(environment)
-    job = read_job(run.job)
-    if still_to_be_made(run):
-        message = f"the stages of run {run.id} are not made: the jobs in {stages_of(run)} come before this one"
-        raise TrainkitError(message, exit=Exit.STAGE_STALE, hint=f"invoke why {run.id}; invoke train {job.name} makes what is missing")
-    write_hosts(run, hosts_of(job, where))
-    entry = _noted(run, where)
-    _refuse_other_inputs(run, entry)
-    watch = Watch(lambda run: print(f"run {run.id} on {', '.join(where.hosts)}", flush=True), lambda: None, lambda text: print(text, flush=True))
     asks = BatchAsks()
-    supervisor = BatchSupervisor(run, read_secrets(run), asks, watch, where)
-    supervisor.replay(entry.first_attempt)
-    with _successor(run, supervisor, entry), asks.listening():
-        return asyncio.run(supervisor.supervise())
+    with asks.listening():
+        where = granted(environment)
+        job = read_job(run.job)
+        if still_to_be_made(run):
+            message = f"the stages of run {run.id} are not made: the jobs in {stages_of(run)} come before this one"
+            raise TrainkitError(message, exit=Exit.STAGE_STALE, hint=f"invoke why {run.id}; invoke train {job.name} makes what is missing")
+        write_hosts(run, hosts_of(job, where))
+        entry = _noted(run, where)
+        if entry.follows and (ended := _ended_for_good(run)) is not None:
+            drop_slurm_job(run, entry.id)
+            return ended
+        _refuse_other_inputs(run, entry)
+        watch = Watch(lambda run: print(f"run {run.id} on {', '.join(where.hosts)}", flush=True), lambda: None, lambda text: print(text, flush=True))
+        supervisor = BatchSupervisor(run, read_secrets(run), asks, watch, where)
+        supervisor.replay(entry.first_attempt)
+        with _successor(run, supervisor, entry):
+            supervisor.look_around()
+            outcome = asyncio.run(supervisor.supervise())
+        if outcome.failure_class == "cancelled":  # Slurm should say so too, not FAILED; who cancels looks again
+            with contextlib.suppress(TrainkitError):
+                ask(["scancel", where.job])
+        return outcome
+
+
+def _ended_for_good(run: RunFolder) -> Outcome | None:
+    """How the run ended where it did: a successor that nobody could take back has nothing to do. None: the newest attempt wants another, or left no word."""
+    events = [event for attempt in run.attempts()[-1:] for event in read_events(attempt)]
+    ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
+    if ended is None or any(event["event"] == "retry" for event in events):
+        return None
+    return Outcome(Exit(ended["exit"]), ended["class"], ended["root_cause"])
 
 
 def _refuse_other_inputs(run: RunFolder, entry: SlurmJob) -> None:
@@ -241,6 +361,14 @@ def _successor(run: RunFolder, supervisor: BatchSupervisor, entry: SlurmJob) -> 
         if not supervisor.later:
             forget_secrets(run)
             if waiting is not None:
-                with contextlib.suppress(TrainkitError):
-                    ask(["scancel", waiting])
-                drop_slurm_job(run, waiting)
+                _take_back(run, waiting)
+
+
+def _take_back(run: RunFolder, successor: str) -> None:
+    """Take a successor out of the queue. It is forgotten only once it is out; one that stays finds that the run has ended, and ends."""
+    try:
+        ask(["scancel", successor])
+    except TrainkitError as error:
+        print(f"job {successor}, which was to go on with the run, is still in the queue: {error.message}; `scancel {successor}` takes it out", flush=True)
+    else:
+        drop_slurm_job(run, successor)

@@ -45,4 +45,6 @@ def words_at_once(cluster: Cluster, environment: Mapping[str, str], *, devices: 
         return ()
     wanted = (*OWN, "gpus-per-node", "gres") if devices else OWN
     given = [f"--{name}={cluster.slurm[name]}" for name in wanted if name in cluster.slurm]
+    if devices and cluster.device_type == "cuda" and cluster.gpus_per_node and not {"gpus-per-node", "gres"} & set(cluster.slurm):
+        given.append(f"--gpus-per-node={cluster.gpus_per_node}")
     return ("--job-name=trainkit-doctor", f"--immediate={AT_ONCE_SECONDS}", "--time=10", *given)

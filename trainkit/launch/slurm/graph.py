@@ -25,6 +25,7 @@ from trainkit.launch.slurm.arrays import (
     Level,
     SlurmPlace,
     describe,
+    ends,
     level_file,
     levels,
     over_in_slurm,
@@ -268,7 +269,7 @@ def stage_failure(run: RunFolder) -> dict[str, Any] | None:
         return _failure({**cause, "message": f"{cause['message']}{more}", "exit": int(error.exit)})
     jobs = read_stage_jobs(run)
     try:
-        seen = dict.fromkeys(states([job.id for job in jobs])) if jobs else {}
+        seen = dict.fromkeys(ends([job.id for job in jobs])) if jobs else {}
     except TrainkitError:
         return None
     bad = [f"job {id} {state}" for id, state in seen if state not in BEFORE | RUNNING | {"COMPLETED"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import pwd
 import time
 from collections.abc import Sequence
@@ -57,7 +58,14 @@ class JobLook:
             return f"job {self.id} waits: {self.reason}{expected}"
         if not self.over:
             return f"job {self.id} is {self.state} on {self.nodes}"
-        return f"job {self.id} is over: {self.reason if self.state == UNSURE else f'{self.state} ({self.reason})'}"
+        return f"job {self.id} is over: {self.ending()}"
+
+    def ending(self) -> str:
+        """How it ended. squeue's reason of a job that was cancelled is why it had waited before; sacct's says who did it."""
+        if self.state == UNSURE:
+            return self.reason
+        stale = self.state == "CANCELLED" and not self.reason.startswith("by ")
+        return self.state if stale else f"{self.state} ({self.reason})"
 
 
 def look(ids: Sequence[str]) -> dict[str, JobLook]:
@@ -115,7 +123,7 @@ class Account:
 
 
 def accounts(ids: Sequence[str]) -> list[Account] | None:
-    """All that slurmdbd keeps of jobs, of each of their starts and steps, oldest first; None where there is no accounting.
+    """All that slurmdbd keeps of jobs, of each of their elements, starts and steps, oldest first; None where there is no accounting.
 
     Raises TrainkitError (exit 8) where slurmdbd cannot be asked.
     """
@@ -127,7 +135,7 @@ def accounts(ids: Sequence[str]) -> list[Account] | None:
             return None
         raise TrainkitError(f"slurmdbd cannot be asked ({error.message})", exit=error.exit, hint="`sacctmgr show cluster` tries the same") from None
     rows = [line.split("|") for line in text.splitlines()]
-    return [Account(*row) for row in rows if len(row) == ACCOUNT_FIELDS.count(",") + 1 and row[0].partition(".")[0] in ids]
+    return [Account(*row) for row in rows if len(row) == ACCOUNT_FIELDS.count(",") + 1 and row[0].partition(".")[0].partition("_")[0] in ids]
 
 
 def _forgotten(ids: Sequence[str]) -> dict[str, JobLook]:
@@ -150,18 +158,84 @@ def _user(number: str) -> str:
         return f"user {number}"
 
 
-def put_back(id: str, restarts: int) -> tuple[bool, bool]:
-    """(whether Slurm has put a job back into the queue since it had been restarted so often, whether it was preempted). Raises TrainkitError (exit 8)."""
+@dataclass(frozen=True)
+class Standing:
+    """What slurmctld says of a job to the supervisor that runs in it.
+
+    Args:
+        state: Slurm's word.
+        restarts: how often it was put back into the queue.
+        preempted: its nodes are wanted for another job; within a partition's GraceTime it runs on, and only its steps are told (TERM).
+        start: when it began, by time.time(); None where Slurm does not say.
+        end: when its time is over; None: never, or Slurm does not say.
+        excluded: nodes that it is not to have, as a node list; "" for none.
+        partition: which one.
+    """
+
+    state: str
+    restarts: int
+    preempted: bool
+    start: float | None
+    end: float | None
+    excluded: str
+    partition: str
+
+    @property
+    def ours(self) -> bool:
+        """Whether its nodes are still its own, for some seconds at least; otherwise Slurm is ending it."""
+        return self.state in RUNNING - {"COMPLETING", "STAGE_OUT"} or self.state == "CONFIGURING"
+
+    @property
+    def limit(self) -> float | None:
+        """Seconds from its start to the end of its time."""
+        return self.end - self.start if self.end is not None and self.start is not None else None
+
+
+def standing(id: str) -> Standing:
+    """How a job stands with slurmctld. Raises TrainkitError (exit 8) where that cannot be asked, or knows no such job."""
     words = ask(["scontrol", "--oneliner", "show", "job", id]).split()
     facts = {key: value for key, equals, value in (word.partition("=") for word in words) if equals}
-    return int(facts.get("Restarts") or 0) > restarts, facts.get("PreemptTime", "None") != "None"  # the latter is not there for other jobs
+    return Standing(
+        facts.get("JobState", ""),
+        int(facts.get("Restarts") or 0),
+        facts.get("PreemptTime", "None") not in ("None", "Unknown", "N/A"),  # not there for jobs that cannot be preempted
+        _seconds(facts.get("StartTime", "")),
+        _seconds(facts.get("EndTime", "")),
+        facts.get("ExcNodeList", "(null)").replace("(null)", ""),
+        facts.get("Partition", ""),
+    )
+
+
+def requeue(id: str, restarts: int) -> None:
+    """Put a running job back into the queue; well, too, if Slurm has done so since it had been restarted so often. Raises TrainkitError (exit 8)."""
+    try:
+        ask(["scontrol", "requeue", id])
+    except TrainkitError:
+        if standing(id).restarts <= restarts:
+            raise
+
+
+def _seconds(text: str) -> float | None:
+    """A time as Slurm prints it, in the time zone that is ours too; None for "Unknown", and for what SLURM_TIME_FORMAT makes of it."""
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
 
 
 def failed_nodes(names: Sequence[str]) -> list[str]:
     """Those of the nodes that Slurm has given up: down, or failing. Raises TrainkitError (exit 8)."""
-    text = ask(["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N|%T"])
-    rows = {tuple(line.split("|")) for line in text.splitlines() if line.count("|") == 1}
-    return sorted({name for name, state in rows if state.startswith(("down", "fail"))})
+    return sorted({name for name, state in _nodes(f"--nodes={','.join(names)}") if state.startswith(("down", "fail"))})
+
+
+def usable_nodes(partition: str) -> list[str]:
+    """Nodes of a partition that take jobs, now or later. Raises TrainkitError (exit 8)."""
+    return sorted({name for name, state in _nodes(f"--partition={partition}") if not state.startswith(("down", "drain", "fail", "unk"))})
+
+
+def _nodes(which: str) -> list[tuple[str, str]]:
+    text = ask(["sinfo", "--noheader", "--Node", which, "--format=%N|%T"])
+    return [(name, state) for name, bar, state in (line.partition("|") for line in text.splitlines()) if bar]
 
 
 class Patience:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from trainkit.launch.slurm.submit import note_end
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import Record, read_record, record_of_end
 from trainkit.runs.slurm import SlurmJob, read_slurm_jobs
+
+ENDING_SECONDS = 60.0  # for Slurm to end a job whose supervisor has ended: KillWait, and epilogs
 
 
 def newest_job(run: RunFolder) -> SlurmJob | None:
@@ -34,11 +37,16 @@ def settle(record: Record, seen: JobLook | None) -> Record:
     job = newest_job(record.run)
     if job is None:
         return record
-    if seen is not None and seen.waits and (record.state in ("unknown", "running") or (record.state == "failed" and record.failure_class == "infra")):
+    if seen is not None and seen.waits and (record.state in ("unknown", "running") or _by_slurm(record)):
         return replace(record, state="queued", exit=None, failure_class=None, root_cause=None)
     if (record.state == "queued" or record.lost) and (seen is None or seen.over):
         return _over(read_record(record.run), job, seen)  # read again: the supervisor may have begun, and ended, since the record was read
     return record
+
+
+def _by_slurm(record: Record) -> bool:
+    """Whether the run may have ended because Slurm took its nodes: then its job is in the queue again, or on its way there."""
+    return record.failure_class in ("infra", "preempted") and record.state in ("failed", "preempted")
 
 
 def _over(record: Record, job: SlurmJob, seen: JobLook | None) -> Record:
@@ -47,7 +55,7 @@ def _over(record: Record, job: SlurmJob, seen: JobLook | None) -> Record:
         end = _ended(record.run, job, seen)
     elif record.lost and (seen is not None or record.state == "unknown"):
         message = (record.root_cause or {}).get("message") if record.state == "failed" else "the supervisor is gone without a word"
-        said = "Slurm does not know the job any more" if seen is None else seen.reason if seen.state == UNSURE else f"Slurm says {seen.state} ({seen.reason})"
+        said = "Slurm does not know the job any more" if seen is None else seen.reason if seen.state == UNSURE else f"Slurm says {seen.ending()}"
         end = {"state": seen.state if seen else "UNKNOWN", "message": f"{message}; {said}", "exit": int(Exit.RANK_INFRA)}
     else:
         return record
@@ -65,8 +73,8 @@ def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, Any
     output = run.path / "launch" / f"slurm-{job.id}.out"
     said = last_line(output)
     words = f"; {output} ends with: {said}" if said else ""
-    how = "nobody can say how now" if seen.state == UNSURE else seen.state
-    message = f"job {job.id} was over before its supervisor began: {how} ({seen.reason}){words}"
+    how = f"nobody can say how now ({seen.reason})" if seen.state == UNSURE else seen.ending()
+    message = f"job {job.id} was over before its supervisor began: {how}{words}"
     return {"state": seen.state, "message": message, "exit": int(Exit.START)}
 
 
@@ -88,7 +96,7 @@ def _with_stages(run: RunFolder, seen: JobLook | None) -> JobLook | None:
 
 def settled(record: Record) -> Record:
     """The record after one question to Slurm, where one is needed; as it was where Slurm cannot be asked."""
-    job = newest_job(record.run) if record.state in ("queued", "unknown", "failed") else None
+    job = newest_job(record.run) if record.state in ("queued", "unknown", "failed", "preempted") else None
     if job is None:
         return record
     with contextlib.suppress(TrainkitError):
@@ -114,9 +122,13 @@ class Queue:
         self._patience = Patience()
         self._said = ""
         self._unheard = 0
+        self._until = 0.0  # by time.monotonic(): for how long an end of Slurm's making may still turn out to be none
 
     def look(self, record: Record) -> tuple[Record, str]:
         """(the record as settled, what a person who waits should know now; "" for nothing new)."""
+        if _by_slurm(record) and not record.lost:
+            return self._last_word(record)
+        self._until = 0.0
         if record.state not in ("queued", "unknown") or not self._patience.due():
             return replace(record, state="queued") if record.state == "unknown" else record, ""
         job = newest_job(self.run)
@@ -131,6 +143,26 @@ class Queue:
             return record, ""
         self._unheard = 0
         return settle(record, seen), self._new(seen.words()) if seen else ""
+
+    def _last_word(self, record: Record) -> tuple[Record, str]:
+        """An end that Slurm may have brought about counts when Slurm says that the job is over: it may have put it back, which the supervisor could
+        not learn. A job that only ends slowly keeps nobody waiting."""
+        job, now = newest_job(self.run), time.monotonic()
+        self._until = self._until or now + ENDING_SECONDS
+        if job is None or job.ended is not None or now > self._until:
+            return record, ""
+        if not self._patience.due():
+            return replace(record, state="running"), ""
+        try:
+            seen = look([job.id]).get(job.id)
+        except TrainkitError:
+            return record, ""
+        if seen is None or seen.over:
+            return record, ""
+        if not seen.waits:
+            return replace(record, state="running"), ""
+        self._until = 0.0
+        return settle(record, seen), self._new(f"Slurm has put job {job.id} back into the queue")
 
     def _new(self, words: str) -> str:
         if words == self._said:

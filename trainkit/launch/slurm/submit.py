@@ -13,7 +13,7 @@ from trainkit.base.files import write_json, write_text
 from trainkit.base.forms import read_form
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
-from trainkit.launch.slurm.script import SIGNAL_SECONDS, batch_script, script_path
+from trainkit.launch.slurm.script import batch_script, script_path
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job
 
@@ -48,7 +48,7 @@ def submit(run: RunFolder, *, first_attempt: int, follows: str | None = None, fu
     Raises TrainkitError (exit 8) with sbatch's own words.
     """
     words = submit_words(run, [*further, *([f"--dependency=afterany:{follows}"] if follows else [])])
-    id = sbatch(words, run.path, hint=f"options come from clusters.X.slurm and jobs.X.slurm; the script: {script_path(run)}")
+    id = sbatch(words, run.path, hint=f"options come from clusters.X.slurm and jobs.X.slurm; `invoke train {run.job_name} --dry-run` prints the script")
     add_slurm_job(run, id, first_attempt=first_attempt, follows=follows)
     return id
 
@@ -70,7 +70,7 @@ def sbatch(words: Sequence[str], folder: Path, *, hint: str) -> str:
     return id
 
 
-def write_script(run: RunFolder, job: Job, secret_values: Mapping[str, str], *, seconds: int = SIGNAL_SECONDS) -> None:
+def write_script(run: RunFolder, job: Job, secret_values: Mapping[str, str], *, seconds: int | None = None) -> None:
     """Write launch/slurm.sh, and for the supervisor on the node launch/secrets.json (0600): the job's environment has no secret."""
     write_text(script_path(run), batch_script(job, run, seconds=seconds), 0o755)
     if secret_values:
