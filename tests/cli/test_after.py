@@ -62,13 +62,13 @@ def talk(run: RunFolder, *, dry_run: bool = False) -> Talk:
     return Talk(json=False, dry_run=dry_run, folder=run.root)
 
 
-def generated(run: RunFolder, prompts: list[str], step: int = 0, *, ranks: int = 1, **sampling: Any) -> dict[str, Any]:
+def generated(run: RunFolder, prompts: list[str], step: int | None = None, *, ranks: int = 1, **sampling: Any) -> dict[str, Any]:
     answer = after.generate(talk(run), "last", prompts, "", {**SAMPLING, **sampling}, max_new_tokens=4, step=step, device="", tensor_parallel=ranks)
     return answer.document
 
 
 def evaluated(run: RunFolder, dataset: str = "", split: str = "valid", *, samples: int = 0, dry_run: bool = False, ranks: int = 1) -> dict[str, Any]:
-    return after.evaluate(talk(run, dry_run=dry_run), "last", dataset, split, samples, 0, "", ranks).document
+    return after.evaluate(talk(run, dry_run=dry_run), "last", dataset, split, samples, None, "", ranks).document
 
 
 def test_generate_from_the_command_line(project: Project, run: RunFolder) -> None:
@@ -81,6 +81,8 @@ def test_generate_from_the_command_line(project: Project, run: RunFolder) -> Non
     assert all(0 <= g["tokens"] <= 5 for g in found["generations"]) and found["generations"][1] == found["generations"][3]
     assert "top-p 2.0 is not above 0 and up to 1" in project.invoke("generate", "last", "--top-p=2", exit=1).stderr
     assert "--step -1: the lowest is 0" in project.invoke("evaluate", "last", "--step=-1", exit=1).stderr
+    assert "--step takes a whole number, not 'x'" in project.invoke("generate", "last", "--step=x", exit=1).stderr
+    assert f"run {run.id} has no checkpoint of step 0" in project.invoke("generate", "last", "--step=0", exit=16).stderr  # not the newest
 
 
 def test_texts_are_printed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +203,7 @@ def test_a_bar_on_a_terminal(run: RunFolder) -> None:
     seen = talk(run)
     shown = io.StringIO()
     vars(seen)["console"] = Console(file=shown, force_terminal=True, width=120)
-    after.evaluate(seen, "last", "", "valid", 4, 0, "", 1)
+    after.evaluate(seen, "last", "", "valid", 4, None, "", 1)
     assert "evaluate" in shown.getvalue() and "4/4" in shown.getvalue()
 
 

@@ -41,6 +41,7 @@ def test_checkpoints_and_replay(project: Project) -> None:
     assert "rank-00001.bin does not have the hash" in told and "pinned" not in told
     missing = project.invoke("checkpoints", "last", "--pin=11", exit=16).stderr
     assert "no checkpoint of step 11" in missing and "10" in missing
+    assert "no checkpoint of step 0" in project.invoke("checkpoints", "last", "--pin=0", exit=16).stderr
     set_aside(run / "checkpoints/step-00000010")
     losses.pop(10)
     last = project.document("checkpoints", "last")["checkpoints"][-1]

@@ -65,7 +65,7 @@ def make_run(project: Project, job_name: str) -> tuple[RunFolder, dict[int, Tran
 
 def call(project: Project, **words: Any) -> dict[str, Any]:
     """The task's function, in this process."""
-    asked = {"words": RUN, "format": "hf", "to": str(project.path / "out"), "step": 0, "dtype": "fp32", "shard_gb": 5.0, **words}
+    asked = {"words": RUN, "format": "hf", "to": str(project.path / "out"), "step": None, "dtype": "fp32", "shard_gb": 5.0, **words}
     answer = export(Talk(json=True, dry_run=False, folder=project.path), **asked)
     return answer.document
 

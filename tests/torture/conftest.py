@@ -20,13 +20,19 @@ from trainkit.runs.folder import RunFolder
 LAYOUTS = {"1": (1, 1, 1), "DP2": (2, 1, 1), "TP2": (2, 2, 1), "PP2": (2, 1, 2), "TP2 x PP2": (4, 2, 2)}  # ranks, tensor, pipeline
 MODEL = Model(name="tiny", num_layers=2, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=61)
 SAVE_INTERVAL = 3
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {},
+    # the scale falls below the last chance before the first checkpoint, grows before the last one, and falls again
+    "fp16": {"initial_loss_scale": 2.0**22, "loss_scale_window": 3},
+}
 
 
-def job_of(layout: str, root: Path, *, keep: dict[str, Any] | None = None, **training: Any) -> Job:
+def job_of(layout: str, root: Path, *, keep: dict[str, Any] | None = None, precision: str = "fp32", **training: Any) -> Job:
     """A job of 12 steps with evaluations and saves that do not fall together."""
     ranks, tensor, pipeline = LAYOUTS[layout]
     values: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 12, "lr": 1e-2, "lr_warmup_iters": 3, "eval_iters": 2}
-    values |= {"eval_interval": 4, "save_interval": SAVE_INTERVAL, **training}
+    values |= {"eval_interval": 4, "save_interval": SAVE_INTERVAL, "precision": precision, **PRECISIONS[precision], **training}
     return Job(
         name="tiny",
         cluster=Cluster(name="here", ranks_per_node=ranks, root=str(root)),

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.torture.conftest import LAYOUTS, SAVE_INTERVAL, Ranks, job_of
+from tests.torture.conftest import LAYOUTS, PRECISIONS, SAVE_INTERVAL, Ranks, job_of
 from tests.torture.faults import ON_RANK_0, Fault
 from tests.train.support import new_run
 from tests.train.test_resume import facts, steps
-from trainkit.runs.checkpoints import finished, newest_valid, step_of, verify
+from trainkit.runs.checkpoints import finished, newest_valid, open_checkpoint, step_of, verify
 from trainkit.runs.folder import RunFolder
 
 PLACES = ("step", "eval", "prepare", "write", "load", "byte", "manifest", "publish", "prune", "delete", "time")
@@ -62,17 +62,20 @@ class Tally:
 class Torture:
     """Runs of one layout under fire, against one that is left alone."""
 
-    def __init__(self, layout: str, root: Path, ranks: Ranks, seed: int, *, save_async: bool = False) -> None:
+    def __init__(self, layout: str, root: Path, ranks: Ranks, seed: int, *, save_async: bool = False, precision: str = "fp32") -> None:
         self.layout, self.root, self.ranks, self.dice, self.save_async = layout, root, ranks, random.Random(seed), save_async
+        self.precision = precision
         self.size, self.tally, self.begun = LAYOUTS[layout][0], Tally(), 0
         whole = self._new_run("whole")
         began = time.monotonic()
         assert ranks.run(whole, self.size) == [0] * self.size, whole.attempt(1).log(0).read_text()
         self.seconds, self.expected = time.monotonic() - began, facts(whole)
         assert steps(whole) == list(range(1, 13))
+        chances = [open_checkpoint(p).manifest.state.get("hysteresis_tracker", 0) for p in finished(whole.checkpoints)]
+        assert (min(chances) < 0) == (precision == "fp16"), chances
 
     def _new_run(self, name: str) -> RunFolder:
-        return new_run(job_of(self.layout, self.root / name, keep={"save_async": self.save_async}))
+        return new_run(job_of(self.layout, self.root / name, keep={"save_async": self.save_async}, precision=self.precision))
 
     def kill_at(self, places: list[str]) -> None:
         """A run that is killed at each of these places one after the other, then left alone to end. Where a place never comes, the run ends, and the next
@@ -111,9 +114,18 @@ class Torture:
         self.tally.lost[at] = max(self.tally.lost[at], lost)
 
 
-@pytest.mark.parametrize(("layout", "save_async", "kills"), [("1", False, 5), ("DP2", False, 5), ("DP2", True, 3), ("TP2 x PP2", False, 2)])
-def test_kills(layout: str, save_async: bool, kills: int, ranks: Ranks, tmp_path: Path) -> None:
-    torture = Torture(layout, tmp_path, ranks, seed=kills, save_async=save_async)
+FEW = [
+    ("1", "fp32", False, 5),
+    ("DP2", "fp32", False, 5),
+    ("DP2", "fp16", True, 3),
+    ("TP2", "bf16", False, 2),
+    ("TP2 x PP2", "fp16", False, 2),
+]
+
+
+@pytest.mark.parametrize(("layout", "precision", "save_async", "kills"), FEW)
+def test_kills(layout: str, precision: str, save_async: bool, kills: int, ranks: Ranks, tmp_path: Path) -> None:
+    torture = Torture(layout, tmp_path, ranks, seed=kills, save_async=save_async, precision=precision)
     places = [place for place in PLACES if place != "load"]
     torture.dice.shuffle(places)
     while torture.tally.total < kills:
@@ -122,12 +134,13 @@ def test_kills(layout: str, save_async: bool, kills: int, ranks: Ranks, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(7200)  # against hanging
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_twenty_and_more_kills(layout: str, ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two at each place in each layout, a hundred in all: a row each of the table of docs/checkpoints.md."""
-    number = list(LAYOUTS).index(layout)
-    torture = Torture(layout, tmp_path, ranks, seed=number, save_async=number % 2 == 1)
+def test_twenty_and_more_kills(layout: str, precision: str, ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two at each place in each layout and precision, three hundred in all: a row each of the table of docs/checkpoints.md."""
+    number = list(LAYOUTS).index(layout) + list(PRECISIONS).index(precision)
+    torture = Torture(layout, tmp_path, ranks, seed=number, save_async=number % 2 == 1, precision=precision)
     places = [*PLACES, *PLACES]
     while torture.tally.total < 20 or places:
         chosen, places = places[:4] or torture.dice.sample(PLACES, 4), places[4:]
@@ -135,5 +148,5 @@ def test_twenty_and_more_kills(layout: str, ranks: Ranks, tmp_path: Path, capsys
     counts = " | ".join(str(torture.tally.kills[place]) for place in PLACES)
     how = "behind training" if torture.save_async else "in its way"
     with capsys.disabled():
-        print(f"\n| layout | saves | kills | {' | '.join(PLACES)} | most steps lost |")
-        print(f"| {layout} | {how} | {torture.tally.total} | {counts} | {max(torture.tally.lost.values())} |")
+        print(f"\n| layout | precision | saves | kills | {' | '.join(PLACES)} | most steps lost |")
+        print(f"| {layout} | {precision} | {how} | {torture.tally.total} | {counts} | {max(torture.tally.lost.values())} |")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 from pathlib import Path
@@ -22,6 +23,7 @@ from trainkit.jobs.schema import Cluster, Dataset
 from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.train.generate import Generation, Reading, continuation, generate
+from trainkit.train.model import Transformer
 from trainkit.train.sampling import Sampling
 from trainkit.train.trained import choose_checkpoint, choose_device, load_model
 
@@ -42,15 +44,22 @@ def test_the_cache_changes_no_logit(case: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(logits_V, expected_SV[end - 1], rtol=0, atol=TOLERANCE[dtype])
 
 
+@functools.cache
+def uncut(case: str) -> tuple[Transformer, list[int], torch.Tensor]:
+    """A model, a text, and its last logits read in one piece; the examples share them."""
+    model, ids = random_model(CASES[case], torch.float64).eval(), random_tokens(1, 24)[0].tolist()
+    with torch.no_grad():
+        return model, ids, model(torch.tensor([ids]))[0, -1]
+
+
 @settings(deadline=None, max_examples=30)
 @given(cuts=st.lists(st.integers(1, 23), max_size=6, unique=True).map(sorted), piece=st.integers(1, 30), case=st.sampled_from(ONE_OF_EACH))
 def test_any_cut_of_a_text_gives_the_same(cuts: list[int], piece: int, case: str) -> None:
-    model = random_model(CASES[case], torch.float64).eval()
-    ids = random_tokens(1, 24)[0].tolist()
+    model, ids, expected_V = uncut(case)
     reading = Reading(model, 24)
     for start, end in zip([0, *cuts], [*cuts, 24], strict=True):
         logits_V = reading.read(ids[start:end], piece)
-    torch.testing.assert_close(logits_V, model(torch.tensor([ids]))[0, -1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(logits_V, expected_V, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -106,7 +115,7 @@ def run(tmp_path: Path) -> RunFolder:
     return run
 
 
-def texts(run: RunFolder, prompts: list[str], sampling: Sampling = GREEDY, step: int = 0) -> list[str]:
+def texts(run: RunFolder, prompts: list[str], sampling: Sampling = GREEDY, step: int | None = None) -> list[str]:
     return [g.text for g in generate(run, prompts, sampling, max_new_tokens=12, step=step)[1]]
 
 
@@ -129,10 +138,14 @@ def test_no_prompt_depends_on_another(run: RunFolder) -> None:
 
 def test_any_checkpoint_of_the_run(run: RunFolder) -> None:
     assert texts(run, ["def "], step=5) == texts(run, ["def "]) != texts(run, ["def "], step=3)
-    assert [generate(run, [""], GREEDY, max_new_tokens=1, step=step)[0] for step in (0, 3)] == [5, 3]
+    assert [generate(run, [""], GREEDY, max_new_tokens=1, step=step)[0] for step in (None, 3)] == [5, 3]
+    with pytest.raises(TrainkitError, match=r"no checkpoint of step 0\n  it has those of steps 3, 5"):
+        texts(run, ["def "], step=0)
     with pytest.raises(TrainkitError, match=r"no checkpoint of step 4\n  it has those of steps 3, 5") as error:
         texts(run, ["def "], step=4)
     assert error.value.exit == 16
+    write_checkpoint(run, random_model(MODEL, seed=0, vocab=301), 0)  # as save_first does
+    assert generate(run, [""], GREEDY, max_new_tokens=1, step=0)[0] == 0
 
 
 def test_a_damaged_checkpoint(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,13 @@ class TestRefused:
             ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
             ("gpt", {"n_positions": 32}, "max_position_embeddings = 32"),
             ("gpt", {"tie_word_embeddings": False}, "untie_embeddings_and_output_weights = true"),
-            ("gpt", {"n_embd": "wide"}, "n_embd is 'wide' there"),
+            ("gpt", {"n_embd": "wide"}, "n_embd makes no sense: 'wide'"),
+            ("gpt", {"parallel_attn": True}, "parallel_attn is True there, which family 'gpt' of trainkit does not have"),
+            ("llama", {"num_key_value_heads": "2"}, "num_key_value_heads makes no sense: '2'"),
+            ("llama", {"num_key_value_heads": True}, "num_key_value_heads makes no sense: True"),
+            ("llama", {"sliding_window": 4096}, "sliding_window is 4096 there"),
+            ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'sliding_attention'] there"),
+            ("llama", {"logits_scaling": 8.0}, "take the key out of its config.json"),
             ("gpt-neox", {"use_parallel_residual": False}, "gpt_j_residual = false"),
             ("gpt-neox", {"attention_bias": False}, "attention_bias is False there"),
             ("gpt-neox", {"hidden_act": "gelu_pytorch_tanh"}, "gelu = 'tanh'"),
@@ -137,6 +143,16 @@ class TestRefused:
         config = json.loads((folders(case) / "config.json").read_text()) | values
         found = contradictions(config, CASES[case][0], VOCAB)
         assert len(found) <= 2 and words in said(found)
+
+    def test_keys_that_ask_for_nothing_are_taken(self, folders: Callable[[str], Path]) -> None:
+        config = json.loads((folders("llama") / "config.json").read_text())
+        config |= {"sliding_window": None, "use_sliding_window": False, "layer_types": ["full_attention"] * 2, "_name_or_path": "x", "pretraining_tp": 1}
+        assert contradictions(config, CASES["llama"][0], VOCAB) == []
+
+    @pytest.mark.parametrize("case", ["gpt", "gpt-neox", "llama"])
+    def test_all_that_transformers_writes_is_known(self, case: str) -> None:
+        config = theirs(case).config.to_dict()
+        assert not [problem for problem in contradictions(config, CASES[case][0], VOCAB) if "does not have" in problem.message]
 
     def test_a_number_beyond_floats(self, folders: Callable[[str], Path]) -> None:
         config = json.loads((folders("llama") / "config.json").read_text()) | {"num_attention_heads": 0.5, "hidden_size": 10**400, "head_dim": None}

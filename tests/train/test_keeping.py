@@ -57,10 +57,11 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def save(folder: Path, step: int, *, loss: float | None = None, value: float = 1.0) -> Checkpoint:
+def save(folder: Path, step: int, *, loss: float | None = None, value: float = 1.0, **about: Any) -> Checkpoint:
     measured = {} if loss is None else {"valid": loss}
     tensors = {"model.w": torch.full((50, 3), value), "model.b": torch.arange(3.0)}
-    return checkpoint.save(folder, tensors, step=step, consumed_samples=8 * step, layout={}, job={}, state={}, validation=measured)
+    facts: dict[str, Any] = {"layout": {}, "job": {}, "state": {}, "validation": measured, **about}
+    return checkpoint.save(folder, tensors, step=step, consumed_samples=8 * step, **facts)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -160,6 +161,49 @@ def test_two_writers_one_after_the_other(tmp_path: Path) -> None:
     (folder_of(tmp_path, 3) / "rank-00000.bin").write_bytes(b"torn")  # now it is in the way, and worth nothing
     save(tmp_path, 3, value=2.0)
     assert verify(folder_of(tmp_path, 3)) == []
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({"state": {"optimizer_steps": -1}}, "state.optimizer_steps is -1, which is no count"),
+        ({"state": {"hysteresis_tracker": 0.5}}, "state.hysteresis_tracker is 0.5, which is no whole number"),
+        ({"job": {"name": "\ud800"}}, "manifest.json: .*JSON"),
+    ],
+)
+def test_what_no_resume_would_take_is_not_published(about: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """A checkpoint is read back by the reader's own checks before it gets its name."""
+    save(tmp_path, 1)
+    with pytest.raises(TrainkitError, match=f"(?s)step-00000002 was not published, for no resume would take it: .*{words}") as error:
+        save(tmp_path, 2, **about)
+    assert error.value.exit == 2 and not isinstance(error.value, NotSaved) and "report it" in error.value.hint
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"] and steps_in(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("spoil", ["flip", "cut", "remove"])
+def test_a_manifest_that_the_disk_gives_back_otherwise_is_not_published(spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Manifest.write
+
+    def write(self: Manifest, folder: Path) -> None:
+        real(self, folder)
+        content = (folder / MANIFEST).read_bytes()
+        (folder / MANIFEST).write_bytes(bytes([content[0] ^ 1]) + content[1:] if spoil == "flip" else content[:-9])
+        if spoil == "remove":
+            (folder / MANIFEST).unlink()
+
+    save(tmp_path, 1)
+    with monkeypatch.context() as patch, pytest.raises(NotSaved, match=r"have changed since they were written: manifest\.json reads otherwise"):
+        patch.setattr(Manifest, "write", write)
+        save(tmp_path, 2)
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
+    assert save(tmp_path, 2).manifest.step == 2
+
+
+def test_chances_of_the_loss_scale_go_on_below_nought(tmp_path: Path) -> None:
+    """Megatron-LM's rule: each overflow takes one, and only growth of the scale brings them back."""
+    save(tmp_path, 4, state={"scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": -12})
+    found = newest_valid(tmp_path, pytest.fail)
+    assert found is not None and found.manifest.state["hysteresis_tracker"] == -12
 
 
 def test_what_others_left_unfinished_goes(tmp_path: Path) -> None:

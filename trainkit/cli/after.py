@@ -65,7 +65,7 @@ def generate(
     sampling: Mapping[str, Any],
     *,
     max_new_tokens: int,
-    step: int,
+    step: int | None,
     device: str,
     tensor_parallel: int,
 ) -> Answer:
@@ -90,7 +90,7 @@ def generate(
     )
 
 
-def evaluate(talk: Talk, words: str, dataset: str, split: str, samples: int, step: int, device: str, tensor_parallel: int) -> Answer:
+def evaluate(talk: Talk, words: str, dataset: str, split: str, samples: int, step: int | None, device: str, tensor_parallel: int) -> Answer:
     """The task `evaluate`."""
     from trainkit.train.evaluate import Evaluation, Windows, refuse_unreadable
     from trainkit.train.evaluate import evaluate as measure

@@ -62,13 +62,13 @@ def _print(talk: Talk, run: RunFolder, rows: list[dict[str, Any]]) -> None:
     talk.console.print(table)
 
 
-def checkpoints(talk: Talk, words: str, *, hashes: bool, pinned: int, unpinned: int) -> Answer:
+def checkpoints(talk: Talk, words: str, *, hashes: bool, pinned: int | None, unpinned: int | None) -> Answer:
     """The task `checkpoints`. Exit 16 where there are checkpoints and none is whole."""
-    if pinned and pinned == unpinned:
+    if pinned is not None and pinned == unpinned:
         raise ConfigError(f"--pin and --unpin both name step {pinned}")
     run = find_run(load_jobs(talk).roots(), words)
     for step, stays in ((pinned, True), (unpinned, False)):
-        if step:
+        if step is not None:
             pin(run.checkpoints, step, pinned=stays)
     rows = _rows(run, hashes=hashes)
     if not talk.json:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FORMATS, DTYPES = ("hf",), ("fp32", "bf16", "fp16")
 
 
-def export(talk: Talk, words: str, format: str, to: str, step: int, dtype: str, shard_gb: float) -> Answer:
+def export(talk: Talk, words: str, format: str, to: str, step: int | None, dtype: str, shard_gb: float) -> Answer:
     """The task `export`."""
     problems = []
     if format not in FORMATS:

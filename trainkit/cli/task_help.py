@@ -7,7 +7,7 @@ RUN = {"run": "an id, a unique beginning of one, a job's name (its newest run), 
 SET = {"set": "a.b=value: override a value of the resolved job; may be repeated"}
 DATASET = {"dataset": "a prepared dataset of jobs.toml", "job": "below the root of this job's cluster; by default below this folder"}
 FORCE = {"force": "do it even if it is fresh"}
-STEP = {"step": "of the checkpoint; 0: the newest valid one"}
+STEP = {"step": "of the checkpoint; by default the newest valid one"}
 HOSTS = {
     "cluster": "on this cluster of jobs.toml",
     "nodes": "on so many nodes; 0: as the job says",

@@ -35,7 +35,7 @@ def generate(
     top_k: int = 50,
     top_p: float = 1.0,
     seed: int = 0,
-    step: int = 0,
+    step: int | None = None,
     device: str = "",
     tensor_parallel: int = 1,
 ) -> Answer:
@@ -64,7 +64,7 @@ def generate(
     at_least={"samples": 0, "step": 0, "tensor_parallel": 1},
 )
 def evaluate(
-    talk: Talk, run: str, dataset: str = "", split: str = "valid", samples: int = 0, step: int = 0, device: str = "", tensor_parallel: int = 1
+    talk: Talk, run: str, dataset: str = "", split: str = "valid", samples: int = 0, step: int | None = None, device: str = "", tensor_parallel: int = 1
 ) -> Answer:
     """Measure a trained model's loss, perplexity and bits per byte on a dataset."""
     from trainkit.cli import after
@@ -85,7 +85,7 @@ def evaluate(
     reports=True,
     at_least={"step": 0, "shard_gb": 1e-6},
 )
-def export(talk: Talk, run: str, format: str = "hf", to: str = "", step: int = 0, dtype: str = "fp32", shard_gb: float = 5.0) -> Answer:
+def export(talk: Talk, run: str, format: str = "hf", to: str = "", step: int | None = None, dtype: str = "fp32", shard_gb: float = 5.0) -> Answer:
     """Write a run's weights for other programs."""
     from trainkit.cli import export as exporter
 
@@ -103,7 +103,7 @@ def export(talk: Talk, run: str, format: str = "hf", to: str = "", step: int = 0
     reports=True,
     at_least={"pin": 0, "unpin": 0},
 )
-def checkpoints(talk: Talk, run: str, verify: bool = False, pin: int = 0, unpin: int = 0) -> Answer:
+def checkpoints(talk: Talk, run: str, verify: bool = False, pin: int | None = None, unpin: int | None = None) -> Answer:
     """List a run's checkpoints: size, layout, whether they are whole and why they are kept; exit 16 when none is whole."""
     from trainkit.cli import checkpoints as keeper
 

@@ -122,7 +122,14 @@ def _refuse_flag_words(body: Body, words: dict[str, str]) -> None:
 
 def _as_word(parameter: inspect.Parameter) -> inspect.Parameter:
     """A number flag as Invoke is shown it: a word."""
+    if _is_optional_count(parameter):
+        return parameter.replace(default="")
     return parameter.replace(default=str(parameter.default)) if type(parameter.default) in (int, float) else parameter
+
+
+def _is_optional_count(parameter: inspect.Parameter) -> bool:
+    """A whole number that may be left out, and then is None: 0 is a step like any other. (A module's annotations are text.)"""
+    return parameter.default is None and parameter.annotation == "int | None"
 
 
 def _numbers(values: dict[str, Any], parameters: Iterable[inspect.Parameter], at_least: Mapping[str, float]) -> dict[str, Any]:
@@ -130,6 +137,11 @@ def _numbers(values: dict[str, Any], parameters: Iterable[inspect.Parameter], at
     found = dict(values)
     for parameter in parameters:
         kind, word, flag = type(parameter.default), values[parameter.name], f"--{parameter.name.replace('_', '-')}"
+        if _is_optional_count(parameter):
+            if word == "":
+                found[parameter.name] = None
+                continue
+            kind = int
         if kind not in (int, float):
             continue
         try:

@@ -48,6 +48,8 @@ class Native:
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         cpu = job.cluster.device_type == "cpu"
         sharing = cpu_sharing(job.ranks_per_node, os.environ) if cpu else {"OMP_NUM_THREADS": "1"}
+        if job.training.deterministic and not cpu:
+            sharing["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what torch's deterministic mode demands (cuBLAS, "Results reproducibility")
         here = sys.executable if job.cluster.launcher == "local" else job.cluster.python or sys.executable
         python = job.container.python if job.container else here
         main = run.code / "trainkit" / "train" / "main.py"

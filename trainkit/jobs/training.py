@@ -55,6 +55,9 @@ class Training(Table):
     )
     recompute_every: int = Field(1, ge=1, description="recompute every n-th block only")
     compile: bool = Field(False, description="torch.compile every block; for GPUs")
+    deterministic: bool = Field(
+        False, description="on GPUs: only kernels that give the same bits every time, slower; an operation that has none ends the run. On CPUs it always is so"
+    )
     reset_attention_mask: bool = Field(False, description="tokens attend within their own document only")
     reset_position_ids: bool = Field(False, description="positions begin anew in every document")
     eod_mask_loss: bool = Field(False, description="the end-of-document token as input gives no loss")

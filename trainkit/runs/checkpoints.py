@@ -40,10 +40,10 @@ SAMPLED = 8  # verify = "sample" hashes one file of so many
 Numbers = tuple[NonNegativeInt, ...]
 Verify = Literal["size", "sample", "full"]
 Seen = TypeVar("Seen")
-COUNTS = {  # whole numbers of `state`
+WHOLE = {"hysteresis_tracker"}  # whole numbers of `state`; Megatron-LM's chances go on below 0 while the loss scale falls
+COUNTS = {  # those that are never less than 0
     "optimizer_steps",
     "growth_tracker",
-    "hysteresis_tracker",
     "guard_seen",
     "guard_skipped_in_a_row",
     "rollbacks",
@@ -218,33 +218,38 @@ def read_manifest(folder: Path) -> bytes:
         raise Missing(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
 
 
-def checked(folder: Path, content: bytes) -> Checkpoint:
-    """A folder whose manifest has this content and fits its files' sizes. Raises Damaged with all that is wrong, Newer, and OSError as the disk does."""
+def checked(folder: Path, content: bytes, name: str = "") -> Checkpoint:
+    """A folder whose manifest has this content and fits its files' sizes. Raises Damaged with all that is wrong, Newer, and OSError as the disk does.
+
+    `name`: what the folder will be called, where it has another name so far.
+    """
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         problems = [f"{MANIFEST}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
         unknown = any(e["type"] == "extra_forbidden" or e["loc"] == ("schema",) for e in error.errors())
-        raise (Newer if unknown and _sealed(content) else Damaged)(folder, problems) from None
-    problems = [*_manifest_problems(folder, manifest, content), *file_problems(folder, manifest), *_tensor_problems(manifest)]
+        raise (Newer if unknown and sealed(content) else Damaged)(folder, problems) from None
+    problems = [*_manifest_problems(name or folder.name, manifest, content), *file_problems(folder, manifest), *_tensor_problems(manifest)]
     if problems:
         raise (Missing if any(problem.endswith(MISSING) for problem in problems) else Damaged)(folder, problems)
     return Checkpoint(folder, manifest)
 
 
-def _sealed(content: bytes) -> bool:
+def sealed(content: bytes) -> bool:
     """Whether it ends with the hash of all before: nothing has changed since it was written."""
     end = len(content) - len(_seal(b""))
     return content[end:] == _seal(content[:end]).encode()
 
 
-def _manifest_problems(folder: Path, manifest: Manifest, content: bytes) -> Iterator[str]:
-    if manifest.xxh128 and not _sealed(content):
+def _manifest_problems(name: str, manifest: Manifest, content: bytes) -> Iterator[str]:
+    if manifest.xxh128 and not sealed(content):
         yield f"{MANIFEST} does not have the hash {manifest.xxh128}"
-    for name, value in manifest.state.items():
-        if name in COUNTS and (type(value) is not int or value < 0):
-            yield f"{MANIFEST}: state.{name} is {value!r}, which is no count"
-    if folder.name != folder_of(folder.parent, manifest.step).name:
+    for key, value in manifest.state.items():
+        if key in COUNTS and (type(value) is not int or value < 0):
+            yield f"{MANIFEST}: state.{key} is {value!r}, which is no count"
+        if key in WHOLE and type(value) is not int:
+            yield f"{MANIFEST}: state.{key} is {value!r}, which is no whole number"
+    if name != folder_of(Path(), manifest.step).name:
         yield f"its manifest says step {manifest.step}"
 
 

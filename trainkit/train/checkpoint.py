@@ -26,18 +26,22 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove
 from trainkit.base.locks import Busy, locked
 from trainkit.runs.checkpoints import (
+    MANIFEST,
     PINNED,
     UNFINISHED,
     Checkpoint,
     Manifest,
     Verify,
+    checked,
     file_problems,
     files_to_hash,
     finished,
     folder_of,
     look_at,
     newest_valid,
+    read_manifest,
     refuse_damaged,
+    sealed,
     set_aside,
     step_of,
     unfinished,
@@ -131,11 +135,29 @@ def _refuse_without_room(checkpoints: Path, make_room: Callable[[], None], neede
         raise OSError(f"it needs {needed / 1e9:.3f} GB, and {checkpoints} has {free / 1e9:.3f} GB free")
 
 
+def _refuse_unreadable(temporary: Path, target: Path, manifest: Manifest) -> None:
+    """Look at what is about to be published as those who read it will: what they would refuse is never a checkpoint.
+
+    Raises NotSaved where a file is not what was written, and OSError as the disk does; TrainkitError (exit 2) where what was written is wrong itself.
+    """
+    changed, content = list(file_problems(temporary, manifest)), b""
+    with contextlib.suppress(Damaged):
+        content = read_manifest(temporary)
+    if changed or not sealed(content):  # one that took us for dead deleted it
+        changed = changed or [f"{MANIFEST} reads otherwise"]
+        raise NotSaved(f"the files of checkpoint {target} have changed since they were written: {'; '.join(changed[:3])}")
+    try:
+        checked(temporary, content, target.name)
+    except (Damaged, Newer) as error:
+        words = f"checkpoint {target} was not published, for no resume would take it: {'; '.join(error.problem_list[:3])}"
+        hint = "this is a mistake in trainkit, please report it; `resume` goes on from the newest checkpoint there is"
+        raise TrainkitError(words, exit=Exit.BUG, hint=hint) from None
+
+
 def _publish(temporary: Path, target: Path, manifest: Manifest, passed: Collection[int] = ()) -> None:
     """Make a folder of whole files a checkpoint. What resume has passed over, of one of the steps `passed`, makes way."""
     manifest.write(temporary)
-    if problems := [*file_problems(temporary, manifest)]:  # one that took us for dead deleted it
-        raise NotSaved(f"the files of checkpoint {target} have changed since they were written: {'; '.join(problems[:3])}")
+    _refuse_unreadable(temporary, target, manifest)
     if os.path.lexists(target):
         if manifest.step not in passed and not verify(target):
             words = f"{target} was written by another process while this one trained: two of them train one run"

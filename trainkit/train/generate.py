@@ -49,7 +49,7 @@ def generate(
     sampling: Sampling,
     *,
     max_new_tokens: int,
-    step: int = 0,
+    step: int | None = None,
     device: str = "",
     ranks: int = 1,
     together: Together = refuse_together,
@@ -61,7 +61,7 @@ def generate(
         prompts: the texts to go on from; an empty one: the beginning of a document. A prompt's text depends on no other prompt.
         sampling: how tokens are drawn.
         max_new_tokens: how many tokens at most, of each.
-        step: of the checkpoint; 0: the newest valid one.
+        step: of the checkpoint; None: the newest valid one.
         device: "cpu" or "cuda"; empty: what the job computes on.
         ranks: tensor-parallel ranks that the model is split over; 1: this process holds it.
         together: how they are started.

@@ -36,7 +36,7 @@ from trainkit.train.schedule import global_batch_size
 from trainkit.train.spread import across_ranks
 from trainkit.train.step import Step, StepValues
 from trainkit.train.timers import Timers
-from trainkit.train.torch_compat import compile_cache_counts
+from trainkit.train.torch_compat import be_deterministic, compile_cache_counts
 from trainkit.train.utilization import Utilization
 
 
@@ -84,6 +84,8 @@ class Trainer:
         self.job, self.run, self.world, self.heartbeat, self.stop = job, run, world, heartbeat, stop
         self.device = data_parallel.join(world, job.cluster.device_type)
         agree(job, world)
+        if job.training.deterministic:
+            be_deterministic()
         self.mesh = mesh = Mesh.of(degrees_of(job), world, self.device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
         vocab = vocab_size(job)
         self.parts = build(job, mesh, vocab)

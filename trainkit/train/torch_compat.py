@@ -132,3 +132,14 @@ def compile_cache_counts() -> str:
     counted = [f"{words} {counters['inductor'][key]}" for key, words in wanted.items()]
     counted += [f"autograd {what} {counters['aot_autograd'][f'autograd_cache_{what}']}" for what in ("hit", "miss")]
     return ", ".join(counted)
+
+
+def be_deterministic() -> None:
+    """Let this process take only kernels that give the same bits every time; an operation that has none raises RuntimeError (torch's notes, Reproducibility).
+
+    cuBLAS asks for CUBLAS_WORKSPACE_CONFIG besides, which is set where the rank's environment is made. torch would fill new memory with NaN too, which only
+    finds mistakes.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False

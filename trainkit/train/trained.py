@@ -27,8 +27,9 @@ ALONE = TensorGroup()  # one process holds the model
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose_checkpoint(run: RunFolder, step: int = 0) -> Checkpoint:
-    """The run's checkpoint of `step`, whole and with the right hashes; 0: the newest valid one, and every newer one passed over is named on stderr.
+def choose_checkpoint(run: RunFolder, step: int | None = None) -> Checkpoint:
+    """The run's checkpoint of `step`, whole and with the right hashes; None: the newest valid one, and every newer one passed over is named on
+    stderr.
 
     Raises:
         TrainkitError: exit 16, there is none, or that of `step` is damaged.
@@ -36,10 +37,10 @@ def choose_checkpoint(run: RunFolder, step: int = 0) -> Checkpoint:
     steps = [int(folder.name[5:]) for folder in finished(run.checkpoints)]
     if not steps:
         raise TrainkitError(f"run {run.id} has no checkpoint yet", exit=Exit.NO_CHECKPOINT, hint="the first is written after training.save_interval steps")
-    if step and step not in steps:
+    if step is not None and step not in steps:
         hint = f"it has those of steps {', '.join(map(str, steps))}; older ones go as checkpoint.keep_last says"
         raise TrainkitError(f"run {run.id} has no checkpoint of step {step}", exit=Exit.NO_CHECKPOINT, hint=hint)
-    if not step:
+    if step is None:
         newest = newest_valid(run.checkpoints, lambda words: print(f"WARNING: passed over: {words}", file=sys.stderr))
         assert newest is not None, "there are checkpoints: the newest valid one or an error"
         return newest

@@ -85,6 +85,28 @@ KEYS: dict[str, tuple[Key, ...]] = {
         Key("mlp_bias", lambda _: False, False),
     ),
 }
+# What says nothing of the weights' arithmetic: of transformers' PretrainedConfig and of older versions of it, of its three classes, of generation and training.
+_NEUTRAL = """
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path
+    _output_attentions add_prefix_space architectures attention_probs_dropout_prob auto_map
+    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout_prob id2label
+    initializer_range is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference
+    label2id length_penalty license max_length max_position_embeddings max_sequence_length
+    min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_past output_scores
+    pad_token_id prefix pretraining_tp problem_type pruned_heads quantization_config
+    remove_invalid_values reorder_and_upcast_attn repetition_penalty return_dict
+    return_dict_in_generate rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct
+    partial_rotary_factor sep_token_id suppress_tokens summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class tokenizer_name top_k top_p torch_dtype
+    torchscript transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16
+    use_cache vocab_size
+"""
+NEUTRAL = frozenset(_NEUTRAL.split())
 DROPOUT: dict[str, dict[str, Callable[[Model], float]]] = {  # written, never held against a job: it is a matter of training, not of the weights
     "gpt": {"resid_pdrop": lambda m: m.hidden_dropout, "embd_pdrop": lambda m: m.hidden_dropout, "attn_pdrop": lambda m: m.attention_dropout},
     "gpt-neox": {"hidden_dropout": lambda m: m.hidden_dropout, "attention_dropout": lambda m: m.attention_dropout},
@@ -166,6 +188,7 @@ def contradictions(config: Mapping[str, Any], model: Model, vocab_size: int | No
         hint = f"set {_place(model)}.family = '{named}'" if named else f"trainkit has {', '.join(f.model_type for f in FAMILIES.values())}"
         return [Problem(f"it is a model of the type {kind!r}; family {model.family!r} is {family.model_type!r}", hint=hint)]
     problems = [problem for key in KEYS[model.family] if (problem := _key_problem(config, key, model))]
+    problems += _unknown(config, model)
     if config.get("quantization_config"):
         problems.append(Problem("its weights are quantized (quantization_config)", hint="take the weights it was quantized from"))
     if vocab_size is not None and (there := config.get("vocab_size")) != vocab_size:
@@ -173,6 +196,16 @@ def contradictions(config: Mapping[str, Any], model: Model, vocab_size: int | No
         way = "; ids beyond the tokenizer's then never occur" if isinstance(there, int) and there > vocab_size else ""
         problems.append(Problem(f"vocab_size is {there} there, {vocab_size} for this job", hint=f"set {_place(model)}.vocab_size = {there}{way}"))
     return [*problems, *_position_problems(config, model)] if model.family != "gpt" else problems
+
+
+def _unknown(config: Mapping[str, Any], model: Model) -> Iterator[Problem]:
+    """Keys that may change what the weights mean, and that nothing here knows. One that is absent, null or false asks for nothing."""
+    known = {key.name for key in KEYS[model.family]} | set(DROPOUT[model.family]) | NEUTRAL
+    hint = "if it changes nothing of what the model computes, copy the folder, take the key out of its config.json and name the copy"
+    for name, value in config.items():
+        whole = name == "layer_types" and isinstance(value, list) and set(value) <= {"full_attention"}
+        if name not in known and value is not None and value is not False and not whole:
+            yield Problem(f"{name} is {value!r} there, which family {model.family!r} of trainkit does not have", hint=hint)
 
 
 def _place(model: Model) -> str:
@@ -201,12 +234,19 @@ def _key_problem(config: Mapping[str, Any], key: Key, model: Model) -> Problem |
     here = key.value(model)
     if there == here:
         return None
+    if _kind(there) is not _kind(here):
+        return Problem(f"its {key.name} makes no sense: {there!r}")
     if not key.ours:
         return Problem(f"{key.name} is {there!r} there; family {model.family!r} has {here!r} only")
     words = {"untie_embeddings_and_output_weights": not there, "gelu": {"gelu_new": "tanh", "gelu": "exact"}.get(there) if isinstance(there, str) else None}
     value = words.get(key.ours, there)
     hint = "trainkit has no such model" if value is None else f"set {_place(model)}.{key.ours} = {_toml(value)}"
     return Problem(f"{key.name} is {there!r} there, {here!r} for this job", hint=hint)
+
+
+def _kind(value: Any) -> type:
+    """Numbers are of one kind, true and false of another."""
+    return float if isinstance(value, int | float) and not isinstance(value, bool) else type(value)
 
 
 def _toml(value: Any) -> str:
