@@ -52,11 +52,13 @@ void without_gil(const py::object& call, const Work& work) {
     }
 }
 
-std::unique_ptr<trainkit::Documents> make_documents(int fd, std::uint64_t offset, std::int64_t first, std::int64_t last, std::int64_t epochs, const py::object& tick) {
+std::unique_ptr<trainkit::Documents> make_documents(int fd, std::uint64_t offset, std::int64_t first, std::int64_t last, std::int64_t epochs, const py::object& tick,
+                                                    std::int64_t chunk) {
     require(0 <= first && first < last && last <= kMostDocuments, "documents must be 0 <= first < last < 2**31");
     require(epochs >= 1 && epochs <= kMostEntries / (last - first), "epochs must be at least 1, and epochs * documents at most 2**44");
+    require(chunk >= 1, "chunk must be at least 1");
     std::unique_ptr<trainkit::Documents> documents;
-    without_gil(tick, [&](Ticker& ticker) { documents = std::make_unique<trainkit::Documents>(fd, offset, first, last, epochs, ticker); });
+    without_gil(tick, [&](Ticker& ticker) { documents = std::make_unique<trainkit::Documents>(fd, offset, first, last, epochs, ticker, chunk); });
     return documents;
 }
 
@@ -123,7 +125,8 @@ void bind_megatron(py::module_& module) {
     py::class_<trainkit::Documents>(module, "MegatronDocuments",
                                     "`epochs` copies of the document ids [first, last); int32 lengths are at byte offset + 4 * id of the file. RuntimeError: it ends early, or a "
                                     "length is negative. Everywhere tick(n) is called, if given, when n more elements are done; OSError: a read or write failed.")
-        .def(py::init(&make_documents), py::arg("fd"), py::arg("offset"), py::arg("first"), py::arg("last"), py::arg("epochs"), py::arg("tick") = py::none())
+        .def(py::init(&make_documents), py::arg("fd"), py::arg("offset"), py::arg("first"), py::arg("last"), py::arg("epochs"), py::arg("tick") = py::none(),
+             py::arg("chunk") = trainkit::Documents::kChunk)
         .def_property_readonly("tokens", &trainkit::Documents::tokens)
         .def_property_readonly("last_length", &trainkit::Documents::last_length)
         .def("__len__", &trainkit::Documents::size)

@@ -66,14 +66,16 @@ class Documents {
    public:
     static constexpr std::int64_t kBlock = std::int64_t{1} << 16;  // entries a thread takes at a time
 
+    static constexpr std::int64_t kChunk = std::int64_t{1} << 18;  // lengths that are read at a time
+
     // Lengths are int32, that of id i at byte offset + 4 i of the file. runtime_error: one is negative. The caller bounds the numbers.
+    // `chunk`: lengths read at a time; a test makes it small to have several of them.
     template <typename Tick>
-    Documents(int fd, std::uint64_t offset, std::int64_t first, std::int64_t last, std::int64_t epochs, Tick& tick)
+    Documents(int fd, std::uint64_t offset, std::int64_t first, std::int64_t last, std::int64_t epochs, Tick& tick, std::int64_t chunk = kChunk)
         : count_((last - first) * epochs), pairs_(static_cast<std::uint64_t>(count_)) {
-        constexpr std::int64_t kChunk = std::int64_t{1} << 18;
-        std::vector<std::int32_t> lengths(static_cast<std::size_t>(std::min(kChunk, last - first)));
+        std::vector<std::int32_t> lengths(static_cast<std::size_t>(std::min(chunk, last - first)));
         for (std::int64_t id = first; id < last;) {
-            const std::int64_t count = std::min(kChunk, last - id);
+            const std::int64_t count = std::min(chunk, last - id);
             read_at(fd, lengths.data(), static_cast<std::size_t>(count) * 4, offset + 4 * static_cast<std::uint64_t>(id));
             for (std::int64_t epoch = 0; epoch < epochs; ++epoch) fill(pairs_.data() + epoch * (last - first) + (id - first), id, count, lengths.data());
             std::int64_t sum = 0;

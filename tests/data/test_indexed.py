@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -176,6 +177,19 @@ def test_files_that_become_shorter_are_an_error(mmap: bool, tmp_path: Path) -> N
     os.truncate(tmp_path / "x.idx", 40)
     with pytest.raises(ConfigError, match=r"x\.idx: (had 82 bytes when it was opened and has 40 now|ends before byte 82)"):
         _ = other.lengths
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_workers_that_are_spawned_open_it_themselves(mmap: bool, tmp_path: Path) -> None:
+    """A pickle says where the pair lies and how it is read: it holds no token, and no open file."""
+    with IndexedWriter(tmp_path / "pair", np.uint16) as writer:
+        writer.add_document(np.arange(50_000, dtype=np.uint16), [20_000, 30_000])
+    dataset = IndexedDataset(tmp_path / "pair", mmap=mmap)
+    assert dataset[1][0] == 20_000  # the file and the arrays are open
+    state = pickle.dumps(dataset)
+    assert len(state) < 1000
+    again = pickle.loads(state)
+    assert again.mmap == mmap and again.prefix == dataset.prefix and [len(part) for part in again] == [20_000, 30_000]
 
 
 def test_opening_reads_no_array(tmp_path: Path) -> None:

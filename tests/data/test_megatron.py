@@ -126,6 +126,33 @@ def test_golden_sample_index(wide: bool, tmp_path: Path) -> None:
         assert count(request, int(sizes[order].sum())).samples == len(out) - 1, case
 
 
+@pytest.mark.parametrize("chunk", [1, 6, 7, 9, 19, 20])
+def test_lengths_are_read_in_several_chunks(chunk: int, tmp_path: Path) -> None:
+    """Three chunks and more, two epochs: the ids, and the rows of samples, which need each id's own length, as numpy makes them."""
+    rng = np.random.RandomState(3)
+    first, count, epochs, seq_length = 5, 20, 2, 4
+    lengths = rng.randint(0, 9, first + count).astype(np.int32)
+    with scratch(tmp_path / "lengths") as file:
+        os.pwrite(file, b"abc" + lengths.tobytes(), 0)  # not aligned, as in .idx
+        index = _index.MegatronDocuments(file, 3, first, first + count, epochs, chunk=chunk)
+    index.shuffle(_index.MersenneTwister(7), 0, len(index))
+    order = np.tile(np.arange(first, first + count, dtype=np.int32), epochs)
+    np.random.RandomState(7).shuffle(order)
+    assert index.tokens == epochs * int(lengths[first:].sum()) and index.last_length == lengths[order[-1]]
+    samples = (index.tokens - 1) // seq_length
+    with scratch(tmp_path / "ids") as file:
+        index.write_ids(file, 0, 1)
+        assert np.array_equal(content(file, np.int32), order)
+    with scratch(tmp_path / "rows") as file:
+        index.write_samples(file, 0, seq_length, 1, samples, False, 1)
+        rows = content(file, np.int32).reshape(-1, 2)
+    ends = np.cumsum(lengths[order])
+    documents = np.searchsorted(ends, np.arange(samples + 1) * seq_length, side="right")
+    offsets = np.arange(samples + 1) * seq_length - (ends - lengths[order])[documents]
+    documents[0] = offsets[0] = 0  # the first row, whatever the first document's length
+    assert np.array_equal(rows, np.stack([documents, offsets], 1))
+
+
 def _compare(index: MegatronIndex, documents: Any, samples: Any, shuffle: Any) -> None:
     for ours, theirs in ((index.documents, documents), (index.samples, samples), (index.shuffle, shuffle)):
         assert ours.dtype == theirs.dtype
@@ -370,6 +397,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
         (lambda g: _index.MegatronDocuments(0, 0, 1, 1, 1), "first < last"),
         (lambda g: _index.MegatronDocuments(0, 0, 0, 2**31, 1), "first < last"),
         (lambda g: _index.MegatronDocuments(0, 0, 0, 5, 0), "epochs"),
+        (lambda g: _index.MegatronDocuments(0, 0, 0, 5, 1, chunk=0), "chunk"),
         (lambda g: _index.MegatronDocuments(0, 0, 0, 5, 2**62), "epochs"),
         (lambda g: _index.write_shuffle_index(g, 3, 2, False, 0, 0), "separate"),
         (lambda g: _index.write_shuffle_index(g, 1, 2**32, False, 0, 0), "64-bit"),

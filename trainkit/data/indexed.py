@@ -9,7 +9,7 @@ import operator
 import os
 from array import array
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, overload
@@ -93,6 +93,10 @@ class IndexedDataset:
             raise data_error(self._bin, f"has {self._size:,} bytes, but {self._idx.name} describes {size:,}")
         self.dtype = self._header.dtype
         self.num_tokens = size // self.dtype.itemsize
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """To another process goes where the pair lies, not what is in it: it is opened there anew, by workers of a loader too."""
+        return partial(type(self), mmap=self.mmap), (self.prefix,)
 
     @property
     def bin(self) -> Path:
