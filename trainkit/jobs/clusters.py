@@ -18,7 +18,7 @@ SlurmOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | i
 def refuse_unknown_options(options: SlurmOptions) -> SlurmOptions:
     """The options themselves, once sbatch would know them all and each fits on a line."""
     for name, value in options.items():
-        if said := sbatch.objection(name):
+        if said := sbatch.objection(name) or sbatch.wrong_value(name, value):
             raise wrong(f"slurm.{name}", said)
         if isinstance(value, str) and not value.isprintable():
             raise wrong(f"slurm.{name}", f"slurm.{name} = {value!r} does not fit on one line of a batch script")
@@ -104,6 +104,9 @@ class Cluster(Table):
     filesystems: dict[Annotated[str, Field(pattern=NAME)], Filesystem] = Field(default_factory=dict, description="shared file systems, by names of your own")
     fleet: Fleet | None = Field(None, description="its nodes are an AWS ParallelCluster's")
     gpus_per_node: int = Field(0, ge=0, description="GPUs (or cores of another accelerator) of one node")
+    memory_bytes: int | None = Field(
+        None, ge=1, description="memory of one node; not given: unknown, but for launcher = 'local' on CPUs, which is this machine"
+    )
     max_nodes: int | None = Field(None, ge=1, description="nodes there are")
     ranks_per_node: int | None = Field(None, ge=1, description="processes a node; by default gpus_per_node, at least 1; slots of a hostfile override it")
     network_gb_per_second: float | None = Field(None, gt=0, description="of one node to the others, one way, 1e9 bytes a second")

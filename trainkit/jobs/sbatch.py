@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 
 # sbatch(1) of Slurm 22.05, and what later versions (to 24.11) added
 _NAMES = """
@@ -46,6 +47,21 @@ def objection(name: str) -> str:
         return ""
     close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.6)
     return f"slurm.{name} is no long option of sbatch" + (f"; did you mean '{close[0]}'?" if close else "")
+
+
+TIME = r"(\d+-)?\d+(:\d+){0,2}"
+NO_LIMIT = ("UNLIMITED", "INFINITE")
+SIZE = r"(\d+)([KMGTkmgt]?)[Bb]?"
+
+
+def wrong_value(name: str, value: str | int | bool) -> str:
+    """What is wrong with an option's value, in words; "" where sbatch may take it. Looked at are those that a plan counts with."""
+    text = str(value)
+    if name in ("time", "time-min") and not re.fullmatch(TIME, text) and text.upper() not in NO_LIMIT:
+        return f"slurm.{name} = {value!r} is not a time of Slurm: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED"
+    if name == "mem" and not re.fullmatch(SIZE, text):
+        return f"slurm.{name} = {value!r} is not a size of Slurm: a number with K, M, G or T behind it, such as 500G; 0 is all there is"
+    return ""
 
 
 def words(options: dict[str, str | int | bool]) -> list[str]:

@@ -26,6 +26,7 @@ def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objec
     """
     layout = layout_of(job)
     yield from _world(job, layout)
+    yield from _launcher(job)
     yield from _tensor(job, layout, rules)
     yield from _stages(job, layout, rules)
     yield from _schedule(job, layout, rules)
@@ -34,6 +35,7 @@ def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objec
     yield from _batches(job)
     yield from _vocabulary(job, tokenizer_size)
     yield from _devices(job)
+    yield from _precision(job)
     yield from _profile(job)
 
 
@@ -49,6 +51,15 @@ def _world(job: Job, layout: Layout) -> Iterator[Objection]:
         yield Objection("world-not-divisible", "nodes", message, (*({"nodes": n} for n in nodes), *({PP: p} for p in pipelines)))
     if most is not None and job.nodes > most:
         yield Objection("too-many-nodes", "nodes", f"{job.nodes} nodes, but cluster {job.cluster.name} has {most} (cluster.max_nodes)", ({"nodes": most},))
+
+
+def _launcher(job: Job) -> Iterator[Objection]:
+    """launcher = "local" is one machine."""
+    if job.nodes > 1 and job.cluster.launcher == "local":
+        message = (
+            f"{job.nodes} nodes, but launcher = 'local' of cluster {job.cluster.name} starts ranks on one machine only; use launcher = 'ssh', 'pdsh' or 'slurm'"
+        )
+        yield Objection("local-is-one-node", "nodes", message, ({"nodes": 1},))
 
 
 def indivisible(model: Model, rules: Rules, tensor: int) -> dict[str, tuple[str, int]]:
@@ -183,6 +194,17 @@ def _devices(job: Job) -> Iterator[Objection]:
         what = "GPUs" if kind == "cuda" else "devices"
         message = f"{job.ranks_per_node} ranks a node for {there} {what} (cluster.gpus_per_node)"
         yield Objection("more-ranks-than-gpus", "cluster.ranks_per_node", message, ({"cluster.ranks_per_node": there},) if there else ())
+
+
+def _precision(job: Job) -> Iterator[Objection]:
+    """A device whose row has one of the 16-bit formats and not the job's does not compute in it."""
+    device, wanted = job.cluster.device, job.training.precision
+    halves = [kind for kind in ("bf16", "fp16") if kind in device.peak_tflops]
+    if wanted == "fp32" or wanted in device.peak_tflops or not halves:
+        return
+    message = f"{device.label or device.name} has no arithmetic in {wanted} by the device table (devices.{device.name}.peak_tflops)"
+    changes = tuple({"training.precision": kind} for kind in (*halves, "fp32"))
+    yield Objection("no-such-precision", "training.precision", message, changes)
 
 
 def _profile(job: Job) -> Iterator[Objection]:

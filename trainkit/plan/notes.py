@@ -11,6 +11,7 @@ from trainkit.plan.objection import Objection
 from trainkit.plan.storage import Storage
 
 MANY_EPOCHS = 4  # up to four, repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv:2305.16264)
+MUCH = 0.1  # of the steps' time, for checkpoints
 LOST = 0.01  # of the time: below, the interval of checkpoints is not worth a word
 
 
@@ -38,10 +39,22 @@ def notes(job: Job, memory: Memory | None, storage: Storage | None, duration: Du
 
 def _interval(job: Job, duration: Duration | None) -> Iterator[Objection]:
     """Checkpoints much too often or too seldom."""
-    if duration is None or duration.lost_as_asked is None or duration.lost_fraction is None or duration.checkpoint_steps is None:
+    if duration is None:
         return
-    best = min(duration.checkpoint_steps, job.training.train_iters)
-    if duration.lost_as_asked > max(LOST, 2 * duration.lost_fraction) and duration.days * 86400 > (duration.checkpoint_seconds or 0):
-        every = job.training.save_interval or job.training.train_iters
-        message = f"a checkpoint every {every:,} steps loses {duration.lost_as_asked:.1%} of the time to writing and to failures; every {best:,} loses least, "
-        yield Objection("save-interval", "training.save_interval", f"{message}{duration.lost_fraction:.1%}")
+    training, parts = job.training, duration.parts
+    every = training.save_interval or training.train_iters
+    best = min(duration.checkpoint_steps or training.train_iters, training.train_iters)
+    if (parts.saves or 0.0) > MUCH * parts.steps and every < best:
+        message = (
+            f"a checkpoint every {every:,} steps: training waits {(parts.saves or 0.0) / parts.steps:.0%} of "
+            f"the steps' time for them; every {best:,} steps loses least"
+        )
+        changes = ({"training.save_interval": best},)
+        yield Objection("save-interval", "training.save_interval", message, changes)
+        return
+    asked, least = duration.lost_as_asked, duration.lost_fraction
+    if asked is None or least is None or parts.steps <= (duration.checkpoint_seconds or 0):
+        return
+    if asked > max(LOST, 2 * least):
+        message = f"a checkpoint every {every:,} steps loses {asked:.1%} of the time to writing and to failures; every {best:,} loses least, {least:.1%}"
+        yield Objection("save-interval", "training.save_interval", message)

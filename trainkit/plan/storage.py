@@ -20,6 +20,12 @@ def checkpoint_bytes_per_parameter(training: Training, rules: Rules = NATIVE) ->
     return rules.checkpoint_weights[training.precision] + 4 * moments_of(training)
 
 
+def read_seconds(size: float, tier: Filesystem | None) -> float | None:
+    """Seconds to read a checkpoint that all ranks read at once, at the file system's bandwidth; as fast as it is written where nobody says more."""
+    bandwidth = tier and (tier.read_gib_per_second or tier.write_gib_per_second)
+    return write_seconds(size, bandwidth) if bandwidth else None
+
+
 def write_seconds(size: float, gib_per_second: float) -> float:
     """Seconds to write so many bytes. Published tables of file systems count in GiB/s: 2.3 TiB take 2.04 minutes at 19.2, 0.15 at 256."""
     return size / (gib_per_second * GIB)
@@ -57,7 +63,7 @@ class Storage:
         on_disk_bytes: of those.
         capacity_bytes: of the file system, or what is free on this machine's; None: unknown.
         filesystem: its name; None: none is named.
-        write_seconds: one checkpoint at the file system's bandwidth; None: unknown.
+        write_seconds: one checkpoint at the file system's bandwidth, `read_seconds` the same; None: unknown.
     """
 
     checkpoint_bytes: int
@@ -67,6 +73,7 @@ class Storage:
     capacity_bytes: int | None
     filesystem: str | None
     write_seconds: float | None
+    read_seconds: float | None
 
     def to_json(self) -> dict[str, Any]:
         """plan/1's `storage`."""
@@ -91,4 +98,5 @@ def storage_of(job: Job, rules: Rules, parameters: int, free_bytes: int | None =
         capacity_bytes=tier[1].capacity_bytes if tier else None if job.cluster.filesystems else free_bytes,
         filesystem=tier[0] if tier else None,
         write_seconds=write_seconds(size, bandwidth) if bandwidth else None,
+        read_seconds=read_seconds(size, tier[1] if tier else None),
     )
