@@ -122,6 +122,13 @@ def test_the_page() -> None:
     assert all(len(line) <= 100 for line in page(CHECKOUT, "nemo-gpt3-175b", width=100).splitlines())
 
 
+def test_where_an_engine_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Talk(json=False, dry_run=False, folder=CHECKOUT)
+    plan(folder, "azure-gpt3-175b", 0, "", [])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "engine megatron-lm: https://github.com/NVIDIA/Megatron-LM at e958b2ca, container pytorch-25-03" in text
+
+
 def test_bars_show_the_parts_and_the_device() -> None:
     """A colourless bar has a letter for each part, a line where the device ends, dots for what stays free."""
     bars = [line.split("GiB ")[1].rstrip() for line in page(CHECKOUT, "gpt-neox-20b-lambda").splitlines() if line.startswith("        stage ")]

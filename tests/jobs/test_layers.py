@@ -244,8 +244,8 @@ def test_bad_includes(include: str, more: str, words: str, checkout: Checkout, t
 
 
 def test_a_row_of_the_device_table_can_be_added_or_changed(checkout: Checkout) -> None:
-    text = GOOD + "[devices.h100-sxm-80gb]\nmemory_gb_per_second = 3000.0\n[devices.own]\nkind = 'cuda'\n"
+    text = GOOD + "[devices.h100-sxm-80gb]\npeak_tflops = { fp16 = 900.0 }\n[devices.own]\nkind = 'cuda'\n"
     jobs = checkout(text)
     device = jobs.resolve("demo", ["cluster.device=h100-sxm-80gb"]).job.cluster.device
-    assert (device.memory_gb_per_second, device.peak_tflops["bf16"]) == (3000.0, 989.4)
+    assert (device.peak_tflops["fp16"], device.peak_tflops["bf16"]) == (900.0, 989.4)
     assert jobs.resolve("demo", ["cluster.device=own"]).job.cluster.device.memory_bytes is None

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Engine, Job
 from trainkit.plan.duration import Duration
 from trainkit.plan.host import HostMemory
 from trainkit.plan.make import Plan
@@ -34,16 +34,21 @@ PARTS = {
 }
 
 
-def print_page(console: Console, job: Job, plan: Plan, command: str, *, launchable: bool = True) -> None:
+def print_page(console: Console, job: Job, plan: Plan, command: str, *, launchable: bool = True, engine: Engine | None = None) -> None:
     """Print a plan for people.
 
     Args:
         command: how tasks are run here.
         launchable: this version does not only plan for the job.
+        engine: where an engine that is not trainkit's own comes from, if jobs.toml says it.
     """
     page = Table.grid(padding=(0, 2))
     page.add_column(no_wrap=True, style="bold")
     page.add_column(overflow="fold")
+    if engine is not None:
+        revision = f" at {engine.revision}" if engine.revision else ""
+        image = f", container {engine.container}" if engine.container else ""
+        page.add_row("engine", escape(f"{engine.name}: {engine.source}{revision}{image}"))
     for what, said in _rows(console, job, plan):
         page.add_row(what, said)
     console.print(f"[bold]{plan.job}[/]  {escape(job.description)}".rstrip())

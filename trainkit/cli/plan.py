@@ -27,12 +27,13 @@ from trainkit.runs.summary import summarize
 def plan(talk: Talk, name: str, nodes: int, cluster: str, sets: Sequence[str]) -> Answer:
     """The task `plan`."""
     given = [*([f"cluster={json.dumps(cluster)}"] if cluster else []), *([f"nodes={nodes}"] if nodes else []), *sets]
-    job = load_jobs(talk).resolve(name, given).job
+    jobs = load_jobs(talk)
+    job = jobs.resolve(name, given).job
     made = plan_of(job)
     if not talk.json:
         from trainkit.cli.page import print_page
 
-        print_page(talk.console, job, made, talk.command, launchable=_launchable(job))
+        print_page(talk.console, job, made, talk.command, launchable=_launchable(job), engine=jobs.engine(job.engine))
     return Answer(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
 
 

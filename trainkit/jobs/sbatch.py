@@ -49,6 +49,11 @@ def objection(name: str) -> str:
     return f"slurm.{name} is no long option of sbatch" + (f"; did you mean '{close[0]}'?" if close else "")
 
 
+def words(options: dict[str, str | int | bool]) -> list[str]:
+    """Options as words of a command line; one that is false is left out."""
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not False]
+
+
 TIME = r"(\d+-)?\d+(:\d+){0,2}"
 NO_LIMIT = ("UNLIMITED", "INFINITE")
 SIZE = r"(\d+)([KMGTkmgt]?)[Bb]?"
@@ -62,8 +67,3 @@ def wrong_value(name: str, value: str | int | bool) -> str:
     if name == "mem" and not re.fullmatch(SIZE, text):
         return f"slurm.{name} = {value!r} is not a size of Slurm: a number with K, M, G or T behind it, such as 500G; 0 is all there is"
     return ""
-
-
-def words(options: dict[str, str | int | bool]) -> list[str]:
-    """Options as words of a command line; one that is false is left out."""
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not False]

@@ -8,7 +8,7 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.duration import Duration, Epochs
 from trainkit.plan.memory import TIGHT, Memory
 from trainkit.plan.objection import Objection
-from trainkit.plan.storage import Storage
+from trainkit.plan.storage import Storage, elsewhere
 
 MANY_EPOCHS = 4  # up to four, repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv:2305.16264)
 MUCH = 0.1  # of the steps' time, for checkpoints
@@ -32,6 +32,9 @@ def notes(job: Job, memory: Memory | None, storage: Storage | None, duration: Du
     if storage is not None and storage.filesystem is None and len(job.cluster.filesystems) > 1:
         names = ", ".join(job.cluster.filesystems)
         yield Objection("filesystem-not-named", "checkpoint.filesystem", f"checkpoint.filesystem names none of {names}: time to write and room are not known")
+    if storage is not None and (path := elsewhere(job)) is not None:
+        message = f"file system {storage.filesystem} is mounted at {path}, and the cluster's root {job.cluster.root}, where checkpoints go, is not below it"
+        yield Objection("root-elsewhere", "checkpoint.filesystem", message)
     if epochs is not None and epochs.epochs > MANY_EPOCHS:
         yield Objection("many-epochs", "training.train_iters", f"dataset {job.dataset.name} is read {epochs.epochs:,.1f} times")
     yield from _interval(job, duration)

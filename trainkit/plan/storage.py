@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from trainkit.jobs.clusters import Filesystem
@@ -45,12 +46,27 @@ def checkpoints_on_disk(job: Job, rules: Rules) -> int:
 
 
 def filesystem_of(job: Job) -> tuple[str, Filesystem] | None:
-    """Where checkpoints go, by name: as the job says, else the cluster's only one; None where neither is."""
+    """Where checkpoints go, by name: as the job says, else the cluster's only one, else that whose path holds the cluster's root; None without any."""
     tiers = job.cluster.filesystems
     if job.checkpoint.filesystem is not None:
         found = tiers.get(job.checkpoint.filesystem)
         return (job.checkpoint.filesystem, found) if found else None
-    return next(iter(tiers.items())) if len(tiers) == 1 else None
+    if len(tiers) == 1:
+        return next(iter(tiers.items()))
+    around = [(name, tier) for name, tier in tiers.items() if tier.path and _holds(tier.path, job)]
+    return max(around, key=lambda found: len(found[1].path or ""), default=None)
+
+
+def _holds(path: str, job: Job) -> bool:
+    """Whether the runs of a job lie below `path`."""
+    return job.cluster.root is not None and PurePosixPath(job.cluster.root).is_relative_to(path)
+
+
+def elsewhere(job: Job) -> str | None:
+    """The path of the file system that checkpoint.filesystem names, where runs do not lie below it."""
+    found = filesystem_of(job)
+    path = found[1].path if found else None
+    return path if path and job.cluster.root and not _holds(path, job) else None
 
 
 @dataclass(frozen=True)
