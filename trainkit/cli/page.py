@@ -164,7 +164,10 @@ def _memory(console: Console, memory: Memory) -> RenderableType:
         entries = (Text(f"{_mark(console, part)} {PARTS[part][0]} {_gib(size)}", style=PARTS[part][2]) for part, size in shown[first : first + LEGEND])
         legend.add_row(*entries)
     heading = Text.from_markup(f"{_gib(fullest.total_bytes)}{of} on the fullest rank: {verdict}")
-    return Group(heading, bars, legend)
+    if memory.band_bytes is None:
+        return Group(heading, bars, legend)
+    low, high = memory.band_bytes
+    return Group(heading, bars, legend, Text(f"published runs of this engine took {_gib(low)} to {_gib(high)} where this plan says as much"))
 
 
 def _node(host: HostMemory) -> str:

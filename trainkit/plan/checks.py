@@ -10,8 +10,10 @@ from trainkit.plan.batch import batch_sizes
 from trainkit.plan.layout import Layout, layout_of, nearest
 from trainkit.plan.objection import Change, Objection
 from trainkit.plan.rules import Rules
+from trainkit.plan.split import EMBEDDING, LOSS, split_of
 
 MANY = 4  # batch sizes named in one message
+ENDS_COUNTED: Change = {f"engine_args.{EMBEDDING}": True, f"engine_args.{LOSS}": True}
 TP, PP = "parallelism.tensor_model_parallel_size", "parallelism.pipeline_model_parallel_size"
 VIRTUAL, ZERO, BATCH = "parallelism.virtual_pipeline_model_parallel_size", "parallelism.zero_stage", "training.global_batch_size"
 SCHEDULE, REPLICAS = "parallelism.pipeline_schedule", "parallelism.data_parallel_replicate_size"
@@ -106,6 +108,11 @@ def _stages(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
     layers, parts = job.model.num_layers, len(layout.chunks)
     v = parts // layout.pipeline
     chunks = f"{layout.pipeline} pipeline stages" + (f" of {v} chunks" if v > 1 else "")
+    split = split_of(job, layout.pipeline, v)
+    if split.problem:
+        yield Objection("pipeline-layout", f"engine_args.{split.key}", split.problem)
+    if split.key:
+        return
     if parts > layers:
         fewer = nearest(layout.pipeline, lambda p: p * v <= layers and (rules.uneven_stages or layers % (p * v) == 0))
         changes = tuple(_pipeline_change(job, layout, p) for p in fewer)
@@ -114,7 +121,8 @@ def _stages(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
         whole = [_pipeline_change(job, layout, p) for p in nearest(layout.pipeline, lambda p: layers % (p * v) == 0)]
         deeper: list[Change] = [{"model.num_layers": n} for n in (layers // parts * parts, -(-layers // parts) * parts)]
         message = f"{layers} layers do not divide over {chunks}, as {rules.engine} wants it"
-        yield Objection("layers-not-divisible", PP, message, (*whole, *deeper))
+        counted: list[Change] = [ENDS_COUNTED] if rules.engine == "megatron-lm" and (layers + 2) % parts == 0 else []
+        yield Objection("layers-not-divisible", PP, message, (*counted, *whole, *deeper))
 
 
 def _schedule(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:

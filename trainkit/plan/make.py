@@ -10,6 +10,7 @@ from trainkit.base.forms import document
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of, parameters_of
 from trainkit.plan.batch import consumed_after
+from trainkit.plan.bubble import bubble_notes
 from trainkit.plan.checks import checks
 from trainkit.plan.duration import COPY_GIB_PER_SECOND, FORWARD, Costs, Duration, Epochs, assumed_speed, duration_of, epochs_of
 from trainkit.plan.host import HostMemory
@@ -180,7 +181,7 @@ def make_plan(
         epochs=epochs,
         measured=measured,
         objections=tuple(objections),
-        notes=tuple(notes(job, memory, storage, duration, epochs)),
+        notes=(*notes(job, memory, storage, duration, epochs), *(bubble_notes(job, sizes, duration) if sizes else ())),
     )
 
 

@@ -29,6 +29,10 @@ def notes(job: Job, memory: Memory | None, storage: Storage | None, duration: Du
     elif memory.fits and memory.device_bytes and memory.fullest.total_bytes > TIGHT * memory.device_bytes:
         part = memory.fullest.total_bytes / memory.device_bytes
         yield Objection("memory-tight", "cluster.device", f"the fullest rank takes {part:.0%} of its device, of which the reserve is assumed: it may not fit")
+    elif memory.fits and memory.device_bytes and memory.band_bytes and memory.band_bytes[1] > memory.device_bytes:
+        low, high = (size / 2**30 for size in memory.band_bytes)
+        message = f"published runs of engine {job.engine} took {low:.0f} to {high:.0f} GiB where this plan says {memory.fullest.total_bytes / 2**30:.0f}"
+        yield Objection("memory-band", "cluster.device", f"{message}: it may not fit")
     if storage is not None and storage.filesystem is None and len(job.cluster.filesystems) > 1:
         names = ", ".join(job.cluster.filesystems)
         yield Objection("filesystem-not-named", "checkpoint.filesystem", f"checkpoint.filesystem names none of {names}: time to write and room are not known")

@@ -43,6 +43,8 @@ class Rules:
         bucket_elements: elements of the buffer that gradients are reduced through.
         checkpoint_weights: bytes a parameter of a checkpoint without moments, by precision.
         deletes_old: it keeps only the newest checkpoints.
+        memory_band: what published runs took over what this plan says of them: a tenth of them less than the first, a tenth more than the second.
+            None: nothing was published, or measured.
     """
 
     engine: str = "native"
@@ -63,6 +65,7 @@ class Rules:
     bucket_elements: int = 0
     checkpoint_weights: Mapping[Precision, int] = field(default_factory=lambda: {"fp32": 4, "bf16": 4, "fp16": 4})
     deletes_old: bool = True
+    memory_band: tuple[float, float] | None = None
 
 
 def moments_of(training: Training) -> int:
