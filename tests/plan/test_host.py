@@ -145,3 +145,16 @@ def test_the_llama_on_two_ranks_of_a_small_machine() -> None:
     job = load(Path(__file__).resolve().parents[2], {}).resolve("llama-8b", ["cluster=here"]).job
     plan = plan_of(job, 23 * GIB)
     assert codes(plan) == ["host-memory"] and plan.memory and plan.memory.fits is None
+
+
+def test_a_family_that_the_engine_does_not_have() -> None:
+    (objection,) = plan_of(job_of(shape("llama"), engine="nemo", device=BIG)).objections
+    assert (objection.code, objection.key) == ("no-such-family", "model.family") and "only gpt" in objection.message
+    assert plan_of(job_of(shape("llama"), engine="megatron-lm", device=BIG)).feasible
+
+
+def test_a_warmup_longer_than_training() -> None:
+    plan = plan_of(job_of(lr_warmup_iters=30))
+    assert plan.feasible and [note.code for note in plan.notes] == ["warmup-beyond-end"]
+    assert "warmup lasts 30 steps, training 10: the learning rate never reaches 0.001" in plan.notes[0].message
+    assert not plan_of(job_of(lr_warmup_iters=10)).notes

@@ -36,6 +36,7 @@ _MEGATRON = Rules(
 
 _NEMO = Rules(
     engine="nemo",
+    families=("gpt",),  # 22.09 has neither Llama nor GPT-NeoX
     **_PUBLISHED,
     uneven_stages=False,
     whole_rounds=True,

@@ -35,6 +35,7 @@ def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objec
     yield from _zero(job, layout, rules)
     yield from _replicas(job, layout, rules)
     yield from _batches(job)
+    yield from _family(job, rules)
     yield from _vocabulary(job, tokenizer_size)
     yield from _devices(job)
     yield from _precision(job)
@@ -187,6 +188,13 @@ def _batches(job: Job) -> Iterator[Objection]:
         sizes = ", ".join(map(str, wrong[:MANY])) + (f" and {len(wrong) - MANY} more" if len(wrong) > MANY else "")
         message = f"rampup_batch_size passes through {sizes}, which {product} does not divide; start and increment must be multiples of {quantum}"
         yield Objection("ramp-not-divisible", "training.rampup_batch_size", message)
+
+
+def _family(job: Job, rules: Rules) -> Iterator[Objection]:
+    """A family of models that the engine has."""
+    if rules.families is not None and job.model.family not in rules.families:
+        message = f"engine {rules.engine} has no models of family {job.model.family!r}, only {', '.join(rules.families)}"
+        yield Objection("no-such-family", "model.family", message)
 
 
 def _vocabulary(job: Job, tokenizer_size: int | None) -> Iterator[Objection]:

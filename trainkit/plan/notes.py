@@ -20,6 +20,10 @@ def notes(job: Job, memory: Memory | None, storage: Storage | None, duration: Du
     parallelism, device = job.parallelism, job.cluster.device
     if parallelism.sequence_parallel and parallelism.tensor_model_parallel_size == 1:
         yield Objection("sequence-parallel-off", "parallelism.sequence_parallel", "sequence_parallel is off at tensor-parallel size 1, as in Megatron-LM")
+    training = job.training
+    if training.warmup_iters > training.train_iters:
+        message = f"warmup lasts {training.warmup_iters:,.0f} steps, training {training.train_iters:,}: the learning rate never reaches {training.lr:g}"
+        yield Objection("warmup-beyond-end", "training.lr_warmup_iters", message)
     if device.peak_tflops and job.training.precision not in device.peak_tflops:
         yield Objection("no-peak", "training.precision", f"the device table knows no {job.training.precision} of {device.label or device.name}")
     if memory is None:

@@ -27,6 +27,7 @@ class Rules:
 
     Args:
         engine: its name in jobs.toml.
+        families: of models that it has; None: all.
         uneven_stages: pipeline stages may hold different numbers of layers.
         virtual_stages: it has an interleaved schedule.
         whole_rounds: under that schedule the micro-batches of a step must be a multiple of the stages; False: torch.distributed.pipelining's own demand, a
@@ -48,6 +49,7 @@ class Rules:
     """
 
     engine: str = "native"
+    families: tuple[str, ...] | None = None
     uneven_stages: bool = True
     virtual_stages: bool = True
     whole_rounds: bool = False
