@@ -21,6 +21,7 @@ import importlib
 import io
 import json
 import os
+import re
 import runpy
 import select
 import shlex
@@ -100,14 +101,24 @@ class Program:
             runpy.run_path(self.file, run_name="__main__")
 
 
-def executed(argv: Sequence[str]) -> list[str]:
-    """What argv becomes at once: a node's script without a prolog (trainkit/launch/session.py) is nothing but `exec PROGRAM "$1"`."""
-    if len(argv) == 3 and argv[0] == "/bin/bash":
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            lines = [line for line in Path(argv[1]).read_text().splitlines() if not line.startswith("#")]
-            if len(lines) == 2 and lines[0] == "set -e" and lines[1].startswith("exec ") and lines[1].endswith(' "$1"'):
-                return [*shlex.split(lines[1])[1:-1], argv[2]]
-    return list(argv)
+EXPORT = re.compile(r"export ([A-Za-z_]+)=(.*)")
+
+
+def executed(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """What argv becomes at once, and what it adds to the environment.
+
+    A node's script without a prolog (trainkit/launch/session.py) only exports words and ends with `exec PROGRAM "$1"`.
+    """
+    if len(argv) != 3 or argv[0] != "/bin/bash":
+        return list(argv), {}
+    try:
+        lines = [line.replace('"$1"', argv[2]) for line in Path(argv[1]).read_text().splitlines() if not line.startswith("#")]
+    except (OSError, UnicodeDecodeError):
+        return list(argv), {}
+    exports = [EXPORT.fullmatch(line) for line in lines[1:-1]]
+    if lines[:1] != ["set -e"] or not lines[-1].startswith("exec ") or not all(exports):
+        return list(argv), {}
+    return shlex.split(lines[-1])[1:], {found[1]: shlex.split(found[2])[0] for found in exports if found}
 
 
 # --- The child's side of a fork: what exec would have done
@@ -214,7 +225,7 @@ def _fork(*given: Any) -> int:
     (argv, _, close_fds, keep, cwd, environment, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, error_read, error_write) = given[:14]
     restore_signals, start_new_session, process_group = given[14:17]
     preexec = given[21]
-    argv = executed([os.fsdecode(word) for word in argv])
+    argv, exports = executed([os.fsdecode(word) for word in argv])
     program = Program.read(argv)
     if program is None:
         return _execute(*given)
@@ -240,7 +251,7 @@ def _fork(*given: Any) -> int:
         else:
             os.close(error_write)
         pairs = os.environb.items() if environment is None else [pair.partition(b"=")[::2] for pair in environment]
-        _become(argv, dict(pairs))
+        _become(argv, dict(pairs) | {os.fsencode(name): os.fsencode(value) for name, value in exports.items()})
         os._exit(_run(program))
     finally:
         os._exit(255)

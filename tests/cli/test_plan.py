@@ -118,8 +118,15 @@ def test_the_page() -> None:
     assert text.rstrip().endswith("feasible: invoke train gpt-neox-20b-lambda")
     many = page(CHECKOUT, "jean-zay-76b")
     assert "stages 1 to " in many and "does not fit" in many and many.count("\nobjection ") == 2
-    assert "no speed is known" in page(CHECKOUT, "mock")
+    assert "Speed unknown for this device" in page(CHECKOUT, "mock")
     assert all(len(line) <= 100 for line in page(CHECKOUT, "nemo-gpt3-175b", width=100).splitlines())
+
+
+def test_where_an_engine_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Talk(json=False, dry_run=False, folder=CHECKOUT)
+    plan(folder, "azure-gpt3-175b", 0, "", [])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "engine megatron-lm: https://github.com/NVIDIA/Megatron-LM at e958b2ca, container pytorch-25-03" in text
 
 
 def test_bars_show_the_parts_and_the_device() -> None:
@@ -153,7 +160,7 @@ def test_the_last_run_is_shown_with_the_errors_of_its_plan(project: Project, cap
     found, _ = document(capsys, project.path, "random")
     errors = found["measured"]["errors"]
     assert errors["peak_bytes"] == pytest.approx(-0.5) and errors["checkpoint_bytes"] == pytest.approx(predicted.checkpoint_bytes / 768 - 1)
-    assert found["duration"]["speed"]["source"] == "measured: run 1" and found["days"] == pytest.approx(predicted.tokens / 400 / 86400)
+    assert found["duration"]["speed"]["source"] == "measured: run 1" and found["duration"]["parts"]["steps"] == pytest.approx(predicted.tokens / 400)
     text = page(project.path, "random")
     assert "run 1: 400 tokens/s" in text and "(plan -50.0%)" in text and "measured: run 1" in text
     # A newer run of another layout does not hide it; for that other layout it is the one that counts.

@@ -125,8 +125,8 @@ def test_set_of_a_whole_table_merges(checkout: Checkout) -> None:
         ("nodes=0", "--set: nodes = 0 must be at least 1\n  nodes"),
         ("cluster.device=h200-sxm-141", "--set: cluster.device = 'h200-sxm-141' names no [devices.X] table\n  did you mean 'h200-sxm-141gb'?"),
         ("cluster.name=x", "--set: 'cluster.name' cannot be set: a table is named by its header\n  remove it"),
-        ("training", "--set: 'training' is no KEY=VALUE\n  for example --set training.lr=1e-4"),
-        ("a..b=1", "--set: 'a..b=1' is no KEY=VALUE\n  for example --set training.lr=1e-4"),
+        ("training", "--set: expected KEY=VALUE, got 'training'\n  for example --set training.lr=1e-4"),
+        ("a..b=1", "--set: expected KEY=VALUE, got 'a..b=1'\n  for example --set training.lr=1e-4"),
         (
             "dataset.tokenizer.vocab_size=300",
             "--set: dataset.tokenizer.vocab_size has no table to go to: dataset.tokenizer is not given\n  add --set dataset.tokenizer=NAME",
@@ -244,8 +244,8 @@ def test_bad_includes(include: str, more: str, words: str, checkout: Checkout, t
 
 
 def test_a_row_of_the_device_table_can_be_added_or_changed(checkout: Checkout) -> None:
-    text = GOOD + "[devices.h100-sxm-80gb]\nmemory_gb_per_second = 3000.0\n[devices.own]\nkind = 'cuda'\n"
+    text = GOOD + "[devices.h100-sxm-80gb]\npeak_tflops = { fp16 = 900.0 }\n[devices.own]\nkind = 'cuda'\n"
     jobs = checkout(text)
     device = jobs.resolve("demo", ["cluster.device=h100-sxm-80gb"]).job.cluster.device
-    assert (device.memory_gb_per_second, device.peak_tflops["bf16"]) == (3000.0, 989.4)
+    assert (device.peak_tflops["fp16"], device.peak_tflops["bf16"]) == (900.0, 989.4)
     assert jobs.resolve("demo", ["cluster.device=own"]).job.cluster.device.memory_bytes is None

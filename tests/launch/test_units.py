@@ -34,7 +34,7 @@ hostfile = "hostfile"
 ranks_per_node = 1
 env = { SAID = "by the cluster" }
 watch = { connect = 20, lease = 1.5, grace = 0.5 }
-[clusters.pair.stages.stage]
+[clusters.pair.stages.weights]
 nodes = 2
 tasks_per_node = 2
 [models.tiny]
@@ -249,16 +249,16 @@ def test_outputs_that_are_seen_late(work: Work, monkeypatch: pytest.MonkeyPatch)
 def test_where_a_stage_runs(work: Work) -> None:
     """Where the cluster says so, and it has hosts; too few are an error, never fewer without a word."""
     job = work.job()
-    place = place_of(job, "stage", print)
+    place = place_of(job, "weights", print)
     assert place is not None and [host.name for host in place.hosts] == [socket.gethostname(), "node1"] and place.tasks == 2
     assert place_of(job, "index", print) is None
     suspect(work.folder, "node1", "it fell", "a-run", 100)
-    assert [host.name for host in place_of(job, "stage", print).hosts] == [socket.gethostname(), "node2"]  # type: ignore[union-attr]
+    assert [host.name for host in place_of(job, "weights", print).hosts] == [socket.gethostname(), "node2"]  # type: ignore[union-attr]
     suspect(work.folder, "node2", "it fell", "a-run", 100)
-    with pytest.raises(ConfigError, match=r"stages\.stage\.nodes = 2, and .*/hostfile has 1 hosts, without node1, node2, left out as suspected"):
-        place_of(job, "stage", print)
+    with pytest.raises(ConfigError, match=r"stages\.weights\.nodes = 2, and .*/hostfile has 1 hosts, without node1, node2, left out as suspected"):
+        place_of(job, "weights", print)
     local = job.model_copy(update={"cluster": job.cluster.model_copy(update={"launcher": "local"})})
-    assert place_of(local, "stage", print) is None
+    assert place_of(local, "weights", print) is None
 
 
 def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def job_of(
     **training: Any,
 ) -> Job:
     """A job on mock data; on the CPU unless a device is given."""
-    given = {"device": device, "gpus_per_node": ranks} if device else {"ranks_per_node": ranks}
+    given: dict[str, Any] = {"device": device, "gpus_per_node": ranks} if device else {"ranks_per_node": ranks}
+    given |= {"launcher": "slurm"} if nodes > 1 else {}
     return Job.model_validate(
         {
             "name": "j",

@@ -87,3 +87,28 @@ def test_which_file_system() -> None:
 def test_the_disk_here() -> None:
     assert [o.code for o in make_plan(job_of(), prepared=Prepared(free_bytes=10)).objections] == ["disk-too-small"]
     assert make_plan(job_of(), prepared=Prepared(free_bytes=10**9)).feasible
+
+
+def test_the_file_system_below_which_runs_lie() -> None:
+    """Where none is named, that whose path holds the cluster's root; one that is named and mounted elsewhere is worth a word."""
+    mounted = {"home": {"path": "/home", "write_gib_per_second": 0.1}, "fsx": {"path": "/fsx"}, "fast": {"path": "/fsx/fast", "write_gib_per_second": 9.0}}
+
+    def found(root: str, **keys: Any) -> tuple[str | None, list[str]]:
+        plan = make_plan(job_of(cluster={"filesystems": mounted, "root": root}, **keys))
+        assert plan.storage is not None
+        return plan.storage.filesystem, [note.code for note in plan.notes]
+
+    assert found("/fsx/fast/me") == ("fast", []) and found("/fsx/faster") == ("fsx", []) and found("/home/me") == ("home", [])
+    assert found("/scratch") == (None, ["filesystem-not-named"])
+    assert found("/home/me", checkpoint={"filesystem": "fast"}) == ("fast", ["root-elsewhere"])
+
+
+def test_reading_a_checkpoint_takes_as_long_as_the_file_system_says() -> None:
+    def seconds(**keys: float) -> float | None:
+        plan = make_plan(job_of(cluster={"filesystems": {"disk": keys}}))
+        assert plan.storage is not None
+        return plan.storage.read_seconds
+
+    plan = make_plan(job_of())
+    assert seconds(read_gib_per_second=2.0, write_gib_per_second=1.0) == pytest.approx((plan.checkpoint_bytes or 0) / (2 * GIB))
+    assert seconds(write_gib_per_second=1.0) == pytest.approx((plan.checkpoint_bytes or 0) / GIB) and seconds() is None

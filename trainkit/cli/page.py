@@ -9,8 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Engine, Job
 from trainkit.plan.duration import Duration
+from trainkit.plan.host import HostMemory
 from trainkit.plan.make import Plan
 from trainkit.plan.memory import Memory, RankMemory
 from trainkit.plan.objection import Objection
@@ -33,16 +34,21 @@ PARTS = {
 }
 
 
-def print_page(console: Console, job: Job, plan: Plan, command: str, *, launchable: bool = True) -> None:
+def print_page(console: Console, job: Job, plan: Plan, command: str, *, launchable: bool = True, engine: Engine | None = None) -> None:
     """Print a plan for people.
 
     Args:
         command: how tasks are run here.
         launchable: this version does not only plan for the job.
+        engine: where an engine that is not trainkit's own comes from, if jobs.toml says it.
     """
     page = Table.grid(padding=(0, 2))
     page.add_column(no_wrap=True, style="bold")
     page.add_column(overflow="fold")
+    if engine is not None:
+        revision = f" at {engine.revision}" if engine.revision else ""
+        image = f", container {engine.container}" if engine.container else ""
+        page.add_row("engine", escape(f"{engine.name}: {engine.source}{revision}{image}"))
     for what, said in _rows(console, job, plan):
         page.add_row(what, said)
     console.print(f"[bold]{plan.job}[/]  {escape(job.description)}".rstrip())
@@ -55,7 +61,8 @@ def print_page(console: Console, job: Job, plan: Plan, command: str, *, launchab
     elif launchable:
         console.print(f"[green]feasible[/]: {command} train {plan.job}")
     else:
-        console.print(f"[green]feasible[/]; this version does not launch all of it yet: {command} train {plan.job} says what")
+        words = f"this version plans the job, but does not launch it: {command} train {plan.job} says why"
+        console.print(f"[green]feasible[/]; {words}")
 
 
 def _rows(console: Console, job: Job, plan: Plan) -> Iterator[tuple[str, RenderableType]]:
@@ -64,6 +71,8 @@ def _rows(console: Console, job: Job, plan: Plan) -> Iterator[tuple[str, Rendera
     yield "batch", _batch(job, plan)
     if plan.memory:
         yield "memory", _memory(console, plan.memory)
+    if plan.host_memory:
+        yield "node", _node(plan.host_memory)
     yield "time", _time(job, plan)
     if plan.storage:
         yield "disk", _disk(plan.storage, plan.duration)
@@ -155,7 +164,19 @@ def _memory(console: Console, memory: Memory) -> RenderableType:
         entries = (Text(f"{_mark(console, part)} {PARTS[part][0]} {_gib(size)}", style=PARTS[part][2]) for part, size in shown[first : first + LEGEND])
         legend.add_row(*entries)
     heading = Text.from_markup(f"{_gib(fullest.total_bytes)}{of} on the fullest rank: {verdict}")
-    return Group(heading, bars, legend)
+    if memory.band_bytes is None:
+        return Group(heading, bars, legend)
+    low, high = memory.band_bytes
+    return Group(heading, bars, legend, Text(f"published runs of this engine took {_gib(low)} to {_gib(high)} where this plan says as much"))
+
+
+def _node(host: HostMemory) -> str:
+    """Main memory of the fullest node."""
+    text = f"{_gib(host.needed_bytes)} of main memory for its ranks"
+    if host.available_bytes is None:
+        return f"{text}; what a node has is unknown (clusters.X.memory_bytes)"
+    verdict = "[green]fits[/]" if host.fits else "[red]does not fit[/]"
+    return f"{text}, {_gib(host.available_bytes)} there by {escape(host.source or '')}: {verdict}"
 
 
 def _bars(memory: Memory) -> list[tuple[int, int, RankMemory]]:
@@ -198,18 +219,40 @@ def _time(job: Job, plan: Plan) -> str:
     text = f"{_count(plan.tokens)} tokens in {job.training.train_iters:,} steps"
     duration = plan.duration
     if duration is None:
-        return f"{text}; no speed is known of this device: it shows in a first run"
-    speed, devices = duration.speed, "GPU" if job.cluster.device_type == "cuda" else "device"
+        return f"{text}. Speed unknown for this device; the first run will measure it"
+    speed = duration.speed
     mfu = f" at {speed.mfu:.1%} MFU" if speed.mfu else ""
-    text += f" of {_span(duration.step_seconds)}: {_span(duration.days * 86400)}"
-    if job.cluster.device_type != "cpu":
-        text += f", {duration.device_hours:,.0f} {devices}-hours"
-    text += f"{mfu}, {speed.tokens_per_second:,.0f} tokens/s\n[bright_black]{escape(speed.source)}[/]"
+    rate = f"{speed.tokens_per_second:,.0f} tokens/s"
+    lines = [
+        f"{text} of {_span(duration.step_seconds)}{mfu}, {rate}",
+        f"[bright_black]{escape(speed.source)}[/]",
+        _whole(job, duration),
+    ]
     if duration.failures is not None and duration.failures >= 0.05:
-        text += f"\n{duration.failures:,.1f} failures to expect"
+        lines.append(f"Failures to expect: {duration.failures:,.1f}")
     if duration.requeues:
-        text += f"\nqueued again at the time limit: {duration.requeues:,} x"
-    return text
+        lines.append(f"Requeues at the time limit: {duration.requeues:,}")
+    return "\n".join(lines)
+
+
+def _whole(job: Job, duration: Duration) -> str:
+    """The time of the whole run, and its parts."""
+    parts = duration.parts
+    shown = {
+        "steps": parts.steps,
+        f"{duration.evaluations:,} evaluations": parts.evaluations,
+        "checkpoints": parts.saves or 0.0,
+        "starts": parts.starts,
+        "steps repeated after failures": parts.repeated,
+    }
+    listed = ", ".join(f"{word} {_span(seconds)}" for word, seconds in shown.items() if seconds)
+    text = f"{_span(duration.days * 86400)} in all: {listed}"
+    if job.cluster.device_type != "cpu":
+        devices = "GPU" if job.cluster.device_type == "cuda" else "device"
+        text += f" ({duration.device_hours:,.0f} {devices}-hours)"
+    if parts.saves is None:
+        text += "\nCheckpoints are not in it: their file system has no write_gib_per_second"
+    return f"{text}; time in a queue is not in it" if job.cluster.launcher == "slurm" else text
 
 
 def _disk(storage: Storage, duration: Duration | None) -> str:
@@ -220,7 +263,8 @@ def _disk(storage: Storage, duration: Duration | None) -> str:
     if storage.capacity_bytes is not None:
         text += f" of {_gib(storage.capacity_bytes)} ({escape(storage.filesystem)})" if storage.filesystem else f" of {_gib(storage.capacity_bytes)} free here"
     if duration and duration.checkpoint_seconds and duration.checkpoint_steps and duration.checkpoint_seconds < duration.days * 86400:
-        text += f"\nsaved every {duration.checkpoint_steps:,} steps ({_span(duration.checkpoint_seconds)}) the least is lost, {duration.lost_fraction:.2%}"
+        every = f"{duration.checkpoint_steps:,} steps ({_span(duration.checkpoint_seconds)})"
+        text += f"\nBest checkpoint interval: {every}; {duration.lost_fraction:.2%} of the time lost"
     return text
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
@@ -26,12 +27,13 @@ from trainkit.runs.summary import summarize
 def plan(talk: Talk, name: str, nodes: int, cluster: str, sets: Sequence[str]) -> Answer:
     """The task `plan`."""
     given = [*([f"cluster={json.dumps(cluster)}"] if cluster else []), *([f"nodes={nodes}"] if nodes else []), *sets]
-    job = load_jobs(talk).resolve(name, given).job
+    jobs = load_jobs(talk)
+    job = jobs.resolve(name, given).job
     made = plan_of(job)
     if not talk.json:
         from trainkit.cli.page import print_page
 
-        print_page(talk.console, job, made, talk.command, launchable=_launchable(job))
+        print_page(talk.console, job, made, talk.command, launchable=_launchable(job), engine=jobs.engine(job.engine))
     return Answer(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
 
 
@@ -58,7 +60,25 @@ def prepared(job: Job) -> Prepared:
     manifest = DataFolder(root, job.dataset).manifest if job.dataset.tokenizer is not None else None
     found = read_form(manifest, "dataset/1") if manifest is not None and manifest.is_file() else {}
     here = job.cluster.launcher == "local" and job.cluster.device_type == "cpu"
-    return Prepared(found.get("vocab_size"), found.get("tokens"), _free_bytes(root) if here else None)
+    free, memory = (_free_bytes(root), machine_bytes()) if here else (None, None)
+    return Prepared(found.get("vocab_size"), found.get("tokens"), free, memory)
+
+
+def machine_bytes(root: Path = Path("/")) -> int | None:
+    """Memory of this machine, or of the cgroup that this process may use less of; None where the system does not say.
+
+    Args:
+        root: of /proc and /sys.
+    """
+    try:
+        known = [int(line.split()[1]) * 1024 for line in (root / "proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:")]
+        group = next((line.split(":", 2)[2] for line in (root / "proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "/")
+    except (OSError, ValueError, IndexError):
+        return None
+    for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
+        with contextlib.suppress(OSError, ValueError):  # "max", or no such controller
+            known.append(int((root / "sys/fs/cgroup" / folder.relative_to("/") / "memory.max").read_text()))
+    return min(known, default=None)
 
 
 def _free_bytes(root: Path) -> int | None:

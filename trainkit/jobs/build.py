@@ -23,7 +23,6 @@ _PATHS = {  # keys that hold paths, relative to the folder of jobs.toml
     "clusters": ("root", "hostfile"),
     "datasets": ("paths", "prefixes"),
     "tokenizers": ("path", "vocab_file", "merge_file"),
-    "containers": ("dockerfile",),
     "jobs": ("init_from",),
 }
 

@@ -22,6 +22,7 @@ CHANGEABLE = (
     "nodes",
     "cluster.hostfile",
     "cluster.interface",
+    "cluster.memory_bytes",
     "cluster.python",
     "cluster.quarantine_seconds",
     "cluster.ranks_per_node",

@@ -17,7 +17,7 @@ SlurmOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | i
 
 def refuse_unknown_options(options: SlurmOptions) -> SlurmOptions:
     """The options themselves, once sbatch would know them all and each fits on a line; all objections are said at once."""
-    found = {name: sbatch.objection(name) for name in options}
+    found = {name: sbatch.objection(name) or sbatch.wrong_value(name, value) for name, value in options.items()}
     for name, value in options.items():
         if isinstance(value, str) and not value.isprintable() and not found[name]:
             found[name] = f"slurm.{name} = {value!r} does not fit on one line of a batch script"
@@ -47,10 +47,27 @@ class StagePlace(Table):
         return refuse_unknown_options(value)
 
 
+STAGES = ("prep-data", "index", "weights")  # whose units can run on a cluster's nodes
+PLANNED_STAGES = ("build-container", "precompile")
+
+
+def refuse_unknown_stages(places: dict[str, StagePlace]) -> dict[str, StagePlace]:
+    """The places themselves, once each is of a stage that there is."""
+    for name in places:
+        known = ", ".join(STAGES)
+        if name in PLANNED_STAGES:
+            raise wrong(f"stages.{name}", f"stages.{name}: stage {name!r} is planned, but not in this version of trainkit; remove the table. Stages: {known}")
+        if name == "build":
+            raise wrong("stages.build", "stages.build: the stage 'build' always runs where you type, since it compiles for that interpreter; remove the table")
+        if name not in STAGES:
+            raise wrong(f"stages.{name}", f"stages.{name}: there is no stage {name!r}; stages: {known}")
+    return places
+
+
 class Filesystem(Table):
     """A file system that nodes share."""
 
-    path: str | None = Field(None, description="where it is mounted")
+    path: str | None = Field(None, pattern="^/", description="where it is mounted: the file system of a root below it, where a job names none")
     capacity_bytes: int | None = Field(None, ge=1, description="its size, or this project's quota")
     write_gib_per_second: float | None = Field(None, gt=0, description="aggregate bandwidth of writing, 2**30 bytes a second")
     read_gib_per_second: float | None = Field(None, gt=0, description="aggregate bandwidth of reading, 2**30 bytes a second")
@@ -116,10 +133,13 @@ class Cluster(Table):
     quarantine_seconds: float = Field(3600, ge=0, description="ssh, pdsh: how long a host that is suspected of a failure is left out")
     prolog: Strings = Field((), description="shell lines that a node must run before anything else (modules, venv)")
     slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch")
-    stages: dict[Annotated[str, Field(pattern=NAME)], StagePlace] = Field(default_factory=dict, description="where stages run, by their names")
+    stages: dict[Annotated[str, Field(pattern=NAME)], StagePlace] = Field(default_factory=dict, description="where stages run: prep-data, index, weights")
     filesystems: dict[Annotated[str, Field(pattern=NAME)], Filesystem] = Field(default_factory=dict, description="shared file systems, by names of your own")
     fleet: Fleet | None = Field(None, description="its nodes are an AWS ParallelCluster's")
     gpus_per_node: int = Field(0, ge=0, description="GPUs (or cores of another accelerator) of one node")
+    memory_bytes: int | None = Field(
+        None, ge=1, description="memory of one node; not given: unknown, but for launcher = 'local' on CPUs, which is this machine"
+    )
     max_nodes: int | None = Field(None, ge=1, description="nodes there are")
     ranks_per_node: int | None = Field(None, ge=1, description="processes a node; by default gpus_per_node, at least 1; slots of a hostfile override it")
     network_gb_per_second: float | None = Field(None, gt=0, description="of one node to the others, one way, 1e9 bytes a second")
@@ -137,6 +157,11 @@ class Cluster(Table):
         """watch.connect, or what it is by default. Slurm runs its own prologs and starts all nodes of a large job before the first word of any; an image
         of 23 GiB took 74 to 200 s on 64 nodes (Azure, docs/containers.md)."""
         return self.watch.connect or (900.0 if container else 300.0 if self.launcher == "slurm" else 30.0)
+
+    @field_validator("stages")
+    @classmethod
+    def _stages_that_there_are(cls, value: dict[str, StagePlace]) -> dict[str, StagePlace]:
+        return refuse_unknown_stages(value)
 
     @property
     def device_type(self) -> Literal["cpu", "cuda", "neuron"]:

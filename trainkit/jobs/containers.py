@@ -26,9 +26,10 @@ IMAGES["podman"] = IMAGES["docker"]
 class Container(Table):
     """An image that the agent of each node, and so its ranks, run in."""
 
+    planned = ("dockerfile",)
+
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     image: str = Field(min_length=1, description="an image of a registry, or a file (.sqsh, .sif), as the runtime names it")
-    dockerfile: str | None = Field(None, description="what the image is built from, relative to the folder of jobs.toml")
     runtime: Literal["pyxis", "enroot", "apptainer", "docker", "podman"] = Field("pyxis", description="what starts it")
     mounts: Annotated[tuple[Annotated[str, Field(pattern=MOUNT)], ...], Field(strict=False)] = Field(
         (), description="HOST:CONTAINER[:ro], beside the cluster's root and what the job reads, which are always there under their own names"

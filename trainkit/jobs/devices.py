@@ -15,28 +15,26 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class Device(Table):
     """One kind of device. Figures are the makers' data sheets: dense, without sparsity; memory as the maker counts it, in GiB or 1e9 bytes."""
 
+    planned = ("memory_gb_per_second", "link_gb_per_second")
+
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     kind: Literal["cpu", "cuda", "neuron"] = Field("cuda", description="torch's name for it; neuron: AWS Trainium, for engines that run there")
     label: str = Field("", description="what people call it")
     reported_as: Strings = Field((), description="ends of the names that torch.cuda.get_device_name gives it")
     memory_bytes: int | None = Field(None, ge=1, description="its memory; not given: unknown, and nothing is said of what fits")
     peak_tflops: dict[Precision, float] = Field(default_factory=dict, description="matmul TFLOP/s by precision; not given: no MFU")
-    memory_gb_per_second: float | None = Field(None, gt=0, description="memory bandwidth, 1e9 bytes a second")
-    link_gb_per_second: float | None = Field(None, gt=0, description="to the other devices of its node, one way, 1e9 bytes a second")
 
 
 GIB, GB = 2**30, 10**9
 
 
-def _gpu(label: str, reported: str, memory: int, half: float, single: float, bandwidth: float, link: float, *, bf16: bool = True) -> dict[str, Any]:
+def _gpu(label: str, reported: str, memory: int, half: float, single: float, *, bf16: bool = True) -> dict[str, Any]:
     peaks = {"fp16": half, "fp32": single} | ({"bf16": half} if bf16 else {})
     return {
         "label": label,
         "reported_as": [reported],
         "memory_bytes": memory,
         "peak_tflops": peaks,
-        "memory_gb_per_second": bandwidth,
-        "link_gb_per_second": link,
     }
 
 
@@ -44,22 +42,20 @@ def _gpu(label: str, reported: str, memory: int, half: float, single: float, ban
 BUILT_IN_DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"kind": "cpu", "label": "CPU"},
     "cuda": {"label": "a CUDA GPU"},
-    "v100-sxm-16gb": _gpu("V100 SXM2 16 GB", "V100-SXM2-16GB", 16 * GIB, 125.0, 15.7, 900.0, 150.0, bf16=False),
-    "v100-sxm-32gb": _gpu("V100 SXM2 32 GB", "V100-SXM2-32GB", 32 * GIB, 125.0, 15.7, 900.0, 150.0, bf16=False),
-    "a100-sxm-40gb": _gpu("A100 SXM4 40 GB", "A100-SXM4-40GB", 40 * GIB, 312.0, 19.5, 1555.0, 300.0),
-    "a100-sxm-80gb": _gpu("A100 SXM4 80 GB", "A100-SXM4-80GB", 80 * GIB, 312.0, 19.5, 2039.0, 300.0),
-    "h100-sxm-80gb": _gpu("H100 SXM5 80 GB", "H100 80GB HBM3", 80 * GIB, 989.4, 66.9, 3350.0, 450.0),
-    "h200-sxm-141gb": _gpu("H200 SXM 141 GB", "H200", 141 * GB, 989.4, 66.9, 4800.0, 450.0),
-    "b200-sxm-192gb": _gpu("B200 SXM 192 GB", "B200", 192 * GB, 2250.0, 80.0, 8000.0, 900.0),
-    "a6000-48gb": _gpu("RTX A6000 48 GB", "RTX A6000", 48 * GIB, 154.8, 38.7, 768.0, 56.25),
-    "l40s-48gb": _gpu("L40S 48 GB", "L40S", 48 * GIB, 362.05, 91.6, 864.0, 32.0),
+    "v100-sxm-16gb": _gpu("V100 SXM2 16 GB", "V100-SXM2-16GB", 16 * GIB, 125.0, 15.7, bf16=False),
+    "v100-sxm-32gb": _gpu("V100 SXM2 32 GB", "V100-SXM2-32GB", 32 * GIB, 125.0, 15.7, bf16=False),
+    "a100-sxm-40gb": _gpu("A100 SXM4 40 GB", "A100-SXM4-40GB", 40 * GIB, 312.0, 19.5),
+    "a100-sxm-80gb": _gpu("A100 SXM4 80 GB", "A100-SXM4-80GB", 80 * GIB, 312.0, 19.5),
+    "h100-sxm-80gb": _gpu("H100 SXM5 80 GB", "H100 80GB HBM3", 80 * GIB, 989.4, 66.9),
+    "h200-sxm-141gb": _gpu("H200 SXM 141 GB", "H200", 141 * GB, 989.4, 66.9),
+    "b200-sxm-192gb": _gpu("B200 SXM 192 GB", "B200", 192 * GB, 2250.0, 80.0),
+    "a6000-48gb": _gpu("RTX A6000 48 GB", "RTX A6000", 48 * GIB, 154.8, 38.7),
+    "l40s-48gb": _gpu("L40S 48 GB", "L40S", 48 * GIB, 362.05, 91.6),
     "trn1-core": {
         "kind": "neuron",
         "label": "one NeuronCore-v2 of trn1",
         "memory_bytes": 16 * GIB,
         "peak_tflops": {"bf16": 95.0, "fp16": 95.0, "fp32": 23.75},
-        "memory_gb_per_second": 410.0,
-        "link_gb_per_second": 192.0,
     },
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def _twice(document: Section, part: Section) -> list[Problem]:
     """Tables of `part` that `document` has already."""
     known = {(kind, name): node.place for kind, group in document.sections() for name, node in group.entries.items()}
     return [
-        Problem(f"[{kind}.{name}] is at {known[kind, name]} already", node.place, "a table stands in one file; extends lays one over another")
+        Problem(f"[{kind}.{name}] is at {known[kind, name]} already", node.place, "define each table in one file only; to build on another table, use extends")
         for kind, group in part.sections()
         for name, node in group.entries.items()
         if (kind, name) in known
@@ -83,13 +83,33 @@ def _read_file(path: Path, shown: str = "") -> Section:
     shown = shown or path.name
     try:
         data = path.read_bytes()
-        values, spots = parse(data.decode("utf-8"), shown)
+        values, spots = parse(data.decode("utf-8-sig"), shown)  # some editors begin a file with a byte order mark
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError([Problem("not UTF-8, as TOML must be", Place(shown, line))]) from None
-    return _section(values, (), spots, shown)
+    document = _section(values, (), spots, shown)
+    if problems := list(_too_large(document)):
+        raise ConfigError(problems)
+    return document
+
+
+def _too_large(section: Section) -> Iterator[Problem]:
+    """Integers beyond TOML's 64 bits, which tomli reads all the same."""
+    for node in section.entries.values():
+        if isinstance(node, Section):
+            yield from _too_large(node)
+        elif _has_large(node.value):
+            yield Problem(f"{'.'.join(node.path)}: an integer of TOML has 64 bits, from -2^63 to 2^63 - 1", node.place)
+
+
+def _has_large(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_has_large(item) for item in value)
+    if isinstance(value, dict):
+        return any(_has_large(item) for item in value.values())
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def _section(values: Mapping[str, Any], path: tuple[str, ...], spots: Mapping[KeyPath, Spot], file: str) -> Section:
@@ -164,9 +184,13 @@ def parse_sets(words: Sequence[str]) -> list[Origin]:
         key, equals, text = word.partition("=")
         path = tuple(part.strip() for part in key.split("."))
         if not equals or not all(path):
-            problems.append(Problem(f"'{word}' is no KEY=VALUE", SET, "for example --set training.lr=1e-4"))
-        else:
-            origins.append(Origin(_parse_value(text), SET, path))
+            problems.append(Problem(f"expected KEY=VALUE, got '{word}'", SET, "for example --set training.lr=1e-4"))
+            continue
+        value = _parse_value(text)
+        if _has_large(value):
+            problems.append(Problem(f"{key.strip()}: an integer of TOML has 64 bits, from -2^63 to 2^63 - 1", SET))
+            continue
+        origins.append(Origin(value, SET, path))
     if problems:
         raise ConfigError(problems)
     return origins

@@ -13,7 +13,7 @@ from trainkit.jobs.build import Builder, in_order, validate
 from trainkit.jobs.layers import JOBS_FILE, Findings, compose, parse_sets, read
 from trainkit.jobs.origins import Section
 from trainkit.jobs.resolved import Resolved, origins_of
-from trainkit.jobs.schema import TABLES, Cluster, Dataset, Job, Table
+from trainkit.jobs.schema import TABLES, Cluster, Dataset, Engine, Job, Table
 from trainkit.jobs.words import choices
 
 T = TypeVar("T", bound=Table)
@@ -80,6 +80,10 @@ class Jobs:
         """A cluster apart from any job. Raises ConfigError with everything that is wrong with it."""
         return self._apart("clusters", Cluster, name)
 
+    def engine(self, name: str) -> Engine | None:
+        """Where an engine comes from; None where no [engines.X] table says it. Raises ConfigError with everything that is wrong with the table."""
+        return self._apart("engines", Engine, name) if name in self._builder.tables("engines") else None
+
     def _apart(self, kind: str, model: type[T], name: str) -> T:
         known = self._builder.tables(kind)
         if name not in known:
@@ -133,7 +137,7 @@ def find_root(start: Path) -> Path:
     for folder in (start, *start.parents):
         if (folder / JOBS_FILE).is_file():
             return folder
-    raise ConfigError(f"no {JOBS_FILE} in {start} or any folder above it", hint="go to the checkout whose experiments you want")
+    raise ConfigError(f"no {JOBS_FILE} in {start} or any folder above it", hint="cd to a folder with jobs.toml, or create one")
 
 
 def load(root: Path, environ: Mapping[str, str] = os.environ) -> Jobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import re
 from typing import Any, NamedTuple
 
@@ -32,10 +33,34 @@ def parse(text: str, file: str) -> tuple[dict[str, Any], dict[KeyPath, Spot]]:
     try:
         return tomli.loads(text), locate(text)
     except tomli.TOMLDecodeError as error:
-        problem = Problem(f"not TOML: {error.msg} (column {error.colno})", Place(file, error.lineno))
+        problem = _explained(text, error, file)
     except RecursionError:
         problem = Problem("arrays or tables are nested too deeply", Place(file))
     raise ConfigError([problem])
+
+
+def _explained(text: str, error: tomli.TOMLDecodeError, file: str) -> Problem:
+    """A TOML error in words that help: what is twice and where it was first, and how TOML writes a value."""
+    here = Place(file, error.lineno)
+    if error.msg.startswith(("Cannot overwrite", "Cannot declare", "Cannot mutate", "Duplicate")):
+        text = text.replace("\r\n", "\n")
+        end = text.find("\n", error.pos)
+        if (twice := _Scanner(text if end < 0 else text[:end]).twice()) is not None:
+            path, first = twice
+            name = ".".join(map(str, path))
+            return Problem(f"not TOML: {name} is given twice, first in line {first.line}", here, "keep one of the two")
+        return Problem(f"not TOML: {error.msg}", here, "a key or table can be given once only")
+    said = f"not TOML: {error.msg} (column {error.colno})"
+    word = (re.compile(r"[^\s,\]}#]*").match(text, error.pos) or [""])[0]
+    if error.msg != "Invalid value":
+        return Problem(said, here)
+    if word.lower() in ("true", "false"):
+        return Problem(f"{said}: {word}", here, f"TOML writes it in lower case: {word.lower()}")
+    if word.lower() in ("none", "null", "nil"):
+        return Problem(f"{said}: {word}", here, "TOML has no such value: leave the key out")
+    if re.fullmatch(r"[+-]?\.\d+.*", word):
+        return Problem(f"{said}: {word}", here, f"TOML wants a digit before the point: {word.replace('.', '0.', 1)}")
+    return Problem(f"{said}: {word}", here, f'a string needs quotes: "{word}"' if word and '"' not in word and "'" not in word else "")
 
 
 def locate(text: str) -> dict[KeyPath, Spot]:
@@ -68,6 +93,14 @@ class _Scanner:
         self.newlines = [match.start() for match in re.finditer("\n", text)]
         self.spots: dict[KeyPath, Spot] = {}
         self.elements: dict[KeyPath, int] = {}  # the newest element of each array of tables
+        self.headers: set[KeyPath] = set()
+        self.last_twice: tuple[KeyPath, Spot] | None = None
+
+    def twice(self) -> tuple[KeyPath, Spot] | None:
+        """What the document gives a second time, and where it is first; None where that cannot be said. For text that ends with that second time."""
+        with contextlib.suppress(IndexError, AssertionError):
+            self.document()
+        return self.last_twice
 
     def document(self) -> dict[KeyPath, Spot]:
         table: KeyPath = ()
@@ -122,6 +155,9 @@ class _Scanner:
             self.spots[path] = self._spot(start)
         else:
             path = (*path, name)
+            if path in self.headers:
+                self.last_twice = path, self.spots[path]
+            self.headers.add(path)
             self.spots[path] = self._spot(offset)
         return path
 
@@ -132,9 +168,13 @@ class _Scanner:
         return (*path, self.elements[path]) if path in self.elements else path
 
     def _pair(self, path: KeyPath) -> None:
+        known = False
         for name, offset in self._key():
             path = (*path, name)
+            known = path in self.spots
             self.spots.setdefault(path, self._spot(offset))
+        if known:
+            self.last_twice = path, self.spots[path]
         self.at += 1  # the equals sign
         self._skip(_SPACE)
         self._value(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 
 # sbatch(1) of Slurm 22.05, and what later versions (to 24.11) added
@@ -85,3 +86,18 @@ def signal_objection(options: Mapping[str, object]) -> str:
 def words(options: dict[str, str | int | bool]) -> list[str]:
     """Options as words of a command line; one that is false is left out."""
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not False]
+
+
+TIME = r"(\d+-)?\d+(:\d+){0,2}"
+NO_LIMIT = ("UNLIMITED", "INFINITE")
+SIZE = r"(\d+)([KMGTkmgt]?)[Bb]?"
+
+
+def wrong_value(name: str, value: str | int | bool) -> str:
+    """What is wrong with an option's value, in words; "" where sbatch may take it. Looked at are those that a plan counts with."""
+    text = str(value)
+    if name in ("time", "time-min") and not re.fullmatch(TIME, text) and text.upper() not in NO_LIMIT:
+        return f"slurm.{name} = {value!r} is not a time of Slurm: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED"
+    if name == "mem" and not re.fullmatch(SIZE, text):
+        return f"slurm.{name} = {value!r} is not a size of Slurm: a number with K, M, G or T behind it, such as 500G; 0 is all there is"
+    return ""

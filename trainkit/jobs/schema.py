@@ -7,7 +7,7 @@ with words, never ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -72,10 +72,18 @@ class Parallelism(Table):
 class Engine(Table):
     """Where an engine that is not trainkit's own comes from."""
 
+    NAMES: ClassVar[tuple[str, ...]] = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
+
     name: str = Field("", pattern=NAME, description="the table's name, filled in: gpt-neox, megatron-lm, nemo or neuronx-nemo")
     source: str = Field(min_length=1, description="a git URL, or a folder")
     revision: str | None = Field(None, description="commit, tag or branch")
     container: str | None = Field(None, description="the [containers.X] table it runs in")
+
+    @model_validator(mode="after")
+    def _is_an_engine(self) -> Engine:
+        if self.name and self.name not in self.NAMES:
+            raise wrong("name", f"there is no engine {self.name!r}; engines: {', '.join(self.NAMES)}")
+        return self
 
 
 class Checkpoint(Table):

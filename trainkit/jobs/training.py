@@ -18,7 +18,7 @@ class Training(Table):
     rampup_batch_size: Annotated[tuple[int, int, int] | None, Field(strict=False)] = Field(
         None, description="[start, increment, samples]: the global batch grows from start in equal steps over so many samples, as Megatron's"
     )
-    train_iters: int = Field(ge=1, description="optimizer steps")
+    train_iters: int = Field(ge=1, le=10**12, description="optimizer steps")
     optimizer: Literal["adam", "sgd"] = Field("adam", description="adam: AdamW; sgd: with sgd_momentum")
     lr: float = Field(ge=0, description="highest learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")

@@ -36,11 +36,67 @@ _BOUNDS = {
 }
 
 
+# What other programs call it.
+SYNONYMS = {
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "batch_size": "global_batch_size",
+    "block_size": "seq_length",
+    "context_length": "seq_length",
+    "dropout": "hidden_dropout",
+    "dtype": "precision",
+    "eval_every": "eval_interval",
+    "eval_steps": "eval_interval",
+    "grad_clip": "clip_grad",
+    "gradient_clipping": "clip_grad",
+    "intermediate_size": "ffn_hidden_size",
+    "learning_rate": "lr",
+    "max_iters": "train_iters",
+    "max_grad_norm": "clip_grad",
+    "max_lr": "lr",
+    "max_position": "max_position_embeddings",
+    "max_seq_len": "seq_length",
+    "max_steps": "train_iters",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_query_groups",
+    "n_layer": "num_layers",
+    "n_layers": "num_layers",
+    "num_heads": "num_attention_heads",
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "num_query_groups",
+    "num_nodes": "nodes",
+    "num_steps": "train_iters",
+    "pp": "pipeline_model_parallel_size",
+    "random_seed": "seed",
+    "rope_theta": "rotary_base",
+    "save_every": "save_interval",
+    "save_steps": "save_interval",
+    "sequence_length": "seq_length",
+    "steps": "train_iters",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "tp": "tensor_model_parallel_size",
+    "train_steps": "train_iters",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "warmup_iters": "lr_warmup_iters",
+    "warmup_steps": "lr_warmup_iters",
+    "zero": "zero_stage",
+}
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` probably means: the most similar, else the only one that begins with it."""
+    """The known word that `word` probably means: the same in another spelling, what other programs call it, the most similar, else the only one that begins
+    with it."""
     words = list(known)
+    plain = word.lower().replace("-", "_")
+    if same := next((each for each in words if plain in (each, each.replace("-", "_"))), None):
+        return same
+    if (meant := SYNONYMS.get(plain)) in words:
+        return meant
     beginning = [each for each in words if word and each.startswith(word)]
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6) or (beginning if len(beginning) == 1 else [])
+    if len(beginning) > 1:
+        return None  # which of them?
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6) or beginning
     return close[0] if close else None
 
 
@@ -50,7 +106,9 @@ def choices(word: str, known: Iterable[str], prefix: str = "") -> str:
     close = nearest(word, words)
     if close:
         return f"did you mean '{prefix}{close}'?"
-    return f"known: {', '.join(words)}" if words else "there is none"
+    if word and len(beginning := [f"'{prefix}{each}'" for each in words if each.startswith(word)]) > 1:
+        return f"did you mean {', '.join(beginning[:-1])} or {beginning[-1]}?"
+    return f"known: {', '.join(words)}" if words else "no such table is defined"
 
 
 def in_words(value: Any) -> str:
@@ -187,9 +245,22 @@ def _unknown_key(spot: _Spot) -> Problem:
     if spot.place == SET:  # its paths are those of the resolved job
         return Problem(f"unknown key '{key}'", SET, choices(spot.key, known, prefix=f"{table}." if table else ""))
     message = f"unknown key '{spot.key}' in [{table}]"
+    if (inside := _inner_table(spot)) and not nearest(spot.key, known):
+        return Problem(message, spot.place, f"'{inside[1]}' belongs into [{table}.{inside[0]}]")
     if spot.is_dotted_name() and not nearest(spot.key, known):
         return Problem(message, spot.place, f"if [{key}] was meant as a name: {NAME_RULE}, without dots; for example [{table}-{spot.key}]")
     return Problem(message, spot.place, choices(spot.key, known))
+
+
+def _inner_table(spot: _Spot) -> tuple[str, str] | None:
+    """(table, key) where a table inside this one has a key of that name, or of what other programs call by it."""
+    for name, field in spot.model.model_fields.items():
+        inner = _table_of(field)
+        if inner and not any(name in references for references in REFERENCES.values()):
+            found = next((key for key in (spot.key, spot.key.lower(), SYNONYMS.get(spot.key.lower())) if key in inner.model_fields), None)
+            if found:
+                return name, found
+    return None
 
 
 def _missing_key(spot: _Spot) -> Problem:

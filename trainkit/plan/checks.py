@@ -10,8 +10,10 @@ from trainkit.plan.batch import batch_sizes
 from trainkit.plan.layout import Layout, layout_of, nearest
 from trainkit.plan.objection import Change, Objection
 from trainkit.plan.rules import Rules
+from trainkit.plan.split import EMBEDDING, LOSS, split_of
 
 MANY = 4  # batch sizes named in one message
+ENDS_COUNTED: Change = {f"engine_args.{EMBEDDING}": True, f"engine_args.{LOSS}": True}
 TP, PP = "parallelism.tensor_model_parallel_size", "parallelism.pipeline_model_parallel_size"
 VIRTUAL, ZERO, BATCH = "parallelism.virtual_pipeline_model_parallel_size", "parallelism.zero_stage", "training.global_batch_size"
 SCHEDULE, REPLICAS = "parallelism.pipeline_schedule", "parallelism.data_parallel_replicate_size"
@@ -26,14 +28,17 @@ def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objec
     """
     layout = layout_of(job)
     yield from _world(job, layout)
+    yield from _launcher(job)
     yield from _tensor(job, layout, rules)
     yield from _stages(job, layout, rules)
     yield from _schedule(job, layout, rules)
     yield from _zero(job, layout, rules)
     yield from _replicas(job, layout, rules)
     yield from _batches(job)
+    yield from _family(job, rules)
     yield from _vocabulary(job, tokenizer_size)
     yield from _devices(job)
+    yield from _precision(job)
     yield from _profile(job)
 
 
@@ -49,6 +54,15 @@ def _world(job: Job, layout: Layout) -> Iterator[Objection]:
         yield Objection("world-not-divisible", "nodes", message, (*({"nodes": n} for n in nodes), *({PP: p} for p in pipelines)))
     if most is not None and job.nodes > most:
         yield Objection("too-many-nodes", "nodes", f"{job.nodes} nodes, but cluster {job.cluster.name} has {most} (cluster.max_nodes)", ({"nodes": most},))
+
+
+def _launcher(job: Job) -> Iterator[Objection]:
+    """launcher = "local" is one machine."""
+    if job.nodes > 1 and job.cluster.launcher == "local":
+        message = (
+            f"{job.nodes} nodes, but launcher = 'local' of cluster {job.cluster.name} starts ranks on one machine only; use launcher = 'ssh', 'pdsh' or 'slurm'"
+        )
+        yield Objection("local-is-one-node", "nodes", message, ({"nodes": 1},))
 
 
 def indivisible(model: Model, rules: Rules, tensor: int) -> dict[str, tuple[str, int]]:
@@ -95,6 +109,11 @@ def _stages(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
     layers, parts = job.model.num_layers, len(layout.chunks)
     v = parts // layout.pipeline
     chunks = f"{layout.pipeline} pipeline stages" + (f" of {v} chunks" if v > 1 else "")
+    split = split_of(job, layout.pipeline, v)
+    if split.problem:
+        yield Objection("pipeline-layout", f"engine_args.{split.key}", split.problem)
+    if split.key:
+        return
     if parts > layers:
         fewer = nearest(layout.pipeline, lambda p: p * v <= layers and (rules.uneven_stages or layers % (p * v) == 0))
         changes = tuple(_pipeline_change(job, layout, p) for p in fewer)
@@ -103,7 +122,8 @@ def _stages(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
         whole = [_pipeline_change(job, layout, p) for p in nearest(layout.pipeline, lambda p: layers % (p * v) == 0)]
         deeper: list[Change] = [{"model.num_layers": n} for n in (layers // parts * parts, -(-layers // parts) * parts)]
         message = f"{layers} layers do not divide over {chunks}, as {rules.engine} wants it"
-        yield Objection("layers-not-divisible", PP, message, (*whole, *deeper))
+        counted: list[Change] = [ENDS_COUNTED] if rules.engine == "megatron-lm" and (layers + 2) % parts == 0 else []
+        yield Objection("layers-not-divisible", PP, message, (*counted, *whole, *deeper))
 
 
 def _schedule(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
@@ -170,6 +190,13 @@ def _batches(job: Job) -> Iterator[Objection]:
         yield Objection("ramp-not-divisible", "training.rampup_batch_size", message)
 
 
+def _family(job: Job, rules: Rules) -> Iterator[Objection]:
+    """A family of models that the engine has."""
+    if rules.families is not None and job.model.family not in rules.families:
+        message = f"engine {rules.engine} has no models of family {job.model.family!r}, only {', '.join(rules.families)}"
+        yield Objection("no-such-family", "model.family", message)
+
+
 def _vocabulary(job: Job, tokenizer_size: int | None) -> Iterator[Objection]:
     rows = job.model.vocab_size
     if rows and tokenizer_size and tokenizer_size > rows:
@@ -183,6 +210,17 @@ def _devices(job: Job) -> Iterator[Objection]:
         what = "GPUs" if kind == "cuda" else "devices"
         message = f"{job.ranks_per_node} ranks a node for {there} {what} (cluster.gpus_per_node)"
         yield Objection("more-ranks-than-gpus", "cluster.ranks_per_node", message, ({"cluster.ranks_per_node": there},) if there else ())
+
+
+def _precision(job: Job) -> Iterator[Objection]:
+    """A device whose row has one of the 16-bit formats and not the job's does not compute in it."""
+    device, wanted = job.cluster.device, job.training.precision
+    halves = [kind for kind in ("bf16", "fp16") if kind in device.peak_tflops]
+    if wanted == "fp32" or wanted in device.peak_tflops or not halves:
+        return
+    message = f"{device.label or device.name} has no arithmetic in {wanted} by the device table (devices.{device.name}.peak_tflops)"
+    changes = tuple({"training.precision": kind} for kind in (*halves, "fp32"))
+    yield Objection("no-such-precision", "training.precision", message, changes)
 
 
 def _profile(job: Job) -> Iterator[Objection]:

@@ -1,4 +1,4 @@
-"""How long a run takes, what it costs, and what failures and time limits do to it."""
+"""How long a run takes and where the time goes, what it costs, what failures and time limits do to it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainkit.jobs import sbatch
 from trainkit.jobs.schema import Dataset, Job
 
 DAY = 86400
@@ -16,6 +17,13 @@ ASSUMED_UTILIZATION = 0.4
 # Unexpected interruptions a GPU-hour: 419 in 54 days of 16,384 H100 (Llama 3, arXiv:2407.21783, section 3.3.4).
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
 BYTES_PER_TOKEN = 4.0  # of text, where a dataset's tokens are not known; assumed
+# From the start of the ranks to the first step (imports, communicators, the first step itself), and for an image of a container besides; assumed. Published
+# starts of images from a shared file system take 74 to 200 s.
+START_SECONDS = {"cpu": 10.0, "cuda": 60.0, "neuron": 60.0}
+IMAGE_SECONDS = 120.0
+COPY_GIB_PER_SECOND = 4.0  # from a device to the host's memory, before training goes on under checkpoint.save_async; assumed
+SIGNAL_SECONDS, SIGNAL_PART = 300.0, 0.25  # before a time limit, when the run is told to save: so many, or that part of a short limit
+FORWARD = 1 / 3  # of a step's arithmetic without recomputation
 
 
 def young_interval(mean_time_between: float, cost: float) -> float:
@@ -38,8 +46,8 @@ def limit_seconds(time: str | int) -> int:
     text = str(time)
     days, dash, rest = text.rpartition("-")
     parts = rest.split(":")
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
-        raise ValueError(f"{time!r} is no time limit of Slurm")
+    if not re.fullmatch(sbatch.TIME, text):
+        raise ValueError(f"{time!r} is not a time limit of Slurm")
     numbers = [int(part) for part in parts]
     if dash:
         hours, minutes, seconds = [*numbers, 0, 0][:3]
@@ -76,21 +84,74 @@ def assumed_speed(job: Job, model_flops: int, hardware_flops: int, bubble: float
 
 
 @dataclass(frozen=True)
+class Costs:
+    """What a run does besides steps, in seconds. None: not known.
+
+    Args:
+        write: one checkpoint.
+        read: one checkpoint, by a run that goes on from it.
+        copy: of one checkpoint's tensors to the host's memory, under checkpoint.save_async.
+        forward: part of a step's time that an evaluation's batch takes.
+        first_evaluation: the engine evaluates before the first step too.
+    """
+
+    write: float | None = None
+    read: float | None = None
+    copy: float = 0.0
+    forward: float = FORWARD
+    first_evaluation: bool = True
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a whole run, by what they are spent on. None: not known, and in no sum.
+
+    Args:
+        steps: forward, backward and update.
+        evaluations: of all validation sets.
+        saves: that training waits for checkpoints, those before time limits included.
+        starts: of all starts: until the first step, and to read a checkpoint at each but the first.
+        repeated: steps done again after failures, half an interval of checkpoints each.
+    """
+
+    steps: float
+    evaluations: float
+    saves: float | None
+    starts: float
+    repeated: float
+
+    @property
+    def total(self) -> float:
+        """The sum of what is known."""
+        return sum(part or 0.0 for part in (self.steps, self.evaluations, self.saves, self.starts, self.repeated))
+
+    def to_json(self) -> dict[str, float | None]:
+        """`parts` of plan/1's `duration`."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Duration:
-    """How long, at one speed.
+    """How long, at one speed. Time in a queue is not in it.
 
     Args:
         step_seconds: a step of the whole global batch.
-        days: all steps, nothing lost.
+        parts: where the time goes.
+        evaluations: how many.
+        start_seconds: one start, until its first step.
+        days: all parts together.
         device_hours: of all devices together.
         failures: interruptions to expect; None: not of this kind of device.
         checkpoint_seconds: interval that loses least, `checkpoint_steps` the same in steps; None: what a checkpoint costs is unknown.
         lost_fraction: part of the time lost at that interval; `lost_as_asked`: at save_interval.
-        requeues: how often a time limit ends the job; None: there is none.
+        requeues: how often a time limit ends the job; None: there is none, or it leaves no time for a step.
     """
 
     speed: Speed
     step_seconds: float
+    parts: Parts
+    evaluations: int
+    start_seconds: float
     days: float
     device_hours: float
     failures: float | None
@@ -105,34 +166,101 @@ class Duration:
         return asdict(self)
 
 
-def duration_of(job: Job, speed: Speed, tokens: int, write_seconds: float | None) -> Duration:
-    """How long `tokens` take.
-
-    Args:
-        write_seconds: of one checkpoint; training waits for it.
-    """
-    seconds = tokens / speed.tokens_per_second
-    step = job.global_batch_size * job.model.seq_length / speed.tokens_per_second
-    hours = seconds / 3600 * job.world_size
-    rate = FAILURES_PER_GPU_HOUR * job.world_size / 3600 if job.cluster.device_type != "cpu" else None
-    best = lost = asked = None
-    if rate and write_seconds:
-        best = young_interval(1 / rate, write_seconds)
-        lost = lost_fraction(best, 1 / rate, write_seconds)
-        asked = lost_fraction((job.training.save_interval or job.training.train_iters) * step, 1 / rate, write_seconds)
+def time_limit(job: Job) -> int | None:
+    """Seconds that Slurm gives the job at a time; None where jobs.toml sets no limit."""
     limit = job.sbatch_options.get("time") if job.cluster.launcher == "slurm" else None
+    if limit is None or isinstance(limit, bool) or str(limit).upper() in sbatch.NO_LIMIT:
+        return None
+    return limit_seconds(limit) or None  # of 0 Slurm makes no limit
+
+
+def evaluations_of(job: Job, *, before: bool = True) -> int:
+    """Evaluations of a whole run: before the first step (`before`), every eval_interval, at the end."""
+    training = job.training
+    if not training.eval_iters:
+        return 0
+    return before + -(-training.train_iters // (training.eval_interval or training.train_iters))
+
+
+def start_seconds(job: Job) -> float:
+    """One start of the job's ranks, until their first step; assumed."""
+    return START_SECONDS[job.cluster.device_type] + (IMAGE_SECONDS if job.container else 0.0)
+
+
+def _stall(job: Job, step: float, costs: Costs) -> float | None:
+    """Seconds that one checkpoint stops training. Under save_async it is copied, and the next one waits until it is written."""
+    if not job.checkpoint.save_async or costs.write is None:
+        return costs.write
+    interval = (job.training.save_interval or job.training.train_iters) * step
+    return costs.copy + max(0.0, costs.write - interval)
+
+
+def _saves(job: Job, stall: float | None, costs: Costs) -> float | None:
+    """Seconds of all checkpoints of a run that nothing ends early."""
+    if stall is None or costs.write is None:
+        return None
+    training = job.training
+    written = -(-training.train_iters // (training.save_interval or training.train_iters))
+    return (written - 1) * stall + costs.write * (1 + job.checkpoint.save_first)  # the last one is waited for
+
+
+def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
+    """How long `tokens` take, and what is done besides.
+
+    A time limit ends a run that has used it but for `spare_seconds`; every end costs a save, a start and the reading of the checkpoint.
+    """
+    training, steps = job.training, tokens / speed.tokens_per_second
+    step = job.global_batch_size * job.model.seq_length / speed.tokens_per_second
+    evaluated = evaluations_of(job, before=costs.first_evaluation)
+    sets = 1 + len(job.validation)
+    evaluations = evaluated * sets * training.eval_iters * step * costs.forward
+    stall, start = _stall(job, step, costs), start_seconds(job)
+    saves, again = _saves(job, stall, costs), start + (costs.read or 0.0)
+    busy = steps + evaluations + (saves or 0.0)
+
+    rate = FAILURES_PER_GPU_HOUR * job.world_size / 3600 if job.cluster.device_type != "cpu" else None
+    failures = rate * busy if rate else None
+    interval = min((training.save_interval or training.train_iters) * step, steps)
+    repeated = (failures or 0.0) * interval / 2
+
+    requeues = _requeues(busy + repeated, time_limit(job), again, costs.write or 0.0)
+    saves = saves + (requeues or 0) * (costs.write or 0.0) if saves is not None else None
+    parts = Parts(steps, evaluations, saves, start + ((requeues or 0) + (failures or 0.0)) * again, repeated)
+
+    best = lost = asked = None
+    if rate and stall and costs.write:
+        cost = costs.copy if job.checkpoint.save_async else costs.write
+        best = max(young_interval(1 / rate, cost), costs.write if job.checkpoint.save_async else 0.0)
+        lost = lost_fraction(best, 1 / rate, cost)
+        asked = lost_fraction((training.save_interval or training.train_iters) * step, 1 / rate, stall)
     return Duration(
         speed=speed,
         step_seconds=step,
-        days=seconds / DAY,
-        device_hours=hours,
-        failures=rate * seconds if rate else None,
+        parts=parts,
+        evaluations=evaluated,
+        start_seconds=start,
+        days=parts.total / DAY,
+        device_hours=parts.total / 3600 * job.world_size,
+        failures=failures,
         checkpoint_seconds=best,
         checkpoint_steps=max(1, round(best / step)) if best else None,
         lost_fraction=lost,
         lost_as_asked=asked,
-        requeues=max(0, math.ceil(seconds / limit_seconds(limit)) - 1) if isinstance(limit, str | int) and not isinstance(limit, bool) else None,
+        requeues=requeues,
     )
+
+
+def spare_seconds(limit: int, write: float) -> float:
+    """Of a time limit, what is left for the save at its end: what a checkpoint takes, and no less than SIGNAL_SECONDS or SIGNAL_PART of the limit."""
+    return max(write, min(SIGNAL_SECONDS, SIGNAL_PART * limit))
+
+
+def _requeues(busy: float, limit: int | None, again: float, write: float) -> int | None:
+    """How often a time limit ends a run of so many seconds."""
+    if limit is None:
+        return None
+    useful = limit - spare_seconds(limit, write) - again
+    return max(0, math.ceil(busy / useful) - 1) if useful > 0 else None
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,9 @@ from itertools import accumulate
 
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
+from trainkit.plan.split import split_layers, split_of
 
-
-def split_layers(layers: int, parts: int) -> list[int]:
-    """Layers of each part in order, as equal as can be, the larger ones first: 44 over 6 are 8 8 7 7 7 7, as DeepSpeed's `type:transformer|mlp`."""
-    each, more = divmod(layers, parts)
-    return [each + (part < more) for part in range(parts)]
+__all__ = ["Layout", "layout_of", "nearest", "padded_vocab_size", "split_layers"]
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tensor: int) -> int:
@@ -125,7 +122,7 @@ def layout_of(job: Job) -> Layout:
         data=job.data_parallel_size,
         replicate=degrees_of(job).replicate,
         v_shaped=v_shaped,
-        chunks=tuple(split_layers(job.model.num_layers, p.pipeline_model_parallel_size * (2 if v_shaped else virtual))),
+        chunks=split_of(job, p.pipeline_model_parallel_size, 2 if v_shaped else virtual).chunks,
         sequence=p.sequence_parallel and p.tensor_model_parallel_size > 1,
         micro_batches=job.gradient_accumulation_steps,
     )

@@ -10,14 +10,16 @@ from trainkit.base.forms import document
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of, parameters_of
 from trainkit.plan.batch import consumed_after
+from trainkit.plan.bubble import bubble_notes
 from trainkit.plan.checks import checks
-from trainkit.plan.duration import Duration, Epochs, assumed_speed, duration_of, epochs_of
+from trainkit.plan.duration import COPY_GIB_PER_SECOND, FORWARD, Costs, Duration, Epochs, assumed_speed, duration_of, epochs_of
+from trainkit.plan.host import HostMemory
 from trainkit.plan.layout import Layout, layout_of, padded_vocab_size
+from trainkit.plan.limits import Sizes, memory_objections, storage_objections, time_objections
 from trainkit.plan.measured import Measured, measured_speed
-from trainkit.plan.memory import Memory, fits, memory_of
+from trainkit.plan.memory import Memory
 from trainkit.plan.notes import notes
 from trainkit.plan.objection import Objection, in_words, try_change
-from trainkit.plan.relief import cheapest_change
 from trainkit.plan.rules import Rules
 from trainkit.plan.storage import GIB, NATIVE, Storage, checkpoint_bytes_per_parameter, storage_of
 
@@ -32,11 +34,13 @@ class Prepared:
         vocab_size: ids of the prepared tokenizer: a BPE trained on little text stays below what its table asks for.
         dataset_tokens: tokens of the prepared dataset.
         free_bytes: what is free where a cluster without file systems of its own keeps runs.
+        host_bytes: memory of this machine, where the ranks run on it.
     """
 
     vocab_size: int | None = None
     dataset_tokens: int | None = None
     free_bytes: int | None = None
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Plan:
     model_flops_per_token: int | None
     hardware_flops_per_token: int | None
     memory: Memory | None
+    host_memory: HostMemory | None
     storage: Storage | None
     duration: Duration | None
     epochs: Epochs | None
@@ -86,14 +91,14 @@ class Plan:
 
     @property
     def days(self) -> float | None:
-        """Of all steps, nothing lost; None where no speed is known."""
+        """Of the whole run: steps, evaluations, checkpoints, starts, what failures repeat. None where no speed is known."""
         return self.duration.days if self.duration else None
 
     def to_json(self) -> dict[str, Any]:
         """The form plan/1."""
         sizes = ("vocab_size", "padded_vocab_size", "parameters", "engine_parameters", "model_flops_per_token", "hardware_flops_per_token", "checkpoint_bytes")
         batch = ("world_size", "data_parallel_size", "gradient_accumulation_steps", "global_batch_size", "tokens")
-        parts = {key: getattr(self, key) for key in ("memory", "storage", "duration", "epochs", "measured")}
+        parts = {key: getattr(self, key) for key in ("memory", "host_memory", "storage", "duration", "epochs", "measured")}
         return document(
             "plan/1",
             **{key: getattr(self, key) for key in ("job", "engine", "feasible", *batch, *sizes)},
@@ -106,32 +111,7 @@ class Plan:
         )
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """What is known of a model's size, and how its memory follows from a layout."""
-
-    rules: Rules
-    vocab_size: int
-    tokenizer_size: int | None
-
-    def _of(self, job: Job) -> tuple[Job, Layout, Rules, int, int]:
-        layout = layout_of(job)
-        return job, layout, self.rules, self.vocab_size, padded_vocab_size(self.vocab_size, job.model.make_vocab_size_divisible_by, layout.tensor)
-
-    def memory(self, job: Job) -> Memory:
-        """Of every stage."""
-        return memory_of(*self._of(job))
-
-    def fits(self, job: Job) -> bool:
-        """As far as is known."""
-        return fits(*self._of(job))
-
-    def codes(self, job: Job) -> set[str]:
-        """Kinds of objections that `checks` has to a job."""
-        return {objection.code for objection in checks(job, self.rules, self.tokenizer_size)}
-
-
-def _settled(job: Job, rules: Rules, tokenizer_size: int | None, sizes: _Sizes | None) -> Iterator[Objection]:
+def _settled(job: Job, rules: Rules, tokenizer_size: int | None, sizes: Sizes | None) -> Iterator[Objection]:
     """Objections of `checks`, each with the changes that settle it and raise no other, nor one of memory."""
     found = list(checks(job, rules, tokenizer_size))
     codes = {objection.code for objection in found}
@@ -146,41 +126,6 @@ def _settled(job: Job, rules: Rules, tokenizer_size: int | None, sizes: _Sizes |
                 kept.append(change)
         way_out = in_words(kept, objection.key)
         yield Objection(objection.code, objection.key, objection.message + (f"; {way_out}" if way_out else ""), tuple(kept))
-
-
-def _memory_objections(job: Job, sizes: _Sizes, memory: Memory) -> Iterator[Objection]:
-    """The fullest rank needs more than its device has."""
-    if memory.fits is not False or memory.device_bytes is None:
-        return
-    raised, fullest, device = sizes.codes(job), memory.fullest, job.cluster.device
-    stage = f" of stage {fullest.stage}" if len(memory.stages) > 1 else ""
-    message = f"a rank{stage} needs {fullest.total_bytes / GIB:.1f} GiB, {device.label or device.name} has {memory.device_bytes / GIB:.1f} GiB"
-    change = cheapest_change(job, sizes.fits, lambda tried: sizes.codes(tried) <= raised)
-    if change is None:
-        yield Objection("memory", "cluster.device", f"{message}; no change of layout, recomputation or number of nodes makes it fit")
-        return
-    words = " with ".join(f"{path} = {value}" for path, value in change.items())
-    yield Objection("memory", "cluster.device", f"{message}; the cheapest change that fits: {words}", (change,))
-
-
-def _storage_objections(job: Job, storage: Storage) -> Iterator[Objection]:
-    """More checkpoints than the disk holds."""
-    wanted = job.checkpoint.filesystem
-    if wanted is not None and wanted not in job.cluster.filesystems:
-        known = ", ".join(job.cluster.filesystems) or "none"
-        yield Objection("no-such-filesystem", "checkpoint.filesystem", f"cluster {job.cluster.name} has no file system {wanted!r}; known: {known}")
-    room = storage.capacity_bytes
-    if room is None or storage.on_disk_bytes <= room:
-        return
-    where = f"file system {storage.filesystem}" if storage.filesystem else "the disk here"
-    many = f"{storage.on_disk} checkpoints of" if storage.on_disk > 1 else "a checkpoint of"
-    message = f"{many} {storage.checkpoint_bytes / GIB:,.1f} GiB on disk at once, {where} has {room / GIB:,.1f} GiB"
-    if storage.on_disk > job.checkpoint.keep_last + 1:
-        yield Objection("disk-too-small", "training.save_interval", f"{message}; the engine deletes none: save less often, or delete old ones as it runs")
-        return
-    key, fewer = "checkpoint.keep_last", room // storage.checkpoint_bytes - 1
-    changes = ({key: fewer},) if fewer >= 1 else ()
-    yield Objection("disk-too-small", key, f"{message}{f'; nearest: {fewer}' if changes else ''}", changes)
 
 
 def make_plan(
@@ -207,16 +152,19 @@ def make_plan(
     trained, tokenizer = vocab_size or there.vocab_size, job.dataset.tokenizer
     vocab = job.model.vocab_size or trained or (tokenizer.vocab_size if tokenizer else None)
     tokens = consumed_after(job, job.training.train_iters) * job.model.seq_length
-    sizes = _Sizes(rules, vocab, trained) if vocab else None
+    sizes = Sizes(rules, vocab, trained, there.host_bytes) if vocab else None
     epochs = epochs_of(job.dataset, tokens, there.dataset_tokens)
     memory, objections = sizes.memory(job) if sizes else None, list(_settled(job, rules, trained, sizes))
-    if sizes and memory:
-        objections += _memory_objections(job, sizes, memory)
+    host = sizes.host(job, memory) if sizes and memory else None
+    if sizes and memory and host:
+        objections += memory_objections(job, sizes, memory, host)
     counts = _counts(job, rules, vocab)
     storage = storage_of(job, rules, counts["engine_parameters"], there.free_bytes) if counts["engine_parameters"] else None
     if storage:
-        objections += _storage_objections(job, storage)
-    duration = _duration(job, counts, tokens, storage, measured)
+        objections += storage_objections(job, storage)
+    duration = _duration(job, counts, tokens, _costs(job, rules, counts, storage, memory), measured)
+    if duration:
+        objections += time_objections(job, duration, storage)
     return Plan(
         job=job.name,
         engine=job.engine,
@@ -227,12 +175,13 @@ def make_plan(
         vocab_size=vocab,
         **counts,
         memory=memory,
+        host_memory=host,
         storage=storage,
         duration=duration,
         epochs=epochs,
         measured=measured,
         objections=tuple(objections),
-        notes=tuple(notes(job, memory, storage, duration, epochs)),
+        notes=(*notes(job, memory, storage, duration, epochs), *(bubble_notes(job, sizes, duration) if sizes else ())),
     )
 
 
@@ -250,11 +199,24 @@ def _counts(job: Job, rules: Rules, vocab_size: int | None) -> dict[str, int | N
     }
 
 
-def _duration(job: Job, counts: dict[str, int | None], tokens: int, storage: Storage | None, measured: Measured | None) -> Duration | None:
+def _costs(job: Job, rules: Rules, counts: dict[str, int | None], storage: Storage | None, memory: Memory | None) -> Costs:
+    """What is done besides steps."""
+    model_flops, hardware = counts["model_flops_per_token"], counts["hardware_flops_per_token"]
+    held = max((rank.parameter_bytes + rank.optimizer_bytes for rank in memory.stages), default=0) if memory else 0
+    return Costs(
+        write=storage.write_seconds if storage else None,
+        read=storage.read_seconds if storage else None,
+        copy=held / (COPY_GIB_PER_SECOND * GIB) if job.checkpoint.save_async else 0.0,
+        forward=FORWARD * model_flops / hardware if model_flops and hardware else FORWARD,
+        first_evaluation=rules.states is None,
+    )
+
+
+def _duration(job: Job, counts: dict[str, int | None], tokens: int, costs: Costs, measured: Measured | None) -> Duration | None:
     """At the speed of a run of the same layout, else at the assumed one."""
     model_flops, hardware = counts["model_flops_per_token"], counts["hardware_flops_per_token"]
     if not model_flops or not hardware:
         return None
     speed = measured_speed(job, measured, model_flops) if measured else None
     speed = speed or assumed_speed(job, model_flops, hardware, layout_of(job).bubble_fraction)
-    return duration_of(job, speed, tokens, storage.write_seconds if storage else None) if speed else None
+    return duration_of(job, speed, tokens, costs) if speed else None

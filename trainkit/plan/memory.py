@@ -72,10 +72,11 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """All stages, and what the device has (None: unknown)."""
+    """All stages, what the device has (None: unknown), and what published runs took over what is planned (None: not known)."""
 
     stages: tuple[RankMemory, ...]
     device_bytes: int | None
+    band: tuple[float, float] | None = None
 
     @property
     def fullest(self) -> RankMemory:
@@ -87,10 +88,16 @@ class Memory:
         """Whether the fullest rank fits; None where the device's memory is unknown."""
         return None if self.device_bytes is None else self.fullest.total_bytes <= self.device_bytes
 
+    @property
+    def band_bytes(self) -> tuple[int, int] | None:
+        """Between what the fullest rank may be found to take, by published runs; None where there are none."""
+        return None if self.band is None else (round(self.band[0] * self.fullest.total_bytes), round(self.band[1] * self.fullest.total_bytes))
+
     def to_json(self) -> dict[str, Any]:
         """plan/1's `memory`."""
         stages = [rank.to_json() for rank in self.stages]
-        return {"fullest_rank": self.fullest.to_json(), "device_bytes": self.device_bytes, "fits": self.fits, "stages": stages}
+        band = list(self.band_bytes) if self.band_bytes else None
+        return {"fullest_rank": self.fullest.to_json(), "device_bytes": self.device_bytes, "fits": self.fits, "band_bytes": band, "stages": stages}
 
 
 def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[str, int]:
@@ -153,7 +160,7 @@ def stage_memory(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded
 def memory_of(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int) -> Memory:
     """Memory of every stage."""
     stages = tuple(stage_memory(job, layout, rules, vocab_size, padded, stage) for stage in range(layout.pipeline))
-    return Memory(stages, job.cluster.device.memory_bytes)
+    return Memory(stages, job.cluster.device.memory_bytes, rules.memory_band)
 
 
 def fits(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int) -> bool:

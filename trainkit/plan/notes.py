@@ -8,9 +8,10 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.duration import Duration, Epochs
 from trainkit.plan.memory import TIGHT, Memory
 from trainkit.plan.objection import Objection
-from trainkit.plan.storage import Storage
+from trainkit.plan.storage import Storage, elsewhere
 
 MANY_EPOCHS = 4  # up to four, repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv:2305.16264)
+MUCH = 0.1  # of the steps' time, for checkpoints
 LOST = 0.01  # of the time: below, the interval of checkpoints is not worth a word
 
 
@@ -19,6 +20,10 @@ def notes(job: Job, memory: Memory | None, storage: Storage | None, duration: Du
     parallelism, device = job.parallelism, job.cluster.device
     if parallelism.sequence_parallel and parallelism.tensor_model_parallel_size == 1:
         yield Objection("sequence-parallel-off", "parallelism.sequence_parallel", "sequence_parallel is off at tensor-parallel size 1, as in Megatron-LM")
+    training = job.training
+    if training.warmup_iters > training.train_iters:
+        message = f"warmup lasts {training.warmup_iters:,.0f} steps, training {training.train_iters:,}: the learning rate never reaches {training.lr:g}"
+        yield Objection("warmup-beyond-end", "training.lr_warmup_iters", message)
     if device.peak_tflops and job.training.precision not in device.peak_tflops:
         yield Objection("no-peak", "training.precision", f"the device table knows no {job.training.precision} of {device.label or device.name}")
     if memory is None:
@@ -28,9 +33,16 @@ def notes(job: Job, memory: Memory | None, storage: Storage | None, duration: Du
     elif memory.fits and memory.device_bytes and memory.fullest.total_bytes > TIGHT * memory.device_bytes:
         part = memory.fullest.total_bytes / memory.device_bytes
         yield Objection("memory-tight", "cluster.device", f"the fullest rank takes {part:.0%} of its device, of which the reserve is assumed: it may not fit")
+    elif memory.fits and memory.device_bytes and memory.band_bytes and memory.band_bytes[1] > memory.device_bytes:
+        low, high = (size / 2**30 for size in memory.band_bytes)
+        message = f"published runs of engine {job.engine} took {low:.0f} to {high:.0f} GiB where this plan says {memory.fullest.total_bytes / 2**30:.0f}"
+        yield Objection("memory-band", "cluster.device", f"{message}: it may not fit")
     if storage is not None and storage.filesystem is None and len(job.cluster.filesystems) > 1:
         names = ", ".join(job.cluster.filesystems)
         yield Objection("filesystem-not-named", "checkpoint.filesystem", f"checkpoint.filesystem names none of {names}: time to write and room are not known")
+    if storage is not None and (path := elsewhere(job)) is not None:
+        message = f"file system {storage.filesystem} is mounted at {path}, and the cluster's root {job.cluster.root}, where checkpoints go, is not below it"
+        yield Objection("root-elsewhere", "checkpoint.filesystem", message)
     if epochs is not None and epochs.epochs > MANY_EPOCHS:
         yield Objection("many-epochs", "training.train_iters", f"dataset {job.dataset.name} is read {epochs.epochs:,.1f} times")
     yield from _interval(job, duration)
@@ -38,10 +50,22 @@ def notes(job: Job, memory: Memory | None, storage: Storage | None, duration: Du
 
 def _interval(job: Job, duration: Duration | None) -> Iterator[Objection]:
     """Checkpoints much too often or too seldom."""
-    if duration is None or duration.lost_as_asked is None or duration.lost_fraction is None or duration.checkpoint_steps is None:
+    if duration is None:
         return
-    best = min(duration.checkpoint_steps, job.training.train_iters)
-    if duration.lost_as_asked > max(LOST, 2 * duration.lost_fraction) and duration.days * 86400 > (duration.checkpoint_seconds or 0):
-        every = job.training.save_interval or job.training.train_iters
-        message = f"a checkpoint every {every:,} steps loses {duration.lost_as_asked:.1%} of the time to writing and to failures; every {best:,} loses least, "
-        yield Objection("save-interval", "training.save_interval", f"{message}{duration.lost_fraction:.1%}")
+    training, parts = job.training, duration.parts
+    every = training.save_interval or training.train_iters
+    best = min(duration.checkpoint_steps or training.train_iters, training.train_iters)
+    if (parts.saves or 0.0) > MUCH * parts.steps and every < best:
+        message = (
+            f"a checkpoint every {every:,} steps: training waits {(parts.saves or 0.0) / parts.steps:.0%} of "
+            f"the steps' time for them; every {best:,} steps loses least"
+        )
+        changes = ({"training.save_interval": best},)
+        yield Objection("save-interval", "training.save_interval", message, changes)
+        return
+    asked, least = duration.lost_as_asked, duration.lost_fraction
+    if asked is None or least is None or parts.steps <= (duration.checkpoint_seconds or 0):
+        return
+    if asked > max(LOST, 2 * least):
+        message = f"a checkpoint every {every:,} steps loses {asked:.1%} of the time to writing and to failures; every {best:,} loses least, {least:.1%}"
+        yield Objection("save-interval", "training.save_interval", message)

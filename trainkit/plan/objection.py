@@ -46,7 +46,11 @@ def with_change(job: Job, change: Change) -> Job:
 
 
 def _with_values(table: T, path: Sequence[str], values: Mapping[str, Value]) -> T:
-    new = {path[0]: _with_values(getattr(table, path[0]), path[1:], values)} if path else values
+    new: Mapping[str, Any] = values
+    if path:
+        inner = getattr(table, path[0])
+        plain = isinstance(inner, dict)  # engine_args, slurm
+        new = {path[0]: {**inner, **values} if plain else _with_values(inner, path[1:], values)}
     return type(table).model_validate({**dict(table), **new})
 
 

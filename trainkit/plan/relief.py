@@ -15,6 +15,8 @@ MOST_NODES = 64  # times the nodes asked for, where the cluster does not say how
 
 def _free(job: Job) -> Iterator[Change]:
     """What costs no arithmetic and about the same communication."""
+    if job.checkpoint.save_async:
+        yield {"checkpoint.save_async": False}
     if job.parallelism.zero_stage == 0:
         yield {ZERO: 1}
     if job.parallelism.tensor_model_parallel_size > 1 and not job.parallelism.sequence_parallel:

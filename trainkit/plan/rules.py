@@ -27,6 +27,7 @@ class Rules:
 
     Args:
         engine: its name in jobs.toml.
+        families: of models that it has; None: all.
         uneven_stages: pipeline stages may hold different numbers of layers.
         virtual_stages: it has an interleaved schedule.
         whole_rounds: under that schedule the micro-batches of a step must be a multiple of the stages; False: torch.distributed.pipelining's own demand, a
@@ -43,9 +44,12 @@ class Rules:
         bucket_elements: elements of the buffer that gradients are reduced through.
         checkpoint_weights: bytes a parameter of a checkpoint without moments, by precision.
         deletes_old: it keeps only the newest checkpoints.
+        memory_band: what published runs took over what this plan says of them: a tenth of them less than the first, a tenth more than the second.
+            None: nothing was published, or measured.
     """
 
     engine: str = "native"
+    families: tuple[str, ...] | None = None
     uneven_stages: bool = True
     virtual_stages: bool = True
     whole_rounds: bool = False
@@ -63,6 +67,7 @@ class Rules:
     bucket_elements: int = 0
     checkpoint_weights: Mapping[Precision, int] = field(default_factory=lambda: {"fp32": 4, "bf16": 4, "fp16": 4})
     deletes_old: bool = True
+    memory_band: tuple[float, float] | None = None
 
 
 def moments_of(training: Training) -> int:

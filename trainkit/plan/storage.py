@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from trainkit.jobs.clusters import Filesystem
@@ -18,6 +19,12 @@ def checkpoint_bytes_per_parameter(training: Training, rules: Rules = NATIVE) ->
     """Bytes a parameter: native 12, the fp32 weight and Adam's two moments; Megatron-LM, GPT-NeoX and NeMo 14, with the 16-bit weight (BLOOM-176B: 2.244 TiB,
     GPT-NeoX-20B: 268.0 GiB, as published). SGD's one momentum makes 4 less, none 8 less."""
     return rules.checkpoint_weights[training.precision] + 4 * moments_of(training)
+
+
+def read_seconds(size: float, tier: Filesystem | None) -> float | None:
+    """Seconds to read a checkpoint that all ranks read at once, at the file system's bandwidth; as fast as it is written where nobody says more."""
+    bandwidth = tier and (tier.read_gib_per_second or tier.write_gib_per_second)
+    return write_seconds(size, bandwidth) if bandwidth else None
 
 
 def write_seconds(size: float, gib_per_second: float) -> float:
@@ -39,12 +46,27 @@ def checkpoints_on_disk(job: Job, rules: Rules) -> int:
 
 
 def filesystem_of(job: Job) -> tuple[str, Filesystem] | None:
-    """Where checkpoints go, by name: as the job says, else the cluster's only one; None where neither is."""
+    """Where checkpoints go, by name: as the job says, else the cluster's only one, else that whose path holds the cluster's root; None without any."""
     tiers = job.cluster.filesystems
     if job.checkpoint.filesystem is not None:
         found = tiers.get(job.checkpoint.filesystem)
         return (job.checkpoint.filesystem, found) if found else None
-    return next(iter(tiers.items())) if len(tiers) == 1 else None
+    if len(tiers) == 1:
+        return next(iter(tiers.items()))
+    around = [(name, tier) for name, tier in tiers.items() if tier.path and _holds(tier.path, job)]
+    return max(around, key=lambda found: len(found[1].path or ""), default=None)
+
+
+def _holds(path: str, job: Job) -> bool:
+    """Whether the runs of a job lie below `path`."""
+    return job.cluster.root is not None and PurePosixPath(job.cluster.root).is_relative_to(path)
+
+
+def elsewhere(job: Job) -> str | None:
+    """The path of the file system that checkpoint.filesystem names, where runs do not lie below it."""
+    found = filesystem_of(job)
+    path = found[1].path if found else None
+    return path if path and job.cluster.root and not _holds(path, job) else None
 
 
 @dataclass(frozen=True)
@@ -57,7 +79,7 @@ class Storage:
         on_disk_bytes: of those.
         capacity_bytes: of the file system, or what is free on this machine's; None: unknown.
         filesystem: its name; None: none is named.
-        write_seconds: one checkpoint at the file system's bandwidth; None: unknown.
+        write_seconds: one checkpoint at the file system's bandwidth, `read_seconds` the same; None: unknown.
     """
 
     checkpoint_bytes: int
@@ -67,6 +89,7 @@ class Storage:
     capacity_bytes: int | None
     filesystem: str | None
     write_seconds: float | None
+    read_seconds: float | None
 
     def to_json(self) -> dict[str, Any]:
         """plan/1's `storage`."""
@@ -91,4 +114,5 @@ def storage_of(job: Job, rules: Rules, parameters: int, free_bytes: int | None =
         capacity_bytes=tier[1].capacity_bytes if tier else None if job.cluster.filesystems else free_bytes,
         filesystem=tier[0] if tier else None,
         write_seconds=write_seconds(size, bandwidth) if bandwidth else None,
+        read_seconds=read_seconds(size, tier[1] if tier else None),
     )

@@ -1,0 +1,157 @@
+"""Each key of jobs.toml is read by something; one that nothing reads would be a promise that nobody keeps."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.jobs_toml import GOOD, Checkout, refused
+from trainkit.jobs.schema import TABLES, Defaults, Table
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PACKAGE = CHECKOUT / "trainkit"
+# Keys of several tables: an attribute of that name could be another table's, so the words that read it are named.
+READERS = {
+    ("Cluster", "python"): ("launch/slurm/script.py", "job.cluster.python"),
+    ("Container", "python"): ("engines/native.py", "job.container.python"),
+    ("Cluster", "prolog"): ("launch/slurm/script.py", "job.cluster.prolog"),
+    ("Container", "prolog"): ("launch/containers", "container.prolog"),
+    ("Cluster", "slurm"): ("jobs/schema.py", "self.cluster.slurm"),
+    ("Job", "slurm"): ("jobs/schema.py", "self.slurm"),
+    ("Cluster", "memory_bytes"): ("plan/host.py", "job.cluster.memory_bytes"),
+    ("Device", "memory_bytes"): ("plan/memory.py", "device.memory_bytes"),
+    ("Cluster", "env"): ("jobs/schema.py", "self.cluster.env"),
+    ("Container", "env"): ("jobs/schema.py", "self.container.env"),
+    ("Job", "env"): ("jobs/schema.py", "self.env"),
+    ("WatchLimits", "start"): ("launch/pulse.py", "self.limits.start"),
+    ("Profile", "start"): ("train/profiling.py", "self.profile.start"),
+    ("StagePlace", "nodes"): ("launch/units.py", "asked.nodes"),
+    ("Job", "nodes"): ("launch/hosts.py", "job.nodes"),
+    ("Filesystem", "path"): ("plan/storage.py", "tier.path"),
+    ("Tokenizer", "path"): ("stages/prep_data.py", "tokenizer.path"),
+    ("Engine", "source"): ("cli/page.py", "engine.source"),
+    ("Dataset", "source"): ("stages/prep_data.py", "dataset.source"),
+    ("Engine", "container"): ("cli/page.py", "engine.container"),
+    ("Job", "container"): ("engines/native.py", "job.container"),
+    ("Tokenizer", "type"): ("stages/prep_data.py", "tokenizer.type"),
+    ("RopeScaling", "type"): ("train/rotary.py", "scaling.type"),
+    ("Tokenizer", "vocab_size"): ("plan/make.py", "tokenizer.vocab_size"),
+    ("Model", "vocab_size"): ("plan/make.py", "job.model.vocab_size"),
+    ("Part", "dataset"): ("jobs/datasets.py", "part.dataset"),
+    ("Job", "dataset"): ("plan/make.py", "job.dataset"),
+}
+AS_DATA = {"Tokenizer", "Dataset"}  # travel to the stage prep-data as JSON, and are read there by their keys
+
+
+def tables() -> list[type[Table]]:
+    """The tables of jobs.toml and those inside them."""
+    found: list[type[Table]] = []
+
+    def visit(table: type[Table]) -> None:
+        if table not in found:
+            found.append(table)
+            for field in table.model_fields.values():
+                for inner in parts(field.annotation):
+                    visit(inner)
+
+    every: list[type[Table]] = [*TABLES.values(), Defaults]
+    for table in every:
+        visit(table)
+    return found
+
+
+def parts(annotation: Any) -> Iterator[type[Table]]:
+    """The tables in a type."""
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from parts(inner)
+
+
+def read_somewhere() -> tuple[set[str], set[str]]:
+    """(attributes that the package reads, strings in it), the schema's own declarations left out."""
+    attributes, strings = set(), set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                attributes.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and PACKAGE / "jobs" not in path.parents:
+                strings.add(node.value)
+    return attributes, strings
+
+
+def test_each_key_is_read() -> None:
+    keys = [(table.__name__, key) for table in tables() for key in table.model_fields if key != "name"]
+    several = {key for _, key in keys if sum(other == key for _, other in keys) > 1}
+    attributes, strings = read_somewhere()
+    for table, key in keys:
+        if (table, key) == ("Defaults", "job"):
+            continue  # before there are models: Jobs.default_job
+        if key in several:
+            where, words = READERS[table, key]
+            files = [PACKAGE / where] if where.endswith(".py") else (PACKAGE / where).rglob("*.py")
+            assert any(words in file.read_text() for file in files), f"nothing in {where} reads {table}.{key}"
+        else:
+            assert key in attributes or (table in AS_DATA and key in strings), f"nothing reads {table}.{key}: use it, or put it into `planned`"
+
+
+RENAMED = "key_of_"
+
+
+@pytest.mark.slow
+def test_each_key_is_read_by_its_type(tmp_path: Path) -> None:
+    """The same, without doubt: mypy names every reader of a key that is called otherwise. (Tables in tables stay; what is in them is looked at.)"""
+    shutil.copytree(PACKAGE, tmp_path / "trainkit", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
+    scalars = {
+        table.__name__: {key for key, field in table.model_fields.items() if key != "name" and not any(parts(field.annotation))}
+        for table in tables()
+        if table is not Defaults
+    }
+    keys = set().union(*scalars.values())
+    for path in (tmp_path / "trainkit" / "jobs").glob("*.py"):
+        lines = path.read_text().splitlines(keepends=True)
+        classes = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.ClassDef)]
+        for node in (node for table in classes for node in table.body if table.name in scalars):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in keys:
+                lines[node.lineno - 1] = lines[node.lineno - 1].replace(node.target.id, RENAMED + node.target.id, 1)
+        path.write_text("".join(lines))
+    argv = [sys.executable, "-m", "mypy", "trainkit", "--cache-dir", str(tmp_path / "cache")]
+    said = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    read = set(re.findall(r'"(\w+)" has no attribute "(\w+)"', said))
+    assert len(read) > 100, said[-2000:]
+    _, strings = read_somewhere()
+    unread = {(table, key) for table, keys in scalars.items() for key in keys} - read
+    assert {(table, key) for table, key in unread if not (table in AS_DATA and key in strings)} == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[containers.c]\nimage = "a"\nruntime = "docker"\ndockerfile = "Dockerfile"\n', "containers.c.dockerfile is planned, but not in this version"),
+        ("[devices.d]\nlink_gb_per_second = 3.0\n", "devices.d.link_gb_per_second is planned, but not in this version"),
+        ('[clusters.c.stages.build-container]\npartition = "p"\n', "stage 'build-container' is planned, but not in this version"),
+        ('[clusters.c.stages.precompile]\npartition = "p"\n', "stage 'precompile' is planned, but not in this version"),
+        ('[clusters.c.stages.prepdata]\npartition = "p"\n', "there is no stage 'prepdata'; stages: prep-data, index, weights"),
+        ('[clusters.c.stages.build]\npartition = "p"\n', "the stage 'build' always runs where you type"),
+        ('[engines.megatron]\nsource = "x"\n', "there is no engine 'megatron'; engines: gpt-neox, megatron-lm"),
+    ],
+)
+def test_what_nothing_reads_is_refused_with_words(text: str, words: str, checkout: Checkout) -> None:
+    (problem,) = checkout(GOOD + text).check()
+    assert words in str(problem), problem
+
+
+def test_refusals_reach_jobs(checkout: Checkout) -> None:
+    text = GOOD + '\n[clusters.far]\nstages = { precompile = { partition = "p" } }\n'
+    (words,) = refused(checkout(text), sets=["cluster=far"])
+    assert "'precompile' is planned" in words
