@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 from pathlib import Path
 
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from trainkit.base.errors import TrainkitError
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.schema import Job
 from trainkit.launch.together import run_together
@@ -30,10 +31,10 @@ def last_lines(path: Path, count: int) -> list[str]:
         return []
 
 
-def facts_table(run: RunFolder) -> Table:
+def facts_table(run: RunFolder) -> Listing:
     """Losses, skipped steps, speed, places: two columns."""
     summary = summarize(run)
-    table = Table.grid(padding=(0, 2))
+    table = Listing("", "")
     further = {f"validation loss on {name}": losses for name, losses in summary.further_validation_losses().items()}
     for what, losses in {"training loss": summary.training_loss(), "validation loss": summary.validation_loss(), **further}.items():
         if losses:
@@ -64,7 +65,13 @@ def _print_sample(talk: Talk, run: RunFolder, job: Job) -> None:
     except TrainkitError as error:  # a host without the ranks' devices, say: training succeeded all the same
         talk.say(f"no sample from the model: {error}")
         return
-    talk.console.print(Panel(Text(sample.text), title="a sample from the model", title_align="left"))
+    talk.console.print(_sample_box(sample.text, talk.console))
+
+
+def _sample_box(text: str, console: Console) -> RenderableType:
+    """A frame on a terminal; elsewhere the lines as they are, below a heading."""
+    title = "a sample from the model"
+    return Panel(Text(text), title=title, title_align="left") if console.is_terminal else Text(f"{title}:\n{text}")
 
 
 def _print_failure(talk: Talk, record: Record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.extras import MissingExtra
 from trainkit.base.forms import document
 from trainkit.cli import slurm
 from trainkit.cli.attach import follow_run, started
@@ -55,7 +57,10 @@ def _refuse_without_wandb(job: Job) -> None:
         return
     from trainkit.train.wandb_log import wandb_problems
 
-    if problems := wandb_problems(job, {**job.environment, **secret_values(job.cluster.secrets, os.environ)}):
+    problems = wandb_problems(job, {**job.environment, **secret_values(job.cluster.secrets, os.environ)})
+    if len(problems) == 1 and importlib.util.find_spec("wandb") is None:  # ./inv can mend that by itself
+        raise MissingExtra(problems[0].message, "wandb", otherwise="or leave out wandb")
+    if problems:
         raise ConfigError(problems)
 
 
