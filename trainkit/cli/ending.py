@@ -35,10 +35,15 @@ def facts_table(run: RunFolder) -> Listing:
     """Losses, skipped steps, speed, places: two columns."""
     summary = summarize(run)
     table = Listing("", "")
-    further = {f"validation loss on {name}": losses for name, losses in summary.further_validation_losses().items()}
-    for what, losses in {"training loss": summary.training_loss(), "validation loss": summary.validation_loss(), **further}.items():
-        if losses:
-            table.add_row(escape(what), f"[bold]{losses[0]:.4f}[/] before, [bold]{losses[1]:.4f}[/] after")
+    table_of = {"training loss": (summary.training, summary.training_loss()), "validation loss": (summary.evaluations(), summary.validation_loss())}
+    for name, losses in summary.further_validation_losses().items():
+        table_of[f"validation loss on {name}"] = summary.evaluations(name), losses
+    for what, (rows, both) in table_of.items():
+        steps = [row["step"] for row in rows if row["lm_loss"] is not None]
+        if both and len(steps) == 1:  # measured once: there is no after yet
+            table.add_row(escape(what), f"[bold]{both[0]:.4f}[/] at step {steps[0]}")
+        elif both:
+            table.add_row(escape(what), f"[bold]{both[0]:.4f}[/] before, [bold]{both[1]:.4f}[/] after")
     if skipped := summary.skipped_iterations:
         nan = f", {summary.nan_iterations} of them for a loss or gradient norm that is not finite" if summary.nan_iterations else ""
         table.add_row("skipped steps", f"[yellow]{skipped}[/]{nan}")

@@ -257,13 +257,14 @@ def why(talk: Talk, run: str, attempt: int = 0) -> Answer:
         "follow": "go on printing until the run ends",
         "lines": "how many of the last lines; 0: all",
     },
+    reports=True,
     at_least={"attempt": 0, "lines": 0},
 )
-def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0, follow: bool = False, lines: int = 50) -> None:
+def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0, follow: bool = False, lines: int = 50) -> Answer:
     """Print the logs of ranks; by default that of rank 0."""
     from trainkit.cli import logs as reader
 
-    reader.logs(talk, run, rank, node, attempt, follow=follow, lines=lines)
+    return reader.logs(talk, run, rank, node, attempt, follow=follow, lines=lines)
 
 
 @make_task(
