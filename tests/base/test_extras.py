@@ -9,9 +9,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from invoke.exceptions import Exit as Leave
 
 from trainkit.base import extras
+from trainkit.base import install as installer
 from trainkit.base.extras import DISTRIBUTION, MissingExtra, install_command
+from trainkit.cli import wrapper
+from trainkit.cli.wrapper import Talk
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "constraints.txt", ROOT / "inv", ROOT / "jobs.toml", ROOT / "setup.py", ROOT / "pyproject.toml"]
@@ -60,3 +64,32 @@ def test_the_command_names_interpreter_and_checkout(tmp_path: Path, monkeypatch:
     assert shlex.split(install_command("data"))[4:] == ["ftfy>=6.2"] and shlex.split(install_command())[4:] == ["numpy>=2.0"]
     error = MissingExtra("drawing needs matplotlib", "report", otherwise="or leave it")
     assert str(error) == f"drawing needs matplotlib\n  {install_command('report')}\n  or leave it"
+
+
+def test_inv_installs_an_extra_and_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once: where the extra is installed and its package is missing all the same, the error is the answer. Elsewhere than in ./inv's own .venv too."""
+    (tmp_path / "inv").touch()
+    talk, installed, begun = Talk(json=False, dry_run=False, folder=tmp_path), list[list[str]](), list[list[str]]()
+    monkeypatch.setattr(installer, "ensure", lambda root, wanted: installed.append(wanted))
+    monkeypatch.setattr(installer, "has_extra", lambda root, extra: [extra] in installed)
+    monkeypatch.setattr("os.execv", lambda path, argv: begun.append(argv))
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-P", "-m", "trainkit", "report", "last"])
+
+    def draws() -> None:
+        raise MissingExtra("drawing needs matplotlib", "report")
+
+    def refused(asked: Talk) -> str:
+        with pytest.raises(Leave) as leave:
+            wrapper._call(asked, draws)
+        assert leave.value.code == 3
+        return str(leave.value.message)
+
+    assert install_command("report") in refused(talk) and not installed  # another environment: only the command is said
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    refused(Talk(json=False, dry_run=True, folder=tmp_path))
+    assert not installed, "a dry run changes nothing"
+    refused(talk)
+    assert installed == [["report"]] and begun == [[sys.executable, "-P", "-m", "trainkit", "report", "last"]]
+    assert "drawing needs matplotlib: installing the extra report" in capfd.readouterr().err
+    refused(talk)
+    assert len(installed) == len(begun) == 1

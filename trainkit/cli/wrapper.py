@@ -179,7 +179,7 @@ def _install_and_begin_again(talk: Talk, error: MissingExtra) -> None:
     root = talk.folder.resolve()
     if has_extra(root, error.extra):  # and its package is missing all the same: a second time would not help
         return
-    print(f"{error.message}: installing the extra {error.extra}", file=sys.stderr, flush=True)
+    print(f"{error.list[0].message}: installing the extra {error.extra}", file=sys.stderr, flush=True)
     try:
         ensure(root, [error.extra])
     except InstallError as failed:
