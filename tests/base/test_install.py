@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import wait_for
 from trainkit.base import install as installer
-from trainkit.base.install import InstallError, csrc_sha256, ensure, fingerprint, install, missing_tools, pip_command
+from trainkit.base.install import InstallError, build_extension, csrc_sha256, ensure, extension_path, fingerprint, missing_tools, pip_command
 
 ROOT = Path(__file__).resolve().parents[2]
 Commands = list[list[str]]
@@ -44,13 +44,17 @@ def _fake_python(root: Path, body: str = "exit 0") -> None:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """What would have been run; `venv` makes the fake Python, pip does nothing."""
+    """What would have been run; `venv` makes the fake Python, setup.py an extension that holds the hash of csrc/, pip does nothing."""
     run: Commands = []
 
     def fake(command: list[str], root: Path, lock: int) -> None:
         run.append(command)
         if "venv" in command:
             _fake_python(root, f"echo {sys.implementation.cache_tag}")
+        elif "setup.py" in command:
+            made = Path(command[command.index("--build-lib") + 1]) / "trainkit" / extension_path(root).name
+            made.parent.mkdir(parents=True)
+            made.write_text(csrc_sha256(root))
         elif command[0].startswith(str(root)):
             assert not (root / ".venv" / "trainkit-install.json").exists(), "nothing may count as installed while pip runs"
 
@@ -60,7 +64,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 
 def _steps(commands: Commands) -> list[str]:
-    return [command[command.index("-m") + 1] for command in commands]
+    return [command[command.index("-m") + 1] if "-m" in command else command[1] for command in commands]
 
 
 def _rewrite(name: str) -> Callable[[Path], object]:
@@ -68,7 +72,10 @@ def _rewrite(name: str) -> Callable[[Path], object]:
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
-    **{name: _rewrite(name) for name in (*installer.CHECKOUT_FILES, "csrc/index/a.h", "trainkit/base/install.py")},
+    **{name: _rewrite(name) for name in (*installer.CHECKOUT_FILES, "trainkit/base/install.py")},
+}
+SOURCES: dict[str, Callable[[Path], object]] = {
+    "a changed source": _rewrite("csrc/index/a.h"),
     "a new source": lambda root: (root / "csrc" / "kernels.cpp").write_text(""),
     "a removed source": lambda root: (root / "csrc" / "index" / "a.h").unlink(),
     "a renamed source": lambda root: (root / "csrc" / "index" / "a.h").rename(root / "csrc" / "index" / "b.h"),
@@ -83,6 +90,31 @@ def test_every_input_changes_the_fingerprint(change: str, checkout: Path, comman
     assert fingerprint(checkout, []) != before
     ensure(checkout, [])
     assert _steps(commands) == ["venv", "pip", "pip"]
+
+
+@pytest.mark.parametrize("change", SOURCES)
+def test_a_changed_source_is_compiled_and_nothing_else_is_done(change: str, checkout: Path, commands: Commands) -> None:
+    ensure(checkout, ["test"], extension=True)
+    stamp = (checkout / ".venv" / "trainkit-install.json").read_bytes()
+    SOURCES[change](checkout)
+    ensure(checkout, ["test"])  # for a task that needs no extension, or compiles it itself
+    assert _steps(commands) == ["venv", "pip", "setup.py"]
+    ensure(checkout, ["test"], extension=True)
+    ensure(checkout, ["test"], extension=True)
+    assert _steps(commands) == ["venv", "pip", "setup.py", "setup.py"]
+    assert (checkout / ".venv" / "trainkit-install.json").read_bytes() == stamp
+    assert extension_path(checkout).read_text() == csrc_sha256(checkout) and not list((checkout / "build").iterdir())
+
+
+def test_being_killed_while_compiling_spoils_no_environment(checkout: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    ensure(checkout, [], extension=True)
+    (checkout / "csrc" / "index" / "a.cpp").write_text("changed")
+    with monkeypatch.context() as patch:
+        patch.setattr(installer, "_compile", lambda *_: (_ for _ in ()).throw(RuntimeError("killed")))
+        with pytest.raises(RuntimeError):
+            ensure(checkout, [], extension=True)
+    ensure(checkout, [], extension=True)
+    assert _steps(commands) == ["venv", "pip", "setup.py", "setup.py"]
 
 
 def test_the_fingerprint_knows_extras_folder_and_python(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,18 +180,14 @@ def test_a_failed_pip_leaves_what_was_before(checkout: Path, commands: Commands,
     assert _steps(commands) == ["venv", "pip"]
 
 
-def test_the_build_stage_renews_the_stamp_of_its_own_venv_only(checkout: Path, commands: Commands, tmp_path: Path) -> None:
+def test_the_build_stage_compiles_with_its_own_python(checkout: Path, commands: Commands, tmp_path: Path) -> None:
     ensure(checkout, ["test"])
     (checkout / "csrc" / "index" / "a.cpp").write_text("changed")
-    install(checkout, [], checkout / ".venv" / "bin" / "python")
-    ensure(checkout, ["test"])
-    assert _steps(commands) == ["venv", "pip", "pip"]
     elsewhere = tmp_path / "elsewhere" / "bin" / "python"
-    install(checkout, [], elsewhere)
-    assert commands[-1][0] == str(elsewhere)
-    assert not elsewhere.parent.parent.exists()
-    ensure(checkout, ["test"])
-    assert len(commands) == 4
+    build_extension(checkout, elsewhere)
+    assert _steps(commands) == ["venv", "pip", "setup.py"] and commands[-1][0] == str(elsewhere)
+    ensure(checkout, ["test"], extension=True)
+    assert len(commands) == 3
 
 
 def test_pips_last_words_are_shown(checkout: Path) -> None:
@@ -185,10 +213,14 @@ def test_a_missing_compiler_or_header_is_said_before_pip(checkout: Path, monkeyp
 
 # -- as a program, by path, with pip replaced by a script --------------------------------------------------------------
 
+HANGS = 600.0  # seconds; only against a test that would never end
 PIP = """case "$*" in
 *"import sys, pip"*) echo {tag} ;;
 *"-m pip"*) echo started >> "{root}/log"; {body}; echo ended >> "{root}/log" ;;
 esac"""
+
+
+UNTIL_TOLD = "while [ ! -e '{root}/go' ]; do sleep 0.05; done"
 
 
 def _start(root: Path) -> subprocess.Popen[str]:
@@ -198,10 +230,7 @@ def _start(root: Path) -> subprocess.Popen[str]:
 
 
 def _wait_for(root: Path, word: str) -> None:
-    deadline = time.monotonic() + 20
-    while word not in (root / "log").read_text() if (root / "log").exists() else True:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: (root / "log").exists() and word in (root / "log").read_text(), f"pip to have {word}", timeout=HANGS)
 
 
 def _words(root: Path) -> list[str]:
@@ -209,15 +238,19 @@ def _words(root: Path) -> list[str]:
 
 
 def _fake_pip(root: Path, body: str) -> None:
-    _fake_python(root, PIP.format(tag=sys.implementation.cache_tag, root=root, body=body))
+    _fake_python(root, PIP.format(tag=sys.implementation.cache_tag, root=root, body=body.format(root=root)))
 
 
 def test_two_first_uses_at_once_wait_for_one_another(checkout: Path) -> None:
-    _fake_pip(checkout, "sleep 0.5")
+    _fake_pip(checkout, UNTIL_TOLD)
     first = _start(checkout)
     _wait_for(checkout, "started")
     second = _start(checkout)
-    (_, first_words), (_, second_words) = first.communicate(timeout=30), second.communicate(timeout=30)
+    assert second.stderr is not None
+    second_words = second.stderr.readline()  # it waits, and the first is still at it
+    (checkout / "go").touch()
+    (_, first_words), (_, more_words) = first.communicate(timeout=HANGS), second.communicate(timeout=HANGS)
+    assert more_words == ""
     assert (first.returncode, second.returncode) == (0, 0)
     assert second_words == f"trainkit: process {first.pid} is installing this checkout; waiting for it\n"
     assert "waiting" not in first_words
@@ -227,7 +260,7 @@ def test_two_first_uses_at_once_wait_for_one_another(checkout: Path) -> None:
 def test_a_failed_pip_ends_with_6_and_one_message(checkout: Path) -> None:
     _fake_pip(checkout, "echo could not find torch; exit 1")
     child = _start(checkout)
-    _, words = child.communicate(timeout=30)
+    _, words = child.communicate(timeout=HANGS)
     assert child.returncode == 6
     assert words.count("trainkit: the installation failed (exit code 1)") == 1
     assert "  | could not find torch" in words
@@ -236,28 +269,38 @@ def test_a_failed_pip_ends_with_6_and_one_message(checkout: Path) -> None:
 
 
 def test_ctrl_c_ends_with_130_and_one_line(checkout: Path) -> None:
-    _fake_pip(checkout, "sleep 20")
+    _fake_pip(checkout, UNTIL_TOLD)
     child = _start(checkout)
     _wait_for(checkout, "started")
     os.killpg(child.pid, signal.SIGINT)
-    _, words = child.communicate(timeout=10)
+    _, words = child.communicate(timeout=HANGS)
     assert child.returncode == 130
     assert words.splitlines()[1:] == ["trainkit: interrupted; the next ./inv begins the installation anew"]
     assert _words(checkout) == ["started"]
     assert not (checkout / ".venv" / "trainkit-install.json").exists()
 
 
-def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(checkout: Path, commands: Commands, capfd: pytest.CaptureFixture[str]) -> None:
-    _fake_pip(checkout, "sleep 1")
+def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(
+    checkout: Path, commands: Commands, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = installer._holder
+    _fake_pip(checkout, UNTIL_TOLD)
     child = _start(checkout)
     _wait_for(checkout, "started")
     child.kill()
-    child.communicate(timeout=10)
+    child.wait(timeout=HANGS)
     assert not (checkout / ".venv" / "trainkit-install.json").exists()
+
+    def asked(handle: int) -> dict[str, object]:  # as is done when somebody has to wait
+        (checkout / "go").touch()
+        return holder(handle)
+
+    monkeypatch.setattr(installer, "_holder", asked)
     ensure(checkout, [])  # begins when the killed one's pip has ended, and starts from an empty .venv
     assert _words(checkout) == ["started", "ended"]
     assert _steps(commands) == ["venv", "pip"]
-    assert ".venv is unfinished" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "waiting for it" in said and ".venv is unfinished" in said
     assert json.loads((checkout / ".venv" / "trainkit-install.json").read_text())["extras"] == []
 
 
@@ -266,12 +309,12 @@ def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(checkout: Pa
 
 def _inv(root: Path, *words: str, path: str | None = None, through: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "CXX": "true", **({} if path is None else {"PATH": path})}
-    return subprocess.run([str(through or root / "inv"), *words], cwd=root.parent, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([str(through or root / "inv"), *words], cwd=root.parent, env=env, capture_output=True, text=True, timeout=HANGS, check=False)
 
 
 def test_inv_passes_words_and_folder_on_through_links(checkout: Path, tmp_path: Path) -> None:
     real = sys.executable
-    body = f'case "$*" in *install.py*) exec "{real}" "$@" ;; *invoke*) pwd; for w in "$@"; do echo "[$w]"; done; exit 7 ;; esac'
+    body = f'case "$*" in *install.py*) exec "{real}" "$@" ;; *"-m trainkit"*) pwd; for w in "$@"; do echo "[$w]"; done; exit 7 ;; esac'
     _fake_pip(checkout, "true")
     script = checkout / ".venv" / "bin" / "python"
     script.write_text(script.read_text() + body + "\n")
@@ -279,7 +322,7 @@ def test_inv_passes_words_and_folder_on_through_links(checkout: Path, tmp_path: 
     (tmp_path / "bin" / "link").symlink_to("../a clone/inv")
     (tmp_path / "inv").symlink_to(tmp_path / "bin" / "link")
     done = _inv(checkout, "train", "a b", "--set", "x=*", through=tmp_path / "inv")
-    assert done.stdout.splitlines() == [str(tmp_path), "[-P]", "[-m]", "[invoke]", "[--search-root]", f"[{checkout}]", "[train]", "[a b]", "[--set]", "[x=*]"]
+    assert done.stdout.splitlines() == [str(tmp_path), "[-P]", "[-m]", "[trainkit]", "[--search-root]", f"[{checkout}]", "[train]", "[a b]", "[--set]", "[x=*]"]
     assert done.returncode == 7
     assert json.loads((checkout / ".venv" / "trainkit-install.json").read_text())["extras"] == []
     _inv(checkout, "test")

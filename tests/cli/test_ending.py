@@ -13,6 +13,8 @@ from rich.console import Console
 from tests.conftest import Project
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import ConfigError
+from trainkit.base.extras import MissingExtra
+from trainkit.cli import prepare
 from trainkit.cli import run as runner
 from trainkit.cli.ending import facts_table
 from trainkit.cli.wrapper import Talk
@@ -83,6 +85,16 @@ def test_a_longer_run_is_told_where_its_decay_ends(project: Project, monkeypatch
     assert "after step 30 the learning rate is min_lr = 0; --set training.lr_decay_iters=50 would" in capsys.readouterr().out
     runner.resume(talk, "last", ["training.train_iters=50", "training.lr_decay_iters=50"], share=False)
     assert "min_lr" not in capsys.readouterr().out
+
+
+def test_an_extra_of_the_data_is_missed_before_a_worker_starts(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    path = project.path / "jobs.toml"
+    path.write_text(path.read_text().replace('source = "files"', 'source = "files"\nfix_text = true'))
+    with pytest.raises(MissingExtra, match="needs ftfy") as caught:
+        prepare.prep_data(Talk(json=False, dry_run=False, folder=project.path), "lines", "", 0, force=False)
+    assert caught.value.extra == "data" and caught.value.exit == 6 and not list(project.path.glob("data/**/*.bin"))
+    prepare.prep_data(Talk(json=False, dry_run=True, folder=project.path), "lines", "", 0, force=False)  # only says what would be run
 
 
 @pytest.mark.parametrize("key", [False, True])

@@ -94,8 +94,9 @@ def test_keys(tmp_path: Path) -> None:
     accept = setup.accept_step(PAIR[0], PUBLIC).text
     assert bash(accept, tmp_path)[:2] == (0, "changed") and bash(accept, tmp_path)[:2] == (0, "already")
     assert accepted.read_text() == f"ssh-rsa AAAA somebody\n{PUBLIC}\n" and accepted.stat().st_mode & 0o777 == 0o600
-    hostile = "ssh-ed25519 AAAAother it's $(touch /tmp/never) me"
+    hostile = f"ssh-ed25519 AAAAother it's $(touch {tmp_path}/never) me"
     assert bash(setup.accept_step(PAIR[0], hostile).text, tmp_path)[1] == "changed" and accepted.read_text().endswith(f"\n{hostile}\n")
+    assert not (tmp_path / "never").exists()
 
 
 def test_the_hostfile_is_one_that_is_read_again(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def test_a_run_that_is_just_beginning_has_not_failed(project: Project) -> None:
         return seen[-1] not in ("starting", "failed")
 
     wait_for(begun, "its supervisor")
-    out, err = typed.communicate(timeout=120)
+    out, err = typed.communicate(timeout=600)
     project.invoke("cancel", path.name, exit=15)
     assert typed.returncode == 0, out + err
     assert seen[0] == "starting" and seen[-1] == "running" and set(seen) == {"starting", "running"}

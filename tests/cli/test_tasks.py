@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import TASKS, Project
 
 TASK_NAMES = [
@@ -18,6 +16,7 @@ TASK_NAMES = [
     "cancel",
     "check",
     "checkpoints",
+    "clean",
     "data-stats",
     "data-verify",
     "doctor",
@@ -25,6 +24,7 @@ TASK_NAMES = [
     "export",
     "fleet",
     "generate",
+    "init",
     "jobs",
     "logs",
     "nodes",
@@ -50,10 +50,22 @@ def test_the_surface_is_frozen(project: Project) -> None:
     assert all(task["help"] for task in listed["tasks"])
 
 
-@pytest.mark.parametrize("task", TASK_NAMES)
-def test_every_task_has_help(project: Project, task: str) -> None:
-    out = project.invoke("--help", task).stdout
-    assert "Docstring:" in out and f" {task} " in out
+HELP = """
+import sys
+from invoke.main import program
+sys.stdout.reconfigure(line_buffering=True)
+for task in sys.argv[1:]:
+    print(f"=== {task}")
+    program.run(["invoke", "--help", task], exit=False)
+"""
+
+
+def test_every_task_has_help(project: Project) -> None:
+    """Invoke's own program, all of them in one process."""
+    argv = [sys.executable, "-c", HELP, *TASK_NAMES]
+    out = subprocess.run(argv, cwd=project.path, capture_output=True, text=True, check=True).stdout
+    pages = dict(zip(TASK_NAMES, out.split("=== ")[1:], strict=True))
+    assert all("Docstring:" in page and page.startswith(f"{task}\n") and f" {task} " in page for task, page in pages.items())
 
 
 def test_a_flag_is_no_job(project: Project) -> None:
@@ -142,26 +154,39 @@ def test_tasks_file_is_one_line() -> None:
     assert TASKS.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["logs", "last", "--rank", "abc"], "--rank takes ranks such as 3 or 0,8-15, or the word failed, not 'abc'"),
-        (["logs", "last", "--rank", "3-1"], "not '3-1'"),
-        (["train", "text", "--nodes", "-1"], "--nodes -1: the lowest is 0"),
-        (["logs", "last", "--lines", "-1"], "--lines -1: the lowest is 0"),
-        (["generate", "last", "--max-new-tokens", "0"], "--max-new-tokens 0: the lowest is 1"),
-        (["generate", "last", "--temperature", "warm"], "--temperature takes a number"),
-        (["generate", "last", "--seed", "99999999999999999999"], "--seed 99999999999999999999 is too large: it must be below 2**63"),
-        (["generate", "last", "--seed", "9" * 400], "is too large"),
-        (["generate", "last", "--seed", "-1"], "--seed -1: the lowest is 0"),
-        (["generate", "last", "--temperature", "inf"], "--temperature takes a finite number, not 'inf'"),
-        (["generate", "last", "--temperature", "nan"], "--temperature takes a finite number, not 'nan'"),
-        (["tensorboard", "--port", "x"], "--port takes a whole number"),
-    ],
-)
-def test_a_bad_number_is_one_line(project: Project, words: list[str], said: str) -> None:
-    refused = project.invoke(*words, exit=1)
-    assert said in refused.stderr and refused.stderr.count("\n") == 1
+BAD_NUMBERS = [
+    (["logs", "last", "--rank", "abc"], "--rank takes ranks such as 3 or 0,8-15, or the word failed, not 'abc'"),
+    (["logs", "last", "--rank", "3-1"], "not '3-1'"),
+    (["train", "text", "--nodes", "-1"], "--nodes -1: the lowest is 0"),
+    (["logs", "last", "--lines", "-1"], "--lines -1: the lowest is 0"),
+    (["generate", "last", "--max-new-tokens", "0"], "--max-new-tokens 0: the lowest is 1"),
+    (["generate", "last", "--temperature", "warm"], "--temperature takes a number"),
+    (["generate", "last", "--seed", "99999999999999999999"], "--seed 99999999999999999999 is too large: it must be below 2**63"),
+    (["generate", "last", "--seed", "9" * 400], "is too large"),
+    (["generate", "last", "--seed", "-1"], "--seed -1: the lowest is 0"),
+    (["generate", "last", "--temperature", "inf"], "--temperature takes a finite number, not 'inf'"),
+    (["generate", "last", "--temperature", "nan"], "--temperature takes a finite number, not 'nan'"),
+    (["tensorboard", "--port", "x"], "--port takes a whole number"),
+]
+EACH = """
+import json, sys
+from invoke.main import program
+for words in json.loads(sys.argv[1]):
+    print("===", file=sys.stderr, flush=True)
+    try:
+        program.run(["invoke", *words])
+    except SystemExit as leave:
+        print(f"exit {leave.code}", file=sys.stderr, flush=True)
+"""
+
+
+def test_a_bad_number_is_one_line(project: Project) -> None:
+    """All in one process: a task that refuses its words has done nothing yet."""
+    argv = [sys.executable, "-c", EACH, json.dumps([words for words, _ in BAD_NUMBERS])]
+    told = subprocess.run(argv, cwd=project.path, capture_output=True, text=True, check=True).stderr.split("===\n")[1:]
+    for (words, said), text in zip(BAD_NUMBERS, told, strict=True):
+        line, code, *more = text.splitlines()
+        assert said in line and code == "exit 1" and not more, (words, text)
 
 
 def test_a_root_that_cannot_be_written(project: Project) -> None:

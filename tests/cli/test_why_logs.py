@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,37 +122,45 @@ def test_logs_of_a_host_that_started_nothing(project: Project, run: RunFolder, c
     assert error.value.list[0].hint == "its hosts: node1, node2, node9"
 
 
-def test_following_several_logs_to_the_end(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_as_a_document(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = Talk(json=True, dry_run=False, folder=project.path)
+    answer = logs.logs(asked, "last", "0-1", "", 2, follow=False, lines=1)
+    document = answer.document
+    assert (document["schema"], document["run"], document["attempt"]) == ("logs/1", run.id, 2)
+    assert [(each["rank"], each["lines"]) for each in document["logs"]] == [(rank, [run.attempt(2).log(rank).read_text().splitlines()[-1]]) for rank in (0, 1)]
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ConfigError, match="contradict"):
+        logs.logs(asked, "last", "", "", 0, follow=True, lines=1)
+
+
+def test_following_several_logs_to_the_end(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     events = begin(run, 3)  # this process is its supervisor, and lives
     for rank in range(2):
         run.attempt(3).log(rank).parent.mkdir(exist_ok=True)
         run.attempt(3).log(rank).write_text("torn" if rank else "")
         events.write("rank_started", rank=rank, host="node1", pid=1)
 
-    def write() -> None:
-        with open(run.attempt(3).log(0), "a") as one, open(run.attempt(3).log(1), "a") as two:
-            for file, text in ((one, "half a "), (two, "from one\n"), (one, "line\n"), (two, "last")):
-                file.write(text)
-                file.flush()
-                time.sleep(0.3)
-        end(events, 0, "success")
+    pieces = iter([(0, "half a "), (1, "from one\n"), (0, "line\n"), (1, "last")])
 
-    thread = threading.Thread(target=write)
-    thread.start()
+    def write(_: float) -> None:
+        """Between two looks at the logs a piece more is written; after the last of them the run ends."""
+        if (piece := next(pieces, None)) is None:
+            end(events, 0, "success")
+            return
+        with open(run.attempt(3).log(piece[0]), "a") as file:
+            file.write(piece[1])
+
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))
     logs.logs(talk(project), "last", "0-1", "", 0, follow=True, lines=0)
-    thread.join()
     assert sorted(capsys.readouterr().out.splitlines()) == ["[0] half a line", "[1] last", "[1] tornfrom one"]
 
 
 def test_status_again_until_the_end(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "WATCH_SECONDS", 0.1)
-    events = begin(run, 3)
-    timer = threading.Timer(1.0, lambda: end(events, 12, "preempted"))
-    timer.start()
+    events, waits = begin(run, 3), iter([False, True])
+    monkeypatch.setattr(follow, "time", SimpleNamespace(sleep=lambda _: end(events, 12, "preempted") if next(waits) else None))
     answer = follow.status(talk(project), "last", watch=True)
-    timer.join()
     out = capsys.readouterr().out
-    assert answer.document["state"] == "preempted" and out.count("attempt 3") > 1 and "running" in out
+    assert answer.document["state"] == "preempted" and out.count("attempt 3") == 3 and "running" in out
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

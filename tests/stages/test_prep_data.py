@@ -136,6 +136,8 @@ def test_a_bad_line_is_named(project: Project, line: str, words: str) -> None:
     error = project.document("prep-data", exit=6)
     assert error["schema"] == "error/1" and error["exit"] == 6 and error["problems"][0]["line"] == 2
     assert "unfinished" in json.loads((project.path / "stamps/prep-data/lines--bpe.json").read_text())
+    again = project.invoke("prep-data", "--dry-run").stdout
+    assert "is stale because its last making failed: " in again and words in again and "interrupted" not in again
 
 
 def test_blank_lines_empty_documents_and_no_last_newline_are_legal(project: Project) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.train.support import new_run, tiny_job
 from trainkit.base.errors import ConfigError
+from trainkit.base.extras import install_command
 from trainkit.jobs.schema import Cluster, Job, Wandb
 from trainkit.runs.folder import RunFolder
 from trainkit.train import wandb_log
@@ -81,7 +82,7 @@ def test_what_is_missing_is_named_all_at_once(run: RunFolder, tmp_path: Path, mo
     with pytest.raises(ConfigError) as caught:
         open_wandb(job(tmp_path, mode="online"), run)
     package, key = caught.value.list
-    assert "wandb is not installed" in package.message and "trainkit[wandb]" in package.hint
+    assert "wandb is not installed" in package.message and package.hint.startswith(install_command("wandb"))
     assert f"have no {KEY}" in key.message and f'clusters.here.secrets = ["{KEY}"]' in key.hint
     monkeypatch.setitem(sys.modules, "wandb", Double())
     assert [problem.message for problem in wandb_problems(job(tmp_path, mode="online"))] == [key.message]

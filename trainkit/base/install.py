@@ -1,9 +1,11 @@
 """Installs this checkout into an environment, once for every change of what it is made from.
 
-`inv` runs this file by path before anything is installed (`python3 -I -S trainkit/base/install.py ensure [EXTRA ...]`), setup.py loads
-`csrc_sha256` from it, the build stage imports `install`. So it imports the standard library only, and of that little on the fast path.
+`inv` runs this file by path before anything is installed (`python3 -I -S trainkit/base/install.py ensure [--extension] [EXTRA ...]`),
+setup.py loads `csrc_sha256` from it, the build stage imports `build_extension`. So it imports the standard library only, and of that little
+on the fast path.
 
 What counts as installed is said by one file, `.venv/trainkit-install.json`: the fingerprint of everything the installation depends on.
+csrc/ is no part of it: the compiled extension says itself which source it is of, and when that changed, only the extension is compiled again.
 It is gone while pip runs and written when pip has succeeded. Who installs holds a lock on `.venv.lock` with its words in it, the environment
 it is at; an environment that is still named there when the next one gets the lock was left half done: then it is made anew. The lock is one for
 all environments of a checkout: each installation compiles the extension in the same place.
@@ -47,6 +49,21 @@ def csrc_sha256(root: Path) -> str:
     return _hash_files(root, names)
 
 
+def extension_path(root: Path) -> Path:
+    """Where a checkout has its compiled extension for the running Python."""
+    from importlib.machinery import EXTENSION_SUFFIXES
+
+    return root / "trainkit" / f"_index{EXTENSION_SUFFIXES[0]}"
+
+
+def extension_is_current(root: Path) -> bool:
+    """Whether the compiled extension is of the source in csrc/: it holds that source's hash as a text. Nothing is loaded."""
+    try:
+        return csrc_sha256(root).encode() in extension_path(root).read_bytes()
+    except OSError:
+        return False
+
+
 class Environment:
     """A folder of a checkout with a Python of its own.
 
@@ -64,9 +81,9 @@ class Environment:
 
 
 def fingerprint(root: Path, extras: Collection[str], pins: str = "") -> str:
-    """What an installation depends on, as one hash: the files that describe it, csrc/, this file, the folder, Python's ABI, the extras."""
+    """What an installation depends on, as one hash: the files that describe it, this file, the folder, Python's ABI, the extras."""
     files = _hash_files(root, [*CHECKOUT_FILES, "trainkit/base/install.py", *([pins] if pins else [])])
-    parts = [files, csrc_sha256(root), os.path.realpath(root), sys.implementation.cache_tag, os.uname().machine, *sorted(set(extras))]
+    parts = [files, os.path.realpath(root), sys.implementation.cache_tag, os.uname().machine, *sorted(set(extras))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -78,6 +95,11 @@ def _recorded_extras(environment: Environment) -> set[str] | None:
         return extras if stamp["fingerprint"] == fingerprint(environment.root, extras, environment.pins) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def has_extra(root: Path, extra: str) -> bool:
+    """Whether the checkout's own .venv was installed with this extra."""
+    return extra in (_recorded_extras(Environment(root)) or ())
 
 
 def _fresh(environment: Environment, extras: Collection[str]) -> bool:
@@ -95,8 +117,11 @@ def _write_stamp(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _locked(root: Path, environment: str) -> Iterator[tuple[int, bool]]:
-    """Hold the lock; gives its file descriptor, and whether the former holder died while it changed the same environment."""
+def _locked(root: Path, environment: str = "") -> Iterator[tuple[int, bool]]:
+    """Hold the lock; gives its file descriptor, and whether the former holder died while it changed the same environment.
+
+    Without an environment: for what changes none of them, so that being killed in it spoils none.
+    """
     import fcntl
 
     handle = os.open(root / ".venv.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -108,7 +133,7 @@ def _locked(root: Path, environment: str) -> Iterator[tuple[int, bool]]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         unfinished = _unfinished(handle)
         died = environment in unfinished
-        _write_words(handle, pid=os.getpid(), unfinished=sorted(unfinished | {environment}))
+        _write_words(handle, pid=os.getpid(), unfinished=sorted(unfinished | ({environment} if environment else set())))
         try:
             yield handle, died
         except InstallError:  # pip has undone what it did
@@ -258,17 +283,37 @@ def _install(environment: Environment, extras: Collection[str], python: Path, lo
     _say(f"installed in {time.monotonic() - began:.0f} s")
 
 
-def install(root: Path, extras: Collection[str], python: Path) -> None:
-    """Install the checkout `root`, editable and with its extension compiled, into the environment of `python`.
+def _compile(root: Path, python: Path, lock: int) -> None:
+    """Compile the extension beside its place, and move it there: processes that have the former one mapped keep it."""
+    import tempfile
+    import time
 
-    Waits for another installation of the same checkout. If the environment is the checkout's own .venv, `ensure` finds it fresh afterwards.
+    _say("csrc/ changed: compiling the extension")
+    began = time.monotonic()
+    (root / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="extension-", dir=root / "build") as folder:
+        where = ["--build-lib", f"{folder}/lib", "--build-temp", f"{folder}/temp"]
+        _run([str(python), "setup.py", "build_ext", *where], root, lock)
+        made = list(Path(folder, "lib", "trainkit").glob("_index.*"))
+        if len(made) != 1:
+            raise InstallError(f"setup.py in {root} made {len(made)} extensions, not 1")
+        with open(made[0], "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(made[0], root / "trainkit" / made[0].name)
+    _say(f"compiled in {time.monotonic() - began:.0f} s")
+
+
+def build_extension(root: Path, python: Path) -> None:
+    """Compile the extension of the checkout `root` for the Python `python`, in whose environment the checkout is installed.
+
+    Waits for another installation of the same checkout.
 
     Raises:
-        InstallError: a compiler or header is missing, or pip failed.
+        InstallError: a compiler or header is missing, or the compilation failed.
     """
     _require_tools()
-    with _locked(root, str(python.parent.parent)) as (lock, _):
-        _install(Environment(root), extras, python, lock)
+    with _locked(root) as (lock, _):
+        _compile(root, python, lock)
 
 
 def _works(python: Path) -> bool:
@@ -293,34 +338,47 @@ def _make_venv(environment: Environment, lock: int) -> None:
     _run([base, "-I", "-m", "venv", "--clear", str(environment.path)], environment.root, lock)
 
 
-def ensure(root: Path, extras: Collection[str], folder: str = ".venv", pins: str = "") -> None:
+def ensure(root: Path, extras: Collection[str], folder: str = ".venv", pins: str = "", *, extension: bool = False) -> None:
     """Have an environment with this checkout and at least these extras in it; does nothing if it is fresh. See `Environment`.
 
-    Raises InstallError as `install` does.
+    Args:
+        extension: compile the extension too, should csrc/ have changed since.
+
+    Raises:
+        InstallError: a compiler or header is missing, or pip or the compilation failed.
     """
     environment = Environment(root, folder, pins)
-    if _fresh(environment, extras):
+
+    def compiled() -> bool:
+        return not extension or extension_is_current(root)
+
+    if _fresh(environment, extras) and compiled():
         return
     _require_tools()
-    with _locked(root, str(environment.path)) as (lock, died):
-        if _fresh(environment, extras):  # who held the lock has done it
-            return
-        if died or not _works(environment.python):
-            if environment.path.exists():
-                _say(f"{folder} is unfinished" if died else f"{folder} has no working Python of this version with pip; it is made anew")
-            _make_venv(environment, lock)
-        _install(environment, extras, environment.python, lock)
+    if not _fresh(environment, extras):
+        with _locked(root, str(environment.path)) as (lock, died):
+            if not _fresh(environment, extras):  # else who held the lock has done it
+                if died or not _works(environment.python):
+                    if environment.path.exists():
+                        _say(f"{folder} is unfinished" if died else f"{folder} has no working Python of this version with pip; it is made anew")
+                    _make_venv(environment, lock)
+                _install(environment, extras, environment.python, lock)
+    if not compiled():
+        with _locked(root) as (lock, _):
+            if not compiled():
+                _compile(root, environment.python, lock)
 
 
 def main(argv: list[str]) -> int:
-    """`ensure [EXTRA ...]` for the checkout this file lies in; returns the exit code."""
+    """`ensure [--extension] [EXTRA ...]` for the checkout this file lies in; returns the exit code."""
     if argv[:1] != ["ensure"]:
-        _say("usage: install.py ensure [EXTRA ...]")
+        _say("usage: install.py ensure [--extension] [EXTRA ...]")
         return 1
     try:
         if sys.version_info < (3, 11):  # noqa: UP036  .venv may be somebody's older one
             raise InstallError(f"{sys.executable} is Python {sys.version.split()[0]}, 3.11 or newer is needed; delete .venv if it is in there")
-        ensure(Path(__file__).resolve().parents[2], argv[1:])
+        extras = [word for word in argv[1:] if word != "--extension"]
+        ensure(Path(__file__).resolve().parents[2], extras, extension="--extension" in argv)
     except InstallError as error:
         _say(str(error))
         return EXIT_FAILED

@@ -130,7 +130,7 @@ def _gpu_names() -> list[str]:
 def _peers_environment(root: Path) -> Path:
     """The Python of the environment of peers, made if need be."""
     try:
-        ensure(root, [], FOLDER, PINS)
+        ensure(root, [], FOLDER, PINS, extension=True)
     except InstallError as error:
         raise TrainkitError(str(error), exit=Exit.STAGE_FAILED) from None
     return root / FOLDER / "bin" / "python"

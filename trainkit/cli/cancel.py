@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.forms import document, read_form
 from trainkit.cli import slurm
 from trainkit.cli.jobs import load_jobs
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
@@ -192,7 +192,7 @@ def _head(record: Record) -> dict[str, Any]:
 
 
 def _answer(talk: Talk, record: Record, rows: list[NodeRow], *, force: bool = False) -> Answer:
-    table = Table("host", "left", box=None, pad_edge=False)
+    table = Listing("host", "left")
     for row in rows:
         table.add_row(escape(row["host"]), escape(_left(row)))
     if not talk.json:

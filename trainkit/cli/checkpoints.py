@@ -6,12 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.forms import document
 from trainkit.cli.after import warn_of_another_tokenizer
 from trainkit.cli.jobs import load_jobs
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
 from trainkit.runs.checkpoints import finished, open_checkpoint, pin, set_aside_in, step_of, valid_by_size, verify, why_kept
@@ -52,7 +52,11 @@ def _print(talk: Talk, run: RunFolder, rows: list[dict[str, Any]]) -> None:
     if not rows:
         talk.say(f"run {run.id} has no checkpoint yet")
         return
-    table = Table("step", "size", "layout", "validation loss", "kept because", "is it whole?", box=None, pad_edge=False)
+    table = Listing(
+        *("step", "size", "layout", "validation loss", "kept because", "is it whole?"),
+        right=("step", "size"),
+        drop=("layout", "validation loss", "kept because"),
+    )
     for row in rows:
         size = "?" if row["bytes"] is None else f"{row['bytes'] / 1e9:,.3f} GB"
         whole = f"[red]{escape('; '.join(row['problems']))}[/]" if row["problems"] else "[green]yes[/]" if row["checked"] == "full" else "sizes are right"

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.forms import document
 from trainkit.cli.jobs import load_jobs
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.data.manifest import read_manifest
 from trainkit.data.pairs import prefixes_of
@@ -62,11 +62,8 @@ def _counts(counts: Counts) -> str:
     return f"{counts.documents:,} documents, {counts.sequences:,} sequences, {counts.tokens:,} tokens"
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if i == len(headings) - 1 else "right", overflow="fold")
-    return table
+def _table(*headings: str) -> Listing:
+    return Listing(*headings, right=headings[:-1])
 
 
 def _print(talk: Talk, found: Statistics) -> None:

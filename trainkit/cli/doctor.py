@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from trainkit.base.errors import Exit
 from trainkit.base.forms import document
 from trainkit.cli.hosts import hosts_to_ask
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.nodes import usual_cluster
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.launch.crew import Hello, Missing
 from trainkit.launch.doctor import COLUMNS, Examination, Finding, examine
@@ -52,7 +52,9 @@ def doctor(talk: Talk, cluster: str, hostfile: str, *, all_reduce: bool) -> Answ
 
 def _print(talk: Talk, seen: Examination, findings: Sequence[Finding], others: dict[str, str]) -> None:
     marks = {(finding.host, finding.what): finding.wrong for finding in findings}
-    table = Table("host", *(HEADINGS.get(name, name) for name in COLUMNS), box=None, pad_edge=False)
+    headings = {name: HEADINGS.get(name, name) for name in COLUMNS}
+    quiet = [name for name in reversed(COLUMNS) if all(what != name for _, what in marks)]  # those of findings are left out last
+    table = Listing("host", *headings.values(), drop=[headings[name] for name in [*quiet, *(name for name in reversed(COLUMNS) if name not in quiet)]])
     for answer in seen.answers:
         cells = dict.fromkeys(COLUMNS, "") if isinstance(answer, Missing) else _cells(answer)
         shown = [_marked(cells[name], marks.get((answer.host, name))) for name in COLUMNS]

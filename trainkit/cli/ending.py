@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 from pathlib import Path
 
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from trainkit.base.errors import TrainkitError
 from trainkit.base.printable import printable
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.schema import Job
 from trainkit.launch.together import run_together
@@ -31,14 +32,19 @@ def last_lines(path: Path, count: int) -> list[str]:
         return []
 
 
-def facts_table(run: RunFolder) -> Table:
+def facts_table(run: RunFolder) -> Listing:
     """Losses, skipped steps, speed, places: two columns."""
     summary = summarize(run)
-    table = Table.grid(padding=(0, 2))
-    further = {f"validation loss on {name}": losses for name, losses in summary.further_validation_losses().items()}
-    for what, losses in {"training loss": summary.training_loss(), "validation loss": summary.validation_loss(), **further}.items():
-        if losses:
-            table.add_row(escape(what), f"[bold]{losses[0]:.4f}[/] before, [bold]{losses[1]:.4f}[/] after")
+    table = Listing("", "")
+    table_of = {"training loss": (summary.training, summary.training_loss()), "validation loss": (summary.evaluations(), summary.validation_loss())}
+    for name, losses in summary.further_validation_losses().items():
+        table_of[f"validation loss on {name}"] = summary.evaluations(name), losses
+    for what, (rows, both) in table_of.items():
+        steps = [row["step"] for row in rows if row["lm_loss"] is not None]
+        if both and len(steps) == 1:  # measured once: there is no after yet
+            table.add_row(escape(what), f"[bold]{both[0]:.4f}[/] at step {steps[0]}")
+        elif both:
+            table.add_row(escape(what), f"[bold]{both[0]:.4f}[/] before, [bold]{both[1]:.4f}[/] after")
     if skipped := summary.skipped_iterations:
         nan = f", {summary.nan_iterations} of them for a loss or gradient norm that is not finite" if summary.nan_iterations else ""
         table.add_row("skipped steps", f"[yellow]{skipped}[/]{nan}")
@@ -65,7 +71,13 @@ def _print_sample(talk: Talk, run: RunFolder, job: Job) -> None:
     except TrainkitError as error:  # a host without the ranks' devices, say: training succeeded all the same
         talk.say(f"no sample from the model: {error}")
         return
-    talk.console.print(Panel(Text(sample.text), title="a sample from the model", title_align="left"))
+    talk.console.print(_sample_box(sample.text, talk.console))
+
+
+def _sample_box(text: str, console: Console) -> RenderableType:
+    """A frame on a terminal; elsewhere the lines as they are, below a heading."""
+    title = "a sample from the model"
+    return Panel(Text(text), title=title, title_align="left") if console.is_terminal else Text(f"{title}:\n{text}")
 
 
 def _print_failure(talk: Talk, record: Record) -> None:

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.markup import escape
-from rich.table import Table
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.forms import document
 from trainkit.cli.ending import facts_table, print_next
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.results import by_convention, refuse_unknown_convention, result_rows, results_table
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.slurm.settle import seen_now, settled, settled_all
@@ -42,14 +42,14 @@ def runs(talk: Talk, job: str, *, table: bool = False, flops: str = "") -> Answe
     if table:
         rows = result_rows(records, flops, talk.say)
         if not talk.json:
-            talk.console.print(results_table(rows, flops) if rows else "no runs yet; start one: invoke train JOB")
+            talk.console.print(results_table(rows, flops) if rows else f"no runs yet; start one: {talk.command} train JOB")
         return Answer(document("results/1", flops_convention=flops or None, runs=rows))
-    listed = Table("run", "job", "state", "step", "attempt", box=None, pad_edge=False)
+    listed = Listing("run", "job", "state", "step", "attempt", right=("step", "attempt"), drop=("attempt", "job"))
     for record in records:
         colour = COLOURS.get(record.state, "white")
         listed.add_row(record.run.id, record.run.job_name, f"[{colour}]{record.state}[/]", str(record.step), str(record.attempt))
     if not talk.json:
-        talk.console.print(listed if records else "no runs yet; start one: invoke train JOB")
+        talk.console.print(listed if records else f"no runs yet; start one: {talk.command} train JOB")
     return Answer(document("runs/1", runs=[r.row() for r in records]))
 
 
@@ -96,11 +96,11 @@ def _gpu_cells(gpu: Gpu | None) -> list[str]:
     return [escape(f"{gpu.index}: {gpu.name}"), _figure(gpu.utilization_percent, "%"), used, watts, heat]
 
 
-def devices_table(view: DeviceView) -> Table:
+def devices_table(view: DeviceView) -> Listing:
     """A row a rank; columns of GPUs where any was seen."""
     gpus = any(rank.gpu for rank in view.ranks)
     headings = ["rank", "pid", "CPU", "threads", "memory", *(["GPU", "busy", "GPU memory", "power", "heat"] if gpus else [])]
-    table = Table(*headings, box=None, pad_edge=False)
+    table = Listing(*headings, right=("rank", "pid", "CPU", "threads"), drop=[name for name in ("heat", "power", "threads", "pid") if name in headings])
     for rank in view.ranks:
         cells = [str(rank.rank), str(rank.pid), f"{rank.cpu_percent:.0f}%", str(rank.threads), _bytes(rank.resident_bytes)]
         table.add_row(*cells, *(_gpu_cells(rank.gpu) if gpus else []))

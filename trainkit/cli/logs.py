@@ -8,14 +8,16 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from invoke.exceptions import Exit as Leave
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.forms import document
 from trainkit.base.printable import printable
 from trainkit.cli.ending import last_lines
 from trainkit.cli.jobs import load_jobs
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import Answer, Talk
 from trainkit.launch.slurm.settle import output_of
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import find_run, read_events, read_record
@@ -25,21 +27,26 @@ MOST = 10**6  # ranks that one word may name
 LOOK_SECONDS = 0.2
 
 
-def logs(talk: Talk, words: str, rank: str, node: str, attempt: int, *, follow: bool, lines: int) -> None:
+def logs(talk: Talk, words: str, rank: str, node: str, attempt: int, *, follow: bool, lines: int) -> Answer:
     """The task `logs`."""
+    if follow and talk.json:
+        raise ConfigError("--follow and --json contradict each other", hint="one document is printed when all of it is known: leave out --follow")
     wanted = None if rank in ("", FAILED) else _numbers(rank)
     run = find_run(load_jobs(talk).roots(), words)
     chosen = _attempt(run, attempt)
     events = read_events(chosen)
     hosts = {event["rank"]: event["host"] for event in events if event["event"] == "rank_started"}
     if node and node not in hosts.values():
-        _say_transport(talk, run, chosen, node, sorted(set(hosts.values())), lines)
-        return
+        said = _transport(run, chosen, node, sorted(set(hosts.values())), lines)
+        talk.say(f"no rank was started on {node}; its connection said:")
+        for line in () if talk.json else said:
+            talk.say(line)
+        return _answer(run, chosen, [{"rank": None, "host": node, "lines": said}])
     if rank == FAILED:
         wanted = {event["rank"] for event in events if event["event"] == "rank_ended" and not event["stopped"] and not event["done"] and event["code"] != 0}
         if not wanted:
             talk.say(f"no rank of attempt {chosen.number} of run {run.id} failed by itself")
-            return
+            return _answer(run, chosen, [])
     if node:
         wanted = {r for r, host in hosts.items() if host == node and (wanted is None or r in wanted)}
     ranks = sorted({0} if wanted is None else wanted)
@@ -48,11 +55,19 @@ def logs(talk: Talk, words: str, rank: str, node: str, attempt: int, *, follow: 
         there = sorted(int(p.stem) for p in chosen.log(0).parent.glob("*.log"))
         raise ConfigError(f"run {run.id} has no log of rank {missing[0]}", hint=f"ranks with a log: {_spans(there) or 'none'}")
     tails = [_Tail(path, f"[{r}] " if len(paths) > 1 else "") for r, path in paths.items()]
-    for tail in tails:
-        for line in tail.last(lines or sys.maxsize, torn=not follow):
+    told = []
+    for rank_of, tail in zip(ranks, tails, strict=True):
+        last = tail.last(lines or sys.maxsize, torn=not follow)
+        told.append({"rank": rank_of, "host": hosts.get(rank_of), "lines": last})
+        for line in () if talk.json else last:
             talk.say(f"{tail.prefix}{line}")
     if follow:
         _follow(run, tails)
+    return _answer(run, chosen, told)
+
+
+def _answer(run: RunFolder, attempt: AttemptFolder, told: list[dict[str, Any]]) -> Answer:
+    return Answer(document("logs/1", run=run.id, attempt=attempt.number, logs=told))
 
 
 def _numbers(text: str) -> set[int]:
@@ -88,15 +103,13 @@ def _attempt(run: RunFolder, number: int) -> AttemptFolder:
     return chosen[0]
 
 
-def _say_transport(talk: Talk, run: RunFolder, attempt: AttemptFolder, node: str, hosts: list[str], lines: int) -> None:
+def _transport(run: RunFolder, attempt: AttemptFolder, node: str, hosts: list[str], lines: int) -> list[str]:
     """What ssh or pdsh said of a host on which no rank was started. Raises ConfigError for a host that the attempt did not have."""
     path = attempt.transports / f"{node.replace(os.sep, '_')}.log"
     if not path.is_file():
         there = sorted({*hosts, *(p.stem for p in attempt.transports.glob("*.log"))})
         raise ConfigError(f"attempt {attempt.number} of run {run.id} had no host '{node}'", hint=f"its hosts: {', '.join(there) or 'none'}")
-    talk.say(f"no rank was started on {node}; its connection said:")
-    for line in last_lines(path, lines or sys.maxsize):
-        talk.say(line)
+    return last_lines(path, lines or sys.maxsize)
 
 
 class _Tail:

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.forms import document
+from trainkit.cli.tables import Listing
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.origins import Origin
 from trainkit.jobs.resolved import Resolved
@@ -27,10 +27,9 @@ def jobs_document(jobs: Jobs) -> dict[str, Any]:
 
 def print_jobs(jobs: Jobs, console: Console) -> None:
     """The jobs as a table; the default job has a star."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("job", "engine", "cluster", "model", "dataset", "nodes"):
-        table.add_column(heading, justify="right" if heading == "nodes" else "left", overflow="fold")
-    table.add_column("what it is", overflow="fold", ratio=1)
+    table = Listing(
+        "job", "engine", "cluster", "model", "dataset", "nodes", "what it is", right=["nodes"], drop=["engine", "dataset", "model", "nodes", "cluster"]
+    )
     for row in jobs.describe():
         name = f"{row.name} *" if row.name == jobs.default_job else row.name
         table.add_row(*map(escape, (name, row.engine, row.cluster, row.model, row.dataset, str(row.nodes), row.description)))

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.forms import document
 from trainkit.cli import slurm
 from trainkit.cli.hosts import HostWords, hosts_to_ask
 from trainkit.cli.jobs import load_jobs
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.load import Jobs
 from trainkit.launch.errands import on_all
@@ -104,8 +104,8 @@ def _row(host: Host, report: HostReport, out: Quarantine | None) -> dict[str, An
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("host", "address", "cores", "GPUs", "disk free", "busy", "state", box=None, pad_edge=False)
+def _table(rows: list[dict[str, Any]]) -> Listing:
+    table = Listing("host", "address", "cores", "GPUs", "disk free", "busy", "state", drop=("address", "cores", "disk free", "GPUs"))
     for row in rows:
         runs = list(dict.fromkeys(str(each.get("run", "?")) for each in row["busy"]))
         free = "" if row["disk_free"] is None else f"{row['disk_free'] / GIB:,.0f} GiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import shlex
 import signal
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.extras import MissingExtra
 from trainkit.base.forms import document
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.progress import StageReporter, dataset_table
@@ -79,6 +81,11 @@ def _executor(job: Job | None, stage: str, notice: Callable[[str], None]) -> Cal
     return execute_here if place is None else functools.partial(execute_on, place)
 
 
+def _lacks_ftfy(need: Need) -> bool:
+    """Whether a unit of this would fail for a package that `./inv` can install: asked here, before there are workers."""
+    return any(key.endswith(".fix_text") and value for key, value in need.settings.items()) and importlib.util.find_spec("ftfy") is None
+
+
 def bring_up_to_date(
     talk: Talk,
     needs: Iterable[Need],
@@ -102,7 +109,10 @@ def bring_up_to_date(
             for need in needs:
                 if need.announcement is not None and not judge(need, stamps_folder(root, need.stage), force=force).fresh:
                     agree(talk, need.announcement)
-                execute = functools.partial(_executor(job, need.stage, talk.say), workers=workers, counted=reporter.counted)
+                executor = _executor(job, need.stage, talk.say)
+                if executor is execute_here and _lacks_ftfy(need) and not judge(need, stamps_folder(root, need.stage), force=force).fresh:
+                    raise MissingExtra("fix_text = true needs ftfy, which is not installed", "data", exit=Exit.STAGE_FAILED)
+                execute = functools.partial(executor, workers=workers, counted=reporter.counted)
                 verdicts.append(make_fresh(need, root, execute, reporter, force=force, going=asking))
         return verdicts
     verdicts = []

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from trainkit.cli.tables import Listing
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import MetricsTail
 from trainkit.stages.contract import Need, Unit
@@ -100,22 +100,21 @@ class StageReporter:
             self.console.print(f"  {need.stage}: {len(self.sizes)} units done in {self.took[need.name]:.1f} s")
 
 
-def dataset_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def dataset_table(rows: Sequence[Mapping[str, Any]]) -> Listing:
     """What prepared datasets hold.
 
     Args:
         rows: the counts of dataset.json with "name" and, of those made just now, "seconds" and "mb_per_second".
     """
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("dataset", "documents", "tokens", "text MB", "left out", "rejects", "seconds", "MB/s"):
-        table.add_column(heading, justify="left" if heading in ("dataset", "left out") else "right", overflow="fold")
+    numbers = ("documents", "tokens", "text MB", "rejects", "seconds", "MB/s")
+    table = Listing("dataset", "documents", "tokens", "text MB", "left out", "rejects", "seconds", "MB/s", right=numbers, drop=("seconds", "MB/s", "text MB"))
     for row in rows:
         reasons = {**row.get("left_out", {}), **({"empty": row["empty_documents"]} if row.get("empty_documents") else {})}
         told = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
         size = f"{row['text_bytes'] / 1e6:,.1f}" if "text_bytes" in row else ""
         speed = [f"{row[key]:,.1f}" if key in row else "" for key in ("seconds", "mb_per_second")]
-        numbers = [f"{row[key]:,}" if key in row else "" for key in ("documents", "tokens")]
-        table.add_row(escape(row["name"]), *numbers, size, escape(told), f"{row.get('rejects', 0):,}", *speed)
+        counts = [f"{row[key]:,}" if key in row else "" for key in ("documents", "tokens")]
+        table.add_row(escape(row["name"]), *counts, size, escape(told), f"{row.get('rejects', 0):,}", *speed)
     return table
 
 

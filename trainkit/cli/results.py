@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.base.forms import read_form
+from trainkit.cli.tables import Listing
 from trainkit.jobs.resolved import read_job
 from trainkit.plan.conventions import CONVENTIONS, tflops_per_device
 from trainkit.runs.record import Record
@@ -73,13 +73,11 @@ def result_rows(records: Sequence[Record], convention: str, warn: Callable[[str]
     return rows
 
 
-def results_table(rows: Sequence[dict[str, Any]], convention: str) -> Table:
+def results_table(rows: Sequence[dict[str, Any]], convention: str) -> Listing:
     """Medians over the logged steps; "-" where nothing was logged."""
     further = [f"TFLOP/s ({convention})"] if convention else []
     names = ("run", "job", "nodes", "ranks", "TP x PP x DP", "micro", "global", "s/step", "tokens/s", "TFLOP/s a device", *further, "MFU", "memory a rank")
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="left" if name in ("run", "job") else "right", no_wrap=name == "run")
+    table = Listing(*names, right=names[2:], drop=("micro", "global", "nodes", "TP x PP x DP", "memory a rank", "s/step", *further, "job", "MFU", "ranks"))
     for row in rows:
         cells = [str(row["nodes"]), str(row["ranks"]), f"{row['tensor']} x {row['pipeline']} x {row['data']}", str(row["micro_batch_size"])]
         cells += [_shown(row["global_batch_size"], ","), _shown(row["seconds_per_step"], ".3g"), _shown(row["tokens_per_second"], ",.0f")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.extras import MissingExtra
 from trainkit.base.forms import document
 from trainkit.cli import slurm
 from trainkit.cli.attach import follow_run, started
@@ -42,6 +44,7 @@ from trainkit.launch.slurm.start import submit_again, submit_new, submit_with_st
 from trainkit.launch.start import Watch, refuse_other_inputs, resume_run, start_run
 from trainkit.launch.world import secret_values
 from trainkit.plan.make import Plan, make_plan
+from trainkit.runs.checkpoints import newest_valid, open_checkpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import Record, find_run, read_record
 from trainkit.runs.tail import EventTail
@@ -55,7 +58,10 @@ def _refuse_without_wandb(job: Job) -> None:
         return
     from trainkit.train.wandb_log import wandb_problems
 
-    if problems := wandb_problems(job, {**job.environment, **secret_values(job.cluster.secrets, os.environ)}):
+    problems = wandb_problems(job, {**job.environment, **secret_values(job.cluster.secrets, os.environ)})
+    if len(problems) == 1 and importlib.util.find_spec("wandb") is None:  # ./inv can mend that by itself
+        raise MissingExtra(problems[0].message, "wandb", otherwise="or leave out wandb")
+    if problems:
         raise ConfigError(problems)
 
 
@@ -164,6 +170,12 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     return _finish(talk, run, job, outcome, EventTail(run), following)
 
 
+def _beginning(talk: Talk, run: RunFolder) -> str:
+    """What a resumed run would begin with, by manifests and sizes. Raises TrainkitError (exit 16) where there are checkpoints and none is right."""
+    newest = newest_valid(run.checkpoints, lambda words: talk.say(f"would be passed over: {words}"), open_checkpoint)
+    return f"the checkpoint of step {newest.manifest.step}" if newest else "step 0: it has no checkpoint"
+
+
 def _say_lasting_longer(talk: Talk, job: Job) -> None:
     """The end of the decay does not move with train_iters: steps after it may do little, with min_lr = 0 nothing."""
     t = job.training
@@ -192,7 +204,7 @@ def resume(talk: Talk, text: str, sets: Sequence[str], *, share: bool, words: Ho
     _say_lasting_longer(talk, job)
     say_hosts(talk, job, hosts)
     if talk.dry_run:
-        talk.say(f"would go on with run {run.id} in {run.path}, attempt {record.attempt + 1}, from its newest valid checkpoint")
+        talk.say(f"would go on with run {run.id} in {run.path}, attempt {record.attempt + 1}, from {_beginning(talk, run)}")
         _say_start(talk, run, job, record.attempt + 1, hosts, background=background)
         return Answer(record.to_json())
     bring_up_to_date(talk, Index().needs(job, stamps_folder(root, Index.name)), root, job=job)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.markup import escape
-from rich.table import Table
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.forms import document
 from trainkit.cli.launching import say_scripts, session_to_show
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.engines import ENGINES
 from trainkit.jobs.schema import Cluster, Job
@@ -128,7 +128,7 @@ def nodes(talk: Talk, cluster: Cluster) -> Answer:
     """The task `nodes` of a cluster of Slurm's: what sinfo knows, drained nodes with the reason."""
     argv = ["sinfo", "--Node", "--noheader", "--format=%N|%T|%P|%c|%G|%E"]
     rows = [dict(zip(("host", "state", "partition", "cpus", "gres", "reason"), line.split("|"), strict=True)) for line in ask(argv).splitlines() if line]
-    table = Table("host", "state", "partition", "CPUs", "GRES", "reason", box=None, pad_edge=False)
+    table = Listing("host", "state", "partition", "CPUs", "GRES", "reason", drop=("GRES", "CPUs", "partition"))
     for row in rows:
         row["reason"] = "" if row["reason"] == "none" else row["reason"]
         table.add_row(*(escape(row[key]) for key in ("host", "state", "partition", "cpus", "gres", "reason")))

@@ -8,8 +8,25 @@ from __future__ import annotations
 from invoke.collection import Collection
 
 from trainkit.cli.task_help import DATASET, FORCE, HOSTS, JOB, RUN, SET
-from trainkit.cli.tasks_after import checkpoints, evaluate, export, generate, replay
+from trainkit.cli.tasks_after import checkpoints, clean, evaluate, export, generate, replay
 from trainkit.cli.wrapper import Answer, Talk, make_task
+
+
+@make_task(
+    iterable=["text"],
+    help={
+        "text": "your text, such as 'corpus/*.jsonl.zst' (one JSON object a line) or 'books/*.txt'; may be repeated",
+        "vocab-size": "ids of the tokenizer that is trained on it",
+    },
+    reports=True,
+    dry=True,
+    at_least={"vocab_size": 257},
+)
+def init(talk: Talk, text: list[str] | None = None, vocab_size: int = 4096) -> Answer:
+    """Write the first jobs.toml of this folder: a small model on text of your own."""
+    from trainkit.cli import init as beginner
+
+    return beginner.init(talk, text or [], vocab_size)
 
 
 @make_task(reports=True)
@@ -240,13 +257,14 @@ def why(talk: Talk, run: str, attempt: int = 0) -> Answer:
         "follow": "go on printing until the run ends",
         "lines": "how many of the last lines; 0: all",
     },
+    reports=True,
     at_least={"attempt": 0, "lines": 0},
 )
-def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0, follow: bool = False, lines: int = 50) -> None:
+def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0, follow: bool = False, lines: int = 50) -> Answer:
     """Print the logs of ranks; by default that of rank 0."""
     from trainkit.cli import logs as reader
 
-    reader.logs(talk, run, rank, node, attempt, follow=follow, lines=lines)
+    return reader.logs(talk, run, rank, node, attempt, follow=follow, lines=lines)
 
 
 @make_task(
@@ -381,7 +399,7 @@ def bench(talk: Talk, name: str = "", list: bool = False, quick: bool = False, d
 
 
 namespace = Collection(
-    *(jobs, show, check, plan, build, prep_data, data_stats, data_verify, train, resume, attach, cancel),
+    *(init, jobs, show, check, plan, build, prep_data, data_stats, data_verify, train, resume, attach, cancel),
     *(runs, status, why, logs, nodes, doctor, setup_hosts, fleet, checkpoints, replay),
-    *(tensorboard, report, generate, evaluate, export, test, bench),
+    *(tensorboard, report, generate, evaluate, export, clean, test, bench),
 )

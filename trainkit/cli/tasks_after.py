@@ -111,6 +111,24 @@ def checkpoints(talk: Talk, run: str, verify: bool = False, pin: int | None = No
 
 
 @make_task(
+    help={
+        "run": "only this run",
+        "keep": "so many of a run's newest checkpoints stay, with those that its job keeps for another reason",
+        "damaged": "those that were set aside as damaged go too",
+        "perform": "delete; else it is only said what would go",
+    },
+    reports=True,
+    dry=True,
+    at_least={"keep": 1},
+)
+def clean(talk: Talk, run: str = "", keep: int = 1, damaged: bool = False, perform: bool = False) -> Answer:
+    """Say which checkpoints of ended runs are not needed to go on with them, and their size, or delete them."""
+    from trainkit.cli import clean as cleaner
+
+    return cleaner.clean(talk, run, keep, damaged=damaged, performing=perform)
+
+
+@make_task(
     positional=["run"],
     help={**RUN, "step": "the step", "samples": "how many to show; 0: all"},
     reports=True,

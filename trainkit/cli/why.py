@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.forms import document
 from trainkit.cli.ending import last_lines, print_next
 from trainkit.cli.jobs import load_jobs
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.launch.slurm.graph import read_stage_jobs
 from trainkit.launch.slurm.queue import BEFORE, RUNNING, Account, accounts
@@ -88,8 +88,8 @@ def _kept_by_slurm(talk: Talk, run: RunFolder) -> list[Account] | None:
     return None if rows is None else [row for row in rows if row.id in ids or row.word not in WELL]
 
 
-def _slurm_table(rows: list[Account]) -> Table:
-    table = Table("job", "state", "exit code", "submitted", "began", "ended", "nodes", box=None, pad_edge=False)
+def _slurm_table(rows: list[Account]) -> Listing:
+    table = Listing("job", "state", "exit code", "submitted", "began", "ended", "nodes", drop=("nodes", "submitted", "began"))
     for row in rows:
         table.add_row(*(escape(cell) for cell in (row.id, row.state, row.code, row.submit, row.start, row.end, row.nodes)))
     return table
@@ -137,8 +137,8 @@ def _print(
         console.print(_attempts_table(told, "running" if record.state == "running" else "no last word"))
 
 
-def _attempts_table(told: list[dict[str, Any]], wordless: str) -> Table:
-    table = Table("attempt", "exit", "class", "rank", "host", "step", "what", box=None, pad_edge=False)
+def _attempts_table(told: list[dict[str, Any]], wordless: str) -> Listing:
+    table = Listing("attempt", "exit", "class", "rank", "host", "step", "what")
     for each in told:
         cause = each["root_cause"] or {}
         cells = [cause.get("rank", ""), cause.get("host", ""), cause.get("step", "")]

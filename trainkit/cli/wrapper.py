@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import traceback
@@ -24,6 +25,7 @@ from invoke.exceptions import Exit as Leave
 from invoke.tasks import Task
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.extras import MissingExtra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,20 +43,30 @@ class Talk:
 
     @property
     def command(self) -> str:
-        """How the person runs tasks here: by the wrapper of this checkout's own .venv, or by invoke itself."""
-        wrapped = Path(sys.prefix) == self.folder.resolve() / ".venv" and (self.folder / "inv").is_file()
-        return "./inv" if wrapped else "invoke"
+        """How the person runs tasks here."""
+        return command_in(self.folder)
 
     @functools.cached_property
     def console(self) -> Console:
         """For prose and tables: stdout, or stderr under `--json`."""
         from rich.console import Console
 
-        return Console(stderr=self.json, highlight=False, soft_wrap=True)
+        from trainkit.cli.tables import NO_LIMIT
+
+        stream = sys.stderr if self.json else sys.stdout
+        return Console(stderr=self.json, highlight=False, soft_wrap=True, width=None if stream.isatty() else NO_LIMIT)
 
     def say(self, text: str = "") -> None:
         """One line of plain prose."""
         print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
+
+
+def command_in(folder: Path) -> str:
+    """How the person runs tasks: by the wrapper of the checkout `folder` with its own .venv, by `trainkit`, or by `invoke`."""
+    if Path(sys.prefix) == folder.resolve() / ".venv" and (folder / "inv").is_file():
+        return "./inv"
+    program = Path(sys.argv[0])
+    return "trainkit" if "trainkit" in (program.name, program.parent.name) else "invoke"
 
 
 @dataclass(frozen=True)
@@ -165,14 +177,39 @@ def _say_error(talk: Talk, message: str, exit: Exit, problems: list[dict[str, ob
     return Leave(message, code=int(exit))
 
 
+def _as_typed(talk: Talk, text: str) -> str:
+    """Advice such as `invoke why RUN`, with the program that the person runs in place of invoke."""
+    return re.sub(r"\binvoke (?=[a-z])", f"{talk.command} ", text)
+
+
+def _install_and_begin_again(talk: Talk, error: MissingExtra) -> None:
+    """In the checkout's own .venv, which `./inv` keeps: install the extra and run the same command again. Returns where that is not for us to do."""
+    if talk.command != "./inv" or talk.dry_run:
+        return
+    from trainkit.base.install import InstallError, ensure, has_extra
+
+    root = talk.folder.resolve()
+    if has_extra(root, error.extra):  # and its package is missing all the same: a second time would not help
+        return
+    print(f"{error.list[0].message}: installing the extra {error.extra}", file=sys.stderr, flush=True)
+    try:
+        ensure(root, [error.extra])
+    except InstallError as failed:
+        raise _say_error(talk, f"error: {error}\n{failed}", Exit.STAGE_FAILED) from None
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def _call(talk: Talk, body: Callable[[], Answer | None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 still gets all that it can show
     try:
         answer = body()
-    except TrainkitError as error:
+    except MissingExtra as error:
+        _install_and_begin_again(talk, error)
         raise _say_error(talk, f"error: {error}", error.exit, error.problems()) from None
+    except TrainkitError as error:
+        raise _say_error(talk, _as_typed(talk, f"error: {error}"), error.exit, error.problems()) from None
     except KeyboardInterrupt:
         raise _say_error(talk, "interrupted; what was finished is kept", Exit.INTERRUPTED) from None
     except BrokenPipeError:

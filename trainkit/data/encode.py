@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.extras import install_command
 from trainkit.data.tokenizer import load_tokenizer
 
 Ids = NDArray[np.unsignedinteger[Any]]
@@ -71,7 +72,7 @@ class Gigatoken:
         try:
             import gigatoken
         except ImportError:
-            hint = "pip install 'trainkit[data]', or set tokenizers.X.encoder = \"tokenizers\""
+            hint = f'{install_command()}\n  or set tokenizers.X.encoder = "tokenizers"'
             raise ConfigError('encoder = "gigatoken" needs gigatoken, which is not installed', exit=Exit.STAGE_FAILED, hint=hint) from None
         content = path.read_bytes()
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.extras import MissingExtra
 from trainkit.data.fetch_retry import Changed, Patience, Seen, Transient
 
 BLOCK = 2**23  # bytes of one request
@@ -34,8 +36,11 @@ def file_system(scheme: str, endpoint: str | None, anonymous: bool, patience: Pa
     try:
         return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
     except (ImportError, ValueError) as error:
-        hint = 'pip install "trainkit[data]" for s3://; other schemes need the package that fsspec names'
-        raise ConfigError(f"{scheme}:// cannot be read here: {error}", exit=Exit.STAGE_FAILED, hint=hint) from None
+        message = f"{scheme}:// cannot be read here: {error}"
+        if scheme in ("s3", "s3a"):
+            raise MissingExtra(message, "data", exit=Exit.STAGE_FAILED) from None
+        hint = f"install the package that it names: {sys.executable} -m pip install NAME"
+        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint=hint) from None
 
 
 def matches(files: Any, url: str, shown: str) -> list[str]:

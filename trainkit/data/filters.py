@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.errors import Exit
+from trainkit.base.extras import MissingExtra
 from trainkit.data.formats import Record
 from trainkit.data.formats import field as field_of
 
@@ -65,6 +66,6 @@ def _ftfy() -> Callable[[str], str]:
     try:
         import ftfy
     except ImportError:
-        raise ConfigError("fix_text = true needs ftfy, which is not installed", exit=Exit.STAGE_FAILED, hint="pip install 'trainkit[data]'") from None
+        raise MissingExtra("fix_text = true needs ftfy, which is not installed", "data", exit=Exit.STAGE_FAILED) from None
     fix: Callable[[str], Any] = ftfy.fix_text
     return lambda text: str(fix(text))

@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple, cast
 
 import orjson
 
+from trainkit.base.extras import install_command
 from trainkit.data.decompress import COMPRESSED, Joined, Stream, blocks, bounded, damaged
 
 LINES, TEXT = (".jsonl", ".json"), (".txt",)
@@ -342,7 +343,7 @@ def _parquet(stream: Any, reading: Reading, where: str) -> Iterator[Found]:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError:
-        raise damaged(where, ".parquet is read by pyarrow, which is not installed", "pip install 'trainkit[data]'") from None
+        raise damaged(where, ".parquet is read by pyarrow, which is not installed", install_command()) from None
     try:
         table = parquet.ParquetFile(stream, pre_buffer=False)
         columns = [reading.text_key, *reading.fields]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
 from trainkit.data.indexed import IndexedDataset
 
@@ -210,7 +211,7 @@ def draw(name: str, found: Statistics, path: Path) -> None:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("drawing needs matplotlib", hint="pip install 'trainkit[report]'") from None
+        raise MissingExtra("drawing needs matplotlib, which is not installed", "report") from None
     with rc_context({"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)

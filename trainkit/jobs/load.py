@@ -137,7 +137,7 @@ def find_root(start: Path) -> Path:
     for folder in (start, *start.parents):
         if (folder / JOBS_FILE).is_file():
             return folder
-    raise ConfigError(f"no {JOBS_FILE} in {start} or any folder above it", hint="cd to a folder with jobs.toml, or create one")
+    raise ConfigError(f"no {JOBS_FILE} in {start} or any folder above it", hint="cd to a folder with a jobs.toml, or write a first one there: trainkit init")
 
 
 def load(root: Path, environ: Mapping[str, str] = os.environ) -> Jobs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.summary import summarize
@@ -23,7 +24,7 @@ def draw_losses(run: RunFolder, path: Path) -> None:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("drawing needs matplotlib", hint="pip install 'trainkit[report]'") from None
+        raise MissingExtra("drawing needs matplotlib, which is not installed", "report") from None
     summary = summarize(run)
     if not summary.training:
         raise ConfigError(f"run {run.id} has logged no step yet")

@@ -13,7 +13,7 @@ from typing import Any
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.install import InstallError, csrc_sha256, install
+from trainkit.base.install import InstallError, build_extension, csrc_sha256
 from trainkit.base.unit import Progress, run_unit
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Unit
@@ -49,7 +49,7 @@ class Build:
                 raise TrainkitError(
                     "the installed trainkit has no working C++ extension",
                     exit=Exit.STAGE_FAILED,
-                    hint="install it again: pip install --force-reinstall trainkit",
+                    hint=f"install it again from its checkout: {sys.executable} -m pip install --force-reinstall --no-deps CHECKOUT",
                 )
             return []
         unit = Unit("compile", (sys.executable, "-I", "-m", "trainkit.stages.build"), {"root": str(CHECKOUT), "csrc": csrc_sha256(CHECKOUT)})
@@ -60,9 +60,9 @@ class Build:
 
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Install the checkout into the running environment, which compiles the extension."""
+    """Compile the extension for the running Python. Nothing else of the installation is touched."""
     try:
-        install(Path(spec["root"]), [], Path(sys.executable))
+        build_extension(Path(spec["root"]), Path(sys.executable))
     except InstallError as error:
         raise TrainkitError(str(error), exit=Exit.STAGE_FAILED) from None
     if compiled_sha256() != csrc_sha256(Path(spec["root"])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -128,6 +129,11 @@ def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, verdic
     reporter.started(need, units)
     try:
         execute(need, units, stamps, reporter)
+    except TrainkitError as error:
+        former = read_stamp(stamp_path(stamps, need)) or {}
+        with contextlib.suppress(OSError):  # a full disk, say: what failed counts more
+            write_unfinished(need, stamps, str(former.get("unfinished", verdict.because)), failed=error.message)
+        raise
     finally:
         reporter.finished(need)
     complete(need, stamps, inputs)

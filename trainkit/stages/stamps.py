@@ -96,6 +96,8 @@ def judge(need: Need, stamps: Path, *, force: bool = False) -> Verdict:
 def _judge_stamp(need: Need, stamp: dict[str, Any] | None) -> tuple[bool, str]:
     if stamp is None:
         return False, "it was never made here"
+    if "unfinished" in stamp and stamp.get("failed"):
+        return False, f"its last making failed: {str(stamp['failed']).partition(chr(10))[0]} (then it was stale because {stamp['unfinished']})"
     if "unfinished" in stamp:
         return False, f"its making was interrupted (then it was stale because {stamp['unfinished']})"
     if stamp.get("version") != need.version:
@@ -108,9 +110,10 @@ def _judge_stamp(need: Need, stamp: dict[str, Any] | None) -> tuple[bool, str]:
     return (False, because) if because else (True, f"nothing changed since {stamp.get('made')}")
 
 
-def write_unfinished(need: Need, stamps: Path, because: str) -> None:
-    """Record that the stage's outputs are being made: until `write_stamp`, nothing there counts as fresh."""
-    write_json(stamp_path(stamps, need), document(SCHEMA, stage=need.stage, name=need.name, unfinished=because))
+def write_unfinished(need: Need, stamps: Path, because: str, failed: str = "") -> None:
+    """Record that the stage's outputs are being made: until `write_stamp`, nothing there counts as fresh. `failed`: what ended that, where it is known."""
+    told = {"failed": failed} if failed else {}
+    write_json(stamp_path(stamps, need), document(SCHEMA, stage=need.stage, name=need.name, unfinished=because, **told))
 
 
 def write_stamp(need: Need, stamps: Path, inputs: list[Any]) -> None:

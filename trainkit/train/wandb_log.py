@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.extras import install_command
 from trainkit.base.redact import Redactor
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -29,7 +30,7 @@ def wandb_problems(job: Job, environment: Mapping[str, str] = os.environ) -> lis
         return []
     found = []
     if importlib.util.find_spec("wandb") is None:
-        found.append(Problem("the job reports to Weights & Biases, but wandb is not installed", hint="pip install 'trainkit[wandb]', or leave out wandb"))
+        found.append(Problem("the job reports to Weights & Biases, but wandb is not installed", hint=f"{install_command('wandb')}\n  or leave out wandb"))
     if job.wandb.mode == "online" and not environment.get(KEY):
         way = f'export {KEY} and name it in clusters.{job.cluster.name}.secrets = ["{KEY}"], or set wandb.mode = "offline"'
         found.append(Problem(f"the job reports to Weights & Biases, but its ranks have no {KEY}", hint=way))

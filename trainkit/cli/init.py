@@ -1,0 +1,115 @@
+"""The task `init`: the first jobs.toml of a folder, for text of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.errors import ConfigError
+from trainkit.base.files import write_text
+from trainkit.base.forms import document
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.jobs.json_schema import json_schema
+from trainkit.jobs.layers import JOBS_FILE
+
+SCHEMA_FILE = "jobs.schema.json"
+TASKS_FILE = "tasks.py"
+TASKS = "from trainkit.cli.tasks import namespace  # noqa: F401\n"
+PEEK = 2**20  # bytes of a line that are looked at for its keys
+TEXT = """\
+#:schema {schema}
+# The experiments of this folder. `{command} jobs` lists them, `{command} plan mine` says what one needs, `{command} train mine` runs it.
+
+[defaults]
+job = "mine"
+
+[clusters.here]
+launcher = "local"
+device = "cpu"                # or a GPU: a100-sxm-80gb, h100-sxm-80gb, ...; a name that is not known is refused with those that are
+ranks_per_node = 2
+
+[tokenizers.mine]
+type = "bpe"                  # trained on your text; or: type = "file", path = "tokenizer.json"
+vocab_size = {vocab}
+
+[datasets.mine]
+source = "files"
+paths = [{paths}]
+{key}tokenizer = "mine"
+split = "90,10,0"             # training, validation, test
+
+[models.small]
+family = "gpt"                # gpt, gpt-neox or llama
+num_layers = 4
+hidden_size = 256
+num_attention_heads = 4
+seq_length = 256
+
+[jobs.mine]
+description = "a small GPT on text of our own"
+cluster = "here"
+model = "small"
+dataset = "mine"
+generate = {{ prompt = "The ", max_new_tokens = 64 }}
+
+[jobs.mine.training]
+micro_batch_size = 4
+global_batch_size = 16
+train_iters = 200
+lr = 2e-3
+min_lr = 2e-4
+lr_warmup_iters = 20
+eval_interval = 100
+eval_iters = 4
+save_interval = 50
+"""
+
+
+def init(talk: Talk, patterns: list[str], vocab: int) -> Answer:
+    """The task `init`. Raises ConfigError where there is a jobs.toml already."""
+    folder = Path.cwd()
+    if (folder / JOBS_FILE).exists():
+        raise ConfigError(f"{folder / JOBS_FILE} is there already", hint=f"`{talk.command} jobs` lists its jobs; init writes the first one only")
+    wanted = patterns or ["corpus/*.jsonl"]
+    files = [path for pattern in wanted for path in _matches(folder, pattern)]
+    values = {"command": talk.command, "schema": f"./{SCHEMA_FILE}", "vocab": vocab, "paths": ", ".join(map(json.dumps, wanted)), "key": _key_line(files)}
+    texts = {JOBS_FILE: TEXT.format(**values), SCHEMA_FILE: json.dumps(json_schema(), indent=1) + "\n", TASKS_FILE: TASKS}
+    texts = {name: text for name, text in texts.items() if not (folder / name).exists()}
+    for name, text in texts.items():
+        talk.say(f"{'would write' if talk.dry_run else 'wrote'} {folder / name}")
+        if not talk.dry_run:
+            write_text(folder / name, text)
+    if talk.dry_run and not talk.json:
+        talk.say("\n" + texts[JOBS_FILE])
+    if not files:
+        talk.say(f"no file matches {' or '.join(wanted)} yet: put text there, or change datasets.mine.paths in {JOBS_FILE}")
+    talk.say(f"next:\n  {talk.command} plan mine\n  {talk.command} train mine")
+    told: dict[str, Any] = {"folder": str(folder), "files": sorted(texts), "texts": len(files)}
+    return Answer(document("init/1", dry_run=talk.dry_run, **told))
+
+
+def _matches(folder: Path, pattern: str) -> list[Path]:
+    """Files that a pattern means. Raises ConfigError for one that cannot be a pattern."""
+    path = Path(pattern)
+    try:
+        base, relative = (Path(path.anchor), str(path.relative_to(path.anchor))) if path.is_absolute() else (folder, pattern)
+        return sorted(found for found in base.glob(relative) if found.is_file())
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"--text {pattern!r}: {error}", hint="for example --text 'corpus/*.jsonl.zst'") from None
+
+
+def _key_line(files: list[Path]) -> str:
+    """The line text_key = ... where the first document has its text under another key than "text"."""
+    first = next((path for path in files if path.suffix in (".jsonl", ".json")), None)
+    if first is None:
+        return ""
+    try:
+        with open(first, "rb") as file:
+            value = json.loads(file.readline(PEEK))
+    except (OSError, ValueError):
+        return ""
+    texts = {key: text for key, text in value.items() if isinstance(text, str)} if isinstance(value, dict) else {}
+    if not texts or "text" in texts:
+        return ""
+    return f"text_key = {json.dumps(max(texts, key=lambda key: len(texts[key])), ensure_ascii=False)}\n"
