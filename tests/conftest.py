@@ -10,18 +10,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import forkserver
 
-settings.register_profile("shared-machine", deadline=None)  # an example that another process delays is no finding
-settings.load_profile("shared-machine")
+# No deadlines: an example that another process delays is no finding. ./inv test --slow asks for the second.
+settings.register_profile("ci", deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("slow", deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ci")
 
 TASKS = "from trainkit.cli.tasks import namespace\n"
 JOBS = """
@@ -85,6 +88,37 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """pytest-xdist makes a worker."""
     node.workerinput[ADDRESS] = node.config.stash[SERVER].address()
+
+
+DESELECTED: pytest.StashKey[int] = pytest.StashKey()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count them; the workers of pytest-xdist, who all deselect the same, tell who has them."""
+    if items:
+        config = items[0].config
+        config.stash[DESELECTED] = config.stash.get(DESELECTED, 0) + len(items)
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["deselected"] = config.stash[DESELECTED]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker has ended."""
+    node.config.stash[DESELECTED] = getattr(node, "workeroutput", {}).get("deselected", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What was left out, and why, in a table."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped if isinstance(report.longrepr, tuple))
+    rows = [(count, reason) for reason, count in reasons.most_common()]
+    if slow := config.stash.get(DESELECTED, 0):
+        rows.append((slow, "slow, or not asked for: ./inv test --slow runs all"))
+    if rows:
+        terminalreporter.section("left out")
+        for count, reason in rows:
+            terminalreporter.write_line(f"{count:5}  {reason}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

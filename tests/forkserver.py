@@ -222,8 +222,8 @@ _execute: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-define
 
 def _fork(*given: Any) -> int:
     """In the place of CPython's fork_exec(): Modules/_posixsubprocess.c says what its arguments mean."""
-    (argv, _, close_fds, keep, cwd, environment, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, error_read, error_write) = given[:14]
-    restore_signals, start_new_session, process_group = given[14:17]
+    argv, _, close_fds, keep, cwd, environment, p2cread, _, _, c2pwrite, _, errwrite, _, error_write = given[:14]
+    start_new_session, process_group = given[15:17]
     preexec = given[21]
     argv, exports = executed([os.fsdecode(word) for word in argv])
     program = Program.read(argv)

@@ -75,6 +75,8 @@ class TrainkitProgram(Program):
         words = self.core.unparsed
         if len(words) > 1 and words[1] in ("--help", "-h"):
             self.args.help.value, self.core.unparsed = words[0], []
+        elif words[:1] == ["test"]:
+            self.core.unparsed = _with_paths(words)
         try:
             super().parse_tasks()
         except ParseError as error:
@@ -189,3 +191,12 @@ def _flags_for(word: str, context: ParserContext, folder: Path) -> list[str]:
 def main() -> None:
     """The console command."""
     TrainkitProgram(name="trainkit", binary="trainkit", binary_names=["trainkit"]).run()
+
+
+def _with_paths(words: list[str]) -> list[str]:
+    """`test tests/data -k pack` as `test --path tests/data -k pack`: Invoke knows no word that may be left out."""
+    found, value = words[:1], False
+    for word in words[1:]:
+        found += [word] if word.startswith("-") or value else ["--path", word]
+        value = word in ("-k", "-p", "--path")
+    return found

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from invoke.exceptions import Exit as Leave
@@ -25,18 +26,31 @@ def checkout(part: str) -> Path:
     return root
 
 
-def test(*, slow: bool, k: str, lint: bool) -> None:
-    """Ruff, mypy, pytest, in the checkout this package was installed from; the first failure ends it."""
+def test(paths: Sequence[str] = (), *, slow: bool = False, k: str = "", last_failed: bool = False, lint: bool = True) -> None:
+    """Ruff, mypy, pytest, in the checkout this package was installed from; the first failure ends it.
+
+    Args:
+        paths: files, folders or tests (FILE::NAME) of the checkout; none: all of tests/.
+        slow: the slow tests too, and more examples of each property.
+        k: pytest's -k.
+        last_failed: only what failed the last time.
+        lint: ruff and mypy first. Of a part of the tests, only pytest runs.
+    """
     root = checkout("tests")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"the test extra is not installed ({', '.join(missing)} missing)", hint="./inv test installs it; or pip install -e '.[test]' -c constraints.txt"
-        )
-    checks = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]] if lint else []
+        raise ConfigError(f"the test extra is not installed ({', '.join(missing)} missing)", hint="./inv test installs it")
+    absent = [path for path in paths if not (root / path.partition("::")[0]).exists()]
+    if absent:
+        raise ConfigError(f"no such test in {root}: {', '.join(absent)}", hint="give files or folders below it: ./inv test tests/data")
+    checks = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]]
+    part = bool(paths or k or last_failed)
     workers = len(os.sched_getaffinity(0)) + 1  # one more than processors: tests on several hosts mostly wait
-    pytest = ["pytest", "-n", str(workers), "--dist", "worksteal", *(["-k", k] if k else []), *([] if slow else ["-m", "not slow"])]
-    for words in [*checks, pytest]:
+    pytest = ["pytest", "-n", str(workers), "--dist", "worksteal"]
+    pytest += ["--hypothesis-profile=slow"] if slow else ["-m", "not slow"]
+    pytest += ["-k", k] if k else []
+    pytest += ["--last-failed"] if last_failed else []
+    for words in [*(checks if lint and not part else []), [*pytest, *paths]]:
         print(f"$ {' '.join(words)}", flush=True)
         code = subprocess.run([sys.executable, "-m", *words], cwd=root, check=False).returncode
         if code:

@@ -374,12 +374,21 @@ def report(talk: Talk, run: str, picture: str = "", flops: str = "") -> Answer:
     return follow.report(talk, run, picture, flops)
 
 
-@make_task(help={"slow": "the slow tests too", "k": "pytest's -k: only tests whose names match", "no-lint": "only pytest"})
-def test(talk: Talk, slow: bool = False, k: str = "", no_lint: bool = False) -> None:
+@make_task(
+    iterable=["path"],
+    help={
+        "path": "only this file, folder or test of the checkout; `test PATH` is the same",
+        "slow": "the slow tests too, and more examples of each property",
+        "k": "pytest's -k: only tests whose names match",
+        "last-failed": "only what failed the last time",
+        "no-lint": "no ruff and no mypy before pytest; nor are they run for a part of the tests",
+    },
+)
+def test(talk: Talk, path: list[str] | None = None, slow: bool = False, k: str = "", last_failed: bool = False, no_lint: bool = False) -> None:
     """Run ruff, the type checker and the tests of this checkout."""
     from trainkit.cli import project
 
-    project.test(slow=slow, k=k, lint=not no_lint)
+    project.test(path or [], slow=slow, k=k, last_failed=last_failed, lint=not no_lint)
 
 
 @make_task(
