@@ -210,7 +210,7 @@ def test_a_bar_on_a_terminal(run: RunFolder) -> None:
 def test_the_sample_at_the_end_of_training(run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     job = load(run.root).resolve("text").job
     ending._print_sample(talk(run), run, job)
-    assert "a sample from the model" in (out := capsys.readouterr().out) and "│ the " in out
+    assert "a sample from the model" in (out := capsys.readouterr().out) and "\nthe " in out
 
     def fail(*args: object, **words: object) -> None:
         raise TrainkitError("this machine has no CUDA device", exit=ConfigError("").exit)

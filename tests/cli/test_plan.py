@@ -129,6 +129,13 @@ def test_where_an_engine_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
     assert "engine megatron-lm: https://github.com/NVIDIA/Megatron-LM at e958b2ca, container pytorch-25-03" in text
 
 
+@pytest.mark.parametrize("width", [76, 80, 100])
+def test_no_figure_is_cut_on_a_narrow_terminal(width: int) -> None:
+    text = page(CHECKOUT, "gpt-neox-20b-lambda", width=width)
+    assert "…" not in text and max(map(len, text.splitlines()[1:])) <= width
+    assert all(f" {name} " in text for name in ("weights", "gathered copies", "gradients", "optimizer", "buffers", "assumed reserve"))
+
+
 def test_bars_show_the_parts_and_the_device() -> None:
     """A colourless bar has a letter for each part, a line where the device ends, dots for what stays free."""
     bars = [line.split("GiB ")[1].rstrip() for line in page(CHECKOUT, "gpt-neox-20b-lambda").splitlines() if line.startswith("        stage ")]

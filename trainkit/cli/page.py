@@ -20,6 +20,8 @@ from trainkit.plan.storage import GIB, Storage
 BAR = 48  # columns of the longest bar
 ROWS = 8  # bars at most
 LEGEND = 3  # entries of the legend side by side
+GAP = 3  # blanks between them
+HEADINGS = 8  # columns that the page's headings take
 # part of RankMemory: (word, letter where there is no colour, colour)
 PARTS = {
     "parameter_bytes": ("weights", "W", "blue"),
@@ -156,13 +158,14 @@ def _memory(console: Console, memory: Memory) -> RenderableType:
     for first, last, rank in _bars(memory):
         name = "every rank" if len(memory.stages) == 1 else f"stage {first}" if first == last else f"stages {first} to {last}"
         bars.add_row(name, _gib(rank.total_bytes), _bar(console, rank, scale, device))
-    shown = [(part, size) for part, size in fullest.parts.items() if size]
-    legend = Table.grid(padding=(0, 3))
-    for _ in range(LEGEND):
+    shown = [Text(f"{_mark(console, part)} {PARTS[part][0]} {_gib(size)}", style=PARTS[part][2]) for part, size in fullest.parts.items() if size]
+    widest = max(entry.cell_len for entry in shown) + GAP
+    beside = max(1, min(LEGEND, (console.width - HEADINGS + GAP) // widest))  # a narrow terminal has fewer side by side: no figure is cut
+    legend = Table.grid(padding=(0, GAP))
+    for _ in range(beside):
         legend.add_column(no_wrap=True)
-    for first in range(0, len(shown), LEGEND):
-        entries = (Text(f"{_mark(console, part)} {PARTS[part][0]} {_gib(size)}", style=PARTS[part][2]) for part, size in shown[first : first + LEGEND])
-        legend.add_row(*entries)
+    for first in range(0, len(shown), beside):
+        legend.add_row(*shown[first : first + beside])
     heading = Text.from_markup(f"{_gib(fullest.total_bytes)}{of} on the fullest rank: {verdict}")
     if memory.band_bytes is None:
         return Group(heading, bars, legend)
