@@ -112,6 +112,14 @@ def test_parts_lie_in_the_file_and_cover_the_tensor_once(chunks: list[Chunk], wo
     assert words in "; ".join(verify(made, "size"))
 
 
+def test_parts_of_a_table_may_touch(tmp_path: Path) -> None:
+    made = write(tmp_path, 7)
+    boxes = [((0, 0), (2, 3)), ((0, 3), (2, 2)), ((2, 0), (2, 5))]
+    chunks = [Chunk(offsets=at, sizes=size, file="a.bin", start=0, bytes=4 * size[0] * size[1]) for at, size in boxes]
+    change(made, tensors={"model.w": TensorEntry(shape=(4, 5), dtype="float32", chunks=tuple(chunks)).model_dump(mode="json")})
+    assert verify(made, "size") == []
+
+
 def test_a_form_that_is_newer_is_no_damage(tmp_path: Path) -> None:
     made = write(tmp_path, 7)
     body = (made / MANIFEST).read_bytes().rpartition(b',"xxh128"')[0] + b',"more":1'
