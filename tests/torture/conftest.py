@@ -74,4 +74,4 @@ def ranks() -> Iterator[Ranks]:
     yield Ranks(process)
     assert process.stdin is not None
     process.stdin.close()
-    process.wait(30)
+    process.wait(600)

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch.utils.tensorboard  # once, in the process that forks the ranks  # noqa: F401
+
 import trainkit.runs.checkpoints
 import trainkit.train.checkpoint
 import trainkit.train.loop
@@ -97,6 +99,8 @@ def _happen(fault: Fault) -> None:
         die(fault)
     elif fault["do"] == "sleep":  # what takes long: a compilation, a slow disk
         Path(fault["mark"]).touch()
+        while "until" in fault and not Path(fault["until"]).exists():
+            time.sleep(0.01)
         time.sleep(fault["seconds"])
     else:
         raise OSError(fault["do"], os.strerror(fault["do"]))

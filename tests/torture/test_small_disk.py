@@ -33,11 +33,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, Pat
     argv = [*APART, "sh", "-c", MOUNT, str(folder), sys.executable, "-m", "tests.torture.zygote"]
     process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     seen = Path(f"/proc/{process.pid}/root{folder}")
-    wait_for(lambda: os.statvfs(seen).f_files == 150, "the mount", 60)
+    wait_for(lambda: os.statvfs(seen).f_files == 150, "the mount")
     yield Ranks(process), folder, seen
     assert process.stdin is not None
     process.stdin.close()
-    process.wait(30)
+    process.wait(600)
 
 
 def fill_bytes(folder: Path) -> None:
@@ -68,11 +68,12 @@ def test_a_disk_that_fills_up(fill: Callable[[Path], None], small: tuple[Ranks, 
     mark = seen / "mark"
 
     def during(pids: list[int]) -> None:
-        wait_for(mark.exists, "step 5", 60)
+        wait_for(mark.exists, "step 5")
         with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
             fill(seen)
+        (tmp_path / "full").touch()
 
-    sleep = {"do": "sleep", "at": "step", "call": 5, "when": "before", "seconds": 2.0, "mark": str(folder / "mark")}
+    sleep = {"do": "sleep", "at": "step", "call": 5, "when": "before", "seconds": 0.0, "mark": str(folder / "mark"), "until": str(tmp_path / "full")}
     assert ranks_there.run(there, 1, [sleep], during) == [10], log_of(run)
     for filler in [*seen.glob("filler*"), mark]:
         filler.unlink()

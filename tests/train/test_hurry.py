@@ -93,14 +93,20 @@ def test_a_stop_waits_where_there_is_no_room_otherwise(tmp_path: Path, deletion:
 def test_who_waits_shows_that_it_lives(save_async: bool, tmp_path: Path, deletion: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.train.saver.BEAT", 0.05)
     beats: list[str] = []
-    saver = Saver(Keep(keep_last=1, save_async=save_async), tmp_path, moved=lambda: beats.append(threading.current_thread().name))
+
+    def beat() -> None:
+        beats.append(threading.current_thread().name)
+        if len(beats) > 5:
+            deletion.set()
+
+    saver = Saver(Keep(keep_last=1, save_async=save_async), tmp_path, moved=beat)
     for step in (1, 2):
         save(saver, step)
         saver.finish()
+    assert not deletion.is_set()
     beats.clear()
-    threading.Timer(1.0, deletion.set).start()
-    save(saver, 3, last=True)
-    assert len(beats) > 5 and set(beats) == {threading.current_thread().name}
+    save(saver, 3, last=True)  # it ends because it was heard of again and again
+    assert set(beats) == {threading.current_thread().name}
     saver.close()
     assert steps_in(tmp_path) == [3]
 

@@ -201,6 +201,22 @@ def test_an_overflow_shows_in_the_gradient() -> None:
     assert not dx_BSH.isfinite().all() and losses.cross_entropy.isfinite()
 
 
+def test_a_multiple_of_the_objective_has_that_multiple_of_the_gradient() -> None:
+    """Also where both gradients are asked for once more: never a wrong one."""
+    found = []
+    for factor in (1.0, 3.0):
+        torch.manual_seed(0)
+        x_BSH, weight_VH = torch.randn(1, 6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+        objective = head_loss(x_BSH, weight_VH, Labels(torch.arange(6)[None]), 1).objective * factor
+        objective.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        assert x_BSH.grad is not None and weight_VH.grad is not None
+        found.append((x_BSH.grad.clone(), weight_VH.grad.clone()))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        objective.backward()  # type: ignore[no-untyped-call]
+    for once, thrice in zip(*found, strict=True):
+        torch.testing.assert_close(thrice, 3 * once, rtol=1e-6, atol=0)
+
+
 def test_the_gradient_is_not_differentiated_again() -> None:
     """It is a constant to autograd: a second derivative would be wrong without a word."""
     x_BSH, weight_VH, labels_BS = inputs(1, 4, 3, 7)

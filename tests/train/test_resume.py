@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.conftest import wait_for
 from tests.distributed import finish
 from tests.train.support import new_run, start_ranks, tiny_job
 from trainkit.runs.checkpoints import finished, verify
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 
+HANGS = 600  # seconds; only against hanging
 TIMED = {"elapsed_ms", "tokens_per_second", "samples_per_second", "model_tflops", "hardware_tflops", "times_ms", "memory_bytes", "ranks", "pipeline"}
 LOG_LINE = re.compile(
     r" iteration +(\d+)/ +12 \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): \d+\.\d \| learning rate: \d\.\d{6}E[+-]\d\d \|"
@@ -30,13 +30,6 @@ LOG_LINE = re.compile(
 def facts(run: RunFolder) -> list[dict[str, Any]]:
     """Rows without what time decides."""
     return [{k: v for k, v in row.items() if k not in TIMED} for row in read_rows(run.metrics)]
-
-
-def wait_for(what: Callable[[], object], timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not what():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.005)
 
 
 def steps(run: RunFolder) -> list[int]:
@@ -51,7 +44,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     """Every row, bit for bit, evaluations too; a torn line and rows of lost steps are taken back."""
     times = {"eval_interval": 4, "save_interval": 5}
     whole = new_run(tiny_job(2, tmp_path / "whole", **times))
-    assert finish(start_ranks(whole, 2), 100) == [0, 0]
+    assert finish(start_ranks(whole, 2), HANGS) == [0, 0]
     assert steps(whole) == list(range(1, 13))
     assert [row["step"] for row in read_rows(whole.metrics) if "eval" in row] == [0, 4, 8, 12]
     assert [p.name for p in finished(whole.checkpoints)] == ["step-00000010", "step-00000012"]
@@ -62,15 +55,15 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
 
     broken = new_run(tiny_job(2, tmp_path / "broken", **times))
     children = start_ranks(broken, 2)
-    wait_for(lambda: steps(broken)[-1:] >= [7])
+    wait_for(lambda: steps(broken)[-1:] >= [7], "step 7")
     for child in children:
         child.kill()
-    finish(children, 10)
+    finish(children, HANGS)
     assert [b["phase"] for b in beats(broken, 2)] != ["done", "done"]
     with open(broken.metrics, "a") as file:
         file.write('{"step": 99, "lm_loss": 1')
     (broken.checkpoints / "step-00000011.tmp").mkdir(exist_ok=True)
-    assert finish(start_ranks(broken, 2), 100) == [0, 0]
+    assert finish(start_ranks(broken, 2), HANGS) == [0, 0]
     assert facts(broken) == facts(whole)
     assert not list(broken.checkpoints.glob("*.tmp"))
     board = EventAccumulator(str(broken.tensorboard)).Reload()
@@ -81,18 +74,18 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
 def test_usr1_saves_at_the_step_and_term_from_the_parent_does_not(tmp_path: Path) -> None:
     run = new_run(tiny_job(2, tmp_path, train_iters=100_000))
     children = start_ranks(run, 2)
-    wait_for(lambda: len(steps(run)) > 3)
+    wait_for(lambda: len(steps(run)) > 3, "step 4")
     children[1].send_signal(signal.SIGUSR1)
-    assert finish(children, 60) == [12, 12]
+    assert finish(children, HANGS) == [12, 12]
     reached = steps(run)[-1]
     assert [p.name for p in finished(run.checkpoints)] == [f"step-{reached:08d}"]
     assert [b["phase"] for b in beats(run, 2)] == ["save", "save"]
 
     children = start_ranks(run, 2)
-    wait_for(lambda: steps(run)[-1] > reached)
+    wait_for(lambda: steps(run)[-1] > reached, "another step")
     for child in children:
         child.terminate()
-    assert finish(children, 60) == [143, 143]
+    assert finish(children, HANGS) == [143, 143]
     assert steps(run) == list(range(1, len(steps(run)) + 1))
     assert [p.name for p in finished(run.checkpoints)] == [f"step-{reached:08d}"]
 
@@ -103,7 +96,7 @@ def test_usr1_saves_at_the_step_and_term_from_the_parent_does_not(tmp_path: Path
 )
 def test_what_cannot_be_trained_stops_with_words(tmp_path: Path, training: dict[str, Any], code: int, words: str) -> None:
     run = new_run(tiny_job(1, tmp_path, **training))
-    assert finish(start_ranks(run, 1), 60) == [code]
+    assert finish(start_ranks(run, 1), HANGS) == [code]
     error = json.loads(run.attempt(1).error(0).read_text())
     assert (error["schema"], error["rank"], error["exit"]) == ("rank-error/1", 0, code)
     assert re.search(words, error["message"]) and "Traceback" in error["traceback"]

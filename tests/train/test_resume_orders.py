@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import wait_for
 from tests.distributed import finish
 from tests.train.support import MODEL, new_run, start_ranks, tiny_job
-from tests.train.test_resume import facts, steps, wait_for
+from tests.train.test_resume import facts, steps
 from trainkit.data.indexed import IndexedWriter
 from trainkit.data.megatron_order import work
 from trainkit.jobs.datasets import Part
@@ -56,18 +57,18 @@ def checksums(run: RunFolder) -> list[int]:
 @pytest.mark.parametrize("sample_order", [pytest.param("native", marks=pytest.mark.slow), "megatron"])  # native: tests/train/test_resume.py
 def test_killed_and_resumed_equals_uninterrupted(files: Path, tmp_path: Path, sample_order: str) -> None:
     whole = new_run(job_of(files, tmp_path / "whole", 2, sample_order))
-    assert finish(start_ranks(whole, 2), 100) == [0, 0], whole.attempt(1).log(0).read_text()
+    assert finish(start_ranks(whole, 2), 600) == [0, 0], whole.attempt(1).log(0).read_text()
     assert len(set(checksums(whole))) == 12
 
     broken = new_run(job_of(files, tmp_path / "broken", 2, sample_order))
     children = start_ranks(broken, 2)
-    wait_for(lambda: steps(broken)[-1:] >= [7])
+    wait_for(lambda: steps(broken)[-1:] >= [7], "step 7")
     for child in children:
         child.kill()
-    finish(children, 10)
-    assert finish(start_ranks(broken, 2), 100) == [0, 0]
+    finish(children, 600)
+    assert finish(start_ranks(broken, 2), 600) == [0, 0]
     assert facts(broken) == facts(whole)
 
     alone = new_run(job_of(files, tmp_path / "alone", 1, sample_order))
-    assert finish(start_ranks(alone, 1), 100) == [0]
+    assert finish(start_ranks(alone, 1), 600) == [0]
     assert checksums(alone) == checksums(whole)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
-import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.conftest import wait_for
 from tests.train.support import new_run, tiny_job
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import install_command
@@ -135,6 +136,10 @@ def test_it_is_not_waited_for_for_ever(run: RunFolder, tmp_path: Path, monkeypat
     assert "not all was sent" in capsys.readouterr().err
 
 
+def _holds(path: Path, word: bytes) -> bool:
+    return word in path.read_bytes()
+
+
 def test_the_real_package_without_a_network(run: RunFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Twice, as after a crash: the same id, the same steps again. Nothing but the job and the metrics is in its files."""
     pytest.importorskip("wandb")
@@ -150,10 +155,8 @@ def test_the_real_package_without_a_network(run: RunFolder, tmp_path: Path, capf
     assert len(folders) == 2
     for folder in folders:
         (journal,) = folder.glob("*.wandb")
-        content, deadline = journal.read_bytes(), time.monotonic() + 20
-        while b"validation/valid/lm_loss" not in content and time.monotonic() < deadline:  # W&B's own process may still be writing
-            time.sleep(0.1)
-            content = journal.read_bytes()
+        wait_for(partial(_holds, journal, b"validation/valid/lm_loss"), "W&B's own process to write")
+        content = journal.read_bytes()
         for word in ("papers", "times_ms/forward", "validation/valid/lm_loss", "NCCL_DEBUG"):
             assert word.encode() in content, word
         files = [path for path in folder.rglob("*") if path.is_file()]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from trainkit.jobs.models import Model
 from trainkit.jobs.schema import Job
 
-UNIT = 64  # rows a share is a multiple of, where there are enough: kernels like whole tiles
+UNITS = (64, 32, 16, 8, 1)  # rows a share is a multiple of: kernels like whole tiles
+UNEVEN = 1.05  # times the mean that the largest share may have for it: all wait for that one
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ def place_of(rank: int, degrees: Degrees) -> Place:
 
 
 def share(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, length) of part `index` of `size` rows, as equal as can be: whole multiples of UNIT where every part has some, else of 1; nothing is padded."""
-    unit = UNIT if size >= UNIT * parts else 1
+    """(start, length) of part `index` of `size` rows: whole multiples of the largest of UNITS that leaves them about equal; nothing is padded."""
+    fits = (unit for unit in UNITS if size >= unit * parts and unit * -(-size // (unit * parts)) * parts <= UNEVEN * size)
+    unit = next(fits, 1)
     units = -(-size // unit)
     start, end = (min(size, units * i // parts * unit) for i in (index, index + 1))
     return start, end - start

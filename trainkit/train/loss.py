@@ -101,11 +101,14 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """`upstream` is 1: the objective is what backward is called on. Raises RuntimeError where the gradient would be differentiated again:
-        it is a constant to autograd."""
+        """`upstream` is 1 where backward is called on the objective itself; a multiple of it has that multiple of the gradient. Raises RuntimeError where the
+        gradient would be differentiated again: it is a constant to autograd."""
         if torch.is_grad_enabled():
             raise RuntimeError("the gradient of the loss cannot be differentiated: call backward without create_graph")
         dx_NH, dweight_VH = ctx.saved_tensors
+        factor = upstream[0]
+        if factor.device.type != "cpu" or factor != 1:  # nobody waits for another device to know
+            dx_NH, dweight_VH = dx_NH * factor.to(dx_NH.dtype), dweight_VH.mul_(factor.to(dweight_VH.dtype))  # in place: W is large
         return dx_NH, dweight_VH, None, None, None, None, None, None
 
 

@@ -8,9 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-
-from torch.utils.tensorboard import SummaryWriter
+from typing import TYPE_CHECKING, Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
@@ -19,6 +17,9 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import cut, read_rows
 from trainkit.runs.windows import Window, Windows
 from trainkit.train.wandb_log import open_wandb
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # Megatron-LM's names (training/training.py, training_log) and units: seconds, TFLOP/s of one device
 TAGS = {
@@ -146,6 +147,8 @@ class Board:
             self._try(lambda writer: writer.close(), self.writer)
 
     def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # half a second, which only the rank that writes must spend
+
         try:
             self.writer = SummaryWriter(str(self.folder), purge_step=self._purge)
             self._purge = None
