@@ -35,9 +35,10 @@ def brief(tmp_path: Path) -> Iterator[Session]:
     session.close()
 
 
-def nameless(path: Path) -> str:
-    """A program that leaves a grandchild in a session of its own with an empty environment, whose parent is gone."""
-    middle = f"import subprocess, sys; subprocess.Popen([sys.executable, '-I', '-c', {setsid(path)!r}], env={{}})"
+def nameless(path: Path, *, limited: bool) -> str:
+    """A program that leaves a grandchild in a session of its own with an empty environment, whose parent is gone; with the limit it inherited, or without."""
+    limits = "" if limited else "import resource; resource.setrlimit(resource.RLIMIT_MSGQUEUE, (resource.getrlimit(resource.RLIMIT_MSGQUEUE)[1],) * 2); "
+    middle = f"{limits}import subprocess, sys; subprocess.Popen([sys.executable, '-I', '-c', {setsid(path)!r}], env={{}})"
     return f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {middle!r}]); time.sleep(10_000)"
 
 
@@ -48,7 +49,7 @@ class Hard:
         self.peer = session.begin(stdin=stdin, around=around)
         paths = [folder / name for name in ("ignores", "nameless", "stopped")]
         stopped = f"import os, signal; open({str(paths[2])!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), signal.SIGSTOP)"
-        self.peer.go(process("0", ignoring(paths[0])), process("1", nameless(paths[1])), process("2", stopped))
+        self.peer.go(process("0", ignoring(paths[0])), process("1", nameless(paths[1], limited=bool(around))), process("2", stopped))
         ranks = [self.peer.hear("started", key)["pid"] for key in "012"]
         self.peer.until(lambda: all(path.exists() and path.read_text() for path in paths))
         self.pids = [*ranks, *(pid_in(path) for path in paths[:2])]
@@ -258,6 +259,7 @@ def test_orphans_of_a_dead_run_are_ended_by_the_next(session: Session, tmp_path:
     ranks, orphans = hard.pids[:3], hard.pids[3:]
     assert wait_until(lambda: not any(alive(pid) for pid in ranks))
     assert all(alive(pid) for pid in orphans)
+    assert {pid for group in cgroup.groups(session.run) for pid in group.pids()} == (set() if host == "bare" else set(orphans))
     other = Session(tmp_path / "other", node_folder=str(session.node_folder))
     try:
         other.start(around=around)
@@ -275,6 +277,64 @@ def test_orphans_of_a_dead_run_are_ended_by_the_next(session: Session, tmp_path:
         assert wait_until(lambda: not alive(orphans[1])) and not cgroup.groups(session.run)
     finally:
         other.close()
+
+
+def blind(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in which every look at /proc sees nothing, as it does of what is quick enough."""
+    head = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from trainkit.base import cgroup, keeper, marks
+marks.descendants = lambda pid: []
+marks.marked = lambda mark: []
+def later(path):
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(1)
+        open(path, "w").close()
+        os._exit(0)
+"""
+    return subprocess.run([sys.executable, "-c", head + program], capture_output=True, text=True, check=False)
+
+
+def test_a_keeper_that_sees_nothing_waits_for_the_kernels_word(tmp_path: Path) -> None:
+    path = str(tmp_path / "ended")
+    done = blind(
+        f"def work(link):\n    link.guard('r/1/0', lease=60)\n    later({path!r})\n    return 3\nkeeper.WAIT = 0.001\nsys.exit(keeper.keep(work, 'k'))"
+    )
+    assert done.returncode == 3 and (tmp_path / "ended").exists(), done.stderr
+
+
+def test_a_keeper_empties_the_group_whatever_it_sees() -> None:
+    needs_cgroup()
+    program = """
+def work(link):
+    group = cgroup.new_group("test-blind-%d/1/0" % os.getpid())
+    link.guard("r/1/0", lease=60, group=group)
+    entrance = group.entrance()
+    subprocess.Popen(["sleep", "10000"], preexec_fn=lambda: os.write(entrance, b"0"))
+    print(group.path, flush=True)
+    return 3
+sys.exit(keeper.keep(work, "k"))
+"""
+    done = blind(program)
+    assert done.returncode == 3 and not Path(done.stdout.strip()).exists(), done.stderr
+
+
+def test_an_agent_that_sees_nothing_waits_for_the_kernels_word(tmp_path: Path) -> None:
+    path = str(tmp_path / "ended")
+    program = f"""
+from trainkit.launch import agent_loop
+agent_loop.KILL_SECONDS = 10_000
+agent = agent_loop.Agent(Path("/"), 0, None)
+agent.memory = object()
+later({path!r})
+for _ in agent.end(None, 0.0):
+    time.sleep(0.001)
+assert agent.proved()
+"""
+    done = blind(program)
+    assert done.returncode == 0 and (tmp_path / "ended").exists(), done.stderr
 
 
 def test_a_keeper_that_was_stopped_ends_with_its_agent(session: Session) -> None:
