@@ -77,7 +77,7 @@ def clean_project(folder: Path, cluster: Cluster) -> Iterator[SlurmProject]:
     yield project
     left = project.jobs()
     cluster.on("head", "scancel", "--quiet", "--full", *left, "--user=root")
-    wait_for(lambda: not project.jobs(), "Slurm to end what the test left", timeout=60)
+    wait_for(lambda: not project.jobs(), "Slurm to end what the test left", timeout=600)
     strangers = [p for p in cluster.processes() if p.mark or "trainkit" in " ".join(p.argv)]
     cluster.kill(*strangers)
     assert not left and not strangers, f"left behind: {left} {strangers}"

@@ -65,7 +65,7 @@ class Cluster:
     def close(self) -> None:
         """Take it down; everything of it is gone afterwards."""
         self._in.close()
-        self._shell.wait(timeout=60)
+        self._shell.wait(timeout=600)
         self._out.close()
         self._err.close()
 

@@ -52,18 +52,18 @@ def add_box(project: ClusterProject, table: str, prolog: str = "[]") -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_podman_over_ssh(head: ClusterProject, cluster: Cluster, podman: Oci) -> None:
     add_box(head, podman.table(), podman.prolog)
     for name in ("random", "boxed"):
-        head.invoke("train", name, *SHORT, timeout=240)
+        head.invoke("train", name, *SHORT, timeout=600)
     plain, inside = head.runs()
     assert head.losses(inside) == head.losses(plain)
     assert not cluster.processes_of(inside.name)
     path = head.path / "jobs.toml"
     path.write_text(path.read_text().replace('"/usr:/usr:ro"', '"/usr:/usr:ro", "/srv/only-here:/mnt:ro"'))
     cluster.on("node1", "mkdir", "-p", "/srv/only-here")
-    done = head.invoke("train", "boxed", *SHORT, exit=8, timeout=240)
+    done = head.invoke("train", "boxed", *SHORT, exit=8, timeout=600)
     said = done.stdout + done.stderr
     assert "1 of 2 hosts are without an agent" in said and "node2 does not have what containers.box mounts: /srv/only-here" in said
 
@@ -81,7 +81,7 @@ exec {srun} "${{words[@]}}"
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
     """What is real here: both steps, their scripts and environment, on a real Slurm. What is not: the container."""
     srun = shutil.which("srun")
@@ -108,7 +108,7 @@ def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
     for node in ("node2", "node3"):
         slurm.cluster.on(node, "mkdir", "-p", "/srv/topo")
     run, _ = slurm.submit()
-    slurm.wait_state(run, "succeeded", timeout=120)
+    slurm.wait_state(run, "succeeded", timeout=600)
     assert (tmp_path / "options").read_text().splitlines() == [
         "--container-image=/images/app.sqsh",
         f"--container-mounts=/srv/topo:/topo:ro,{slurm.path}:{slurm.path}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,11 +29,11 @@ def test_cut_heal_crash_boot(cluster: Cluster) -> None:
     cluster.cut("node1")
     assert not reached("node1") and reached("node2")
     cluster.heal("node1")
-    wait_for(lambda: reached("node1"), "node1 to be reached again", timeout=20)
+    wait_for(lambda: reached("node1"), "node1 to be reached again", timeout=600)
     sleeper = subprocess.Popen(cluster.command("node2", "env", "TRAINKIT_RUN=a-run/1/0", "setsid", "sleep", "1000"))
-    wait_for(lambda: [p.host for p in cluster.processes_of("a-run")] == ["node2"], "the process on node2", timeout=10)
+    wait_for(lambda: [p.host for p in cluster.processes_of("a-run")] == ["node2"], "the process on node2", timeout=600)
     cluster.crash("node2")
-    sleeper.wait(timeout=10)
+    sleeper.wait()
     assert not cluster.processes_of("a-run") and not reached("node2")
     cluster.boot("node2")
     assert reached("node2")
@@ -56,9 +55,7 @@ Cluster(Path({str(folder)!r}), 1); print("up", flush=True); time.sleep(99)"""
     assert owner.stdout is not None and owner.stdout.readline() == "up\n"
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
-    deadline = time.monotonic() + 20
-    while folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: not folder.exists(), "the cluster to go with its owner", timeout=600)
     left = [p for p in Path("/proc").glob("[0-9]*") if str(folder).encode() in _bytes(p / "cmdline")]
     assert not folder.exists() and not left and surroundings() == before
     assert cluster.on("node1", "hostname") == "node1\n"

@@ -95,7 +95,7 @@ def knock(address: str, port: int, token: bytes) -> str:
     from trainkit.launch.frames import Decoder, encode, new_nonce, proof
 
     decoder, nonce = Decoder(), new_nonce()
-    with socket.create_connection((address, port), timeout=5) as link:
+    with socket.create_connection((address, port), timeout=600) as link:
         link.sendall(encode({"type": "knock", "role": "agent", "node": 0, "nonce": nonce}))
         challenge = next(decoder.feed(link.recv(4096)))
         link.sendall(encode({"type": "answer", "proof": proof(token, "agent", nonce, str(challenge["nonce"]), "agent:0")}))

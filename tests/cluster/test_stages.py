@@ -79,9 +79,9 @@ def test_two_hosts_prepare_the_same_bytes_even_if_one_dies(head: ClusterProject,
 
     replace_in_jobs(head, 'launcher = "ssh"', 'launcher = "pdsh"')
     process = head.start("prep-data", "--job", "text", "--force")
-    wait_for(lambda: process.poll() is not None or "node2" in hosts_of_units(cluster), "units on node2", timeout=60)
+    wait_for(lambda: process.poll() is not None or "node2" in hosts_of_units(cluster), "units on node2", timeout=600)
     cluster.crash("node2")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     cluster.boot("node2")
     assert process.returncode == 0 and "node2 is lost" in out + err, out + err
     over_pdsh = made(head)

@@ -79,7 +79,7 @@ def test_the_code_it_runs_is_told_by_its_content(session: Session, tmp_path: Pat
         peer = session.accept()
         hello = peer.hear("hello")
         peer.say(type="bye")
-        assert session.agent and session.agent.wait(timeout=20) == 0
+        assert session.agent and session.agent.wait(timeout=600) == 0
         assert ("snapshot" in hello["errors"]) == (hello["snapshot"] is None)
         return str(hello["snapshot"]) if hello["snapshot"] else None
 
@@ -126,7 +126,7 @@ def challenge(session: Session, frame: frames.Frame | bytes) -> int | None:
     peer.hear("knock")
     peer.sock.sendall(frame if isinstance(frame, bytes) else frames.encode(frame))
     peer.sock.sendall(frames.encode({"type": "go", "processes": [process("0", f"open({str(session.folder / 'executed')!r}, 'w')")], "secret_names": []}))
-    return agent.wait(timeout=20)
+    return agent.wait(timeout=600)
 
 
 def test_a_supervisor_that_cannot_prove_itself_executes_nothing(session: Session) -> None:
@@ -376,7 +376,7 @@ def test_slots_are_refused_by_name_and_freed(session: Session, tmp_path: Path) -
         second.say(type="reserve", run=other.run, attempt=1, slots=["gpu0"], share=False, mark=other.mark)
         second.hear("reserved")
         peer.say(type="bye")
-        assert session.agent and session.agent.wait(timeout=20) == 0
+        assert session.agent and session.agent.wait(timeout=600) == 0
         second.say(type="reserve", run=other.run, attempt=1, slots=["gpu1", "gpu2"], share=False, mark=other.mark)
         assert second.hear("reserved")["cleared"] == []
     finally:
@@ -425,4 +425,4 @@ def test_no_order_breaks_it(session: Session) -> None:
     assert [f for f in peer.heard if f["type"] == "refused"]
     peer.say(type="bye")
     peer.hear("ended", "0")
-    assert session.agent and session.agent.wait(timeout=20) == 0 and "Traceback" not in session.words()
+    assert session.agent and session.agent.wait(timeout=600) == 0 and "Traceback" not in session.words()

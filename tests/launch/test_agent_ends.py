@@ -35,20 +35,21 @@ def brief(tmp_path: Path) -> Iterator[Session]:
     session.close()
 
 
-def nameless(path: Path) -> str:
-    """A program that leaves a grandchild in a session of its own with an empty environment, whose parent is gone."""
-    middle = f"import subprocess, sys; subprocess.Popen([sys.executable, '-I', '-c', {setsid(path)!r}], env={{}})"
+def nameless(path: Path, *, limited: bool) -> str:
+    """A program that leaves a grandchild in a session of its own with an empty environment, whose parent is gone; with the limit it inherited, or without."""
+    limits = "" if limited else "import resource; resource.setrlimit(resource.RLIMIT_MSGQUEUE, (resource.getrlimit(resource.RLIMIT_MSGQUEUE)[1],) * 2); "
+    middle = f"{limits}import subprocess, sys; subprocess.Popen([sys.executable, '-I', '-c', {setsid(path)!r}], env={{}})"
     return f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {middle!r}]); time.sleep(10_000)"
 
 
 class Hard:
     """A session's agent with programs that are hard to end."""
 
-    def __init__(self, session: Session, folder: Path, *, stdin: int = subprocess.DEVNULL, around: Sequence[str] = ()) -> None:
+    def __init__(self, session: Session, folder: Path, *, stdin: int = subprocess.DEVNULL, around: Sequence[str] = (), limited: bool = False) -> None:
         self.peer = session.begin(stdin=stdin, around=around)
         paths = [folder / name for name in ("ignores", "nameless", "stopped")]
         stopped = f"import os, signal; open({str(paths[2])!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), signal.SIGSTOP)"
-        self.peer.go(process("0", ignoring(paths[0])), process("1", nameless(paths[1])), process("2", stopped))
+        self.peer.go(process("0", ignoring(paths[0])), process("1", nameless(paths[1], limited=limited)), process("2", stopped))
         ranks = [self.peer.hear("started", key)["pid"] for key in "012"]
         self.peer.until(lambda: all(path.exists() and path.read_text() for path in paths))
         self.pids = [*ranks, *(pid_in(path) for path in paths[:2])]
@@ -75,8 +76,7 @@ def test_a_second_stop_shortens_the_first(session: Session, tmp_path: Path) -> N
     peer = session.begin()
     peer.go(process("0", ignoring(tmp_path / "pid")))
     pid_in(tmp_path / "pid")
-    peer.say(type="stop", grace=60, keys=None)
-    time.sleep(0.3)
+    peer.say(type="stop", grace=10_000, keys=None)
     peer.say(type="stop", grace=0, keys=None)
     assert peer.hear("ended", "0")["code"] == -9
     assert [peer.hear("stopped")["left"] for _ in range(2)] == [[], []]
@@ -120,9 +120,7 @@ while time.time() < end:  # each child goes on, in a session of its own, when it
     while len(seen) < 5:
         seen |= {p.pid for p in session.left()} - {rank}
     peer.say(type="stop", grace=0.2, keys=None)
-    assert peer.hear("stopped")["left"] == []
-    time.sleep(0.3)
-    assert not session.left()
+    assert peer.hear("stopped")["left"] == [] and not session.left()
 
 
 @pytest.mark.parametrize("how", ["closed", "reset", "noise", "silent", "stdin", "term"])
@@ -163,8 +161,7 @@ def test_a_stdin_that_is_closed_from_the_start_means_nothing(session: Session) -
     os.close(write)
     peer = session.begin(stdin=read)
     os.close(read)
-    time.sleep(1.0)
-    assert peer.hear("heartbeat")
+    assert peer.hear("heartbeat") and peer.hear("heartbeat")
 
 
 @pytest.mark.parametrize("who", ["agent", "keeper", "both by pattern"])
@@ -235,6 +232,17 @@ def needs_cgroup() -> None:
     group.remove()
 
 
+def around_of(host: str) -> tuple[str, ...]:
+    """The program by way of which an agent begins on a host with cgroups or a bare one. Skips where this machine is not so."""
+    if host == "with cgroup":
+        needs_cgroup()
+        return ()
+    if not BARE and (group := cgroup.new_group("test-needs/1/0")) is not None:
+        group.remove()
+        pytest.skip("only root can take its cgroup away")
+    return BARE
+
+
 def kill_both(session: Session, agent: int) -> None:
     """Agent and keeper at one moment."""
     assert session.agent
@@ -249,15 +257,14 @@ def kill_both(session: Session, agent: int) -> None:
 def test_orphans_of_a_dead_run_are_ended_by_the_next(session: Session, tmp_path: Path, host: str) -> None:
     """Agent and keeper killed at one moment: the ranks die with the agent. What they left is found by its group, also what gave up its environment; on a
     host without groups by its mark, or by the limit that it inherited; and "proved" is said of the former alone."""
-    around = BARE if host == "bare" else ()
-    if host != "bare":
-        needs_cgroup()
-    hard = Hard(session, tmp_path, around=around)
+    around = around_of(host)
+    hard = Hard(session, tmp_path, around=around, limited=host == "bare")
     assert hard.peer.hello["proof"] == ("children" if host == "bare" else "cgroup")
     kill_both(session, int(hard.peer.hello["pid"]))
     ranks, orphans = hard.pids[:3], hard.pids[3:]
     assert wait_until(lambda: not any(alive(pid) for pid in ranks))
     assert all(alive(pid) for pid in orphans)
+    assert {pid for group in cgroup.groups(session.run) for pid in group.pids()} == (set() if host == "bare" else set(orphans))
     other = Session(tmp_path / "other", node_folder=str(session.node_folder))
     try:
         other.start(around=around)
@@ -277,6 +284,66 @@ def test_orphans_of_a_dead_run_are_ended_by_the_next(session: Session, tmp_path:
         other.close()
 
 
+def blind(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in which every look at /proc sees nothing, as it does of what is quick enough."""
+    head = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from trainkit.base import cgroup, keeper, marks
+marks.descendants = lambda pid: []
+marks.marked = lambda mark: []
+marks.kill_children = lambda: None
+def later(path):
+    if os.fork() == 0:
+        os.setsid()
+        os.closerange(0, 1000)  # who waits for the end of our output, or of the link, must not wait for this
+        time.sleep(1)
+        open(path, "w").close()
+        os._exit(0)
+"""
+    return subprocess.run([sys.executable, "-c", head + program], capture_output=True, text=True, check=False)
+
+
+def test_a_keeper_that_sees_nothing_waits_for_the_kernels_word(tmp_path: Path) -> None:
+    path = str(tmp_path / "ended")
+    done = blind(
+        f"def work(link):\n    link.guard('r/1/0', lease=60)\n    later({path!r})\n    return 3\nkeeper.WAIT = 0.001\nsys.exit(keeper.keep(work, 'k'))"
+    )
+    assert done.returncode == 3 and (tmp_path / "ended").exists(), done.stderr
+
+
+def test_a_keeper_empties_the_group_whatever_it_sees() -> None:
+    needs_cgroup()
+    program = """
+def work(link):
+    group = cgroup.new_group("test-blind-%d/1/0" % os.getpid())
+    link.guard("r/1/0", lease=60, group=group)
+    entrance = group.entrance()
+    subprocess.Popen(["sleep", "10000"], preexec_fn=lambda: os.write(entrance, b"0"))
+    print(group.path, flush=True)
+    return 3
+sys.exit(keeper.keep(work, "k"))
+"""
+    done = blind(program)
+    assert done.returncode == 3 and not Path(done.stdout.strip()).exists(), done.stderr
+
+
+def test_an_agent_that_sees_nothing_waits_for_the_kernels_word(tmp_path: Path) -> None:
+    path = str(tmp_path / "ended")
+    program = f"""
+from trainkit.launch import agent_loop
+agent_loop.KILL_SECONDS = 10_000
+agent = agent_loop.Agent(Path("/"), 0, None)
+agent.memory = object()
+later({path!r})
+for _ in agent.end(None, 0.0):
+    time.sleep(0.001)
+assert agent.proved()
+"""
+    done = blind(program)
+    assert done.returncode == 0 and (tmp_path / "ended").exists(), done.stderr
+
+
 def test_a_keeper_that_was_stopped_ends_with_its_agent(session: Session) -> None:
     peer = session.begin()
     peer.go(process("0", "import time; time.sleep(10_000)"))
@@ -291,11 +358,10 @@ def test_a_keeper_that_was_stopped_ends_with_its_agent(session: Session) -> None
 @pytest.mark.parametrize("end", ["stop", "agent killed"])
 def test_a_chain_of_forks_without_a_mark(session: Session, host: str, end: str) -> None:
     """Two looks at /proc that see nothing prove nothing: it is over when the kernel says so."""
-    if host != "bare":
-        needs_cgroup()
+    around = around_of(host)
     word = f"chain-{session.run}"
     chain = f"import os, time\n# {word}\nwhile True:\n    if os.fork():\n        os._exit(0)\n    os.setsid()\n    time.sleep(0.001)"
-    peer = session.begin(around=BARE if host == "bare" else ())
+    peer = session.begin(around=around)
     peer.go(
         process("0", f"import os, sys, time\nif os.fork() == 0: os.execve(sys.executable, [sys.executable, '-I', '-c', {chain!r}], {{}})\ntime.sleep(10_000)")
     )

@@ -44,9 +44,9 @@ def test_killed_in_one_layout_resumed_in_others(project: Project) -> None:
         wait_for_step(project, after)
         for pid in (process.pid, *pids.values()):
             os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
         process = project.start("resume", "last", *sets(*values))
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, out + err
     run = project.runs()[-1]
     assert project.losses(run) == pytest.approx(expected, rel=1e-5)

@@ -180,7 +180,7 @@ def test_a_sign_that_the_file_system_holds_up_holds_up_nothing_else(run: RunFold
     async def main() -> None:
         supervisor = Supervisor(run, {}, Asks(), nobody(), share=False)
         signing = asyncio.create_task(supervisor._keep_signing())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(600):
             while not begun.is_set():  # the loop goes on, though nothing is written yet
                 await asyncio.sleep(0.01)
         assert not run.supervisor.exists()

@@ -158,6 +158,7 @@ class _Keeper:
             if self.group:
                 with contextlib.suppress(OSError):
                     self.group.kill()
+            marks.kill_children()
             childless = self._reap()
             found = {p.pid: p for p in (*marks.descendants(os.getpid()), *(m for mark in self.marks for m in marks.marked(mark)))}
             left = list(found.values())

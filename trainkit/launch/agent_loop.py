@@ -319,6 +319,8 @@ class Agent:
             if keys is None and self.group:
                 with contextlib.suppress(OSError):
                     self.group.kill()
+            if keys is None:
+                marks.kill_children()
             marks.kill(left)
             clean = 0 if left or any(child.running for child in children) or (keys is None and not self.proved()) else clean + 1
             yield
