@@ -14,7 +14,8 @@ from tests.cluster.machines import HEAD
 from tests.cluster.slurm_project import HANGS, SlurmProject
 from tests.conftest import wait_for
 
-# Ranks that carry a digest from step to step, in one file with the step: two of them agree only where each step was done once, in order.
+# Ranks that carry a digest from step to step, in one file with the step: two of them agree only where each step was done once, in order. None does the last
+# before the test lets it.
 CHAIN = """
 import hashlib, os, signal, time
 path = f"{folder}/chain-{{rank}}"
@@ -23,12 +24,14 @@ step = int(step)
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM, signal.SIGUSR1}})
 while step < {last}:
     time.sleep(0.05)
+    if signal.sigpending():
+        os._exit(12)
+    if step == {last} - 1 and not os.path.exists("{folder}/may-end"):
+        continue
     step += 1
     digest = hashlib.sha256(f"{{digest}} {{step}}".encode()).hexdigest()
     open(path + ".new", "w").write(f"{{step}} {{digest}}"); os.replace(path + ".new", path)
     beat(step)
-    if signal.sigpending():
-        os._exit(12)
 done()
 """
 
@@ -43,7 +46,9 @@ def chain(last: int) -> str:
 
 def preempted(slurm: SlurmProject, run: Path, id: str) -> None:
     """A job of higher priority wants all nodes, for a moment."""
-    slurm.cluster.on(HEAD, "sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
+    words = ("--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
+    urgent = slurm.cluster.on(HEAD, "sbatch", *words).strip()
+    wait_for(lambda: slurm.job_state(urgent) in ("RUNNING", "COMPLETING", "COMPLETED"), "it to have them", timeout=HANGS)
 
 
 def requeued(slurm: SlurmProject, run: Path, id: str) -> None:
@@ -118,6 +123,7 @@ def test_one_bad_node_is_left_out(slurm: SlurmProject) -> None:
     lines = python.read_text().splitlines()
     python.write_text("\n".join([lines[0], '[[ "$(hostname)" != node2 || "$*" != *agent.py* ]] || { echo "this node is broken" >&2; exit 5; }', *lines[1:]]))
     slurm.ranks_do(CHAIN.format(folder=slurm.path, last=5))
+    slurm.may_end()
     said = slurm.invoke("train", "random", timeout=HANGS).stdout
     (run,) = slurm.runs()
     first = slurm.events(run, 1)
@@ -155,6 +161,7 @@ def disturb(slurm: SlurmProject, befalls: Callable[[SlurmProject, Path, str], No
     instant(run, id)
     steps = next((path.read_text().split()[0] for path in slurm.path.glob("chain-0")), "0")
     befalls(slurm, run, id)
+    slurm.may_end()
     out, err = following.communicate()
     if befalls is cancelled and following.returncode != 0:
         assert following.returncode in (12, 15), out + err
