@@ -17,9 +17,9 @@ from trainkit.plan.memory import Memory, RankMemory
 from trainkit.plan.objection import Objection
 from trainkit.plan.storage import GIB, Storage
 
-BAR = 48  # columns of the longest bar
+BAR, BESIDE = 48, 42  # columns of the longest bar; of what stands beside it
 ROWS = 8  # bars at most
-LEGEND = 3  # entries of the legend side by side
+LEGEND, ENTRY = 3, 32  # entries of the legend side by side, at most; columns of one
 # part of RankMemory: (word, letter where there is no colour, colour)
 PARTS = {
     "parameter_bytes": ("weights", "W", "blue"),
@@ -62,6 +62,8 @@ def print_page(console: Console, job: Job, plan: Plan, command: str, *, launchab
         console.print(f"[green]feasible[/]: {command} train {plan.job}")
     else:
         words = f"this version plans the job, but does not launch it: {command} train {plan.job} says why"
+        if job.engine != "native":
+            words = f"engine {job.engine} can be planned but not launched; use --set engine=native"
         console.print(f"[green]feasible[/]; {words}")
 
 
@@ -152,16 +154,17 @@ def _memory(console: Console, memory: Memory) -> RenderableType:
     bars.add_column(no_wrap=True)
     bars.add_column(no_wrap=True, justify="right")
     bars.add_column(no_wrap=True)
-    scale = max(device or 0, fullest.total_bytes)
+    scale, width = max(device or 0, fullest.total_bytes), min(BAR, max(8, console.width - BESIDE))
     for first, last, rank in _bars(memory):
         name = "every rank" if len(memory.stages) == 1 else f"stage {first}" if first == last else f"stages {first} to {last}"
-        bars.add_row(name, _gib(rank.total_bytes), _bar(console, rank, scale, device))
+        bars.add_row(name, _gib(rank.total_bytes), _bar(console, rank, scale, device, width))
     shown = [(part, size) for part, size in fullest.parts.items() if size]
     legend = Table.grid(padding=(0, 3))
-    for _ in range(LEGEND):
+    columns = min(LEGEND, max(1, (console.width - 10) // ENTRY))
+    for _ in range(columns):
         legend.add_column(no_wrap=True)
-    for first in range(0, len(shown), LEGEND):
-        entries = (Text(f"{_mark(console, part)} {PARTS[part][0]} {_gib(size)}", style=PARTS[part][2]) for part, size in shown[first : first + LEGEND])
+    for first in range(0, len(shown), columns):
+        entries = (Text(f"{_mark(console, part)} {PARTS[part][0]} {_gib(size)}", style=PARTS[part][2]) for part, size in shown[first : first + columns])
         legend.add_row(*entries)
     heading = Text.from_markup(f"{_gib(fullest.total_bytes)}{of} on the fullest rank: {verdict}")
     if memory.band_bytes is None:
@@ -198,17 +201,17 @@ def _mark(console: Console, part: str) -> str:
     return "█" if console.color_system else PARTS[part][1]
 
 
-def _bar(console: Console, rank: RankMemory, scale: int, device: int | None) -> Text:
-    """The parts of a rank side by side, dots for what stays free, and a line where the device ends."""
+def _bar(console: Console, rank: RankMemory, scale: int, device: int | None, width: int) -> Text:
+    """The parts of a rank side by side in so many columns, dots for what stays free, and a line where the device ends."""
     bar, drawn, reached = Text(), 0, 0
     for part, size in rank.parts.items():
         reached += size
-        columns = round(reached / scale * BAR) - drawn
+        columns = round(reached / scale * width) - drawn
         bar.append(_mark(console, part) * columns, style=PARTS[part][2])
         drawn += columns
     if device is None:
         return bar
-    end = round(device / scale * BAR)
+    end = round(device / scale * width)
     bar.append("·" * max(0, end - drawn), style="bright_black")
     if drawn <= end:
         return bar + Text("|")
