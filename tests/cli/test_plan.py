@@ -122,11 +122,20 @@ def test_the_page() -> None:
     assert all(len(line) <= 100 for line in page(CHECKOUT, "nemo-gpt3-175b", width=100).splitlines())
 
 
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_no_figure_is_cut_on_a_narrow_page(width: int) -> None:
+    for name in ("gpt-neox-20b-lambda", "azure-gpt3-175b", "jean-zay-76b"):
+        text = page(CHECKOUT, name, width=width)
+        assert "…" not in text and text.count(" GiB") > 10
+        assert all(len(line) <= width for line in text.splitlines() if line.startswith("        ")), name
+
+
 def test_where_an_engine_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Talk(json=False, dry_run=False, folder=CHECKOUT)
     plan(folder, "azure-gpt3-175b", 0, "", [])
     text = " ".join(capsys.readouterr().out.split())
     assert "engine megatron-lm: https://github.com/NVIDIA/Megatron-LM at e958b2ca, container pytorch-25-03" in text
+    assert "engine megatron-lm can be planned but not launched; use --set engine=native" in text
 
 
 @pytest.mark.parametrize("width", [76, 80, 100])

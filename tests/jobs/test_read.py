@@ -26,6 +26,7 @@ READERS = {
     ("Cluster", "prolog"): ("launch/slurm/script.py", "job.cluster.prolog"),
     ("Container", "prolog"): ("launch/containers", "container.prolog"),
     ("Cluster", "slurm"): ("jobs/schema.py", "self.cluster.slurm"),
+    ("StagePlace", "slurm"): ("launch/slurm/arrays.py", "asked.slurm"),
     ("Job", "slurm"): ("jobs/schema.py", "self.slurm"),
     ("Cluster", "memory_bytes"): ("plan/host.py", "job.cluster.memory_bytes"),
     ("Device", "memory_bytes"): ("plan/memory.py", "device.memory_bytes"),
@@ -118,11 +119,10 @@ def test_each_key_is_read_by_its_type(tmp_path: Path) -> None:
         for table in tables()
         if table is not Defaults
     }
-    keys = set().union(*scalars.values())
     for path in (tmp_path / "trainkit" / "jobs").glob("*.py"):
         lines = path.read_text().splitlines(keepends=True)
         classes = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.ClassDef)]
-        for node in (node for table in classes for node in table.body if table.name in scalars):
+        for keys, node in ((scalars[table.name], node) for table in classes for node in table.body if table.name in scalars):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in keys:
                 lines[node.lineno - 1] = lines[node.lineno - 1].replace(node.target.id, RENAMED + node.target.id, 1)
         path.write_text("".join(lines))

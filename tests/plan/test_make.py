@@ -263,8 +263,9 @@ def test_what_hardly_fits_is_said() -> None:
 @given(laid_out())
 def test_proposals_really_fit(job: Job) -> None:
     """Every change that an objection proposes is a valid job to which this objection is not raised, nor another that was not raised before."""
-    raised = {objection.code for objection in plan_of(job).objections}
-    for objection in plan_of(job).objections:
+    objections = plan_of(job).objections
+    raised = {objection.code for objection in objections}
+    for objection in objections:
         for change in objection.changes:
             changed = with_change(job, change)
             Job.model_validate_json(changed.model_dump_json())

@@ -17,7 +17,7 @@ from trainkit.plan.memory import Memory, RankMemory
 from trainkit.plan.objection import Objection
 from trainkit.plan.storage import GIB, Storage
 
-BAR = 48  # columns of the longest bar
+BAR, BESIDE = 48, 42  # columns of the longest bar; of what stands beside it
 ROWS = 8  # bars at most
 LEGEND = 3  # entries of the legend side by side
 GAP = 3  # blanks between them
@@ -64,6 +64,8 @@ def print_page(console: Console, job: Job, plan: Plan, command: str, *, launchab
         console.print(f"[green]feasible[/]: {command} train {plan.job}")
     else:
         words = f"this version plans the job, but does not launch it: {command} train {plan.job} says why"
+        if job.engine != "native":
+            words = f"engine {job.engine} can be planned but not launched; use --set engine=native"
         console.print(f"[green]feasible[/]; {words}")
 
 
@@ -154,10 +156,10 @@ def _memory(console: Console, memory: Memory) -> RenderableType:
     bars.add_column(no_wrap=True)
     bars.add_column(no_wrap=True, justify="right")
     bars.add_column(no_wrap=True)
-    scale = max(device or 0, fullest.total_bytes)
+    scale, width = max(device or 0, fullest.total_bytes), min(BAR, max(8, console.width - BESIDE))
     for first, last, rank in _bars(memory):
         name = "every rank" if len(memory.stages) == 1 else f"stage {first}" if first == last else f"stages {first} to {last}"
-        bars.add_row(name, _gib(rank.total_bytes), _bar(console, rank, scale, device))
+        bars.add_row(name, _gib(rank.total_bytes), _bar(console, rank, scale, device, width))
     shown = [Text(f"{_mark(console, part)} {PARTS[part][0]} {_gib(size)}", style=PARTS[part][2]) for part, size in fullest.parts.items() if size]
     widest = max(entry.cell_len for entry in shown) + GAP
     beside = max(1, min(LEGEND, (console.width - HEADINGS + GAP) // widest))  # a narrow terminal has fewer side by side: no figure is cut
@@ -201,17 +203,17 @@ def _mark(console: Console, part: str) -> str:
     return "█" if console.color_system else PARTS[part][1]
 
 
-def _bar(console: Console, rank: RankMemory, scale: int, device: int | None) -> Text:
-    """The parts of a rank side by side, dots for what stays free, and a line where the device ends."""
+def _bar(console: Console, rank: RankMemory, scale: int, device: int | None, width: int) -> Text:
+    """The parts of a rank side by side in so many columns, dots for what stays free, and a line where the device ends."""
     bar, drawn, reached = Text(), 0, 0
     for part, size in rank.parts.items():
         reached += size
-        columns = round(reached / scale * BAR) - drawn
+        columns = round(reached / scale * width) - drawn
         bar.append(_mark(console, part) * columns, style=PARTS[part][2])
         drawn += columns
     if device is None:
         return bar
-    end = round(device / scale * BAR)
+    end = round(device / scale * width)
     bar.append("·" * max(0, end - drawn), style="bright_black")
     if drawn <= end:
         return bar + Text("|")
