@@ -22,7 +22,6 @@ import pytest
 from tests.conftest import wait_for
 from tests.data.fetch_server import DATE, QUICK, SECRET, Site, serve
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.data import fetch_retry
 from trainkit.data.fetch import fetch, open_stream, recipe, work
 from trainkit.data.fetch_retry import Gate, Seen
 
@@ -155,7 +154,7 @@ class TestRefusals:
         """By an injected clock: what is waited for is what is left, until nothing is."""
         now, waited = 100.0, list[float]()
         gate = Gate()
-        monkeypatch.setattr(fetch_retry.time, "monotonic", lambda: now)
+        monkeypatch.setattr("trainkit.data.fetch_retry.time.monotonic", lambda: now)
 
         def wait(seconds: float) -> bool:
             nonlocal now

@@ -232,6 +232,13 @@ def test_pairs_that_stay_keep_their_names(tmp_path: Path, monkeypatch: pytest.Mo
     assert manifest["pairs"] == [f"shards/{i:05d}_text_document" for i in (0, 3, 1, 2)]
 
 
+def test_a_corpus_without_a_token_is_an_error(corpus: Corpus) -> None:
+    for path in (corpus.folder / "corpus").iterdir():
+        path.write_text('{"text": ""}\n')
+    with pytest.raises(TrainkitError, match="3 files hold no token"):
+        corpus.make()
+
+
 def test_random_changes_end_in_the_bytes_of_a_dataset_made_at_once(corpus: Corpus) -> None:
     dice = random.Random(11)
     changes: list[Callable[[], object]] = [

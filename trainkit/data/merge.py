@@ -240,6 +240,10 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     Returns the dataset's counts. Raises ConfigError (exit 6) as `merge_pairs` and `check_declared`.
     """
     shards = read_results(spec)
+    if not any(shard["tokens"] for shard in shards):
+        left_out = sum(sum(shard.get("left_out", {}).values()) for shard in shards)
+        message = f"datasets.{spec['name']}: {len(shards):,} files hold no token ({left_out:,} documents were left out)"
+        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="look at the files, at text_key, and at what is left out (drop, min_document_bytes)")
     check_declared(spec, shards)
     check_drop(spec["name"], shards)
     prefixes = [Path(shard["prefix"]) for shard in spec["shards"]]
