@@ -12,6 +12,7 @@ namespace py = pybind11;
 void bind_blend(py::module_& module);
 void bind_megatron(py::module_& module);
 void bind_reader(py::module_& module);
+void bind_text(py::module_& module);
 
 namespace {
 
@@ -49,4 +50,5 @@ PYBIND11_MODULE(_index, m) {
     bind_blend(m);
     bind_megatron(m);
     bind_reader(m);
+    bind_text(m);
 }

@@ -182,7 +182,11 @@ def test_a_longer_or_shorter_answer_differs() -> None:
 
 def test_without_gigatoken_it_is_said(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    assert isinstance(Encoders().get(paths["trained"], "tokenizers", "text", first=0, offset=0)[1], Tokenizers)
+    monkeypatch.setattr(encode, "not_proved", lambda value, special: "gigatoken is not installed")
+    for key in ("tokenizers", "auto"):
+        _, encoder, choice = Encoders().get(paths["trained"], key, "text", first=0, offset=0)
+        assert isinstance(encoder, Tokenizers) and choice.name == "tokenizers"
+    assert choice.because == "gigatoken is not installed"
     with pytest.raises(ConfigError, match="gigatoken, which is not installed") as caught:
         Encoders().get(paths["trained"], "gigatoken", "text", first=0, offset=0)
     assert caught.value.exit == Exit.STAGE_FAILED

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import random
 import re
 import tarfile
@@ -12,7 +14,7 @@ import time
 import tracemalloc
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,8 @@ def the_bad(line: bytes, **reading: Any) -> Bad:
 
 def packed(name: str, data: bytes) -> bytes:
     """`data` as the ending of `name` says."""
-    return zstandard.compress(data) if name.endswith(".zst") else gzip.compress(data) if name.endswith(".gz") else data
+    ways: dict[str, Callable[[bytes], bytes]] = {".zst": zstandard.compress, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    return next((pack(data) for ending, pack in ways.items() if name.endswith(ending)), data)
 
 
 def tar(members: dict[str, bytes]) -> bytes:
@@ -81,7 +84,30 @@ def error_of(name: str, data: bytes, words: str, **reading: Any) -> ConfigError:
     return caught.value
 
 
-@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.jsonl.bz2", "x.jsonl.xz"])
+def test_of_no_byte_no_compressed_file_is_made(name: str) -> None:
+    error_of(name, b"", "is empty|is a truncated")
+    assert texts(name, packed(name, b"")) == []
+
+
+def test_several_streams_one_after_another() -> None:
+    for ending in (".bz2", ".xz"):
+        data = b"".join(packed(ending, b'{"text": "%d"}\n' % i) for i in range(3))
+        assert texts(f"x.jsonl{ending}", data) == ["0", "1", "2"]
+
+
+def test_a_json_array_is_called_one() -> None:
+    for data in (b'[{"text": "a"}, {"text": "b"}]', b'[\n  {"text": "a"}\n]'):
+        (bad, *_) = found("x.json", data)
+        assert isinstance(bad, Bad) and "jq -c" in bad.hint
+
+
+def test_a_key_with_a_dot_of_its_own() -> None:
+    line = b'{"meta.text": "own", "meta": {"text": "deep"}}\n{"meta": {"text": "deep"}}\n'
+    assert texts("x.jsonl", line, text_key="meta.text") == ["own", "deep"]
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst", ".bz2", ".xz"])
 @pytest.mark.parametrize("kind", [".jsonl", ".json"])
 def test_json_lines(kind: str, packing: str) -> None:
     name = "a" + kind + packing
@@ -268,7 +294,7 @@ def test_parquet() -> None:
     error_of("x.parquet", b"", "no parquet file, or a damaged one")
 
 
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.tar", "x.tar.gz", "x.tar.zst", "x.zip"])
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.jsonl.bz2", "x.jsonl.xz", "x.tar", "x.tar.gz", "x.tar.zst", "x.tar.xz", "x.zip"])
 def test_cut_anywhere_it_is_never_taken_for_the_whole(name: str) -> None:
     lines = b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(3000))
     data = (
@@ -314,7 +340,7 @@ def test_what_a_block_can_become_is_bounded() -> None:
         assert sum(sizes) == 2**26 + 12 and max(sizes) <= 2**27 and (name == ".zst" or max(sizes) <= decompress.BLOCK)
 
 
-@pytest.mark.parametrize("name", ["x.csv", "x", "x.jsonl.bz2", "jsonl"])
+@pytest.mark.parametrize("name", ["x.csv", "x", "x.jsonl.lz4", "jsonl"])
 def test_another_ending_is_refused(name: str) -> None:
     error_of(name, b"", r"ends in none of \.jsonl, \.jsonl\.gz")
 

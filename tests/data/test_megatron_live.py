@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,24 @@ from trainkit.data.megatron_blend import Blend, MegatronBlend, blend_names, buil
 from trainkit.data.megatron_cache import split_ranges
 from trainkit.data.megatron_index import IndexRequest, MegatronIndex, build_index, cache_names, count, count_of
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it misses Apex and Transformer Engine
-    pytest.importorskip("megatron.core.datasets.gpt_dataset", reason="megatron-core is not installed")
-    from megatron.core.datasets import gpt_dataset, helpers_cpp
-    from megatron.core.datasets.blended_dataset import BlendedDataset
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.core.datasets.utils import Split
+CORE: Any = SimpleNamespace()  # of megatron-core: filled when a test runs, for importing it (and torch) takes seconds that collecting need not
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it misses Apex and Transformer Engine
+        pytest.importorskip("megatron.core.datasets.gpt_dataset", reason="megatron-core is not installed")
+        from megatron.core.datasets import gpt_dataset, helpers_cpp
+        from megatron.core.datasets.blended_dataset import BlendedDataset
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+        from megatron.core.datasets.utils import Split
+    CORE.gpt_dataset, CORE.helpers_cpp, CORE.BlendedDataset, CORE.Split = gpt_dataset, helpers_cpp, BlendedDataset, Split
+    CORE.BlendedMegatronDatasetBuilder, CORE.GPTDataset = BlendedMegatronDatasetBuilder, GPTDataset
+    CORE.GPTDatasetConfig, CORE.IndexedDataset = GPTDatasetConfig, IndexedDataset
+
 
 TOKENIZER = {"class": "Words", "path": "words.json", "additional": {"eod": 0}}
 
@@ -42,7 +52,7 @@ class Words:
 
 
 def config_of(request: IndexRequest, **values: Any) -> Any:
-    return GPTDatasetConfig(
+    return CORE.GPTDatasetConfig(
         random_seed=request.seed,
         sequence_length=request.seq_length,
         tokenizer=Words(),
@@ -59,8 +69,8 @@ def config_of(request: IndexRequest, **values: Any) -> Any:
 def theirs(request: IndexRequest) -> Any:
     """GPTDataset over the same documents, without a cache."""
     ids = np.arange(request.first, request.last, dtype=np.int32)
-    dataset = IndexedDataset(str(request.prefix))
-    return GPTDataset(dataset, str(request.prefix), ids, request.num_samples, Split[request.split_name], config_of(request))
+    dataset = CORE.IndexedDataset(str(request.prefix))
+    return CORE.GPTDataset(dataset, str(request.prefix), ids, request.num_samples, CORE.Split[request.split_name], config_of(request))
 
 
 def same(ours: Any, expected: Any) -> None:
@@ -112,7 +122,7 @@ def test_random_datasets(lengths: list[int], data: st.DataObject) -> None:
 def test_sample_index_in_both_widths(lengths: list[int], seq_length: int, extra: bool, wide: bool) -> None:
     order = np.random.default_rng(seq_length).permutation(len(lengths)).astype(np.int32)
     sizes = np.array(lengths, np.int32)
-    build = helpers_cpp.build_sample_idx_int64 if wide else helpers_cpp.build_sample_idx_int32
+    build = CORE.helpers_cpp.build_sample_idx_int64 if wide else CORE.helpers_cpp.build_sample_idx_int32
     expected = build(sizes, order, seq_length, 1, sum(lengths), True, int(extra))
     with tempfile.TemporaryDirectory() as folder:
         same(sample_rows(Path(folder), sizes[order], seq_length, extra, len(expected) - 1, wide=wide), expected)
@@ -124,7 +134,7 @@ def test_float32_counts(tokens: int, seq_length: int, tmp_path: Path) -> None:
     """The number of samples, partial last one included, that helpers.cpp computes in float32, and the rows there are then."""
     lengths = np.array([tokens - 20_000, 12_345, 0, 7655], np.int32)
     request = request_of(tmp_path, lengths, seq_length=seq_length, split_name="valid", drop_last=False)
-    expected = helpers_cpp.build_sample_idx_int32(lengths, np.arange(4, dtype=np.int32), seq_length, 1, tokens, False, 1)
+    expected = CORE.helpers_cpp.build_sample_idx_int32(lengths, np.arange(4, dtype=np.int32), seq_length, 1, tokens, False, 1)
 
     samples = count(request, tokens).samples
     same(sample_rows(tmp_path, lengths, seq_length, 1, samples), expected)
@@ -134,7 +144,7 @@ def test_float32_counts(tokens: int, seq_length: int, tmp_path: Path) -> None:
 @settings(max_examples=80, deadline=None)
 def test_greedy_blends(weights: list[float], size: int) -> None:
     expected = np.zeros(size, np.int16), np.zeros(size, np.int64)
-    helpers_cpp.build_blending_indices(*expected, np.array(weights), len(weights), size, False)
+    CORE.helpers_cpp.build_blending_indices(*expected, np.array(weights), len(weights), size, False)
     _same_blend(weights, [2**30] * len(weights), size, expected)
 
 
@@ -143,7 +153,7 @@ def test_greedy_blends(weights: list[float], size: int) -> None:
 def test_exhaustive_blends(sizes: list[int]) -> None:
     total = sum(sizes)
     expected = np.zeros(total, np.int16), np.zeros(total, np.int64)
-    helpers_cpp.build_exhaustive_blending_indices(*expected, np.array(sizes), len(sizes))
+    CORE.helpers_cpp.build_exhaustive_blending_indices(*expected, np.array(sizes), len(sizes))
     _same_blend([n / float(total) for n in sizes], sizes, total, expected)
 
 
@@ -177,7 +187,7 @@ def _no_building(patch: pytest.MonkeyPatch) -> None:
         raise AssertionError("Megatron builds an index itself")
 
     for name in ("_build_document_index", "_build_shuffle_index"):
-        patch.setattr(gpt_dataset, name, refuse)
+        patch.setattr(CORE.gpt_dataset, name, refuse)
     from megatron.core.datasets import helpers
 
     for name in ("build_sample_idx", "build_blending_indices", "build_exhaustive_blending_indices"):
@@ -187,7 +197,7 @@ def _no_building(patch: pytest.MonkeyPatch) -> None:
 def _requests(pairs: list[Path], split: str, name: str) -> list[IndexRequest]:
     requests = []
     for pair in pairs:
-        bounds = split_ranges(split, len(IndexedDataset(str(pair))))[("train", "valid", "test").index(name)]
+        bounds = split_ranges(split, len(CORE.IndexedDataset(str(pair))))[("train", "valid", "test").index(name)]
         assert bounds is not None
         requests.append(request_of(pair, [], first=bounds[0], last=bounds[1], split_name=name, split=split))
     return requests
@@ -204,7 +214,7 @@ def test_megatron_uses_the_index_of_one_dataset(asked: int | None, pairs: list[P
     _no_building(monkeypatch)
     config = config_of(made[0].request, blend=([str(pairs[0])], None), split="90,8,2", path_to_cache=str(folder))
     before = sorted(path.name for path in folder.iterdir())
-    for index, dataset in zip(made, BlendedMegatronDatasetBuilder(GPTDataset, [asked] * 3, lambda: True, config).build(), strict=True):
+    for index, dataset in zip(made, CORE.BlendedMegatronDatasetBuilder(CORE.GPTDataset, [asked] * 3, lambda: True, config).build(), strict=True):
         assert cache_names(index.request, TOKENIZER).base.startswith(dataset.unique_description_hash)
         assert dataset.unique_description == cache_names(index.request, TOKENIZER).path(folder, "description.txt").read_text()
         same_index(index, dataset)
@@ -222,7 +232,7 @@ def test_megatron_uses_the_blend(
 ) -> None:
     """What it builds by itself is what we build; and in our folder it builds nothing."""
     if per_split:
-        requests = [request_of(pair, range(len(IndexedDataset(str(pair)))), split_name="valid") for pair in pairs]
+        requests = [request_of(pair, range(len(CORE.IndexedDataset(str(pair)))), split_name="valid") for pair in pairs]
         blends: dict[str, Any] = {"blend_per_split": [None, ([str(p) for p in pairs], weights), None]}
         sizes: list[int | None] = [0, size, 0]
     else:
@@ -232,7 +242,7 @@ def test_megatron_uses_the_blend(
     blend = plan_blend(requests, weights, size)
 
     def megatrons(cache: str | None) -> Any:
-        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config_of(requests[0], **blends, path_to_cache=cache)).build()[1]
+        return CORE.BlendedMegatronDatasetBuilder(CORE.GPTDataset, sizes, lambda: True, config_of(requests[0], **blends, path_to_cache=cache)).build()[1]
 
     built = megatrons(None)
     folder = tmp_path / "cache"
@@ -257,7 +267,7 @@ def _made(blend: Blend, folder: Path) -> MegatronBlend:
 
 
 def _compare_blend(made: MegatronBlend, dataset: Any) -> None:
-    assert isinstance(dataset, BlendedDataset)
+    assert isinstance(dataset, CORE.BlendedDataset)
     assert [index.num_samples for index in made.indexes] == [len(d) for d in dataset.datasets]
     for index, part in zip(made.indexes, dataset.datasets, strict=True):
         same_index(index, part)
@@ -275,10 +285,10 @@ def test_splits(split: str, sequences: int) -> None:
 
 def test_overdraws_are_refused_where_megatron_does(pairs: list[Path], tmp_path: Path) -> None:
     """A blend that asks for more than its indices hold: IndexError there, a ConfigError here."""
-    requests = [request_of(pair, range(len(IndexedDataset(str(pair))))) for pair in pairs]
+    requests = [request_of(pair, range(len(CORE.IndexedDataset(str(pair))))) for pair in pairs]
     blend = Blend(tuple(requests), (0.1, 0.8, 0.1), 2000)
     assert count_of(requests[1]).samples < 1600
     with pytest.raises(ConfigError, match="draws"):
         build_blend(blend, tmp_path)
     with pytest.raises(IndexError, match="oversamples"):
-        BlendedDataset([theirs(request) for request in requests], [0.1, 0.8, 0.1], 2000, config_of(requests[0]))
+        CORE.BlendedDataset([theirs(request) for request in requests], [0.1, 0.8, 0.1], 2000, config_of(requests[0]))

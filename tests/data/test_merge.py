@@ -17,8 +17,9 @@ from tests.shared import golden
 from trainkit.base.errors import ConfigError
 from trainkit.data import merge as module
 from trainkit.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
-from trainkit.data.manifest import check_declared, check_drop, file_sum, read_manifest, totals
+from trainkit.data.manifest import check_declared, check_drop, read_manifest, totals
 from trainkit.data.merge import merge_pairs, work
+from trainkit.data.sums import file_sum
 from trainkit.data.tokenizer import train_bpe
 
 

@@ -12,7 +12,7 @@ import pytest
 from trainkit.base.files import read_json, sha256_file, write_json
 from trainkit.data import stats, verify
 from trainkit.data.indexed import IndexedWriter, bin_path, idx_path
-from trainkit.data.manifest import file_sum
+from trainkit.data.sums import file_sum
 from trainkit.data.tokenizer import train_bpe
 from trainkit.data.verify import verify_dataset, verify_pair
 

@@ -39,29 +39,32 @@ def test_makes_tokens_and_then_nothing_twice(project: Project) -> None:
     assert all(tokens[i][-1] == manifest["eod_id"] for i in range(len(tokens)))
 
 
-@pytest.mark.parametrize(
-    ("change", "because"),
-    [
-        (
-            lambda p: p.joinpath("jobs.toml").write_text(p.joinpath("jobs.toml").read_text().replace("vocab_size = 300", "vocab_size = 301")),
-            "tokenizers.bpe.vocab_size changed from 300 to 301",
-        ),
-        (lambda p: (p / "corpus/part-0.jsonl").open("a").write('{"text": "more"}\n'), "corpus/part-0.jsonl changed"),
-        (lambda p: (p / DATA / "lines_text_document.bin").write_bytes(b"12"), "lines_text_document.bin changed"),
-        (lambda p: (p / DATA / "lines_text_document.idx").unlink(), "lines_text_document.idx is missing"),
-        (lambda p: (p / "corpus/part-2.jsonl").write_text('{"text": "a new shard"}\n'), "the number of inputs changed"),
-    ],
-)
-def test_says_why_it_is_stale(project: Project, change: object, because: str) -> None:
+def test_says_why_it_is_stale(project: Project) -> None:
+    """Each change of one prepared project, seen by a dry run and put back; the last one by all who need the data."""
     project.invoke("prep-data")
-    assert callable(change)
-    change(project.path)
-    dry = project.invoke("prep-data", "--dry-run")
-    assert because in dry.stdout and "would run" in dry.stdout
-    stale = project.invoke("train", "text", "--no-stages", exit=5)
-    assert because in stale.stderr
+    config, part, tokens = project.path / "jobs.toml", project.path / "corpus/part-0.jsonl", project.path / DATA / "lines_text_document.bin"
+    changes = [
+        (config, config.read_bytes().replace(b"vocab_size = 300", b"vocab_size = 301"), "tokenizers.bpe.vocab_size changed from 300 to 301"),
+        (tokens, b"12", "lines_text_document.bin changed"),
+        (tokens.with_suffix(".idx"), None, "lines_text_document.idx is missing"),
+        (project.path / "corpus/part-2.jsonl", b'{"text": "a new shard"}\n', "corpus/part-2.jsonl is new"),
+        (part, part.read_bytes() + b'{"text": "more"}\n', "corpus/part-0.jsonl changed"),
+    ]
+    for path, content, because in changes:
+        before = (path.read_bytes(), path.stat()) if path.exists() else None
+        path.unlink() if content is None else path.write_bytes(content)
+        dry = project.invoke("prep-data", "--dry-run")
+        assert because in dry.stdout and "would run" in dry.stdout
+        if path is part:
+            break
+        if before is None:
+            path.unlink()
+        else:
+            path.write_bytes(before[0])
+            os.utime(path, ns=(before[1].st_atime_ns, before[1].st_mtime_ns))
+    assert because in project.invoke("train", "text", "--no-stages", exit=5).stderr
     assert because in project.invoke("prep-data").stdout
-    assert "fresh" in project.invoke("prep-data").stdout
+    assert "fresh" in project.invoke("prep-data", "--dry-run").stdout
 
 
 def test_dry_run_writes_nothing(project: Project) -> None:
@@ -95,7 +98,7 @@ def test_ctrl_c_leaves_nothing_half_done_and_no_worker(project: Project) -> None
     wait_for(lambda: list(specs.glob("*.spec.json")), "a unit to start")
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 130 and "Traceback" not in err and err.count("\n") <= 2
     assert "was interrupted" in project.invoke("prep-data", "--dry-run").stdout
     spec = str(specs)
@@ -113,7 +116,7 @@ def _command_line(process: Path) -> str:
 
 def test_two_at_once_the_second_waits_and_finds_it_fresh(project: Project) -> None:
     both = [project.start("prep-data") for _ in range(2)]
-    texts = [process.communicate(timeout=60) for process in both]
+    texts = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], texts
     outs = sorted(out for out, _ in texts)
     assert sum("units done" in out for out in outs) == 1, outs
@@ -149,9 +152,9 @@ def test_blank_lines_empty_documents_and_no_last_newline_are_legal(project: Proj
     assert len(tokens.document_indices) == 154
 
 
-@pytest.mark.parametrize("lines", [10, 5000, 300000])
+@pytest.mark.parametrize("lines", [10, 5000])
 def test_a_truncated_zst_is_named(project: Project, lines: int) -> None:
-    """Cut anywhere, between two lines too: what is left must not pass for the whole."""
+    """Cut anywhere, between two lines too: what is left must not pass for the whole. (Of many blocks: test_formats.)"""
     dice = random.Random(lines)
     text = b"".join(b'{"text": "%d"}\n' % dice.getrandbits(60) for _ in range(lines))
     whole = zstandard.compress(text)

@@ -314,7 +314,7 @@ def test_two_workers_of_one_shard_wait_for_each_other(project: Project) -> None:
     (project.path / "spec.json").write_text(json.dumps(spec))
     argv = [sys.executable, "-I", "-m", "trainkit.data.shard", "spec.json"]
     both = [subprocess.Popen(argv, cwd=project.path, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    results = [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in both]
+    results = [json.loads(process.communicate()[0].splitlines()[-1]) for process in both]
     assert results[0] == results[1] and "result" in results[0]
     assert {p.name for p in (project.path / "elsewhere").iterdir()} <= {"00000.bin", "00000.idx", "00000.lock"}
     IndexedDataset(project.path / "elsewhere/00000")
@@ -334,3 +334,29 @@ def test_a_bad_shard_keeps_those_that_are_done(project: Project) -> None:
     assert would == ["tokens-00001.spec.json", "merge.spec.json"]
     project.invoke("prep-data")
     assert project.document("data-stats", "lines", "--count-only")["documents"] == 152
+
+
+ROOTS = """
+[clusters.large]
+root = "other"
+
+[datasets.web]
+source = "web"
+urls = ["http://127.0.0.1:9/{00..29}.jsonl.zst"]
+download_bytes = 895_000_000_000
+tokenizer = "bpe"
+"""
+
+
+def test_a_dataset_for_no_job_goes_where_it_is_said(project: Project) -> None:
+    """--cluster names the root; without it a small one goes below this folder, which is said, and a large one nowhere."""
+    config = project.path / "jobs.toml"
+    config.write_text(config.read_text() + ROOTS)
+    refused = project.invoke("prep-data", "--dataset", "web", exit=3).stderr
+    assert "about 895 GB" in refused and "--cluster NAME" in refused and str(project.path / "other") in refused
+    done = project.invoke("prep-data", "--dataset", "lines", "--dry-run").stdout
+    assert f"clusters of jobs.toml have other roots: {project.path / 'other'}" in done
+    project.invoke("prep-data", "--dataset", "lines", "--cluster", "large")
+    assert (project.path / "other/data/lines/bpe/dataset.json").is_file() and not (project.path / "data").exists()
+    assert "has no cluster 'larg'" in project.invoke("prep-data", "--dataset", "lines", "--cluster", "larg", exit=3).stderr
+    assert "a job has a cluster of its own" in project.invoke("prep-data", "--job", "text", "--cluster", "large", exit=3).stderr

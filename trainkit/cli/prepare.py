@@ -22,7 +22,8 @@ from trainkit.cli.wrapper import Answer, Talk
 from trainkit.data.manifest import COUNTS, REASONS, read_manifest
 from trainkit.data.paths import MANIFEST
 from trainkit.data.sources import Announcement
-from trainkit.jobs.load import find_root
+from trainkit.data.sources.announce import LARGE
+from trainkit.jobs.load import Jobs, find_root
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.arrays import dry_lines, execute_in_slurm, slurm_place_of
 from trainkit.launch.slurm.others import Asking
@@ -144,16 +145,38 @@ def build(talk: Talk, *, force: bool) -> Answer:
     return _answer(talk, bring_up_to_date(talk, needs, root, force=force))
 
 
-def prep_data(talk: Talk, dataset: str, job: str, workers: int, *, force: bool) -> Answer:
-    """The task `prep-data`: data and beginning weights of a job, or one dataset below the root of that job (without a job, of this checkout)."""
+def _root_of(talk: Talk, jobs: Jobs, dataset: str, cluster: str) -> Path:
+    """Where a dataset goes that is prepared for no job: below the root of `cluster`, by default below this folder.
+
+    Raises ConfigError (exit 3) where nobody has said which of several roots is meant for what is too large to lie in the wrong place.
+    """
+    if cluster:
+        return Path(jobs.cluster(cluster).root or jobs.root)
+    others = [str(root) for root in jobs.roots() if root.resolve() != jobs.root.resolve()]
+    if others:
+        asked = jobs.dataset(dataset)
+        parts = [asked, *(part.dataset for blend in (asked.blend, asked.valid_blend, asked.test_blend) for part in blend.values())]
+        size = sum(max(part.download_bytes or 0, part.text_bytes or 0) for part in parts)
+        words = f"clusters of jobs.toml have other roots: {', '.join(others)}"
+        if size > LARGE:
+            hint = "name whose root is meant: --cluster NAME, or --job NAME"
+            raise ConfigError(f"datasets.{dataset}, about {size / 1e9:,.0f} GB, would be prepared below {jobs.root}, but {words}", hint=hint)
+        talk.say(f"below {jobs.root} ({words}: --cluster NAME)")
+    return jobs.root
+
+
+def prep_data(talk: Talk, dataset: str, job: str, cluster: str, workers: int, *, force: bool) -> Answer:
+    """The task `prep-data`: data and beginning weights of a job, or one dataset below the root of that job or cluster, or of this checkout."""
     jobs = load_jobs(talk)
+    if cluster and (job or not dataset):
+        raise ConfigError("--cluster says where --dataset is prepared; a job has a cluster of its own", hint="--dataset NAME --cluster NAME, or --job NAME")
     name = job or jobs.default_job
     if name is None and not dataset:
         raise ConfigError("neither --job nor --dataset nor [defaults] job says what to prepare", hint=f"jobs: {', '.join(jobs.names())}")
     if not job and not dataset:
         talk.say(f"for the job {name}, named in [defaults]")
     resolved = jobs.resolve(name).job if name and (job or not dataset) else None
-    root = Path(resolved.cluster.root or ".") if resolved else jobs.root
+    root = Path(resolved.cluster.root or ".") if resolved else _root_of(talk, jobs, dataset, cluster)
     stamps = stamps_folder(root, PrepData.name)
     needs: Iterable[Need]
     if dataset:
@@ -173,6 +196,9 @@ def prep_data(talk: Talk, dataset: str, job: str, workers: int, *, force: bool) 
     rows = [] if talk.dry_run else [_row(need, reporter) for need in datasets]
     if rows and not talk.json:
         talk.console.print(dataset_table(rows))
+        for row in rows:
+            for used in row["encoders"]:
+                talk.say(f"{row['name']}: encoded by {used['encoder']}, because {used['because']}")
     return _answer(talk, verdicts, rows)
 
 
@@ -180,6 +206,7 @@ def _row(need: Need, reporter: StageReporter) -> dict[str, Any]:
     """What a dataset holds by its dataset.json and, if it was made just now, in what time."""
     manifest = read_manifest(next(path for path in need.outputs if path.name == MANIFEST))
     row = {key: manifest[key] for key in ("name", *COUNTS, *REASONS) if key in manifest}
+    row["encoders"] = manifest.get("encoders", [])
     if need.name in reporter.took:
         seconds, size = reporter.took[need.name], reporter.wrote[need.name]["text_bytes"]
         row |= {"seconds": round(seconds, 3), "mb_per_second": round(size / 1e6 / max(seconds, 1e-3), 3)}

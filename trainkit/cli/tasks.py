@@ -84,6 +84,7 @@ def build(talk: Talk, force: bool = False) -> Answer:
     help={
         "dataset": "a dataset of jobs.toml (with the tokenizer of its table)",
         "job": "prepare what this job needs",
+        "cluster": "with --dataset: below the root of this cluster; by default below this folder",
         "workers": "processes that compute at once; 0: one a core",
         **FORCE,
     },
@@ -91,11 +92,11 @@ def build(talk: Talk, force: bool = False) -> Answer:
     dry=True,
     at_least={"workers": 0},
 )
-def prep_data(talk: Talk, dataset: str = "", job: str = "", workers: int = 0, force: bool = False) -> Answer:
+def prep_data(talk: Talk, dataset: str = "", job: str = "", cluster: str = "", workers: int = 0, force: bool = False) -> Answer:
     """Turn text into tokens; without words, for the job named in [defaults]."""
     from trainkit.cli import prepare
 
-    return prepare.prep_data(talk, dataset, job, workers, force=force)
+    return prepare.prep_data(talk, dataset, job, cluster, workers, force=force)
 
 
 @make_task(

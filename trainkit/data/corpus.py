@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import zstandard
 
 from trainkit.base.files import atomic_open
@@ -19,15 +20,27 @@ from trainkit.data.rejects import raise_bad
 
 
 class _Counted:
-    """A stream that knows how much of it was read. A class of its own for files that can be sought: not all can."""
+    """A stream that knows how much of it was read, and the sum of that. A class of its own for files that can be sought: not all can.
+
+    Attributes:
+        position: bytes so far.
+        digest: XXH128 of them.
+        in_order: whether they were one after another.
+    """
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.position = stream, 0
+        self._stream, self.position, self.digest, self.in_order = stream, 0, xxhash.xxh3_128(), True
 
     def read(self, size: int = -1, /) -> bytes:
         data: bytes = self._stream.read(size)
         self.position += len(data)
+        self.digest.update(data)
         return data
+
+    def seek(self, *where: int) -> int:
+        """Of streams that can."""
+        self.in_order = False
+        return int(self._stream.seek(*where))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

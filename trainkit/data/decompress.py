@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import zstandard
@@ -14,7 +16,8 @@ BLOCK = 2**18  # bytes of an uncompressed file read at once: what fits a core's 
 GZIP_BLOCK = 2**16
 ZSTD_BLOCK = 2**12  # four bytes of zstandard can mean 128 KiB, and what a call returns cannot be bounded: 128 MiB at worst
 BOMB_BYTES, BOMB_RATIO = 2**28, 500  # refused: more than so many bytes that are so many times the compressed ones; text has 3 to 30, gzip's most is 1,030
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+XZ_MEMORY = 2**28  # bytes that xz may take: above what its highest level, -9, needs
 AGAIN = "fetch or write it again"
 
 
@@ -30,7 +33,7 @@ def damaged(where: str, message: str, hint: str = AGAIN, line: int = 0) -> Confi
 
 
 def blocks(name: str, stream: Stream, where: str) -> Iterator[bytes]:
-    """The bytes of `stream`, decompressed as the ending of `name` says (.gz, .zst, anything else: as they are), a few MiB at once.
+    """The bytes of `stream`, decompressed as the ending of `name` says (.gz, .zst, .bz2, .xz, anything else: as they are), a few MiB at once.
 
     Files may hold several members (gzip) or frames (zstandard), as `cat` of files gives. `where` is what errors call it.
 
@@ -40,6 +43,10 @@ def blocks(name: str, stream: Stream, where: str) -> Iterator[bytes]:
         return _zstandard(stream, where)
     if name.endswith(".gz"):
         return _gzip(stream, where)
+    if name.endswith(".bz2"):
+        return _streams(stream, where, "bzip2", bz2.BZ2Decompressor)
+    if name.endswith(".xz"):
+        return _streams(stream, where, "xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY))
     return _plain(stream)
 
 
@@ -74,6 +81,8 @@ def _zstandard(stream: Stream, where: str) -> Iterator[bytes]:
         if "too much memory" in str(error):
             raise damaged(where, f"needs a window above 128 MiB (zstd --long): {error}", "compress it again without --long") from None
         raise damaged(where, f"is no zstandard file, or a damaged one, after {consumed:,} bytes: {error}") from None
+    if not consumed:
+        raise damaged(where, "is empty, which no zstandard file is")
     if frame is not None:
         raise damaged(where, f"is a truncated zstandard file: its last frame has no end after {consumed:,} bytes")
 
@@ -97,8 +106,33 @@ def _gzip(stream: Stream, where: str) -> Iterator[bytes]:
                     yield data
     except zlib.error as error:
         raise damaged(where, f"is no gzip file, or a damaged one, after {consumed:,} bytes: {error}") from None
+    if not consumed:
+        raise damaged(where, "is empty, which no gzip file is")
     if member is not None:
         raise damaged(where, f"is a truncated gzip file: its last member has no end after {consumed:,} bytes")
+
+
+def _streams(stream: Stream, where: str, kind: str, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]) -> Iterator[bytes]:
+    """Files of one stream or several, by decompressors of the standard library."""
+    inner, consumed, produced = make(), 0, 0
+    try:
+        while rest := stream.read(GZIP_BLOCK):
+            consumed += len(rest)
+            while rest or not (inner.eof or inner.needs_input):
+                if inner.eof:
+                    inner = make()
+                data = inner.decompress(rest, BLOCK)
+                rest = inner.unused_data if inner.eof else b""
+                produced += len(data)
+                _bomb(where, produced, consumed)
+                if data:
+                    yield data
+    except (OSError, lzma.LZMAError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's
+        raise damaged(where, f"is no {kind} file, or a damaged one, after {consumed:,} bytes: {error}") from None
+    if not inner.eof:
+        raise damaged(where, f"is a truncated {kind} file: it has no end after {consumed:,} bytes")
 
 
 class Joined:

@@ -1,4 +1,7 @@
-"""Text to ids, in batches: one small contract, two encoders, and the one checked against the other.
+"""Text to ids, in batches: one small contract, two encoders, what both of them together make, and the one checked against the other.
+
+The ids are those of Hugging Face's tokenizers, whoever makes them. gigatoken makes the same, many times faster, of every document without a code point
+that the two see differently (trainkit/data/proved.py); documents with one are encoded by tokenizers.
 
 Special tokens that stand in a text, such as a literal <|endoftext|>, are ordinary text under special_tokens = "text" (what tiktoken's encode_ordinary and
 nanoGPT do: no document can end another), and the token itself under "parse" (what Megatron-LM and GPT-NeoX do). Added tokens that are not special, such
@@ -8,6 +11,7 @@ as GPT-NeoX-20B's runs of spaces, are always tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,11 +23,13 @@ from tokenizers import Tokenizer
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.extras import install_command
+from trainkit.data.proved import installed, listed, not_proved
 from trainkit.data.tokenizer import load_tokenizer
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Lengths = NDArray[np.int64]
 SpecialTokens = Literal["text", "parse"]
+EncoderKey = Literal["auto", "gigatoken", "tokenizers"]
 CHECKED_BYTES = 2**20  # of the first documents that are compared whole; of the rest of them the first CHECKED_START
 CHECKED_START = 2**12
 CHECKED_EVERY = 10_000  # one document in so many is compared later on, whole
@@ -97,6 +103,38 @@ class Gigatoken:
         return ids[offsets[0] : offsets[-1]], np.diff(offsets)
 
 
+class Together:
+    """Ids of `fast`, but for texts with a code point of `ranges`: those are encoded by `exact`.
+
+    Attributes:
+        passed_on: texts that `exact` has encoded so far.
+    """
+
+    def __init__(self, fast: Encoder, exact: Encoder, ranges: Sequence[tuple[int, int]]) -> None:
+        self.fast, self.exact, self.passed_on = fast, exact, 0
+        self._points = _index.CodePoints(ranges)
+
+    @property
+    def highest(self) -> int:
+        return max(self.fast.highest, self.exact.highest)
+
+    def encode(self, texts: Sequence[bytes]) -> tuple[Ids, Lengths]:
+        found = self._points.within(list(texts))
+        if not found:
+            return self.fast.encode(texts)
+        self.passed_on += len(found)
+        theirs = set(found)
+        ids, lengths = self.fast.encode([b"" if number in theirs else text for number, text in enumerate(texts)])
+        starts = np.cumsum(lengths) - lengths
+        parts, done = list[Ids](), 0
+        for number in found:
+            own, _ = self.exact.encode([texts[number]])
+            start = int(starts[number])
+            parts += [ids[done:start], own]
+            lengths[number], done = len(own), start
+        return np.concatenate([*parts, ids[done:]]), lengths
+
+
 class Difference(Exception):
     """Two encoders disagree about text number `index` of a batch."""
 
@@ -160,23 +198,55 @@ class Checked:
         raise Difference(index, words)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What encodes, and why: `name` is "gigatoken" or "tokenizers"."""
+
+    name: str
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, because {self.because}"
+
+
+def choose(path: Path, key: EncoderKey, special_tokens: SpecialTokens) -> Choice:
+    """What encodes for the tokenizer.json at `path`, by the key `encoder` of its table.
+
+    Raises ConfigError (exit 6): gigatoken is asked for, and is not proved to give the ids of tokenizers for this file.
+    """
+    if key == "tokenizers":
+        return Choice("tokenizers", "tokenizers.X.encoder asks for it")
+    why_not = not_proved(orjson.loads(path.read_bytes()), special_tokens)
+    if why_not is None:
+        versions = " and ".join(f"{name} {version}" for name, version in installed().items())
+        return Choice("gigatoken", f"it is proved to give the same ids: {versions} were compared")
+    if key == "gigatoken" and not why_not.endswith("is not installed"):
+        hint = 'set tokenizers.X.encoder = "auto" (gigatoken where it is proved, else tokenizers) or "tokenizers"'
+        raise ConfigError(f"gigatoken is not proved to give the ids of {path}: {why_not}", exit=Exit.STAGE_FAILED, hint=hint)
+    return Choice("gigatoken" if key == "gigatoken" else "tokenizers", why_not)
+
+
 class Encoders:
     """Encoders by tokenizer.json, each loaded once: a process may write thousands of small shards."""
 
     def __init__(self) -> None:
-        self._loaded: dict[tuple[Path, str, str], tuple[Tokenizers, Gigatoken | None]] = {}
+        self._loaded: dict[tuple[Path, str, str], tuple[Choice, Tokenizers, Gigatoken | None, Sequence[tuple[int, int]]]] = {}
 
-    def get(self, path: Path, kind: str, special_tokens: SpecialTokens, *, first: int, offset: int) -> tuple[Tokenizer, Encoder]:
-        """(the tokenizer.json at `path`, the encoder that `tokenizers.X.encoder` names for it); gigatoken's ids are checked (see `Checked`).
+    def get(self, path: Path, key: EncoderKey, special_tokens: SpecialTokens, *, first: int, offset: int) -> tuple[Tokenizer, Encoder, Choice]:
+        """(the tokenizer.json at `path`, its encoder, which one that is); gigatoken's ids are checked besides (see `Checked`).
 
-        Raises ConfigError (exit 6): see `load_tokenizer`; gigatoken is not installed or cannot use the file.
+        Raises ConfigError (exit 6): see `load_tokenizer` and `choose`; gigatoken is asked for and not installed, or cannot use the file.
         """
-        key = (path, kind, special_tokens)
-        if key not in self._loaded:
+        wanted = (path, key, special_tokens)
+        if wanted not in self._loaded:
             exact = Tokenizers(load_tokenizer(path), special_tokens)
-            self._loaded[key] = exact, None if kind == "tokenizers" else Gigatoken(path, special_tokens)
-        exact, fast = self._loaded[key]
-        return exact.tokenizer, exact if fast is None else Checked(fast, exact, first, offset)
+            choice = choose(path, key, special_tokens)
+            fast = None if choice.name == "tokenizers" else Gigatoken(path, special_tokens)
+            self._loaded[wanted] = choice, exact, fast, () if fast is None else listed(orjson.loads(path.read_bytes()))
+        choice, exact, fast, ranges = self._loaded[wanted]
+        if fast is None:
+            return exact.tokenizer, exact, choice
+        return exact.tokenizer, Checked(Together(fast, exact, ranges), exact, first, offset), choice
 
 
 def with_eod(ids: Ids, lengths: Lengths, sequences: Lengths | None, eod: int | None, dtype: DTypeLike) -> tuple[NDArray[Any], Lengths]:

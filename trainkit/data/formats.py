@@ -1,6 +1,6 @@
 """Files of text as a stream of documents: JSON lines, columns, plain text, alone or in archives, compressed or not. Nothing is extracted to disk.
 
-    .jsonl .json          one JSON object a line                                 and these three with .gz or .zst behind
+    .jsonl .json          one JSON object a line                                 and these three with .gz, .zst, .bz2 or .xz behind
     .txt                  one document, or what stands between `text_separator`
     .tar (.tgz)           of all of those
     .zip                  of all of those; also members without an ending, read as .txt (enwik8)
@@ -31,9 +31,10 @@ from trainkit.data.decompress import COMPRESSED, Joined, Stream, blocks, bounded
 
 LINES, TEXT = (".jsonl", ".json"), (".txt",)
 SINGLE = tuple(kind + packed for kind in (*LINES, *TEXT) for packed in ("", *COMPRESSED))
-TAR = (".tar", ".tar.gz", ".tar.zst", ".tgz")
+TAR = (".tar", *(f".tar{packed}" for packed in COMPRESSED), ".tgz")
 READABLE = (*SINGLE, *TAR, ".zip", ".parquet")
 SHOWN = 40  # bytes either side of what is wrong with a line
+ARRAY_HINT = "write one object a line instead of one array: jq -c '.[]' FILE > FILE.jsonl"
 SKIP_HINT = "see datasets.X.on_error to go on without such lines"
 
 
@@ -92,7 +93,9 @@ _MISSING = object()
 
 
 def field(value: Any, path: str) -> Any:
-    """What stands at "a.b" in {"a": {"b": ..}}; None where nothing does."""
+    """What stands at "a.b" in {"a.b": ..}, or else in {"a": {"b": ..}}; None where nothing does."""
+    if isinstance(value, Mapping) and path in value:
+        return value[path]
     for key in path.split("."):
         value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
         if value is _MISSING:
@@ -128,7 +131,7 @@ def _unpacked_name(name: str) -> str:
 
 
 def _single(name: str, data: Iterator[bytes], reading: Reading, where: str) -> Iterator[Found]:
-    kind = name.removesuffix(".gz").removesuffix(".zst")
+    kind = name.removesuffix(next((packed for packed in COMPRESSED if name.endswith(packed)), ""))
     return _json_lines(data, reading, where) if kind.endswith(LINES) else _pieces(data, reading, where)
 
 
@@ -186,6 +189,8 @@ def _record(number: int, text: Any, where: str, value: Any, line: bytes | memory
     if parts is None:
         found = f"keys {', '.join(map(repr, list(value)[:20]))}" if isinstance(value, dict) else type(value).__name__
         hint = "set datasets.X.text_key to the key that holds the text, or see datasets.X.on_error"
+        if isinstance(value, list) and number == 1 and any(isinstance(item, dict) for item in value):
+            hint = ARRAY_HINT
         return Bad(number, where, "no text", f"has no text under the key {reading.text_key!r} (found {found})", _shown(line, 0), hint)
     most = reading.max_document_bytes
     if sum(map(len, parts)) * 4 > most and (size := sum(len(part.encode()) for part in parts)) > most:
@@ -210,6 +215,8 @@ def _second_try(line: bytes, number: int, where: str, key: str) -> Any:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         at = len(text[: error.pos].encode())
+        if number == 1 and text.lstrip().startswith("["):
+            return Bad(number, where, "not JSON", "is the beginning of a JSON array, not one object", _shown(line, at), ARRAY_HINT)
         return Bad(number, where, "not JSON", f"is not JSON: {error.msg} at byte {at}", _shown(line, at))
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 5,000 deep
         return Bad(number, where, "not JSON", f"is not JSON that can be read: {error}", _shown(line, 0))

@@ -6,20 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json, sha256_file, write_json
 from trainkit.base.forms import document, read_form
 from trainkit.data.indexed import best_dtype, bin_path, idx_path
 from trainkit.data.published import check_published
+from trainkit.data.sums import file_sum
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Dataset
 
 SCHEMA = "dataset/1"
 COUNTS = ("documents", "empty_documents", "sequences", "tokens", "text_bytes", "lines", "rejects")
 REASONS = ("left_out", "rejected", "passed_over")
-BLOCK = 2**23
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -52,6 +50,20 @@ def totals(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**{name: sum(shard[name] for shard in shards) for name in COUNTS}, **reasons}
 
 
+def encoders(shards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What encoded the shards, and why: {"encoder", "because", "shards", "compared", "passed_on"} each (see trainkit.data.shard)."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for shard in shards:
+        if "encoder" not in shard:
+            continue
+        entry = {"encoder": shard["encoder"], "because": shard["encoder_because"], "shards": 0, "compared": 0, "passed_on": 0}
+        entry = found.setdefault((shard["encoder"], shard["encoder_because"]), entry)
+        entry["shards"] += 1
+        entry["compared"] += shard["compared"]
+        entry["passed_on"] += shard["passed_on"]
+    return list(found.values())
+
+
 def check_declared(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
     """Compare with what jobs.toml says was published. Raises ConfigError (exit 6) naming every count that is wrong; the shards are kept."""
     seen = {"documents": sum(shard["lines"] for shard in shards), "text_bytes": totals(shards)["text_bytes"]}
@@ -67,18 +79,7 @@ def check_drop(name: str, shards: Sequence[Mapping[str, Any]]) -> None:
         raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="correct its path (dots go into objects), or take it out; the shards are kept")
 
 
-def file_sum(path: Path, start: int = 0, size: int | None = None) -> str:
-    """Hex XXH128 of a range of a file; of fewer bytes where it ends before."""
-    digest, left = xxhash.xxh128(), path.stat().st_size - start if size is None else size
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while left > 0 and (block := file.read(min(BLOCK, left))):
-            digest.update(block)
-            left -= len(block)
-    return digest.hexdigest()
-
-
-def _checksums(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def _checksums(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], folder: Path, itemsize: int) -> list[dict[str, Any]]:
     """Sums of every byte of the pairs. A merged .bin has those of its parts: nothing is read again, and damage is narrowed down."""
     sums: list[dict[str, Any]] = []
 
@@ -97,9 +98,8 @@ def _checksums(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], fol
     if spec["shuffle"]:
         add_whole(bin_path(merged))
     else:
-        for given, shard in zip(spec["shards"], shards, strict=True):
-            part = bin_path(Path(given["prefix"]))
-            size = part.stat().st_size
+        for shard in shards:
+            size = shard["tokens"] * itemsize
             add(bin_path(merged), start, size, shard["bin_xxh128"])
             start += size
     add_whole(idx_path(merged))
@@ -114,7 +114,7 @@ def write_manifest(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]])
     counts = totals(shards)
     parts = [Path(given["prefix"]) for given, shard in zip(spec["shards"], shards, strict=True) if shard["tokens"]]
     pairs = parts if spec["prefix"] is None else [Path(spec["prefix"])]
-    own = ("documents", "tokens", "text_bytes", "rejects", "left_out")
+    own = ("documents", "sequences", "tokens", "text_bytes", "rejects", "left_out")
     manifest = document(
         SCHEMA,
         name=spec["name"],
@@ -122,13 +122,15 @@ def write_manifest(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]])
         eod_id=end_of_document(tokenizer, spec["eod_token"], tokenizer_path),
         tokenizer_sha256=sha256_file(tokenizer_path),
         dtype=str(best_dtype(vocab_size)),
+        encoders=encoders(shards),
         **counts,
         pairs=[str(pair.relative_to(path.parent)) for pair in pairs],
         shards=[
             {"name": given["name"], "source": {**given["source"], **shard.get("fetch", {})}, **{key: shard[key] for key in own if shard.get(key)}}
             for given, shard in zip(spec["shards"], shards, strict=True)
         ],
-        checksums=_checksums(spec, shards, path.parent),
+        **({"shuffled": True} if spec["shuffle"] else {}),
+        checksums=_checksums(spec, shards, path.parent, best_dtype(vocab_size).itemsize),
     )
     write_json(path, manifest)
     return counts

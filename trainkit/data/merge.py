@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from trainkit.base.unit import Progress, run_unit
 from trainkit.data.idx import CHUNK, HEADER, MAGIC, VERSION
 from trainkit.data.indexed import CODES, IndexedDataset, bin_path, idx_path
 from trainkit.data.manifest import check_declared, check_drop, read_results, write_manifest
+from trainkit.data.sums import identity_of
 
 PIECE = 2**28  # bytes of .bin that one thread copies before it takes the next
 BUFFER = 2**23  # where the kernel cannot copy
@@ -35,8 +36,19 @@ SHUFFLE_MEMORY = 2**30
 
 
 @dataclass(frozen=True)
+class Part:
+    """A pair, or so many sequences and documents of one from the given ones on: a shard that was merged before."""
+
+    prefix: Path
+    from_sequence: int = 0
+    sequences: int | None = None
+    from_document: int = 0
+    documents: int | None = None
+
+
+@dataclass(frozen=True)
 class _Place:
-    """Where a shard goes: what stands before it in the merged pair."""
+    """Where a part goes: what stands before it in the merged pair; and where it lies in its own."""
 
     prefix: Path
     sequences: int
@@ -45,48 +57,68 @@ class _Place:
     first_sequence: int
     first_document: int
     first_byte: int
+    from_sequence: int
+    from_document: int
+    from_byte: int
 
 
 class _Layout:
-    """The merged pair before it is written. Opens every shard once, which checks it; holds none of them open."""
+    """The merged pair before it is written. Opens every pair once, which checks it; holds one of them open."""
 
-    def __init__(self, prefixes: Sequence[Path], out_prefix: Path) -> None:
-        if not prefixes:
+    def __init__(self, parts: Sequence[Part], out_prefix: Path) -> None:
+        if not parts:
             raise ConfigError(f"{out_prefix}: there is nothing to merge", exit=Exit.STAGE_FAILED, hint="the dataset has no shard")
         self.places: list[_Place] = []
         self.sequences = self.documents = self.size = 0
         dtype: np.dtype[Any] | None = None
-        for prefix in prefixes:
-            pair = IndexedDataset(prefix)
-            pair.verify()
+        pair: IndexedDataset | None = None
+        for part in parts:
+            prefix = part.prefix
+            if pair is None or pair.prefix != prefix:
+                pair = IndexedDataset(prefix)
+                pair.verify()
             dtype = pair.dtype if dtype is None else dtype
             if pair.dtype != dtype:
-                message = f"{idx_path(prefix)} holds {pair.dtype.name}, but {idx_path(prefixes[0]).name} {dtype.name}"
+                message = f"{idx_path(prefix)} holds {pair.dtype.name}, but {idx_path(parts[0].prefix).name} {dtype.name}"
                 raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="merge files of one tokenizer only")
             if pair.modes is not None:
                 raise ConfigError(f"{idx_path(prefix)} is multimodal", exit=Exit.STAGE_FAILED, hint="trainkit merges text only")
-            documents, size = len(pair.document_indices) - 1, pair.num_tokens * dtype.itemsize
-            self.places.append(_Place(prefix, len(pair), documents, size, self.sequences, self.documents, self.size))
-            self.sequences, self.documents, self.size = self.sequences + len(pair), self.documents + documents, self.size + size
+            place = self._place(part, pair)
+            self.places.append(place)
+            self.sequences, self.documents, self.size = self.sequences + place.sequences, self.documents + place.documents, self.size + place.size
         assert dtype is not None
         self.dtype = dtype
         self.offsets_at = HEADER.size + 4 * self.sequences
         self.documents_at = HEADER.size + 12 * self.sequences
 
+    def _place(self, part: Part, pair: IndexedDataset) -> _Place:
+        sequences = len(pair) if part.sequences is None else part.sequences
+        documents = pair.num_documents if part.documents is None else part.documents
+        last = part.from_sequence + sequences
+        if last > len(pair) or part.from_document + documents > pair.num_documents or pair.document_indices[part.from_document] != part.from_sequence:
+            message = f"{idx_path(part.prefix)} does not hold the sequences {part.from_sequence:,} to {last:,} as its dataset.json says"
+            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="make it anew: --force")
+        lengths = pair.lengths[part.from_sequence : last]
+        size = int(lengths.sum(dtype=np.int64)) * pair.dtype.itemsize
+        from_byte = int(pair.offsets[part.from_sequence]) if sequences else 0
+        counts = sequences, documents, size
+        return _Place(part.prefix, *counts, self.sequences, self.documents, self.size, part.from_sequence, part.from_document, from_byte)
+
     def header(self) -> bytes:
         return HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequences, self.documents + 1)
 
 
-def merge_pairs(prefixes: Sequence[Path], out_prefix: Path, *, threads: int = 1, progress: Progress = lambda done, total: None) -> None:
+def merge_pairs(pairs: Sequence[Part | Path], out_prefix: Path, *, threads: int = 1, progress: Progress = lambda done, total: None) -> None:
     """Join pairs in the given order into one, byte for byte as Megatron's add_index does; it is there whole or not at all.
 
     Args:
+        pairs: prefixes, or parts of pairs; one may be a part of what stands at `out_prefix` so far.
         threads: copies at once; each takes at most 8 MiB, whatever the sizes.
         progress: told bytes of .bin.
 
     Raises ConfigError (exit 6): no prefix is given, a pair is damaged, dtypes differ or one is multimodal. OSError as writing does.
     """
-    layout = _Layout(prefixes, out_prefix)
+    layout = _Layout([pair if isinstance(pair, Part) else Part(pair) for pair in pairs], out_prefix)
     out_prefix.parent.mkdir(parents=True, exist_ok=True)
     names = temporary_name(bin_path(out_prefix)), temporary_name(idx_path(out_prefix))
     try:
@@ -134,9 +166,9 @@ def _copy(place: _Place, start: int, target: int) -> int:
     """Copy a piece of a shard's .bin; returns its bytes."""
     path, size = bin_path(place.prefix), min(PIECE, place.size - start)
     with open(path, "rb", buffering=0) as source:
-        done = _copy_in_kernel(source.fileno(), target, start, place.first_byte + start, size)
+        done = _copy_in_kernel(source.fileno(), target, place.from_byte + start, place.first_byte + start, size)
         while done < size:
-            block = os.pread(source.fileno(), min(BUFFER, size - done), start + done)
+            block = os.pread(source.fileno(), min(BUFFER, size - done), place.from_byte + start + done)
             if not block:
                 raise ConfigError(f"{path} became shorter while it was read", exit=Exit.STAGE_FAILED, hint="prepare the data again")
             _write(target, block, place.first_byte + start + done)
@@ -176,14 +208,17 @@ def _write_index(layout: _Layout, place: _Place, index: int) -> int:
     """Write a shard's lengths, offsets and documents to their places in the merged index; returns 0 bytes of .bin."""
     pair = IndexedDataset(place.prefix)
     position = place.first_byte
-    for first in range(0, len(pair), CHUNK):
-        lengths, sequence = pair.lengths[first : first + CHUNK], place.first_sequence + first
+    for first in range(0, place.sequences, CHUNK):
+        start = place.from_sequence + first
+        lengths, sequence = pair.lengths[start : min(start + CHUNK, place.from_sequence + place.sequences)], place.first_sequence + first
         ends = position + np.cumsum(lengths, dtype=np.int64) * layout.dtype.itemsize
         _write_array(index, lengths, "<i4", HEADER.size + 4 * sequence)
         _write_array(index, np.concatenate(([position], ends[:-1])), "<i8", layout.offsets_at + 8 * sequence)
         position = int(ends[-1])
-    for first in range(1, len(pair.document_indices), CHUNK):
-        documents = pair.document_indices[first : first + CHUNK] + place.first_sequence
+    for first in range(1, place.documents + 1, CHUNK):
+        start = place.from_document + first
+        found = pair.document_indices[start : min(start + CHUNK, place.from_document + place.documents + 1)]
+        documents = found - place.from_sequence + place.first_sequence
         _write_array(index, documents, "<i8", layout.documents_at + 8 * (place.first_document + first))
     return 0
 
@@ -205,6 +240,10 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     Returns the dataset's counts. Raises ConfigError (exit 6) as `merge_pairs` and `check_declared`.
     """
     shards = read_results(spec)
+    if not any(shard["tokens"] for shard in shards):
+        left_out = sum(sum(shard.get("left_out", {}).values()) for shard in shards)
+        message = f"datasets.{spec['name']}: {len(shards):,} files hold no token ({left_out:,} documents were left out)"
+        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="look at the files, at text_key, and at what is left out (drop, min_document_bytes)")
     check_declared(spec, shards)
     check_drop(spec["name"], shards)
     prefixes = [Path(shard["prefix"]) for shard in spec["shards"]]
@@ -212,12 +251,27 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         if spec["shuffle"]:
             _shuffle(prefixes, Path(spec["prefix"]), progress)
         else:
-            merge_pairs(prefixes, Path(spec["prefix"]), threads=min(MOST_THREADS, len(os.sched_getaffinity(0))), progress=progress)
+            merge_pairs(_parts(spec), Path(spec["prefix"]), threads=min(MOST_THREADS, len(os.sched_getaffinity(0))), progress=progress)
     counts = write_manifest(spec, shards)
     _tidy(prefixes[0].parent, {f"{prefix.name}{ending}" for prefix in prefixes for ending in (".bin", ".idx", ".lock")})
     _tidy(Path(spec["rejects"]), {f"{given['name']}.jsonl" for given, shard in zip(spec["shards"], shards, strict=True) if shard["rejects"]})
     progress(1, 1)
     return counts
+
+
+def _parts(spec: Mapping[str, Any]) -> list[Part]:
+    """Where each shard lies: in its own pair, or, where that is not there, in what was merged before, which must be what it was when that was planned.
+
+    Raises ConfigError (exit 6): it is another one now.
+    """
+    target, parts = Path(spec["prefix"]), []
+    for shard in spec["shards"]:
+        prefix, kept = Path(shard["prefix"]), shard.get("kept")
+        parts.append(Part(prefix) if kept is None or idx_path(prefix).is_file() else Part(target, *kept))
+    if any(part.prefix == target for part in parts) and [identity_of(path) for path in (bin_path(target), idx_path(target))] != spec["former"]:
+        message = f"{bin_path(target)} is not what it was when this was planned: another process wrote it meanwhile"
+        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="run it again")
+    return parts
 
 
 def _shuffle(prefixes: Sequence[Path], target: Path, progress: Progress) -> None:

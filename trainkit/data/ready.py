@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_json
 from trainkit.base.forms import document
 from trainkit.base.unit import Progress, run_unit
-from trainkit.data.indexed import IndexedDataset, bin_path
+from trainkit.data.indexed import IndexedDataset, bin_path, idx_path
+from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 
 BLOCK = 2**22  # tokens looked at at once: bounds memory
@@ -24,18 +27,23 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     vocab_size = tokenizer.get_vocab_size()
     counts = {"documents": 0, "sequences": 0, "tokens": 0}
     total, done = sum(IndexedDataset(Path(prefix)).num_tokens for prefix in spec["prefixes"]), 0
-    dtypes = set()
+    dtypes, read = set(), list[list[Any]]()
     for prefix in spec["prefixes"]:
+        identities = [identity_of(path) for path in (bin_path(Path(prefix)), idx_path(Path(prefix)))]
+        digest = xxhash.xxh3_128()
         pair = IndexedDataset(Path(prefix))  # one at a time: maps are few
         pair.verify()
         dtypes.add(str(pair.dtype))
         for start in range(0, pair.num_tokens, BLOCK):
-            highest = int(pair.tokens[start : start + BLOCK].max())
-            if highest >= vocab_size or int(pair.tokens[start : start + BLOCK].min()) < 0:
+            block = pair.tokens[start : start + BLOCK]
+            digest.update(block.data)
+            highest = int(block.max())
+            if highest >= vocab_size or int(block.min()) < 0:
                 message = f"{bin_path(pair.prefix)} holds the id {highest} among tokens {start:,} and after, but {spec['tokenizer']} has {vocab_size:,} ids"
                 raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="name the tokenizer that these pairs were written with")
             done += min(BLOCK, pair.num_tokens - start)
             progress(done, total)
+        read += [[*identities[0], digest.hexdigest()], [*identities[1], file_sum(idx_path(pair.prefix))]]
         counts["documents"] += pair.num_documents
         counts["sequences"] += len(pair)
         counts["tokens"] += pair.num_tokens
@@ -49,7 +57,7 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         **(counts if dtypes else {}),
     )
     write_json(Path(spec["manifest"]), manifest)
-    return counts
+    return {**counts, "read": read}
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ Tokens are made as a stream: one thread reads, decompresses, parses and filters,
     size                   bytes, for progress
     tokenizer, eod_token   tokenizer.json and the token that ends a document
     prefix, rejects        of the .bin/.idx to write; where bad lines go (on_error = "skip"), if there are any
-    append_eod, encoder, special_tokens                                               of the tokenizer's table, by default as there
+    append_eod, encoder, special_tokens                                               of the tokenizer's table, by default as there ("auto")
     text_key, text_separator, drop, min_document_bytes, max_document_bytes, fix_text, on_error, max_reject_fraction      of the dataset's table, likewise
-    first                  the dataset's first shard (the default): with encoder = "gigatoken" its first 200 documents are compared with tokenizers
+    first                  the dataset's first shard (the default): where gigatoken encodes, its first 200 documents are compared with tokenizers
 
 The result: documents, empty_documents, sequences, tokens, text_bytes, lines (documents, left out and rejected ones), left_out {reason: documents},
-rejects and rejected {kind: lines}, passed_over {reason: members of archives}, compared (documents, with tokenizers), bin_xxh128, idx_xxh128.
+rejects and rejected {kind: lines}, passed_over {reason: members of archives}, encoder and encoder_because, compared (texts, with tokenizers), passed_on
+(texts that gigatoken left to tokenizers), bin_xxh128, idx_xxh128, read ([path, size, mtime in ns, xxh128] of a file that lies here, for freshness).
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from trainkit.base.errors import ConfigError, Exit, Place, Problem
 from trainkit.base.locks import locked
 from trainkit.base.unit import Progress, run_unit
 from trainkit.data.corpus import counted, filter_of, open_shard, reading_of, size_of
-from trainkit.data.encode import Difference, Encoder, Encoders, Ids, Lengths, with_eod
+from trainkit.data.encode import Checked, Difference, Encoder, Encoders, Ids, Lengths, Together, with_eod
 from trainkit.data.formats import Bad, Passed, open_documents
 from trainkit.data.indexed import IndexedWriter, best_dtype, idx_path
 from trainkit.data.overlap import ahead, behind
 from trainkit.data.rejects import EVERY, Rejects
+from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.tokenizer import end_of_document
 
 BATCH_BYTES = 2**20  # of text encoded at once: bounds memory whatever the corpus's size
@@ -83,10 +85,11 @@ class ShardReader:
         self.reading, self.filter, self.rejects = reading_of(spec), filter_of(spec), rejects
         self.lines = 0
         self.passed: dict[str, int] = {}
+        self.read: list[list[Any]] = []  # of a file that is here: what was read of it
 
     def batches(self) -> Iterator[Batch]:
         """All of them. Raises ConfigError (exit 6) as `open_documents` and `Rejects` do."""
-        batch = Batch()
+        batch, identity = Batch(), [] if self.recipe else identity_of(self.path)
         with open_shard(self.path, self.recipe) as raw:
             stream = counted(raw)
             with closing(open_documents(self.path.name, stream, self.reading, str(self.path))) as found:  # type: ignore[type-var]
@@ -109,6 +112,9 @@ class ShardReader:
                     if self.lines % EVERY == 0:
                         self.rejects.check(self.lines)
             self.rejects.check(self.lines)
+            if identity:
+                digest = stream.digest.hexdigest() if stream.position == identity[1] and stream.in_order else file_sum(self.path)
+                self.read.append([*identity, digest])
             batch.position = stream.position
             if batch.places:
                 yield batch
@@ -160,7 +166,8 @@ def write_tokens(spec: dict[str, Any], progress: Progress, encoders: Encoders) -
     """
     prefix, path = Path(spec["prefix"]), Path(spec["tokenizer"])
     first, offset = CHECK_DOCUMENTS if spec.get("first", True) else 0, zlib.crc32(prefix.name.encode())
-    tokenizer, encoder = encoders.get(path, spec.get("encoder", "tokenizers"), spec.get("special_tokens", "text"), first=first, offset=offset)
+    special_tokens = spec.get("special_tokens", "text")
+    tokenizer, encoder, choice = encoders.get(path, spec.get("encoder", "auto"), special_tokens, first=first, offset=offset)
     eod = end_of_document(tokenizer, spec["eod_token"], path) if spec.get("append_eod", True) else None
     dtype = best_dtype(tokenizer.get_vocab_size())
     if encoder.highest > np.iinfo(dtype).max:
@@ -187,9 +194,13 @@ def write_tokens(spec: dict[str, Any], progress: Progress, encoders: Encoders) -
         "passed_over": reader.passed,
         "rejects": rejects.total,
         "rejected": rejects.counts,
-        "compared": getattr(encoder, "compared", 0),
+        "encoder": choice.name,
+        "encoder_because": choice.because,
+        "compared": encoder.compared if isinstance(encoder, Checked) else 0,
+        "passed_on": encoder.fast.passed_on if isinstance(encoder, Checked) and isinstance(encoder.fast, Together) else 0,
         "bin_xxh128": writer.hash.hexdigest(),
-        "idx_xxh128": _xxh128(idx_path(prefix)),
+        "idx_xxh128": file_sum(idx_path(prefix)),
+        "read": reader.read,
     }
 
 
@@ -206,14 +217,6 @@ def _run(reader: ShardReader, encoder: Encoder, writer: ShardWriter, size: int, 
                 raise ConfigError([Problem(message, place, 'set tokenizers.X.encoder = "tokenizers"')], exit=Exit.STAGE_FAILED) from None
             write((batch, ids, lengths))
             progress(min(batch.position, total), max(1, total), tokens=writer.tokens, text_bytes=writer.text_bytes)
-
-
-def _xxh128(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _one_arena() -> None:

@@ -16,6 +16,9 @@ from trainkit.base.unit import Progress, run_unit
 from trainkit.data.corpus import filter_of, reading_of
 from trainkit.data.formats import Bad, Record, open_documents
 from trainkit.data.rejects import raise_bad
+from trainkit.data.sums import file_sum, identity_of
+
+MOST_SUMMED = 2**32  # bytes of a file whose sum is taken: of a larger one that a BPE is trained on only a start is read
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -102,7 +105,8 @@ def _texts(spec: dict[str, Any], progress: Progress) -> Iterator[str]:
 
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Make tokenizer.json. Returns {"vocab_size"}."""
+    """Make tokenizer.json. Returns {"vocab_size", "read": [[path, size, mtime in ns, xxh128 or None], ..] of the files it is made from}."""
+    given = [identity_of(Path(path)) for path in spec["given"] if Path(path).is_file()]
     target, eod = Path(spec["tokenizer"]), spec["eod_token"]
     if spec["type"] == "bpe":
         tokenizer, made_of = train_bpe(_texts(spec, progress), spec["vocab_size"], eod), target
@@ -112,7 +116,8 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         tokenizer, made_of = load_tokenizer(Path(spec["path"])), Path(spec["path"])
     end_of_document(tokenizer, eod, made_of)
     write_text(target, tokenizer.to_str(pretty=True))
-    return {"vocab_size": tokenizer.get_vocab_size()}
+    read = [[*identity, file_sum(Path(identity[0])) if identity[1] <= MOST_SUMMED else None] for identity in given]
+    return {"vocab_size": tokenizer.get_vocab_size(), "read": read}
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import numpy as np
 from trainkit.base.errors import ConfigError, Place, Problem
 from trainkit.base.files import sha256_file
 from trainkit.data.indexed import IndexedDataset, bin_path
-from trainkit.data.manifest import file_sum
 from trainkit.data.stats import document_lengths
+from trainkit.data.sums import file_sum
 
 BLOCK = 2**22  # tokens looked at at once: bounds memory
 COUNTS = ("documents", "sequences", "tokens")

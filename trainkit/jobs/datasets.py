@@ -26,9 +26,10 @@ class Tokenizer(Table):
     training_bytes: int = Field(2**27, ge=1, description="characters of text that a BPE is trained on, from the start of the corpus")
     eod_token: str = Field("<|endoftext|>", min_length=1, description="the token that ends every document")
     append_eod: bool = Field(True, description="false: documents are written without it")
-    encoder: Literal["gigatoken", "tokenizers"] = Field(
-        "tokenizers",
-        description="what encodes: gigatoken (the extra `data`; byte-level BPE) gives the same ids many times faster and is checked against tokenizers",
+    encoder: Literal["auto", "gigatoken", "tokenizers"] = Field(
+        "auto",
+        description="what encodes, to the same ids: auto: gigatoken (the extra `data`) where it is installed and proved to give those of tokenizers, "
+        "else tokenizers; gigatoken: it, or an error; tokenizers: up to fifty times slower",
     )
     special_tokens: Literal["text", "parse"] = Field(
         "text", description="a special token that stands in a document, such as <|endoftext|>: text: ordinary text; parse: the token, as Megatron reads it"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed import bin_path, idx_path
+from trainkit.data.manifest import read_manifest
 from trainkit.data.pairs import prefixes_of
 from trainkit.data.paths import DataFolder
 from trainkit.data.sources import SOURCES, Fetch, Shard, Source, announce, fetches, tokenizer_fetches
@@ -17,6 +20,7 @@ from trainkit.stages.contract import Need, Unit
 from trainkit.stages.stamps import file_identity, judge, read_stamp, unit_stamp_path
 
 VERSION = 1
+FIRST = "00000"  # the shard whose first documents are compared with tokenizers
 LISTING = "listing"  # the unit that writes down which files there are
 TRAINING_FACTOR = 4  # bytes of files for each byte of text a BPE is trained on: they hold more than text
 # keys that say how a file becomes documents
@@ -55,9 +59,8 @@ def _settings(dataset: Dataset, tokenizer: Tokenizer, source: Source) -> dict[st
 
 
 def _tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
-    return _flat(
-        f"tokenizers.{tokenizer.name}", tokenizer.model_dump(mode="json", exclude={"name", "url", "vocab_url", "merge_url", "megatron"}, exclude_none=True)
-    )
+    irrelevant = {"name", "encoder", "url", "vocab_url", "merge_url", "megatron"}  # whatever encodes, the ids are the same
+    return _flat(f"tokenizers.{tokenizer.name}", tokenizer.model_dump(mode="json", exclude=irrelevant, exclude_none=True))
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
@@ -78,11 +81,11 @@ def needs_of_dataset(dataset: Dataset, root: Path, stamps: Path, *, anew: bool =
     if dataset.source == "blend":
         parts = {part.dataset.name: part.dataset for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend) for part in blend.values()}
         needs = [need for part in parts.values() for need in needs_of_dataset(part, root, stamps, anew=anew)]
-        return [*needs, _Pairs(dataset, tokenizer, root, stamps).need()]
+        return [*needs, _Pairs(dataset, tokenizer, root, stamps).need(anew=anew)]
     kind = _Pairs if dataset.source == "indexed" else _Text
     work = kind(dataset, tokenizer, root, stamps)
     made = None if anew else work.as_made()
-    return [made or work.need()]
+    return [made or work.need(anew=anew)]
 
 
 class PrepData:
@@ -149,7 +152,7 @@ class _Dataset:
             **self.reading,
             "shards": [str(shard.path) for shard in shards],
             "total_bytes": sum(shard.size for shard in shards),
-            "given": [file_identity(path) for path in (*self._given_files(), *(s.path for s in shards if not s.recipe))],
+            "given": [str(path) for path in (*self._given_files(), *(s.path for s in shards if not s.recipe))],
         }
         before = (*after, *(unit.name for unit in self.tokenizer_fetches))
         return Unit("tokenizer", _module("trainkit.data.tokenizer"), spec, (self.folder.tokenizer,), before, spec["total_bytes"])
@@ -162,7 +165,7 @@ class _Pairs(_Dataset):
         own = self.dataset.model_dump(mode="json", include={"urls", "endpoint", "sha256"}, exclude_none=True)
         return {**_tokenizer_settings(self.tokenizer), **{f"datasets.{self.dataset.name}.{key}": value for key, value in own.items() if value}}
 
-    def need(self) -> Need:
+    def need(self, *, anew: bool) -> Need:
         corpus = self.folder.corpus
         shards = SOURCES["indexed"].shards(self.dataset, corpus)
         fetched = [_fetch_unit(fetch) for fetch in fetches(self.dataset, corpus, shards)]
@@ -175,7 +178,6 @@ class _Pairs(_Dataset):
             "tokenizer": str(self.folder.tokenizer),
             "eod_token": self.tokenizer.eod_token,
             "prefixes": [str(prefix) for prefix in prefixes],
-            "given": [] if fetched else [file_identity(idx_path(prefix)) for prefix in prefixes],
             "manifest": str(self.folder.manifest),
         }
         check = Unit("check", _module("trainkit.data.ready"), spec, (self.folder.manifest,), (make.name, *(unit.name for unit in fetched)))
@@ -191,20 +193,25 @@ class _Text(_Dataset):
     def settings(self) -> dict[str, Any]:
         return _settings(self.dataset, self.tokenizer, SOURCES[self.dataset.source])
 
-    def need(self) -> Need:
-        self.shards = SOURCES[self.dataset.source].shards(self.dataset, self.folder.corpus)
+    def need(self, *, anew: bool) -> Need:
+        """With `anew`, nothing of what was made before is used."""
+        stamp = {} if anew else read_stamp(self.stamps / f"{self.name}.json") or {}
+        shards = SOURCES[self.dataset.source].shards(self.dataset, self.folder.corpus)
+        self.shards = _with_former_names(shards, stamp.get("memory", {}).get("names", {}))
+        self.former = _Former(self.folder, stamp, self.stamps / f"{self.name}.units")
         earlier = self._fetches() or [self._text(shard) for shard in self.shards if shard.recipe]
         before = {unit.name.partition("-")[2]: unit for unit in earlier if unit.name != LISTING}
         trained_on = self._trained_on()
         make = self._tokenizer_unit(trained_on, [before[shard.name].name for shard in trained_on if shard.name in before])
-        tokens = [self._tokens(shard, before.get(shard.name), first=shard is self.shards[0]) for shard in self.shards]
+        tokens = [self._tokens(shard, before.get(shard.name), first=shard.name == FIRST) for shard in self.shards]
         last = self._last(before, tokens)
         pairs = [path for unit in tokens for path in unit.outputs]
         scratch = [*pairs, *(Path(unit.spec["prefix"] + ".lock") for unit in tokens)] if self.dataset.merge else []
         inputs = [*(shard.path for shard in self.shards if not shard.recipe), *self._given_files()]
         outputs = [self.folder.tokenizer, *last.outputs, *self._fetched_files(), *([] if self.dataset.merge else pairs)]
         units = (*earlier, *self.tokenizer_fetches, make, *tokens, last)
-        return self._need(inputs, outputs, units, scratch, announcement=announce(self.dataset, self.folder.corpus, self.shards))
+        memory = {"names": {str(shard.path): shard.name for shard in self.shards}}
+        return self._need(inputs, outputs, units, scratch, announcement=announce(self.dataset, self.folder.corpus, self.shards), memory=memory)
 
     def _fetches(self) -> list[Unit]:
         """The listing and every remote shard's file; nothing where all is here, the listing alone where shards are read as they come."""
@@ -246,7 +253,6 @@ class _Text(_Dataset):
             "first": first,
             "shard": str(shard.path),
             "recipe": shard.recipe if before is None else {},
-            "given": None if shard.recipe else file_identity(shard.path),
             "size": shard.size,
             **self.reading,
             **self.encoding,
@@ -255,7 +261,8 @@ class _Text(_Dataset):
             "rejects": f"{self.rejects_folder}/{shard.name}.jsonl",
         }
         after = ("tokenizer",) if before is None else (before.name, "tokenizer")
-        return Unit(f"tokens-{shard.name}", _module("trainkit.data.shard"), spec, (bin_path(prefix), idx_path(prefix)), after, shard.size, several=True)
+        outputs, kept = (bin_path(prefix), idx_path(prefix)), shard.name in self.former.ranges
+        return Unit(f"tokens-{shard.name}", _module("trainkit.data.shard"), spec, outputs, after, shard.size, several=True, kept=kept)
 
     def _last(self, before: dict[str, Unit], tokens: list[Unit]) -> Unit:
         """One pair of all shards, if they are joined, and dataset.json."""
@@ -267,7 +274,9 @@ class _Text(_Dataset):
         def entry(shard: Shard, unit: Unit) -> dict[str, Any]:
             earlier = before.get(shard.name)
             stamps = {earlier.spec["do"]: stamp(earlier)} if earlier else {}
-            return {"name": shard.name, "prefix": unit.spec["prefix"], "source": _origin(shard, self.folder.root), "stamps": {**stamps, "tokens": stamp(unit)}}
+            words = {"name": shard.name, "prefix": unit.spec["prefix"], "source": _origin(shard, self.folder.root)}
+            kept = {"kept": self.former.ranges[shard.name]} if shard.name in self.former.ranges else {}
+            return {**words, "stamps": {**stamps, "tokens": stamp(unit)}, **kept}
 
         filtered = self.dataset.drop or self.dataset.min_document_bytes or self.dataset.fix_text
         declared = {"documents": self.dataset.documents, "text_bytes": None if filtered else self.dataset.text_bytes}
@@ -279,12 +288,55 @@ class _Text(_Dataset):
             "shuffle": self.dataset.shuffle_documents,
             "declared": {key: value for key, value in declared.items() if value is not None},
             "prefix": str(prefix) if prefix else None,
+            "former": self.former.identity,
             "manifest": str(self.folder.manifest),
             "rejects": str(self.folder.rejects),
         }
         outputs = (*((bin_path(prefix), idx_path(prefix)) if prefix else ()), self.folder.manifest)
         size = sum(unit.size for unit in tokens) // 20  # copying, beside tokenizing
         return Unit("merge" if prefix else "manifest", _module("trainkit.data.merge"), spec, outputs, tuple(unit.name for unit in tokens), size)
+
+
+def _with_former_names(shards: Sequence[Shard], names: Mapping[str, str]) -> list[Shard]:
+    """The shards under the names that their files had before; others get numbers that were not given yet. At first they are numbered in order."""
+    if not names:
+        return list(shards)
+    highest = max(map(int, names.values()))
+    free = itertools.count(highest + 1)
+    return [dataclasses.replace(shard, name=names.get(str(shard.path)) or f"{next(free):05d}") for shard in shards]
+
+
+class _Former:
+    """The merged pair that was made before, if it still lies there as it was made: the shards it was made of need not be made again.
+
+    Args:
+        folder: the dataset's files.
+        stamp: of the stage, finished or not.
+        units: the folder of the units' stamps.
+
+    Attributes:
+        ranges: of each shard by name: first sequence, sequences, first document, documents.
+        identity: of .bin and .idx.
+    """
+
+    def __init__(self, folder: DataFolder, stamp: Mapping[str, Any], units: Path) -> None:
+        self.ranges: dict[str, list[int]] = {}
+        self.identity: list[Any] = []
+        files = (bin_path(folder.prefix), idx_path(folder.prefix), folder.manifest)
+        identities = [file_identity(path) for path in files]
+        merged = read_stamp(units / "merge.json") or {}  # killed between the last unit and the stage's stamp
+        known = (stamp.get("outputs", stamp.get("made_before", [])), merged.get("outputs", []))
+        if folder.dataset.shuffle_documents or None in identities or not any(all(i in recorded for i in identities) for recorded in known):
+            return
+        manifest = read_manifest(folder.manifest)
+        counts = [[shard.get(key, 0) for key in ("sequences", "documents")] for shard in manifest["shards"]]
+        if manifest.get("shuffled") or [sum(column) for column in zip(*counts, strict=True)] != [manifest["sequences"], manifest["documents"]]:
+            return
+        self.identity = identities[:2]
+        sequence = document = 0
+        for shard, (sequences, documents) in zip(manifest["shards"], counts, strict=True):
+            self.ranges[shard["name"]] = [sequence, sequences, document, documents]
+            sequence, document = sequence + sequences, document + documents
 
 
 def _origin(shard: Shard, root: Path) -> dict[str, Any]:

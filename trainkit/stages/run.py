@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import TEMPORARY, remove_leftovers
-from trainkit.base.locks import locked
+from trainkit.base.locks import Busy, locked
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Stage, Unit
 from trainkit.stages.making import Going, Making, cannot_tell, still_made
@@ -26,6 +26,7 @@ from trainkit.stages.stamps import (
     unit_is_fresh,
     unit_stamp_path,
     write_stamp,
+    write_times,
     write_unfinished,
 )
 
@@ -92,9 +93,12 @@ def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *,
     def waits(holder: dict[str, object]) -> None:
         reporter.waiting(need, f"pid {holder.get('pid', '?')}")
 
+    inputs = input_identities(need)
     verdict = judge(need, stamps, force=force)
     if verdict.fresh and not any(folder.is_dir() for folder in {path.parent for path in need.scratch}):
         reporter.verdict(verdict)
+        with contextlib.suppress(Busy), locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, wait=False):
+            write_times(need, stamps, inputs)
         return verdict
     said = False
     while True:

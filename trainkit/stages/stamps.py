@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.files import read_json, write_json
 from trainkit.base.forms import canonical, document, utc_now
+from trainkit.data.sums import file_sum
 from trainkit.stages.contract import Need, Unit
 
 SCHEMA = "stamp/1"
@@ -66,16 +67,35 @@ def read_stamp(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and value.get("schema") == SCHEMA else None
 
 
-def _changed_file(kind: str, paths: tuple[Path, ...], recorded: object) -> str | None:
-    if not isinstance(recorded, list) or len(recorded) != len(paths):
-        return f"the number of {kind}s changed"
-    for path, old in zip(paths, recorded, strict=True):
-        new = file_identity(path)
+def _same_file(old: list[Any] | None, new: list[Any] | None, digest: str | None) -> bool:
+    """Whether a file is what it was: same size and time, or another time and the sum that was taken then."""
+    if new is None or old is None or new[:2] != old[:2]:
+        return False
+    return new[2] == old[2] or (digest is not None and file_sum(Path(new[0])) == digest)
+
+
+def _some(paths: Sequence[str]) -> str:
+    return paths[0] + (f" and {len(paths) - 1:,} more" if len(paths) > 1 else "")
+
+
+def _changed_file(kind: str, paths: Iterable[Path], recorded: object, digests: Mapping[str, str] | None = None) -> str | None:
+    """In what files differ from those recorded, by name: one more, one less, another content, another order. `digests`: sums of those recorded."""
+    if not isinstance(recorded, list):
+        return "its stamp cannot be read"
+    before = {old[0]: old for old in recorded if old}
+    names = [str(path) for path in paths]
+    gone, more = [name for name in before if name not in set(names)], [name for name in names if name not in before]
+    words = [f"{kind} {_some(more)} is new"] if more else []
+    words += [f"{kind} {_some(gone)} is gone" if kind == "input" else f"{kind} {_some(gone)} is not made any more"] if gone else []
+    if words:
+        return ", ".join(words)
+    for name in names:
+        new = file_identity(Path(name))
         if new is None:
-            return f"{kind} {path} is missing"
-        if new != old:
-            return f"{kind} {path} changed"
-    return None
+            return f"{kind} {name} is missing"
+        if not _same_file(before[name], new, (digests or {}).get(name)):
+            return f"{kind} {name} changed"
+    return None if names == list(before) else f"the order of the {kind}s changed"
 
 
 def _changed_setting(old: object, new: Mapping[str, Any]) -> str | None:
@@ -104,16 +124,23 @@ def _judge_stamp(need: Need, stamp: dict[str, Any] | None) -> tuple[bool, str]:
         return False, f"trainkit's version of it changed from {stamp.get('version')} to {need.version}"
     because = (
         _changed_setting(stamp.get("settings"), need.settings)
-        or _changed_file("input", need.inputs, stamp.get("inputs"))
+        or _changed_file("input", need.inputs, stamp.get("inputs"), stamp.get("digests"))
         or _changed_file("output", need.outputs, stamp.get("outputs"))
     )
     return (False, because) if because else (True, f"nothing changed since {stamp.get('made')}")
 
 
 def write_unfinished(need: Need, stamps: Path, because: str, failed: str = "") -> None:
-    """Record that the stage's outputs are being made: until `write_stamp`, nothing there counts as fresh. `failed`: what ended that, where it is known."""
-    told = {"failed": failed} if failed else {}
-    write_json(stamp_path(stamps, need), document(SCHEMA, stage=need.stage, name=need.name, unfinished=because, **told))
+    """Record that the stage's outputs are being made: until `write_stamp`, nothing there counts as fresh.
+
+    What was made before is remembered ("made_before"): the identities of outputs that are still there, from which the new ones may be taken.
+    `failed`: what ended the making, where it is known.
+    """
+    path = stamp_path(stamps, need)
+    former = read_stamp(path) or {}
+    before = former.get("outputs", former.get("made_before", []))
+    words = {"unfinished": because, "memory": dict(need.memory), "made_before": before, **({"failed": failed} if failed else {})}
+    write_json(path, document(SCHEMA, stage=need.stage, name=need.name, **words))
 
 
 def write_stamp(need: Need, stamps: Path, inputs: list[Any]) -> None:
@@ -125,10 +152,29 @@ def write_stamp(need: Need, stamps: Path, inputs: list[Any]) -> None:
         version=need.version,
         settings=dict(need.settings),
         inputs=inputs,
+        digests=_digests(need, stamps),
         outputs=_identities(need.outputs),
+        memory=dict(need.memory),
         made=utc_now(),
     )
     write_json(stamp_path(stamps, need), value)
+
+
+def write_times(need: Need, stamps: Path, inputs: list[Any]) -> None:
+    """Record other times of inputs of a stage that is fresh, as `input_identities` saw them before it was judged: they need not be read again."""
+    stamp = read_stamp(stamp_path(stamps, need))
+    if stamp is not None and "outputs" in stamp and stamp.get("inputs") != inputs:
+        write_json(stamp_path(stamps, need), {**stamp, "inputs": inputs})
+
+
+def _digests(need: Need, stamps: Path) -> dict[str, str]:
+    """The sums of inputs that units have read: {path: XXH128}."""
+    found: dict[str, str] = {}
+    for unit in need.units if need.inputs else ():
+        stamp = read_stamp(unit_stamp_path(stamps, need.name, unit.name)) or {}
+        found |= {path: digest for path, _, _, digest in stamp.get("result", {}).get("read", []) if digest}
+    names = {str(path) for path in need.inputs}
+    return {path: digest for path, digest in found.items() if path in names}
 
 
 def input_identities(need: Need) -> list[Any]:
@@ -143,15 +189,18 @@ def spec_digest(need: Need, unit: Unit) -> str:
 
 def unit_is_fresh(need: Need, unit: Unit, stamps: Path) -> bool:
     """Whether the unit's last success was with this very spec and its outputs are untouched."""
-    return stamp_holds(unit_stamp_path(stamps, need.name, unit.name), spec_digest(need, unit), unit.outputs)
+    return stamp_holds(unit_stamp_path(stamps, need.name, unit.name), spec_digest(need, unit), () if unit.kept else unit.outputs, kept=unit.kept)
 
 
-def stamp_holds(path: Path, digest: str, outputs: tuple[Path, ...]) -> bool:
-    """The same where only these are known: on the node where the unit runs."""
+def stamp_holds(path: Path, digest: str, outputs: tuple[Path, ...], *, kept: bool = False) -> bool:
+    """The same where only these are known: on the node where the unit runs. `kept`: the outputs may be gone."""
     stamp = read_stamp(path)
     if stamp is None or stamp.get("spec") != digest:
         return False
-    return _changed_file("output", outputs, stamp.get("outputs")) is None
+    read = stamp.get("result", {}).get("read", [])
+    if not all(_same_file([name, size, time], file_identity(Path(name)), digest) for name, size, time, digest in read):
+        return False
+    return kept or _changed_file("output", outputs, stamp.get("outputs")) is None
 
 
 def write_unit_stamp(need: Need, unit: Unit, stamps: Path, result: dict[str, Any]) -> None:
