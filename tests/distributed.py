@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def rank_environments(world_size: int) -> list[dict[str, str]]:
     return [{**os.environ, **shared, **meeting, **ranks} for ranks in own]
 
 
-def finish(children: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
+def finish(children: Sequence[subprocess.Popen[Any]], timeout: float) -> list[int]:
     """Wait for all to end and return their exit codes. What still runs after `timeout` seconds, or after a failed peer's last words, is killed."""
     deadline = time.monotonic() + timeout
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:

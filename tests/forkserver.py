@@ -139,7 +139,6 @@ def _become(argv: Sequence[str], environment: Mapping[bytes, bytes]) -> None:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    threading.settrace(None)  # type: ignore[arg-type]
     atexit._clear()
     os.environb.clear()  # from now on C's own pointers do not point at what /proc shows
     os.environb.update(environment)
@@ -149,9 +148,9 @@ def _become(argv: Sequence[str], environment: Mapping[bytes, bytes]) -> None:
         Path("/proc/self/comm").write_bytes(os.path.basename(argv_bytes.partition(b"\0")[0]))
     _kept.extend([sys.stdin, sys.stdout, sys.stderr])
     unbuffered = "-u" in argv[: len(argv) - 1]
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(_opened(0, "rb"), encoding="utf-8")
-    sys.stdout = sys.__stdout__ = io.TextIOWrapper(_opened(1, "wb"), encoding="utf-8", line_buffering=_is_terminal(1), write_through=unbuffered)
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(_opened(2, "wb"), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    sys.stdin = io.TextIOWrapper(_opened(0, "rb"), encoding="utf-8")
+    sys.stdout = io.TextIOWrapper(_opened(1, "wb"), encoding="utf-8", line_buffering=_is_terminal(1), write_through=unbuffered)
+    sys.stderr = io.TextIOWrapper(_opened(2, "wb"), encoding="utf-8", errors="backslashreplace", line_buffering=True)
     if threads := os.environ.get("OMP_NUM_THREADS"):
         _take_threads(int(threads))
 
@@ -289,7 +288,8 @@ def serve(listener: socket.socket, control: int) -> None:
     gc.freeze()
     assert threading.active_count() == 1
     while True:
-        ready, _, _ = select.select([listener, control], [], [])
+        waited: list[Any] = [listener, control]
+        ready, _, _ = select.select(waited, [], [])
         if control in ready:
             return
         connection, _ = listener.accept()
@@ -400,7 +400,8 @@ class Popen(subprocess.Popen[Any]):
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *more: Any) -> None:
         argv = [os.fsdecode(word) for word in args] if not isinstance(args, str | bytes) else []
         if not _address or executable or preexec_fn or pass_fds or Program.read(argv) is None:
-            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
+            return
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = more[3:9]
         streams = [handle if handle >= 0 else number for number, handle in enumerate((p2cread, c2pwrite, errwrite))]
         order = {
@@ -419,7 +420,6 @@ class Popen(subprocess.Popen[Any]):
         self.pid = int(self._line(block=True))
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
-        return None
 
     def _line(self, *, block: bool) -> bytes:
         """The server's next line; b"" where there is none yet."""
@@ -431,7 +431,7 @@ class Popen(subprocess.Popen[Any]):
             except BlockingIOError:
                 return b""
             if not data:
-                raise ChildProcessError(f"the fork server is gone, with {self.args}")
+                raise ChildProcessError(f"the fork server is gone, with {self.args!r}")
             self._said += data
         line, _, self._said = self._said.partition(b"\n")
         return line

@@ -92,9 +92,9 @@ def test_an_extra_of_the_data_is_missed_before_a_worker_starts(project: Project,
     path = project.path / "jobs.toml"
     path.write_text(path.read_text().replace('source = "files"', 'source = "files"\nfix_text = true'))
     with pytest.raises(MissingExtra, match="needs ftfy") as caught:
-        prepare.prep_data(Talk(json=False, dry_run=False, folder=project.path), "lines", "", 0, force=False)
+        prepare.prep_data(Talk(json=False, dry_run=False, folder=project.path), "lines", "", "", 0, force=False)
     assert caught.value.extra == "data" and caught.value.exit == 6 and not list(project.path.glob("data/**/*.bin"))
-    prepare.prep_data(Talk(json=False, dry_run=True, folder=project.path), "lines", "", 0, force=False)  # only says what would be run
+    prepare.prep_data(Talk(json=False, dry_run=True, folder=project.path), "lines", "", "", 0, force=False)  # only says what would be run
 
 
 @pytest.mark.parametrize("key", [False, True])

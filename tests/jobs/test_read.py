@@ -36,7 +36,6 @@ READERS = {
     ("WatchLimits", "start"): ("launch/pulse.py", "self.limits.start"),
     ("Profile", "start"): ("train/profiling.py", "self.profile.start"),
     ("StagePlace", "nodes"): ("launch/units.py", "asked.nodes"),
-    ("StagePlace", "slurm"): ("launch/slurm/arrays.py", "asked.slurm"),
     ("Job", "nodes"): ("launch/hosts.py", "job.nodes"),
     ("Filesystem", "path"): ("plan/storage.py", "tier.path"),
     ("Tokenizer", "path"): ("stages/prep_data.py", "tokenizer.path"),

@@ -63,7 +63,7 @@ def new_run(job: Job) -> RunFolder:
     return run
 
 
-def start_ranks(run: RunFolder, ranks: int) -> list[subprocess.Popen[bytes]]:
+def start_ranks(run: RunFolder, ranks: int) -> list[forkserver.Popen]:
     """The rank's program itself, as the launcher starts it."""
     attempt, children = run.attempt(1), []
     for rank, environment in enumerate(rank_environments(ranks)):
