@@ -26,6 +26,7 @@ settings.register_profile("ci", deadline=None, max_examples=15, suppress_health_
 settings.register_profile("slow", deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
 
+HANGS = 900.0  # seconds after which what is waited for never comes: a limit against hanging, not for slow machines
 TASKS = "from trainkit.cli.tasks import namespace\n"
 JOBS = """
 [defaults]
@@ -75,6 +76,8 @@ ADDRESS = "forkserver"  # what pytest-xdist tells its workers
 
 def pytest_configure(config: pytest.Config) -> None:
     """One fork server a test run, of the process that is nobody's worker."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `pytest &` in a script: all that tests start would ignore it too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if (given := getattr(config, "workerinput", None)) is not None:
         return forkserver.use(lambda: str(given[ADDRESS]))
     folder = tempfile.mkdtemp(prefix="trainkit-tests-")
@@ -142,7 +145,7 @@ class Project:
         argv, pipe, env = [sys.executable, "-m", "invoke", *words], subprocess.PIPE, self.environment(**more)
         return forkserver.Popen(argv, cwd=self.path, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
-    def invoke(self, *words: str, exit: int = 0, timeout: float = 120, **more: str) -> subprocess.CompletedProcess[str]:
+    def invoke(self, *words: str, exit: int = 0, timeout: float = HANGS, **more: str) -> subprocess.CompletedProcess[str]:
         """Run `invoke WORDS...`; fails unless it ends with `exit`. No task may ever show a traceback."""
         process = self.start(*words, **more)
         try:
@@ -189,7 +192,7 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout: float = 120.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout: float = HANGS) -> Any:
     """Poll until `condition()` is true and return its value; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

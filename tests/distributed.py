@@ -47,7 +47,7 @@ def finish(children: Sequence[subprocess.Popen[Any]], timeout: float) -> list[in
     return [child.wait() for child in children]
 
 
-def run_ranks(world_size: int, target: str, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(world_size: int, target: str, *args: Any, timeout: float = 900) -> list[Any]:
     """Call "module:function" with `args` on every rank of a new world; returns their results in rank order.
 
     Raises AssertionError with every rank's output if one fails or is not done after `timeout` seconds.
