@@ -326,6 +326,7 @@ def _start(order: Mapping[str, Any]) -> None:
         os.chdir(order["cwd"])
         if order["session"]:
             os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it
         program = Program.read(order["argv"])
         assert program is not None
         pairs = [bytes.fromhex(pair).partition(b"=")[::2] for pair in order["environment"]]

@@ -105,3 +105,14 @@ def test_every_key_in_backquotes_exists() -> None:
     text = re.sub(r"^```.*?^```", "", (DOCS / "training.md").read_text(), flags=re.MULTILINE | re.DOTALL)
     words = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)\b", text)) - {"initial_scale_power"}  # GPT-NeoX's own
     assert len(words) > 20 and words <= known, words - known
+
+
+def test_the_claims_name_tests_that_there_are() -> None:
+    """The table of CONTRIBUTING.md; a name without a folder is in that of the name before it."""
+    rows = [line for line in (DOCS.parent / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("| ") and "`tests/" in line]
+    assert len(rows) > 30
+    for row in rows:
+        folder = ""
+        for name in re.findall(r"`([\w/]+\.py)`", row):
+            folder = name.rpartition("/")[0] or folder
+            assert (DOCS.parent / folder / name.rpartition("/")[2]).is_file(), f"{name} of {row}"
