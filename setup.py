@@ -3,11 +3,13 @@
 import runpy
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
 csrc_sha256 = runpy.run_path(str(ROOT / "trainkit" / "base" / "install.py"))["csrc_sha256"]
+
+ParallelCompile(default=0).install()  # 0: as many compilers as processors
 
 setup(
     ext_modules=[
