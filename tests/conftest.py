@@ -21,6 +21,10 @@ from hypothesis import HealthCheck, settings
 
 from tests import forkserver
 
+# Read when torch is loaded. One thread: tensors here are tiny, and several workers of pytest share the cores. PASSIVE: what waits does not spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # No deadlines: an example that another process delays is no finding. ./inv test --slow asks for the second.
 settings.register_profile("ci", deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("slow", deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])

@@ -370,8 +370,7 @@ class Server:
                 listener.bind(str(self._path))
                 listener.listen(512)
                 argv = [sys.executable, "-m", "tests.forkserver", str(listener.fileno()), str(reader), "x" * ARGV_ROOM]
-                # PASSIVE: threads that wait for others do not spin; this is read when torch is loaded
-                environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", PADDING: "x" * ENVIRONMENT_ROOM}
+                environment = {**os.environ, PADDING: "x" * ENVIRONMENT_ROOM}
                 child = subprocess.Popen(argv, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=(listener.fileno(), reader))
             os.close(reader)
             self._started = child, writer
