@@ -41,7 +41,7 @@ def test_every_benchmark_says_what_it_shows(project: Project) -> None:
 
 def test_an_unknown_benchmark_or_option_is_refused_before_anything_is_installed(project: Project) -> None:
     assert (
-        "there are: checkpoint, data_prep, demo, fetching, launch, layouts, permutation, plan, sample_order, train_step"
+        "there are: checkpoint, data_prep, demo, fetching, launch, layouts, mutations, permutation, plan, sample_order, train_step"
         in project.invoke("bench", "--name", "nope", exit=3).stderr
     )
     assert "benchmarks/demo.py has no --quick" in project.invoke("bench", "--name", "demo", "--quick", exit=3).stderr
