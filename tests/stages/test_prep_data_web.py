@@ -55,8 +55,8 @@ def test_enron_from_its_server(project: Project, site: Site) -> None:
 def test_pile_stays_thirty_pairs(project: Project, site: Site) -> None:
     """merge = false: a pair for each file; when one is damaged only that one is made again."""
     done = project.invoke("prep-data", "--dataset", "pile", "--workers", "2")
-    heading, row = done.stdout.splitlines()[-2:]  # the table at the end
-    assert heading.split()[:3] == ["dataset", "documents", "tokens"] and row.split()[:2] == ["pile", "170"]
+    heading, row, encoder = done.stdout.splitlines()[-3:]  # the table at the end, and what encoded
+    assert heading.split()[:3] == ["dataset", "documents", "tokens"] and row.split()[:2] == ["pile", "170"] and "encode" in encoder
     folder = project.path / "data/pile/gpt2"
     pairs = [f"shards/{i:05d}_text_document" for i in range(5)]
     assert json.loads((folder / "dataset.json").read_text())["pairs"] == pairs
