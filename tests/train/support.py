@@ -63,15 +63,15 @@ def new_run(job: Job) -> RunFolder:
     return run
 
 
-def start_ranks(run: RunFolder, ranks: int) -> list[forkserver.Popen]:
-    """The rank's program itself, as the launcher starts it."""
-    attempt, children = run.attempt(1), []
+def start_ranks(run: RunFolder, ranks: int, start: type[subprocess.Popen[Any]] = forkserver.Popen) -> list[subprocess.Popen[Any]]:
+    """The rank's program itself, as the launcher starts it. `start`: subprocess.Popen where the caller must be the parent."""
+    attempt, children = run.attempt(1), list[subprocess.Popen[Any]]()
     for rank, environment in enumerate(rank_environments(ranks)):
         attempt.log(rank).parent.mkdir(parents=True, exist_ok=True)
         reports = {"TORCHELASTIC_ERROR_FILE": str(attempt.error(rank)), "TRAINKIT_HEARTBEAT_FILE": str(attempt.heartbeat(rank))}
         argv = [sys.executable, "-I", str(ROOT / "trainkit/train/main.py"), str(run.path), "--attempt", "1"]
         with open(attempt.log(rank), "ab") as log:
-            children.append(forkserver.Popen(argv, env=environment | reports, stdout=log, stderr=subprocess.STDOUT))
+            children.append(start(argv, env=environment | reports, stdout=log, stderr=subprocess.STDOUT))
     return children
 
 

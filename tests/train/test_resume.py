@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_usr1_saves_at_the_step_and_term_from_the_parent_does_not(tmp_path: Path
     assert [p.name for p in finished(run.checkpoints)] == [f"step-{reached:08d}"]
     assert [b["phase"] for b in beats(run, 2)] == ["save", "save"]
 
-    children = start_ranks(run, 2)
+    children = start_ranks(run, 2, subprocess.Popen)
     wait_for(lambda: steps(run)[-1] > reached, "another step")
     for child in children:
         child.terminate()
