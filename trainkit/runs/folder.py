@@ -135,12 +135,12 @@ OURS = 0o775  # whatever the umask leaves out besides: who may write there may r
 
 def new_run_folder(root: Path, job: str) -> RunFolder:
     """Make an empty run folder with an id that sorts by time, `20261120-104500-3fa9`."""
+    above = root / "runs" / job
+    for folder in (above.parent, above):
+        folder.mkdir(parents=True, mode=OURS, exist_ok=True)
     while True:
-        name = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2)
-        path = root / "runs" / job / name
+        path = above / (time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2))
         try:
-            for folder in (path.parent.parent, path.parent):
-                folder.mkdir(parents=True, mode=OURS, exist_ok=True)
             path.mkdir(mode=OURS)
         except FileExistsError:
             continue
