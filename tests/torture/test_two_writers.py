@@ -51,6 +51,7 @@ def test_a_metrics_file_that_somebody_replaced_costs_no_steps(save_async: bool, 
 
     def replace(pids: list[int]) -> None:
         wait_for(mark.exists, "the moment to come")
+        wait_for(lambda: "saved checkpoint 3" in log_of(run), "the save behind training to be over")  # its own look at the file, too
         shutil.copy(run.metrics, tmp_path / "copy")
         os.replace(tmp_path / "copy", run.metrics)
         told(mark).touch()
