@@ -90,6 +90,7 @@ def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
     (tmp_path / "bin" / "srun").write_text(SRUN.format(folder=tmp_path, srun=srun))
     (tmp_path / "bin" / "srun").chmod(0o755)
     slurm.ranks_count(10)
+    slurm.may_end()
     path = slurm.path / "jobs.toml"
     text = path.read_text().replace("[clusters.queue]", f'[clusters.queue]\nprolog = ["export PATH={tmp_path}/bin:$PATH"]')
     table = {"image": "/images/app.sqsh", "runtime": "pyxis", "python": f"{slurm.path}/python", "mounts": ["/srv/topo:/topo:ro"]}
