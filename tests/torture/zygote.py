@@ -11,12 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint  # all that a rank imports  # noqa: F401
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.pipelining  # noqa: F401  with the trainer, all that a rank imports
 
 from tests.distributed import rank_environments
 from tests.torture import faults
 from trainkit.runs.folder import RunFolder
-from trainkit.train import main
+from trainkit.train import loop, main  # noqa: F401
 
 GRACE = 1.0
 
