@@ -31,6 +31,8 @@ def bash(text: str, home: Path, *programs: str) -> tuple[int, str, str]:
     for name in programs:
         (bin / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {home}/called\n[ {name} != mountpoint ] || [ -e {home}/mounted ]\n')
         (bin / name).chmod(0o755)
+    (bin / "sudo").write_text('#!/bin/sh\nwhile case "$1" in -*) ;; *) false ;; esac; do shift; done\nexec "$@"\n')  # the files are ours, whoever we are
+    (bin / "sudo").chmod(0o755)
     environment = {**os.environ, "HOME": str(home), "PATH": f"{bin}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-s"], input=text, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout.strip().rpartition("trainkit: ")[2], done.stderr

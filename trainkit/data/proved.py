@@ -8,6 +8,7 @@ one by tests/data/encoder_proof.py. So a document without such a code point has 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,4 +110,20 @@ def _added(value: Mapping[str, Any], special_tokens: str) -> str | None:
             return f"its added token {content!r} has another id in the vocabulary"
         if value.get("normalizer") is not None and not content.isascii():
             return f"its added token {content!r} is not ASCII, and it has a normalizer"
+    return _overlapping(value.get("added_tokens") or [])
+
+
+def _overlapping(tokens: Sequence[Mapping[str, Any]]) -> str | None:
+    """tokenizers looks for added tokens in passes by `special` and `normalized`, gigatoken for all at once: where two of different passes overlap, each may
+    take what the other would have taken."""
+    for first, second in itertools.combinations(tokens, 2):
+        flags = [(bool(token.get("special")), bool(token.get("normalized"))) for token in (first, second)]
+        if flags[0] != flags[1] and _overlap(str(first["content"]), str(second["content"])):
+            return f"its added tokens {first['content']!r} and {second['content']!r} overlap and differ in special or normalized"
     return None
+
+
+def _overlap(first: str, second: str) -> bool:
+    """Whether an end of one is a beginning of the other, or one holds the other."""
+    ends = range(1, min(len(first), len(second)))
+    return first in second or second in first or any(first.endswith(second[:n]) or second.endswith(first[:n]) for n in ends)
