@@ -1,4 +1,4 @@
-"""Run a function on several ranks: real processes, a free port, a timeout, and the children's tracebacks in the failure."""
+"""Run a function on several ranks, or in one process of its own: real processes, a free port, a timeout, and the children's tracebacks in the failure."""
 
 from __future__ import annotations
 
@@ -52,18 +52,28 @@ def run_ranks(world_size: int, target: str, *args: Any, timeout: float = 900) ->
 
     Raises AssertionError with every rank's output if one fails or is not done after `timeout` seconds.
     """
+    return _called(rank_environments(world_size), target, args, ROOT, timeout)
+
+
+def call(target: str, *args: Any, timeout: float = 900) -> Any:
+    """Call "module:function" with `args` in one process in this folder. What it starts of this interpreter is forked too: see tests.forkserver."""
+    return _called([{**os.environ, "RANK": "0"}], target, args, Path.cwd(), timeout)[0]
+
+
+def _called(environments: Sequence[dict[str, str]], target: str, args: Sequence[Any], cwd: Path, timeout: float) -> list[Any]:
     with tempfile.TemporaryDirectory() as name:
         folder, children = Path(name), []
         (folder / "call").write_bytes(pickle.dumps((target, args)))
-        for rank, environment in enumerate(rank_environments(world_size)):
+        for rank, environment in enumerate(environments):
             with open(folder / f"{rank}.log", "wb") as log:
                 argv = [sys.executable, "-m", "tests.distributed", str(folder)]
-                children.append(forkserver.Popen(argv, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+                environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+                children.append(forkserver.Popen(argv, env=environment, cwd=cwd, stdout=log, stderr=subprocess.STDOUT))
         codes = finish(children, timeout)
         if any(codes):
-            logs = [f"--- rank {rank}, exit {code}\n{(folder / f'{rank}.log').read_text()}" for rank, code in enumerate(codes)]
-            raise AssertionError(f"{target} on {world_size} ranks failed:\n" + "\n".join(logs))
-        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]
+            logs = [f"--- process {rank}, exit {code}\n{(folder / f'{rank}.log').read_text()}" for rank, code in enumerate(codes)]
+            raise AssertionError(f"{target} in {len(codes)} processes failed:\n" + "\n".join(logs))
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(len(codes))]
 
 
 def _child(folder: Path) -> None:

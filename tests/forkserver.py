@@ -16,6 +16,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
@@ -54,6 +55,9 @@ PRELOADED = (  # what ranks, tasks, supervisors, agents and stages import; nothi
     "trainkit.data.shard",
     "trainkit.data.merge",
     "trainkit.data.ready",
+    "awkward",  # what gigatoken imports at its first document
+    "tests.conftest",  # run_ranks calls functions of modules that import pytest and hypothesis
+    "tests.distributed",
 )
 ARGV_ROOM, ENVIRONMENT_ROOM = 4096, 65536  # bytes that /proc can show of them
 PADDING = "TRAINKIT_TESTS_PADDING"
@@ -148,9 +152,10 @@ def _become(argv: Sequence[str], environment: Mapping[bytes, bytes]) -> None:
         Path("/proc/self/comm").write_bytes(os.path.basename(argv_bytes.partition(b"\0")[0]))
     _kept.extend([sys.stdin, sys.stdout, sys.stderr])
     unbuffered = "-u" in argv[: len(argv) - 1]
-    sys.stdin = io.TextIOWrapper(_opened(0, "rb"), encoding="utf-8")
-    sys.stdout = io.TextIOWrapper(_opened(1, "wb"), encoding="utf-8", line_buffering=_is_terminal(1), write_through=unbuffered)
-    sys.stderr = io.TextIOWrapper(_opened(2, "wb"), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    encoding = os.environ.get("PYTHONIOENCODING", "utf-8")
+    sys.stdin = io.TextIOWrapper(_opened(0, "rb"), encoding=encoding)
+    sys.stdout = io.TextIOWrapper(_opened(1, "wb"), encoding=encoding, line_buffering=_is_terminal(1), write_through=unbuffered)
+    sys.stderr = io.TextIOWrapper(_opened(2, "wb"), encoding=encoding, errors="backslashreplace", line_buffering=True)
     if threads := os.environ.get("OMP_NUM_THREADS"):
         _take_threads(int(threads))
 
@@ -275,35 +280,14 @@ def _close_all(keep: set[int]) -> None:
 # --- The server
 
 
-def serve(listener: socket.socket, control: int) -> None:
-    """Import everything, then fork for whoever connects, until `control` is at its end."""
-    for name in PRELOADED:
-        importlib.import_module(name)
-    subprocess._fork_exec = _fork  # type: ignore[attr-defined]
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # a program may be imported already
-    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps those that answer for a program
-    gc.collect()
-    gc.disable()
-    gc.freeze()
-    assert threading.active_count() == 1
-    while True:
-        waited: list[Any] = [listener, control]
-        ready, _, _ = select.select(waited, [], [])
-        if control in ready:
-            return
-        connection, _ = listener.accept()
-        if os.fork() == 0:
-            _answer(connection, [listener.fileno(), control])
-        connection.close()
+class Programs:
+    """What runs, as the parent of all: who is told how it ended."""
 
+    def __init__(self) -> None:
+        self._told: dict[int, socket.socket] = {}
 
-def _answer(connection: socket.socket, close: Sequence[int]) -> None:
-    """Start one program and say its pid, then how it ended. It is its parent: a process for each, so that none waits for another."""
-    try:
-        for handle in close:
-            os.close(handle)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    def start(self, connection: socket.socket) -> None:
+        """Start one program and say its pid."""
         order, handles = _receive(connection)
         pid = os.fork()
         if pid == 0:
@@ -312,12 +296,65 @@ def _answer(connection: socket.socket, close: Sequence[int]) -> None:
             _start(order)
         for handle in handles:
             os.close(handle)
-        connection.sendall(f"{pid}\n".encode())
-        _, status = os.waitpid(pid, 0)
+        self._told[pid] = connection
         with contextlib.suppress(OSError):
-            connection.sendall(f"{status}\n".encode())
-    finally:
-        os._exit(0)
+            connection.sendall(f"{pid}\n".encode())
+
+    def end(self) -> None:
+        """Say of those that ended how they did."""
+        while self._told:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            with contextlib.suppress(OSError), self._told.pop(pid) as connection:
+                connection.sendall(f"{status}\n".encode())
+
+
+def serve(listener: socket.socket, control: int) -> None:
+    """Import everything, then fork for whoever connects, until `control` is at its end."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    subprocess._fork_exec = _fork  # type: ignore[attr-defined]
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # a program may be imported already
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    woken, wakes = socket.socketpair()
+    woken.setblocking(False)
+    wakes.setblocking(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the test run, and that ends us
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wakes.fileno())
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    _use_huge_pages()
+    assert threading.active_count() == 1
+    programs = Programs()
+    while True:
+        waited: list[Any] = [listener, control, woken]
+        ready, _, _ = select.select(waited, [], [])
+        if control in ready:
+            return
+        if woken in ready:
+            woken.recv(4096)
+            programs.end()
+        if listener in ready:
+            connection, _ = listener.accept()
+            programs.start(connection)
+
+
+MADV_COLLAPSE, HUGE = 25, 2**21  # madvise(2), Linux 6.1; bytes of a huge page of x86-64 and of arm64 with pages of 4 KiB
+
+
+def _use_huge_pages() -> None:
+    """Put what imports left into huge pages, where the kernel can: a fork copies page tables, and so takes 8 ms instead of 27."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access = (fields := line.split())[:2]
+        if access.startswith("rw") and (len(fields) == 5 or fields[5] == "[heap]"):
+            first, end = (int(address, 16) for address in span.split("-"))
+            for address in range(-(-first // HUGE) * HUGE, end - HUGE + 1, HUGE):
+                madvise(address, HUGE, MADV_COLLAPSE)
 
 
 def _start(order: Mapping[str, Any]) -> None:
@@ -451,6 +488,18 @@ class Popen(subprocess.Popen[Any]):
                 self._handle_exitstatus(status)  # type: ignore[attr-defined]
                 self._connection.close()
         return self.returncode
+
+
+def run(argv: Sequence[str], *, capture_output: bool = False, check: bool = False, **named: Any) -> subprocess.CompletedProcess[Any]:
+    """subprocess.run of such a program."""
+    if capture_output:
+        named |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(argv, **named) as process:
+        out, err = process.communicate()
+    done = subprocess.CompletedProcess(argv, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import Project
+from tests.distributed import call
 from tests.train.peers import random_model
 from tests.trained import TEXTS, new_run, prepare, write_checkpoint
 from trainkit.base.errors import ConfigError, TrainkitError
@@ -180,12 +181,15 @@ def test_a_tokenizer_made_anew_is_warned_of(run: RunFolder, capsys: pytest.Captu
     assert f"WARNING: {tokenizer} has changed since run {run.id} began" in capsys.readouterr().err
 
 
-def test_split_over_ranks_it_writes_and_measures_the_same(run: RunFolder) -> None:
-    prompts = ["def ", "größer"]
+def written_and_measured(run: RunFolder, ranks: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     cases: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}]
-    for sampling in cases:
-        assert generated(run, prompts, ranks=2, **sampling) == generated(run, prompts, **sampling)
-    alone, split = (evaluated(run, samples=5, ranks=ranks) for ranks in (1, 2))
+    return [generated(run, ["def ", "größer"], ranks=ranks, **sampling) for sampling in cases], evaluated(run, samples=5, ranks=ranks)
+
+
+def test_split_over_ranks_it_writes_and_measures_the_same(run: RunFolder) -> None:
+    texts, alone = written_and_measured(run, 1)
+    texts_split, split = call("tests.cli.test_after:written_and_measured", run, 2)
+    assert texts_split == texts
     assert split["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert {k: v for k, v in split.items() if k not in CHANGING} == {k: v for k, v in alone.items() if k not in CHANGING}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forkserver
 from tests.conftest import Project
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def trainkit(folder: Path, *words: str, exit: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a folder; fails unless it ends with `exit`."""
     argv = [sys.executable, "-P", "-m", "trainkit", *words]
-    done = subprocess.run(argv, cwd=folder, env=Project(folder).environment(**more), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    done = forkserver.run(argv, cwd=folder, env=Project(folder).environment(**more), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert done.returncode == exit, f"trainkit {' '.join(words)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     return done
@@ -134,7 +135,7 @@ def test_init_writes_a_job_that_can_be_checked(tmp_path: Path) -> None:
     assert 'paths = ["books/*.jsonl"]\ntext_key = "content"\n' in text and "vocab_size = 500" in text
     trainkit(tmp_path, "check")
     assert json.loads(trainkit(tmp_path, "plan", "mine", "--json").stdout)["schema"] == "plan/1"
-    assert subprocess.run([sys.executable, "-m", "invoke", "check"], cwd=tmp_path, capture_output=True, check=True)  # tasks.py is there for invoke
+    assert forkserver.run([sys.executable, "-m", "invoke", "check"], cwd=tmp_path, capture_output=True, check=True)  # tasks.py is there for invoke
     before = (tmp_path / "jobs.toml").stat().st_mtime_ns
     assert "is there already" in trainkit(tmp_path, "init", exit=3).stderr and (tmp_path / "jobs.toml").stat().st_mtime_ns == before
 

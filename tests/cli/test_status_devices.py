@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests import forkserver
 from tests.conftest import Project
 from trainkit.base.process import identity
 from trainkit.cli.follow import devices_table
@@ -142,7 +143,7 @@ def test_the_table() -> None:
 
 
 def status(project: Project) -> dict[str, Any]:
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "-m", "invoke", "status", "last", "--json"],
         cwd=project.path,
         env=project.environment(),
@@ -156,7 +157,7 @@ def status(project: Project) -> dict[str, Any]:
 
 def test_the_task(project: Project, child: subprocess.Popen[bytes]) -> None:
     run, events = started(project.path, (0, os.uname().nodename, child.pid))
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "-m", "invoke", "show", "random", "--json"], cwd=project.path, env=project.environment(), capture_output=True, text=True, check=True
     )
     run.job.write_text(done.stdout)

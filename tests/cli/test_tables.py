@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests import forkserver
 from tests.conftest import Project
 from trainkit.cli.ending import facts_table
 from trainkit.cli.tables import Listing
@@ -71,10 +72,10 @@ def test_the_jobs_of_this_checkout_in_a_pipe(project: Project) -> None:
     """What made 216 lines of one-word columns at 80 columns: a line a job."""
     env = project.environment(COLUMNS="80")
     argv = [sys.executable, "-P", "-m", "trainkit", "--search-root", str(ROOT), "jobs"]
-    lines = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
-    names = subprocess.run([*argv, "--json"], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout.count('"engine":')
+    lines = forkserver.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = forkserver.run([*argv, "--json"], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout.count('"engine":')
     assert len(lines) == names + 1 and all(not line.startswith(" ") for line in lines)
-    planned = subprocess.run([*argv[:-1], "plan", "gpt-neox-20b-lambda"], cwd=ROOT, env=env, capture_output=True, text=True, check=False).stdout
+    planned = forkserver.run([*argv[:-1], "plan", "gpt-neox-20b-lambda"], cwd=ROOT, env=env, capture_output=True, text=True, check=False).stdout
     assert "…" not in planned
 
 
@@ -83,7 +84,7 @@ def test_the_jobs_of_this_checkout_on_a_terminal_of_80_columns(project: Project)
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     env = {k: v for k, v in project.environment(TERM="xterm").items() if k not in ("COLUMNS", "LINES")}
     argv = [sys.executable, "-P", "-m", "trainkit", "--search-root", str(ROOT), "jobs"]
-    with subprocess.Popen(argv, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as child:
+    with forkserver.Popen(argv, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as child:
         os.close(theirs)
         parts = []
         while True:

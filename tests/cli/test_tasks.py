@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import forkserver
 from tests.conftest import TASKS, Project
 
 TASK_NAMES = [
@@ -139,7 +140,7 @@ def test_runs_that_are_not_there(project: Project) -> None:
 def test_from_a_subfolder_and_from_elsewhere(project: Project) -> None:
     below = project.path / "corpus"
     for folder, words in ((below, []), (Path("/"), ["--search-root", str(project.path)])):
-        done = subprocess.run([sys.executable, "-m", "invoke", *words, "jobs", "--json"], cwd=folder, capture_output=True, text=True, check=True)
+        done = forkserver.run([sys.executable, "-m", "invoke", *words, "jobs", "--json"], cwd=folder, capture_output=True, text=True, check=True)
         assert json.loads(done.stdout)["root"] == str(project.path)
 
 

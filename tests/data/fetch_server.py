@@ -48,6 +48,7 @@ class Site:
     no_length: bool = False
     no_head: bool = False
     locked: set[str] = field(default_factory=set)  # want SECRET
+    held: dict[str, threading.Event] = field(default_factory=dict)  # a GET is answered only then
     asked: list[Asked] = field(default_factory=list)
 
     def gets(self, path: str) -> list[Asked]:
@@ -80,6 +81,8 @@ def _handler(site: Site) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             path = self.note()
+            if self.command == "GET" and path in site.held:
+                site.held[path].wait()
             if site.answers.get(path):
                 code, headers = site.answers[path].pop(0)
                 self.answer(code, b"not now", **headers)

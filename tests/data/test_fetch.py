@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests import forkserver
 from tests.conftest import wait_for
 from tests.data.fetch_server import DATE, QUICK, SECRET, Site, serve
 from trainkit.base.errors import ConfigError, TrainkitError
@@ -127,7 +128,7 @@ class TestBreaks:
         asked = of(site, tmp_path, seen(site))
         spec = tmp_path / "spec.json"
         spec.write_text(json.dumps({"do": "fetch", "recipe": asked}))
-        process = subprocess.Popen([sys.executable, "-m", "trainkit.data.fetch", str(spec)], stdout=subprocess.PIPE)
+        process = forkserver.Popen([sys.executable, "-m", "trainkit.data.fetch", str(spec)], stdout=subprocess.PIPE)
         part = tmp_path / "corpus/.fetch/00.jsonl.zst.part"
         wait_for(lambda: site.gets(NAME), "the first request")
         wait_for(lambda: part.exists() and part.stat().st_size, "some of it to be there")

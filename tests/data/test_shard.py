@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from tests import forkserver
 from tests.shared import golden
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data import encode, shard
@@ -226,7 +227,7 @@ def test_two_at_once_write_one_after_the_other(tokenizer: Path, tmp_path: Path) 
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     root = Path(__file__).resolve().parents[2]
     argv = [sys.executable, "-m", "trainkit.data.shard", str(tmp_path / "spec.json")]
-    children = [subprocess.Popen(argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE) for _ in range(2)]
+    children = [forkserver.Popen(argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE) for _ in range(2)]
     outs = [child.communicate()[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
     results = [json.loads(out.splitlines()[-1])["result"] for out in outs]

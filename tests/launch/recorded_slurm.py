@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import forkserver
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.arrays import slurm_place_of
@@ -134,7 +135,7 @@ def submit(slurm: Slurm, name: str, *parts: Part, deferred: tuple[str, ...] = ()
 def ready(run: RunFolder) -> int:
     """What Slurm would start last before the run: its exit code."""
     program = run.code.resolve() / "trainkit" / "cli" / "ready.py"
-    return subprocess.run([sys.executable, "-I", str(program), str(run.path)], stdout=subprocess.DEVNULL, check=False).returncode
+    return forkserver.run([sys.executable, "-I", str(program), str(run.path)], stdout=subprocess.DEVNULL, check=False).returncode
 
 
 def units(run: RunFolder, number: int) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests import forkserver
 from tests.conftest import Project, alive, wait_for
 
 STATUS_KEYS = {"schema", "run", "job", "state", "step", "attempt", "folder", "exit", "class", "root_cause", "survivors", "next"}
@@ -321,7 +322,7 @@ def test_a_closed_terminal_and_a_reader_that_goes(project: Project) -> None:
     slow_down(project)
     main, second = os.openpty()
     argv = [sys.executable, "-m", "invoke", "train", "random"]
-    process = subprocess.Popen(argv, cwd=project.path, env=project.environment(), stdin=second, stdout=second, stderr=second, start_new_session=True)
+    process = forkserver.Popen(argv, cwd=project.path, env=project.environment(), stdin=second, stdout=second, stderr=second, start_new_session=True)
     os.close(second)
     drain = threading.Thread(target=lambda: [None for _ in iter(lambda: read_or_end(main), b"")], daemon=True)
     drain.start()
@@ -332,8 +333,10 @@ def test_a_closed_terminal_and_a_reader_that_goes(project: Project) -> None:
     assert process.wait(timeout=600) == 12
     status = project.document("status", "last")
     assert status["state"] == "preempted" and status["step"] >= 3
-    shell = f"{sys.executable} -m invoke train random --set training.train_iters=30 | head -n 3"  # the plan, build, the run's name
-    subprocess.run(["bash", "-c", shell], cwd=project.path, env=project.environment(), check=False, capture_output=True, timeout=600)
+    with project.start("train", "random", "--set", "training.train_iters=30") as process:
+        assert process.stdout is not None
+        assert len([process.stdout.readline() for _ in range(3)]) == 3  # the plan, build, the run's name
+        process.stdout.close()
     wait_for(lambda: len(project.runs()) == 2 and project.document("status", "last")["state"] == "succeeded", "the run to finish without its reader")
 
 
@@ -346,7 +349,7 @@ def read_or_end(handle: int) -> bytes:
 
 def test_an_environment_that_is_no_utf8(project: Project) -> None:
     environment = {os.fsencode(k): os.fsencode(v) for k, v in project.environment().items()} | {b"NAME": b"Jos\xe9", b"PYTHONIOENCODING": b"ascii"}
-    done = subprocess.run([sys.executable, "-m", "invoke", "train", "text"], cwd=project.path, env=environment, capture_output=True, check=False, timeout=600)
+    done = forkserver.run([sys.executable, "-m", "invoke", "train", "text"], cwd=project.path, env=environment, capture_output=True)
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
     assert json.loads((project.runs()[-1] / "origin.json").read_text())["environment"]["NAME"] == "Jos\udce9"
 

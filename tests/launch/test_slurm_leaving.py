@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests import forkserver
 from tests.conftest import wait_for
 from tests.launch.recorded_slurm import Slurm, need, part, ready, submit, units
 from tests.launch.supervised import make_run
@@ -255,7 +256,7 @@ def test_a_unit_under_which_node_after_node_fails_is_not_begun_for_ever(tmp_path
     codes = []
     for restart in range(4):  # the node takes its task with it, without a word
         environment = {**os.environ, "SLURM_RESTART_COUNT": str(restart), "SLURM_ARRAY_TASK_ID": "0", "SLURM_PROCID": "0"}
-        codes.append(subprocess.run([sys.executable, "-m", "trainkit.stages.task", str(level)], env=environment, check=False).returncode)
+        codes.append(forkserver.run([sys.executable, "-m", "trainkit.stages.task", str(level)], env=environment, check=False).returncode)
     assert codes == [-9, -9, -9, 1]
     error, ended = (json.loads(line) for line in out.read_text().splitlines())
     assert "failed under it 3 times" in error["error"]["problems"][0]["message"] and ended["ended"] == 1
@@ -271,7 +272,7 @@ def test_a_task_that_slurm_takes_back_has_lost_no_node(tmp_path: Path) -> None:
     unit = {"name": "u", "argv": [sys.executable, "-c", program], "env": {}, "digest": "abc", "outputs": [], **files}
     write_json(tmp_path / "level.json", document("level/1", tasks=1, shares=[[unit]]))
     environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_PROCID": "0"}
-    task = subprocess.Popen([sys.executable, "-m", "trainkit.stages.task", str(tmp_path / "level.json")], env=environment)
+    task = forkserver.Popen([sys.executable, "-m", "trainkit.stages.task", str(tmp_path / "level.json")], env=environment)
     wait_for((tmp_path / "began").exists, "the task to begin", timeout=600)
     assert (tmp_path / "u.out.begun").exists()
     task.terminate()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Project
+from tests.distributed import call
 from tests.stages.web_project import texts
 from trainkit.base.errors import TrainkitError
 from trainkit.data.indexed import IndexedDataset
@@ -82,7 +83,8 @@ class Corpus:
         return [unit.name for unit in missing_units(self.need(), self.stamps, force=False)]
 
     def make(self, *, force: bool = False) -> None:
-        make_fresh(self.need(anew=force), self.folder, execute_here, Silent(), force=force)
+        """In a process whose units are forked: they are many, and short."""
+        call("tests.stages.test_prep_data_grows:make", self.folder, force)
 
     def content(self) -> dict[str, bytes]:
         """The pair, the tokenizer, and dataset.json without the names of shards (they keep those they had) and what was compared."""
@@ -102,6 +104,13 @@ class Corpus:
         fresh.folder = other
         fresh.make()
         return fresh.content()
+
+
+def make(folder: Path, force: bool) -> None:
+    """What a corpus in `folder` needs."""
+    corpus = Corpus.__new__(Corpus)
+    corpus.folder = folder
+    make_fresh(corpus.need(anew=force), folder, execute_here, Silent(), force=force)
 
 
 @pytest.fixture
@@ -236,7 +245,7 @@ def test_a_corpus_without_a_token_is_an_error(corpus: Corpus) -> None:
     for path in (corpus.folder / "corpus").iterdir():
         path.write_text('{"text": ""}\n')
     with pytest.raises(TrainkitError, match="3 files hold no token"):
-        corpus.make()
+        make(corpus.folder, force=False)
 
 
 def test_random_changes_end_in_the_bytes_of_a_dataset_made_at_once(corpus: Corpus) -> None:

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import forkserver
 from tests.conftest import Project
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.cli import prepare
@@ -301,7 +302,7 @@ def test_a_unit_runs_anywhere(project: Project) -> None:
     spec["prefix"] = str(project.path / "elsewhere" / "00001")
     (project.path / "spec.json").write_text(json.dumps(spec))
     argv = [sys.executable, "-I", "-m", "trainkit.data.shard", "spec.json"]
-    done = subprocess.run(argv, cwd=project.path, capture_output=True, text=True, check=True, env=dict(os.environ))
+    done = forkserver.run(argv, cwd=project.path, capture_output=True, text=True, check=True, env=dict(os.environ))
     result = json.loads(done.stdout.splitlines()[-1])["result"]
     stamped = json.loads((units / "tokens-00001.json").read_text())["result"]
     assert result == stamped and (project.path / "elsewhere/00001.bin").stat().st_size > 100
@@ -313,7 +314,7 @@ def test_two_workers_of_one_shard_wait_for_each_other(project: Project) -> None:
     spec["prefix"] = str(project.path / "elsewhere" / "00000")
     (project.path / "spec.json").write_text(json.dumps(spec))
     argv = [sys.executable, "-I", "-m", "trainkit.data.shard", "spec.json"]
-    both = [subprocess.Popen(argv, cwd=project.path, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [forkserver.Popen(argv, cwd=project.path, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     results = [json.loads(process.communicate()[0].splitlines()[-1]) for process in both]
     assert results[0] == results[1] and "result" in results[0]
     assert {p.name for p in (project.path / "elsewhere").iterdir()} <= {"00000.bin", "00000.idx", "00000.lock"}
