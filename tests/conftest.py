@@ -199,11 +199,11 @@ def project(tmp_path: Path) -> Project:
 def wait_for(condition: Callable[[], Any], what: str, timeout: float = HANGS) -> Any:
     """Poll until `condition()` is true and return its value; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+    while (began := time.monotonic()) < deadline:
         value = condition()
         if value:
             return value
-        time.sleep(0.02)
+        time.sleep(max(0.02, 2 * (time.monotonic() - began)))  # asking may cost more than what is waited for
     pytest.fail(f"waited {timeout} s for {what}")
 
 

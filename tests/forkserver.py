@@ -360,6 +360,8 @@ def _use_huge_pages() -> None:
 def _start(order: Mapping[str, Any]) -> None:
     """In the program's own process."""
     try:
+        if order["inside"]:
+            _enter(order["inside"])
         os.chdir(order["cwd"])
         if order["session"]:
             os.setsid()
@@ -373,6 +375,16 @@ def _start(order: Mapping[str, Any]) -> None:
         traceback.print_exc()
     finally:
         os._exit(255)
+
+
+def _enter(pid: int) -> None:
+    """setns(2) into what a host of tests/cluster has of its own."""
+    library = ctypes.CDLL(None, use_errno=True)
+    handles = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "ipc", "mnt")]
+    for handle in handles:
+        if library.setns(handle, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(handle)
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -430,13 +442,22 @@ def use(address: Callable[[], str]) -> None:
 
 
 class Popen(subprocess.Popen[Any]):
-    """subprocess.Popen whose program is forked from the server, where there is one and it can be."""
+    """subprocess.Popen whose program is forked from the server, where there is one and it can be.
+
+    Args:
+        inside: a process in whose network, host name, IPC and mounts it runs (as `nsenter -n -u -i -m`); 0: the caller's.
+    """
 
     _connection: socket.socket | None = None
+
+    def __init__(self, argv: Any, *given: Any, inside: int = 0, **named: Any) -> None:
+        self._inside = inside
+        super().__init__(argv, *given, **named)
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *more: Any) -> None:
         argv = [os.fsdecode(word) for word in args] if not isinstance(args, str | bytes) else []
         if not _address or executable or preexec_fn or pass_fds or Program.read(argv) is None:
+            assert not self._inside, f"only a program that is forked can be inside of another's namespaces, not {argv}"
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
             return
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = more[3:9]
@@ -446,6 +467,7 @@ class Popen(subprocess.Popen[Any]):
             "cwd": os.path.abspath(os.fsdecode(cwd or ".")),
             "environment": [(os.fsencode(name) + b"=" + os.fsencode(value)).hex() for name, value in (os.environ if env is None else env).items()],
             "session": bool(more[14]),
+            "inside": self._inside,
         }
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(_address[0]())

@@ -1,5 +1,5 @@
 """README.md is run: its shell blocks in order, in a fresh clone, as a new user would. The full demo takes five minutes of two processors: it is slow; else
-jobs.local.toml ends it after 40 steps, and nothing else differs."""
+jobs.local.toml ends it after 10 steps, and nothing else differs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,21 @@ def test_the_readme_names_both_commands() -> None:
     assert TEST_COMMAND in (ROOT / "README.md").read_text()
 
 
-SHORTER = "[jobs.demo.training]\ntrain_iters = 40\neval_interval = 20\nsave_interval = 20\n"
+SHORTER = "[jobs.demo.training]\ntrain_iters = 10\nlr_warmup_iters = 2\neval_interval = 5\neval_iters = 2\nsave_interval = 5\n"
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout to clone")
-@pytest.mark.parametrize(("more", "last_losses"), [(SHORTER, 6.8), pytest.param("", 5.0, marks=pytest.mark.slow)], ids=["40 steps", "all steps"])
-def test_its_commands_work_in_a_fresh_clone(tmp_path: Path, more: str, last_losses: float) -> None:
+@pytest.mark.parametrize(
+    ("more", "last", "losses"), [(SHORTER, 3, 7.9), pytest.param("", 10, 5.0, marks=pytest.mark.slow)], ids=["10 steps", "all steps"]
+)
+def test_its_commands_work_in_a_fresh_clone(tmp_path: Path, more: str, last: int, losses: float) -> None:
+    """So many of its last steps have losses below this on average."""
     clone = tmp_path / "trainkit"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("VIRTUAL_ENV", "PYTEST", "COV", "PYTHON"))}
-    environment = keep | {"TMPDIR": str(tmp_path), "COLUMNS": "160"}
+    # pip compiles no bytecode: Python does, of what it loads, which is a tenth
+    environment = keep | {"TMPDIR": str(tmp_path), "COLUMNS": "160", "PIP_COMPILE": "0"}
     (clone / "jobs.local.toml").write_text(f'[clusters.here]\nnode_folder = "{tmp_path}/node"\n{more}')  # slots of its own: other tests run beside
     for line in commands():
         done = subprocess.run(["bash", "-ec", line], cwd=clone, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
@@ -45,7 +49,7 @@ def test_its_commands_work_in_a_fresh_clone(tmp_path: Path, more: str, last_loss
     (run,) = clone.glob("runs/demo/*")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     training, validation = ([r["lm_loss"] for r in rows if ("eval" in r) == evaluated] for evaluated in (False, True))
-    assert training[0] > 8 and sum(training[-10:]) / 10 < last_losses
-    assert validation[0] > 8 and validation[-1] < last_losses + 0.5
+    assert training[0] > 8 and sum(training[-last:]) / last < losses
+    assert validation[0] > 8 and validation[-1] < losses + 0.5
     again = subprocess.run(["./inv", "prep-data"], cwd=clone, env=environment, capture_output=True, text=True, check=True)
     assert "fresh because nothing changed since" in again.stdout and "fresh because the extension was compiled from this source" in again.stdout

@@ -75,7 +75,9 @@ def clean_project(folder: Path, cluster: Cluster) -> Iterator[SlurmProject]:
     """A project for one test; fails after it where anything is left."""
     project = make_slurm_project(folder / "project", cluster)
     yield project
-    left = project.jobs()
+    patience = time.monotonic() + 120  # a job is over somewhat later than the run that it was
+    while (left := project.jobs()) and time.monotonic() < patience:
+        time.sleep(0.1)
     cluster.on("head", "scancel", "--quiet", "--full", *left, "--user=root")
     wait_for(lambda: not project.jobs(), "Slurm to end what the test left", timeout=600)
     strangers = [p for p in cluster.processes() if p.mark or "trainkit" in " ".join(p.argv)]

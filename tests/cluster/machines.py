@@ -95,6 +95,10 @@ class Cluster:
         """The words that run `argv` on `host`; on the head the process is that very program."""
         return [str(self.folder / "on"), host, *argv]
 
+    def pid(self, host: str) -> int:
+        """Of the process that keeps its namespaces."""
+        return int((self.folder / "hosts" / host / "pid").read_text())
+
     def on(self, host: str, *argv: str, cwd: Path | None = None, timeout: float = 60) -> str:
         """What `argv` prints on `host`; fails unless it exits with 0."""
         done = subprocess.run(self.command(host, *argv), cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)

@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests import forkserver
 from tests.cluster.machines import HEAD, HERE, Cluster
 from tests.conftest import Project
 
@@ -43,9 +44,10 @@ class ClusterProject(Project):
 
     def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
         """Start `invoke WORDS...` on the head, in a session of its own; the pid is that of `invoke` itself."""
-        argv, pipe = self.cluster.command(HEAD, sys.executable, "-m", "invoke", *words), subprocess.PIPE
-        env = self.environment(**more)
-        return subprocess.Popen(argv, cwd=self.path, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        argv, pipe, env, head = [sys.executable, "-m", "invoke", *words], subprocess.PIPE, self.environment(**more), self.cluster.pid(HEAD)
+        return forkserver.Popen(
+            argv, inside=head, cwd=self.path, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
 
     def hosts(self, *lines: str) -> None:
         """Write the hostfile."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from pathlib import Path
 
 from tests.cluster.machines import Cluster
@@ -72,6 +73,7 @@ def test_two_hosts_prepare_the_same_bytes_even_if_one_dies(head: ClusterProject,
     seen: set[str] = set()
     while process.poll() is None:
         seen |= hosts_of_units(cluster)
+        time.sleep(0.05)
     out, err = process.communicate()
     assert process.returncode == 0, out + err
     assert seen >= {"node1", "node2"} and not list((head.path / "sessions").iterdir())

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import forkserver
 from tests.distributed import ROOT
 from tests.torture.faults import Fault
 from trainkit.jobs.schema import Checkpoint, Cluster, Dataset, Job, Model, Parallelism, Training
@@ -70,7 +71,7 @@ def ranks() -> Iterator[Ranks]:
     """The zygote, shared by all tests."""
     argv = [sys.executable, "-m", "tests.torture.zygote"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(argv, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = forkserver.Popen(argv, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     yield Ranks(process)
     assert process.stdin is not None
     process.stdin.close()
