@@ -32,9 +32,7 @@ SHORTER = "[jobs.demo.training]\ntrain_iters = 10\nlr_warmup_iters = 2\neval_int
 
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout to clone")
-@pytest.mark.parametrize(
-    ("more", "last", "losses"), [(SHORTER, 3, 7.9), pytest.param("", 10, 5.0, marks=pytest.mark.slow)], ids=["10 steps", "all steps"]
-)
+@pytest.mark.parametrize(("more", "last", "losses"), [(SHORTER, 3, 7.9), pytest.param("", 10, 5.0, marks=pytest.mark.slow)], ids=["10 steps", "all steps"])
 def test_its_commands_work_in_a_fresh_clone(tmp_path: Path, more: str, last: int, losses: float) -> None:
     """So many of its last steps have losses below this on average."""
     clone = tmp_path / "trainkit"

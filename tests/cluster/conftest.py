@@ -36,7 +36,7 @@ def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def cluster(machines: Cluster) -> Iterator[Cluster]:
     """The same for one test, which must leave nothing running on it and all its hosts up."""
     yield machines
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while (left := machines.strangers()) and time.monotonic() < deadline:
         time.sleep(0.1)
     machines.kill(*left)

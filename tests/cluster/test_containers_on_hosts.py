@@ -59,7 +59,7 @@ def test_podman_over_ssh(head: ClusterProject, cluster: Cluster, podman: Oci) ->
         head.invoke("train", name, *SHORT, timeout=600)
     plain, inside = head.runs()
     assert head.losses(inside) == head.losses(plain)
-    assert not cluster.processes_of(inside.name)
+    wait_for(lambda: not cluster.processes_of(inside.name), "nothing to be left")
     path = head.path / "jobs.toml"
     path.write_text(path.read_text().replace('"/usr:/usr:ro"', '"/usr:/usr:ro", "/srv/only-here:/mnt:ro"'))
     cluster.on("node1", "mkdir", "-p", "/srv/only-here")

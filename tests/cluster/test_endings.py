@@ -118,7 +118,8 @@ def test_whoever_is_killed_nothing_is_left_and_another_run_goes_on(busy: Cluster
     step = json.loads((other / "attempts/1/heartbeat/0.json").read_text())["step"]
     wait_for(lambda: json.loads((other / "attempts/1/heartbeat/0.json").read_text())["step"] > step, "the other run to go on")
     done = busy.invoke("cancel", other.name, exit=15)
-    assert "node1" in done.stdout and not cluster.processes_of(other.name)
+    assert "node1" in done.stdout
+    nothing_left(cluster, other.name)
 
 
 def test_a_closed_terminal_leaves_the_run_alive(busy: ClusterProject, cluster: Cluster) -> None:
@@ -151,7 +152,7 @@ def test_a_closed_terminal_leaves_the_run_alive(busy: ClusterProject, cluster: C
     busy.invoke("cancel", run.name, "--save", exit=12)
     out, err = attached.communicate()
     assert attached.returncode == 12, out + err
-    assert not cluster.processes_of(run.name)
+    nothing_left(cluster, run.name)
 
 
 def test_a_rank_that_exits_with_3(head: ClusterProject, cluster: Cluster) -> None:
@@ -171,7 +172,8 @@ def test_a_rank_that_exits_with_3(head: ClusterProject, cluster: Cluster) -> Non
     assert all(word in why.stdout for word in ("rank 3", "node2", "the data of rank 3 is odd")), why.stdout
     cause = head.document("why", "last")["root_cause"]
     assert (cause["rank"], cause["host"], cause["code"]) == (3, "node2", 3) and "the data of rank 3 is odd" in cause["last"][-1]
-    assert head.document("status", "last")["class"] == "user" and not cluster.processes_of(head.runs()[-1].name)
+    assert head.document("status", "last")["class"] == "user"
+    nothing_left(cluster, head.runs()[-1].name)
 
 
 def test_success_is_what_the_ranks_say(head: ClusterProject) -> None:

@@ -55,7 +55,7 @@ def test_the_supervisor_is_killed(slurm: SlurmProject) -> None:
     (supervisor,) = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("supervisor.py") for word in p.argv)]
     slurm.cluster.kill(supervisor)
     wait_for(lambda: slurm.job_state(id) in ("FAILED", "CANCELLED"), "the job to end", timeout=HANGS)
-    assert not slurm.cluster.processes_of(run.name)
+    wait_for(lambda: not slurm.cluster.processes_of(run.name), "nothing to be left")
     (slurm.path / "count-0").unlink()
     slurm.may_end()
     wait_for(lambda: slurm.document("status", run.name)["state"] != "running", "the record to say so", timeout=HANGS)
@@ -75,7 +75,8 @@ def test_cancel_of_a_supervisor_that_does_not_answer(slurm: SlurmProject) -> Non
     cancelling = slurm.start("cancel", run.name, "--json")
     out, err = cancelling.communicate()
     assert (cancelling.returncode, json.loads(out)["state"]) in [(12, "preempted"), *((15, state) for state in ("failed", "preempted", "cancelled"))], out + err
-    assert slurm.job_state(id) == "CANCELLED" and not slurm.cluster.processes_of(run.name)
+    assert slurm.job_state(id) == "CANCELLED"
+    wait_for(lambda: not slurm.cluster.processes_of(run.name), "nothing to be left")
 
 
 @pytest.mark.slow

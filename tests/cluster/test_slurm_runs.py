@@ -64,7 +64,7 @@ def test_ctrl_c_only_stops_following_and_cancel_stops(slurm: SlurmProject) -> No
     slurm.wait_step(count + 3)
     id = slurm.slurm_jobs(run)[0]["id"]
     assert slurm.document("cancel", id, exit=15)["state"] == "cancelled" and slurm.job_state(id) == "CANCELLED", "no failure in Slurm's accounts"
-    assert not slurm.jobs() and not slurm.cluster.processes_of(run.name)
+    wait_for(lambda: not slurm.jobs() and not slurm.cluster.processes_of(run.name), "nothing to be left")
 
 
 def test_cancel_in_the_queue(slurm: SlurmProject) -> None:
