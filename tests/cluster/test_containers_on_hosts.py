@@ -13,6 +13,7 @@ from tests import oci
 from tests.cluster.machines import Cluster
 from tests.cluster.on_head import ClusterProject
 from tests.cluster.slurm_project import SlurmProject
+from tests.conftest import wait_for
 from tests.oci import IMAGE, Oci
 
 NODES = ("node1", "node2")
