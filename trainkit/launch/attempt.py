@@ -80,6 +80,7 @@ class AttemptEnd:
         lost: how many contacts were lost.
         lost_at: since when the last of the doubtful ones hears nothing of us, by time.monotonic(); None: there are none, or nothing is left there.
         again: another attempt follows; the supervisor decides.
+        budget: what another attempt, here or later, has used up; "": there is to be none.
     """
 
     outcome: Outcome
@@ -91,6 +92,7 @@ class AttemptEnd:
     lost: int = 0
     lost_at: float | None = None
     again: bool = False
+    budget: str = ""
 
 
 class _Asked(Exception):

@@ -161,7 +161,7 @@ class Supervisor:
             return None
         outcome = judge_outcome([], 1, self.asks.first)
         if end is not None:
-            end.outcome = outcome
+            end.outcome, end.budget = outcome, ""
             self._record(end)
         return outcome
 
@@ -263,6 +263,7 @@ class Supervisor:
         assert self.attempt is not None
         events, outcome = self.attempt.events, end.outcome
         rest: dict[str, Any] = {"step": end.step, "survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
+        rest["budget"] = end.budget or None  # said here and not in a later word: we may be killed between the two
         events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
 
     def _goes_on(self, end: AttemptEnd) -> bool:

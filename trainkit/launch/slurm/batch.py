@@ -102,9 +102,9 @@ class BatchSupervisor(Supervisor):
                 continue
             events = read_events(attempt)
             ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
-            retry: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "retry"), {})
+            budget = _budget(events)
             began = any(event["event"] == "go" for event in events)
-            if ended is not None and not retry and ended["class"] != "preempted":
+            if ended is not None and not budget and ended["class"] != "preempted":
                 self.budgets = Budgets(self.job.retries)  # it was the end; that the job runs again is a person's word: scontrol requeue
                 continue
             if ended is None:
@@ -113,7 +113,7 @@ class BatchSupervisor(Supervisor):
             else:
                 outcome = Outcome(Exit(ended["exit"]), ended["class"], ended["root_cause"])
                 end = AttemptEnd(outcome, began, ended.get("step", 0))
-                kind = retry.get("class") or ("preemption" if ended["class"] == "preempted" else ended["class"])
+                kind = budget or "preemption"
             if (verdict := self.budgets.after(end, kind)) != "again":
                 self._give_up(attempt.number, kind, verdict, end)
 
@@ -322,11 +322,17 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
         return outcome
 
 
+def _budget(events: Sequence[Mapping[str, Any]]) -> str:
+    """What an attempt has used up for another one to follow; "" where none was to follow, or Slurm would not put the job back."""
+    said = next((event for event in reversed(events) if event["event"] in ("ended", "requeue_failed")), None)
+    return str((said or {}).get("budget") or "")
+
+
 def _ended_for_good(run: RunFolder) -> Outcome | None:
     """How the run ended where it did: a successor that nobody could take back has nothing to do. None: the newest attempt wants another, or left no word."""
     events = [event for attempt in run.attempts()[-1:] for event in read_events(attempt)]
     ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
-    if ended is None or any(event["event"] == "retry" for event in events):
+    if ended is None or _budget(events):
         return None
     return Outcome(Exit(ended["exit"]), ended["class"], ended["root_cause"])
 
