@@ -182,7 +182,7 @@ def test_nodes_are_those_of_sinfo(slurm: SlurmProject) -> None:
 @pytest.mark.slow
 def test_processes_tracked_by_their_parents(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """linuxproc loses daemons: nothing is left of ranks that leave their session all the same, and the run goes on after a requeue."""
-    cluster = bring_up(request, tmp_path, "Slurm", 2, slurm=True, cgroup=False)
+    cluster = bring_up(request, "Slurm", 2, slurm=True, cgroup=False)
     try:
         daemons_and_a_requeue(make_slurm_project(tmp_path / "project", cluster))
     finally:

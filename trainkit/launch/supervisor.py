@@ -20,7 +20,7 @@ if __name__ == "__main__":  # by path: the snapshot this file is part of comes f
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.base.files import write_json
+from trainkit.base.files import keep_others_from_writing, write_json
 from trainkit.base.forms import document
 from trainkit.base.locks import Busy, locked
 from trainkit.base.process import identity
@@ -369,6 +369,7 @@ def supervise(
 
 def main() -> None:
     """The program."""
+    keep_others_from_writing()
     import os
 
     from trainkit.launch.world import secret_values
