@@ -179,7 +179,7 @@ def test_pyxis_of_the_reference_clusters(published: tuple[str, str, str, str], m
     _, name, root, image = published
     words = srun(name, f"cluster.root={root}", f"container.image={image}", further={"SLURM_EXPORT_ENV": "HOME,PATH"})
     given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "container" in word.partition("=")[0]}
-    ours_alone = {"--container-workdir", "--no-container-mount-home", "--no-container-entrypoint"}
+    ours_alone = {"--container-name", "--container-workdir", "--no-container-mount-home", "--no-container-entrypoint"}
     assert set(given) == {"--container-image", "--container-mounts", "--container-env", *ours_alone}
     assert given["--container-image"] == image and given["--container-workdir"] == root
     ours = [mount.split(":") for mount in given["--container-mounts"].split(",")]

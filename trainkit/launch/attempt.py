@@ -17,7 +17,7 @@ from trainkit.base.redact import Redactor
 from trainkit.engines.contract import Command
 from trainkit.jobs.schema import Job
 from trainkit.launch.asks import Asks
-from trainkit.launch.containers import around
+from trainkit.launch.containers import around, kept_since
 from trainkit.launch.crew import Crew, Hello
 from trainkit.launch.door import Door
 from trainkit.launch.failures import Rules
@@ -117,7 +117,9 @@ class Attempt:
         code = run.root / "code" / run.code.resolve().name
         logs = self.folder.path / "launch"
         folder = run.session(number)
-        self.session: Session = new_session(folder, run.id, number, hosts, job.cluster, code, logs, passed_on(), around(job, folder, run.id, number))
+        self.session: Session = new_session(
+            folder, run.id, number, hosts, job.cluster, code, logs, passed_on(), around(job, folder, run.id, number, kept_since(run))
+        )
         self.events = EventLog(self.folder)
         self.pulse = Pulse(self.folder, job.cluster.watch)
         self.stacks = Stacks(self.folder)

@@ -12,14 +12,17 @@ from typing import Any, Literal
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.resolved import read_job
+from trainkit.jobs.schema import Job
 from trainkit.launch.asks import Asks
 from trainkit.launch.attempt import AttemptEnd
+from trainkit.launch.containers import around, kept_since
+from trainkit.launch.containers.pyxis import REMOVAL_MINUTES, removal_words
 from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import write_hosts
 from trainkit.launch.launchers import head_address
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.retries import Budgets
-from trainkit.launch.slurm.allocation import Granted, ask, granted, hostnames, hosts_of
+from trainkit.launch.slurm.allocation import ANSWER_SECONDS, Granted, ask, granted, hostnames, hosts_of
 from trainkit.launch.slurm.graph import stages_of, still_to_be_made
 from trainkit.launch.slurm.queue import failed_nodes, requeue, standing, usable_nodes
 from trainkit.launch.slurm.script import LIMIT_SHARE, seconds_before_limit, signal_seconds
@@ -316,10 +319,20 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
         with _successor(run, supervisor, entry):
             supervisor.look_around()
             outcome = asyncio.run(supervisor.supervise())
+        if not supervisor.later:
+            _remove_containers(run, job, where)
         if outcome.failure_class == "cancelled":  # Slurm should say so too, not FAILED; who cancels looks again
             with contextlib.suppress(TrainkitError):
                 ask(["scancel", where.job])
         return outcome
+
+
+def _remove_containers(run: RunFolder, job: Job, where: Granted) -> None:
+    """A run that is over needs no more what its nodes have kept of pyxis. Where Slurm has taken the nodes already, that stays until a person removes it."""
+    box = around(job, run.session(0), run.id, 0, kept_since(run))
+    if box is not None and box.container.runtime == "pyxis" and (words := removal_words(box, len(where.hosts))):
+        with contextlib.suppress(TrainkitError):
+            ask(words, timeout=60.0 * REMOVAL_MINUTES + ANSWER_SECONDS)
 
 
 def _budget(events: Sequence[Mapping[str, Any]]) -> str:
