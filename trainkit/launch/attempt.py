@@ -151,6 +151,8 @@ class Attempt:
                     outcome = await self._guarded(crew)
                 finally:
                     survivors = await self._stop_all(crew, "the supervisor ends")
+        except NoStart as error:
+            outcome = error.outcome
         except TrainkitError as error:
             outcome = Outcome(error.exit, "user" if error.exit == Exit.CONFIG else "infra", {"message": error.message, "advice": error.hint})
         except OSError as error:

@@ -377,6 +377,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The supervisor of one run.")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--share", action="store_true", help="run beside other runs on the same slots")
+    parser.add_argument("--prolog-failed", type=int, default=0, metavar="CODE", help="of a batch script, here; the other nodes may be good")
     words = parser.parse_args()
     run = RunFolder(words.run_folder)
     try:
@@ -385,7 +386,7 @@ def main() -> None:
             if cluster.launcher == "slurm":
                 from trainkit.launch.slurm.batch import supervise_batch
 
-                sys.exit(int(supervise_batch(run, os.environ).exit))
+                sys.exit(int(supervise_batch(run, os.environ, prolog=words.prolog_failed).exit))
             secrets = secret_values(cluster.secrets, os.environ)
             sys.exit(int(supervise(run, secrets, nobody(), share=words.share).exit))
     except TrainkitError as error:

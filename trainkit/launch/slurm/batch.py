@@ -17,11 +17,15 @@ from trainkit.launch.asks import Asks
 from trainkit.launch.attempt import AttemptEnd
 from trainkit.launch.containers import around, kept_since
 from trainkit.launch.containers.pyxis import REMOVAL_MINUTES, removal_words
+from trainkit.launch.handshake import NoStart
 from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import write_hosts
 from trainkit.launch.launchers import head_address
+from trainkit.launch.launchers.contract import Launcher, Started
+from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.retries import Budgets
+from trainkit.launch.session import Session
 from trainkit.launch.slurm.allocation import ANSWER_SECONDS, Granted, ask, granted, hostnames, hosts_of
 from trainkit.launch.slurm.graph import stages_of, still_to_be_made
 from trainkit.launch.slurm.queue import failed_nodes, requeue, standing, usable_nodes
@@ -78,11 +82,29 @@ class BatchAsks(Asks):
         self.save(Ask.SAVE)
 
 
+class NoProlog(Slurm):
+    """As Slurm, in a job whose prolog has failed in the batch script, and is run nowhere else.
+
+    Args:
+        host: the node that it failed on.
+        code: its exit code.
+    """
+
+    def __init__(self, host: str, code: int) -> None:
+        super().__init__()
+        self.host, self.code = host, code
+
+    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+        why = f"the prolog of clusters.{session.cluster.name} failed in the batch script (exit code {self.code})"
+        hint = f"what it said is in the job's output, slurm-JOB.out beside {session.folder}"
+        raise NoStart(Exit.START, "nothing was started", [(self.host, why)], hint=hint, suspects=[self.host])
+
+
 class BatchSupervisor(Supervisor):
     """As Supervisor, for the allocation `granted`."""
 
-    def __init__(self, run: RunFolder, secrets: Mapping[str, str], asks: BatchAsks, watch: Watch, granted: Granted) -> None:
-        super().__init__(run, secrets, asks, watch, share=True)  # who may be on a node is Slurm's affair
+    def __init__(self, run: RunFolder, secrets: Mapping[str, str], asks: BatchAsks, watch: Watch, granted: Granted, launcher: Launcher | None = None) -> None:
+        super().__init__(run, secrets, asks, watch, share=True, launcher=launcher)  # who may be on a node is Slurm's affair
         self.told, self.granted = asks, granted
         self.later: Kind = ""
         self.noted = False
@@ -298,8 +320,13 @@ def _why(kind: Kind, failed: Sequence[str]) -> str:
     }.get(kind, "Slurm ended the job (scancel, or its time limit)")
 
 
-def supervise_batch(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
-    """Supervise a run in the batch job that the environment tells of. The caller holds the run's lock."""
+def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: int = 0) -> Outcome:
+    """Supervise a run in the batch job that the environment tells of. The caller holds the run's lock.
+
+    Args:
+        prolog: the exit code of the cluster's prolog in the batch script, where it failed. That is judged by what the nodes make of it: all are asked to
+            run it. Where they do not (pyxis), the batch host alone is to blame.
+    """
     asks = BatchAsks()
     with asks.listening():
         where = granted(environment)
@@ -314,7 +341,12 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
             return ended
         _refuse_other_inputs(run, entry)
         watch = Watch(lambda run: print(f"run {run.id} on {', '.join(where.hosts)}", flush=True), lambda: None, lambda text: print(text, flush=True))
-        supervisor = BatchSupervisor(run, read_secrets(run), asks, watch, where)
+        launcher = None
+        if prolog:
+            host = environment.get("SLURMD_NODENAME") or where.hosts[0]
+            watch.notice(f"the prolog of clusters.{job.cluster.name} failed in the batch script on {host} (exit code {prolog})")
+            launcher = NoProlog(host, prolog) if job.container is not None and job.container.runtime == "pyxis" else None
+        supervisor = BatchSupervisor(run, read_secrets(run), asks, watch, where, launcher)
         supervisor.replay(entry.first_attempt)
         with _successor(run, supervisor, entry):
             supervisor.look_around()
