@@ -185,6 +185,7 @@ def test_pyxis_keeps_a_container_over_attempts_that_began(tmp_path: Path) -> Non
             log.note(word)
         log.close()
     assert names == ["trainkit-R-1", "trainkit-R-1", "trainkit-R-1", "trainkit-R-4"]
+    assert found is not None
     remove = 'for name; do enroot remove --force "$name"; done'
     assert removal_words(replace(found, since=2), 8) == (
         *("srun", "--nodes=8", "--ntasks=8", "--ntasks-per-node=1", "--overlap", "--input=none", "--mpi=none", "--time=1"),

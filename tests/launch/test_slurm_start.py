@@ -173,7 +173,7 @@ def test_a_prolog_that_failed_in_the_script_alone_is_its_hosts(control: Control)
     made = BatchSupervisor(made.run, {}, BatchAsks(), nobody(), made.granted, NoProlog("n1", 5))
     made.address = lambda: "127.0.0.1"  # type: ignore[method-assign]
     outcome = asyncio.run(made.supervise())
-    assert (outcome.exit, outcome.failure_class, made.later, made.bad.keys()) == (8, "infra", "infra", {"n1"})
+    assert (outcome.exit, outcome.failure_class, made.later, list(made.bad)) == (8, "infra", "infra", ["n1"])
     assert "prolog of clusters.here failed in the batch script (exit code 5)" in made.bad["n1"]
 
 
