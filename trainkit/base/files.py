@@ -97,6 +97,11 @@ def remove_leftovers(path: Path) -> None:
         remove(leftover)
 
 
+def part_before(log: Path) -> Path:
+    """Where the part of a log goes that was full; nothing is there while the log is short."""
+    return log.with_name(f"{log.name}.1")
+
+
 def keep_others_from_writing() -> None:
     """Whatever the umask allows, nothing that this process and its children make from now on is for everybody to write: who can replace `code`, job.json
     or a prolog's script runs as us. A group may write where the umask lets it."""
