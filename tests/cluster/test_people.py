@@ -35,17 +35,15 @@ def for_everybody_to_write(folder: Path) -> list[str]:
 
 
 def test_two_people_on_one_machine(people: tuple[ClusterProject, ClusterProject]) -> None:
-    """The second is refused by the first one's name, and runs once that is gone; what either writes is for nobody else to write."""
+    """At once, beside each other; what either writes is for nobody else to write. (That a second one is refused by name: tests/base/test_slots.py.)"""
     ann, ben = people
     ann.ranks_do(FOR_EVER)
     ben.ranks_do("steps(2, 0)\ndone()")
     run = begun(ann, ann.start("train", "random", "--detach"), ranks=4)
     owners = {os.stat(f"/proc/{p.pid}").st_uid for p in ann.cluster.processes_of(run.name)}
     assert owners == {ann.path.stat().st_uid} != {0}
-    busy = ben.invoke("train", "random", exit=17)
-    assert f"cpu is taken by run {run.name}" in busy.stdout
+    assert ben.document("train", "random", "--share")["state"] == "succeeded"
     assert "node1  nothing" in ann.invoke("cancel", run.name, exit=15).stdout
-    assert ben.document("train", "random")["state"] == "succeeded"
     assert not for_everybody_to_write(ben.path / "runs") and not for_everybody_to_write(ben.path / "code")
     kept = (run, run / "job.json", run / "attempts/1/events.jsonl", run / "attempts/1/logs/0.log")
     assert {path.stat().st_mode & 0o077 for path in kept} == {0}, "as ann's umask says, on the nodes too"
@@ -95,5 +93,4 @@ def test_a_job_of_an_ordinary_user(slurm_person: SlurmProject) -> None:
     wait_for((run / "attempts/2/heartbeat/0.json").exists, "attempt 2 to begin")
     owners = {os.stat(f"/proc/{p.pid}").st_uid for p in ann.cluster.processes() if p.mark.startswith(run.name)}
     assert owners == {ann.path.stat().st_uid} != {0}
-    assert ann.document("status", id)["attempt"] == 2
     assert ann.document("cancel", id, exit=15)["state"] == "cancelled" and ann.job_state(id) == "CANCELLED"

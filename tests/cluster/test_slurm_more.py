@@ -111,13 +111,14 @@ def restart(slurm: SlurmProject) -> None:
 
 
 def test_a_prolog_that_fails(slurm: SlurmProject) -> None:
-    """The batch script ends before there is a supervisor: the record says what Slurm and the script said."""
+    """On every node: nobody's host is to blame, and the record says what the nodes said."""
     text = (slurm.path / "jobs.toml").read_text()
     (slurm.path / "jobs.toml").write_text(text.replace("ranks_per_node = 2", 'ranks_per_node = 2\nprolog = ["source /no/such/venv"]', 1))
     slurm.invoke("train", "random", exit=8)
     (run,) = slurm.runs()
     cause = slurm.document("status", run.name)["root_cause"]
-    assert "FAILED" in cause["message"] and "/no/such/venv: No such file" in cause["message"]
+    assert "2 of 2 hosts are not reached" in cause["message"] and cause["message"].count("/no/such/venv: No such file") == 2
+    assert "retry" not in slurm.events(run, 1)
 
 
 def test_what_sbatch_refuses_leaves_nothing(slurm: SlurmProject) -> None:
