@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -333,10 +332,10 @@ def test_a_closed_terminal_and_a_reader_that_goes(project: Project) -> None:
     assert process.wait(timeout=600) == 12
     status = project.document("status", "last")
     assert status["state"] == "preempted" and status["step"] >= 3
-    with project.start("train", "random", "--set", "training.train_iters=30") as process:
-        assert process.stdout is not None
-        assert len([process.stdout.readline() for _ in range(3)]) == 3  # the plan, build, the run's name
-        process.stdout.close()
+    with project.start("train", "random", "--set", "training.train_iters=30") as second_process:
+        assert second_process.stdout is not None
+        assert len([second_process.stdout.readline() for _ in range(3)]) == 3  # the plan, build, the run's name
+        second_process.stdout.close()
     wait_for(lambda: len(project.runs()) == 2 and project.document("status", "last")["state"] == "succeeded", "the run to finish without its reader")
 
 
