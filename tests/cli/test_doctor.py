@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from tests.conftest import Project
+from trainkit.cli.doctor import _cells
 from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.devices import built_in_device
 from trainkit.launch.crew import Hello, Missing
-from trainkit.launch.doctor import COLUMNS, judge_hosts, judge_pairs
+from trainkit.launch.doctor import COLUMNS, examine, judge_hosts, judge_pairs
+from trainkit.launch.errands import Said
+from trainkit.launch.gpu_health import symptoms
 from trainkit.launch.hostfile import Host
 from trainkit.launch.pairs import Pair, judge, rounds
 from trainkit.launch.session import Session, new_session
@@ -157,3 +160,67 @@ def test_this_machine_alone(project: Project) -> None:
     assert row["versions"]["python"] and row["open_files"] != 0 and row["shared_memory"] > 0
     refused = project.invoke("doctor", "--cluster", "here", "--hostfile", "x", exit=3)
     assert "--hostfile is for clusters whose launcher is ssh or pdsh" in refused.stderr
+
+
+@pytest.mark.parametrize(("proof", "notes"), [("cgroup", 0), ("children", 1)])
+def test_which_proof_of_ends_a_host_gives(tmp_path: Path, proof: str, notes: int) -> None:
+    """The column says it; without a cgroup it is worth knowing what that means, and no more than that."""
+    seen = found(session(tmp_path, 2), {"proof": "cgroup"}, {"proof": proof})
+    assert [row[:3] for row in seen] == [("n1", "proof", False)] * notes and all("only marks are left to look for" in row[3] for row in seen)
+    assert _cells(Hello(0, "n0", {**FINE, "proof": proof}, 0.0))["proof"] == proof
+
+
+SMI = """<?xml version="1.0" ?>
+<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
+<nvidia_smi_log>
+  <gpu id="00000000:1B:00.0">
+    <clocks_event_reasons><clocks_event_reason_gpu_idle>Active</clocks_event_reason_gpu_idle>{slowed}</clocks_event_reasons>
+    <ecc_mode><current_ecc>Enabled</current_ecc></ecc_mode>
+    <ecc_errors><volatile>{errors}</volatile><aggregate><dram_uncorrectable>9</dram_uncorrectable></aggregate></ecc_errors>
+    <remapped_rows><remapped_row_unc>0</remapped_row_unc><remapped_row_pending>{pending}</remapped_row_pending>
+      <remapped_row_failure>{failed}</remapped_row_failure></remapped_rows>
+  </gpu>
+</nvidia_smi_log>
+"""
+WELL = {
+    "slowed": "<clocks_event_reason_hw_slowdown>Not Active</clocks_event_reason_hw_slowdown>",
+    "errors": "<sram_uncorrectable_parity>0</sram_uncorrectable_parity><dram_correctable>3</dram_correctable><dram_uncorrectable>0</dram_uncorrectable>",
+    "pending": "No",
+    "failed": "No",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong", "words"),
+    [
+        ({"errors": "<sram_uncorrectable>N/A</sram_uncorrectable><dram_uncorrectable>2</dram_uncorrectable>"}, True, "2 uncorrectable memory errors"),
+        ({"errors": "<double_bit><device_memory>1</device_memory><total>1</total></double_bit>"}, True, "1 uncorrectable memory error since"),
+        ({"failed": "Yes"}, True, "could not be remapped"),
+        ({"pending": "Yes"}, False, "waits to be taken out of use"),
+        ({"slowed": "<clocks_event_reason_hw_thermal_slowdown>Active</clocks_event_reason_hw_thermal_slowdown>"}, True, "too hot: hardware slowdown"),
+        ({"slowed": "<clocks_throttle_reason_hw_power_brake_slowdown>Active</clocks_throttle_reason_hw_power_brake_slowdown>"}, True, "power brake"),
+    ],
+)
+def test_gpus_that_are_ill(change: dict[str, str], wrong: bool, words: str) -> None:
+    (one,) = symptoms(Said(0, SMI.format(**{**WELL, **change})))
+    assert one.wrong is wrong and words in one.message and one.message.startswith("GPU 0 (00000000:1B:00.0)") and one.advice
+
+
+def test_gpus_that_are_well_or_cannot_be_seen() -> None:
+    assert symptoms(Said(0, SMI.format(**WELL))) == []
+    assert symptoms(Said(error="[Errno 2] No such file or directory: 'nvidia-smi'")) == symptoms(Said(6, "No devices were found\n")) == []
+    (lost,) = symptoms(Said(15, "", "Unable to determine the device handle for GPU 0000:1B:00.0: GPU is lost.\n"))
+    assert lost.wrong and "GPU is lost" in lost.message
+    assert not symptoms(Said(0, "no XML"))[0].wrong
+
+
+def test_doctor_asks_the_hosts_own_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through an agent, as `nodes --top` does."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text(f"#!/bin/bash\n[ \"$*\" = '-q -x' ] && cat <<'END'\n{SMI.format(**{**WELL, 'failed': 'Yes'})}END\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    cluster = Cluster.model_validate({"name": "c", "device": built_in_device("h100-sxm-80gb"), "node_folder": str(tmp_path)})
+    findings = examine(cluster, [Host("localhost")], tmp_path).findings
+    assert [f.message for f in findings if "remapped" in f.message] == ["GPU 0 (00000000:1B:00.0): a broken row of its memory could not be remapped"]

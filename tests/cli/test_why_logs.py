@@ -11,6 +11,7 @@ from invoke.exceptions import Exit as Leave
 from tests.conftest import Project
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import ConfigError
+from trainkit.base.files import part_before
 from trainkit.cli import follow, logs
 from trainkit.cli.attach import told
 from trainkit.cli.why import why
@@ -153,6 +154,29 @@ def test_following_several_logs_to_the_end(project: Project, run: RunFolder, cap
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))
     logs.logs(talk(project), "last", "0-1", "", 0, follow=True, lines=0)
     assert sorted(capsys.readouterr().out.splitlines()) == ["[0] half a line", "[1] last", "[1] tornfrom one"]
+
+
+def test_following_a_log_that_begins_anew(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    events, path = begin(run, 3), run.attempt(3).log(0)
+    for rank in range(2):
+        run.attempt(3).log(rank).parent.mkdir(exist_ok=True)
+        run.attempt(3).log(rank).write_text("one\n" if rank == 0 else "")
+
+    def write(_: float) -> None:
+        """What is written just before it is put aside is told too, once."""
+        if part_before(path).exists():
+            end(events, 0, "success")
+            return
+        with open(path, "a") as file:
+            file.write("two\nthr")
+        path.rename(part_before(path))
+        path.write_text("ee\nfour\n")
+
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))
+    logs.logs(talk(project), "last", "0-1", "", 0, follow=True, lines=0)
+    assert capsys.readouterr().out.splitlines() == ["[0] one", "[0] two", "[0] three", "[0] four"]
+    logs.logs(talk(project), "last", "0", "", 0, follow=False, lines=3)
+    assert capsys.readouterr().out.splitlines()[-2:] == ["ee", "four"]
 
 
 def test_status_again_until_the_end(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@
 # /etc (overlay), /run, /dev/shm and /srv (a node's own disk), and an sshd with a key of its own. Everything else is shared, like a cluster with
 # one NFS; FOLDER/small is a shared file system of 48 MB that can be filled up. The bridge lives in the head's network namespace: the machine's
 # own network, /etc and ~/.ssh see nothing of it, and several clusters can run side by side, one folder each.
+# Two ordinary people, ann and ben, are known on all hosts: homes in FOLDER/home, which all share, with a key that lets them in everywhere. Folders
+# in TK_OPEN that only root may pass (a /root with the interpreter in it) let them pass in here: an overlay has the wider permissions, the disk does not.
 # With TK_SLURM=1 also munge, slurmctld and slurmd with 4 pretend GPUs a node (slurm.sh). Needs root; see need() for the packages.
 set -euo pipefail
 export PATH=/usr/sbin:/sbin:$PATH
@@ -44,6 +46,7 @@ configure() {
         echo "$h,$(address "$h") $(cut -d' ' -f1,2 "$D/ssh/host_$h.pub")"
     done > "$D/ssh/known_hosts"
     ((!TK_SLURM)) || slurm_configure
+    people
     cat > "$D/on" <<'ON'
 #!/bin/bash
 D=$(dirname "$(realpath "$0")"); h=$1; shift
@@ -55,16 +58,37 @@ ON
     chmod +x "$D/on"
 }
 
+people() { # homes, and what /etc/passwd has of them
+    local name uid=60101
+    cp /etc/passwd "$D/passwd"; cp /etc/group "$D/group"
+    for name in ann ben; do
+        echo "$name:x:$uid:$uid::$D/home/$name:/bin/bash" >> "$D/passwd"; echo "$name:x:$uid:" >> "$D/group"
+        install -d "$D/home"; install -d -m 700 "$D/home/$name" "$D/home/$name/.ssh"
+        ssh-keygen -q -t ed25519 -N '' -C "$name" -f "$D/home/$name/.ssh/id_ed25519"
+        cp "$D/home/$name/.ssh/id_ed25519.pub" "$D/home/$name/.ssh/authorized_keys"
+        chown -R "$uid:$uid" "$D/home/$name"; uid=$((uid + 1))
+    done
+}
+
+open_folders() { # those of TK_OPEN that others may not pass, and that the cluster's own files are not below
+    local path i=0
+    for path in ${TK_OPEN:-}; do
+        [ $(($(stat -c %a "$path") % 2)) = 0 ] && [ "${D#"$path"/}" = "$D" ] || continue
+        i=$((i + 1)); mkdir -p "$D/open/$i/up" "$D/open/$i/work"
+        mount -t overlay overlay -o "lowerdir=$path,upperdir=$D/open/$i/up,workdir=$D/open/$i/work" "$path" && chmod o+x "$path"
+    done
+}
+
 boot() { # HOST: create its namespaces, plug it into the bridge
     local name=$1 h=$D/hosts/$1 pid f flags="--net --uts --mount --ipc --propagation private"
     [ ! -e "$h/pid" ] || die "$name is up"
     rm -rf "$h/etc" "$h/.etcwork" "$h/spool"
     mkdir -p "$h"/{etc/ssh/ssh_config.d,etc/slurm,.etcwork,log,spool,srv}
-    cp "$D/hosts.txt" "$h/etc/hosts"; echo "$name" > "$h/etc/hostname"; : > "$h/etc/resolv.conf"
+    cp "$D/passwd" "$D/group" "$h/etc/"; cp "$D/hosts.txt" "$h/etc/hosts"; echo "$name" > "$h/etc/hostname"; : > "$h/etc/resolv.conf"
     cp "$D/ssh/known_hosts" "$h/etc/ssh/ssh_known_hosts"
     cp "$D/ssh/id_ed25519.pub" "$h/etc/ssh/authorized_keys"
-    printf 'IdentityFile %s\n' "$D/ssh/id_ed25519" > "$h/etc/ssh/ssh_config.d/00-cluster.conf"
-    printf '%s\n' "HostKey $D/ssh/host_$name" "AuthorizedKeysFile /etc/ssh/authorized_keys" "StrictModes no" "UsePAM no" \
+    printf 'Match localuser root\n    IdentityFile %s\n' "$D/ssh/id_ed25519" > "$h/etc/ssh/ssh_config.d/00-cluster.conf"
+    printf '%s\n' "HostKey $D/ssh/host_$name" "AuthorizedKeysFile /etc/ssh/authorized_keys .ssh/authorized_keys" "StrictModes no" "UsePAM no" \
         "PermitRootLogin prohibit-password" "PasswordAuthentication no" "PidFile /run/sshd.pid" "UseDNS no" \
         "MaxStartups 200" "Subsystem sftp internal-sftp" > "$h/etc/ssh/sshd_config"
     [ "$name" = head ] || flags+=" --pid --fork --kill-child"
@@ -134,6 +158,7 @@ hosts=(head); for i in $(seq "$N"); do hosts+=("node$i"); done
 trap down EXIT
 trap exit INT TERM HUP
 configure
+open_folders
 [ "${TK_CGROUP2:-1}" = 0 ] || for m in /sys/fs/cgroup /sys/fs/cgroup/unified; do   # TK_CGROUP2=0: hosts without cgroup v2
     [ "$(stat -fc %T "$m" 2> /dev/null)" != cgroup2fs ] || [ ! -w "$m/cgroup.procs" ] || CG2=$m/tk${D//\//-}
 done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +52,15 @@ class Cluster:
 
     def __init__(self, folder: Path, nodes: int = 3, *, slurm: bool = False, accounting: bool = False, cgroup: bool = True, unified: bool = True) -> None:
         self.folder, self.nodes = folder, tuple(f"node{i + 1}" for i in range(nodes))
-        env = {**os.environ, "TK_SLURM": str(int(slurm)), "TK_SACCT": str(int(accounting)), "TK_CGROUP": str(int(cgroup)), "TK_CGROUP2": str(int(unified))}
+        python = Path(sys.executable)
+        env = {
+            **os.environ,
+            "TK_OPEN": " ".join(map(str, [*reversed(python.parents), *reversed(python.resolve().parents)])),
+            "TK_SLURM": str(int(slurm)),
+            "TK_SACCT": str(int(accounting)),
+            "TK_CGROUP": str(int(cgroup)),
+            "TK_CGROUP2": str(int(unified)),
+        }
         argv, pipe = ["bash", str(HERE / "cluster.sh"), str(folder), str(nodes)], subprocess.PIPE
         # a session of its own: Ctrl-C in the tests' terminal ends the tests, whose end closes stdin, which takes the cluster down in good order
         self._shell = subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)

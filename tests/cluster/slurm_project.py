@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.machines import HEAD, Cluster
-from tests.cluster.on_head import ClusterProject, make_project
+from tests.cluster.on_head import ClusterProject, Person, make_project
 from tests.conftest import wait_for
 
 CLUSTER = """
@@ -120,9 +120,9 @@ class SlurmProject(ClusterProject):
         wait_for(lambda: self.count() >= step, f"step {step}", timeout=timeout)
 
 
-def make_slurm_project(folder: Path, cluster: Cluster) -> SlurmProject:
+def make_slurm_project(folder: Path, cluster: Cluster, person: Person | None = None) -> SlurmProject:
     """The project of make_project with a cluster `queue`, which its job runs on."""
-    make_project(folder, cluster)
+    make_project(folder, cluster, person)
     text = (folder / "jobs.toml").read_text().replace('cluster = "pair"', 'cluster = "queue"')
     (folder / "jobs.toml").write_text(CLUSTER.format(path=folder) + text)
-    return SlurmProject(folder, cluster=cluster)
+    return SlurmProject(folder, cluster=cluster, person=person)

@@ -113,6 +113,7 @@ def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
     slurm.wait_state(run, "succeeded", timeout=600)
     assert (tmp_path / "options").read_text().splitlines() == [
         "--container-image=/images/app.sqsh",
+        f"--container-name=trainkit-{run.name}-1",
         f"--container-mounts=/srv/topo:/topo:ro,{slurm.path}:{slurm.path}",
         "--container-env=OMP_NUM_THREADS,IN_BOX,RANK_DOES",
         f"--container-workdir={slurm.path}",

@@ -68,7 +68,7 @@ def test_a_job_that_was_cancelled_and_forgotten(accounting: SlurmProject) -> Non
 
 def test_a_job_that_failed_and_was_forgotten(accounting: SlurmProject) -> None:
     """Before its supervisor began."""
-    prolog(accounting, "exit 41")
+    prolog(accounting, "trap - EXIT; exit 41")  # else the supervisor judges what a failed prolog means
     run, id = accounting.submit()
     forgotten(accounting, id)
     ended = accounting.document("status", run.name)

@@ -134,6 +134,24 @@ def test_one_bad_node_is_left_out(slurm: SlurmProject) -> None:
 
 
 @pytest.mark.slow
+def test_a_prolog_that_fails_on_the_batch_host_alone(slurm: SlurmProject) -> None:
+    """It ended the script, and so the run, before there was a supervisor."""
+    text = (slurm.path / "jobs.toml").read_text()
+    lacks = """prolog = ['[ "$(hostname)" != node1 ] || { echo "no such module" >&2; exit 5; }']"""
+    (slurm.path / "jobs.toml").write_text(text.replace("[clusters.queue]", f"[clusters.queue]\n{lacks}"))
+    slurm.ranks_do(CHAIN.format(folder=slurm.path, last=5))
+    slurm.may_end()
+    said = slurm.invoke("train", "random", timeout=HANGS).stdout
+    (run,) = slurm.runs()
+    first = slurm.events(run, 1)
+    assert (first["ended"]["exit"], first["retry"]["left_out"]) == (8, ["node1"]), said
+    assert "no such module" in first["ended"]["root_cause"]["message"]
+    assert (
+        slurm.document("status", run.name)["state"] == "succeeded" and "failed in the batch script on node1" in next(run.glob("launch/slurm-*.out")).read_text()
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["the job", "its partition"])
 def test_a_time_limit_of_two_minutes_leaves_time_to_train(slurm: SlurmProject, who: str) -> None:
     """Slurm's USR1, 300 s before the end by default, came at once: three starts, none of which trained, and exit 14."""

@@ -112,13 +112,14 @@ def restart(slurm: SlurmProject) -> None:
 
 
 def test_a_prolog_that_fails(slurm: SlurmProject) -> None:
-    """The batch script ends before there is a supervisor: the record says what Slurm and the script said."""
+    """On every node: nobody's host is to blame, and the record says what the nodes said."""
     text = (slurm.path / "jobs.toml").read_text()
     (slurm.path / "jobs.toml").write_text(text.replace("ranks_per_node = 2", 'ranks_per_node = 2\nprolog = ["source /no/such/venv"]', 1))
     slurm.invoke("train", "random", exit=8)
     (run,) = slurm.runs()
     cause = slurm.document("status", run.name)["root_cause"]
-    assert "FAILED" in cause["message"] and "/no/such/venv: No such file" in cause["message"]
+    assert "2 of 2 hosts are not reached" in cause["message"] and cause["message"].count("/no/such/venv: No such file") == 2
+    assert "retry" not in slurm.events(run, 1)
 
 
 def test_what_sbatch_refuses_leaves_nothing(slurm: SlurmProject) -> None:
@@ -183,7 +184,7 @@ def test_nodes_are_those_of_sinfo(slurm: SlurmProject) -> None:
 @pytest.mark.slow
 def test_processes_tracked_by_their_parents(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """linuxproc loses daemons: nothing is left of ranks that leave their session all the same, and the run goes on after a requeue."""
-    cluster = bring_up(request, tmp_path, "Slurm", 2, slurm=True, cgroup=False)
+    cluster = bring_up(request, "Slurm", 2, slurm=True, cgroup=False)
     try:
         daemons_and_a_requeue(make_slurm_project(tmp_path / "project", cluster))
     finally:

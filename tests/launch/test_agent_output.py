@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launch.fake_supervisor import SECRET, Session, process, wait_until
+from trainkit.base.files import part_before
 from trainkit.base.redact import RedactedStream, Redactor
+from trainkit.cli.ending import last_lines
 from trainkit.launch.agent_output import LogWriter
 
 
@@ -199,3 +201,29 @@ def test_the_native_trainers_rank_answers() -> None:
         assert b"most recent call first" in rank.stderr.readline()
         assert rank.poll() is None
         rank.kill()
+
+
+def test_a_log_that_is_full_begins_anew(tmp_path: Path) -> None:
+    """Twice the size is kept, the newest part always; the log says so, and who reads it reads on from the part before."""
+    log, lines = tmp_path / "logs" / "0.log", [b"line %03d\n" % number for number in range(100)]
+    writer = LogWriter(full=300)
+    for line in lines:
+        writer.write(log, line)
+    writer.close(log)
+    wait_until(lambda: writer.idle(log))
+    parts = [part.read_bytes() for part in (part_before(log), log)]
+    told = [line for part in parts for line in part.splitlines(keepends=True) if line.startswith(b"line")]
+    assert told == lines[-len(told) :] and len(told) > 20 and all(part.startswith(b"[trainkit: this log was full (300 bytes)") for part in parts)
+    assert len(list(log.parent.iterdir())) == 2
+    assert last_lines(log, 25)[-1] == "line 099" and "line 080" in last_lines(log, 25), "across both parts"
+
+
+def test_a_log_that_cannot_be_put_aside_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "0.log"
+    part_before(log).mkdir()
+    writer = LogWriter(full=20)
+    for number in range(9):
+        writer.write(log, b"line %03d\n" % number)
+    writer.close(log)
+    wait_until(lambda: writer.idle(log))
+    assert log.read_bytes() == b"".join(b"line %03d\n" % number for number in range(9)) and not writer.troubles

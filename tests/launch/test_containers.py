@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,19 @@ from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.agent_hello import extension_error
 from trainkit.launch.agreement import disagreements
-from trainkit.launch.containers import Around, around, refuse_unmountable
+from trainkit.launch.containers import Around, around, kept_since, refuse_unmountable
 from trainkit.launch.containers.apptainer import APPTAINER
 from trainkit.launch.containers.contract import line
 from trainkit.launch.containers.docker import COMMON, DOCKER, PODMAN, leftovers_line
 from trainkit.launch.containers.enroot import ENROOT
-from trainkit.launch.containers.pyxis import pyxis_words
+from trainkit.launch.containers.pyxis import container_name, pyxis_words, removal_words
 from trainkit.launch.containers.scripts import HOME_LINE, in_words, inside_text
 from trainkit.launch.crew import Hello
 from trainkit.launch.hostfile import Host
 from trainkit.launch.launchers.transports import last_line
 from trainkit.launch.session import Session, new_session
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import EventLog
 
 JOBS = """
 [clusters.c]
@@ -158,6 +160,7 @@ def test_pyxis(tmp_path: Path) -> None:
     words = pyxis_words(box(tmp_path, "pyxis", launcher="slurm", more='writable = true\nargs = ["--container-remap-root"]'))
     assert words == (
         "--container-image=/images/app.sqsh",
+        "--container-name=trainkit-R-1",
         "--container-mounts=/shared:/shared,/data:/data:ro,/opt/topo:/topo",
         "--container-env=A,B,C",
         "--container-workdir=/shared",
@@ -166,6 +169,30 @@ def test_pyxis(tmp_path: Path) -> None:
         "--container-writable",
         "--container-remap-root",
     )
+
+
+def test_pyxis_keeps_a_container_over_attempts_that_began(tmp_path: Path) -> None:
+    """One name a run, on every node, so that a retry or a requeue imports nothing; a new one after a start that failed, whose import may be half done."""
+    run = RunFolder(tmp_path / "runs" / "j" / "R")
+    chosen = job(tmp_path, "pyxis", launcher="slurm")
+    names = []
+    for number, words in enumerate((["started", "go", "ended"], ["started", "go"], ["started", "ended"], ["started", "go", "ended"]), 1):
+        found = around(chosen, FOLDER, "R", number, kept_since(run))
+        assert found is not None
+        names.append(container_name(found))
+        log = EventLog(run.attempt(number))
+        for word in words:
+            log.note(word)
+        log.close()
+    assert names == ["trainkit-R-1", "trainkit-R-1", "trainkit-R-1", "trainkit-R-4"]
+    assert found is not None
+    remove = 'for name; do enroot remove --force "$name"; done'
+    assert removal_words(replace(found, since=2), 8) == (
+        *("srun", "--nodes=8", "--ntasks=8", "--ntasks-per-node=1", "--overlap", "--input=none", "--mpi=none", "--time=1"),
+        *("/bin/bash", "-c", remove, "remove", "pyxis_trainkit-R-1", "pyxis_trainkit-R-2"),
+    )
+    own = box(tmp_path, "pyxis", launcher="slurm", more='args = ["--container-name=mine"]')
+    assert not any("trainkit-R" in word for word in pyxis_words(own)) and not removal_words(own, 8)
 
 
 def test_the_environment_of_ranks(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ import pytest
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.address import own_addresses
 from trainkit.jobs.clusters import Cluster, WatchLimits
+from trainkit.launch.agent_link import dial
 from trainkit.launch.crew import Crew, Hello, Missing
-from trainkit.launch.door import Door
-from trainkit.launch.frames import Decoder, Frame, encode, new_nonce, proof
+from trainkit.launch.door import Door, Link
+from trainkit.launch.frames import LONGEST_GAP_MS, TCP_RTO_MAX_MS, TCP_THIN_LINEAR_TIMEOUTS, Decoder, Frame, beat_seconds, encode, new_nonce, proof
 from trainkit.launch.hostfile import Host
 from trainkit.launch.launchers.contract import LaunchEnd, Started
 from trainkit.launch.launchers.debug import Debug, StubAgent
@@ -358,3 +359,33 @@ def test_events_of_a_run_over_hosts(tmp_path: Path) -> None:
     told = events(run)
     assert outcome.exit == 0 and [e["host"] for e in told if e["event"] == "agent_joined"] == ["h0", "h1"]
     assert sorted((e["rank"], e["host"]) for e in told if e["event"] == "rank_started") == [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1")]
+
+
+def test_after_a_cut_both_sides_are_soon_heard_again() -> None:
+    """The gaps between TCP's tries double: a side was silent for up to twice as long as the cable was out."""
+    token, seen = b"t" * 32, []
+
+    def gaps(sock: Any) -> tuple[int, int]:
+        thin = sock.getsockopt(socket.IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS)
+        try:
+            return thin, sock.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS)
+        except OSError:  # Linux before 6.15
+            return thin, LONGEST_GAP_MS
+
+    async def both() -> None:
+        async def guest(link: Link, node: int) -> None:
+            seen.append(gaps(link._writer.get_extra_info("socket")))
+
+        door = Door()
+        door.token, door.guests["agent"] = token, guest
+        await door.listen("127.0.0.1")
+        connection = await asyncio.to_thread(dial, door.address, door.port, token, 0)
+        seen.append(gaps(connection.sock))
+        while len(seen) < 2:
+            await asyncio.sleep(0)
+        connection.sock.close()
+        await door.close()
+
+    asyncio.run(both())
+    assert seen == [(1, LONGEST_GAP_MS)] * 2
+    assert (beat_seconds(15), beat_seconds(5)) == (1, 0.5), "a short lease is not half spent on waiting for the next sign of life"

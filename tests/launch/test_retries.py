@@ -55,7 +55,13 @@ def test_the_same_failure_at_the_same_step_ends_it() -> None:
 
 
 def test_what_the_next_attempt_would_be_told_again_is_not_tried() -> None:
-    assert Budgets(Retry(user=5)).after(failed("user", exit=Exit.NO_CHECKPOINT)) == "enough"
+    end = failed("user", exit=Exit.NO_CHECKPOINT)
+    assert Budgets(Retry(user=5)).after(end) == "enough" and not end.budget
+
+
+def test_an_end_says_what_it_has_used_up() -> None:
+    end = failed("preempted")
+    assert Budgets(Retry(infra=1)).after(end, "infra") == "again" and end.budget == "infra", "of another kind than its class"
 
 
 def test_hosts_of_the_next_attempt() -> None:
@@ -88,7 +94,13 @@ def test_a_killed_rank_is_tried_again_and_done(tmp_path: Path) -> None:
     outcome, _ = supervised(run, Program(FAILS_ONCE))  # a real agent
     assert outcome.exit == 0 and len(run.attempts()) == 2
     first = events(run, 1)
-    assert [e["event"] for e in first[-2:]] == ["ended", "retry"] and first[-1]["class"] == "infra" and first[-1]["next_attempt"] == 2
+    assert (
+        [e["event"] for e in first[-2:]] == ["ended", "retry"]
+        and first[-2]["budget"] == "infra"
+        and events(run, 2)[-1]["budget"] is None
+        and first[-1]["class"] == "infra"
+        and first[-1]["next_attempt"] == 2
+    )
     cause = first[-2]["root_cause"]
     assert (cause["rank"], cause["signal"], first[-2]["exit"]) == (1, "SIGKILL", 10) and first[-2]["survivors"] == []
 

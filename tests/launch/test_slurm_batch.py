@@ -26,7 +26,8 @@ def ended(kind: str, step: int, exit: int, **cause: Any) -> list[dict[str, Any]]
 
 def retried(by: str, step: int) -> list[dict[str, Any]]:
     """Of one that saved, after which Slurm goes on."""
-    return [*ended("preempted", step, 12), {"event": "retry", "by": "slurm", "class": by}]
+    *before, last = ended("preempted", step, 12)
+    return [*before, {**last, "budget": by}, {"event": "retry", "by": "slurm", "class": by}]
 
 
 GONE: list[dict[str, Any]] = [{"event": "started"}, {"event": "go"}]
@@ -84,7 +85,20 @@ def test_time_limits_without_a_step_between_them_end(tmp_path: Path) -> None:
 
 
 def test_attempts_in_one_allocation_count_too(tmp_path: Path) -> None:
-    again = [*ended("infra", 3, 10, signal="SIGKILL"), {"event": "retry", "class": "infra"}]
+    *before, last = ended("infra", 3, 10, signal="SIGKILL")
+    again = [*before, {**last, "budget": "infra"}, {"event": "retry", "class": "infra"}]
     _, supervisor = supervisor_after(tmp_path, [again, retried("preemption", 8)])
     supervisor.replay(1)
     assert supervisor.budgets.left["infra"] == 2 and supervisor.budgets.left["preemption"] == 99
+
+
+def test_a_budget_counts_though_the_supervisor_was_killed_before_its_last_word(tmp_path: Path) -> None:
+    """KILL between `ended` and `retry`: `ended` says what was used up. One that Slurm would not put back was the end."""
+    *before, last = ended("infra", 3, 10, signal="SIGKILL")
+    cut_short = [*before, {**last, "budget": "infra"}]
+    _, supervisor = supervisor_after(tmp_path / "a", [cut_short, GONE], "retry.same_step=9")
+    supervisor.replay(1)
+    assert supervisor.budgets.left["infra"] == 1
+    _, supervisor = supervisor_after(tmp_path / "b", [[*cut_short, {"event": "requeue_failed"}], GONE], "retry.same_step=9")
+    supervisor.replay(1)
+    assert supervisor.budgets.left["infra"] == 2

@@ -20,7 +20,7 @@ from trainkit.launch.hostfile import Host
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.slurm import batch
 from trainkit.launch.slurm.allocation import Granted
-from trainkit.launch.slurm.batch import BatchAsks, BatchSupervisor, supervise_batch
+from trainkit.launch.slurm.batch import BatchAsks, BatchSupervisor, NoProlog, supervise_batch
 from trainkit.launch.slurm.script import batch_script, script_path
 from trainkit.launch.watch import nobody
 from trainkit.runs.folder import RunFolder
@@ -163,6 +163,18 @@ def test_a_bad_node_is_not_left_out_where_the_job_could_never_start_then(control
         control.nodes(n1="alloc", n2="alloc", n3="alloc", n4="alloc", n5="drained")
     *_, retry = ended(supervisor(control, *sets), no_start("n2"))
     assert retry["event"] == "retry" and not [words for words in control.asked() if "update" in words]
+
+
+def test_a_prolog_that_failed_in_the_script_alone_is_its_hosts(control: Control) -> None:
+    """With pyxis no node runs it again: an attempt that names the host, and Slurm gives another."""
+    made = supervisor(control)
+    assert made.attempt is not None
+    made.attempt.events.close()
+    made = BatchSupervisor(made.run, {}, BatchAsks(), nobody(), made.granted, NoProlog("n1", 5))
+    made.address = lambda: "127.0.0.1"  # type: ignore[method-assign]
+    outcome = asyncio.run(made.supervise())
+    assert (outcome.exit, outcome.failure_class, made.later, list(made.bad)) == (8, "infra", "infra", ["n1"])
+    assert "prolog of clusters.here failed in the batch script (exit code 5)" in made.bad["n1"]
 
 
 def test_what_all_nodes_lack_is_not_theirs(control: Control) -> None:

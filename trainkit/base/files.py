@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import pwd
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -94,6 +95,32 @@ def remove_leftovers(path: Path) -> None:
     """Delete what crashed writers of `path` left beside it (call it under the lock of whoever writes there)."""
     for leftover in path.parent.glob(f"{glob.escape(path.name)}{TEMPORARY}*"):
         remove(leftover)
+
+
+def part_before(log: Path) -> Path:
+    """Where the part of a log goes that was full; nothing is there while the log is short."""
+    return log.with_name(f"{log.name}.1")
+
+
+def keep_others_from_writing() -> None:
+    """Whatever the umask allows, nothing that this process and its children make from now on is for everybody to write: who can replace `code`, job.json
+    or a prolog's script runs as us. A group may write where the umask lets it."""
+    os.umask(os.umask(0o002) | 0o002)
+
+
+def who_denies(path: Path) -> tuple[Path, str]:
+    """(the file or folder on the way to `path` that another user than us owns, that user) where there is one; else (`path`, ""). Of those that can be
+    seen, it is the last."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            owner = os.lstat(place).st_uid
+            if owner == os.geteuid():
+                return path, ""
+            try:
+                return place, pwd.getpwuid(owner).pw_name
+            except KeyError:
+                return place, f"the user {owner}"
+    return path, ""
 
 
 def sha256_file(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -11,6 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from trainkit.base.errors import TrainkitError
+from trainkit.base.files import part_before
 from trainkit.base.printable import printable
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Talk
@@ -24,12 +26,13 @@ LOG_LINES = 15
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a text file; none where there is no file. Reads at most the lines' worth into memory."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return [printable(line.rstrip("\n")) for line in collections.deque(file, maxlen=count)]
-    except FileNotFoundError:
-        return []
+    """The last lines of a text file and, where it has begun anew, of the part before it; none where there is no file. Reads at most the lines' worth into
+    memory."""
+    lines: collections.deque[str] = collections.deque(maxlen=count)
+    for part in (part_before(path), path):
+        with contextlib.suppress(FileNotFoundError), open(part, encoding="utf-8", errors="replace") as file:
+            lines.extend(file)
+    return [printable(line.rstrip("\n")) for line in lines]
 
 
 def facts_table(run: RunFolder) -> Listing:

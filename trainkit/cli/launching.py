@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.schema import Job
-from trainkit.launch.containers import around
+from trainkit.launch.containers import around, kept_since
 from trainkit.launch.hostfile import Host
 from trainkit.launch.session import Session, new_session
 from trainkit.runs.folder import RunFolder
@@ -15,7 +15,8 @@ from trainkit.runs.folder import RunFolder
 def session_to_show(job: Job, run: RunFolder, attempt: int, hosts: Sequence[Host]) -> Session:
     """The session of an attempt as it would be; the code's hash is not known yet."""
     folder, code = run.session(attempt), run.root / "code" / "SHA256"
-    return new_session(folder, run.id, attempt, hosts, job.cluster, code, run.attempt(attempt).transports, {}, around(job, folder, run.id, attempt))
+    box = around(job, folder, run.id, attempt, kept_since(run))
+    return new_session(folder, run.id, attempt, hosts, job.cluster, code, run.attempt(attempt).transports, {}, box)
 
 
 def say_scripts(talk: Talk, session: Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 from invoke.exceptions import Exit as Leave
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.files import part_before
 from trainkit.base.forms import document
 from trainkit.base.printable import printable
 from trainkit.cli.ending import last_lines
@@ -113,15 +115,19 @@ def _transport(run: RunFolder, attempt: AttemptFolder, node: str, hosts: list[st
 
 
 class _Tail:
-    """The end of one log. Beside others it is told in whole lines."""
+    """The end of one log, which may begin anew meanwhile (`part_before`). Beside others it is told in whole lines."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         self.path, self.prefix, self.offset = path, prefix, 0
+        self.file = 0  # the inode that the offset is of
 
     def last(self, count: int, *, torn: bool) -> list[str]:
         """The last lines; `torn`: with a last one that has no end yet, else `new` gives it later."""
         lines: collections.deque[bytes] = collections.deque(maxlen=count)
+        with contextlib.suppress(FileNotFoundError), open(part_before(self.path), "rb") as before:
+            lines.extend(before)
         with open(self.path, "rb") as file:
+            self.file = os.fstat(file.fileno()).st_ino
             for line in file:
                 if torn or line.endswith(b"\n"):
                     self.offset += len(line)
@@ -131,13 +137,25 @@ class _Tail:
     def new(self, *, torn: bool) -> str:
         """What has come since."""
         with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            data = file.read()
+            anew = (now := os.fstat(file.fileno()).st_ino) != self.file
+            rest, start = (self._rest(), 0) if anew else (b"", self.offset)
+            file.seek(start)
+            data = rest + file.read()
         if self.prefix and not torn:
             data = data[: data.rfind(b"\n") + 1]
-        self.offset += len(data)
+        if len(data) < len(rest):
+            return ""  # the new part has not a whole line yet
+        self.file, self.offset = now, start + len(data) - len(rest)
         text = printable(data.decode(errors="replace"))
         return "".join(f"{self.prefix}{line}\n" for line in text.removesuffix("\n").split("\n")) if self.prefix and text else text
+
+    def _rest(self) -> bytes:
+        """What the part that was put aside has beyond what was told; nothing where another has taken its place since."""
+        with contextlib.suppress(FileNotFoundError), open(part_before(self.path), "rb") as before:
+            if os.fstat(before.fileno()).st_ino == self.file:
+                before.seek(self.offset)
+                return before.read()
+        return b""
 
 
 def _follow(run: RunFolder, tails: list[_Tail]) -> None:

@@ -18,7 +18,7 @@ if __name__ == "__main__":  # by path: the snapshot this file is part of comes f
 from rich.console import Console
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import write_json
+from trainkit.base.files import keep_others_from_writing, write_json
 from trainkit.base.locks import locked
 from trainkit.base.process import allow_open_files
 from trainkit.cli.plan import plan_of
@@ -98,6 +98,7 @@ def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
 
 def main() -> None:
     """The program."""
+    keep_others_from_writing()
     run = RunFolder(Path(sys.argv[1]))
     graph = read_graph(run)
     assert graph is not None, f"{run.path} has no graph"

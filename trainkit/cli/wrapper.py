@@ -26,6 +26,7 @@ from invoke.tasks import Task
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.extras import MissingExtra
+from trainkit.base.files import keep_others_from_writing, who_denies
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -199,7 +200,18 @@ def _install_and_begin_again(talk: Talk, error: MissingExtra) -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def _denied(error: PermissionError) -> TrainkitError:
+    """The error for a file that this person may not touch; whose it is tells why, where it is another's."""
+    stops, owner = who_denies(Path(os.fsdecode(error.filename)))
+    message = f"{error.strerror}: {error.filename}"
+    if not owner:
+        return TrainkitError(message, exit=Exit.STAGE_FAILED)
+    hint = f"{stops} belongs to {owner}; clusters.NAME.root is one person's folder, or a group's that may write all of it: "
+    return TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hint + 'root = "FOLDER/${host:USER}" gives each their own')
+
+
 def _call(talk: Talk, body: Callable[[], Answer | None]) -> None:
+    keep_others_from_writing()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 still gets all that it can show
@@ -216,6 +228,9 @@ def _call(talk: Talk, body: Callable[[], Answer | None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: `invoke runs | head`
         raise Leave(code=128 + signal.SIGPIPE) from None
     except OSError as error:
+        if isinstance(error, PermissionError) and isinstance(error.filename, str | bytes):
+            denied = _denied(error)
+            raise _say_error(talk, f"error: {denied}", denied.exit, denied.problems()) from None
         where = f": {error.filename}" if error.filename else ""
         raise _say_error(talk, f"error: {error.strerror or error}{where}", Exit.STAGE_FAILED) from None
     except Leave:

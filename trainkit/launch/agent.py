@@ -16,11 +16,13 @@ def main() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 - whatever is on a host or in an image may be asked to run this
         sys.exit(f"trainkit agent: {sys.executable} is Python {sys.version.split()[0]}; 3.11 is needed: clusters.X.python, containers.X.python")
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the snapshot this file is part of
+    from trainkit.base.files import keep_others_from_writing
     from trainkit.base.keeper import keep
     from trainkit.launch.agent_loop import Agent
 
     if len(sys.argv) != 3 or not sys.argv[2].isdigit():
         sys.exit("usage: agent.py SESSION_FOLDER NODE")
+    keep_others_from_writing()
     folder, node = Path(sys.argv[1]), int(sys.argv[2])
     title = f"run-keeper {'/'.join(folder.parts[-3:])} {node}"  # `pkill -9 -f trainkit` and `killall -9 python` spare it: it ends what they leave
     sys.exit(keep(lambda link: Agent(folder, node, link).run(), title))

@@ -91,6 +91,7 @@ def dial(address: str, port: int, token: bytes, node: int, seconds: float = PROO
     sock = _connect(address, port, deadline)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        frames.be_impatient(sock)
         decoder, own = Decoder(), frames.new_nonce()
         _say(sock, {"type": "knock", "role": "agent", "node": node, "nonce": own}, deadline)
         challenge = _hear(sock, decoder, deadline)

@@ -27,9 +27,8 @@ from trainkit.launch.agent_hello import hello
 from trainkit.launch.agent_link import Connection, Lost, dial
 from trainkit.launch.agent_orders import ORDERS, Order
 from trainkit.launch.agent_output import LogWriter
-from trainkit.launch.frames import BadFrame, Frame
+from trainkit.launch.frames import BEAT, BadFrame, Frame, beat_seconds
 
-BEAT = 1.0  # seconds between two heartbeats
 BATCH_SECONDS = 0.25  # between two batches of output
 TICK = 0.05  # seconds between two looks at what has begun and is not done
 KILL_SECONDS = 5.0  # how long what got KILL may take to vanish
@@ -64,6 +63,7 @@ class Agent:
         self.heartbeats: Path | None = None
         self.listener: socket.socket | None = None
         self.heard = self.beaten = self.batched = 0.0
+        self.beat = BEAT  # seconds between two heartbeats
         self.leaving: int | None = None  # the exit code of why we leave
         self.code: int | None = None
 
@@ -83,7 +83,7 @@ class Agent:
         except Lost as error:
             say(f"{os.uname().nodename}: {error}")
             return int(Exit.START)
-        self.heard = time.monotonic()
+        self.heard, self.beat = time.monotonic(), beat_seconds(self.session["lease"])
         try:
             self._listen_to_all()
             code = Path(__file__).resolve().parents[2]
@@ -179,8 +179,8 @@ class Agent:
         if self.tasks or self.telling:
             return TICK
         if any(child.output.waiting for child in self.children.values()):
-            return max(0.0, min(self.batched + BATCH_SECONDS, self.beaten + BEAT) - now)
-        return max(0.0, self.beaten + BEAT - now)
+            return max(0.0, min(self.batched + BATCH_SECONDS, self.beaten + self.beat) - now)
+        return max(0.0, self.beaten + self.beat - now)
 
     def _flush(self) -> None:
         try:
@@ -226,7 +226,7 @@ class Agent:
                 if self.connection is None or self.connection.room:
                     self._send_output(child)
                 self.watch(child)
-        if now - self.beaten >= BEAT:
+        if now - self.beaten >= self.beat:
             self.beaten = now
             self.link.beat()
             if self.connection and self.connection.room:  # else: the next one says it all

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
+from trainkit.base.files import part_before
 from trainkit.base.redact import RedactedStream, Redactor
 from trainkit.launch.frames import Frame
 
@@ -22,15 +23,21 @@ BATCH = 2**16  # bytes of a process's output that wait for the supervisor, the o
 WHOLE = 2**20  # of a process whose output must be whole: then it waits itself
 LONGEST = 2**24  # of a line that must be whole; a longer one is cut
 DRAIN = 2**24  # bytes read after a process's end
+FULL = 2**26  # bytes of a log, which then begins anew; the part before it is kept, so that a rank has twice as many at most
 QUEUE = 2**23  # bytes that wait for one log, the newest dropped
 PARTIAL_SECONDS = 0.25  # how long the beginning of a line waits for its end
 LAST_LINES, LAST_BYTES = 30, 2000  # what is kept of the end: lines, and bytes of one
 
 
 class LogWriter:
-    """Appends to log files in a thread of its own: a file system that hangs or is full holds nobody up."""
+    """Appends to log files in a thread of its own: a file system that hangs or is full holds nobody up.
 
-    def __init__(self) -> None:
+    Args:
+        full: bytes of a file, which is then put aside (`part_before`, in place of an earlier one) and begins anew.
+    """
+
+    def __init__(self, full: int = FULL) -> None:
+        self._full = full
         self._change = threading.Condition()
         self._queue: deque[tuple[Path, bytes | None]] = deque()
         self._waiting: dict[Path, int] = {}
@@ -87,6 +94,8 @@ class LogWriter:
             if path not in self._files:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._files[path] = FileIO(path, "a")
+            if self._files[path].tell() + len(data) > self._full:
+                note = self._begin_anew(path) + note
             rest = memoryview(note + data)
             while rest:
                 rest = rest[self._files[path].write(rest) :]
@@ -96,6 +105,17 @@ class LogWriter:
             if path not in self._said:
                 self._said.add(path)
                 self.troubles.append((path, error.strerror or str(error)))
+
+    def _begin_anew(self, path: Path) -> bytes:
+        """Put the file aside; returns what the new one begins with. One that cannot be put aside goes on."""
+        try:
+            os.replace(path, part_before(path))
+        except OSError:
+            return b""
+        self._files[path].close()
+        self._files[path] = FileIO(path, "a")
+        words = f"this log was full ({self._full:,} bytes): what came before is in {part_before(path).name}, and what was there before that is gone"
+        return f"[trainkit: {words}]\n".encode()
 
 
 @dataclass

@@ -17,7 +17,7 @@ from trainkit.base.redact import Redactor
 from trainkit.engines.contract import Command
 from trainkit.jobs.schema import Job
 from trainkit.launch.asks import Asks
-from trainkit.launch.containers import around
+from trainkit.launch.containers import around, kept_since
 from trainkit.launch.crew import Crew, Hello
 from trainkit.launch.door import Door
 from trainkit.launch.failures import Rules
@@ -80,6 +80,7 @@ class AttemptEnd:
         lost: how many contacts were lost.
         lost_at: since when the last of the doubtful ones hears nothing of us, by time.monotonic(); None: there are none, or nothing is left there.
         again: another attempt follows; the supervisor decides.
+        budget: what another attempt, here or later, has used up; "": there is to be none.
     """
 
     outcome: Outcome
@@ -91,6 +92,7 @@ class AttemptEnd:
     lost: int = 0
     lost_at: float | None = None
     again: bool = False
+    budget: str = ""
 
 
 class _Asked(Exception):
@@ -115,7 +117,9 @@ class Attempt:
         code = run.root / "code" / run.code.resolve().name
         logs = self.folder.path / "launch"
         folder = run.session(number)
-        self.session: Session = new_session(folder, run.id, number, hosts, job.cluster, code, logs, passed_on(), around(job, folder, run.id, number))
+        self.session: Session = new_session(
+            folder, run.id, number, hosts, job.cluster, code, logs, passed_on(), around(job, folder, run.id, number, kept_since(run))
+        )
         self.events = EventLog(self.folder)
         self.pulse = Pulse(self.folder, job.cluster.watch)
         self.stacks = Stacks(self.folder)
@@ -147,6 +151,8 @@ class Attempt:
                     outcome = await self._guarded(crew)
                 finally:
                     survivors = await self._stop_all(crew, "the supervisor ends")
+        except NoStart as error:
+            outcome = error.outcome
         except TrainkitError as error:
             outcome = Outcome(error.exit, "user" if error.exit == Exit.CONFIG else "infra", {"message": error.message, "advice": error.hint})
         except OSError as error:

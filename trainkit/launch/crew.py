@@ -13,12 +13,11 @@ from typing import Any
 
 from trainkit.launch.containers.scripts import CODES, in_words
 from trainkit.launch.door import Door, Link
-from trainkit.launch.frames import BadFrame, Frame
+from trainkit.launch.frames import BadFrame, Frame, beat_seconds
 from trainkit.launch.launchers.contract import LaunchEnd, Launcher, Started
 from trainkit.launch.session import Session
 
 POLL_SECONDS = 0.05
-PING_SECONDS = 1.0
 HEARD_SECONDS = 3.0  # of silence end the pings: a host that we do not hear must not live on by them when we have given it up
 BYE_SECONDS = 3.0  # for agents that have nothing left to stop, and their transports, to end by themselves
 HELD_FRAMES = 10_000  # of all agents together that nobody has looked at; more have to wait in their connections
@@ -207,12 +206,12 @@ class Crew:
         self.received.put_nowait((node, frame))
 
     async def _beat(self) -> None:
-        """Once a second: say that we live, and look who does not."""
-        last = time.monotonic()
+        """Once a second, or more often: say that we live, and look who does not."""
+        last, gap = time.monotonic(), beat_seconds(self.session.lease)
         while True:
-            await asyncio.sleep(PING_SECONDS)
+            await asyncio.sleep(gap)
             now = time.monotonic()
-            late, last = now - last > 3 * PING_SECONDS, now
+            late, last = now - last > 3 * gap, now
             links = {node: link for node, link in self._links.items() if node not in self.lost and node not in self._leaving}
             for link in links.values():
                 if now - link.heard < HEARD_SECONDS:

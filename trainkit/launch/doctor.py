@@ -14,7 +14,8 @@ from pathlib import Path
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.crew import Hello, Missing
-from trainkit.launch.errands import guard
+from trainkit.launch.errands import Program, guard, run_together
+from trainkit.launch.gpu_health import LOOK, LOOK_SECONDS, symptoms
 from trainkit.launch.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.pairs import Pair, judge, measure_pairs
@@ -83,8 +84,13 @@ def examine(cluster: Cluster, hosts: Sequence[Host], root: Path, *, all_reduce: 
             answers = await crew.gather(crew.session.connect)
             findings = judge_hosts(answers, hosts, crew.session)
             pairs: list[Pair] = []
-            if all_reduce and len(crew.present) > 1:
+            if cluster.device_type == "cuda" or all_reduce:
                 await guard(crew)
+            if cluster.device_type == "cuda":
+                look = {node: [Program(LOOK, dict(cluster.env))] for node in crew.present}
+                said = await run_together(crew, look, LOOK_SECONDS, turn="gpu-health-")
+                findings += [Finding(hosts[node].name, "gpus", **vars(symptom)) for (node, _), words in said.items() for symptom in symptoms(words)]
+            if all_reduce and len(crew.present) > 1:
                 pairs = await measure_pairs(crew)
                 findings += judge_pairs(pairs, crew.session)
         return Examination(answers, findings, [(hosts[pair.first].name, hosts[pair.second].name, pair) for pair in pairs])

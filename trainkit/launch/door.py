@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from trainkit.base.process import allow_open_files
-from trainkit.launch.frames import LIMIT, BadFrame, Decoder, Frame, encode, new_nonce, proof, proved
+from trainkit.launch.frames import LIMIT, BadFrame, Decoder, Frame, be_impatient, encode, new_nonce, proof, proved
 
 PROOF_SECONDS = 30.0  # that a stranger has: as long as an agent waits, of which a thousand may knock at once
 TOLD_STRANGERS = 20  # of them are reported; the rest only counted, so that a port scan fills no disk
@@ -24,6 +24,7 @@ class Link:
         self._reader, self._writer, self._decoder = reader, writer, Decoder()
         self.heard = time.monotonic()
         peer = writer.get_extra_info("peername")
+        be_impatient(writer.get_extra_info("socket"))
         self.peer = f"{peer[0]}:{peer[1]}" if peer else "unknown"
 
     def trust(self) -> None:

@@ -25,7 +25,7 @@ class Budgets:
         self._times = 0
 
     def after(self, end: AttemptEnd, kind: str = "") -> Verdict:
-        """What follows from one more failure. One that was asked for, or success, is no failure: do not come with it.
+        """What follows from one more failure; `end.budget` says what it has used up. One that was asked for, or success, is no failure: do not come with it.
 
         Args:
             kind: the budget that it uses up; by default that of its class.
@@ -42,6 +42,7 @@ class Budgets:
         if self._times >= self.same_step:
             return "no-progress"
         self.left[kind] = budget - 1
+        end.budget = kind
         return "again"
 
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # by path: the snapshot this file is part of comes f
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.base.files import write_json
+from trainkit.base.files import keep_others_from_writing, write_json
 from trainkit.base.forms import document
 from trainkit.base.locks import Busy, locked
 from trainkit.base.process import identity
@@ -161,7 +161,7 @@ class Supervisor:
             return None
         outcome = judge_outcome([], 1, self.asks.first)
         if end is not None:
-            end.outcome = outcome
+            end.outcome, end.budget = outcome, ""
             self._record(end)
         return outcome
 
@@ -263,6 +263,7 @@ class Supervisor:
         assert self.attempt is not None
         events, outcome = self.attempt.events, end.outcome
         rest: dict[str, Any] = {"step": end.step, "survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
+        rest["budget"] = end.budget or None  # said here and not in a later word: we may be killed between the two
         events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
 
     def _goes_on(self, end: AttemptEnd) -> bool:
@@ -368,6 +369,7 @@ def supervise(
 
 def main() -> None:
     """The program."""
+    keep_others_from_writing()
     import os
 
     from trainkit.launch.world import secret_values
@@ -375,6 +377,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The supervisor of one run.")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--share", action="store_true", help="run beside other runs on the same slots")
+    parser.add_argument("--prolog-failed", type=int, default=0, metavar="CODE", help="of a batch script, here; the other nodes may be good")
     words = parser.parse_args()
     run = RunFolder(words.run_folder)
     try:
@@ -383,7 +386,7 @@ def main() -> None:
             if cluster.launcher == "slurm":
                 from trainkit.launch.slurm.batch import supervise_batch
 
-                sys.exit(int(supervise_batch(run, os.environ).exit))
+                sys.exit(int(supervise_batch(run, os.environ, prolog=words.prolog_failed).exit))
             secrets = secret_values(cluster.secrets, os.environ)
             sys.exit(int(supervise(run, secrets, nobody(), share=words.share).exit))
     except TrainkitError as error:

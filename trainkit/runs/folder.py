@@ -130,18 +130,14 @@ class RunFolder:
         return [self.attempt(n) for n in numbers]
 
 
-OURS = 0o775  # whatever the umask leaves out besides: who may write there may replace the code that a run is resumed with
-
-
 def new_run_folder(root: Path, job: str) -> RunFolder:
     """Make an empty run folder with an id that sorts by time, `20261120-104500-3fa9`."""
     above = root / "runs" / job
-    for folder in (above.parent, above):
-        folder.mkdir(parents=True, mode=OURS, exist_ok=True)
+    above.mkdir(parents=True, exist_ok=True)
     while True:
         path = above / (time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2))
         try:
-            path.mkdir(mode=OURS)
+            path.mkdir()
         except FileExistsError:
             continue
         return RunFolder(path)

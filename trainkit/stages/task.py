@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import Exit
-from trainkit.base.files import read_json, write_json
+from trainkit.base.files import keep_others_from_writing, read_json, write_json
 from trainkit.base.forms import read_form
 from trainkit.base.unit import PARENT_VARIABLE
 from trainkit.stages.stamps import stamp_holds, stamp_unit
@@ -85,6 +85,7 @@ def _result(out: Path) -> dict[str, Any] | None:
 
 def main() -> None:
     """One that fails does not keep the others of this share from being done: a second call then has little to do."""
+    keep_others_from_writing()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     level = read_form(Path(sys.argv[1]), FORM)
     codes = [do(unit) for unit in share(level, os.environ)]

@@ -1,5 +1,5 @@
 """What goes around the agent of each node: one file a kind of runtime."""
 
-from trainkit.launch.containers.contract import Around, around, refuse_unmountable
+from trainkit.launch.containers.contract import Around, around, kept_since, refuse_unmountable
 
-__all__ = ["Around", "around", "refuse_unmountable"]
+__all__ = ["Around", "around", "kept_since", "refuse_unmountable"]

@@ -13,6 +13,8 @@ from trainkit.base.errors import ConfigError
 from trainkit.data.ranges import expand
 from trainkit.jobs.containers import MOUNTABLE, Container
 from trainkit.jobs.schema import Dataset, Job
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import read_events
 
 SHARED_MEMORY = "/dev/shm"  # the host's own under every runtime here
 NODE = '"$1"'  # of node.sh and inside.sh: the node's number
@@ -58,6 +60,7 @@ class Around:
         run: the run's id.
         attempt: its number.
         folder: the session's folder.
+        since: the attempt from whose start on a container that a node has kept is a good one.
     """
 
     container: Container
@@ -69,6 +72,7 @@ class Around:
     run: str
     attempt: int
     folder: Path
+    since: int = 1
 
     @property
     def script(self) -> Path:
@@ -105,11 +109,18 @@ class Runtime:
     before: Callable[[Around], Sequence[str]] = lambda around: ()
 
 
-def around(job: Job, folder: Path, run: str, attempt: int) -> Around | None:
+def kept_since(run: RunFolder) -> int:
+    """The attempt after the last whose ranks did not begin: one of its nodes may have been stopped while it imported the image, and keeps half of it."""
+    began = {attempt.number: any(event["event"] == "go" for event in read_events(attempt)) for attempt in run.attempts()}
+    return 1 + max((number for number, well in began.items() if not well), default=0)
+
+
+def around(job: Job, folder: Path, run: str, attempt: int, since: int = 1) -> Around | None:
     """What goes around the agents of a run's attempt; None where the job has no container.
 
     Args:
         folder: the session's.
+        since: see Around.
 
     Raises:
         ConfigError: a path that no runtime can mount.
@@ -118,7 +129,7 @@ def around(job: Job, folder: Path, run: str, attempt: int) -> Around | None:
         return None
     cluster = job.cluster
     env = {name: value for name, value in job.environment.items() if "${node:" not in value and not ONLY_INSIDE.fullmatch(name)}
-    return Around(job.container, mounts_of(job), env, cluster.device_type == "cuda", _root(job), cluster.node_folder, run, attempt, folder)
+    return Around(job.container, mounts_of(job), env, cluster.device_type == "cuda", _root(job), cluster.node_folder, run, attempt, folder, since)
 
 
 def refuse_unmountable(job: Job) -> None:

@@ -15,7 +15,23 @@ from trainkit.launch.containers.scripts import FAILED, mount_lines
 
 LOOK, STEP = "mounts.sh", "step.sh"  # in the session's folder
 LOOK_SHARE = 0.9  # of watch.connect, for the look at the mounts: its words must be there before the supervisor gives up
+REMOVAL_MINUTES = 1  # for a root file system of some 20 GB
 EVERYTHING = ("ALL", "NONE", "NIL")  # values of --export that are no list of names
+
+
+def container_name(around: Around) -> str:
+    """What a run's container is called on every node, where an attempt that follows finds it and imports nothing; "" where its table has a name of its own."""
+    return "" if any(word.startswith("--container-name") for word in around.container.args) else f"trainkit-{around.run}-{around.since}"
+
+
+def removal_words(around: Around, nodes: int) -> tuple[str, ...]:
+    """The line of srun that takes the containers of a run off its nodes, where the plugin does not (container_scope=global); none without a name of ours."""
+    if not container_name(around):
+        return ()
+    names = [f"pyxis_trainkit-{around.run}-{since}" for since in range(1, around.since + 1)]
+    remove = 'for name; do enroot remove --force "$name"; done'
+    step = ("--overlap", "--input=none", "--mpi=none", f"--time={REMOVAL_MINUTES}")
+    return ("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *step, "/bin/bash", "-c", remove, "remove", *names)
 
 
 def pyxis_words(around: Around) -> tuple[str, ...]:
@@ -29,7 +45,8 @@ def pyxis_words(around: Around) -> tuple[str, ...]:
         "--no-container-entrypoint",
         *(("--container-writable",) if container.writable else ()),
     )
-    return (f"--container-image={container.image}", f"--container-mounts={mounts}", *env, *place, *container.args)
+    name = (f"--container-name={called}",) if (called := container_name(around)) else ()
+    return (f"--container-image={container.image}", *name, f"--container-mounts={mounts}", *env, *place, *container.args)
 
 
 def exported(names: str, env: Mapping[str, str]) -> str:

@@ -44,5 +44,6 @@ class Launcher(Protocol):
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
         """Start an agent for every host of the session, in order; node K is hosts[K]. Does not wait for them.
 
-        Raises TrainkitError (exit 3 or 8) where it cannot even try: a host name that does not fit, a program that is not installed.
+        Raises TrainkitError (exit 3 or 8) where it cannot even try: a host name that does not fit, a program that is not installed; NoStart where a host is
+        to blame for that.
         """

@@ -12,14 +12,21 @@ from typing import Any, Literal
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.resolved import read_job
+from trainkit.jobs.schema import Job
 from trainkit.launch.asks import Asks
 from trainkit.launch.attempt import AttemptEnd
+from trainkit.launch.containers import around, kept_since
+from trainkit.launch.containers.pyxis import REMOVAL_MINUTES, removal_words
+from trainkit.launch.handshake import NoStart
 from trainkit.launch.hostfile import Host
 from trainkit.launch.hosts import write_hosts
 from trainkit.launch.launchers import head_address
+from trainkit.launch.launchers.contract import Launcher, Started
+from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.outcome import Ask, Outcome
 from trainkit.launch.retries import Budgets
-from trainkit.launch.slurm.allocation import Granted, ask, granted, hostnames, hosts_of
+from trainkit.launch.session import Session
+from trainkit.launch.slurm.allocation import ANSWER_SECONDS, Granted, ask, granted, hostnames, hosts_of
 from trainkit.launch.slurm.graph import stages_of, still_to_be_made
 from trainkit.launch.slurm.queue import failed_nodes, requeue, standing, usable_nodes
 from trainkit.launch.slurm.script import LIMIT_SHARE, seconds_before_limit, signal_seconds
@@ -75,11 +82,29 @@ class BatchAsks(Asks):
         self.save(Ask.SAVE)
 
 
+class NoProlog(Slurm):
+    """As Slurm, in a job whose prolog has failed in the batch script, and is run nowhere else.
+
+    Args:
+        host: the node that it failed on.
+        code: its exit code.
+    """
+
+    def __init__(self, host: str, code: int) -> None:
+        super().__init__()
+        self.host, self.code = host, code
+
+    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+        why = f"the prolog of clusters.{session.cluster.name} failed in the batch script (exit code {self.code})"
+        hint = f"what it said is in the job's output, slurm-JOB.out beside {session.folder}"
+        raise NoStart(Exit.START, "nothing was started", [(self.host, why)], hint=hint, suspects=[self.host])
+
+
 class BatchSupervisor(Supervisor):
     """As Supervisor, for the allocation `granted`."""
 
-    def __init__(self, run: RunFolder, secrets: Mapping[str, str], asks: BatchAsks, watch: Watch, granted: Granted) -> None:
-        super().__init__(run, secrets, asks, watch, share=True)  # who may be on a node is Slurm's affair
+    def __init__(self, run: RunFolder, secrets: Mapping[str, str], asks: BatchAsks, watch: Watch, granted: Granted, launcher: Launcher | None = None) -> None:
+        super().__init__(run, secrets, asks, watch, share=True, launcher=launcher)  # who may be on a node is Slurm's affair
         self.told, self.granted = asks, granted
         self.later: Kind = ""
         self.noted = False
@@ -102,9 +127,9 @@ class BatchSupervisor(Supervisor):
                 continue
             events = read_events(attempt)
             ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
-            retry: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "retry"), {})
+            budget = _budget(events)
             began = any(event["event"] == "go" for event in events)
-            if ended is not None and not retry and ended["class"] != "preempted":
+            if ended is not None and not budget and ended["class"] != "preempted":
                 self.budgets = Budgets(self.job.retries)  # it was the end; that the job runs again is a person's word: scontrol requeue
                 continue
             if ended is None:
@@ -113,7 +138,7 @@ class BatchSupervisor(Supervisor):
             else:
                 outcome = Outcome(Exit(ended["exit"]), ended["class"], ended["root_cause"])
                 end = AttemptEnd(outcome, began, ended.get("step", 0))
-                kind = retry.get("class") or ("preemption" if ended["class"] == "preempted" else ended["class"])
+                kind = budget or "preemption"
             if (verdict := self.budgets.after(end, kind)) != "again":
                 self._give_up(attempt.number, kind, verdict, end)
 
@@ -295,8 +320,13 @@ def _why(kind: Kind, failed: Sequence[str]) -> str:
     }.get(kind, "Slurm ended the job (scancel, or its time limit)")
 
 
-def supervise_batch(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
-    """Supervise a run in the batch job that the environment tells of. The caller holds the run's lock."""
+def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: int = 0) -> Outcome:
+    """Supervise a run in the batch job that the environment tells of. The caller holds the run's lock.
+
+    Args:
+        prolog: the exit code of the cluster's prolog in the batch script, where it failed. That is judged by what the nodes make of it: all are asked to
+            run it. Where they do not (pyxis), the batch host alone is to blame.
+    """
     asks = BatchAsks()
     with asks.listening():
         where = granted(environment)
@@ -311,22 +341,43 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
             return ended
         _refuse_other_inputs(run, entry)
         watch = Watch(lambda run: print(f"run {run.id} on {', '.join(where.hosts)}", flush=True), lambda: None, lambda text: print(text, flush=True))
-        supervisor = BatchSupervisor(run, read_secrets(run), asks, watch, where)
+        launcher = None
+        if prolog:
+            host = environment.get("SLURMD_NODENAME") or where.hosts[0]
+            watch.notice(f"the prolog of clusters.{job.cluster.name} failed in the batch script on {host} (exit code {prolog})")
+            launcher = NoProlog(host, prolog) if job.container is not None and job.container.runtime == "pyxis" else None
+        supervisor = BatchSupervisor(run, read_secrets(run), asks, watch, where, launcher)
         supervisor.replay(entry.first_attempt)
         with _successor(run, supervisor, entry):
             supervisor.look_around()
             outcome = asyncio.run(supervisor.supervise())
+        if not supervisor.later:
+            _remove_containers(run, job, where)
         if outcome.failure_class == "cancelled":  # Slurm should say so too, not FAILED; who cancels looks again
             with contextlib.suppress(TrainkitError):
                 ask(["scancel", where.job])
         return outcome
 
 
+def _remove_containers(run: RunFolder, job: Job, where: Granted) -> None:
+    """A run that is over needs no more what its nodes have kept of pyxis. Where Slurm has taken the nodes already, that stays until a person removes it."""
+    box = around(job, run.session(0), run.id, 0, kept_since(run))
+    if box is not None and box.container.runtime == "pyxis" and (words := removal_words(box, len(where.hosts))):
+        with contextlib.suppress(TrainkitError):
+            ask(words, timeout=60.0 * REMOVAL_MINUTES + ANSWER_SECONDS)
+
+
+def _budget(events: Sequence[Mapping[str, Any]]) -> str:
+    """What an attempt has used up for another one to follow; "" where none was to follow, or Slurm would not put the job back."""
+    said = next((event for event in reversed(events) if event["event"] in ("ended", "requeue_failed")), None)
+    return str((said or {}).get("budget") or "")
+
+
 def _ended_for_good(run: RunFolder) -> Outcome | None:
     """How the run ended where it did: a successor that nobody could take back has nothing to do. None: the newest attempt wants another, or left no word."""
     events = [event for attempt in run.attempts()[-1:] for event in read_events(attempt)]
     ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
-    if ended is None or any(event["event"] == "retry" for event in events):
+    if ended is None or _budget(events):
         return None
     return Outcome(Exit(ended["exit"]), ended["class"], ended["root_cause"])
 

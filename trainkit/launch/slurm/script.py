@@ -42,6 +42,8 @@ def batch_script(job: Job, run: RunFolder, *, seconds: int | None = None) -> str
         raise ConfigError(f"clusters.{job.cluster.name}.root: {run.path} does not fit into a batch script", hint=hint)
     python = job.cluster.python or sys.executable
     last = [python, "-I", str(run.code / "trainkit" / "launch" / "supervisor.py"), str(run.path)]
+    failed = f'code=$?; [ "$code" = 0 ] || exec {shlex.join(last)} --prolog-failed "$code"'
+    prolog = [f"trap {shlex.quote(failed)} EXIT  # the other nodes may be good", *job.cluster.prolog, "trap - EXIT"] if job.cluster.prolog else []
     lines = [
         "#!/bin/bash",
         *option_lines(all_options(job, run, seconds=seconds)),
@@ -51,7 +53,7 @@ def batch_script(job: Job, run: RunFolder, *, seconds: int | None = None) -> str
         "trap '' USR1 TERM",
         'shopt -q login_shell || exec /bin/bash -l "$0"  # a login takes its time: only now',
         "set -e",
-        *job.cluster.prolog,
+        *prolog,
         f"exec {shlex.join(last)}",
     ]
     return "\n".join(lines) + "\n"
