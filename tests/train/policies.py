@@ -151,7 +151,7 @@ def poisoned(root: Path, where: str, sample: int, *, backward: bool = False, **k
         if sample - running[0].position in range(len(y_BSH)):
             factor_B11[sample - running[0].position] = torch.inf
         if backward:
-            y_BSH.register_hook(lambda gradient: gradient * factor_B11)
+            y_BSH.register_hook(lambda gradient: gradient * factor_B11)  # type: ignore[no-untyped-call]
         return y_BSH if backward else y_BSH * factor_B11
 
     made.maker._seed = seed  # type: ignore[method-assign]  # both are told which micro-batch comes

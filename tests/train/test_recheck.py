@@ -25,13 +25,15 @@ def watched(model: nn.Module, inputs: list[Tensor]) -> Watch:
 
 def test_a_weights_gradient_alone_may_overflow() -> None:
     """All activations and their gradients are finite; the product that makes the weight's gradient is not."""
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    first, second = (nn.Linear(1, 1, bias=False) for _ in range(2))
+    model = nn.Sequential(first, second)
     large = torch.full((2, 3, 1), 3e38)
     with torch.no_grad():
-        model[0].weight.fill_(1e-30)
-        model[1].weight.fill_(1.0)
-    first = watched(model, [torch.ones(2, 3, 1), large]).first
-    assert first == Finding(ALONE, 1, BACKWARD, 0, first.number, 0, "the gradient of 0.weight, 1 of 1 values", (12, 13)) if first else False
+        first.weight.fill_(1e-30)
+        second.weight.fill_(1.0)
+    found = watched(model, [torch.ones(2, 3, 1), large]).first
+    assert found is not None
+    assert found == Finding(ALONE, 1, BACKWARD, 0, found.number, 0, "the gradient of 0.weight, 1 of 1 values", (12, 13))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()), "hooks are left"
     assert watched(model, [torch.ones(2, 3, 1)] * 2).first is None
 

@@ -126,7 +126,7 @@ class Watch:
             whole = not isinstance(parameter, DTensor) and parameter.requires_grad  # fully_shard has gathered it
             if whole and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
-                keep(parameter.register_hook(partial(self._weight_gradient, chunk, own)))
+                keep(parameter.register_hook(partial(self._weight_gradient, chunk, own)))  # type: ignore[no-untyped-call]
 
     def _leaves(self, chunk: int, name: str, module: nn.Module, _: Any, made: Any) -> None:
         if chunk not in self._running:
@@ -136,7 +136,8 @@ class Watch:
         for tensor in _tensors(made):
             self._see(chunk, micro_batch, FORWARD, words, tensor)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._activation_gradient, chunk, micro_batch, f"the gradient of {words}"))
+                look = partial(self._activation_gradient, chunk, micro_batch, f"the gradient of {words}")
+                tensor.register_hook(look)  # type: ignore[no-untyped-call]
         if not name:
             self._running.discard(chunk)
 
@@ -156,7 +157,7 @@ class Watch:
             return
         batch = self.batches[micro_batch]
         size = batch.tokens_BS.shape[0]
-        rows = range(size)
+        rows = [*range(size)]
         if tensor.dim() == 3 and tensor.shape[0] == size:
             rows = (~torch.isfinite(tensor).flatten(1).all(1)).nonzero().flatten().tolist()
         depth = getattr(self.modules[chunk], "number", 0)

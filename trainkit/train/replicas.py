@@ -86,7 +86,7 @@ def _exchanged(parts: Mapping[int, list[Tensor]], mesh: Mesh) -> dict[int, list[
     given = torch.cat(to_each)
     taken = torch.empty_like(given)
     dist.all_to_all_single(taken, given, sizes, sizes, group=mesh.tensor_group)
-    pieces = iter(taken.split([len(part) for part in to_each]))
+    pieces = iter(torch.split(taken, [len(part) for part in to_each]))
     found: dict[int, list[Tensor]] = {count: [] for count in parts}
     for other in range(size):
         for count in parts:
