@@ -106,7 +106,8 @@ class Trainer:
             begin_weights(job, self.parts)
         self.readback: Readback[StepFacts] = Readback(self.device)
         self.utilization = Utilization(job, vocab, self.device)
-        self.memory = Memory(self.maker.parameters, self.maker.optimizer.state_tensors().values(), self.device)
+        states = self.maker.optimizer.state_tensors().values()
+        self.memory = Memory(self.parts.held, states, self.device, accumulates=data_parallel.accumulates_whole(job))
         self.profiler = StepProfiler(job.profile, world.rank, run.path / "profile")
         self.reporter = Reporter(run, job, self.step or -1, evaluated=not self.evaluation_due) if world.rank == 0 else None
 
