@@ -108,12 +108,14 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
     unit, mine = largest(units, t, rank), shard(units, t, rank, layout.shard)
     in_rounds = layout.pipeline > 1  # torch's stages reduce gradients and free gathered weights once a step, whatever zero_stage
     accumulated = reduced * whole if (zero < 2 or in_rounds) and layout.micro_batches > 1 else 0
+    alone = job.cluster.device_type == "cpu" and layout.data == 1 and layout.micro_batches > 1
+    kept = reduced * whole if alone else 0  # of one rank the memory that it "reduces" into stays (trainkit.train.data_parallel.OneRank)
     return {
         "parameter_bytes": 4 * mine,
         "gathered_bytes": w * (gathered_at_once(chunks, t, rank) if zero == 3 and not in_rounds else whole),
         "gradient_bytes": max(accumulated, 4 * mine),
         "optimizer_bytes": 4 * moments * mine,
-        "buffer_bytes": (reduced + w) * unit,  # a unit's gradients as computed and as they are reduced
+        "buffer_bytes": (reduced + w) * unit + kept,  # a unit's gradients as computed and as they are reduced
     }
 
 
