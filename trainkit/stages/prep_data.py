@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.files import read_json
 from trainkit.data.fetch_retry import PATIENT, Patience
 from trainkit.data.indexed import bin_path, idx_path
-from trainkit.data.manifest import read_manifest
+from trainkit.data.manifest import ranges_path, read_manifest
 from trainkit.data.pairs import prefixes_of
 from trainkit.data.paths import DataFolder
 from trainkit.data.sources import SOURCES, Fetch, Shard, Source, announce, fetches, tokenizer_fetches
@@ -331,21 +332,40 @@ class _Former:
     def __init__(self, folder: DataFolder, stamp: Mapping[str, Any], units: Path) -> None:
         self.ranges: dict[str, list[int]] = {}
         self.identity: list[Any] = []
-        files = (bin_path(folder.prefix), idx_path(folder.prefix), folder.manifest)
-        identities = [file_identity(path) for path in files]
-        merged = read_stamp(units / "merge.json") or {}  # killed between the last unit and the stage's stamp
-        known = (stamp.get("outputs", stamp.get("made_before", [])), merged.get("outputs", []))
-        if folder.dataset.shuffle_documents or None in identities or not any(all(i in recorded for i in identities) for recorded in known):
+        if folder.dataset.shuffle_documents:
             return
-        manifest = read_manifest(folder.manifest)
-        counts = [[shard.get(key, 0) for key in ("sequences", "documents")] for shard in manifest["shards"]]
-        if manifest.get("shuffled") or [sum(column) for column in zip(*counts, strict=True)] != [manifest["sequences"], manifest["documents"]]:
+        shards = _of_manifest(folder, stamp, units) or _of_unfinished(folder.prefix)
+        if not shards:
             return
-        self.identity = identities[:2]
+        self.identity = [file_identity(path) for path in (bin_path(folder.prefix), idx_path(folder.prefix))]
         sequence = document = 0
-        for shard, (sequences, documents) in zip(manifest["shards"], counts, strict=True):
-            self.ranges[shard["name"]] = [sequence, sequences, document, documents]
+        for name, sequences, documents in shards:
+            self.ranges[name] = [sequence, sequences, document, documents]
             sequence, document = sequence + sequences, document + documents
+
+
+def _of_manifest(folder: DataFolder, stamp: Mapping[str, Any], units: Path) -> list[tuple[str, int, int]]:
+    """(name, sequences, documents) of the shards of a pair that is as it was when dataset.json was written; else nothing."""
+    identities = [file_identity(path) for path in (bin_path(folder.prefix), idx_path(folder.prefix), folder.manifest)]
+    merged = read_stamp(units / "merge.json") or {}  # killed between the last unit and the stage's stamp
+    known = (stamp.get("outputs", stamp.get("made_before", [])), merged.get("outputs", []))
+    if None in identities or not any(all(i in recorded for i in identities) for recorded in known):
+        return []
+    manifest = read_manifest(folder.manifest)
+    counts = [(str(shard["name"]), int(shard.get("sequences", 0)), int(shard.get("documents", 0))) for shard in manifest["shards"]]
+    whole = sum(count[1] for count in counts), sum(count[2] for count in counts)
+    return [] if manifest.get("shuffled") or whole != (manifest["sequences"], manifest["documents"]) else counts
+
+
+def _of_unfinished(prefix: Path) -> list[tuple[str, int, int]]:
+    """The same of a pair whose merge was killed before it wrote dataset.json."""
+    identities = [file_identity(path) for path in (bin_path(prefix), idx_path(prefix))]
+    try:
+        value = read_json(ranges_path(prefix))
+        same = [identity[1:] for identity in identities if identity] == value["pair"]
+        return [(str(name), int(sequences), int(documents)) for name, sequences, documents in value["shards"]] if same else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # there is none, or none that can be read
 
 
 def _origin(shard: Shard, root: Path) -> dict[str, Any]:
