@@ -24,6 +24,7 @@ from tests.conftest import wait_for
 from tests.data.fetch_server import DATE, QUICK, SECRET, Site, serve
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch import fetch, open_stream, recipe, work
+from trainkit.data.fetch_fsspec import file_system
 from trainkit.data.fetch_retry import Gate, Seen
 
 BODY = random.Random(5).randbytes(300_000)
@@ -413,3 +414,13 @@ class TestStreams:
             file.seek(-3, os.SEEK_END)
             assert file.read() == BODY[-3:]
         assert not (tmp_path / "enwik8.zip").exists()
+
+
+def test_a_store_without_its_library_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*words: Any, **options: Any) -> Any:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.filesystem", missing)
+    with pytest.raises(TrainkitError, match=r"s3:// cannot be read here: Install s3fs to access S3") as error:
+        file_system("s3", None, True, QUICK)
+    assert error.value.exit == 6 and "-m pip install -e" in str(error.value) and "[data]" in str(error.value)
