@@ -70,7 +70,7 @@ BESIDE = {
     "the arithmetic of an update": ("optimizer", "loss_scale", "guard"),
     "samples": ("feed",),
     "checkpoints": ("checkpoint", "storage", "saver", "staging"),
-    "reports": ("heartbeat", "memory", "profiling", "readback", "report", "timers", "utilization", "wandb_log"),
+    "reports": ("heartbeat", "memory", "profiling", "readback", "recheck", "report", "timers", "utilization", "wandb_log"),
     "programs and what is done with a trained model": ("main", "replay", "trained", "sharded", "evaluate", "generate", "sampling"),
 }
 MOST_LINES = 2500

@@ -24,6 +24,7 @@ from tests.conftest import wait_for
 from tests.data.fetch_server import DATE, QUICK, SECRET, Site, serve
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch import fetch, open_stream, recipe, work
+from trainkit.data.fetch_fsspec import file_system
 from trainkit.data.fetch_retry import Gate, Seen
 
 BODY = random.Random(5).randbytes(300_000)
@@ -195,7 +196,7 @@ class TestRefusals:
 
     def test_another_sum(self, site: Site, tmp_path: Path) -> None:
         error = refused(of(site, tmp_path, Seen(len(BODY), sha256="0" * 64)))
-        assert SUM in error.message and "0" * 64 in error.message and left(tmp_path) == {".fetch/00.jsonl.zst.lock"}
+        assert SUM in error.message and "0" * 64 in error.message and left(tmp_path) == set()
 
     @pytest.mark.parametrize("claim", [-1000, 1000])
     def test_another_length_than_it_says(self, claim: int, site: Site, tmp_path: Path) -> None:
@@ -203,7 +204,18 @@ class TestRefusals:
         site.claims[NAME] = len(BODY) + claim
         site.no_ranges = True
         error = refused(of(site, tmp_path, Seen(len(BODY) + claim)) if claim > 0 else of(site, tmp_path, seen(site)))
+        assert ("no longer the file" in error.message) == (claim < 0)
         assert ("RemoteProtocolError" if claim > 0 else f"{len(BODY) - 1000:,} bytes instead of {len(BODY):,}") in error.message
+
+    @pytest.mark.parametrize("same", [True, False])
+    def test_a_server_that_contradicts_itself(self, same: bool, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """HEAD names one length for ever and GET sends another: to list it anew would not help."""
+        listed = Seen(len(BODY) - 1000)
+        monkeypatch.setattr("trainkit.data.fetch_http.HttpFile.look", lambda self: listed if same else Seen(len(BODY)))
+        error = refused(of(site, tmp_path, listed))
+        words = f"{len(BODY):,} bytes instead of {len(BODY) - 1000:,}"
+        assert words in error.message and ("contradicts itself" in error.message) == same and ("lists the dataset anew" in error.hint) != same
+        assert left(tmp_path) == set()
 
     def test_no_length_at_all(self, site: Site, tmp_path: Path) -> None:
         site.no_length = True
@@ -402,3 +414,13 @@ class TestStreams:
             file.seek(-3, os.SEEK_END)
             assert file.read() == BODY[-3:]
         assert not (tmp_path / "enwik8.zip").exists()
+
+
+def test_a_store_without_its_library_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*words: Any, **options: Any) -> Any:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.filesystem", missing)
+    with pytest.raises(TrainkitError, match=r"s3:// cannot be read here: Install s3fs to access S3") as error:
+        file_system("s3", None, True, QUICK)
+    assert error.value.exit == 6 and "-m pip install -e" in str(error.value) and "[data]" in str(error.value)

@@ -24,6 +24,8 @@ TESTS = (
     "test_shuffle.py",
     "test_megatron.py",
     "test_megatron_blend.py",
+    "test_encode.py",
+    "test_proved.py",
 )
 
 

@@ -313,3 +313,16 @@ def test_errors_of_other_threads_are_raised_here() -> None:
     with behind(taken.append) as write:
         write_all(write, 50)
     assert taken == list(range(50))
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_damaged_gzip_is_no_bad_line(on_error: str, tokenizer: Path, tmp_path: Path) -> None:
+    """A bit flip in a stored block makes a line that is no JSON long before the sum at the end of the file is read."""
+    spec = spec_of(tmp_path, tokenizer, [{"text": "a plain text"}] * 3, "x.jsonl.gz", on_error=on_error, max_reject_fraction=0.1)
+    lines = b"".join(b'{"text": "number %d"}\n' % number for number in range(20_000))
+    stored = bytearray(gzip.compress(lines, compresslevel=0))
+    stored[stored.index(b'"number 7"')] ^= 1
+    Path(spec["shard"]).write_bytes(stored)
+    with pytest.raises(ConfigError, match=r"x\.jsonl\.gz: is no gzip file, or a damaged one") as caught:
+        run(spec)
+    assert caught.value.exit == Exit.STAGE_FAILED

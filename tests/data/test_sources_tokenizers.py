@@ -13,7 +13,7 @@ from tests.shared import MISSING, golden
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch import work
 from trainkit.data.sources import tokenizer_fetches
-from trainkit.data.tokenizer import gpt2_bpe
+from trainkit.data.tokenizer import gpt2_bpe, plain
 from trainkit.jobs.schema import Tokenizer
 
 
@@ -111,3 +111,24 @@ def test_files_of_another_system_and_not_in_place_of_each_other(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"merges\.txt") as error:
         gpt2_bpe(vocab, vocab, "<|endoftext|>")
     assert error.value.exit == 6
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "data did not match any variant of untagged enum PreTokenizerUntagged at line 1 column 128",
+            "its pre_tokenizer is of a type, or has fields, that this",
+        ),
+        ("data did not match any variant of untagged enum ModelWrapper at line 3 column 5", "that this library does not know at line 3 column 5"),
+        ("No such file or directory (os error 2)", "No such file or directory"),
+        ("invalid type: sequence, expected struct Tokenizer at line 1 column 2", "invalid type: sequence at line 1 column 2"),
+        (
+            "Failed to parse: missing field `model` at line 1\n\n\t{}\n\t.^\n\n\nLocation:\n    src/load_tokenizer/hf.rs:250:44",
+            "missing field `model` at line 1",
+        ),
+    ],
+)
+def test_a_librarys_words_come_without_its_source(said: str, words: str) -> None:
+    found = plain(Exception(said))
+    assert words in found and not any(part in found for part in (".rs", "untagged", "os error", "struct", "\n"))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.plan.example import BIG, gpu, job_of, shape
+from trainkit.jobs import sbatch
 from trainkit.jobs.schema import Dataset
 from trainkit.plan.duration import (
     FAILURES_PER_GPU_HOUR,
@@ -17,8 +18,8 @@ from trainkit.plan.duration import (
     assumed_speed,
     duration_of,
     epochs_of,
-    limit_seconds,
     lost_fraction,
+    time_limit,
     young_interval,
 )
 from trainkit.plan.make import Plan, make_plan
@@ -46,12 +47,17 @@ def test_failures_as_published() -> None:
 )
 def test_time_limits_as_slurm_reads_them(time: str | int, seconds: int) -> None:
     """sbatch(1), --time."""
-    assert limit_seconds(time) == seconds
+    assert sbatch.limit_seconds({"time": time}) == seconds
 
 
-def test_a_time_limit_of_no_form() -> None:
-    with pytest.raises(ValueError, match="soon"):
-        limit_seconds("soon")
+@pytest.mark.parametrize("options", [{}, {"time": 0}, {"time": "UNLIMITED"}, {"time": "infinite"}, {"time": "soon"}, {"time": True}, {"time": "1-2-3"}])
+def test_no_time_limit(options: dict[str, str | int | bool]) -> None:
+    assert sbatch.limit_seconds(options) is None
+
+
+def test_the_plan_reads_the_limit_of_slurm_alone() -> None:
+    slurm = {"launcher": "slurm", "slurm": {"time": "1-0", "exclusive": True}}
+    assert time_limit(job_of(cluster=slurm)) == 86400 and time_limit(job_of()) is None
 
 
 def test_assumed_speed() -> None:

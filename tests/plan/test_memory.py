@@ -299,3 +299,20 @@ def test_an_unknown_device_is_not_judged() -> None:
     plan = make_plan(job_of(device=gpu(None)))
     assert plan.memory is not None and plan.memory.fits is None and plan.feasible
     assert "device-memory-unknown" in [note.code for note in plan.notes]
+
+
+def test_in_a_pipeline_zero_3_gathers_and_accumulates_whole() -> None:
+    """torch's stages reduce once a step, and free gathered weights no earlier."""
+
+    def parts(zero: int, stages: int, micro_batches: int = 4) -> tuple[int, int, int]:
+        layout = {"zero_stage": zero, "pipeline_model_parallel_size": stages}
+        found = memory(job_of(shape(layers=8, hidden=64), 2 * stages, parallelism=layout, gradient_accumulation_steps=micro_batches)).fullest
+        return found.parameter_bytes, found.gathered_bytes, found.gradient_bytes
+
+    assert parts(3, 2) == parts(1, 2)
+    assert parts(3, 1)[1] < parts(1, 1)[1] and parts(3, 1)[2] < parts(1, 1)[2]
+
+
+def test_one_rank_on_a_cpu_keeps_what_it_sums_in() -> None:
+    one, two = (memory(job_of(shape(layers=8, hidden=64), ranks, gradient_accumulation_steps=2)).fullest for ranks in (1, 2))
+    assert one.buffer_bytes - two.buffer_bytes == one.gradient_bytes

@@ -16,6 +16,7 @@ from tests.conftest import Project
 from tests.distributed import call
 from tests.stages.web_project import texts
 from trainkit.base.errors import TrainkitError
+from trainkit.data import merge
 from trainkit.data.indexed import IndexedDataset
 from trainkit.data.tokenizer import train_bpe
 from trainkit.jobs.load import load
@@ -208,14 +209,21 @@ def test_force_makes_everything_again(corpus: Corpus) -> None:
     assert [shard["name"] for shard in shards] == [f"{i:05d}" for i in range(4)]
 
 
-@pytest.mark.parametrize("dies_after", ["tokens", "merge"])
-def test_growing_that_is_cut_off_goes_on(dies_after: str, corpus: Corpus) -> None:
-    """Killed when the new shard is there, or the new pair: what was made is not made again."""
+@pytest.mark.parametrize("dies_after", ["tokens", "pair", "merge"])
+def test_growing_that_is_cut_off_goes_on(dies_after: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed when the new shard is there, or the new pair, or its dataset.json too: what was made is not made again."""
     corpus.write("part-1b", 4)
+
+    def killed(spec: Any, shards: Any) -> Any:
+        raise KeyboardInterrupt
 
     def until(need: Need, units: Any, stamps: Path, reporter: Any) -> None:
         kept = [unit for unit in units if dies_after == "merge" or unit.name != "merge"]
         execute_here(need, kept, stamps, reporter)
+        if dies_after == "pair":
+            with monkeypatch.context() as patch:
+                patch.setattr(merge, "write_manifest", killed)
+                merge.work(next(unit.spec for unit in units if unit.name == "merge"), lambda *done: None)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -224,6 +232,7 @@ def test_growing_that_is_cut_off_goes_on(dies_after: str, corpus: Corpus) -> Non
     assert not [name for name in corpus.missing() if name != "merge"]
     corpus.make()
     assert corpus.content() == corpus.at_once()
+    assert not list((corpus.folder / "data/lines/words").glob("*.ranges.json"))
 
 
 def test_pairs_that_stay_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

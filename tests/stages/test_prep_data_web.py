@@ -52,6 +52,16 @@ def test_enron_from_its_server(project: Project, site: Site) -> None:
     assert "is sound: 61 documents" in project.invoke("data-verify", "enron").stdout
 
 
+def test_a_dry_run_needs_no_network(project: Project, site: Site) -> None:
+    """What would be fetched is not known before the server was asked; that is said, at once, and is no failure."""
+    config = project.path / "jobs.toml"
+    config.write_text(config.read_text().replace(site.url, "http://127.0.0.1:9"))
+    done = project.document("prep-data", "--dataset", "enron", "--dry-run")
+    (stage,) = (stage for stage in done["stages"] if stage["stage"] == "prep-data")
+    assert (stage["name"], stage["fresh"]) == ("enron", False) and "were not listed yet" in stage["because"] and "127.0.0.1:9" in stage["because"]
+    assert not (project.path / "data/enron").exists()
+
+
 def test_pile_stays_thirty_pairs(project: Project, site: Site) -> None:
     """merge = false: a pair for each file; when one is damaged only that one is made again."""
     done = project.invoke("prep-data", "--dataset", "pile", "--workers", "2")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.train.support import new_run, tiny_job, whole
 from trainkit.base.errors import TrainkitError
-from trainkit.jobs.schema import Model
+from trainkit.jobs.schema import Model, Parallelism
 from trainkit.runs.checkpoints import finished
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
@@ -29,11 +29,12 @@ from trainkit.train.torch_compat import local_part
 OVERFLOWS = (2, 3, 4, 9, 10, 16)  # steps of the fp16 table
 
 
-def trainer(root: Path, model: dict[str, Any] | None = None, **training: Any) -> Trainer:
+def trainer(root: Path, model: dict[str, Any] | None = None, parallelism: dict[str, Any] | None = None, **training: Any) -> Trainer:
     """A trainer of this rank, going on with what lies in `root`."""
     world = World.from_environment()
     job = tiny_job(world.size, root, **{"eval_iters": 0, **training})
     more = {"second": job.dataset.model_copy(update={"split": "50,50,0"})} if job.training.eval_iters else {}
+    job = job.model_copy(update={"parallelism": Parallelism(**(parallelism or {}))})
     job = job.model_copy(update={"model": Model.model_validate({**job.model.model_dump(), **(model or {})}), "validation": more})
     run = RunFolder(root / "runs/tiny/one")
     if world.rank == 0:
@@ -137,6 +138,32 @@ def unlogged(root: Path) -> dict[str, Any]:
     return ended(made)
 
 
+def poisoned(root: Path, where: str, sample: int, *, backward: bool = False, **keys: Any) -> dict[str, Any]:
+    """Whenever this sample passes through a module, what it makes, or the gradient of that, is infinite."""
+    made = trainer(root, train_iters=10, **keys)
+    running: list[Batch] = []
+
+    def seed(batch: Batch, chunk: int) -> None:
+        running[:] = [batch]
+
+    def poison(module: torch.nn.Module, given: tuple[Tensor, ...], y_BSH: Tensor) -> Tensor:
+        factor_B11 = y_BSH.new_ones(len(y_BSH), 1, 1)
+        if sample - running[0].position in range(len(y_BSH)):
+            factor_B11[sample - running[0].position] = torch.inf
+        if backward:
+            y_BSH.register_hook(lambda gradient: gradient * factor_B11)  # type: ignore[no-untyped-call]
+        return y_BSH if backward else y_BSH * factor_B11
+
+    made.maker._seed = seed  # type: ignore[method-assign]  # both are told which micro-batch comes
+    if made.maker.pipeline:
+        made.maker.pipeline.seed = seed
+    for module in made.parts.modules:
+        for name, part in module.named_modules():
+            if name == where:
+                part.register_forward_hook(poison)
+    return {key: value for key, value in ended(made).items() if key in ("error", "code", "step")}
+
+
 def full_disk(root: Path) -> dict[str, Any]:
     """Nothing reported can be made durable when a step ends the run."""
     made = trainer(root, train_iters=10, save_interval=4)
@@ -169,6 +196,9 @@ def scenarios(root: Path) -> dict[str, Any]:
 
     found |= {"unlogged": unlogged(root / "unlogged"), "full": full_disk(root / "full")}
     run("stop", infinite_gradient, [6])
+    found["value"] = poisoned(root / "value", "layers.1.mlp.down", 47)
+    stages = {"pipeline_model_parallel_size": 2}
+    found["gradient"] = poisoned(root / "gradient", "layers.0.mlp", 45, backward=True, parallelism=stages)
     run("skip", infinite_gradient, [6])
     run("skip", infinite_gradient, [6], on_nan="skip")
     run("too-many", infinite_gradient, [5, 6, 7], on_nan="skip", max_skipped_in_a_row=2)

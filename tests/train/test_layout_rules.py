@@ -26,7 +26,7 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.make import make_plan
 from trainkit.train.begin import begin_weights, layout_problems
 from trainkit.train.build import build
-from trainkit.train.data_parallel import World
+from trainkit.train.data_parallel import World, accumulates_whole
 from trainkit.train.memory import Memory
 from trainkit.train.mesh import Mesh
 from trainkit.train.model import build_on_meta
@@ -125,13 +125,13 @@ def test_no_rank_ever_holds_the_model(tmp_path: Path) -> None:
         assert mine < begun <= mine + largest
 
 
-def build_as_every_rank(root: Path) -> dict[str, list[tuple[int, int]]]:
+def build_as_every_rank(root: Path) -> dict[str, list[tuple[int, ...]]]:
     """Build parts, optimizer and schedules of every rank of every TAKEN layout, without peers. Of each stage, the most bytes that one of its ranks holds of
-    parameters and of the optimizer's state."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    parameters, of gradients and of the optimizer's state."""
+    found: dict[str, list[tuple[int, ...]]] = {}
     for name, (_, ranks, keys) in TAKEN.items():
         job, device = taken(name, root), torch.device("cpu")
-        held = [(0, 0)] * keys["pipeline_model_parallel_size"]
+        held: list[tuple[int, ...]] = [(0, 0, 0)] * keys["pipeline_model_parallel_size"]
         for number in range(ranks):
             dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=ranks)
             mesh = Mesh.of(degrees_of(job), World(number, ranks), device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
@@ -140,8 +140,9 @@ def build_as_every_rank(root: Path) -> dict[str, list[tuple[int, int]]]:
             for learning in (True, False):
                 if step.pipeline is not None:
                     step.pipeline._schedule(job.gradient_accumulation_steps, learning)
-            memory, stage = Memory(step.parameters, step.optimizer.state_tensors().values(), device).now(), mesh.place.pipeline
-            held[stage] = max(held[stage][0], memory["parameters"]), max(held[stage][1], memory["optimizer"])
+            memory = Memory(parts.held, step.optimizer.state_tensors().values(), device, accumulates=accumulates_whole(job)).now()
+            stage, kinds = mesh.place.pipeline, ("parameters", "gradients", "optimizer")
+            held[stage] = tuple(max(before, memory[kind]) for before, kind in zip(held[stage], kinds, strict=True))
             dist.destroy_process_group()
         found[name] = held
     return found
@@ -154,14 +155,14 @@ def taken(name: str, root: Path) -> Job:
 
 
 def test_what_is_taken_can_be_built_and_holds_the_planned_bytes(tmp_path: Path) -> None:
-    """Parameters and optimizer state of every stage, to the byte."""
+    """Parameters, gradients and optimizer state of every stage, to the byte."""
     (found,) = run_ranks(1, "tests.train.test_layout_rules:build_as_every_rank", tmp_path, timeout=900)
     for name in TAKEN:
         job = taken(name, tmp_path)
         assert not list(layout_problems(job, World(0, job.world_size)))
         plan = make_plan(job, rules=RULES["native"])
         assert plan.feasible and plan.memory is not None
-        assert found[name] == [(stage.parameter_bytes, stage.optimizer_bytes) for stage in plan.memory.stages], name
+        assert found[name] == [(stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes) for stage in plan.memory.stages], name
 
 
 def test_every_reason_is_named_at_once() -> None:

@@ -72,6 +72,21 @@ def test_stop_leaves_the_weights_and_the_last_checkpoint(ranks: list[dict[str, A
     assert (last["step"], last["grad_norm"], last["nan_iterations"]) == (6, None, 1)
 
 
+def test_a_stop_names_what_was_not_finite_first(ranks: list[dict[str, Any]]) -> None:
+    """Data parallel and in a pipeline; all ranks tell the same. A gradient that went wrong once only is finite when it is computed again."""
+    assert "computed again, everything is finite" in ranks[0]["stop"]["error"]
+    for key, words in (
+        (
+            "value",
+            "the output of layers.1.mlp.down, 288 of 576 values, rank 1, micro-batch 1, sample 47 (sample 647414 of the train split of dataset 'mock'); 1 of",
+        ),
+        ("gradient", "the gradient of the output of layers.0.mlp, 288 of 576 values, rank 0, micro-batch 2, sample 45 (sample 263305 of the train split"),
+    ):
+        first, second = (rank[key] for rank in ranks)
+        assert first == second and (first["code"], first["step"]) == (9, 6)
+        assert first["error"].startswith("step 6: lm loss ") and words in first["error"]
+
+
 def test_skip_passes_the_batch_over(ranks: list[dict[str, Any]]) -> None:
     """The second run of "skip" goes on from step 4, where the first was stopped."""
     found = ranks[0]["skip"]

@@ -12,6 +12,7 @@ from trainkit.jobs.devices import Device, built_in_device
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
 from trainkit.train.memory import Memory, resident_memory
+from trainkit.train.shards import held_parameters
 from trainkit.train.utilization import Utilization, device_row
 
 CPU = torch.device("cpu")
@@ -82,8 +83,10 @@ def test_a_row_of_ones_own_is_believed_where_torch_says_the_same() -> None:
 def test_memory_by_kind() -> None:
     module = nn.Linear(7, 5)
     moments = [torch.zeros(5, 7), torch.zeros(5, 7, dtype=torch.float64), torch.zeros(5)]
-    found = Memory(dict(module.named_parameters()), moments, CPU).now()
+    held = held_parameters(module, 1)
+    found = Memory(held, moments, CPU).now()
     assert (found["parameters"], found["gradients"], found["optimizer"]) == (160, 160, 140 + 280 + 20)
+    assert Memory(held, moments, CPU, accumulates=True).now()["gradients"] == 320  # in fp64
     assert found["max_resident"] >= found["resident"] > 2**20
 
 

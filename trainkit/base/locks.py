@@ -53,15 +53,42 @@ def _read_holder(handle: int) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _held(path: Path, *, wait: bool, on_wait: Callable[[dict[str, Any]], None] | None) -> int:
+    """A locked handle of the file that has the name now: its holder may have removed the one that was waited for."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                _flock(handle, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                current = _read_holder(handle)
+                if not wait:
+                    raise Busy(path, current) from None
+                if on_wait:
+                    on_wait(current)
+                    on_wait = None
+                _flock(handle, path, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.stat(path)):
+                    return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
 @contextlib.contextmanager
-def locked(path: Path, holder: dict[str, Any], *, wait: bool = True, on_wait: Callable[[dict[str, Any]], None] | None = None) -> Iterator[None]:
+def locked(
+    path: Path, holder: dict[str, Any], *, wait: bool = True, on_wait: Callable[[dict[str, Any]], None] | None = None, remove: bool = False
+) -> Iterator[None]:
     """Hold an exclusive lock for the block.
 
     Args:
-        path: the lock file; it is left behind, empty, because removing it would race.
+        path: the lock file; it is left behind, empty.
         holder: what a waiter is told about us, pid added.
         wait: wait for the holder, or raise Busy.
         on_wait: called once with the holder's words before waiting.
+        remove: delete the file at the end, however the block ends. Who waits for it then sees that it is gone, and locks the new one.
 
     Raises:
         Busy: somebody else holds it.
@@ -70,17 +97,8 @@ def locked(path: Path, holder: dict[str, Any], *, wait: bool = True, on_wait: Ca
             no account, the kernel frees the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    handle = _held(path, wait=wait, on_wait=on_wait)
     try:
-        try:
-            _flock(handle, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            current = _read_holder(handle)
-            if not wait:
-                raise Busy(path, current) from None
-            if on_wait:
-                on_wait(current)
-            _flock(handle, path, fcntl.LOCK_EX)
         words = {"pid": os.getpid(), "since": time.time(), **holder}
         try:
             os.ftruncate(handle, 0)
@@ -92,5 +110,8 @@ def locked(path: Path, holder: dict[str, Any], *, wait: bool = True, on_wait: Ca
         with contextlib.suppress(OSError):
             os.ftruncate(handle, 0)
     finally:
+        if remove:
+            with contextlib.suppress(OSError):
+                path.unlink()
         with contextlib.suppress(OSError):  # a remote file system may say only now that it did not take the holder's words
             os.close(handle)

@@ -19,6 +19,7 @@ from trainkit.base.forms import document
 from trainkit.cli.jobs import load_jobs
 from trainkit.cli.progress import StageReporter, dataset_table
 from trainkit.cli.wrapper import Answer, Talk
+from trainkit.data.fetch_retry import PATIENT, Patience, Unreachable
 from trainkit.data.manifest import COUNTS, REASONS, read_manifest
 from trainkit.data.paths import MANIFEST
 from trainkit.data.sources import Announcement
@@ -38,6 +39,7 @@ from trainkit.stages.stamps import Verdict, judge, unit_folder
 from trainkit.stages.weights import Weights
 
 LATER: tuple[Stage, ...] = (Index(), Weights())  # than the data
+HASTY = Patience(attempts=1, timeout=10.0)  # with servers, under a dry run
 STAGES: tuple[Stage, ...] = (Build(), PrepData(), *LATER)
 
 
@@ -179,12 +181,18 @@ def prep_data(talk: Talk, dataset: str, job: str, cluster: str, workers: int, *,
     root = Path(resolved.cluster.root or ".") if resolved else _root_of(talk, jobs, dataset, cluster)
     stamps = stamps_folder(root, PrepData.name)
     needs: Iterable[Need]
-    if dataset:
-        needs = needs_of_dataset(jobs.dataset(dataset), root, stamps, anew=force)
-    else:
-        assert resolved is not None
-        needs = PrepData().needs(resolved, stamps, anew=force)
-        later = needs_of(resolved, LATER)  # before the first begins: what is hopeless is said at once
+    patience = HASTY if talk.dry_run else PATIENT
+    try:
+        if dataset:
+            needs = needs_of_dataset(jobs.dataset(dataset), root, stamps, anew=force, patience=patience)
+        else:
+            assert resolved is not None
+            needs = PrepData(patience).needs(resolved, stamps, anew=force)
+            later = needs_of(resolved, LATER)  # before the first begins: what is hopeless is said at once
+    except Unreachable as error:
+        if not talk.dry_run:
+            raise
+        return _not_listed(talk, dataset or resolved.dataset.name if resolved else dataset, error)
     if not needs:
         talk.say("mock data needs no preparation")
     datasets = needs
@@ -200,6 +208,13 @@ def prep_data(talk: Talk, dataset: str, job: str, cluster: str, workers: int, *,
             for used in row["encoders"]:
                 talk.say(f"{row['name']}: encoded by {used['encoder']}, because {used['because']}")
     return _answer(talk, verdicts, rows)
+
+
+def _not_listed(talk: Talk, name: str, error: Unreachable) -> Answer:
+    """What a dry run says of a dataset whose files no server names now: that this would come first."""
+    verdict = Verdict(PrepData.name, name, False, f"its files were not listed yet, which its servers would be asked first; now they cannot be: {error.message}")
+    StageReporter(talk.console).verdict(verdict)
+    return _answer(talk, [verdict])
 
 
 def _row(need: Need, reporter: StageReporter) -> dict[str, Any]:

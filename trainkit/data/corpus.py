@@ -90,9 +90,10 @@ def read_documents(path: Path, text_key: str) -> Iterator[Record]:
     Raises ConfigError (exit 6) with file and line for what is no document.
     """
     with open(path, "rb") as file:
-        for found in open_documents(path.name, file, Reading(text_key), str(path)):
+        documents = open_documents(path.name, file, Reading(text_key), str(path))
+        for found in documents:
             if isinstance(found, Bad):
-                raise_bad(found)
+                raise_bad(found, documents)
             if isinstance(found, Record):
                 yield found
 

@@ -24,7 +24,7 @@ from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.extras import install_command
 from trainkit.data.proved import installed, listed, not_proved
-from trainkit.data.tokenizer import load_tokenizer
+from trainkit.data.tokenizer import load_tokenizer, plain
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Lengths = NDArray[np.int64]
@@ -89,7 +89,7 @@ class Gigatoken:
             self._tokenizer = gigatoken.Tokenizer.from_json(content)
         except Exception as error:  # whatever the library makes of a model it does not have
             hint = 'set tokenizers.X.encoder = "tokenizers"'
-            raise ConfigError(f"gigatoken cannot use {path}: {error}", exit=Exit.STAGE_FAILED, hint=hint) from None
+            raise ConfigError(f"gigatoken cannot use {path}: {plain(error)}", exit=Exit.STAGE_FAILED, hint=hint) from None
 
     @property
     def highest(self) -> int:

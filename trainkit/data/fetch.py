@@ -157,9 +157,8 @@ def fetch(recipe: Mapping[str, Any], progress: Progress, patience: Patience = PA
     known = None if recipe["known"] is None else Seen(**recipe["known"])
     result = _stamped(place, recipe, known)
     if result is None:
-        with _disk_errors(place.path), locked(place.lock, {"fetch": recipe["shown"]}):
+        with _disk_errors(place.path), locked(place.lock, {"fetch": recipe["shown"]}, remove=True):
             result = _stamped(place, recipe, known) or _taken_over(place, recipe, known) or _fetched(place, recipe, known, progress, patience)
-            place.lock.unlink(missing_ok=True)  # whoever waits on it, or makes a new one, finds the file finished
     progress(result["bytes"], result["bytes"])
     return result
 
@@ -173,8 +172,20 @@ def _fetched(place: _Place, recipe: Mapping[str, Any], known: Seen | None, progr
         try:
             result = _download(remote, known, place, progress, patience)
         except Changed as change:
+            _refuse_contradiction(remote, known, change, place, patience)
             raise _not_as_listed(remote.shown, change, recipe, place) from None
     return _stamp(place, recipe, known, _identity(place.path), result)
+
+
+def _refuse_contradiction(remote: Remote, known: Seen, change: Changed, place: _Place, patience: Patience) -> None:
+    """Raise TrainkitError (exit 6) where the server, asked anew, still names the file that was listed, and sends another: listing it again would not help."""
+    again = look(remote, patience)
+    if again is None or known.difference(again) is not None:
+        return
+    place.forget_part()
+    message = f"{remote.shown}: the server contradicts itself: asked about the file (HEAD) it still names the listed one, and what it sends has {change}"
+    hint = f"it is the server's fault: take the file from another, or fetch it by hand to {place.path} and give its path instead of the address"
+    raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hint)
 
 
 def _missing(remote: Remote) -> TrainkitError:

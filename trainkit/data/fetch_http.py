@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.data.fetch_retry import Changed, Patience, Seen, Transient
+from trainkit.data.fetch_retry import Changed, Patience, Seen, Transient, Unreachable
 
 if TYPE_CHECKING:
     import httpx2
@@ -139,7 +139,7 @@ class HttpFile:
         except httpx2.TransportError as error:
             why = f"{type(error).__name__}: {_first_line(error)}"
             if any(word in why for word in _HOPELESS):
-                raise TrainkitError(f"{self.shown}: {why}", exit=Exit.STAGE_FAILED, hint="look at the address, and at the network") from None
+                raise Unreachable(f"{self.shown}: {why}", "look at the address, and at the network") from None
             raise Transient(why) from None
 
 

@@ -35,6 +35,13 @@ class Patience:
 PATIENT = Patience()
 
 
+class Unreachable(TrainkitError):
+    """A server gave no answer that says anything (exit 6)."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message, exit=Exit.STAGE_FAILED, hint=hint)
+
+
 class Transient(Exception):
     """A failure that may pass. `after`: seconds the server asked for (Retry-After)."""
 
@@ -87,7 +94,7 @@ class Tries:
             wants = f", and wants to be asked again in {asked:,.0f} s" if asked > self.patience.longest_asked else ""
             message = f"{self.shown}: {error.why}{wants} (attempt {self.failures} in a row)"
             hint = "is the address right, is the server up, is a proxy needed? What has come is kept: the same call goes on from there"
-            raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hint) from None
+            raise Unreachable(message, hint) from None
         pause = min(self.patience.longest, self.patience.first * 2 ** (self.failures - 1)) * random.uniform(0.75, 1.25)
         print(
             f"{self.shown}: {error.why}; attempt {self.failures} of {self.patience.attempts}, again in {max(asked, pause):.0f} s", file=sys.stderr, flush=True

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainkit.data.order import SampleOrder
 from trainkit.data.samples import Ids, Numbers, Samples
@@ -110,6 +111,11 @@ class Loader:
             self._fill(self.ahead)
             yield found
 
+    def at(self, position: int) -> tuple[int, int]:
+        """Which dataset, and which of its samples, stands at a position."""
+        dataset, number = self._window(range(position, position + 1))
+        return int(dataset[0]), int(number[0])
+
     def seek(self, consumed: int) -> None:
         """The next global batch begins after `consumed` samples: drop what was read ahead of another."""
         self._forget()
@@ -158,10 +164,13 @@ class Loader:
             positions = self._planned.popleft()
             self._waiting.append((positions, self._pool.submit(self._load, positions)))
 
+    def _window(self, positions: range) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        with self._order_lock:  # an order may keep where it was
+            return self.order.window(positions.start, len(positions))
+
     def _load(self, positions: range) -> MicroBatch:
         """Read one micro-batch, dataset by dataset."""
-        with self._order_lock:  # an order may keep where it was
-            dataset_B, number_B = self.order.window(positions.start, len(positions))
+        dataset_B, number_B = self._window(positions)
         parts = [(self.samples[d], rows := np.flatnonzero(dataset_B == d), number_B[rows]) for d in np.unique(dataset_B).tolist()]
         for samples, _, numbers in parts:
             samples.ahead(numbers)  # all of them are on their way before the first is waited for

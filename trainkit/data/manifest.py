@@ -64,6 +64,12 @@ def encoders(shards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def ranges_path(prefix: Path) -> Path:
+    """What a merged pair is made of, from just before it stands under its name until dataset.json says so: {"pair": [size and mtime in ns of .bin and .idx],
+    "shards": [name, sequences, documents]}. Without it, a process that is killed in between would leave a pair that nobody knows the parts of."""
+    return prefix.with_name(f"{prefix.name}.ranges.json")
+
+
 def check_declared(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
     """Compare with what jobs.toml says was published. Raises ConfigError (exit 6) naming every count that is wrong; the shards are kept."""
     seen = {"documents": sum(shard["lines"] for shard in shards), "text_bytes": totals(shards)["text_bytes"]}

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.files import fsync_folder, temporary_name
+from trainkit.base.files import fsync_folder, temporary_name, write_json
 from trainkit.base.unit import Progress, run_unit
 from trainkit.data.idx import CHUNK, HEADER, MAGIC, VERSION
 from trainkit.data.indexed import CODES, IndexedDataset, bin_path, idx_path
-from trainkit.data.manifest import check_declared, check_drop, read_results, write_manifest
+from trainkit.data.manifest import check_declared, check_drop, ranges_path, read_results, write_manifest
 from trainkit.data.sums import identity_of
 
 PIECE = 2**28  # bytes of .bin that one thread copies before it takes the next
@@ -108,13 +108,21 @@ class _Layout:
         return HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequences, self.documents + 1)
 
 
-def merge_pairs(pairs: Sequence[Part | Path], out_prefix: Path, *, threads: int = 1, progress: Progress = lambda done, total: None) -> None:
+def merge_pairs(
+    pairs: Sequence[Part | Path],
+    out_prefix: Path,
+    *,
+    threads: int = 1,
+    progress: Progress = lambda done, total: None,
+    before: Callable[[tuple[Path, Path]], None] = lambda names: None,
+) -> None:
     """Join pairs in the given order into one, byte for byte as Megatron's add_index does; it is there whole or not at all.
 
     Args:
         pairs: prefixes, or parts of pairs; one may be a part of what stands at `out_prefix` so far.
         threads: copies at once; each takes at most 8 MiB, whatever the sizes.
         progress: told bytes of .bin.
+        before: told the whole .bin and .idx before they get their names.
 
     Raises ConfigError (exit 6): no prefix is given, a pair is damaged, dtypes differ or one is multimodal. OSError as writing does.
     """
@@ -127,6 +135,7 @@ def merge_pairs(pairs: Sequence[Part | Path], out_prefix: Path, *, threads: int 
             _write(index, layout.header(), 0)
             _write(index, bytes(8), layout.documents_at)  # the first document begins at sequence 0
             _copy_all(layout, tokens, index, threads, progress)
+        before(names)
         _publish(names, out_prefix)
     finally:
         for name in names:
@@ -251,12 +260,24 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         if spec["shuffle"]:
             _shuffle(prefixes, Path(spec["prefix"]), progress)
         else:
-            merge_pairs(_parts(spec), Path(spec["prefix"]), threads=min(MOST_THREADS, len(os.sched_getaffinity(0))), progress=progress)
+            _merge(spec, shards, progress)
     counts = write_manifest(spec, shards)
+    if spec["prefix"] is not None:
+        ranges_path(Path(spec["prefix"])).unlink(missing_ok=True)
     _tidy(prefixes[0].parent, {f"{prefix.name}{ending}" for prefix in prefixes for ending in (".bin", ".idx", ".lock")})
     _tidy(Path(spec["rejects"]), {f"{given['name']}.jsonl" for given, shard in zip(spec["shards"], shards, strict=True) if shard["rejects"]})
     progress(1, 1)
     return counts
+
+
+def _merge(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], progress: Progress) -> None:
+    target, threads = Path(spec["prefix"]), min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+    def note(names: tuple[Path, Path]) -> None:
+        made_of = [[given["name"], shard["sequences"], shard["documents"]] for given, shard in zip(spec["shards"], shards, strict=True)]
+        write_json(ranges_path(target), {"pair": [identity_of(name)[1:] for name in names], "shards": made_of})
+
+    merge_pairs(_parts(spec), target, threads=threads, progress=progress, before=note)
 
 
 def _parts(spec: Mapping[str, Any]) -> list[Part]:

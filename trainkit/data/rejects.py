@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, Self
 
 from trainkit.base.errors import ConfigError, Exit, Place, Problem
 from trainkit.base.files import atomic_open
+from trainkit.data.decompress import COMPRESSED
 from trainkit.data.formats import Bad
 
 EVERY = 10_000  # lines after which the fraction is looked at, besides the end: a shard that is all bad ends early
 
 
-def raise_bad(bad: Bad) -> NoReturn:
-    """Raise ConfigError (exit 6) with file, line, reason and the bytes around."""
+def to_the_end(where: str, rest: Iterable[object]) -> None:
+    """Read what is left of a file that carries sums of its bytes: they lie behind what they are of, and a damaged byte is a bad line before it is told as
+    damage. Raises ConfigError (exit 6) where the file or archive is damaged."""
+    if any(part.lower().endswith((*COMPRESSED, ".tgz", ".zip")) for part in where.split("!")):
+        for _ in rest:
+            pass
+
+
+def raise_bad(bad: Bad, rest: Iterable[object] = ()) -> NoReturn:
+    """Raise ConfigError (exit 6) with file, line, reason and the bytes around; where `rest` of the file, what is still to be read of it, shows that it is
+    damaged, that is raised instead."""
+    to_the_end(bad.where, rest)
     around = f": {bad.around}" if bad.around else ""
     raise ConfigError([Problem(f"{bad.reason}{around}", Place(bad.where, bad.line), bad.hint)], exit=Exit.STAGE_FAILED)
 
@@ -53,10 +65,10 @@ class Rejects:
         """Bad lines so far."""
         return sum(self.counts.values())
 
-    def add(self, bad: Bad) -> None:
-        """Take in one bad line. Raises ConfigError (exit 6) with file, line, reason and the bytes around, unless they are skipped."""
+    def add(self, bad: Bad, rest: Iterable[object] = ()) -> None:
+        """Take in one bad line. Raises ConfigError (exit 6) as `raise_bad`, unless they are skipped."""
         if not self.skip:
-            raise_bad(bad)
+            raise_bad(bad, rest)
         if self._file is None and self.path is not None:
             self._file = self._stack.enter_context(atomic_open(self.path))
         if self._file is not None:
@@ -65,10 +77,11 @@ class Rejects:
         self.counts[bad.kind] = self.counts.get(bad.kind, 0) + 1
         self._last = bad
 
-    def check(self, lines: int) -> None:
-        """Raise ConfigError (exit 6) if more than `max_fraction` of `lines`, those so far, were bad."""
+    def check(self, lines: int, rest: Iterable[object] = ()) -> None:
+        """Raise ConfigError (exit 6) if more than `max_fraction` of `lines`, those so far, were bad; or as `to_the_end`."""
         if self._last is None or self.total <= self.max_fraction * lines:
             return
+        to_the_end(self._last.where, rest)
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.counts.items()))
         message = (
             f"{self.total:,} of {lines:,} lines are bad ({kinds}), more than max_reject_fraction = {self.max_fraction:g} allows; the last: {self._last.reason}"

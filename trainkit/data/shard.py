@@ -99,7 +99,7 @@ class ShardReader:
                         continue
                     self.lines += 1
                     if isinstance(item, Bad):
-                        self.rejects.add(item)
+                        self.rejects.add(item, found)
                     elif (parts := self.filter(item)) is not None:
                         batch.texts += parts
                         batch.sequences.append(len(parts))
@@ -110,7 +110,7 @@ class ShardReader:
                             yield batch
                             batch = Batch()
                     if self.lines % EVERY == 0:
-                        self.rejects.check(self.lines)
+                        self.rejects.check(self.lines, found)
             self.rejects.check(self.lines)
             if identity:
                 digest = stream.digest.hexdigest() if stream.position == identity[1] and stream.in_order else file_sum(self.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ from trainkit.data.sums import file_sum, identity_of
 MOST_SUMMED = 2**32  # bytes of a file whose sum is taken: of a larger one that a BPE is trained on only a start is read
 
 
+def plain(error: Exception) -> str:
+    """What a library written in Rust says of a file, without the names and places of its own source."""
+    words = str(error).strip().partition("\n")[0].partition(" (os error")[0]
+    kind = re.match(r"data did not match any variant of untagged enum (\w+?)(?:Untagged|Wrapper)?( at line .*)?$", words)
+    if kind is None:
+        return re.sub(r", expected struct \w+", "", words)
+    part = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind[1]).lower()
+    return f"its {part} is of a type, or has fields, that this library does not know{kind[2] or ''}"
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json. Special tokens written in a text are text: no document can end another.
 
@@ -29,7 +40,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for every failure
-        raise ConfigError(f"{path} cannot be read as a tokenizer.json: {error}", exit=Exit.STAGE_FAILED) from None
+        hint = "give the tokenizer.json of the `tokenizers` library, whole"
+        raise ConfigError(f"{path} cannot be read as a tokenizer.json: {plain(error)}", exit=Exit.STAGE_FAILED, hint=hint) from None
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -92,9 +104,10 @@ def _texts(spec: dict[str, Any], progress: Progress) -> Iterator[str]:
     reading, wanted = reading_of(spec), filter_of(spec)
     for shard in map(Path, spec["shards"]):
         with open(shard, "rb") as file:
-            for found in open_documents(shard.name, file, reading, str(shard)):
+            documents = open_documents(shard.name, file, reading, str(shard))
+            for found in documents:
                 if isinstance(found, Bad) and spec.get("on_error", "stop") == "stop":
-                    raise_bad(found)
+                    raise_bad(found, documents)
                 for data in (wanted(found) or []) if isinstance(found, Record) else []:
                     if done >= limit:
                         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,22 +38,6 @@ def young_interval(mean_time_between: float, cost: float) -> float:
 def lost_fraction(interval: float, mean_time_between: float, cost: float) -> float:
     """Part of the time that checkpoints and work done again take: C / T + T / (2 M)."""
     return cost / interval + interval / (2 * mean_time_between)
-
-
-def limit_seconds(time: str | int) -> int:
-    """A time limit as sbatch --time reads it: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. Raises ValueError for another form."""
-    text = str(time)
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not re.fullmatch(sbatch.TIME, text):
-        raise ValueError(f"{time!r} is not a time limit of Slurm")
-    numbers = [int(part) for part in parts]
-    if dash:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(numbers) == 3:
-        return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
-    return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
 
 
 @dataclass(frozen=True)
@@ -168,10 +151,7 @@ class Duration:
 
 def time_limit(job: Job) -> int | None:
     """Seconds that Slurm gives the job at a time; None where jobs.toml sets no limit."""
-    limit = job.sbatch_options.get("time") if job.cluster.launcher == "slurm" else None
-    if limit is None or isinstance(limit, bool) or str(limit).upper() in sbatch.NO_LIMIT:
-        return None
-    return limit_seconds(limit) or None  # of 0 Slurm makes no limit
+    return sbatch.limit_seconds(job.sbatch_options) if job.cluster.launcher == "slurm" else None
 
 
 def evaluations_of(job: Job, *, before: bool = True) -> int:

@@ -5,7 +5,8 @@ section 3; Megatron-LM's distributed optimizer): weights, gradients from ZeRO 2 
 
 The native trainer: fp32 weights at rest are the optimizer's masters, 4n, a d-th from ZeRO 1 on; what computes is a gathered copy in 2 or 4 bytes, under
 ZeRO 3 of two blocks and of what is around them; gradients accumulate whole in fp32 (on the CPU in fp64) under ZeRO 0 and 1 while there are several
-micro-batches, else as fp32 shards.
+micro-batches, else as fp32 shards. In a pipeline ZeRO 3 shards weights and moments at rest alone: torch's stages (PipelineStage.backward_maybe_with_nosync)
+neither free gathered weights after a backward nor reduce gradients before the last.
 """
 
 from __future__ import annotations
@@ -105,13 +106,16 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
     reduced, units = 8 if job.cluster.device_type == "cpu" else 4, [unit for chunk in chunks for unit in chunk]
     whole, rank = max((numbers(units, t, rank), rank) for rank in range(t))
     unit, mine = largest(units, t, rank), shard(units, t, rank, layout.shard)
-    accumulated = reduced * whole if zero < 2 and layout.micro_batches > 1 else 0
+    in_rounds = layout.pipeline > 1  # torch's stages reduce gradients and free gathered weights once a step, whatever zero_stage
+    accumulated = reduced * whole if (zero < 2 or in_rounds) and layout.micro_batches > 1 else 0
+    alone = job.cluster.device_type == "cpu" and layout.data == 1 and layout.micro_batches > 1
+    kept = reduced * whole if alone else 0  # of one rank the memory that it "reduces" into stays (trainkit.train.data_parallel.OneRank)
     return {
         "parameter_bytes": 4 * mine,
-        "gathered_bytes": w * (gathered_at_once(chunks, t, rank) if zero == 3 else whole),
+        "gathered_bytes": w * (gathered_at_once(chunks, t, rank) if zero == 3 and not in_rounds else whole),
         "gradient_bytes": max(accumulated, 4 * mine),
         "optimizer_bytes": 4 * moments * mine,
-        "buffer_bytes": (reduced + w) * unit,  # a unit's gradients as computed and as they are reduced
+        "buffer_bytes": (reduced + w) * unit + kept,  # a unit's gradients as computed and as they are reduced
     }
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.files import read_json
+from trainkit.data.fetch_retry import PATIENT, Patience
 from trainkit.data.indexed import bin_path, idx_path
-from trainkit.data.manifest import read_manifest
+from trainkit.data.manifest import ranges_path, read_manifest
 from trainkit.data.pairs import prefixes_of
 from trainkit.data.paths import DataFolder
 from trainkit.data.sources import SOURCES, Fetch, Shard, Source, announce, fetches, tokenizer_fetches
@@ -68,34 +70,42 @@ def tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
     return [Path(path) for path in (tokenizer.path, tokenizer.vocab_file, tokenizer.merge_file) if path and tokenizer.type != "bpe"]
 
 
-def needs_of_dataset(dataset: Dataset, root: Path, stamps: Path, *, anew: bool = False) -> list[Need]:
+def needs_of_dataset(dataset: Dataset, root: Path, stamps: Path, *, anew: bool = False, patience: Patience = PATIENT) -> list[Need]:
     """What it takes to have the tokens of `dataset` below `root`, in order; nothing for mock data.
 
     Args:
         anew: it will be made even if it is fresh. Else, of what is fetched, one that is fresh is given without its units, and no server is asked:
             a prepared dataset can be used where the network is not, and after its text was deleted.
+        patience: with servers that are asked what files there are. Raises Unreachable (exit 6) where one gives no answer.
     """
     tokenizer = dataset.tokenizer
     if dataset.source == "mock" or tokenizer is None:
         return []
     if dataset.source == "blend":
         parts = {part.dataset.name: part.dataset for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend) for part in blend.values()}
-        needs = [need for part in parts.values() for need in needs_of_dataset(part, root, stamps, anew=anew)]
-        return [*needs, _Pairs(dataset, tokenizer, root, stamps).need(anew=anew)]
+        needs = [need for part in parts.values() for need in needs_of_dataset(part, root, stamps, anew=anew, patience=patience)]
+        return [*needs, _Pairs(dataset, tokenizer, root, stamps, patience).need(anew=anew)]
     kind = _Pairs if dataset.source == "indexed" else _Text
-    work = kind(dataset, tokenizer, root, stamps)
+    work = kind(dataset, tokenizer, root, stamps, patience)
     made = None if anew else work.as_made()
     return [made or work.need(anew=anew)]
 
 
 class PrepData:
-    """Prepares the dataset of a job and its further validation sets. Mock data needs nothing."""
+    """Prepares the dataset of a job and its further validation sets. Mock data needs nothing. `patience`: as `needs_of_dataset`."""
 
     name = "prep-data"
 
+    def __init__(self, patience: Patience = PATIENT) -> None:
+        self.patience = patience
+
     def needs(self, job: Job, stamps: Path, *, anew: bool = False) -> list[Need]:
         datasets = {dataset.name: dataset for dataset in (job.dataset, *job.validation.values())}  # each once
-        found = [need for dataset in datasets.values() for need in needs_of_dataset(dataset, Path(job.cluster.root or "."), stamps, anew=anew)]
+        found = [
+            need
+            for dataset in datasets.values()
+            for need in needs_of_dataset(dataset, Path(job.cluster.root or "."), stamps, anew=anew, patience=self.patience)
+        ]
         return list({need.name: need for need in found}.values())  # a part of two blends once
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
@@ -109,8 +119,8 @@ def _fetch_unit(fetch: Fetch) -> Unit:
 class _Dataset:
     """What is common to text and ready-made pairs: the tokenizer, and files that are fetched."""
 
-    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, root: Path, stamps: Path) -> None:
-        self.dataset, self.tokenizer, self.stamps = dataset, tokenizer, stamps
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, root: Path, stamps: Path, patience: Patience) -> None:
+        self.dataset, self.tokenizer, self.stamps, self.patience = dataset, tokenizer, stamps, patience
         self.folder, self.name = DataFolder(root, dataset), f"{dataset.name}--{tokenizer.name}"
         # the same for every shard, of which there may be 60,000: where it goes, how a file becomes documents, and those tokens
         self.shards_folder, self.rejects_folder, self.tokenizer_json = self.folder.shards, str(self.folder.rejects), str(self.folder.tokenizer)
@@ -167,7 +177,7 @@ class _Pairs(_Dataset):
 
     def need(self, *, anew: bool) -> Need:
         corpus = self.folder.corpus
-        shards = SOURCES["indexed"].shards(self.dataset, corpus)
+        shards = SOURCES["indexed"].shards(self.dataset, corpus, patience=self.patience)
         fetched = [_fetch_unit(fetch) for fetch in fetches(self.dataset, corpus, shards)]
         prefixes = [shard.path.with_suffix("") for shard in shards if shard.path.suffix == ".idx"]
         if self.dataset.source == "indexed" and not self.dataset.urls:
@@ -196,7 +206,7 @@ class _Text(_Dataset):
     def need(self, *, anew: bool) -> Need:
         """With `anew`, nothing of what was made before is used."""
         stamp = {} if anew else read_stamp(self.stamps / f"{self.name}.json") or {}
-        shards = SOURCES[self.dataset.source].shards(self.dataset, self.folder.corpus)
+        shards = SOURCES[self.dataset.source].shards(self.dataset, self.folder.corpus, patience=self.patience)
         self.shards = _with_former_names(shards, stamp.get("memory", {}).get("names", {}))
         self.former = _Former(self.folder, stamp, self.stamps / f"{self.name}.units")
         earlier = self._fetches() or [self._text(shard) for shard in self.shards if shard.recipe]
@@ -322,21 +332,40 @@ class _Former:
     def __init__(self, folder: DataFolder, stamp: Mapping[str, Any], units: Path) -> None:
         self.ranges: dict[str, list[int]] = {}
         self.identity: list[Any] = []
-        files = (bin_path(folder.prefix), idx_path(folder.prefix), folder.manifest)
-        identities = [file_identity(path) for path in files]
-        merged = read_stamp(units / "merge.json") or {}  # killed between the last unit and the stage's stamp
-        known = (stamp.get("outputs", stamp.get("made_before", [])), merged.get("outputs", []))
-        if folder.dataset.shuffle_documents or None in identities or not any(all(i in recorded for i in identities) for recorded in known):
+        if folder.dataset.shuffle_documents:
             return
-        manifest = read_manifest(folder.manifest)
-        counts = [[shard.get(key, 0) for key in ("sequences", "documents")] for shard in manifest["shards"]]
-        if manifest.get("shuffled") or [sum(column) for column in zip(*counts, strict=True)] != [manifest["sequences"], manifest["documents"]]:
+        shards = _of_manifest(folder, stamp, units) or _of_unfinished(folder.prefix)
+        if not shards:
             return
-        self.identity = identities[:2]
+        self.identity = [file_identity(path) for path in (bin_path(folder.prefix), idx_path(folder.prefix))]
         sequence = document = 0
-        for shard, (sequences, documents) in zip(manifest["shards"], counts, strict=True):
-            self.ranges[shard["name"]] = [sequence, sequences, document, documents]
+        for name, sequences, documents in shards:
+            self.ranges[name] = [sequence, sequences, document, documents]
             sequence, document = sequence + sequences, document + documents
+
+
+def _of_manifest(folder: DataFolder, stamp: Mapping[str, Any], units: Path) -> list[tuple[str, int, int]]:
+    """(name, sequences, documents) of the shards of a pair that is as it was when dataset.json was written; else nothing."""
+    identities = [file_identity(path) for path in (bin_path(folder.prefix), idx_path(folder.prefix), folder.manifest)]
+    merged = read_stamp(units / "merge.json") or {}  # killed between the last unit and the stage's stamp
+    known = (stamp.get("outputs", stamp.get("made_before", [])), merged.get("outputs", []))
+    if None in identities or not any(all(i in recorded for i in identities) for recorded in known):
+        return []
+    manifest = read_manifest(folder.manifest)
+    counts = [(str(shard["name"]), int(shard.get("sequences", 0)), int(shard.get("documents", 0))) for shard in manifest["shards"]]
+    whole = sum(count[1] for count in counts), sum(count[2] for count in counts)
+    return [] if manifest.get("shuffled") or whole != (manifest["sequences"], manifest["documents"]) else counts
+
+
+def _of_unfinished(prefix: Path) -> list[tuple[str, int, int]]:
+    """The same of a pair whose merge was killed before it wrote dataset.json."""
+    identities = [file_identity(path) for path in (bin_path(prefix), idx_path(prefix))]
+    try:
+        value = read_json(ranges_path(prefix))
+        same = [identity[1:] for identity in identities if identity] == value["pair"]
+        return [(str(name), int(sequences), int(documents)) for name, sequences, documents in value["shards"]] if same else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # there is none, or none that can be read
 
 
 def _origin(shard: Shard, root: Path) -> dict[str, Any]:

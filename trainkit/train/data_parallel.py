@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from trainkit.jobs.schema import Job
+from trainkit.plan.batch import batch_sizes
 from trainkit.train.model import Transformer
 
 
@@ -73,6 +75,18 @@ class OneRank:
         output_tensor.copy_(input_tensor)
 
 
+def reduced_type(device_type: str) -> torch.dtype:
+    """What gradients are summed in; see `shard`."""
+    return torch.float64 if device_type == "cpu" else torch.float32
+
+
+def accumulates_whole(job: Job) -> bool:
+    """Whether whole gradients add up on each rank over the micro-batches of a step, before the last reduces them: under ZeRO 0 and 1, and in a pipeline,
+    whose schedules reduce once."""
+    p, micro_batches = job.parallelism, max(batch_sizes(job)) // (job.training.micro_batch_size * job.data_parallel_size)
+    return micro_batches > 1 and (p.zero_stage < 2 or p.pipeline_model_parallel_size > 1)
+
+
 def shard(model: Transformer, mesh: DeviceMesh, precision: Literal["fp32", "bf16", "fp16"] = "fp32", *, stage: int = 1, sums: bool = True) -> FSDPModule:
     """Apply ZeRO in place: each block, and the rest of the model, is one unit of communication.
 
@@ -89,7 +103,7 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Literal["fp32", "bf16
         sums: whether a step adds gradients up at all, of several ranks or micro-batches. Without, fp64 on the CPU would be a detour of 40 bytes a
             parameter to the same numbers.
     """
-    reduce_dtype = torch.float64 if mesh.device_type == "cpu" and sums else torch.float32
+    reduce_dtype = reduced_type(mesh.device_type) if sums else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=COMPUTE[precision], reduce_dtype=reduce_dtype)
     for module in (*model.layers.values(), model):
         fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3 and mesh.size() > 1, mp_policy=policy)

@@ -157,6 +157,11 @@ class Feed:
                 raise self._foreign_id(batch)
             yield self._batch(batch)
 
+    def where(self, position: int) -> str:
+        """Which sample stands at a position, in words."""
+        dataset, number = self.loader.at(position)
+        return f"sample {number} of the {self.split} split of dataset {self.mixture.names[dataset]!r}"
+
     def close(self) -> None:
         """End the threads that read; twice does no harm."""
         self.loader.close()
@@ -164,8 +169,7 @@ class Feed:
     def _foreign_id(self, batch: MicroBatch) -> ConfigError:
         wrong = batch.ids.highest if batch.ids.highest >= self.vocab else batch.ids.lowest
         row = int(np.flatnonzero((batch.tokens == wrong).any(1))[0])
-        dataset, number = (int(part[0]) for part in self.loader.order.window(batch.positions[row], 1))
-        where = f"sample {number} of the {self.split} split of dataset {self.mixture.names[dataset]!r}"
+        where = self.where(batch.positions[row])
         return ConfigError(
             f"token id {wrong} in {where}, but the model's vocabulary has {self.vocab}", hint="it was prepared with another tokenizer: run prep-data anew"
         )

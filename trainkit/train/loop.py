@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from trainkit.train.mesh import Mesh
 from trainkit.train.pipeline import tied_at
 from trainkit.train.profiling import StepProfiler
 from trainkit.train.readback import Readback
+from trainkit.train.recheck import compute_again, in_words
 from trainkit.train.report import Reporter
 from trainkit.train.saver import Saver
 from trainkit.train.schedule import global_batch_size
@@ -61,11 +63,11 @@ class SinceLog:
 
 
 class RollBack(Exception):
-    """A step asks to go back to the last checkpoint; the words say why, `nan` whether it was not finite (else a spike)."""
+    """A step asks to go back to the last checkpoint; the words say why, `nan` whether it was not finite (else a spike), `cause` finds out where."""
 
-    def __init__(self, words: str, *, nan: bool) -> None:
+    def __init__(self, words: str, *, nan: bool, cause: Callable[[], str]) -> None:
         super().__init__(words)
-        self.nan = nan
+        self.nan, self.cause = nan, cause
 
 
 class Trainer:
@@ -104,7 +106,8 @@ class Trainer:
             begin_weights(job, self.parts)
         self.readback: Readback[StepFacts] = Readback(self.device)
         self.utilization = Utilization(job, vocab, self.device)
-        self.memory = Memory(self.maker.parameters, self.maker.optimizer.state_tensors().values(), self.device)
+        states = self.maker.optimizer.state_tensors().values()
+        self.memory = Memory(self.parts.held, states, self.device, accumulates=data_parallel.accumulates_whole(job))
         self.profiler = StepProfiler(job.profile, world.rank, run.path / "profile")
         self.reporter = Reporter(run, job, self.step or -1, evaluated=not self.evaluation_due) if world.rank == 0 else None
 
@@ -230,7 +233,7 @@ class Trainer:
         jump = f", a spike above {t.spike_factor} x its mean" if values.spike else ""
         what = f"step {facts.step}: lm loss {values.loss}, gradient norm {values.norm}{jump}"
         if policy == "rollback":
-            raise RollBack(what, nan=bool(values.nan))
+            raise RollBack(what, nan=bool(values.nan), cause=lambda: f"; {self._cause(facts, values)}" if values.nan else "")
         if policy == "skip" and values.skipped_in_a_row <= t.max_skipped_in_a_row:
             if self.reporter:
                 print(f"WARNING: {what}; skipped", file=sys.stderr, flush=True)
@@ -239,13 +242,30 @@ class Trainer:
         if policy == "skip":
             why = f"{what}; {values.skipped_in_a_row:.0f} steps in a row were skipped (max_skipped_in_a_row {t.max_skipped_in_a_row})"
         further = "`resume` goes on from the last checkpoint" if finished(self.run.checkpoints) else "no checkpoint was written yet"
-        raise TrainkitError(why, exit=Exit.RANK_USER, hint=f"lower training.lr or lengthen lr_warmup_iters; {further}")
+        hint = f"lower training.lr or lengthen lr_warmup_iters; {further}"
+        if values.nan:
+            why, hint = f"{why}; {self._cause(facts, values)}", f"{hint}; `replay {self.run.id} --step {facts.step}` shows the samples of the step"
+        raise TrainkitError(why, exit=Exit.RANK_USER, hint=hint)
+
+    def _cause(self, facts: StepFacts, values: StepValues) -> str:
+        """What is not finite first when the step is computed once more, in words; all ranks ask together. On CUDA a step's numbers come one step late: the
+        weights may have gone one step on."""
+        self.heartbeat.beat("train", facts.step)
+        self.readback.forget()
+        first = facts.consumed_samples - facts.samples
+        batches = self.train_feed.read(first, facts.samples)
+        try:
+            self.parts.train()
+            found = compute_again(self.maker, batches, facts.samples, values.scale, self.world.rank)
+        except (RuntimeError, TrainkitError) as error:  # the step's own error must be told whatever comes of this
+            return f"where it begins is not known, for it could not be computed again: {error}"
+        return in_words(found, self.world.size, self.train_feed.where)
 
     def _roll_back(self, why: RollBack) -> None:
         """Go back to the last checkpoint and on with the samples after the bad ones (as PaLM did, arXiv:2204.02311, section 5.1)."""
         position, rollbacks, t = self.consumed_samples, self.rollbacks, self.job.training
         if rollbacks >= t.max_rollbacks:
-            raise TrainkitError(f"{why}; max_rollbacks {t.max_rollbacks} are used up", exit=Exit.RANK_USER, hint="lower training.lr")
+            raise TrainkitError(f"{why}; max_rollbacks {t.max_rollbacks} are used up{why.cause()}", exit=Exit.RANK_USER, hint="lower training.lr")
         self.readback.forget()
         self.timers.forget()
         self.heartbeat.beat("load", self.step)
@@ -253,7 +273,9 @@ class Trainer:
             self.reporter.close(failed=True)  # later rows than the checkpoint's are taken back
             self.reporter = None
         if not self._load_newest():
-            raise TrainkitError(f"{why}; there is no checkpoint to roll back to", exit=Exit.RANK_USER, hint="set training.save_interval, or on_nan = 'skip'")
+            raise TrainkitError(
+                f"{why}; there is no checkpoint to roll back to{why.cause()}", exit=Exit.RANK_USER, hint="set training.save_interval, or on_nan = 'skip'"
+            )
         self.consumed_samples, self.rollbacks, self.evaluation_due = position, rollbacks + 1, False
         if self.world.rank == 0:
             print(f"WARNING: {why}; rolled back to step {self.step}, going on with sample {position}", file=sys.stderr, flush=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from trainkit.train.data_parallel import reduced_type
+from trainkit.train.shards import Held
 from trainkit.train.torch_compat import local_part
 
 STATUS = Path("/proc/self/status")
@@ -28,22 +31,25 @@ class Memory:
     """Bytes of this rank by kind.
 
     Args:
-        parameters: the model's, as fully_shard left them.
+        held: the model's parameters, as fully_shard left them.
         optimizer_tensors: what the optimizer keeps, sharded as they are.
         device: this rank's device.
+        accumulates: whole gradients add up over the micro-batches of a step before they are reduced to shards (`data_parallel.accumulates_whole`).
 
     Sizes of tensors never change, so they are added up once: to look at each shard takes milliseconds.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], optimizer_tensors: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(self, held: Mapping[str, Held], optimizer_tensors: Iterable[Tensor], device: torch.device, *, accumulates: bool = False) -> None:
         self.device = device
-        shards = _bytes(parameters.values())
-        self._states = {"parameters": shards, "gradients": shards, "optimizer": _bytes(optimizer_tensors)}
+        gradients = shards = _bytes(h.parameter for h in held.values())
+        if accumulates:
+            gradients = max(shards, reduced_type(device.type).itemsize * sum(math.prod(h.layout.local_shape) for h in held.values()))
+        self._states = {"parameters": shards, "gradients": gradients, "optimizer": _bytes(optimizer_tensors)}
 
     def now(self) -> dict[str, int]:
-        """parameters, optimizer: this rank's shards. gradients: its shards of them, of the parameters' sizes (whole ones and gathered parameters,
-        which come and go within a step, are in the peaks). On CUDA max_allocated and max_reserved: the allocator's peaks since the last call. On the
-        CPU resident and max_resident: the process's memory now, and its peak since it began."""
+        """parameters, optimizer: this rank's shards. gradients: its shards of them, or the whole ones that add up over the micro-batches of a step, as
+        the plan counts them (gathered parameters, which come and go within a step, are in the peaks). On CUDA max_allocated and max_reserved: the
+        allocator's peaks since the last call. On the CPU resident and max_resident: the process's memory now, and its peak since it began."""
         if self.device.type != "cuda":
             return self._states | resident_memory(STATUS.read_text())
         peaks = {"max_allocated": torch.cuda.max_memory_allocated(self.device), "max_reserved": torch.cuda.max_memory_reserved(self.device)}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainkit.data.fetch_retry import PATIENT, Patience
 from trainkit.jobs.schema import Dataset
 
 
@@ -58,10 +59,11 @@ class Source(Protocol):
     def identity(self, dataset: Dataset) -> dict[str, str]:
         """What freshness depends on beyond the dataset's own keys."""
 
-    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False) -> list[Shard]:
+    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT) -> list[Shard]:
         """All shards, in order. Of what is fetched, servers are asked only if no listing below `corpus` says it, or `anew`. Writes nothing.
 
-        Raises ConfigError or TrainkitError (exit 6): there are none, or not those that were published.
+        Raises Unreachable (exit 6) where a server gave no answer within `patience`; ConfigError or TrainkitError (exit 6): there are none, or not those
+        that were published.
         """
 
     def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.data.fetch_retry import PATIENT, Patience
 from trainkit.data.formats import READABLE
 from trainkit.data.published import check_published
 from trainkit.data.ranges import expand
@@ -20,7 +21,7 @@ class Files:
     def identity(self, dataset: Dataset) -> dict[str, str]:
         return {}
 
-    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False) -> list[Shard]:
+    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT) -> list[Shard]:
         found: dict[Path, None] = {}
         missing = []
         for pattern in (text for given in dataset.paths for text in expand(given)):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.data.fetch_retry import PATIENT, Patience
 from trainkit.data.sources.contract import Shard
 from trainkit.data.sources.listing import list_files, read_listing
 from trainkit.data.sources.web import as_shards
@@ -18,13 +19,13 @@ class Indexed:
     def identity(self, dataset: Dataset) -> dict[str, str]:
         return {}
 
-    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False) -> list[Shard]:
+    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT) -> list[Shard]:
         if not dataset.urls:
             return []
         if not dataset.keep_download:
             hint = "training reads the files themselves: take keep_download away"
             raise ConfigError(f"datasets.{dataset.name}: keep_download = false with source = 'indexed'", exit=Exit.STAGE_FAILED, hint=hint)
-        found = as_shards(dataset, corpus, list_files(dataset, corpus, anew=anew))
+        found = as_shards(dataset, corpus, list_files(dataset, corpus, patience, anew=anew))
         _prefixes(dataset, found)
         return found
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.corpus import write_documents
+from trainkit.data.fetch_retry import PATIENT, Patience
 from trainkit.data.sources.contract import Shard
 from trainkit.jobs.schema import Dataset
 
@@ -36,7 +37,7 @@ class Stdlib:
     def identity(self, dataset: Dataset) -> dict[str, str]:
         return {"python_version": platform.python_version()}
 
-    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False) -> list[Shard]:
+    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT) -> list[Shard]:
         stdlib = Path(sysconfig.get_path("stdlib"))
         groups: list[tuple[list[str], int]] = []
         for name in source_files(stdlib):

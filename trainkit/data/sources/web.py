@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch import recipe
-from trainkit.data.fetch_retry import Seen
+from trainkit.data.fetch_retry import PATIENT, Patience, Seen
 from trainkit.data.formats import READABLE
 from trainkit.data.sources.address import local_names
 from trainkit.data.sources.contract import Fetch, Shard
@@ -21,8 +21,8 @@ class Web:
     def identity(self, dataset: Dataset) -> dict[str, str]:
         return {}
 
-    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False) -> list[Shard]:
-        found = as_shards(dataset, corpus, list_files(dataset, corpus, anew=anew))
+    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT) -> list[Shard]:
+        found = as_shards(dataset, corpus, list_files(dataset, corpus, patience, anew=anew))
         for shard in found:
             if not shard.path.name.endswith(READABLE):
                 raise ConfigError(f"datasets.{dataset.name}.urls: {shard.path.name} ends in none of {', '.join(READABLE)}", exit=Exit.STAGE_FAILED)
