@@ -45,7 +45,7 @@ def test(paths: Sequence[str] = (), *, slow: bool = False, k: str = "", last_fai
         raise ConfigError(f"no such test in {root}: {', '.join(absent)}", hint="give files or folders below it: ./inv test tests/data")
     checks = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]]
     part = bool(paths or k or last_failed)
-    workers = len(os.sched_getaffinity(0)) + 1  # one more than processors: tests on several hosts mostly wait
+    workers = len(os.sched_getaffinity(0)) + 2  # two more than processors: tests on several hosts mostly wait
     pytest = ["pytest", "-n", str(workers), "--dist", "worksteal"]
     pytest += ["--hypothesis-profile=slow"] if slow else ["-m", "not slow"]
     pytest += ["-k", k] if k else []
