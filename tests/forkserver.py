@@ -457,7 +457,8 @@ class Popen(subprocess.Popen[Any]):
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *more: Any) -> None:
         argv = [os.fsdecode(word) for word in args] if not isinstance(args, str | bytes) else []
         if not _address or executable or preexec_fn or pass_fds or Program.read(argv) is None:
-            assert not self._inside, f"only a program that is forked can be inside of another's namespaces, not {argv}"
+            if self._inside:  # nsenter executes in place: the pid stays
+                args = ["nsenter", f"--target={self._inside}", "--net", "--uts", "--ipc", "--mount", f"--wd={os.path.abspath(cwd or '.')}", *argv]
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
             return
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = more[3:9]
