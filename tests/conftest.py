@@ -97,9 +97,21 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[ADDRESS] = node.config.stash[SERVER].address()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """By far the longest first: all others are done beside it."""
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+LONG = ("tests/test_readme.py", "tests/cluster/", "tests/torture/", "tests/launch/")  # what takes longest, and waits most
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes longest begins first, each on a worker of its own; all others are done beside it. pytest-xdist gives each worker as many items in a row."""
+    piles: list[list[pytest.Item]] = [[] for _ in range(getattr(config, "workerinput", {}).get("workercount", 1))]
+    others: list[pytest.Item] = []
+    for item in items:
+        which = next((number for number, long in enumerate(LONG) if item.nodeid.startswith(long)), None)
+        (others if which is None else piles[which % len(piles)]).append(item)
+    for number, pile in enumerate(piles):
+        room = max(0, (len(items) - sum(map(len, piles[:number]))) // (len(piles) - number) - len(pile))
+        pile += others[:room]
+        others = others[room:]
+    items[:] = [item for pile in piles for item in pile] + others
 
 
 DESELECTED: pytest.StashKey[int] = pytest.StashKey()
