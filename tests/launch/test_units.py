@@ -33,7 +33,7 @@ launcher = "ssh"
 hostfile = "hostfile"
 ranks_per_node = 1
 env = { SAID = "by the cluster" }
-watch = { connect = 20, lease = 1.5, grace = 0.5 }
+watch = { connect = 300, lease = 10, grace = 0.5 }
 [clusters.pair.stages.weights]
 nodes = 2
 tasks_per_node = 2
@@ -125,7 +125,8 @@ def test_order_shares_and_stamps(work: Work) -> None:
     """Two agents, each with two at once; network units on this machine; those that wait for others come after them; small ones share a process."""
     fetch = [work.unit(f"fetch{i}", network=True) for i in range(2)]
     small = [work.unit(f"small{i:02d}", "time.sleep(0.02)", ("fetch0", "fetch1"), several=True) for i in range(40)]
-    large = [work.unit(f"large{i}", "time.sleep(0.4)", ("fetch0", "fetch1"), size=2**30) for i in range(4)]
+    together = "while open(spec['log']).read().count('large') < 4: time.sleep(0.01)"
+    large = [work.unit(f"large{i}", together, ("fetch0", "fetch1"), size=2**30) for i in range(4)]
     work.run(*fetch, *small, *large, work.unit("merge", after=tuple(u.name for u in (*small, *large))))
     rows = work.log()
     begun = [row[0] for row in rows if row[1] == "begins"]
