@@ -84,7 +84,7 @@ def test_a_random_instant_of_the_start(slurm: SlurmProject, befalls: Callable[[S
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("befalls", [preempted, requeued, cancelled, crashed])
 def test_a_random_instant_of_the_middle(slurm: SlurmProject, befalls: Callable[[SlurmProject, Path, str], None], seed: int) -> None:
     after = random.Random(f"middle {befalls.__name__} {seed}").uniform(0, 5)
