@@ -227,6 +227,16 @@ def test_a_contender_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatc
         assert len(field.failures) == 1 and "b failed" in field.failures[0] and "out of memory" in field.failures[0]
 
 
+def test_names_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nvidia-smi says them; none where it fails or is not there."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bench._gpu_names() == []
+    for code, names in ((0, ["NVIDIA H100", "NVIDIA H200"]), (9, [])):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho NVIDIA H100; echo NVIDIA H200; exit {code}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        assert bench._gpu_names() == names
+
+
 SLOW = pytest.mark.slow  # they try peers, and import transformers for it: what trainkit claims hangs on the first case
 
 

@@ -144,3 +144,10 @@ def test_it_prints_shell_that_can_be_pasted(project: Project) -> None:
     refused = project.invoke("setup-hosts", "--cluster", "here", exit=3)
     assert "hosts are set up for ssh and pdsh" in refused.stderr
     assert "no hostfile" in project.invoke("setup-hosts", "--cluster", "far", exit=3).stderr
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
+def test_pdsh_is_looked_for_where_it_is_used(launcher: str) -> None:
+    cluster = Cluster.model_validate({"name": "far", "launcher": launcher})
+    wanted = setup.Wanted(cluster, PAIR, None, 8, None, "10.0.0.1")
+    assert [step.title for step in wanted.after()] == ([setup.pdsh_step().title] if launcher == "pdsh" else [])

@@ -15,7 +15,7 @@ from trainkit.launch.slurm.batch import BatchAsks, BatchSupervisor
 from trainkit.launch.watch import nobody
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog, read_record
-from trainkit.runs.slurm import add_slurm_job
+from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs
 
 
 def ended(kind: str, step: int, exit: int, **cause: Any) -> list[dict[str, Any]]:
@@ -102,3 +102,10 @@ def test_a_budget_counts_though_the_supervisor_was_killed_before_its_last_word(t
     _, supervisor = supervisor_after(tmp_path / "b", [[*cut_short, {"event": "requeue_failed"}], GONE], "retry.same_step=9")
     supervisor.replay(1)
     assert supervisor.budgets.left["infra"] == 2
+
+
+def test_the_first_sign_of_life_takes_the_run_out_of_the_queue(tmp_path: Path) -> None:
+    run, supervisor = supervisor_after(tmp_path, [])
+    assert read_slurm_jobs(run)[0].waiting
+    supervisor._sign()
+    assert not read_slurm_jobs(run)[0].waiting

@@ -325,8 +325,9 @@ def test_names_with_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert hosts_of(chosen, found).running[0].name == "compute1-dy-queue1-i1-1"
     with pytest.raises(ConfigError, match="wants 16 nodes, and allocation 7 has 5"):
         hosts_of(job("jean-zay-30b"), found)
-    with pytest.raises(ConfigError, match="no allocation of Slurm"):
-        granted({})
+    for outside in ({}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_NODELIST": "a"}):
+        with pytest.raises(ConfigError, match="no allocation of Slurm"):
+            granted(outside)
 
 
 def test_how_long_before_the_limit(tmp_path: Path) -> None:
