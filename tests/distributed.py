@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import importlib
 import os
 import pickle
@@ -26,10 +27,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+_kept: collections.deque[socket.socket] = collections.deque(maxlen=64)
+
+
+def kept_port() -> int:
+    """A port that nobody else is given until torch's store listens on it, however late.
+
+    A socket that is bound, does not listen and allows others (SO_REUSEADDR, as the store's does) keeps its port from all who ask for any: socket(7).
+    """
+    keeper = socket.socket()
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keeper.bind(("127.0.0.1", 0))
+    _kept.append(keeper)  # the last worlds': former ones listen, or are over
+    return int(keeper.getsockname()[1])
+
+
 def rank_environments(world_size: int) -> list[dict[str, str]]:
     """torch's variables for every rank of a world on this machine, one thread each."""
     shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
     return [{**os.environ, **shared, **meeting, **ranks} for ranks in own]
 

@@ -58,7 +58,7 @@ class Oci:
     def call(self, *words: str, stdin: bytes = b"") -> str:
         """What the client prints; fails unless it succeeds."""
         env = {**os.environ, **self.variables}
-        done = subprocess.run([self.runtime, *words], env=env, input=stdin, capture_output=True, timeout=60, check=False)
+        done = subprocess.run([self.runtime, *words], env=env, input=stdin, capture_output=True, timeout=900, check=False)
         assert done.returncode == 0, f"{self.runtime} {words}: {done.stderr.decode()}"
         return done.stdout.decode()
 
@@ -118,7 +118,7 @@ def docker(folder: Path) -> Iterator[Oci]:
     oci = Oci("docker", {"DOCKER_HOST": f"unix://{socket}"})
     try:
         deadline = time.monotonic() + 30
-        while subprocess.run(["docker", "version"], env={**os.environ, **oci.variables}, capture_output=True, timeout=20, check=False).returncode:
+        while subprocess.run(["docker", "version"], env={**os.environ, **oci.variables}, capture_output=True, timeout=900, check=False).returncode:
             if daemon.poll() is not None or time.monotonic() > deadline:
                 pytest.skip(f"dockerd does not run here: {(folder / 'log').read_text().splitlines()[-1:]}")
             time.sleep(0.2)
@@ -127,7 +127,7 @@ def docker(folder: Path) -> Iterator[Oci]:
     finally:
         daemon.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            daemon.wait(timeout=20)
+            daemon.wait(timeout=900)
         daemon.kill()
         subprocess.run(["umount", str(folder / "exec" / "netns" / "default")], capture_output=True, check=False)
         socket.unlink(missing_ok=True)

@@ -101,7 +101,7 @@ boot() { # HOST: create its namespaces, plug it into the bridge
         # shellcheck disable=SC2086
         exec setsid unshare $flags bash "$HERE/host.sh" "$name" ) < /dev/null > "$h/log/host.log" 2>&1 &
     disown                                                   # that it is killed is no news
-    for _ in $(seq 500); do [ ! -s "$h/pid" ] || break; sleep 0.02; done
+    for _ in $(seq 30000); do [ ! -s "$h/pid" ] || break; sleep 0.02; done
     pid=$(cat "$h/pid") || die "$name did not start: $(cat "$h/log/host.log")"
     if [ "$name" = head ]; then
         of_head sh -c "ip link add br0 type bridge && ip link set br0 up && ip addr add $(address head)/24 dev br0"
@@ -114,9 +114,9 @@ boot() { # HOST: create its namespaces, plug it into the bridge
 }
 
 answers() { # HOST: wait until its sshd does, and Slurm knows it
-    local end=$((SECONDS + 30))
-    until of_head -m timeout 1 bash -c ": < /dev/tcp/$1/22" 2> /dev/null && { ((!TK_SLURM)) || slurm_knows "$1"; }; do
-        ((SECONDS < end)) || die "$1 is not up after 30 s: $(tail -n 5 "$D/hosts/$1/log/"*.log)"
+    local end=$((SECONDS + 600)) # slow machines are slow: only what hangs takes so long
+    until of_head -m timeout 20 bash -c ": < /dev/tcp/$1/22" 2> /dev/null && { ((!TK_SLURM)) || slurm_knows "$1"; }; do
+        ((SECONDS < end)) || die "$1 is not up after 600 s: $(tail -n 5 "$D/hosts/$1/log/"*.log)"
         sleep 0.05
     done
 }

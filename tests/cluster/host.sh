@@ -23,7 +23,7 @@ if [ "$name" != head ]; then                                  # nodes have their
 fi
 ip link set lo up
 echo "$pid" > "$h/pid.new"; mv "$h/pid.new" "$h/pid"          # tells cluster.sh to plug in the network cable
-for _ in $(seq 500); do ip -4 addr show | grep -q 'inet 10\.77' && break; sleep 0.02; done
+for _ in $(seq 30000); do ip -4 addr show | grep -q 'inet 10\.77' && break; sleep 0.02; done
 set +e                                                        # a daemon that fails says so in its log; the host stays up
 /usr/sbin/sshd -E "$h/log/sshd.log"
 ((!TK_SLURM)) || slurm_host "$name"

@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.conftest import HANGS
+
 HERE = Path(__file__).resolve().parent
 HEAD = "head"
 
@@ -108,7 +110,7 @@ class Cluster:
         """Of the process that keeps its namespaces."""
         return int((self.folder / "hosts" / host / "pid").read_text())
 
-    def on(self, host: str, *argv: str, cwd: Path | None = None, timeout: float = 60) -> str:
+    def on(self, host: str, *argv: str, cwd: Path | None = None, timeout: float = HANGS) -> str:
         """What `argv` prints on `host`; fails unless it exits with 0."""
         done = subprocess.run(self.command(host, *argv), cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
         assert done.returncode == 0, f"{argv} on {host} exited with {done.returncode}\n{done.stdout}{done.stderr}"

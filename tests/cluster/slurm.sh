@@ -75,12 +75,12 @@ slurm_accounting() { # on the head: a database of its own and slurmdbd, so that 
     # nobody but slurmdbd reaches its socket, in this host's own /run, where libmariadb looks by itself
     setsid "${maria[@]}" --skip-networking --skip-grant-tables --socket=/run/mysqld/mysqld.sock --pid-file=/run/mysqld/mysqld.pid \
         >> "$said" 2>&1 < /dev/null &
-    for _ in $(seq 600); do [ ! -S /run/mysqld/mysqld.sock ] || break; sleep 0.02; done
+    for _ in $(seq 30000); do [ ! -S /run/mysqld/mysqld.sock ] || break; sleep 0.02; done
     (umask 077; printf '%s\n' AuthType=auth/munge DbdHost=head SlurmUser=root StorageType=accounting_storage/mysql \
         StorageHost=localhost StorageUser=root StorageLoc=slurm_acct LogFile="$D/slurm/slurmdbd.log" \
         PidFile=/run/slurmdbd.pid > /etc/slurm/slurmdbd.conf)
     slurmdbd
-    for _ in $(seq 600); do (: < /dev/tcp/head/6819) 2> /dev/null && break; sleep 0.02; done
+    for _ in $(seq 30000); do (: < /dev/tcp/head/6819) 2> /dev/null && break; sleep 0.02; done
     # all of it must be there before slurmctld starts
     sacctmgr -i add cluster tk > /dev/null; sacctmgr -i add account physics > /dev/null; sacctmgr -i add user root account=physics > /dev/null
 }
@@ -91,5 +91,5 @@ slurm_host() { # NAME: its daemons
            --socket=/run/munge/munge.socket.2 --pid-file=/run/munge/munged.pid
     [ "$1${TK_SACCT:-0}" != head1 ] || slurm_accounting
     if [ "$1" = head ]; then slurmctld
-    else until timeout 1 bash -c ': < /dev/tcp/head/6817' 2> /dev/null; do sleep 0.1; done; slurmd -N "$1"; fi
+    else until timeout 20 bash -c ': < /dev/tcp/head/6817' 2> /dev/null; do sleep 0.1; done; slurmd -N "$1"; fi
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.cluster.machines import HEAD, Cluster
 from tests.cluster.on_head import ClusterProject, Person, make_project
-from tests.conftest import wait_for
+from tests.conftest import HANGS, wait_for
 
 CLUSTER = """
 [clusters.queue]
@@ -22,7 +22,6 @@ watch = {{ connect = 300, start = 1800, lease = 30, grace = 1 }}
 [clusters.here]
 ranks_per_node = 4
 """
-HANGS = 600.0  # seconds: whatever takes longer hangs
 # Ranks that count steps in a file each, 0.1 s a step, as a trainer that saves at every step would; the run is over at step `last`, which none does before
 # the test lets it.
 COUNTING = """

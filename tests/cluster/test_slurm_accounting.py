@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.machines import HEAD, Process
-from tests.cluster.slurm_project import HANGS, SlurmProject
-from tests.conftest import wait_for
+from tests.cluster.slurm_project import SlurmProject
+from tests.conftest import HANGS, wait_for
 
 
 def forgotten(project: SlurmProject, id: str) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.machines import HEAD
-from tests.cluster.slurm_project import HANGS, SlurmProject
-from tests.conftest import wait_for
+from tests.cluster.slurm_project import SlurmProject
+from tests.conftest import HANGS, wait_for
 
 # Ranks that carry a digest from step to step, in one file with the step: two of them agree only where each step was done once, in order. None does the last
 # before the test lets it.

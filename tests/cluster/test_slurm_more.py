@@ -12,8 +12,8 @@ import pytest
 
 from tests.cluster.conftest import bring_up
 from tests.cluster.machines import HEAD, Cluster
-from tests.cluster.slurm_project import HANGS, SlurmProject, make_slurm_project
-from tests.conftest import wait_for
+from tests.cluster.slurm_project import SlurmProject, make_slurm_project
+from tests.conftest import HANGS, wait_for
 
 
 def test_inside_salloc(slurm: SlurmProject) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.machines import HEAD
-from tests.cluster.slurm_project import HANGS, SlurmProject
-from tests.conftest import wait_for
+from tests.cluster.slurm_project import SlurmProject
+from tests.conftest import HANGS, wait_for
 
 
 def test_the_same_losses_as_on_one_machine(slurm: SlurmProject) -> None:

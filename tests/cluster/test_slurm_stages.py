@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.cluster.machines import HEAD
-from tests.cluster.slurm_project import HANGS, SlurmProject
+from tests.cluster.slurm_project import SlurmProject
 from tests.cluster.test_stages import TEXT, made, replace_in_jobs, write_corpus
-from tests.conftest import wait_for
+from tests.conftest import HANGS, wait_for
 
 STAGES = """
 [clusters.queue.stages.prep-data]
