@@ -371,7 +371,13 @@ def test_a_chain_of_forks_without_a_mark(session: Session, host: str, end: str) 
     def links() -> list[int]:
         return [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and word.encode() in _cmdline(int(p.name))]
 
-    assert wait_until(lambda: len({pid for _ in range(5) for pid in links()}) > 2)
+    seen: set[int] = set()
+
+    def goes_on() -> bool:
+        seen.update(links())
+        return len(seen) > 2
+
+    assert wait_until(goes_on)
     if end == "stop":
         peer.say(type="stop", grace=0, keys=None)
         stopped = peer.hear("stopped")
