@@ -191,7 +191,7 @@ def test_the_build_stage_compiles_with_its_own_python(checkout: Path, commands: 
 
 
 def test_pips_last_words_are_shown(checkout: Path) -> None:
-    script = "import sys; [print('line', i) for i in range(100)]; print('no space left', file=sys.stderr); sys.exit(3)"
+    script = "import sys; [print('line', i, flush=True) for i in range(100)]; print('no space left', file=sys.stderr); sys.exit(3)"
     with open(checkout / ".venv.lock", "w") as lock, pytest.raises(InstallError) as caught:
         installer._run([sys.executable, "-c", script], checkout, lock.fileno())
     assert "exit code 3" in str(caught.value)
