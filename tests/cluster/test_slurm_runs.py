@@ -79,6 +79,7 @@ def test_scancel_saves_and_is_the_end(slurm: SlurmProject) -> None:
     slurm.ranks_count(10_000)
     run, id = slurm.submit()
     slurm.wait_step(3)
+    wait_for(lambda: all((slurm.path / f"count-{rank}").exists() for rank in range(4)), "all ranks to count")
     slurm.cluster.on(HEAD, "scancel", id)
     ended = slurm.wait_state(run, "preempted")
     assert ended["exit"] == 12 and "scancel" in ended["root_cause"]["message"]
