@@ -3,19 +3,17 @@
 import runpy
 from pathlib import Path
 
-from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
 csrc_sha256 = runpy.run_path(str(ROOT / "trainkit" / "base" / "install.py"))["csrc_sha256"]
 
-ParallelCompile(default=0).install()  # 0: as many compilers as processors
-
 setup(
     ext_modules=[
         Pybind11Extension(
             "trainkit._index",
-            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "index").glob("*.cpp")),
+            ["csrc/index/bindings.cpp"],
             cxx_std=17,
             extra_compile_args=["-O3", "-pthread", "-ffp-contract=off"],  # a fused multiply-add would change ties of Megatron's blending
             extra_link_args=["-pthread"],

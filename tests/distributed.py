@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import faulthandler
 import importlib
 import os
 import pickle
@@ -93,6 +94,7 @@ def _called(environments: Sequence[dict[str, str]], target: str, args: Sequence[
 
 
 def _child(folder: Path) -> None:
+    faulthandler.enable()  # where it was, should it abort
     target, args = pickle.loads((folder / "call").read_bytes())
     module, _, function = target.partition(":")
     result = getattr(importlib.import_module(module), function)(*args)

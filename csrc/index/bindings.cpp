@@ -1,18 +1,18 @@
 // Python's face of the index helpers: checks arguments, drops the GIL, calls the headers beside it.
+// One translation unit: the compiler parses pybind11 (7 s) once, not for each of bindings_*.h.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <string>
 
+#include "bindings_blend.h"
+#include "bindings_megatron.h"
+#include "bindings_reader.h"
+#include "bindings_text.h"
 #include "permutation.h"
 
 namespace py = pybind11;
-
-void bind_blend(py::module_& module);
-void bind_megatron(py::module_& module);
-void bind_reader(py::module_& module);
-void bind_text(py::module_& module);
 
 namespace {
 

@@ -15,6 +15,7 @@ import pytest
 import zstandard
 
 from tests.conftest import Project, wait_for
+from trainkit.base.files import temporary_name
 from trainkit.data.indexed import IndexedDataset
 
 DATA = Path("data/lines/bpe")
@@ -93,6 +94,14 @@ def test_killed_at_random_moments_ends_in_the_same_bytes(project: Project) -> No
     project.invoke("prep-data")
     assert output(project) == expected
     assert not list(project.path.rglob("*.tmp-*"))
+
+
+def test_what_a_killed_writer_of_the_stamp_left_goes(project: Project) -> None:
+    """Whether what it was about is fresh by now or not."""
+    for words in ([], ["--force"], []):
+        project.invoke("prep-data", *words)
+        assert not list(project.path.rglob("*.tmp-*"))
+        temporary_name(project.path / "stamps/prep-data/lines--bpe.json").write_text("{")
 
 
 def test_ctrl_c_leaves_nothing_half_done_and_no_worker(project: Project) -> None:

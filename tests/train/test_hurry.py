@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -68,7 +69,8 @@ def test_a_stop_does_not_wait_for_a_deletion(save_async: bool, tmp_path: Path, d
     deletion.set()
     saver.pruned()
     assert not list(tmp_path.glob("*.tmp")) and steps_in(tmp_path) == [2, 3]  # after the last save nothing is deleted
-    save(Saver(Keep(keep_last=1), tmp_path), 4)
+    with contextlib.closing(Saver(Keep(keep_last=1), tmp_path)) as another:
+        save(another, 4)
 
 
 def test_a_stop_waits_where_there_is_no_room_otherwise(tmp_path: Path, deletion: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +89,7 @@ def test_a_stop_waits_where_there_is_no_room_otherwise(tmp_path: Path, deletion:
     monkeypatch.setattr(os, "statvfs", statvfs)
     save(saver, 3, last=True)
     assert asked == [False, True] and steps_in(tmp_path) == [2, 3] and not list(tmp_path.glob("*.tmp"))
+    saver.pruned()
 
 
 @pytest.mark.parametrize("save_async", [False, True])
@@ -127,6 +130,7 @@ def test_the_grace_that_is_told_is_enough(save_async: bool, tmp_path: Path, monk
     saver.finish()
     slow[0] = 0.0
     save(saver, 2, last=True)
+    saver.close()
     assert told[0] >= (0.6 if save_async else 0.3) and told[1] >= told[0]  # the longest so far, not the last
 
 

@@ -98,6 +98,7 @@ def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *,
     if verdict.fresh and not any(folder.is_dir() for folder in {path.parent for path in need.scratch}):
         reporter.verdict(verdict)
         with contextlib.suppress(Busy), locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, wait=False):
+            remove_leftovers(stamp_path(stamps, need))
             write_times(need, stamps, inputs)
         return verdict
     said = False
@@ -108,6 +109,7 @@ def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *,
                 verdict = judge(need, stamps, force=force)
                 reporter.verdict(verdict)
                 if verdict.fresh:
+                    remove_leftovers(stamp_path(stamps, need))
                     sweep(need)  # whoever made it was killed before that
                 else:
                     _run(need, stamps, execute, reporter, verdict, force)
@@ -153,6 +155,7 @@ def begin(need: Need, stamps: Path, verdict: Verdict, *, force: bool = False) ->
         raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint="run it again")
     former = read_stamp(stamp_path(stamps, need)) or {}
     write_unfinished(need, stamps, str(former.get("unfinished", verdict.because)))  # the first reason, however often it was interrupted
+    remove_leftovers(stamp_path(stamps, need))
     _remove_leftovers(path for unit in need.units for path in unit.outputs)
     inputs = input_identities(need)
     units = missing_units(need, stamps, force=force)

@@ -1,4 +1,6 @@
 // Python's face of codepoints.h: checks arguments, drops the GIL.
+#pragma once
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -42,7 +44,7 @@ std::vector<std::size_t> within(const trainkit::CodePoints& points, const py::li
 
 }  // namespace
 
-void bind_text(py::module_& module) {
+inline void bind_text(py::module_& module) {
     py::class_<trainkit::CodePoints>(module, "CodePoints", "A set of code points above ASCII, as inclusive ranges. ValueError: a range is none.")
         .def(py::init(&make_code_points), py::arg("ranges"))
         .def("within", &within, py::arg("texts"), "Numbers of the texts (a list of bytes, UTF-8; nobody may change the list meanwhile) that hold one of them.");

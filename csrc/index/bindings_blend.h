@@ -1,4 +1,6 @@
 // Python's face of the native order: the blend, documents gathered in another order, and ids behind each.
+#pragma once
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -95,7 +97,7 @@ void interleave(py::array ids, py::array stops, std::uint32_t value, py::array o
 
 }  // namespace
 
-void bind_blend(py::module_& module) {
+inline void bind_blend(py::module_& module) {
     py::class_<trainkit::Blend>(module, "Blend", "Which of several datasets stands at which position, in proportion to integer weights (csrc/index/blend.h).")
         .def(py::init(&make_blend), py::arg("weights"), "weights: int64 [D], 0: never drawn. ValueError: negative, all 0, a sum above 2**62, D above 32,766.")
         .def("at", &blend_at, py::arg("start"), py::arg("dataset"), py::arg("count"),

@@ -1,4 +1,6 @@
 // Python's face of reading tokens: checks arrays, drops the GIL, calls reader.h.
+#pragma once
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -127,7 +129,7 @@ void ahead_of_documents(const Reader& reader, const py::array& document_index, c
 
 }  // namespace
 
-void bind_reader(py::module_& module) {
+inline void bind_reader(py::module_& module) {
     py::register_local_exception_translator([](std::exception_ptr thrown) {
         try {
             if (thrown) std::rethrow_exception(thrown);

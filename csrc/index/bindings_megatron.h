@@ -1,4 +1,6 @@
 // Python's face of Megatron's sample order: checks arguments, drops the GIL, calls megatron.h and mt19937.h.
+#pragma once
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -116,7 +118,7 @@ std::vector<std::int64_t> write_blend(const std::vector<double>& weights, const 
 
 }  // namespace
 
-void bind_megatron(py::module_& module) {
+inline void bind_megatron(py::module_& module) {
     py::class_<trainkit::Mt19937>(module, "MersenneTwister", "The stream of numpy's RandomState(seed).")
         .def(py::init<std::uint32_t>(), py::arg("seed"))
         .def("shuffle", &shuffle_array<std::uint32_t>, py::arg("values").noconvert(), py::arg("narrow") = trainkit::kNarrow,
