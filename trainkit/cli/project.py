@@ -50,8 +50,10 @@ def test(paths: Sequence[str] = (), *, slow: bool = False, k: str = "", last_fai
     pytest += ["--hypothesis-profile=slow"] if slow else ["-m", "not slow"]
     pytest += ["-k", k] if k else []
     pytest += ["--last-failed"] if last_failed else []
+    # Without bytecode on disk each worker and each of a thousand programs compiles the package and the tests again.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for words in [*(checks if lint and not part else []), [*pytest, *paths]]:
         print(f"$ {' '.join(words)}", flush=True)
-        code = subprocess.run([sys.executable, "-m", *words], cwd=root, check=False).returncode
+        code = subprocess.run([sys.executable, "-m", *words], cwd=root, env=environment, check=False).returncode
         if code:
             raise Leave(code=code)
