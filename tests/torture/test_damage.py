@@ -83,7 +83,10 @@ def copy_of(run: RunFolder, folder: Path) -> RunFolder:
     return RunFolder(folder / "runs/tiny/one")
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+FEW = ("byte flip", "missing file", "manifest: samples", "files of an older step")  # tests/train/test_checkpoint.py has every kind, without ranks
+
+
+@pytest.mark.parametrize("damage", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGES])
 def test_the_newest_is_passed_over_by_name(damage: str, ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
     run = copy_of(reference, tmp_path)
     happen, words = DAMAGES[damage]

@@ -36,18 +36,24 @@ def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     yield run
 
 
-@pytest.mark.parametrize("save_async", [False, True])
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"do": errno.ENOSPC, "at": "byte", "byte": 5000, "rank": 1},
-        {"do": errno.EIO, "at": "byte", "byte": 0, "rank": 0},
-        {"do": errno.EROFS, "at": "prepare", "when": "before"},
-        {"do": errno.EDQUOT, "at": "manifest", "when": "before"},
-        {"do": errno.EIO, "at": "publish", "when": "before"},
-    ],
-    ids=lambda fault: f"{errno.errorcode[fault['do']]} at {fault['at']}",
-)
+FAULTS: list[Fault] = [
+    {"do": errno.ENOSPC, "at": "byte", "byte": 5000, "rank": 1},
+    {"do": errno.EIO, "at": "byte", "byte": 0, "rank": 0},
+    {"do": errno.EROFS, "at": "prepare", "when": "before"},
+    {"do": errno.EDQUOT, "at": "manifest", "when": "before"},
+    {"do": errno.EIO, "at": "publish", "when": "before"},
+]
+
+
+def failing_saves() -> Iterator[Any]:
+    """Each fault, saves in training's way and behind it in turn; the other way round is slow."""
+    for number, fault in enumerate(FAULTS):
+        for behind in (False, True):
+            marks = [] if behind == bool(number % 2) else [pytest.mark.slow]
+            yield pytest.param(fault, behind, marks=marks, id=f"{errno.errorcode[fault['do']]} at {fault['at']}-{behind}")
+
+
+@pytest.mark.parametrize(("fault", "save_async"), list(failing_saves()))
 def test_one_save_that_fails_is_a_warning(fault: Fault, save_async: bool, ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
     """The second of four saves fails; the others and the losses are as if nothing had been."""
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": save_async}))

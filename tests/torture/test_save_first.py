@@ -62,14 +62,14 @@ NEVER = 1e6  # seconds: the test ends only if nobody waits for this to end
 # where rank 0 stands still until the signal was taken, at which call and for how much longer; whether the step's end is heard of
 CASES = [
     ("step", 1, NEVER, signal.SIGTERM),  # a compilation: nobody waits for its end
-    ("eval", 1, NEVER, signal.SIGTERM),  # the same, where an evaluation compiles first
-    ("eval", 1, 0.0, signal.SIGUSR1),
+    pytest.param("eval", 1, NEVER, signal.SIGTERM, marks=pytest.mark.slow),  # the same, where an evaluation compiles first
+    pytest.param("eval", 1, 0.0, signal.SIGUSR1, marks=pytest.mark.slow),
     ("write", 1, 4.0, signal.SIGTERM),  # longer than ranks wait that have nothing to save
     ("publish", 1, 0.0, signal.SIGUSR1),
 ]
 
 
-@pytest.mark.parametrize(("at", "call", "seconds", "signal_number"), CASES, ids=[f"{name.name} in {at} of {seconds:g} s" for at, _, seconds, name in CASES])
+@pytest.mark.parametrize(("at", "call", "seconds", "signal_number"), CASES, ids=str)
 def test_a_stop_before_the_first_step_is_done(
     at: str, call: int, seconds: float, signal_number: signal.Signals, ranks: Ranks, tmp_path: Path, reference: RunFolder
 ) -> None:

@@ -66,20 +66,27 @@ def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> RunFold
 
 
 # where and in which call rank 0 sleeps; the step whose checkpoint must be there; USR1 comes to rank 1 alone, a scheduler's TERM to all
-CASES = [
+FEW = [
     ("step", 5, 5, signal.SIGUSR1),
-    ("step", 5, 5, signal.SIGTERM),
-    ("eval", 2, 4, signal.SIGUSR1),  # the first is made before the first step
-    ("prepare", 2, 6, signal.SIGUSR1),
-    ("write", 2, 6, signal.SIGUSR1),
     ("write", 2, 6, signal.SIGTERM),
     ("publish", 3, 9, signal.SIGUSR1),
     ("prune", 3, 9, signal.SIGUSR1),
     ("eval", 4, 12, signal.SIGTERM),  # the very last one
 ]
+CASES = [
+    *FEW,
+    ("step", 5, 5, signal.SIGTERM),
+    ("eval", 2, 4, signal.SIGUSR1),  # the first is made before the first step
+    ("prepare", 2, 6, signal.SIGUSR1),
+    ("write", 2, 6, signal.SIGUSR1),
+]
 
 
-@pytest.mark.parametrize(("at", "call", "step", "signal_number"), CASES, ids=[f"{name.name} in {at} {call}" for at, call, _, name in CASES])
+@pytest.mark.parametrize(
+    ("at", "call", "step", "signal_number"),
+    [case if case in FEW else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    ids=[f"{name.name} in {at} {call}" for at, call, _, name in CASES],
+)
 def test_a_stop_is_heard(at: str, call: int, step: int, signal_number: signal.Signals, ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
     """All stop at the same step, at most one step on, and go on as if nothing had been."""
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9}))
