@@ -71,7 +71,7 @@ class Side:
 class Trainkit(Side):
     def __init__(self, tensors: dict[str, Any], folder: Path, gigabytes: float, *, behind: bool) -> None:
         from trainkit.jobs.schema import Checkpoint
-        from trainkit.train.saver import Saver
+        from trainkit.train.checkpoint.manager import Saver
 
         self.tensors, self.folder, self.behind = tensors, folder, behind
         self.saver = Saver(Checkpoint(keep_last=1, save_async=behind), folder)
@@ -96,7 +96,7 @@ class Trainkit(Side):
         return {"seconds": self.saver.took if self.behind else stall, "stall": stall, "lost": lost, "delete": delete}
 
     def _load(self, how: Any) -> None:
-        from trainkit.train.checkpoint import load, newest_valid_together
+        from trainkit.train.checkpoint.save_load import load, newest_valid_together
 
         found = newest_valid_together(self.folder, how, print)
         if found is None or found.manifest.step != SAVES:

@@ -5,7 +5,7 @@
 The text is this machine's own: documentation, man pages, headers, Python sources, each file once; what there is of it is said, nothing is repeated. It
 is code-heavy: ratios carry over to text of the web, MB/s do not. The vocabulary is GPT-2's, of $TRAINKIT_TEST_DATA or ../shared/data.
 
-  trainkit       the unit of prep-data as it is run, `python -m trainkit.data.shard`: a process's whole CPU time, its start, the loading of two tokenizers,
+  trainkit       the unit of prep-data as it is run, `python -m trainkit.data.tokenize.shard_worker`: a process's whole CPU time, its start, the loading of two tokenizers,
                  hashes, fsync and the comparison of one document in 10,000 with tokenizers in it. One of a dataset's later shards: the first one also
                  compares its first 200 documents (--quick shows none of that). `per core` is MB of text a CPU second.
   gigatoken      its encode_batch on one thread over the same bytes, which lie in memory; ids are thrown away. No start, no reading, no writing.
@@ -39,8 +39,8 @@ from typing import Any
 
 import zstandard
 
-from trainkit.base.unit import PARENT_VARIABLE
-from trainkit.cli.bench import describe, machine
+from trainkit.base.worker import PARENT_VARIABLE
+from trainkit.cli.checkout.bench import describe, machine
 from trainkit.data.tokenizer import gpt2_bpe
 
 PLACES = ("/usr/share/doc", "/usr/share/man", "/usr/share/info", "/usr/lib/python3", "/usr/include", "/usr/share/perl")
@@ -137,7 +137,7 @@ class Workers:
         path, spec = self.folder / name, self.folder / f"{name}.spec.json"
         words = {"do": "tokens", "shard": str(path), "size": path.stat().st_size, "tokenizer": str(self.tokenizer), "eod_token": "<|endoftext|>"}
         spec.write_text(json.dumps({**words, "first": False, "prefix": str(self.folder / "out" / name), "text_key": "text", "encoder": "gigatoken"}))
-        argv = [sys.executable, "-I", "-m", "trainkit.data.shard", str(spec)]
+        argv = [sys.executable, "-I", "-m", "trainkit.data.tokenize.shard_worker", str(spec)]
         env = {**os.environ, PARENT_VARIABLE: str(os.getpid())}  # it ends with this process
         began, child = time.perf_counter(), subprocess.Popen(argv, stdout=subprocess.PIPE, env=env)
         if core is not None:

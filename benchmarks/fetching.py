@@ -33,10 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from trainkit.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
-from trainkit.data.loader import Loader, Plan
-from trainkit.data.order import NativeOrder
-from trainkit.data.samples import MegatronSamples, NativeSamples, Samples
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
+from trainkit.data.order.loader import Loader, Plan
+from trainkit.data.order.native import NativeOrder
+from trainkit.data.order.samples import MegatronSamples, NativeSamples, Samples
 
 SEQ_LENGTH, BATCH, VOCAB = 2048, 32, 50257
 SINGLE_LIMIT, BATCH_LIMIT = 5.0, 20.0

@@ -46,14 +46,14 @@ from tests.cluster.machines import HEAD, Cluster, NoCluster  # noqa: E402
 from trainkit.base.process import allow_open_files  # noqa: E402
 from trainkit.jobs.clusters import Cluster as Description  # noqa: E402
 from trainkit.jobs.clusters import WatchLimits  # noqa: E402
-from trainkit.launch.frames import Frame  # noqa: E402
-from trainkit.launch.hostfile import Host  # noqa: E402
+from trainkit.launch.hosts.hostfile import Host  # noqa: E402
 from trainkit.launch.launchers.contract import Launcher, Started  # noqa: E402
 from trainkit.launch.launchers.debug import Debug, StubAgent  # noqa: E402
 from trainkit.launch.launchers.local import local_words  # noqa: E402
 from trainkit.launch.launchers.transports import OnePerHost, start_transport  # noqa: E402
+from trainkit.launch.protocol.frames import Frame  # noqa: E402
 from trainkit.launch.session import Session, log_of  # noqa: E402
-from trainkit.launch.sweep import agreed, open_crew  # noqa: E402
+from trainkit.launch.supervise.orphan_sweep import agreed, open_crew  # noqa: E402
 
 LIMIT = 1.2  # trainkit's seconds over torchrun's
 HOSTS = (1, 2, 4)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.bench import describe, machine
+from trainkit.cli.checkout.bench import describe, machine
 
 LEAST = 0.4  # the claim
 WARM = 2  # steps that are not counted

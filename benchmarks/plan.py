@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from trainkit.train.build import Parts
+    from trainkit.train.update.build import Parts
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 ACTIVATIONS, SECONDS = 0.15, 0.5  # the claims
@@ -173,12 +173,12 @@ def saved_bytes(job_json: str, rank: int) -> int:
 
     from trainkit.jobs.ranks import degrees_of
     from trainkit.jobs.schema import Job
-    from trainkit.train.build import build
-    from trainkit.train.data_parallel import World
-    from trainkit.train.mesh import Mesh
-    from trainkit.train.pipeline import tied_at
-    from trainkit.train.step import Step
-    from trainkit.train.timers import Timers
+    from trainkit.train.metrics.timers import Timers
+    from trainkit.train.parallel.data_parallel import World
+    from trainkit.train.parallel.mesh import Mesh
+    from trainkit.train.parallel.pipeline import tied_at
+    from trainkit.train.update.build import build
+    from trainkit.train.update.step import Step
 
     job, device = Job.model_validate_json(job_json), torch.device("cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.world_size)
@@ -200,8 +200,8 @@ def saved_bytes(job_json: str, rank: int) -> int:
 
 def watch_model(watch: Watch, parts: Parts, tokens: torch.Tensor) -> None:
     """One forward of a model that is whole on this rank, the weights gathered."""
-    from trainkit.train.data_parallel import prepare_backward
-    from trainkit.train.loss import Labels
+    from trainkit.train.model.head_loss import Labels
+    from trainkit.train.parallel.data_parallel import prepare_backward
 
     (module,), (unit,) = parts.modules, parts.units
 
@@ -222,8 +222,8 @@ def watch_pipeline(watch: Watch, parts: Parts, pipeline: Any, micro_batches: lis
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    from trainkit.train.feed import Batch
-    from trainkit.train.pipeline_stage import LeanStage
+    from trainkit.train.batches import Batch
+    from trainkit.train.parallel.pipeline_stage import LeanStage
 
     stages: list[LeanStage] = []
     forward = LeanStage.forward_one_chunk

@@ -3,7 +3,7 @@
     python benchmarks/sample_order.py [--quick] [--pile] [--rows FILE]
 
 The exact order: document, sample and shuffle index of a dataset of so many documents are built by megatron-core's BlendedMegatronDatasetBuilder and
-by trainkit.data.megatron_index, each in a process of its own, in turn; the .npy files of both are compared byte for byte. Documents have lognormal lengths;
+by trainkit.data.order.megatron_index, each in a process of its own, in turn; the .npy files of both are compared byte for byte. Documents have lognormal lengths;
 .idx is real, .bin is a hole of the right size, for no order reads it. CPU time is the build's, user and system, children counted, imports not; memory is what
 the build adds to the process's peak, mapped pages counted. Ratio: Megatron's figure over ours; several rounds: the best of each side.
 
@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from trainkit import _index
-from trainkit.data.idx import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
-from trainkit.data.megatron_index import IndexRequest, MegatronIndex, build_index, cache_names
+from trainkit.data.indexed.format import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
+from trainkit.data.order.megatron_index import IndexRequest, MegatronIndex, build_index, cache_names
 
 SEQ_LENGTH, SEED = 2048, 1234
 TOKENIZER = {"class": "None", "path": "none"}
@@ -214,7 +214,7 @@ def two_threads(case: Case, work: Path) -> dict[str, Any]:
 
 def native() -> list[dict[str, Any]]:
     """Start and cost of the order that needs no index."""
-    from trainkit.data.order import NativeOrder
+    from trainkit.data.order.native import NativeOrder
 
     rng = np.random.default_rng(0)
     sizes = [int(n) for n in rng.integers(10**6, 2**33, DATASETS)]

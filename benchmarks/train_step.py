@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trainkit.cli.bench import describe, machine
+from trainkit.cli.checkout.bench import describe, machine
 
 
 @dataclass(frozen=True)

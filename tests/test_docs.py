@@ -14,11 +14,11 @@ import tomli
 
 from tests.train.layout_cases import LONG, in_fp32, limit
 from trainkit.cli.tasks import namespace
-from trainkit.data.indexed import IndexedWriter
+from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.jobs.clusters import WatchLimits
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job, Model, Parallelism, Retry, Training
-from trainkit.launch.hosts import choose_hosts, hosts_of_file
+from trainkit.launch.hosts.selection import choose_hosts, hosts_of_file
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 GUIDES = sorted(DOCS.glob("*.md"))

@@ -10,10 +10,10 @@ from trainkit.base.errors import Exit
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Checkpoint, Training
 from trainkit.runs.checkpoints import SAMPLED, UNFINISHED
-from trainkit.runs.windows import SLOTS
-from trainkit.train.checkpoint import LOCK
+from trainkit.runs.sample_windows import SLOTS
+from trainkit.train.checkpoint.manager import FAILURES
+from trainkit.train.checkpoint.save_load import LOCK
 from trainkit.train.main import PATIENCE
-from trainkit.train.saver import FAILURES
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs/checkpoints.md").read_text()
 BASE = "[clusters.here]\n[models.demo]\nnum_layers = 1\nhidden_size = 32\nnum_attention_heads = 2\nseq_length = 16\nvocab_size = 512\n"

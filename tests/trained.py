@@ -12,16 +12,16 @@ import xxhash
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
+from trainkit.base.documents import document
 from trainkit.base.files import write_json, write_text
-from trainkit.base.forms import document
-from trainkit.data.indexed import IndexedWriter, best_dtype
-from trainkit.data.paths import DataFolder
+from trainkit.data.indexed.dataset import IndexedWriter, best_dtype
+from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import load_tokenizer, train_bpe
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.jobs.schema import Tokenizer as TokenizerTable
 from trainkit.runs.checkpoints import Manifest, folder_of
 from trainkit.runs.folder import RunFolder
-from trainkit.train.storage import TensorSavePlanner, Writer
+from trainkit.train.checkpoint.dcp_storage import TensorSavePlanner, Writer
 
 TEXTS = [f"def f{i}(ä, b):\n    return ä ** {i} + b  # größer als 日本語 {i * 7}" for i in range(60)]
 EOD = "<|endoftext|>"

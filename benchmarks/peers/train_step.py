@@ -94,9 +94,9 @@ class Trainkit:
 
         from trainkit.plan.arithmetic import model_flops_per_token_of
         from trainkit.runs.folder import new_run_folder
-        from trainkit.train.data_parallel import World
-        from trainkit.train.heartbeat import Heartbeat
-        from trainkit.train.loop import Trainer
+        from trainkit.train.metrics.heartbeat import Heartbeat
+        from trainkit.train.parallel.data_parallel import World
+        from trainkit.train.trainer import Trainer
 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -153,8 +153,8 @@ class PlainLoop:
         """The micro-batches of every step: the tokens that trainkit reads."""
         import torch
 
-        from trainkit.train.data_parallel import World
-        from trainkit.train.feed import Feed
+        from trainkit.train.batches import Feed
+        from trainkit.train.parallel.data_parallel import World
 
         job = _job(self.case, "fp32", self.device, "")
         feed = Feed(job, job.dataset, "train", World(0, 1), torch.device(self.device))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.base.marks import MARK_VARIABLE, Marked, descendants, kill, kill_marked, marked, send
+from trainkit.base.process_marks import MARK_VARIABLE, Marked, descendants, kill, kill_marked, marked, send
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def kept(tmp_path: Path, work: str) -> subprocess.CompletedProcess[str]:
     program = f"""
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from trainkit.base.keeper import keep
+from trainkit.base.watchdog import keep
 def work(link):
 {work}
 sys.exit(keep(work, "the keeper"))

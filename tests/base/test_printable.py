@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from trainkit.base.printable import printable
-from trainkit.cli.ending import last_lines
-from trainkit.cli.logs import _Tail
-from trainkit.launch.outcome import RankEnd, judge_outcome
+from trainkit.cli.inspect.logs import _Tail
+from trainkit.cli.run.summary import last_lines
+from trainkit.launch.supervise.outcome import RankEnd, judge_outcome
 
 TITLE = "\x1b]0;owned\x07\x1b[2Jtext\x9b31m"
 SHOWN = "\\x1b]0;owned\\x07\\x1b[2Jtext\\x9b31m"

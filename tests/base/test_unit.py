@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainkit.base.errors import ConfigError, Exit, Place, Problem
-from trainkit.base.unit import error_from
+from trainkit.base.worker import error_from
 
 
 def test_an_error_comes_with_who_said_it_where_and_the_way_out() -> None:

@@ -15,9 +15,10 @@ from tests.conftest import Project
 from tests.distributed import call
 from tests.train.peers import random_model
 from tests.trained import TEXTS, new_run, prepare, write_checkpoint
+from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.base.forms import document
-from trainkit.cli import after, ending
+from trainkit.cli.model import inference as after
+from trainkit.cli.run import summary as ending
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.runs.folder import RunFolder
@@ -219,6 +220,6 @@ def test_the_sample_at_the_end_of_training(run: RunFolder, capsys: pytest.Captur
     def fail(*args: object, **words: object) -> None:
         raise TrainkitError("this machine has no CUDA device", exit=ConfigError("").exit)
 
-    monkeypatch.setattr("trainkit.train.generate.generate", fail)
+    monkeypatch.setattr("trainkit.train.inference.generate.generate", fail)
     ending._print_sample(talk(run), run, job)  # training has succeeded all the same
     assert capsys.readouterr().out == "no sample from the model: this machine has no CUDA device\n"

@@ -20,7 +20,7 @@ from tests.conftest import Project
 from trainkit.base import install as installer
 from trainkit.base.errors import ConfigError
 from trainkit.base.install import InstallError, ensure
-from trainkit.cli import bench
+from trainkit.cli.checkout import bench
 from trainkit.cli.wrapper import Talk
 
 ROOT = Path(__file__).resolve().parents[2]

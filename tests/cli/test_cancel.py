@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.cli.cancel import _left
+from trainkit.cli.run.cancel import _left
 
 ASKED: dict[str, Any] = {"host": "n1", "answered": True, "error": None, "left": [], "killed": 0}
 

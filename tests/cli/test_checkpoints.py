@@ -11,8 +11,8 @@ from tests.conftest import Project
 from tests.trained import MODEL, new_run, text_job, write_checkpoint
 from trainkit.base.errors import TrainkitError
 from trainkit.runs.checkpoints import finished, pin, set_aside, step_of
-from trainkit.runs.windows import SLOTS, Window, Windows, find_window
-from trainkit.train.model import Transformer
+from trainkit.runs.sample_windows import SLOTS, Window, Windows, find_window
+from trainkit.train.model.transformer import Transformer
 
 
 def flip(path: Path) -> None:

@@ -11,14 +11,14 @@ import trainkit
 from tests.conftest import Project
 from tests.runs.test_record import begin, sign
 from trainkit.base.errors import ConfigError
-from trainkit.cli.hosts import HostWords, hosts_of_job, resolve_on_hosts, sets_of_hosts
-from trainkit.cli.nodes import nodes
+from trainkit.cli.host_options import HostWords, hosts_of_job, resolve_on_hosts, sets_of_hosts
+from trainkit.cli.hosts.nodes import nodes
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.resolved import write_job
-from trainkit.launch.hosts import write_hosts
-from trainkit.launch.quarantine import quarantined, suspect
-from trainkit.launch.snapshot import link_code, take_snapshot
+from trainkit.launch.hosts.quarantine import quarantined, suspect
+from trainkit.launch.hosts.selection import write_hosts
+from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.runs.folder import RunFolder
 
 FAR = """

@@ -12,8 +12,8 @@ from tests.conftest import JOBS, TASKS, Project
 from tests.runs.test_record import begin
 from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
-from trainkit.cli import run as runner
-from trainkit.cli.clean import clean
+from trainkit.cli.inspect.clean import clean
+from trainkit.cli.run import train as runner
 from trainkit.cli.wrapper import Talk
 from trainkit.runs.checkpoints import verify
 from trainkit.runs.folder import RunFolder

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from tests.conftest import Project
-from trainkit.cli.doctor import _cells
+from trainkit.cli.hosts.doctor import _cells
 from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.devices import built_in_device
-from trainkit.launch.crew import Hello, Missing
-from trainkit.launch.doctor import COLUMNS, examine, judge_hosts, judge_pairs
-from trainkit.launch.errands import Said
-from trainkit.launch.gpu_health import symptoms
-from trainkit.launch.hostfile import Host
-from trainkit.launch.pairs import Pair, judge, rounds
+from trainkit.launch.cluster_care.gpu_health import symptoms
+from trainkit.launch.cluster_care.health_checks import COLUMNS, examine, judge_hosts, judge_pairs
+from trainkit.launch.cluster_care.pairwise_bandwidth import Pair, judge, rounds
+from trainkit.launch.cluster_care.remote_commands import Said
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.session import Session, new_session
+from trainkit.launch.supervise.agent_pool import Hello, Missing
 
 GIB = 2**30
 FINE: dict[str, Any] = {

@@ -14,9 +14,9 @@ from tests.conftest import Project
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
-from trainkit.cli import prepare
-from trainkit.cli import run as runner
-from trainkit.cli.ending import facts_table
+from trainkit.cli.run import stages as prepare
+from trainkit.cli.run import train as runner
+from trainkit.cli.run.summary import facts_table
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job

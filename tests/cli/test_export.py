@@ -15,17 +15,17 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.conftest import Project
 from trainkit.base.errors import TrainkitError
-from trainkit.cli.export import export
+from trainkit.cli.model.export import export
 from trainkit.cli.wrapper import Talk
-from trainkit.data.paths import DataFolder
+from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import train_bpe
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.runs.checkpoints import folder_of
 from trainkit.runs.folder import RunFolder
-from trainkit.train import checkpoint
-from trainkit.train.initialize import initial_value
-from trainkit.train.model import Transformer, build_on_meta
+from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.model.transformer import Transformer, build_on_meta
+from trainkit.train.parallel.initialize import initial_value
 
 RUN = "20260101-000000-0000"
 

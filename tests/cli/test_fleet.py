@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import Project
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.clusters import Fleet
-from trainkit.launch import fleet as fleets
+from trainkit.launch.cluster_care import parallelcluster as fleets
 
 FLEET = """
 [clusters.aws]

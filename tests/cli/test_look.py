@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from trainkit.base.errors import ConfigError
-from trainkit.cli.look import explain, explain_text, jobs_document, print_jobs, show_document, show_toml
+from trainkit.cli.config.render_job import explain, explain_text, jobs_document, print_jobs, show_document, show_toml
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.resolved import Resolved
 

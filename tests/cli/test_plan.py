@@ -14,8 +14,8 @@ from rich.console import Console
 
 from tests.conftest import Project
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.cli.page import print_page
-from trainkit.cli.plan import last_measured, plan, plan_of
+from trainkit.cli.config.plan import last_measured, plan, plan_of
+from trainkit.cli.config.render_plan import print_page
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import Resolved, write_job

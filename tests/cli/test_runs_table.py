@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from tests.conftest import Project
-from trainkit.cli.follow import tunnel_words
+from trainkit.cli.inspect.runs import tunnel_words
 
 STEP = {"consumed_samples": 8, "tokens": 128, "lr": 1e-3, "grad_norm": 1.0, "skipped_iterations": 0, "nan_iterations": 0}
 

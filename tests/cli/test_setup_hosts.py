@@ -11,8 +11,8 @@ import pytest
 from tests.conftest import Project
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.clusters import Cluster
-from trainkit.launch import setup_hosts as setup
-from trainkit.launch.hostfile import Host, read_hostfile
+from trainkit.launch.cluster_care import provision as setup
+from trainkit.launch.hosts.hostfile import Host, read_hostfile
 
 PAIR = (Host("104.171.200.199"), Host("fd00::7", user="ubuntu"))
 SHARE = Path("/home/ubuntu/gpt-neox/data")

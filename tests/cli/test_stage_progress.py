@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trainkit.cli.progress import StageReporter, dataset_table
+from trainkit.cli.run.progress import StageReporter, dataset_table
 from trainkit.stages.contract import Need, Unit
 
 MB = 1_000_000

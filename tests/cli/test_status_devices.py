@@ -17,7 +17,7 @@ from rich.console import Console
 from tests import forkserver
 from tests.conftest import Project
 from trainkit.base.process import identity
-from trainkit.cli.follow import devices_table
+from trainkit.cli.inspect.runs import devices_table
 from trainkit.runs.devices import DeviceView, Gpu, RankUse, look_at_devices
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog

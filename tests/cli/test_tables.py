@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tests import forkserver
 from tests.conftest import Project
-from trainkit.cli.ending import facts_table
+from trainkit.cli.run.summary import facts_table
 from trainkit.cli.tables import Listing
 from trainkit.runs.folder import RunFolder
 

@@ -12,15 +12,16 @@ from tests.conftest import Project
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import part_before
-from trainkit.cli import follow, logs
-from trainkit.cli.attach import told
-from trainkit.cli.why import why
+from trainkit.cli.inspect import logs
+from trainkit.cli.inspect import runs as follow
+from trainkit.cli.inspect.why import why
+from trainkit.cli.run.attach import told
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
+from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog
-from trainkit.runs.tail import EventTail
 
 FAILED = {"rank": 3, "host": "node2", "code": 1, "type": "ValueError", "message": "the tokens end", "step": 7, "time": "2026-01-01T00:00:02.000Z"}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 def main() -> None:
     sys.path.insert(0, str(Path(sys.argv[2]).resolve().parents[2]))  # after -I, the path of the trainer in whose place this runs
     from trainkit.base.process import die_with_parent
-    from trainkit.train.heartbeat import Heartbeat, Phase
+    from trainkit.train.metrics.heartbeat import Heartbeat, Phase
 
     die_with_parent(int(os.environ["TRAINKIT_PARENT_PID"]))
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(12))

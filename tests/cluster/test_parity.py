@@ -47,7 +47,7 @@ import json, os, sys
 from pathlib import Path
 *words, folder, main = sys.argv[1:]
 sys.path.insert(0, str(Path(main).resolve().parents[2]))
-from trainkit.train.heartbeat import Heartbeat
+from trainkit.train.metrics.heartbeat import Heartbeat
 seen = {"argv": [os.fsencode(w).hex() for w in words], "env": {k.hex(): v.hex() for k, v in os.environb.items()}, "host": os.uname().nodename}
 Path(folder, "seen-" + os.environ["RANK"] + ".json").write_text(json.dumps(seen))
 Heartbeat(Path(os.environ["TRAINKIT_HEARTBEAT_FILE"]), int(os.environ["RANK"])).beat("done", 1)

@@ -92,7 +92,7 @@ def test_a_root_that_is_not_shared(head: ClusterProject) -> None:
 
 def knock(address: str, port: int, token: bytes) -> str:
     """Knock as an agent does, run on the head: what the door says after our answer."""
-    from trainkit.launch.frames import Decoder, encode, new_nonce, proof
+    from trainkit.launch.protocol.frames import Decoder, encode, new_nonce, proof
 
     decoder, nonce = Decoder(), new_nonce()
     with socket.create_connection((address, port), timeout=600) as link:

@@ -96,7 +96,11 @@ def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
     arrays(slurm, 3, 60)
     quick(slurm)
     dry = slurm.invoke("train", "text", "--dry-run").stdout
-    assert "sbatch --parsable --dependency=afterok:text-ready --kill-on-invalid-dep=yes" in dry and "cli/ready.py" in dry and dry.count("#!/bin/bash -l") == 4
+    assert (
+        "sbatch --parsable --dependency=afterok:text-ready --kill-on-invalid-dep=yes" in dry
+        and "cli/run/preflight.py" in dry
+        and dry.count("#!/bin/bash -l") == 4
+    )
     assert not slurm.runs() and not slurm.jobs()
     following = slurm.start("train", "text")
     wait_for(lambda: bool(slurm.runs()) and (slurm.runs()[0] / "launch" / "slurm.json").exists(), "the graph to be submitted", timeout=HANGS)

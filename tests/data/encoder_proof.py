@@ -1,4 +1,4 @@
-"""Compares gigatoken and tokenizers code point by code point, and writes trainkit/data/proved_table.py: `python -m tests.data.encoder_proof`.
+"""Compares gigatoken and tokenizers code point by code point, and writes trainkit/data/tokenize/proved_table.py: `python -m tests.data.encoder_proof`.
 
 Classes: a tokenizer whose merges join a character of a known class with any byte beside it shows whether both stand in one word; that is asked of every
 code point, before and behind a letter, a number, a sign, a space and a newline, for each kind of tokenizer that `proved` allows. Normal form: every code
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, normalizers
 
-from trainkit.data import proved, proved_table
+from trainkit.data.tokenize import proved, proved_table
 
 Ranges = tuple[tuple[int, int], ...]
 SEPARATOR = "<|separator|>"

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from trainkit.data.fetch_retry import Patience
+from trainkit.data.fetch.retry import Patience
 
 QUICK = Patience(attempts=4, first=0.01, longest=0.05, longest_asked=5.0, timeout=5.0)
 SECRET = "hf_0123456789abcdef"

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from trainkit import _index
-from trainkit.data.indexed import IndexedWriter
-from trainkit.data.megatron_index import IndexRequest
+from trainkit.data.indexed.dataset import IndexedWriter
+from trainkit.data.order.megatron_index import IndexRequest
 
 
 def write_pair(prefix: Path, lengths: Sequence[int]) -> Path:

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from tests.shared import golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data import encode
-from trainkit.data.encode import Checked, Difference, Encoder, Encoders, Gigatoken, Ids, Lengths, SpecialTokens, Tokenizers, with_eod
+from trainkit.data.tokenize import encoders as encode
+from trainkit.data.tokenize.encoders import Checked, Difference, Encoder, Encoders, Gigatoken, Ids, Lengths, SpecialTokens, Tokenizers, with_eod
 from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
 
 EOD = "<|endoftext|>"

@@ -23,9 +23,9 @@ from tests import forkserver
 from tests.conftest import wait_for
 from tests.data.fetch_server import DATE, QUICK, SECRET, Site, serve
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.data.fetch import fetch, open_stream, recipe, work
-from trainkit.data.fetch_fsspec import file_system
-from trainkit.data.fetch_retry import Gate, Seen
+from trainkit.data.fetch.object_store import file_system
+from trainkit.data.fetch.retry import Gate, Seen
+from trainkit.data.fetch.worker import fetch, open_stream, recipe, work
 
 BODY = random.Random(5).randbytes(300_000)
 SUM = hashlib.sha256(BODY).hexdigest()
@@ -129,7 +129,7 @@ class TestBreaks:
         asked = of(site, tmp_path, seen(site))
         spec = tmp_path / "spec.json"
         spec.write_text(json.dumps({"do": "fetch", "recipe": asked}))
-        process = forkserver.Popen([sys.executable, "-m", "trainkit.data.fetch", str(spec)], stdout=subprocess.PIPE)
+        process = forkserver.Popen([sys.executable, "-m", "trainkit.data.fetch.worker", str(spec)], stdout=subprocess.PIPE)
         part = tmp_path / "corpus/.fetch/00.jsonl.zst.part"
         wait_for(lambda: site.gets(NAME), "the first request")
         wait_for(lambda: part.exists() and part.stat().st_size, "some of it to be there")
@@ -156,7 +156,7 @@ class TestRefusals:
         """By an injected clock: what is waited for is what is left, until nothing is."""
         now, waited = 100.0, list[float]()
         gate = Gate()
-        monkeypatch.setattr("trainkit.data.fetch_retry.time.monotonic", lambda: now)
+        monkeypatch.setattr("trainkit.data.fetch.retry.time.monotonic", lambda: now)
 
         def wait(seconds: float) -> bool:
             nonlocal now
@@ -211,7 +211,7 @@ class TestRefusals:
     def test_a_server_that_contradicts_itself(self, same: bool, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """HEAD names one length for ever and GET sends another: to list it anew would not help."""
         listed = Seen(len(BODY) - 1000)
-        monkeypatch.setattr("trainkit.data.fetch_http.HttpFile.look", lambda self: listed if same else Seen(len(BODY)))
+        monkeypatch.setattr("trainkit.data.fetch.http.HttpFile.look", lambda self: listed if same else Seen(len(BODY)))
         error = refused(of(site, tmp_path, listed))
         words = f"{len(BODY):,} bytes instead of {len(BODY) - 1000:,}"
         assert words in error.message and ("contradicts itself" in error.message) == same and ("lists the dataset anew" in error.hint) != same
@@ -321,7 +321,7 @@ class TestHere:
         assert fetch(of(site, tmp_path), quiet, QUICK)["bytes"] == 0 and Path(of(site, tmp_path)["path"]).read_bytes() == b""
 
     def test_too_little_room_is_said_before_it_begins(self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("trainkit.data.fetch.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+        monkeypatch.setattr("trainkit.data.fetch.worker.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
         error = refused(of(site, tmp_path, seen(site)))
         assert "300,000 bytes are still to come, 1,000 are free" in error.message and "clusters.X.root" in error.hint and site.asked == []
 
@@ -330,7 +330,7 @@ class TestHere:
         def no(handle: int) -> None:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr("trainkit.data.fetch.os.fsync", no)
+        monkeypatch.setattr("trainkit.data.fetch.worker.os.fsync", no)
         error = refused(of(site, tmp_path, seen(site)))
         assert os.strerror(code) in error.message and str(tmp_path) in error.message and error.hint
 
@@ -338,8 +338,8 @@ class TestHere:
         """A worker with the corpus mounted read-only: no lock is taken, no stamp written."""
         asked = of(site, tmp_path, seen(site))
         fetch(asked, quiet, QUICK)
-        monkeypatch.setattr("trainkit.data.fetch.locked", None)
-        monkeypatch.setattr("trainkit.data.fetch.write_json", None)
+        monkeypatch.setattr("trainkit.data.fetch.worker.locked", None)
+        monkeypatch.setattr("trainkit.data.fetch.worker.write_json", None)
         with open_stream(asked, QUICK) as file:
             assert file.read() == BODY
 

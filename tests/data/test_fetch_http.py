@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 
-from trainkit.data.fetch_http import _seen
+from trainkit.data.fetch.http import _seen
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.filters import Filter
-from trainkit.data.formats import Bad, Record
-from trainkit.data.rejects import Rejects
+from trainkit.data.text.filters import Filter
+from trainkit.data.text.formats import Bad, Record
+from trainkit.data.text.rejects import Rejects
 
 
 def record(text: str | list[str] = "text", **fields: object) -> Record:

@@ -24,8 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data import decompress, formats
-from trainkit.data.formats import Bad, Found, Passed, Reading, Record, open_documents
+from trainkit.data.text import decompress, formats
+from trainkit.data.text.formats import Bad, Found, Passed, Reading, Record, open_documents
 
 TEXTS = ["one", "zwei: äöü \U0001f600\n", "", "three " * 50]
 LINES = "".join(json.dumps({"text": text, "meta": {"set": "A", "n": number}}) + "\n" for number, text in enumerate(TEXTS)).encode()
@@ -365,7 +365,7 @@ def test_fuzz_lines(noise: bytes, at: int) -> None:
 
 
 def test_read_documents_raises_with_file_and_line(tmp_path: Path) -> None:
-    from trainkit.data.corpus import read_documents
+    from trainkit.data.text.corpus import read_documents
 
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": 1}\n')

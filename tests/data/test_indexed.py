@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 
 from tests.shared import MISSING, golden
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data import IndexedDataset, idx, indexed
-from trainkit.data.idx import HEADER, MAGIC
-from trainkit.data.indexed import IndexedWriter, best_dtype
-from trainkit.data.merge import merge_pairs
+from trainkit.data import IndexedDataset
+from trainkit.data.indexed import dataset as indexed
+from trainkit.data.indexed import format as idx
+from trainkit.data.indexed.dataset import IndexedWriter, best_dtype
+from trainkit.data.indexed.format import HEADER, MAGIC
+from trainkit.data.tokenize.merge_worker import merge_pairs
 
 GOLDEN = golden()
 needs_golden = pytest.mark.skipif(GOLDEN is None, reason=MISSING)
@@ -387,7 +389,7 @@ KILLED_AT_A_STEP = """
 import os, signal, sys
 import numpy as np
 from pathlib import Path
-from trainkit.data import indexed
+from trainkit.data.indexed import dataset as indexed
 
 step = int(sys.argv[2])
 def die_at(function):

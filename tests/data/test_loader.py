@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from tests.conftest import wait_for
 from trainkit.base.errors import ConfigError
-from trainkit.data.loader import Loader, MicroBatch, Plan
-from trainkit.data.samples import Ids, MockSamples, Numbers
+from trainkit.data.order.loader import Loader, MicroBatch, Plan
+from trainkit.data.order.samples import Ids, MockSamples, Numbers
 
 LENGTH = 4
 
@@ -228,9 +228,9 @@ def test_close_ends_the_threads(samples: Counting) -> None:
 
 ABANDONED = """
 import numpy as np
-from trainkit.data.loader import Loader, Plan
-from trainkit.data.order import NativeOrder
-from trainkit.data.samples import MockSamples
+from trainkit.data.order.loader import Loader, Plan
+from trainkit.data.order.native import NativeOrder
+from trainkit.data.order.samples import MockSamples
 
 plan = Plan(lambda consumed, n: [range(consumed, consumed + n)], lambda at: 2)
 loader = Loader(NativeOrder([100], None, "train", 0, ["mock"]), [MockSamples(50, 8, 0, 100)], 8, plan)

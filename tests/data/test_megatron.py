@@ -21,8 +21,8 @@ from tests.data.megatron_cases import content, documents_of, request_of, sample_
 from tests.shared import MISSING, golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.megatron_cache import split_ranges
-from trainkit.data.megatron_index import Counts, IndexRequest, MegatronIndex, build_index, cache_names, count, count_of
+from trainkit.data.order.megatron_cache import split_ranges
+from trainkit.data.order.megatron_index import Counts, IndexRequest, MegatronIndex, build_index, cache_names, count, count_of
 
 GOLDEN = golden()
 needs_golden = pytest.mark.skipif(GOLDEN is None, reason=MISSING)

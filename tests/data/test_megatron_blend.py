@@ -19,11 +19,11 @@ from tests.data.megatron_cases import content, request_of, scratch, write_pair
 from tests.shared import MISSING, golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.indexed import IndexedDataset
-from trainkit.data.megatron import MegatronOrder
-from trainkit.data.megatron_blend import Blend, MegatronBlend, blend_names, build_blend, plan_blend
-from trainkit.data.megatron_cache import split_ranges
-from trainkit.data.megatron_index import IndexRequest, build_index, count_of
+from trainkit.data.indexed.dataset import IndexedDataset
+from trainkit.data.order.megatron import MegatronOrder
+from trainkit.data.order.megatron_blend import Blend, MegatronBlend, blend_names, build_blend, plan_blend
+from trainkit.data.order.megatron_cache import split_ranges
+from trainkit.data.order.megatron_index import IndexRequest, build_index, count_of
 
 GOLDEN = golden()
 needs_golden = pytest.mark.skipif(GOLDEN is None, reason=MISSING)

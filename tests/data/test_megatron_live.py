@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.data.megatron_cases import content, request_of, sample_rows, scratch, write_pair
 from trainkit import _index
 from trainkit.base.errors import ConfigError
-from trainkit.data.megatron_blend import Blend, MegatronBlend, blend_names, build_blend, plan_blend
-from trainkit.data.megatron_cache import split_ranges
-from trainkit.data.megatron_index import IndexRequest, MegatronIndex, build_index, cache_names, count, count_of
+from trainkit.data.order.megatron_blend import Blend, MegatronBlend, blend_names, build_blend, plan_blend
+from trainkit.data.order.megatron_cache import split_ranges
+from trainkit.data.order.megatron_index import IndexRequest, MegatronIndex, build_index, cache_names, count, count_of
 
 CORE: Any = SimpleNamespace()  # of megatron-core: filled when a test runs, for importing it (and torch) takes seconds that collecting need not
 

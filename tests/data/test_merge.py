@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from tests.shared import golden
 from trainkit.base.errors import ConfigError
-from trainkit.data import merge as module
-from trainkit.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
-from trainkit.data.manifest import check_declared, check_drop, read_manifest, totals
-from trainkit.data.merge import merge_pairs, work
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
+from trainkit.data.indexed.manifest import check_declared, check_drop, read_manifest, totals
 from trainkit.data.sums import file_sum
+from trainkit.data.tokenize import merge_worker as module
+from trainkit.data.tokenize.merge_worker import merge_pairs, work
 from trainkit.data.tokenizer import train_bpe
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from tests.jobs.jobs_toml import GOOD
 from trainkit.base.errors import ConfigError
-from trainkit.data.indexed import IndexedWriter
-from trainkit.data.megatron_order import work
-from trainkit.data.mixture import open_mixture
-from trainkit.data.order import SplitName
-from trainkit.data.pairs import pairs_of
+from trainkit.data.indexed.dataset import IndexedWriter
+from trainkit.data.order.megatron_worker import work
+from trainkit.data.order.native import SplitName
+from trainkit.data.order.open import open_mixture
+from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.stages.index import Index

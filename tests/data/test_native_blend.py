@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError
-from trainkit.data.blending import MAX_DATASETS, SCALE, integer_weights
+from trainkit.data.order.weights import MAX_DATASETS, SCALE, integer_weights
 
 Numbers = NDArray[np.int64]
 MAX = 2**62

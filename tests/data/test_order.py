@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.blending import integer_weights
-from trainkit.data.order import NativeOrder, SampleOrder, SplitName, parse_split, split_bounds
-from trainkit.train.data_parallel import World
-from trainkit.train.feed import micro_batches
+from trainkit.data.order.native import NativeOrder, SampleOrder, SplitName, parse_split, split_bounds
+from trainkit.data.order.weights import integer_weights
+from trainkit.train.batches import micro_batches
+from trainkit.train.parallel.data_parallel import World
 
 SPLIT_NAMES: tuple[SplitName, ...] = ("train", "valid", "test")
 FUZZ_SECONDS = 600.0

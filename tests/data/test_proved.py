@@ -18,8 +18,8 @@ from tests.data.encoder_proof import KINDS, NormalForms, tokenizer_json
 from tests.shared import golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data import proved, proved_table
-from trainkit.data.encode import Checked, Difference, Encoders, Gigatoken, SpecialTokens, Together, Tokenizers, choose
+from trainkit.data.tokenize import proved, proved_table
+from trainkit.data.tokenize.encoders import Checked, Difference, Encoders, Gigatoken, SpecialTokens, Together, Tokenizers, choose
 from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
 
 EOD = "<|endoftext|>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.base.errors import ConfigError
-from trainkit.data.ranges import expand
+from trainkit.data.fetch.ranges import expand
 
 
 @pytest.mark.parametrize(

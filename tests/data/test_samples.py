@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from tests.shared import MISSING, golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data import samples as module
-from trainkit.data.idx import DTYPES, HEADER, MAGIC
-from trainkit.data.indexed import IndexedDataset, IndexedWriter
-from trainkit.data.order import SplitName
-from trainkit.data.samples import NO_TOKEN, Ids, MegatronSamples, MockSamples, NativeSamples, Samples
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
+from trainkit.data.indexed.format import DTYPES, HEADER, MAGIC
+from trainkit.data.order import samples as module
+from trainkit.data.order.native import SplitName
+from trainkit.data.order.samples import NO_TOKEN, Ids, MegatronSamples, MockSamples, NativeSamples, Samples
 
 SPLIT_NAMES: tuple[SplitName, ...] = ("train", "valid", "test")
 GOLDEN = golden()

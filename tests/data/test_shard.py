@@ -22,9 +22,10 @@ import zstandard
 from tests import forkserver
 from tests.shared import golden
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data import encode, shard
-from trainkit.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
-from trainkit.data.overlap import ahead, behind
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
+from trainkit.data.tokenize import encoders as encode
+from trainkit.data.tokenize import shard_worker as shard
+from trainkit.data.tokenize.background import ahead, behind
 from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
 
 EOD = "<|endoftext|>"
@@ -200,7 +201,7 @@ def test_only_a_datasets_first_shard_compares_its_first_documents(tokenizer: Pat
 KILLED = """
 import os, signal, sys, json, threading, time
 from pathlib import Path
-from trainkit.data import shard
+from trainkit.data.tokenize import shard_worker as shard
 spec = json.loads(Path(sys.argv[1]).read_text())
 threading.Thread(target=lambda: (time.sleep(float(sys.argv[2])), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
 shard.Work()(spec, lambda *a, **k: None)
@@ -226,7 +227,7 @@ def test_two_at_once_write_one_after_the_other(tokenizer: Path, tmp_path: Path) 
     spec = spec_of(tmp_path, tokenizer, [{"text": f"document {n} " * 40} for n in range(500)])
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     root = Path(__file__).resolve().parents[2]
-    argv = [sys.executable, "-m", "trainkit.data.shard", str(tmp_path / "spec.json")]
+    argv = [sys.executable, "-m", "trainkit.data.tokenize.shard_worker", str(tmp_path / "spec.json")]
     children = [forkserver.Popen(argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE) for _ in range(2)]
     outs = [child.communicate()[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
@@ -237,7 +238,7 @@ def test_two_at_once_write_one_after_the_other(tokenizer: Path, tmp_path: Path) 
 MEASURED = """
 import json, sys
 from pathlib import Path
-from trainkit.data import shard
+from trainkit.data.tokenize import shard_worker as shard
 shard.Work()(json.loads(Path(sys.argv[1]).read_text()), lambda *a, **k: None)
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """

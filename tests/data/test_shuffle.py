@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tests.shared import MISSING, golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data import shuffle
-from trainkit.data.indexed import IndexedDataset, IndexedWriter
-from trainkit.data.shuffle import MINIMUM_MEMORY, shuffle_documents
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
+from trainkit.data.tokenize import shuffle
+from trainkit.data.tokenize.shuffle import MINIMUM_MEMORY, shuffle_documents
 
 GOLDEN = golden()
 Document = tuple[tuple[int, ...], ...]  # sequences of tokens
@@ -215,7 +215,7 @@ def test_a_pair_that_became_shorter_is_told(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from trainkit.data.shuffle import shuffle_documents
+from trainkit.data.tokenize.shuffle import shuffle_documents
 
 def die(done, of):
     if done > float(sys.argv[3]) * of:
@@ -238,7 +238,7 @@ def test_sigkill_leaves_no_pair_and_no_bucket(tmp_path: Path) -> None:
 MEASURED = """
 import sys
 from pathlib import Path
-from trainkit.data.shuffle import shuffle_documents
+from trainkit.data.tokenize.shuffle import shuffle_documents
 
 def status(name):
     return 1024 * int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.base.errors import ConfigError
-from trainkit.data.corpus import read_documents, write_documents
-from trainkit.data.formats import READABLE
 from trainkit.data.sources.files import Files
 from trainkit.data.sources.stdlib import Stdlib, source_files
+from trainkit.data.text.corpus import read_documents, write_documents
+from trainkit.data.text.formats import READABLE
 from trainkit.jobs.schema import Dataset, Tokenizer
 
 DATASET = Dataset(name="d", source="stdlib", tokenizer=Tokenizer(name="t", vocab_size=300))

@@ -11,9 +11,9 @@ import pytest
 
 from tests.data.fetch_server import QUICK
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.data import fetch_fsspec
-from trainkit.data.fetch import fetch, open_stream, work
-from trainkit.data.fetch_fsspec import StoredFile
+from trainkit.data.fetch import object_store as fetch_fsspec
+from trainkit.data.fetch.object_store import StoredFile
+from trainkit.data.fetch.worker import fetch, open_stream, work
 from trainkit.data.sources import SOURCES, Shard, fetched_prefixes, fetches
 from trainkit.data.sources.listing import list_files
 from trainkit.jobs.schema import Dataset, Tokenizer
@@ -119,13 +119,13 @@ def test_a_half_is_taken_up_and_a_changed_object_is_not(bucket: Any, endpoint: s
 
     original = fetch_fsspec.file_system
     with monkeypatch.context() as patched:
-        patched.setattr("trainkit.data.fetch.file_system", lambda *words: breaks(original(*words), {}, 2))
+        patched.setattr("trainkit.data.fetch.worker.file_system", lambda *words: breaks(original(*words), {}, 2))
         with pytest.raises(KeyboardInterrupt):
             fetch(shard.recipe, lambda done, total: None, QUICK)
     assert starts == [0, 100_000] and (tmp_path / ".fetch/00.jsonl.zst.part").stat().st_size == 200_000
     starts.clear()
     with monkeypatch.context() as patched:
-        patched.setattr("trainkit.data.fetch.file_system", lambda *words: breaks(original(*words), {}, 99))
+        patched.setattr("trainkit.data.fetch.worker.file_system", lambda *words: breaks(original(*words), {}, 99))
         fetch(shard.recipe, lambda done, total: None, QUICK)
     assert starts == [200_000] and shard.path.read_bytes() == BODY + b"\0"
     shard.path.unlink()

@@ -11,7 +11,7 @@ import pytest
 from tests.data.fetch_server import SECRET, serve, serve_hub
 from tests.shared import MISSING, golden
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.data.fetch import work
+from trainkit.data.fetch.worker import work
 from trainkit.data.sources import tokenizer_fetches
 from trainkit.data.tokenizer import gpt2_bpe, plain
 from trainkit.jobs.schema import Tokenizer

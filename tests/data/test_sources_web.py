@@ -14,11 +14,11 @@ import pytest
 
 from tests.data.fetch_server import QUICK, SECRET, HubSite, Site, serve, serve_hub
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.data.fetch import fetch, work
-from trainkit.data.fetch_hub import HubPath
-from trainkit.data.fetch_hub import parse as parse_hub
-from trainkit.data.fetch_retry import look
-from trainkit.data.published import check_published, tolerance
+from trainkit.data.fetch.hub import HubPath
+from trainkit.data.fetch.hub import parse as parse_hub
+from trainkit.data.fetch.retry import look
+from trainkit.data.fetch.worker import fetch, work
+from trainkit.data.indexed.published import check_published, tolerance
 from trainkit.data.sources import SOURCES, Shard, announce, fetched_prefixes, fetches
 from trainkit.data.sources import listing as listing_module
 from trainkit.data.sources.address import addresses_of, local_names

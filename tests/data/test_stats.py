@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError
-from trainkit.data import stats as module
-from trainkit.data.indexed import IndexedDataset, IndexedWriter
-from trainkit.data.stats import count, document_lengths, draw, statistics
+from trainkit.data.indexed import statistics as module
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
+from trainkit.data.indexed.statistics import count, document_lengths, draw, statistics
 from trainkit.data.tokenizer import train_bpe
 
 WORDS = ["alpha beta gamma", "delta", "epsilon zeta eta theta iota", "kappa lambda"]

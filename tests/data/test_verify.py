@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from trainkit.base.files import read_json, sha256_file, write_json
-from trainkit.data import stats, verify
-from trainkit.data.indexed import IndexedWriter, bin_path, idx_path
+from trainkit.data.indexed import statistics as stats
+from trainkit.data.indexed import verify
+from trainkit.data.indexed.dataset import IndexedWriter, bin_path, idx_path
+from trainkit.data.indexed.verify import verify_dataset, verify_pair
 from trainkit.data.sums import file_sum
 from trainkit.data.tokenizer import train_bpe
-from trainkit.data.verify import verify_dataset, verify_pair
 
 DOCUMENTS = [[5, 6, 0], [], [7, 0], [8, 9, 10, 0]]
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.jobs.jobs_toml import GOOD, Checkout, refused
 from trainkit.base.errors import ConfigError
-from trainkit.jobs.change import changed_job
 from trainkit.jobs.resolved import write_job
+from trainkit.jobs.resume_changes import changed_job
 
 FILES = """
 [tokenizers.t]

@@ -8,10 +8,10 @@ import pytest
 
 from tests.jobs.jobs_toml import GOOD, Checkout
 from trainkit.base.errors import ConfigError
-from trainkit.jobs.change import changed_job, write_changed_job
 from trainkit.jobs.resolved import read_job, write_job
+from trainkit.jobs.resume_changes import changed_job, write_changed_job
 from trainkit.jobs.schema import Training
-from trainkit.train.schedule import learning_rate
+from trainkit.train.update.schedule import learning_rate
 
 
 def written(checkout: Checkout, path: Path, more: str = "") -> Training:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.jobs.jobs_toml import GOOD, Checkout, refused
 from trainkit.base.errors import ConfigError, Place
 from trainkit.jobs.layers import parse_sets
-from trainkit.jobs.origins import Origin, Section
+from trainkit.jobs.provenance import Origin, Section
 from trainkit.jobs.resolved import Resolved
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.base.errors import ConfigError
-from trainkit.jobs.locate import KeyPath, Spot, locate, parse
+from trainkit.jobs.toml_positions import KeyPath, Spot, locate, parse
 
 
 def paths_in(value: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:

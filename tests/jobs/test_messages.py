@@ -9,7 +9,7 @@ import pytest
 from tests.jobs.jobs_toml import GOOD, Checkout, refused
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.load import load
-from trainkit.jobs.words import SYNONYMS, choices
+from trainkit.jobs.messages import SYNONYMS, choices
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import trainkit
-from trainkit.base import cgroup, marks
-from trainkit.launch import frames
-from trainkit.launch.frames import Decoder, Frame
+from trainkit.base import cgroup
+from trainkit.base import process_marks as marks
+from trainkit.launch.protocol import frames
+from trainkit.launch.protocol.frames import Decoder, Frame
 
-AGENT = Path(trainkit.__file__).parent / "launch" / "agent.py"
+AGENT = Path(trainkit.__file__).parent / "launch" / "agent" / "main.py"
 SECRET = "a-secret-value"
 LONG = 300.0  # seconds until a wait counts as a hang: no machine is so slow
 

@@ -15,12 +15,12 @@ from tests import forkserver
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.arrays import slurm_place_of
-from trainkit.launch.slurm.graph import Graph, Part, stages_of, submit_graph
+from trainkit.launch.slurm.job_graph import Graph, Part, stages_of, submit_graph
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.making import Making
+from trainkit.stages.in_flight import Making
 
-ARGV = (sys.executable, "-I", "-m", "trainkit.data.shard")
+ARGV = (sys.executable, "-I", "-m", "trainkit.data.tokenize.shard_worker")
 JOBS = """
 [clusters.hpc]
 launcher = "slurm"
@@ -134,7 +134,7 @@ def submit(slurm: Slurm, name: str, *parts: Part, deferred: tuple[str, ...] = ()
 
 def ready(run: RunFolder) -> int:
     """What Slurm would start last before the run: its exit code."""
-    program = run.code.resolve() / "trainkit" / "cli" / "ready.py"
+    program = run.code.resolve() / "trainkit" / "cli" / "run" / "preflight.py"
     return forkserver.run([sys.executable, "-I", str(program), str(run.path)], stdout=subprocess.DEVNULL, check=False).returncode
 
 

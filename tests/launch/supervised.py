@@ -15,13 +15,13 @@ from trainkit.engines.contract import Command
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.jobs.schema import Job
-from trainkit.launch.hostfile import Host
-from trainkit.launch.hosts import HostList, write_hosts
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.hosts.selection import HostList, write_hosts
 from trainkit.launch.launchers import Launcher
-from trainkit.launch.outcome import Outcome
-from trainkit.launch.snapshot import link_code, take_snapshot
-from trainkit.launch.supervisor import supervise
-from trainkit.launch.watch import Watch, nobody
+from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
+from trainkit.launch.supervise.observer import Watch, nobody
+from trainkit.launch.supervise.outcome import Outcome
+from trainkit.launch.supervise.supervisor import supervise
 from trainkit.runs.folder import RunFolder, new_run_folder
 
 DONE = """

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 import trainkit
 from tests.launch.fake_supervisor import AGENT, SECRET, Peer, Session, process, wait_until
 from trainkit.base.slots import holders
-from trainkit.base.tree import snapshot_hash
-from trainkit.launch import frames
-from trainkit.launch.agent_hello import driver_version, gpus
-from trainkit.launch.agent_link import Lost, dial
-from trainkit.launch.snapshot import take_snapshot
+from trainkit.base.snapshot_files import snapshot_hash
+from trainkit.launch.agent.connection import Lost, dial
+from trainkit.launch.agent.host_report import driver_version, gpus
+from trainkit.launch.protocol import frames
+from trainkit.launch.supervise.code_snapshot import take_snapshot
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ from pathlib import Path
 foreign = [n for n, m in sys.modules.items() if (f := getattr(m, "__file__", None)) and "site-packages" in f]
 assert not foreign, foreign
 ours = [n for n in sys.modules if n.startswith("trainkit.")]
-allowed = ("trainkit.base", "trainkit.launch.frames", "trainkit.launch.agent")
+allowed = ("trainkit.base", "trainkit.launch.protocol.frames", "trainkit.launch.agent.main")
 assert ours and all(n == "trainkit.launch" or n.startswith(allowed) for n in ours), ours
 print(len(ours))
 """
@@ -75,7 +75,7 @@ def test_the_code_it_runs_is_told_by_its_content(session: Session, tmp_path: Pat
     digest, folder, _ = take_snapshot(Path(trainkit.__file__).parent, tmp_path / "code")
 
     def told() -> str | None:
-        session.start(agent=folder / "trainkit" / "launch" / "agent.py")
+        session.start(agent=folder / "trainkit" / "launch" / "agent" / "main.py")
         peer = session.accept()
         hello = peer.hear("hello")
         peer.say(type="bye")

@@ -290,7 +290,9 @@ def blind(program: str) -> subprocess.CompletedProcess[str]:
     head = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from trainkit.base import cgroup, keeper, marks
+from trainkit.base import cgroup
+from trainkit.base import watchdog as keeper
+from trainkit.base import process_marks as marks
 marks.descendants = lambda pid: []
 marks.marked = lambda mark: []
 marks.kill_children = lambda: None
@@ -332,7 +334,7 @@ sys.exit(keeper.keep(work, "k"))
 def test_an_agent_that_sees_nothing_waits_for_the_kernels_word(tmp_path: Path) -> None:
     path = str(tmp_path / "ended")
     program = f"""
-from trainkit.launch import agent_loop
+from trainkit.launch.agent import loop as agent_loop
 agent_loop.KILL_SECONDS = 10_000
 agent = agent_loop.Agent(Path("/"), 0, None)
 agent.memory = object()

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tests.launch.fake_supervisor import SECRET, Session, process, wait_until
 from trainkit.base.files import part_before
 from trainkit.base.redact import RedactedStream, Redactor
-from trainkit.cli.ending import last_lines
-from trainkit.launch.agent_output import LogWriter
+from trainkit.cli.run.summary import last_lines
+from trainkit.launch.agent.output import LogWriter
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from tests import oci
 from tests.conftest import Project, wait_for
 from tests.oci import IMAGE, Oci
-from trainkit.base import marks
+from trainkit.base import process_marks as marks
 from trainkit.launch.containers.docker import leftovers_line
 
 pytestmark = pytest.mark.timeout(1200)

@@ -25,8 +25,7 @@ from trainkit.engines import refuse_unlaunchable
 from trainkit.jobs.containers import Container
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
-from trainkit.launch.agent_hello import extension_error
-from trainkit.launch.agreement import disagreements
+from trainkit.launch.agent.host_report import extension_error
 from trainkit.launch.containers import Around, around, kept_since, refuse_unmountable
 from trainkit.launch.containers.apptainer import APPTAINER
 from trainkit.launch.containers.contract import line
@@ -34,10 +33,11 @@ from trainkit.launch.containers.docker import COMMON, DOCKER, PODMAN, leftovers_
 from trainkit.launch.containers.enroot import ENROOT
 from trainkit.launch.containers.pyxis import container_name, pyxis_words, removal_words
 from trainkit.launch.containers.scripts import HOME_LINE, in_words, inside_text
-from trainkit.launch.crew import Hello
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.transports import last_line
 from trainkit.launch.session import Session, new_session
+from trainkit.launch.supervise.agent_pool import Hello
+from trainkit.launch.supervise.host_consistency import disagreements
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog
 
@@ -503,7 +503,7 @@ def test_code_compiled_for_another_python(tmp_path: Path) -> None:
 
 def test_a_python_that_is_too_old_says_so() -> None:
     """Told so by a newer one: the check must come before anything that an old one cannot read."""
-    agent = Path(trainkit.__file__).parent / "launch" / "agent.py"
+    agent = Path(trainkit.__file__).parent / "launch" / "agent" / "main.py"
     code = f"import runpy, sys; sys.version_info = (3, 8, 10); runpy.run_path({str(agent)!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "3.11 is needed: clusters.X.python, containers.X.python" in done.stderr and "Traceback" not in done.stderr

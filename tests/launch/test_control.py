@@ -19,9 +19,9 @@ from tests.runs.test_record import make_run
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.process import identity
-from trainkit.launch.control import ask
-from trainkit.launch.door import Door, Link
-from trainkit.launch.frames import Frame
+from trainkit.launch.protocol.client import ask
+from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.server import Door, Link
 from trainkit.runs.folder import RunFolder
 
 TOKEN = b"t" * 32

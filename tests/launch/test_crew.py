@@ -18,14 +18,14 @@ import pytest
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.address import own_addresses
 from trainkit.jobs.clusters import Cluster, WatchLimits
-from trainkit.launch.agent_link import dial
-from trainkit.launch.crew import Crew, Hello, Missing
-from trainkit.launch.door import Door, Link
-from trainkit.launch.frames import LONGEST_GAP_MS, TCP_RTO_MAX_MS, TCP_THIN_LINEAR_TIMEOUTS, Decoder, Frame, beat_seconds, encode, new_nonce, proof
-from trainkit.launch.hostfile import Host
+from trainkit.launch.agent.connection import dial
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import LaunchEnd, Started
 from trainkit.launch.launchers.debug import Debug, StubAgent
+from trainkit.launch.protocol.frames import LONGEST_GAP_MS, TCP_RTO_MAX_MS, TCP_THIN_LINEAR_TIMEOUTS, Decoder, Frame, beat_seconds, encode, new_nonce, proof
+from trainkit.launch.protocol.server import Door, Link
 from trainkit.launch.session import Session, is_here, new_session
+from trainkit.launch.supervise.agent_pool import Crew, Hello, Missing
 
 Act = Callable[[Crew, Door], Any]
 

@@ -21,21 +21,22 @@ import trainkit
 from tests.conftest import JOBS, wait_for
 from tests.launch.fake_supervisor import Session
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
+from trainkit.base.documents import utc_now
 from trainkit.base.errors import TrainkitError
-from trainkit.base.forms import utc_now
 from trainkit.engines.contract import Command
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.jobs.schema import Job
-from trainkit.launch import start, supervisor
-from trainkit.launch.frames import Frame
-from trainkit.launch.hostfile import Host
-from trainkit.launch.hosts import local_hosts
+from trainkit.launch import start
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.hosts.quarantine import quarantined
+from trainkit.launch.hosts.selection import local_hosts
 from trainkit.launch.launchers.debug import Debug, StubAgent
-from trainkit.launch.outcome import RankEnd, judge_outcome
-from trainkit.launch.quarantine import quarantined
-from trainkit.launch.snapshot import link_code, take_snapshot
-from trainkit.launch.watch import nobody
+from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.supervise import supervisor
+from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
+from trainkit.launch.supervise.observer import nobody
+from trainkit.launch.supervise.outcome import RankEnd, judge_outcome
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record
 
@@ -191,7 +192,7 @@ def test_a_host_that_cannot_be_done_without_is_not_kept_from_the_resume(tmp_path
 def test_a_supervisor_that_is_killed_before_its_first_word(tmp_path: Path) -> None:
     """`train` says of it what `status` says."""
     run = make_run(tmp_path)
-    program = run.code.resolve() / "trainkit" / "launch" / "supervisor.py"
+    program = run.code.resolve() / "trainkit" / "launch" / "supervise" / "supervisor.py"
     program.chmod(0o644)
     program.parent.chmod(0o755)
     program.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")

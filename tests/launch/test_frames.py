@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.launch import frames
-from trainkit.launch.agent_link import Lost, dial
-from trainkit.launch.frames import BadFrame, Decoder, encode, proof, proved
+from trainkit.launch.agent.connection import Lost, dial
+from trainkit.launch.protocol import frames
+from trainkit.launch.protocol.frames import BadFrame, Decoder, encode, proof, proved
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=10)

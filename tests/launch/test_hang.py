@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from trainkit.jobs.clusters import WatchLimits
-from trainkit.launch.frames import Frame
-from trainkit.launch.pulse import Pulse
-from trainkit.launch.stacks import Stacks
+from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.supervise.hang_report import Stacks
+from trainkit.launch.supervise.heartbeats import Pulse
 from trainkit.runs.folder import AttemptFolder
 
 

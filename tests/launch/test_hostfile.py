@@ -14,8 +14,8 @@ from tests.jobs.jobs_toml import GOOD
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
-from trainkit.launch.hostfile import Host, find_hostfile, parse_hostfile, read_hostfile, select
-from trainkit.launch.hosts import HostList, choose_hosts, local_hosts, read_hosts, write_hosts
+from trainkit.launch.hosts.hostfile import Host, find_hostfile, parse_hostfile, read_hostfile, select
+from trainkit.launch.hosts.selection import HostList, choose_hosts, local_hosts, read_hosts, write_hosts
 from trainkit.runs.folder import RunFolder
 
 

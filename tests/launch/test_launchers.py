@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import alive, wait_for
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.clusters import Cluster
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers import LAUNCHERS, head_address
 from trainkit.launch.launchers.local import Local
 from trainkit.launch.launchers.pdsh import OneForAll, Pdsh, labels, ssh_variables

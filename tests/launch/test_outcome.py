@@ -10,8 +10,8 @@ import pytest
 
 from trainkit.base.errors import Exit
 from trainkit.jobs.clusters import Cluster, FailureRule
-from trainkit.launch.failures import BUILT_IN, Rules, rules_of
-from trainkit.launch.outcome import Ask, LostContact, RankEnd, judge_outcome
+from trainkit.launch.supervise.failure_rules import BUILT_IN, Rules, rules_of
+from trainkit.launch.supervise.outcome import Ask, LostContact, RankEnd, judge_outcome
 
 RULES = rules_of(Cluster())
 

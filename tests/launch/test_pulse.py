@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import wait_for
 from trainkit.base.files import read_json, temporary_name
 from trainkit.jobs.clusters import WatchLimits
-from trainkit.launch.pulse import Pulse
+from trainkit.launch.supervise.heartbeats import Pulse
 from trainkit.runs.folder import AttemptFolder
 
 
@@ -27,7 +27,7 @@ def test_a_file_system_that_stalls_holds_up_nobody_and_gets_the_newest(tmp_path:
     stalled = tmp_path / "stalled"
     os.mkfifo(stalled)  # to open it for writing takes until somebody reads
     first = iter([stalled])
-    monkeypatch.setattr("trainkit.launch.pulse.temporary_name", lambda path: next(first, None) or temporary_name(path))
+    monkeypatch.setattr("trainkit.launch.supervise.heartbeats.temporary_name", lambda path: next(first, None) or temporary_name(path))
     given.take(0, {"phase": "start", "step": 0})
     wait_for(lambda: not given._to_copy, "the first copy to begin")
     for number in range(1000):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.base.errors import ConfigError
-from trainkit.launch.quarantine import quarantined, release, suspect
+from trainkit.launch.hosts.quarantine import quarantined, release, suspect
 
 
 def test_a_suspected_host_is_out_for_a_while(tmp_path: Path) -> None:

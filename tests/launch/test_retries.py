@@ -18,17 +18,17 @@ from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.errors import Exit
 from trainkit.base.files import read_json
 from trainkit.jobs.schema import Retry
-from trainkit.launch import supervisor
-from trainkit.launch.attempt import AttemptEnd
-from trainkit.launch.control import ask
-from trainkit.launch.frames import Frame
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.hosts.quarantine import quarantined
 from trainkit.launch.launchers.debug import Debug, StubAgent
-from trainkit.launch.outcome import Outcome
-from trainkit.launch.quarantine import quarantined
-from trainkit.launch.retries import Budgets, Choice
-from trainkit.launch.supervisor import Supervisor, supervise
-from trainkit.launch.watch import Watch
+from trainkit.launch.protocol.client import ask
+from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.supervise import supervisor
+from trainkit.launch.supervise.attempt import AttemptEnd
+from trainkit.launch.supervise.observer import Watch
+from trainkit.launch.supervise.outcome import Outcome
+from trainkit.launch.supervise.retry_policy import Budgets, Choice
+from trainkit.launch.supervise.supervisor import Supervisor, supervise
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import FailureClass
 
@@ -139,7 +139,7 @@ time.sleep(10_000)
 
 def test_one_that_leaves_with_0_is_no_good_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peers are stopped at once: they wait for it."""
-    monkeypatch.setattr("trainkit.launch.attempt.TEARDOWN_SECONDS", 10_000.0)
+    monkeypatch.setattr("trainkit.launch.supervise.attempt.TEARDOWN_SECONDS", 10_000.0)
     outcome, _ = supervised(make_run(tmp_path, ["retry.infra=0"]), Program(LEAVES))
     assert (outcome.exit, (outcome.root_cause or {})["rank"]) == (10, 1) and "had not said that it was done" in (outcome.root_cause or {})["message"]
 
@@ -163,7 +163,7 @@ while True:
 @pytest.mark.parametrize("peers", ["leave", "stay"])
 def test_one_told_to_save_during_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: str) -> None:
     """Its peers are told too; where they do not leave, nothing is saved, and the run goes on from what it had."""
-    monkeypatch.setattr("trainkit.launch.attempt.TEARDOWN_SECONDS", 10_000.0 if peers == "leave" else 1.0)
+    monkeypatch.setattr("trainkit.launch.supervise.attempt.TEARDOWN_SECONDS", 10_000.0 if peers == "leave" else 1.0)
     found = tmp_path / "found"
     found.mkdir()
     run = make_run(tmp_path, ["retry.infra=1"])

@@ -12,10 +12,10 @@ import pytest
 
 from trainkit.jobs.clusters import Cluster, StagePlace
 from trainkit.launch.slurm.arrays import ArrayUnit, Level, SlurmPlace, describe, levels, script, split, submit_words
+from trainkit.stages.array_task import do, share
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.task import do, share
 
-ARGV = (sys.executable, "-I", "-m", "trainkit.data.shard")
+ARGV = (sys.executable, "-I", "-m", "trainkit.data.tokenize.shard_worker")
 
 
 def need(*units: Unit) -> Need:
@@ -71,7 +71,7 @@ def test_the_script_and_its_line() -> None:
     )
     assert lines[0] == "#!/bin/bash -l" and lines[-2] == "module load x"
     assert lines[-1].startswith("exec srun --kill-on-bad-exit=0 --wait=0 --mpi=none /opt/p/python -I -c ")
-    assert lines[-1].endswith(" /shared/code/SHA trainkit.stages.task /shared/stamps/prep-data/pile--bpe/prep-data-pile--bpe-0.json")
+    assert lines[-1].endswith(" /shared/code/SHA trainkit.stages.array_task /shared/stamps/prep-data/pile--bpe/prep-data-pile--bpe-0.json")
     assert submit_words(Path("/s.sh"), None) == ["sbatch", "--parsable", "/s.sh"]
     assert submit_words(Path("/s.sh"), "12") == ["sbatch", "--parsable", "--dependency=afterok:12", "--kill-on-invalid-dep=yes", "/s.sh"]
 

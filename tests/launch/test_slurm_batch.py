@@ -11,8 +11,8 @@ import pytest
 from tests.launch.supervised import make_run
 from trainkit.base.errors import TrainkitError
 from trainkit.launch.slurm.allocation import Granted
-from trainkit.launch.slurm.batch import BatchAsks, BatchSupervisor
-from trainkit.launch.watch import nobody
+from trainkit.launch.slurm.batch_supervisor import BatchAsks, BatchSupervisor
+from trainkit.launch.supervise.observer import nobody
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog, read_record
 from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs

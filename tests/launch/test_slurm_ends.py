@@ -12,20 +12,21 @@ import pytest
 from tests.launch.recorded_slurm import Slurm
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.cli import ending, prepare
-from trainkit.cli import slurm as tasks
-from trainkit.cli.attach import attach
-from trainkit.cli.why import why
+from trainkit.cli.inspect.why import why
+from trainkit.cli.run import slurm as tasks
+from trainkit.cli.run import stages as prepare
+from trainkit.cli.run import summary as ending
+from trainkit.cli.run.attach import attach
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.clusters import StagePlace
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
-from trainkit.launch import doctor
-from trainkit.launch.hostfile import Host
-from trainkit.launch.slurm import settle as settling
-from trainkit.launch.slurm.queue import JobLook, Patience
-from trainkit.launch.slurm.settle import Queue, settle
-from trainkit.launch.slurm.submit import note_end
+from trainkit.launch.cluster_care import health_checks as doctor
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.slurm import reconcile as settling
+from trainkit.launch.slurm.reconcile import Queue, settle
+from trainkit.launch.slurm.sbatch import note_end
+from trainkit.launch.slurm.squeue import JobLook, Patience
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
@@ -153,7 +154,7 @@ def test_doctor_says_that_the_root_is_full(slurm: Slurm, tmp_path: Path, monkeyp
     def full(*words: object) -> Callable[[], None]:
         raise OSError(number, "no room")
 
-    monkeypatch.setattr("trainkit.launch.sweep.take_snapshot", full)
+    monkeypatch.setattr("trainkit.launch.supervise.orphan_sweep.take_snapshot", full)
     with pytest.raises(TrainkitError, match="cannot be written") as caught:
         doctor.examine(slurm.job.cluster, [Host("n1")], tmp_path)
     assert caught.value.exit == Exit.HEALTH and "clusters.X.root" in str(caught.value.hint)

@@ -13,33 +13,33 @@ import pytest
 
 import trainkit
 from tests.launch.recorded_slurm import ARGV, Slurm, need, part, ready, submit, units
+from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.forms import document
 from trainkit.base.locks import locked
-from trainkit.cli.prepare import STAGES
-from trainkit.cli.stage_graph import graph_of
+from trainkit.cli.run.slurm_stages import graph_of
+from trainkit.cli.run.stages import STAGES
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.slurm.arrays import slurm_place_of
-from trainkit.launch.slurm.graph import Graph, Part, ready_script, stage_failure, stages_of, still_to_be_made, submit_graph
-from trainkit.launch.slurm.leave import take_out
-from trainkit.launch.slurm.others import progress_of
-from trainkit.launch.slurm.start import submit_with_stages
-from trainkit.launch.slurm.submit import words_after
+from trainkit.launch.slurm.job_graph import Graph, Part, ready_script, stage_failure, stages_of, still_to_be_made, submit_graph
+from trainkit.launch.slurm.sbatch import words_after
+from trainkit.launch.slurm.shared_arrays import progress_of
+from trainkit.launch.slurm.submit_run import submit_with_stages
+from trainkit.launch.slurm.withdraw import take_out
 from trainkit.launch.start import refuse_other_inputs
-from trainkit.plan.make import make_plan
+from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record
 from trainkit.runs.slurm import change_slurm_job
+from trainkit.stages.array_task import do
 from trainkit.stages.contract import Need, Unit
+from trainkit.stages.execute import begin, make_fresh, needs_of, refuse_stale, stamps_folder
+from trainkit.stages.in_flight import Making, makings, read_making
 from trainkit.stages.index import Index
-from trainkit.stages.making import Making, makings, read_making
 from trainkit.stages.prep_data import PrepData
-from trainkit.stages.run import begin, make_fresh, needs_of, refuse_stale, stamps_folder
 from trainkit.stages.stamps import judge, stamp_unit, unit_folder
-from trainkit.stages.task import do
 
 
 def test_everything_is_submitted_in_one_go(slurm: Slurm) -> None:
@@ -80,7 +80,7 @@ def test_the_small_job(slurm: Slurm) -> None:
         "#SBATCH --export=HOME,USER,LOGNAME,SHELL,PATH,LANG,LC_ALL,TZ",
         "#SBATCH --requeue",
         "set -e",
-        "exec /opt/p/python -I /shared/runs/small/one/code/trainkit/cli/ready.py /shared/runs/small/one",
+        "exec /opt/p/python -I /shared/runs/small/one/code/trainkit/cli/run/preflight.py /shared/runs/small/one",
     ]
 
 
@@ -257,7 +257,7 @@ class Silent:
 def test_whoever_makes_it_here_waits_for_arrays_of_a_run(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     made = replace(need("a", 1), units=(Unit("only", ARGV, {}),))
     submit(slurm, "one", part(slurm, made))
-    monkeypatch.setattr("trainkit.stages.run.WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("trainkit.stages.execute.WAIT_SECONDS", 0.01)
     reporter, asked, begun = Silent(), list[str](), list[list[str]]()
 
     def going(making: Making) -> bool:

@@ -20,35 +20,35 @@ from tests import forkserver
 from tests.conftest import wait_for
 from tests.launch.recorded_slurm import Slurm, need, part, ready, submit, units
 from tests.launch.supervised import make_run
+from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.forms import document
 from trainkit.base.locks import locked
-from trainkit.cli.cancel import cancel
-from trainkit.cli.prepare import term_interrupts
-from trainkit.cli.slurm import cancel_queued
-from trainkit.cli.stage_graph import graph_of
+from trainkit.cli.run.cancel import cancel
+from trainkit.cli.run.slurm import cancel_queued
+from trainkit.cli.run.slurm_stages import graph_of
+from trainkit.cli.run.stages import term_interrupts
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.slurm import arrays
 from trainkit.launch.slurm.arrays import execute_in_slurm, follow, script
-from trainkit.launch.slurm.batch import supervise_batch
-from trainkit.launch.slurm.graph import stage_failure
-from trainkit.launch.slurm.leave import take_out
-from trainkit.launch.slurm.others import Asking
-from trainkit.launch.slurm.settle import settled
-from trainkit.launch.slurm.start import submit_again, submit_with_stages
-from trainkit.launch.slurm.submit import secrets_path
+from trainkit.launch.slurm.batch_supervisor import supervise_batch
+from trainkit.launch.slurm.job_graph import stage_failure
+from trainkit.launch.slurm.reconcile import settled
+from trainkit.launch.slurm.sbatch import secrets_path
+from trainkit.launch.slurm.shared_arrays import Asking
+from trainkit.launch.slurm.submit_run import submit_again, submit_with_stages
+from trainkit.launch.slurm.withdraw import take_out
 from trainkit.launch.start import write_inputs
-from trainkit.plan.make import make_plan
+from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record, write_maker
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job
+from trainkit.stages.array_task import do
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.making import Making, makings, read_making, write_making
-from trainkit.stages.run import wait_while
-from trainkit.stages.task import do
+from trainkit.stages.execute import wait_while
+from trainkit.stages.in_flight import Making, makings, read_making, write_making
 
 SECRETS = {"schema": "secrets/1", "values": {"TOKEN": "abcdef"}}
 
@@ -93,7 +93,7 @@ def test_a_run_that_is_just_submitted_is_cancelled_once_it_is(slurm: Slurm, caps
 
 
 def test_cancel_does_not_wait_for_ever_for_whoever_begins_a_run(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.cli.cancel.BEGIN_SECONDS", 0.1)
+    monkeypatch.setattr("trainkit.cli.run.cancel.BEGIN_SECONDS", 0.1)
     write_maker(a_run(slurm, "one"))
     with pytest.raises(TrainkitError, match=f"still being begun by pid {os.getpid()}") as caught:
         cancel(talk(slurm), "one", save=False)
@@ -112,7 +112,7 @@ def test_a_small_job_leaves_the_record_of_arrays_that_began_since(slurm: Slurm) 
 
 
 def test_who_leaves_holds_the_lock_and_leaves_the_record_until_the_arrays_are_over(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.launch.slurm.leave.LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("trainkit.launch.slurm.withdraw.LOCK_SECONDS", 0.1)
     run, _ = submit(slurm, "one", part(slurm, need("a", 3)))
     stamps = slurm.folder / "stamps" / "prep-data"
     slurm.says("101|RUNNING", "102|PENDING", "103|PENDING")
@@ -255,7 +255,7 @@ def test_a_unit_under_which_node_after_node_fails_is_not_begun_for_ever(tmp_path
     codes = []
     for restart in range(4):  # the node takes its task with it, without a word
         environment = {**os.environ, "SLURM_RESTART_COUNT": str(restart), "SLURM_ARRAY_TASK_ID": "0", "SLURM_PROCID": "0"}
-        codes.append(forkserver.run([sys.executable, "-m", "trainkit.stages.task", str(level)], env=environment, check=False).returncode)
+        codes.append(forkserver.run([sys.executable, "-m", "trainkit.stages.array_task", str(level)], env=environment, check=False).returncode)
     assert codes == [-9, -9, -9, 1]
     error, ended = (json.loads(line) for line in out.read_text().splitlines())
     assert "failed under it 3 times" in error["error"]["problems"][0]["message"] and ended["ended"] == 1
@@ -271,7 +271,7 @@ def test_a_task_that_slurm_takes_back_has_lost_no_node(tmp_path: Path) -> None:
     unit = {"name": "u", "argv": [sys.executable, "-c", program], "env": {}, "digest": "abc", "outputs": [], **files}
     write_json(tmp_path / "level.json", document("level/1", tasks=1, shares=[[unit]]))
     environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_PROCID": "0"}
-    task = forkserver.Popen([sys.executable, "-m", "trainkit.stages.task", str(tmp_path / "level.json")], env=environment)
+    task = forkserver.Popen([sys.executable, "-m", "trainkit.stages.array_task", str(tmp_path / "level.json")], env=environment)
     wait_for((tmp_path / "began").exists, "the task to begin", timeout=600)
     assert (tmp_path / "u.out.begun").exists()
     task.terminate()
@@ -279,7 +279,7 @@ def test_a_task_that_slurm_takes_back_has_lost_no_node(tmp_path: Path) -> None:
 
 
 def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.stages.run.WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("trainkit.stages.execute.WAIT_SECONDS", 0.01)
     making, said, squeue = Making("a", "a", "0", ("1",), (), ("/runs/small/one",)), list[str](), slurm.folder / "bin" / "squeue"
     works = squeue.read_text()
     squeue.write_text(
@@ -293,7 +293,7 @@ def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(slurm: Slurm, monk
 
     (slurm.folder / "asked").unlink()
     said.clear()
-    monkeypatch.setattr("trainkit.launch.slurm.queue.FASTEST", 0.01)
+    monkeypatch.setattr("trainkit.launch.slurm.squeue.FASTEST", 0.01)
     batch = arrays.ArrayUnit(Unit("u", (), {}), slurm.folder)
     monkeypatch.setattr(arrays, "LOOK_SECONDS", 0.05)
     follow(["1"], [batch], Silent(), None, said.append)

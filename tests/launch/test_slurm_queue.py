@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.base.documents import document
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.forms import document
 from trainkit.base.process import identity
-from trainkit.launch.slurm.queue import UNSURE, accounts, look
-from trainkit.launch.slurm.settle import settled
+from trainkit.launch.slurm.reconcile import settled
+from trainkit.launch.slurm.squeue import UNSURE, accounts, look
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
@@ -71,7 +71,7 @@ def test_nothing_is_known(slurm: Path, said: str) -> None:
 
 
 def test_slurmdbd_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.launch.slurm.queue.ACCOUNT_SECONDS", 0.2)
+    monkeypatch.setattr("trainkit.launch.slurm.squeue.ACCOUNT_SECONDS", 0.2)
     says(slurm, "sacct", "exec sleep 86400")
     seen = look(["7"])["7"]
     assert seen.state == UNSURE and seen.over and "slurmdbd cannot be asked (sacct did not answer within 0.2 s)" in seen.reason

@@ -19,13 +19,13 @@ from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers import around
 from trainkit.launch.containers.pyxis import step_scripts
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.slurm import cpu_words, look_words, node_text, srun_words
 from trainkit.launch.session import Session, new_session
 from trainkit.launch.slurm.allocation import granted, hosts_of
-from trainkit.launch.slurm.queue import JobLook
-from trainkit.launch.slurm.script import all_options, allocation_variables, batch_script, seconds_before_limit
-from trainkit.launch.slurm.settle import settle
+from trainkit.launch.slurm.batch_script import all_options, allocation_variables, batch_script, seconds_before_limit
+from trainkit.launch.slurm.reconcile import settle
+from trainkit.launch.slurm.squeue import JobLook
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
@@ -71,7 +71,7 @@ def test_the_reference_clusters(name: str) -> None:
 
 def test_the_last_line_is_the_supervisor_and_the_prolog_comes_before() -> None:
     lines = batch_script(job("jean-zay-7-5b", "cluster.python=/opt/p/python"), RUN).splitlines()
-    assert lines[0] == "#!/bin/bash" and lines[-1] == f"exec /opt/p/python -I {RUN.code}/trainkit/launch/supervisor.py {RUN.path}"
+    assert lines[0] == "#!/bin/bash" and lines[-1] == f"exec /opt/p/python -I {RUN.code}/trainkit/launch/supervise/supervisor.py {RUN.path}"
     assert lines[-4:-1] == ["module purge", "module load pytorch-gpu/py3/1.8.1", "trap - EXIT"]
     assert lines.index("trap '' USR1 TERM") < lines.index("set -e") < lines.index("module purge")
 
@@ -95,7 +95,7 @@ def test_a_prolog_that_fails_in_the_script_is_the_supervisors_to_judge(tmp_path:
     (tmp_path / "slurm_script").write_text(batch_script(chosen, RUN))
     env = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", str(tmp_path / "slurm_script")], env=env, capture_output=True, text=True, check=False)
-    assert done.stdout == f"-I {RUN.code}/trainkit/launch/supervisor.py {RUN.path} --prolog-failed 5\n" and done.returncode == 0, done.stderr
+    assert done.stdout == f"-I {RUN.code}/trainkit/launch/supervise/supervisor.py {RUN.path} --prolog-failed 5\n" and done.returncode == 0, done.stderr
 
 
 def test_how_a_run_goes_on() -> None:

@@ -15,14 +15,14 @@ import pytest
 from tests.launch.supervised import make_run
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.jobs.clusters import Cluster
-from trainkit.launch.attempt import AttemptEnd
-from trainkit.launch.hostfile import Host
-from trainkit.launch.outcome import Ask, Outcome
-from trainkit.launch.slurm import batch
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.slurm import batch_supervisor as batch
 from trainkit.launch.slurm.allocation import Granted
-from trainkit.launch.slurm.batch import BatchAsks, BatchSupervisor, NoProlog, supervise_batch
-from trainkit.launch.slurm.script import batch_script, script_path
-from trainkit.launch.watch import nobody
+from trainkit.launch.slurm.batch_script import batch_script, script_path
+from trainkit.launch.slurm.batch_supervisor import BatchAsks, BatchSupervisor, NoProlog, supervise_batch
+from trainkit.launch.supervise.attempt import AttemptEnd
+from trainkit.launch.supervise.observer import nobody
+from trainkit.launch.supervise.outcome import Ask, Outcome
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog
 from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs

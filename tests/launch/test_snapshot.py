@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.base.tree import snapshot_hash
-from trainkit.launch import snapshot
-from trainkit.launch.snapshot import link_code, take_snapshot
+from trainkit.base.snapshot_files import snapshot_hash
+from trainkit.launch.supervise import code_snapshot as snapshot
+from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 
 
 @pytest.fixture

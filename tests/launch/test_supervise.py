@@ -14,11 +14,11 @@ import pytest
 
 from tests.launch.supervised import DONE, Program, make_run, supervised
 from trainkit.base.files import keep_others_from_writing, read_json, write_json
-from trainkit.launch.asks import Asks
-from trainkit.launch.hostfile import Host
-from trainkit.launch.outcome import Ask, Outcome
-from trainkit.launch.supervisor import Supervisor
-from trainkit.launch.watch import Watch, nobody
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.supervise.observer import Watch, nobody
+from trainkit.launch.supervise.outcome import Ask, Outcome
+from trainkit.launch.supervise.stop_requests import Asks
+from trainkit.launch.supervise.supervisor import Supervisor
 from trainkit.runs.folder import RunFolder, new_run_folder
 
 SECRET = "first-line-of-a-key\nsecond-line-of-a-key"
@@ -191,7 +191,7 @@ def test_a_sign_that_the_file_system_holds_up_holds_up_nothing_else(run: RunFold
         threading.Timer(0.2, answers.set).start()
         supervisor._sign()
 
-    monkeypatch.setattr("trainkit.launch.supervisor.SIGN_SECONDS", 0.05)
-    monkeypatch.setattr("trainkit.launch.supervisor.write_json", stalled)
+    monkeypatch.setattr("trainkit.launch.supervise.supervisor.SIGN_SECONDS", 0.05)
+    monkeypatch.setattr("trainkit.launch.supervise.supervisor.write_json", stalled)
     asyncio.run(main())
     assert read_json(run.supervisor)["ended"] is True

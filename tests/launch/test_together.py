@@ -12,13 +12,13 @@ import pytest
 
 from tests.conftest import alive, wait_for
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.launch.together import run_together
+from trainkit.launch.local_ranks import run_together
 
 PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
 from trainkit.base.errors import ConfigError
-from trainkit.base.unit import run_unit
+from trainkit.base.worker import run_unit
 
 def work(spec, progress):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -16,13 +16,13 @@ import pytest
 
 from tests.conftest import alive, wait_for
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.base.marks import marked
+from trainkit.base.process_marks import marked
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
-from trainkit.launch import units
-from trainkit.launch.hostfile import Host
-from trainkit.launch.quarantine import suspect
-from trainkit.launch.units import Place, execute_on, place_of
+from trainkit.launch import remote_units as units
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.hosts.quarantine import suspect
+from trainkit.launch.remote_units import Place, execute_on, place_of
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.stamps import Verdict, unit_folder
 

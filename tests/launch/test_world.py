@@ -11,7 +11,7 @@ import pytest
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.redact import Redactor
 from trainkit.engines.contract import Command
-from trainkit.launch.world import Allocation, Node, passed_on, port_candidates, rank_environment, secret_values, world_document
+from trainkit.launch.supervise.rank_environment import Allocation, Node, passed_on, port_candidates, rank_environment, secret_values, world_document
 from trainkit.runs.folder import AttemptFolder, RunFolder
 
 HOSTILE = {"A": 'it\'s "quoted" `id` $HOME $(id) %h %n %%', "B": 'a\nb\t{"a": 1} ü 漢字', "C": ""}

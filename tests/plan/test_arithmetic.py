@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainkit.jobs.schema import Model, Training
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of, parameters_of
-from trainkit.train.model import build_on_meta
-from trainkit.train.recompute import wrap_blocks
+from trainkit.train.model.transformer import build_on_meta
+from trainkit.train.parallel.recompute import wrap_blocks
 
 
 def shape(family: str, layers: int, hidden: int, heads: int, length: int, **keys: Any) -> Model:

@@ -11,8 +11,8 @@ from tests.plan.test_split import llama_405b
 from trainkit.engines.rules import RULES
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of
-from trainkit.plan.make import Plan, make_plan
 from trainkit.plan.objection import Objection, with_change
+from trainkit.plan.planner import Plan, make_plan
 
 
 def plan_of(job: Job) -> Plan:

@@ -7,7 +7,7 @@ import pytest
 from tests.plan.example import shape
 from trainkit.jobs.schema import Model
 from trainkit.plan.arithmetic import model_flops_per_token_of
-from trainkit.plan.conventions import CONVENTIONS, megatron_2021, tflops_per_device
+from trainkit.plan.flop_conventions import CONVENTIONS, megatron_2021, tflops_per_device
 
 BLOOM = shape("gpt", 70, 14336, 112, 2048)
 NEOX_20B = shape("gpt-neox", 44, 6144, 64, 2048)

@@ -22,8 +22,8 @@ from trainkit.plan.duration import (
     time_limit,
     young_interval,
 )
-from trainkit.plan.make import Plan, make_plan
 from trainkit.plan.measured import Measured, layout_key
+from trainkit.plan.planner import Plan, make_plan
 
 
 def test_the_interval_that_loses_least() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.plan.example import BIG, gpu, job_of, shape
-from trainkit.cli.plan import machine_bytes
+from trainkit.cli.config.plan import machine_bytes
 from trainkit.engines.rules import RULES
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.plan.host import RANK_BYTES, HostMemory, slurm_bytes
-from trainkit.plan.make import Plan, Prepared, make_plan
 from trainkit.plan.objection import with_change
+from trainkit.plan.planner import Plan, Prepared, make_plan
 
 GIB = 2**30
 WIDE: dict[str, Any] = {"layers": 12, "hidden": 2048, "heads": 16, "length": 1024, "vocab_size": 32768}

@@ -14,8 +14,8 @@ from tests.plan.test_memory import laid_out
 from trainkit.engines.rules import RULES
 from trainkit.jobs.schema import Job, Profile
 from trainkit.plan.batch import consumed_after
-from trainkit.plan.make import Plan, make_plan
 from trainkit.plan.objection import with_change
+from trainkit.plan.planner import Plan, make_plan
 
 
 def plan_of(job: Job) -> Plan:
@@ -273,5 +273,5 @@ def test_proposals_really_fit(job: Job) -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    code = "import sys, trainkit.plan.make, trainkit.plan.conventions, trainkit.engines.rules; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, trainkit.plan.planner, trainkit.plan.flop_conventions, trainkit.engines.rules; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -23,13 +23,13 @@ from trainkit.jobs.schema import Job, Model
 from trainkit.plan.activations import CHUNK_BYTES, block_bytes, head_gradient_bytes, saved_bytes
 from trainkit.plan.arithmetic import parameters_of
 from trainkit.plan.layout import layout_of
-from trainkit.plan.make import make_plan
 from trainkit.plan.memory import Memory, fits, memory_of
-from trainkit.plan.shapes import chunk_units, largest, numbers, shard
-from trainkit.train import loss
-from trainkit.train.loss import Labels
-from trainkit.train.model import Transformer, build_on_meta
-from trainkit.train.recompute import wrap_blocks
+from trainkit.plan.parameter_shapes import chunk_units, largest, numbers, shard
+from trainkit.plan.planner import make_plan
+from trainkit.train.model import head_loss as loss
+from trainkit.train.model.head_loss import Labels
+from trainkit.train.model.transformer import Transformer, build_on_meta
+from trainkit.train.parallel.recompute import wrap_blocks
 
 GIB = 2**30
 GPT_175B: dict[str, Any] = {"layers": 96, "hidden": 12288, "heads": 96, "length": 2048, "vocab_size": 51200}

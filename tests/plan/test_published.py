@@ -10,9 +10,9 @@ import pytest
 from trainkit.engines.rules import RULES
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
-from trainkit.plan.make import Plan, make_plan
+from trainkit.plan.planner import Plan, make_plan
 from trainkit.plan.storage import GIB
-from trainkit.train.model import build_on_meta
+from trainkit.train.model.transformer import build_on_meta
 
 JOBS = load(Path(__file__).resolve().parents[2], {})
 INFEASIBLE = {"jean-zay-76b": ["layers-not-divisible", "memory"]}  # published so, and never run

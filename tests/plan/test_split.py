@@ -9,8 +9,8 @@ import pytest
 from tests.plan.example import gpu, job_of, shape
 from trainkit.engines.rules import RULES
 from trainkit.jobs.schema import Job
-from trainkit.plan.make import Plan, make_plan
 from trainkit.plan.objection import with_change
+from trainkit.plan.planner import Plan, make_plan
 from trainkit.plan.split import EMBEDDING, FIRST, LAST, LAYOUT, LOSS
 
 GIB = 2**30

@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.example import job_of
 from trainkit.engines.rules import RULES
-from trainkit.plan.make import make_plan
+from trainkit.plan.planner import make_plan
 from trainkit.plan.storage import checkpoints_on_disk
 
 

@@ -10,7 +10,7 @@ from tests.plan.example import job_of, shape
 from trainkit.engines.rules import RULES
 from trainkit.jobs.schema import Training
 from trainkit.plan.arithmetic import parameters_of
-from trainkit.plan.make import Prepared, make_plan
+from trainkit.plan.planner import Prepared, make_plan
 from trainkit.plan.storage import GIB, checkpoint_bytes_per_parameter, checkpoints_on_disk, checkpoints_written, write_seconds
 
 TIB = 2**40

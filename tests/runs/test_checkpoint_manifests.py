@@ -12,7 +12,8 @@ import xxhash
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json
 from trainkit.jobs.schema import Checkpoint as Keep
-from trainkit.runs import windows
+from trainkit.runs import sample_windows as windows
+from trainkit.runs.checkpoint_errors import Damaged, Missing, Newer
 from trainkit.runs.checkpoints import (
     MANIFEST,
     Chunk,
@@ -33,9 +34,8 @@ from trainkit.runs.checkpoints import (
     verify,
     why_kept,
 )
-from trainkit.runs.damage import Damaged, Missing, Newer
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.windows import SLOTS, Window, Windows, find_window
+from trainkit.runs.sample_windows import SLOTS, Window, Windows, find_window
 
 
 def chunk(offset: int, size: int, start: int) -> Chunk:

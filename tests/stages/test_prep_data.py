@@ -16,7 +16,7 @@ import zstandard
 
 from tests.conftest import Project, wait_for
 from trainkit.base.files import temporary_name
-from trainkit.data.indexed import IndexedDataset
+from trainkit.data.indexed.dataset import IndexedDataset
 
 DATA = Path("data/lines/bpe")
 

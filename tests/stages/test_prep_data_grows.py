@@ -16,14 +16,14 @@ from tests.conftest import Project
 from tests.distributed import call
 from tests.stages.web_project import texts
 from trainkit.base.errors import TrainkitError
-from trainkit.data import merge
-from trainkit.data.indexed import IndexedDataset
+from trainkit.data.indexed.dataset import IndexedDataset
+from trainkit.data.tokenize import merge_worker as merge
 from trainkit.data.tokenizer import train_bpe
 from trainkit.jobs.load import load
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.here import execute_here
+from trainkit.stages.execute import make_fresh, missing_units, stamps_folder
+from trainkit.stages.local import execute_here
 from trainkit.stages.prep_data import needs_of_dataset
-from trainkit.stages.run import make_fresh, missing_units, stamps_folder
 from trainkit.stages.stamps import Verdict, judge
 
 JOBS = """

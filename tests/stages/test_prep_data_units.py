@@ -21,17 +21,17 @@ from hypothesis import strategies as st
 from tests import forkserver
 from tests.conftest import Project
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.cli import prepare
+from trainkit.cli.run import stages as prepare
 from trainkit.cli.wrapper import Talk
-from trainkit.data.indexed import IndexedDataset
-from trainkit.data.pairs import pairs_of
+from trainkit.data.indexed.dataset import IndexedDataset
+from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.data.sources import Announcement
 from trainkit.data.tokenizer import train_bpe
 from trainkit.jobs.load import load
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.here import execute_here
+from trainkit.stages.execute import make_fresh, stamps_folder
+from trainkit.stages.local import execute_here
 from trainkit.stages.queue import SMALL, UnitQueue
-from trainkit.stages.run import make_fresh, stamps_folder
 from trainkit.stages.stamps import Verdict, unit_folder
 
 
@@ -145,7 +145,7 @@ def test_each_of_several_units_has_a_log(tmp_path: Path) -> None:
     """What a library writes to stderr, in C too, stands in the log of the unit at hand."""
     program = """
 import os
-from trainkit.base.unit import run_unit
+from trainkit.base.worker import run_unit
 run_unit(lambda spec, progress: os.write(2, spec["name"].encode()) and {})
 """
     units = [Unit(f"u{i}", (sys.executable, "-I", "-c", program), {"name": f"said by {i}"}, several=True) for i in range(20)]
@@ -295,13 +295,13 @@ def test_workers_do_not_change_the_bytes(project: Project) -> None:
 
 
 def test_a_unit_runs_anywhere(project: Project) -> None:
-    """`python -m trainkit.data.shard SPEC.json` alone makes the shard that the task made, and says what it holds."""
+    """`python -m trainkit.data.tokenize.shard_worker SPEC.json` alone makes the shard that the task made, and says what it holds."""
     project.invoke("prep-data")
     units = project.path / "stamps/prep-data/lines--bpe.units"
     spec = json.loads((units / "tokens-00001.spec.json").read_text())
     spec["prefix"] = str(project.path / "elsewhere" / "00001")
     (project.path / "spec.json").write_text(json.dumps(spec))
-    argv = [sys.executable, "-I", "-m", "trainkit.data.shard", "spec.json"]
+    argv = [sys.executable, "-I", "-m", "trainkit.data.tokenize.shard_worker", "spec.json"]
     done = forkserver.run(argv, cwd=project.path, capture_output=True, text=True, check=True, env=dict(os.environ))
     result = json.loads(done.stdout.splitlines()[-1])["result"]
     stamped = json.loads((units / "tokens-00001.json").read_text())["result"]
@@ -313,7 +313,7 @@ def test_two_workers_of_one_shard_wait_for_each_other(project: Project) -> None:
     spec = json.loads((project.path / "stamps/prep-data/lines--bpe.units/tokens-00000.spec.json").read_text())
     spec["prefix"] = str(project.path / "elsewhere" / "00000")
     (project.path / "spec.json").write_text(json.dumps(spec))
-    argv = [sys.executable, "-I", "-m", "trainkit.data.shard", "spec.json"]
+    argv = [sys.executable, "-I", "-m", "trainkit.data.tokenize.shard_worker", "spec.json"]
     both = [forkserver.Popen(argv, cwd=project.path, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     results = [json.loads(process.communicate()[0].splitlines()[-1]) for process in both]
     assert results[0] == results[1] and "result" in results[0]

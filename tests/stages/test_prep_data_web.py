@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from tests.conftest import Project
 from tests.data.fetch_server import Site
 from tests.stages.web_project import SETS, lines, published, texts
-from trainkit.data.indexed import IndexedDataset, IndexedWriter
-from trainkit.data.pairs import pairs_of
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
+from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.jobs.load import load
 
 

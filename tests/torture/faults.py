@@ -22,30 +22,30 @@ from typing import Any
 import torch.utils.tensorboard  # once, in the process that forks the ranks  # noqa: F401
 
 import trainkit.runs.checkpoints
-import trainkit.train.checkpoint
-import trainkit.train.loop
-import trainkit.train.report
-import trainkit.train.saver
-import trainkit.train.staging
-import trainkit.train.storage
+import trainkit.train.checkpoint.dcp_storage
+import trainkit.train.checkpoint.host_copies
+import trainkit.train.checkpoint.manager
+import trainkit.train.checkpoint.save_load
+import trainkit.train.metrics.reporter
+import trainkit.train.trainer
 from tests.torture import writes
 from trainkit.runs.checkpoints import Manifest
-from trainkit.train.staging import Staging
-from trainkit.train.step import Step
-from trainkit.train.storage import Writer
+from trainkit.train.checkpoint.dcp_storage import Writer
+from trainkit.train.checkpoint.host_copies import Staging
+from trainkit.train.update.step import Step
 
 Fault = dict[str, Any]
 PHASES: dict[str, tuple[Any, str]] = {
-    "load": (trainkit.train.checkpoint, "load"),
+    "load": (trainkit.train.checkpoint.save_load, "load"),
     "step": (Step, "run"),
-    "eval": (trainkit.train.loop.Trainer, "_evaluate"),
+    "eval": (trainkit.train.trainer.Trainer, "_evaluate"),
     "stage": (Staging, "copy"),
-    "copy": (trainkit.train.staging, "_copy"),
-    "prepare": (trainkit.train.checkpoint, "_prepare"),
+    "copy": (trainkit.train.checkpoint.host_copies, "_copy"),
+    "prepare": (trainkit.train.checkpoint.save_load, "_prepare"),
     "write": (Writer, "write_data"),
     "manifest": (Manifest, "write"),
-    "publish": (trainkit.train.checkpoint, "publish_folder"),
-    "prune": (trainkit.train.saver, "prune"),
+    "publish": (trainkit.train.checkpoint.save_load, "publish_folder"),
+    "prune": (trainkit.train.checkpoint.manager, "prune"),
 }
 ON_RANK_0 = {"prepare", "manifest", "publish", "prune", "delete"}
 
@@ -131,9 +131,9 @@ class BrokenFile(FileIO):
 
 
 def _break_files(fault: Fault) -> None:
-    real, calls = trainkit.train.storage.create, iter(range(1, 10**9))
+    real, calls = trainkit.train.checkpoint.dcp_storage.create, iter(range(1, 10**9))
     broken = range(fault["call"], fault["call"] + fault.get("calls", 1))
-    trainkit.train.storage.create = lambda path: BrokenFile(path, fault) if next(calls) in broken else real(path)
+    trainkit.train.checkpoint.dcp_storage.create = lambda path: BrokenFile(path, fault) if next(calls) in broken else real(path)
 
 
 def _die_deleting(fault: Fault) -> None:
@@ -164,7 +164,7 @@ def _leave_no_room() -> None:
         def statvfs(path: Path) -> Any:
             return SimpleNamespace(f_bavail=0, f_frsize=4096)
 
-    setattr(trainkit.train.checkpoint, "os", Os())  # noqa: B010
+    setattr(trainkit.train.checkpoint.save_load, "os", Os())  # noqa: B010
 
 
 class Through:
@@ -188,4 +188,4 @@ def _fill_disk(calls: list[int]) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(handle, data)
 
-    setattr(trainkit.train.report, "os", Os())  # noqa: B010
+    setattr(trainkit.train.metrics.reporter, "os", Os())  # noqa: B010

@@ -21,9 +21,9 @@ from tests.train.test_resume import facts, steps
 from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
-from trainkit.train.data_parallel import World
-from trainkit.train.heartbeat import Heartbeat
-from trainkit.train.loop import Trainer
+from trainkit.train.metrics.heartbeat import Heartbeat
+from trainkit.train.parallel.data_parallel import World
+from trainkit.train.trainer import Trainer
 
 
 def run_in(root: Path, **keep: Any) -> RunFolder:

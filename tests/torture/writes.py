@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.train.heartbeat import Heartbeat
-from trainkit.train.step import Step
+from trainkit.train.metrics.heartbeat import Heartbeat
+from trainkit.train.update.step import Step
 
 ON_PATH = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "truncate", "link", "symlink")
 ON_HANDLE = ("write", "pwrite", "writev", "pwritev", "ftruncate", "posix_fallocate", "fsync", "fdatasync")

@@ -18,7 +18,8 @@ import torch.distributed.pipelining  # noqa: F401  with the trainer, all that a 
 from tests.distributed import rank_environments
 from tests.torture import faults
 from trainkit.runs.folder import RunFolder
-from trainkit.train import loop, main  # noqa: F401
+from trainkit.train import main
+from trainkit.train import trainer as loop  # noqa: F401
 
 GRACE = 1.0
 

@@ -19,12 +19,12 @@ from torch._C._distributed_c10d import HashStore
 from trainkit.base.errors import Problem
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.runs.checkpoints import Checkpoint, folder_of, open_checkpoint
-from trainkit.train import checkpoint
+from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.huggingface import load_weights
 from trainkit.train.huggingface.names import FAMILIES
 from trainkit.train.huggingface.writing import export
-from trainkit.train.model import Transformer, build_on_meta
-from trainkit.train.shards import held_parameters
+from trainkit.train.model.transformer import Transformer, build_on_meta
+from trainkit.train.parallel.shards import held_parameters
 
 VOCAB = 53  # divides by nothing used here
 COMMON: dict[str, Any] = {"name": "tiny", "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "seq_length": 16}

@@ -34,26 +34,26 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tests.distributed import run_ranks
-from trainkit.data.indexed import IndexedWriter
-from trainkit.data.paths import DataFolder
+from trainkit.data.indexed.dataset import IndexedWriter
+from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Tokenizer, Training
 from trainkit.plan.layout import split_layers
-from trainkit.train import replicas
-from trainkit.train.attention import Documents
-from trainkit.train.begin import begin_weights
-from trainkit.train.build import Parts, build
-from trainkit.train.data_parallel import World, join
-from trainkit.train.feed import Batch, Feed
-from trainkit.train.initialize import initial_value
-from trainkit.train.loss import NO_LABEL
-from trainkit.train.mesh import Mesh
-from trainkit.train.model import Transformer
-from trainkit.train.pipeline import chunks_per_stage, tied_at
-from trainkit.train.schedule import global_batch_size, learning_rate
-from trainkit.train.shards import Shards
-from trainkit.train.step import Step, StepValues, dropout_seed
-from trainkit.train.timers import Timers
+from trainkit.train.batches import Batch, Feed
+from trainkit.train.metrics.timers import Timers
+from trainkit.train.model.attention import Documents
+from trainkit.train.model.head_loss import NO_LABEL
+from trainkit.train.model.transformer import Transformer
+from trainkit.train.parallel.data_parallel import World, join
+from trainkit.train.parallel.initialize import initial_value
+from trainkit.train.parallel.mesh import Mesh
+from trainkit.train.parallel.pipeline import chunks_per_stage, tied_at
+from trainkit.train.parallel.shards import Shards
+from trainkit.train.preflight import begin_weights
+from trainkit.train.update import replicas
+from trainkit.train.update.build import Parts, build
+from trainkit.train.update.schedule import global_batch_size, learning_rate
+from trainkit.train.update.step import Step, StepValues, dropout_seed
 
 STEPS = 10
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}

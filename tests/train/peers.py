@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model, RopeScaling
-from trainkit.train.attention import Documents
-from trainkit.train.model import Transformer
+from trainkit.train.model.attention import Documents
+from trainkit.train.model.transformer import Transformer
 
 VOCAB = 97  # a prime: padding is always at work
 POSITIONS = 24

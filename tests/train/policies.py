@@ -19,12 +19,12 @@ from trainkit.jobs.schema import Model, Parallelism
 from trainkit.runs.checkpoints import finished
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
-from trainkit.train import data_parallel
-from trainkit.train.data_parallel import World
-from trainkit.train.feed import Batch
-from trainkit.train.heartbeat import Heartbeat
-from trainkit.train.loop import Trainer
+from trainkit.train.batches import Batch
+from trainkit.train.metrics.heartbeat import Heartbeat
+from trainkit.train.parallel import data_parallel
+from trainkit.train.parallel.data_parallel import World
 from trainkit.train.torch_compat import local_part
+from trainkit.train.trainer import Trainer
 
 OVERFLOWS = (2, 3, 4, 9, 10, 16)  # steps of the fp16 table
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tests.train.layouts import Case, Rank, gathered, rank_of_world, take_steps
 from trainkit.runs.checkpoints import folder_of, open_checkpoint
-from trainkit.train import checkpoint
+from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.torch_compat import local_part
 
 SAVED_AT = 2  # steps before the checkpoint

@@ -22,13 +22,13 @@ from tests.distributed import ROOT, rank_environments
 from trainkit.jobs.schema import Checkpoint, Cluster, Dataset, Job, Model, Training
 from trainkit.runs.checkpoints import folder_of, open_checkpoint
 from trainkit.runs.folder import RunFolder
-from trainkit.train.checkpoint import load
-from trainkit.train.data_parallel import World
-from trainkit.train.heartbeat import Heartbeat
-from trainkit.train.loop import Trainer
-from trainkit.train.optimizer import squared_norm
-from trainkit.train.shards import Shards
+from trainkit.train.checkpoint.save_load import load
+from trainkit.train.metrics.heartbeat import Heartbeat
+from trainkit.train.parallel.data_parallel import World
+from trainkit.train.parallel.shards import Shards
 from trainkit.train.torch_compat import local_part
+from trainkit.train.trainer import Trainer
+from trainkit.train.update.optimizer import squared_norm
 
 Arrays = dict[str, NDArray[Any]]
 MODEL = Model(name="tiny", num_layers=2, hidden_size=18, num_attention_heads=3, seq_length=16, vocab_size=301)  # 18 and 301 divide by nothing used here

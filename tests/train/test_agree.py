@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.distributed import run_ranks
 from tests.train.support import tiny_job
 from trainkit.base.errors import ConfigError
-from trainkit.train import agree
-from trainkit.train.data_parallel import World, join
+from trainkit.train import rank_agreement as agree
+from trainkit.train.parallel.data_parallel import World, join
 
 
 def _refusals(root: Path) -> dict[str, list[str]]:

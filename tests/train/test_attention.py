@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from tests.train.peers import documents_of
-from trainkit.train import attention
-from trainkit.train.attention import KeyValueCache, attend
+from trainkit.train.model import attention
+from trainkit.train.model.attention import KeyValueCache, attend
 from trainkit.train.torch_compat import causal_varlen_attention
 
 CPU = torch.device("cpu")

@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from tests.train.support import MODEL, Arrays, whole
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.runs.checkpoint_errors import Damaged
 from trainkit.runs.checkpoints import MANIFEST, Chunk, DataFile, Manifest, TensorEntry, folder_of, newest_valid, open_checkpoint, prune, verify
-from trainkit.runs.damage import Damaged
-from trainkit.train import checkpoint, storage
-from trainkit.train.model import Transformer
-from trainkit.train.storage import Reader, TensorSavePlanner, Writer
+from trainkit.train.checkpoint import dcp_storage as storage
+from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.checkpoint.dcp_storage import Reader, TensorSavePlanner, Writer
+from trainkit.train.model.transformer import Transformer
 
 Change = Callable[[dict[str, Any]], Any]
 

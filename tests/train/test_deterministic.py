@@ -11,9 +11,9 @@ import torch
 from tests.distributed import run_ranks
 from tests.train.support import new_run, tiny_job
 from trainkit.runs.metrics import read_rows
-from trainkit.train.data_parallel import World
-from trainkit.train.heartbeat import Heartbeat
-from trainkit.train.loop import Trainer
+from trainkit.train.metrics.heartbeat import Heartbeat
+from trainkit.train.parallel.data_parallel import World
+from trainkit.train.trainer import Trainer
 
 
 def trained(root: Path, deterministic: bool) -> tuple[bool, bool, list[Any]]:

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from tests.train.peers import random_model
 from tests.trained import EOD, MODEL, TEXTS, prepare, text_job
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.data.indexed import IndexedDataset, IndexedWriter
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
 from trainkit.data.tokenizer import end_of_document, load_tokenizer, train_bpe
 from trainkit.jobs.schema import Dataset, Job
-from trainkit.train import evaluate as module
-from trainkit.train.evaluate import Bytes, Evaluation, Windows, evaluate, refuse_other_tokenizer
-from trainkit.train.feed import data_folder
-from trainkit.train.model import Transformer
+from trainkit.train.batches import data_folder
+from trainkit.train.inference import evaluate as module
+from trainkit.train.inference.evaluate import Bytes, Evaluation, Windows, evaluate, refuse_other_tokenizer
+from trainkit.train.model.transformer import Transformer
 
 CPU = torch.device("cpu")
 S = MODEL.seq_length

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from tests.train.support import MODEL, tiny_job
 from trainkit.base.errors import ConfigError
-from trainkit.data.indexed import IndexedDataset, IndexedWriter
-from trainkit.data.loader import Loader
-from trainkit.data.samples import MegatronSamples
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
+from trainkit.data.order.loader import Loader
+from trainkit.data.order.samples import MegatronSamples
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
-from trainkit.train.data_parallel import World
-from trainkit.train.evaluate import InTextOrder
-from trainkit.train.feed import Feed, data_folder, document_bounds, micro_batches, positions_within, train_plan, valid_plan, vocab_size
-from trainkit.train.loss import NO_LABEL
-from trainkit.train.schedule import global_batch_size
+from trainkit.train.batches import Feed, data_folder, document_bounds, micro_batches, positions_within, train_plan, valid_plan, vocab_size
+from trainkit.train.inference.evaluate import InTextOrder
+from trainkit.train.model.head_loss import NO_LABEL
+from trainkit.train.parallel.data_parallel import World
+from trainkit.train.update.schedule import global_batch_size
 
 CPU = torch.device("cpu")
 
@@ -110,7 +110,7 @@ def test_documents_and_positions_are_megatrons(rows: list[list[int]]) -> None:
 
 def test_documents_reach_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = text_job(tmp_path, ([END] + [5] * 9) * 20, rows=299, split="1")
-    monkeypatch.setattr("trainkit.train.feed._end_token", lambda job, dataset: END)
+    monkeypatch.setattr("trainkit.train.batches._end_token", lambda job, dataset: END)
     keys = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
     job = job.model_copy(update={"training": job.training.model_copy(update=keys)})
     for batch in Feed(job, job.dataset, "train", World(0, 1), CPU).read(0, 8):

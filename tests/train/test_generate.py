@@ -22,10 +22,10 @@ from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.schema import Cluster, Dataset
 from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.runs.folder import RunFolder
-from trainkit.train.generate import Generation, Reading, continuation, generate
-from trainkit.train.model import Transformer
-from trainkit.train.sampling import Sampling
-from trainkit.train.trained import choose_checkpoint, choose_device, load_model
+from trainkit.train.inference.generate import Generation, Reading, continuation, generate
+from trainkit.train.inference.load import choose_checkpoint, choose_device, load_model
+from trainkit.train.inference.sampling import Sampling
+from trainkit.train.model.transformer import Transformer
 
 GREEDY = Sampling(temperature=0)
 NEVER = -1  # no token ends a document

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.train.peers import CASES, ONE_OF_EACH, VOCAB, beside, in_their_layout, random_model, random_tokens
 from trainkit.jobs.schema import Model
-from trainkit.train.loss import NO_LABEL, Labels, Losses
-from trainkit.train.model import Transformer
+from trainkit.train.model.head_loss import NO_LABEL, Labels, Losses
+from trainkit.train.model.transformer import Transformer
 
 Z_LOSS = 1e-2
 

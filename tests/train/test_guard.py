@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.jobs.schema import Training
-from trainkit.train.guard import Guard
+from trainkit.train.update.loss_guard import Guard
 
 CPU = torch.device("cpu")
 NO, YES = torch.tensor(False), torch.tensor(True)

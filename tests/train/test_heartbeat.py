@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from trainkit.base.errors import TrainkitError
-from trainkit.train import heartbeat
-from trainkit.train.heartbeat import Heartbeat
+from trainkit.train.metrics import heartbeat
+from trainkit.train.metrics.heartbeat import Heartbeat
 
 
 def full(path: Path, text: str) -> None:

@@ -27,11 +27,11 @@ from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.runs.checkpoints import folder_of, open_checkpoint
 from trainkit.stages import weights as stage
 from trainkit.stages.contract import Need
-from trainkit.stages.here import execute_here
-from trainkit.stages.run import make_fresh, stamps_folder
+from trainkit.stages.execute import make_fresh, stamps_folder
+from trainkit.stages.local import execute_here
 from trainkit.stages.stamps import judge
 from trainkit.stages.weights import Weights
-from trainkit.train.checkpoint import load as load_checkpoint
+from trainkit.train.checkpoint.save_load import load as load_checkpoint
 from trainkit.train.huggingface import check_weights, weights_folder
 from trainkit.train.huggingface.config import to_hf_config
 from trainkit.train.huggingface.hub import Published, parse

@@ -41,14 +41,14 @@ from tests.train.hf_support import (
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Model
 from trainkit.runs.checkpoints import open_checkpoint
-from trainkit.train import checkpoint
+from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.huggingface import check_weights, load_weights
 from trainkit.train.huggingface.config import contradictions, to_hf_config
 from trainkit.train.huggingface.folder import open_weights
 from trainkit.train.huggingface.names import FAMILIES, published, table
 from trainkit.train.huggingface.writing import TokenizerFile
-from trainkit.train.model import build_on_meta
-from trainkit.train.shards import held_parameters
+from trainkit.train.model.transformer import build_on_meta
+from trainkit.train.parallel.shards import held_parameters
 
 __all__ = ["copied", "folders", "one_rank"]  # fixtures
 

@@ -36,7 +36,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface import check_weights, load_weights
 from trainkit.train.huggingface.config import contradictions
-from trainkit.train.shards import held_parameters
+from trainkit.train.parallel.shards import held_parameters
 
 __all__ = ["copied", "folders", "one_rank"]  # fixtures
 

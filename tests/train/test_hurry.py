@@ -23,8 +23,8 @@ from trainkit.base.locks import locked
 from trainkit.jobs.schema import Checkpoint as Keep
 from trainkit.runs import checkpoints
 from trainkit.runs.checkpoints import folder_of, prune, set_aside
-from trainkit.train.checkpoint import LOCK, alone
-from trainkit.train.saver import Saver
+from trainkit.train.checkpoint.manager import Saver
+from trainkit.train.checkpoint.save_load import LOCK, alone
 
 PATIENCE = 30.0  # seconds; what is waited for takes milliseconds
 
@@ -94,7 +94,7 @@ def test_a_stop_waits_where_there_is_no_room_otherwise(tmp_path: Path, deletion:
 
 @pytest.mark.parametrize("save_async", [False, True])
 def test_who_waits_shows_that_it_lives(save_async: bool, tmp_path: Path, deletion: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.train.saver.BEAT", 0.05)
+    monkeypatch.setattr("trainkit.train.checkpoint.manager.BEAT", 0.05)
     beats: list[str] = []
 
     def beat() -> None:
@@ -141,7 +141,7 @@ def test_closing_raises_nothing_that_a_deletion_met(
     def fails(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr("trainkit.train.saver.prune", fails)
+    monkeypatch.setattr("trainkit.train.checkpoint.manager.prune", fails)
     saver = Saver(Keep(keep_last=1), tmp_path)
     save(saver, 1)
     save(saver, 2)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.train.peers import CASES, ONE_OF_EACH
 from trainkit.jobs.schema import Model
-from trainkit.train.initialize import deviation, initial_value, initialize
-from trainkit.train.model import Transformer, build_on_meta
+from trainkit.train.model.transformer import Transformer, build_on_meta
+from trainkit.train.parallel.initialize import deviation, initial_value, initialize
 
 NEOX_20B = Model(family="gpt-neox", num_layers=44, hidden_size=6144, num_attention_heads=64, seq_length=2048)
 

@@ -41,12 +41,12 @@ from trainkit.runs.checkpoints import (
     verify,
     why_kept,
 )
-from trainkit.train import checkpoint
-from trainkit.train.checkpoint import LOCK, NotSaved
-from trainkit.train.saver import Saver
-from trainkit.train.shards import Shards
-from trainkit.train.staging import Staging
-from trainkit.train.storage import Reader, TensorLoadPlanner
+from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.checkpoint.dcp_storage import Reader, TensorLoadPlanner
+from trainkit.train.checkpoint.host_copies import Staging
+from trainkit.train.checkpoint.manager import Saver
+from trainkit.train.checkpoint.save_load import LOCK, NotSaved
+from trainkit.train.parallel.shards import Shards
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,18 +20,18 @@ from trainkit.base.errors import Problem
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job, Model, Parallelism
 from trainkit.runs.checkpoints import Checkpoint, folder_of, open_checkpoint
-from trainkit.train import checkpoint
-from trainkit.train.begin import layout_problems
-from trainkit.train.build import build
-from trainkit.train.data_parallel import World, join
+from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.huggingface import load_weights
-from trainkit.train.initialize import initial_value
-from trainkit.train.mesh import Mesh
-from trainkit.train.model import build_on_meta
-from trainkit.train.pipeline import tied_at
-from trainkit.train.shards import Shards, slices
-from trainkit.train.step import Step
-from trainkit.train.timers import Timers
+from trainkit.train.metrics.timers import Timers
+from trainkit.train.model.transformer import build_on_meta
+from trainkit.train.parallel.data_parallel import World, join
+from trainkit.train.parallel.initialize import initial_value
+from trainkit.train.parallel.mesh import Mesh
+from trainkit.train.parallel.pipeline import tied_at
+from trainkit.train.parallel.shards import Shards, slices
+from trainkit.train.preflight import layout_problems
+from trainkit.train.update.build import build
+from trainkit.train.update.step import Step
 
 ROWS = 301
 SIZES: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "seq_length": 16, "vocab_size": ROWS, "ffn_hidden_size": 71}

@@ -23,17 +23,17 @@ from tests.train.layouts import job_of as matrix_job
 from trainkit.engines.rules import RULES
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
-from trainkit.plan.make import make_plan
-from trainkit.train.begin import begin_weights, layout_problems
-from trainkit.train.build import build
-from trainkit.train.data_parallel import World, accumulates_whole
-from trainkit.train.memory import Memory
-from trainkit.train.mesh import Mesh
-from trainkit.train.model import build_on_meta
-from trainkit.train.pipeline import tied_at
-from trainkit.train.step import Step
-from trainkit.train.timers import Timers
+from trainkit.plan.planner import make_plan
+from trainkit.train.metrics.memory import Memory
+from trainkit.train.metrics.timers import Timers
+from trainkit.train.model.transformer import build_on_meta
+from trainkit.train.parallel.data_parallel import World, accumulates_whole
+from trainkit.train.parallel.mesh import Mesh
+from trainkit.train.parallel.pipeline import tied_at
+from trainkit.train.preflight import begin_weights, layout_problems
 from trainkit.train.torch_compat import local_part
+from trainkit.train.update.build import build
+from trainkit.train.update.step import Step
 
 
 @st.composite

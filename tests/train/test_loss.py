@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainkit.train import loss
-from trainkit.train.loss import NO_LABEL, Labels, Losses, head_loss, padded_linear
+from trainkit.train.model import head_loss as loss
+from trainkit.train.model.head_loss import NO_LABEL, Labels, Losses, head_loss, padded_linear
 
 
 @contextmanager

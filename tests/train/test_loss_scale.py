@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Training
-from trainkit.train.loss_scale import LossScale
+from trainkit.train.update.loss_scale import LossScale
 
 State = tuple[float, int, int]
 # Megatron-Core 0.16.1's DynamicGradScaler(16, min_scale=1, growth_factor=2, backoff_factor=0.5, growth_interval=3, hysteresis=2):

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from tests.train.peers import CASES, ONE_OF_EACH, POSITIONS, VOCAB, beside, documents_of, random_model, random_tokens, transformers_model
 from trainkit.jobs.schema import Model
-from trainkit.train import attention, loss
-from trainkit.train.attention import KeyValueCache
-from trainkit.train.loss import Labels, Losses
-from trainkit.train.model import Block, Transformer, build_on_meta
+from trainkit.train.model import attention
+from trainkit.train.model import head_loss as loss
+from trainkit.train.model.attention import KeyValueCache
+from trainkit.train.model.head_loss import Labels, Losses
+from trainkit.train.model.transformer import Block, Transformer, build_on_meta
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -199,8 +200,8 @@ def test_the_product_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
         widths.append((len(weight_VH), columns))
         return logits(x_CH, weight_VH, columns)
 
-    monkeypatch.setattr("trainkit.train.loss.padded", padded)
-    monkeypatch.setattr("trainkit.train.loss._logits", recorded)
+    monkeypatch.setattr("trainkit.train.model.head_loss.padded", padded)
+    monkeypatch.setattr("trainkit.train.model.head_loss._logits", recorded)
     ours = random_model(CASES["gpt"].model_copy(update={"make_vocab_size_divisible_by": 8}))
     ours(random_tokens(1, 4))
     ours(random_tokens(1, 4), Labels(random_tokens(1, 4)))
@@ -285,7 +286,7 @@ def test_dropout_is_for_training_only(family: str, kind: str, monkeypatch: pytes
         rates.append(dropout)
         return attention.attend(q, k, v, documents, dropout)
 
-    monkeypatch.setattr("trainkit.train.model.attend", attend)
+    monkeypatch.setattr("trainkit.train.model.transformer.attend", attend)
     module, without = dropping(family, **{kind: 0.2}), dropping(family)
     tokens_BS = random_tokens(2, 64)
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from tests.distributed import run_ranks
 from trainkit.base.errors import TrainkitError
 from trainkit.runs import checkpoints
 from trainkit.runs.checkpoints import folder_of
-from trainkit.train import checkpoint
+from trainkit.train.checkpoint import save_load as checkpoint
 
 
 def save(folder: Path, step: int) -> None:

@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.train.support import local_gradients
 from trainkit.jobs.schema import Training
-from trainkit.train import optimizer as module
-from trainkit.train.optimizer import Optimizer, divisor, squared_norm
 from trainkit.train.torch_compat import fused_norms, local_part
+from trainkit.train.update import optimizer as module
+from trainkit.train.update.optimizer import Optimizer, divisor, squared_norm
 
 SHAPES = {"embed.weight": (7, 5), "mlp.weight": (5, 5), "mlp.bias": (5,), "norm.weight": (5,)}
 GO, SKIP = torch.tensor(False), torch.tensor(True)

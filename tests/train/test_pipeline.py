@@ -16,13 +16,13 @@ from tests.train.support import new_run, same, tiny_job, whole
 from trainkit.jobs.schema import Job, Model, Parallelism
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
-from trainkit.train import data_parallel
-from trainkit.train.data_parallel import World
-from trainkit.train.heartbeat import Heartbeat
-from trainkit.train.loop import Trainer
-from trainkit.train.model import build_on_meta
-from trainkit.train.pipeline import Chunk, chunks_on, chunks_per_stage, schedule_problem, tied_at
-from trainkit.train.shards import Shards
+from trainkit.train.metrics.heartbeat import Heartbeat
+from trainkit.train.model.transformer import build_on_meta
+from trainkit.train.parallel import data_parallel
+from trainkit.train.parallel.data_parallel import World
+from trainkit.train.parallel.pipeline import Chunk, chunks_on, chunks_per_stage, schedule_problem, tied_at
+from trainkit.train.parallel.shards import Shards
+from trainkit.train.trainer import Trainer
 
 GPT = Model(name="tiny", num_layers=5, hidden_size=24, num_attention_heads=4, seq_length=16, vocab_size=301)
 LAYOUTS: dict[str, dict[str, Any]] = {

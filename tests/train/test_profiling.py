@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from trainkit.jobs.schema import Profile
-from trainkit.train import profiling
-from trainkit.train.profiling import StepProfiler
+from trainkit.train.metrics import profiler as profiling
+from trainkit.train.metrics.profiler import StepProfiler
 
 
 def step(profiler: StepProfiler, number: int) -> float:

@@ -10,10 +10,10 @@ import torch
 
 from tests.train.support import new_run, tiny_job
 from trainkit.jobs.devices import built_in_device
-from trainkit.train.data_parallel import World
-from trainkit.train.heartbeat import Heartbeat
-from trainkit.train.loop import Trainer
-from trainkit.train.readback import Readback
+from trainkit.train.metrics.heartbeat import Heartbeat
+from trainkit.train.metrics.readback import Readback
+from trainkit.train.parallel.data_parallel import World
+from trainkit.train.trainer import Trainer
 
 
 def test_a_step_is_handed_out_before_the_next_is_waited_for() -> None:

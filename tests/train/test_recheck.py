@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainkit.train.feed import Batch
-from trainkit.train.recheck import ALONE, BACKWARD, FORWARD, SUMMED, WEIGHTS, Finding, Found, Watch, in_words
+from trainkit.train.batches import Batch
+from trainkit.train.update.recheck import ALONE, BACKWARD, FORWARD, SUMMED, WEIGHTS, Finding, Found, Watch, in_words
 
 
 def batch(position: int) -> Batch:

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.jobs.schema import Model, Training
-from trainkit.train.loss import Labels
-from trainkit.train.model import Transformer, build_on_meta
-from trainkit.train.recompute import wrap_blocks
+from trainkit.train.model.head_loss import Labels
+from trainkit.train.model.transformer import Transformer, build_on_meta
+from trainkit.train.parallel.recompute import wrap_blocks
 
 SIZES = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
 VOCAB = 61

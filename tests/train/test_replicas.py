@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainkit.train import replicas
-from trainkit.train.mesh import Mesh
-from trainkit.train.shards import Held, Layout, Segment, uncut
+from trainkit.train.parallel.mesh import Mesh
+from trainkit.train.parallel.shards import Held, Layout, Segment, uncut
+from trainkit.train.update import replicas
 
 SIZE = 4
 WHOLE, PAIRS, OWN = 5, 7, 3  # elements that all ranks hold alike, two neighbours, one alone; neither is a multiple of its ranks

@@ -18,9 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.train.support import new_run, tiny_job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
+from trainkit.runs.sample_windows import Window, find_window, path_of
 from trainkit.runs.summary import summarize
-from trainkit.runs.windows import Window, find_window, path_of
-from trainkit.train.report import Reporter, finite, log_line
+from trainkit.train.metrics.reporter import Reporter, finite, log_line
 
 ROW: dict[str, Any] = {
     "step": 3,

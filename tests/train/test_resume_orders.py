@@ -11,8 +11,8 @@ from tests.conftest import wait_for
 from tests.distributed import finish
 from tests.train.support import MODEL, new_run, start_ranks, tiny_job
 from tests.train.test_resume import facts, steps
-from trainkit.data.indexed import IndexedWriter
-from trainkit.data.megatron_order import work
+from trainkit.data.indexed.dataset import IndexedWriter
+from trainkit.data.order.megatron_worker import work
 from trainkit.jobs.datasets import Part
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.runs.folder import RunFolder

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.train.peers import config_of
 from trainkit.jobs.schema import Model, RopeScaling
-from trainkit.train.rotary import frequencies, rotate, tables
+from trainkit.train.model.rotary import frequencies, rotate, tables
 
 CPU = torch.device("cpu")
 

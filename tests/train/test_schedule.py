@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.jobs.schema import Training
-from trainkit.train.schedule import learning_rate, learning_rates
+from trainkit.train.update.schedule import learning_rate, learning_rates
 
 COMPLETED = (0, 1, 4, 5, 8, 9, 11, 12, 13)
 BASE: dict[str, Any] = {"train_iters": 20, "lr": 1.0, "min_lr": 0.1, "lr_warmup_iters": 4, "lr_decay_iters": 12}

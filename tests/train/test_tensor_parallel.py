@@ -11,11 +11,11 @@ import torch
 
 from trainkit.jobs.ranks import Degrees
 from trainkit.jobs.schema import Model
-from trainkit.train import tensor_parallel
-from trainkit.train.model import build_on_meta
-from trainkit.train.replicas import squared_norm
-from trainkit.train.shards import Held, Segment, Shards, held_parameters, shards_of, slices, uncut
-from trainkit.train.tensor_group import TensorGroup
+from trainkit.train.model.transformer import build_on_meta
+from trainkit.train.parallel import tensor_parallel
+from trainkit.train.parallel.shards import Held, Segment, Shards, held_parameters, shards_of, slices, uncut
+from trainkit.train.parallel.tensor_group import TensorGroup
+from trainkit.train.update.replicas import squared_norm
 
 VOCAB = 61
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8, "ffn_hidden_size": 71}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainkit.train.timers import LAST, PHASES, Phase, Timers
+from trainkit.train.metrics.timers import LAST, PHASES, Phase, Timers
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("trainkit.train.timers.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr("trainkit.train.metrics.timers.time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def spend(self, timers: Timers, phase: Phase, seconds: float) -> None:
         with timers(phase):

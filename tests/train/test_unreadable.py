@@ -17,11 +17,11 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Checkpoint as Keep
 from trainkit.runs import checkpoints
+from trainkit.runs.checkpoint_errors import ASIDE, Newer, Unreadable
 from trainkit.runs.checkpoints import MANIFEST, folder_of, newest_valid, pin, set_aside_in, verify
-from trainkit.runs.damage import ASIDE, Newer, Unreadable
-from trainkit.train import checkpoint
-from trainkit.train.checkpoint import LOCK
-from trainkit.train.saver import Saver
+from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.checkpoint.manager import Saver
+from trainkit.train.checkpoint.save_load import LOCK
 
 
 @pytest.fixture(scope="module", autouse=True)

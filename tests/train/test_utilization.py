@@ -11,9 +11,9 @@ from torch import nn
 from trainkit.jobs.devices import Device, built_in_device
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
-from trainkit.train.memory import Memory, resident_memory
-from trainkit.train.shards import held_parameters
-from trainkit.train.utilization import Utilization, device_row
+from trainkit.train.metrics.memory import Memory, resident_memory
+from trainkit.train.metrics.utilization import Utilization, device_row
+from trainkit.train.parallel.shards import held_parameters
 
 CPU = torch.device("cpu")
 LLAMA = Model(family="llama", num_layers=32, hidden_size=4096, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=14336, seq_length=4096)

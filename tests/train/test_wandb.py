@@ -18,8 +18,8 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.extras import install_command
 from trainkit.jobs.schema import Cluster, Job, Wandb
 from trainkit.runs.folder import RunFolder
-from trainkit.train import wandb_log
-from trainkit.train.wandb_log import KEY, WandbLog, open_wandb, wandb_problems
+from trainkit.train.metrics import wandb as wandb_log
+from trainkit.train.metrics.wandb import KEY, WandbLog, open_wandb, wandb_problems
 
 SECRET = "e5f0c2a94b7d"
 ROW = {"step": 3, "lm_loss": 2.5, "mfu": None, "peak": "n/a", "times_ms": {"forward": 1.5}, "memory_bytes": {"parameters": 400}}

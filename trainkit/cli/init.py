@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
-from trainkit.base.forms import document
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.json_schema import json_schema
 from trainkit.jobs.layers import JOBS_FILE

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from invoke.collection import Collection
 
-from trainkit.cli.task_help import DATASET, FORCE, HOSTS, JOB, RUN, SET
-from trainkit.cli.tasks_after import checkpoints, clean, evaluate, export, generate, replay
+from trainkit.cli.help_texts import DATASET, FORCE, HOSTS, JOB, RUN, SET
+from trainkit.cli.tasks_model import checkpoints, clean, evaluate, export, generate, replay
 from trainkit.cli.wrapper import Answer, Talk, make_task
 
 
@@ -32,7 +32,7 @@ def init(talk: Talk, text: list[str] | None = None, vocab_size: int = 4096) -> A
 @make_task(reports=True)
 def jobs(talk: Talk) -> Answer:
     """List the jobs of jobs.toml."""
-    from trainkit.cli import jobs as lister
+    from trainkit.cli.config import jobs as lister
 
     return lister.jobs(talk)
 
@@ -45,7 +45,7 @@ def jobs(talk: Talk) -> Answer:
 )
 def show(talk: Talk, job: str, explain: str = "", format: str = "toml", set: list[str] | None = None) -> Answer:
     """Print a resolved job with the origin of every value."""
-    from trainkit.cli import jobs as lister
+    from trainkit.cli.config import jobs as lister
 
     return lister.show(talk, job, explain, format, set or [])
 
@@ -53,7 +53,7 @@ def show(talk: Talk, job: str, explain: str = "", format: str = "toml", set: lis
 @make_task(reports=True)
 def check(talk: Talk) -> Answer:
     """Check every table and every job of jobs.toml, all problems at once."""
-    from trainkit.cli import jobs as lister
+    from trainkit.cli.config import jobs as lister
 
     return lister.check(talk)
 
@@ -67,7 +67,7 @@ def check(talk: Talk) -> Answer:
 )
 def plan(talk: Talk, job: str, nodes: int = 0, cluster: str = "", set: list[str] | None = None) -> Answer:
     """Say what a job will need and what is wrong with it, before anything runs; exit 4 when it cannot."""
-    from trainkit.cli import plan as planner
+    from trainkit.cli.config import plan as planner
 
     return planner.plan(talk, job, nodes, cluster, set or [])
 
@@ -75,7 +75,7 @@ def plan(talk: Talk, job: str, nodes: int = 0, cluster: str = "", set: list[str]
 @make_task(help=FORCE, reports=True, dry=True)
 def build(talk: Talk, force: bool = False) -> Answer:
     """Compile the C++ extensions if their source changed."""
-    from trainkit.cli import prepare
+    from trainkit.cli.run import stages as prepare
 
     return prepare.build(talk, force=force)
 
@@ -94,7 +94,7 @@ def build(talk: Talk, force: bool = False) -> Answer:
 )
 def prep_data(talk: Talk, dataset: str = "", job: str = "", cluster: str = "", workers: int = 0, force: bool = False) -> Answer:
     """Turn text into tokens; without words, for the job named in [defaults]."""
-    from trainkit.cli import prepare
+    from trainkit.cli.run import stages as prepare
 
     return prepare.prep_data(talk, dataset, job, cluster, workers, force=force)
 
@@ -113,7 +113,7 @@ def prep_data(talk: Talk, dataset: str = "", job: str = "", cluster: str = "", w
 )
 def data_stats(talk: Talk, dataset: str, job: str = "", count_only: bool = False, samples: int = 3, seed: int = 1234, picture: str = "") -> Answer:
     """Say what is in a prepared dataset: documents, tokens, lengths, the most frequent tokens, some documents."""
-    from trainkit.cli import data
+    from trainkit.cli.config import data
 
     return data.stats(talk, dataset, job, count_only=count_only, samples=samples, seed=seed, picture=picture)
 
@@ -121,7 +121,7 @@ def data_stats(talk: Talk, dataset: str, job: str = "", count_only: bool = False
 @make_task(positional=["dataset"], help=DATASET, reports=True)
 def data_verify(talk: Talk, dataset: str, job: str = "") -> Answer:
     """Check a prepared dataset: index against tokens, ids, ends of documents, checksums; exit 6 with all that is wrong."""
-    from trainkit.cli import data
+    from trainkit.cli.config import data
 
     return data.verify(talk, dataset, job)
 
@@ -150,8 +150,8 @@ def train(
     existing: bool = False,
 ) -> Answer:
     """Prepare what is stale, then train a job and follow it."""
-    from trainkit.cli import run
-    from trainkit.cli.hosts import HostWords
+    from trainkit.cli.host_options import HostWords
+    from trainkit.cli.run import train as run
 
     hosts, following = HostWords(cluster, nodes, hostfile, include, exclude, existing), run.Following(detach, foreground)
     return run.train(talk, job, set or [], stages=not no_stages, share=share, words=hosts, following=following)
@@ -186,8 +186,8 @@ def resume(
     code: str = "run",
 ) -> Answer:
     """Go on with a run from its newest valid checkpoint, on the same or on other hosts."""
-    from trainkit.cli import run as runner
-    from trainkit.cli.hosts import HostWords
+    from trainkit.cli.host_options import HostWords
+    from trainkit.cli.run import train as runner
 
     hosts, following = HostWords(cluster, nodes, hostfile, include, exclude, existing), runner.Following(detach, foreground)
     return runner.resume(talk, run, set or [], share=share, words=hosts, following=following, code=code)
@@ -196,7 +196,7 @@ def resume(
 @make_task(positional=["run"], help=RUN, reports=True)
 def attach(talk: Talk, run: str) -> Answer:
     """Follow a run to its end, from any terminal; the exit code is the run's."""
-    from trainkit.cli import attach as attacher
+    from trainkit.cli.run import attach as attacher
 
     return attacher.attach(talk, run)
 
@@ -212,7 +212,7 @@ def attach(talk: Talk, run: str) -> Answer:
 )
 def cancel(talk: Talk, run: str, save: bool = False, force: bool = False) -> Answer:
     """Stop a run, and ask every node what is left of it; exit 15, 12 with --save, 13 if a node does not answer."""
-    from trainkit.cli import cancel as canceller
+    from trainkit.cli.run import cancel as canceller
 
     return canceller.cancel(talk, run, save=save, force=force)
 
@@ -227,7 +227,7 @@ def cancel(talk: Talk, run: str, save: bool = False, force: bool = False) -> Ans
 )
 def runs(talk: Talk, job: str = "", table: bool = False, flops: str = "") -> Answer:
     """List runs, oldest first."""
-    from trainkit.cli import follow
+    from trainkit.cli.inspect import runs as follow
 
     return follow.runs(talk, job, table=table, flops=flops)
 
@@ -235,7 +235,7 @@ def runs(talk: Talk, job: str = "", table: bool = False, flops: str = "") -> Ans
 @make_task(positional=["run"], help={**RUN, "watch": "again every two seconds, until the run has ended"}, reports=True)
 def status(talk: Talk, run: str, watch: bool = False) -> Answer:
     """Say how a run is doing, or how it ended and what to do next."""
-    from trainkit.cli import follow
+    from trainkit.cli.inspect import runs as follow
 
     return follow.status(talk, run, watch=watch)
 
@@ -243,7 +243,7 @@ def status(talk: Talk, run: str, watch: bool = False) -> Answer:
 @make_task(positional=["run"], help={**RUN, "attempt": "of this attempt; 0: the newest that failed"}, reports=True, at_least={"attempt": 0})
 def why(talk: Talk, run: str, attempt: int = 0) -> Answer:
     """Say which rank failed first, on which host, how, and what to do about it."""
-    from trainkit.cli import why as asker
+    from trainkit.cli.inspect import why as asker
 
     return asker.why(talk, run, attempt)
 
@@ -263,7 +263,7 @@ def why(talk: Talk, run: str, attempt: int = 0) -> Answer:
 )
 def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0, follow: bool = False, lines: int = 50) -> Answer:
     """Print the logs of ranks; by default that of rank 0."""
-    from trainkit.cli import logs as reader
+    from trainkit.cli.inspect import logs as reader
 
     return reader.logs(talk, run, rank, node, attempt, follow=follow, lines=lines)
 
@@ -279,7 +279,7 @@ def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0,
 )
 def nodes(talk: Talk, cluster: str = "", hostfile: str = "", release: str = "", top: bool = False) -> Answer:
     """Say which hosts of a cluster can be reached, which runs they are busy with, and which are left out."""
-    from trainkit.cli import nodes as looker
+    from trainkit.cli.hosts import nodes as looker
 
     if top:
         return looker.nodes_top(talk, cluster, hostfile)
@@ -296,7 +296,7 @@ def nodes(talk: Talk, cluster: str = "", hostfile: str = "", release: str = "", 
 )
 def doctor(talk: Talk, cluster: str = "", hostfile: str = "", all_reduce: bool = False) -> Answer:
     """Look for what is wrong with the hosts of a cluster, with advice; exit 7 if something is."""
-    from trainkit.cli import doctor as examiner
+    from trainkit.cli.hosts import doctor as examiner
 
     return examiner.doctor(talk, cluster, hostfile, all_reduce=all_reduce)
 
@@ -327,7 +327,7 @@ def setup_hosts(
     perform: bool = False,
 ) -> Answer:
     """Print what bare machines need to become a cluster (keys, NFS, hostfile), or do it; it may run again."""
-    from trainkit.cli import setup_hosts as maker
+    from trainkit.cli.hosts import setup_hosts as maker
 
     words = maker.SetupWords(hostfile, tuple(host or ()), slots, share, address)
     return maker.setup_hosts(talk, cluster, words, performing=perform)
@@ -346,7 +346,7 @@ def setup_hosts(
 )
 def fleet(talk: Talk, verb: str, cluster: str = "", wait: float = 900.0) -> Answer:
     """Start or stop the compute nodes of an AWS ParallelCluster and wait until it is done, or say how they are."""
-    from trainkit.cli import fleet as keeper
+    from trainkit.cli.hosts import fleet as keeper
 
     return keeper.fleet(talk, verb, cluster, wait)
 
@@ -354,7 +354,7 @@ def fleet(talk: Talk, verb: str, cluster: str = "", wait: float = 900.0) -> Answ
 @make_task(help={"run": "only this run", "port": "the port to listen on"}, dry=True)
 def tensorboard(talk: Talk, run: str = "", port: int = 6006) -> None:
     """Open TensorBoard over all runs."""
-    from trainkit.cli import follow
+    from trainkit.cli.inspect import runs as follow
 
     follow.tensorboard(talk, run, port)
 
@@ -370,7 +370,7 @@ def tensorboard(talk: Talk, run: str = "", port: int = 6006) -> None:
 )
 def report(talk: Talk, run: str, picture: str = "", flops: str = "") -> Answer:
     """Sum a run up: losses, speed, attempts, where everything lies."""
-    from trainkit.cli import follow
+    from trainkit.cli.inspect import runs as follow
 
     return follow.report(talk, run, picture, flops)
 
@@ -387,7 +387,7 @@ def report(talk: Talk, run: str, picture: str = "", flops: str = "") -> Answer:
 )
 def test(talk: Talk, path: list[str] | None = None, slow: bool = False, k: str = "", last_failed: bool = False, no_lint: bool = False) -> None:
     """Run ruff, the type checker and the tests of this checkout."""
-    from trainkit.cli import project
+    from trainkit.cli.checkout import test as project
 
     project.test(path or [], slow=slow, k=k, last_failed=last_failed, lint=not no_lint)
 
@@ -403,7 +403,7 @@ def test(talk: Talk, path: list[str] | None = None, slow: bool = False, k: str =
 )
 def bench(talk: Talk, name: str = "", list: bool = False, quick: bool = False, device: str = "") -> Answer:
     """Measure trainkit beside its peers (in .venv-bench, made at the first use)."""
-    from trainkit.cli import bench as runner
+    from trainkit.cli.checkout import bench as runner
 
     return runner.bench(talk, name, listing=list, quick=quick, device=device)
 

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_text
-from trainkit.base.unit import Progress, run_unit
-from trainkit.data.corpus import filter_of, reading_of
-from trainkit.data.formats import Bad, Record, open_documents
-from trainkit.data.rejects import raise_bad
+from trainkit.base.worker import Progress, run_unit
 from trainkit.data.sums import file_sum, identity_of
+from trainkit.data.text.corpus import filter_of, reading_of
+from trainkit.data.text.formats import Bad, Record, open_documents
+from trainkit.data.text.rejects import raise_bad
 
 MOST_SUMMED = 2**32  # bytes of a file whose sum is taken: of a larger one that a BPE is trained on only a start is read
 

@@ -11,9 +11,9 @@ from typing import Any
 import tomli
 
 from trainkit.base.errors import ConfigError, Place, Problem
-from trainkit.jobs.locate import KeyPath, Spot, parse
-from trainkit.jobs.origins import SET, Origin, Section
-from trainkit.jobs.words import choices, in_words
+from trainkit.jobs.messages import choices, in_words
+from trainkit.jobs.provenance import SET, Origin, Section
+from trainkit.jobs.toml_positions import KeyPath, Spot, parse
 
 JOBS_FILE = "jobs.toml"
 LOCAL_FILE = "jobs.local.toml"

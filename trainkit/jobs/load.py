@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainkit.base.errors import ConfigError, Problem
-from trainkit.jobs.build import Builder, in_order, validate
+from trainkit.jobs.assemble import Builder, in_order, validate
 from trainkit.jobs.layers import JOBS_FILE, Findings, compose, parse_sets, read
-from trainkit.jobs.origins import Section
+from trainkit.jobs.messages import choices
+from trainkit.jobs.provenance import Section
 from trainkit.jobs.resolved import Resolved, origins_of
 from trainkit.jobs.schema import TABLES, Cluster, Dataset, Engine, Job, Table
-from trainkit.jobs.words import choices
 
 T = TypeVar("T", bound=Table)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trainkit.base.documents import document, read_form
 from trainkit.base.errors import ConfigError, Place, Problem
 from trainkit.base.files import write_json
-from trainkit.base.forms import document, read_form
-from trainkit.jobs.origins import BUILT_IN, Origin, Section
+from trainkit.jobs.provenance import BUILT_IN, Origin, Section
 from trainkit.jobs.schema import Job, Table
 
 SCHEMA = "job/1"

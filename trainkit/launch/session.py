@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.address import own_addresses
+from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json, write_text
-from trainkit.base.forms import document
-from trainkit.base.marks import MARK_VARIABLE
+from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.containers import Around
 from trainkit.launch.containers.scripts import further_files, inside_text, start_lines
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts.hostfile import Host
 
 LOCAL_LEASE = 1e6
 SECRETS = "secrets.json"  # in a session's folder, 0600, until every rank runs
@@ -130,7 +130,7 @@ class Session:
 
     def scripts(self) -> dict[str, str]:
         """What nodes run, by its name in the folder."""
-        agent = ["-I", "-S", str(self.code / "trainkit" / "launch" / "agent.py"), str(self.folder)]
+        agent = ["-I", "-S", str(self.code / "trainkit" / "launch" / "agent" / "main.py"), str(self.folder)]
         marked = f'export {MARK_VARIABLE}={shlex.quote(self.agent_mark)}"$1"'
         head = ["#!/bin/bash", "# What every node of this session runs: node.sh NODE", "set -e", *self.cluster.prolog]
         if self.around is None:

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import trainkit
+from trainkit.base.documents import document, read_form
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.forms import document, read_form
-from trainkit.jobs.change import write_changed_job
 from trainkit.jobs.resolved import Resolved, write_job
+from trainkit.jobs.resume_changes import write_changed_job
 from trainkit.jobs.schema import Job
-from trainkit.launch.hosts import HostList, write_hosts
-from trainkit.launch.outcome import Outcome, signal_name
-from trainkit.launch.snapshot import link_code, take_snapshot
-from trainkit.launch.supervisor import locked_run, supervise
-from trainkit.launch.watch import Watch
-from trainkit.launch.world import secret_values
-from trainkit.plan.make import Plan
+from trainkit.launch.hosts.selection import HostList, write_hosts
+from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
+from trainkit.launch.supervise.observer import Watch
+from trainkit.launch.supervise.outcome import Outcome, signal_name
+from trainkit.launch.supervise.rank_environment import secret_values
+from trainkit.launch.supervise.supervisor import locked_run, supervise
+from trainkit.plan.planner import Plan
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
 from trainkit.runs.record import read_events, read_supervisor, write_maker
@@ -127,7 +127,7 @@ def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
 
     Returns when launch/supervisor.json says that it is there. Raises TrainkitError with its own words where it ended before.
     """
-    program = run.code.resolve() / "trainkit" / "launch" / "supervisor.py"
+    program = run.code.resolve() / "trainkit" / "launch" / "supervise" / "supervisor.py"
     argv = [sys.executable, "-I", str(program), str(run.path.resolve()), *(["--share"] if share else [])]
     log = run.path / "launch" / "supervisor.log"
     with open(log, "ab") as output:

@@ -16,7 +16,7 @@ from trainkit.jobs.schema import Job, Model
 from trainkit.plan.layout import Layout
 from trainkit.plan.rules import Rules
 
-CHUNK_BYTES = 2**28  # of one chunk's logits in fp32 (trainkit.train.loss)
+CHUNK_BYTES = 2**28  # of one chunk's logits in fp32 (trainkit.train.model.head_loss)
 ID_BYTES = 8
 
 

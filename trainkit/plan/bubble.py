@@ -10,7 +10,7 @@ from trainkit.plan.duration import Duration
 from trainkit.plan.layout import layout_of
 from trainkit.plan.limits import Sizes
 from trainkit.plan.objection import Change, Objection, try_change
-from trainkit.plan.relief import MICRO
+from trainkit.plan.suggestions import MICRO
 
 LARGE = 0.15  # of a step: below, a bubble is not worth a word
 LESS = 0.75  # a change that leaves more of the bubble is not worth a word

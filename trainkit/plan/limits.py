@@ -19,9 +19,9 @@ from trainkit.plan.host import HostMemory, available_bytes, host_memory_of
 from trainkit.plan.layout import Layout, layout_of, padded_vocab_size
 from trainkit.plan.memory import Memory, fits, memory_of
 from trainkit.plan.objection import Change, Objection
-from trainkit.plan.relief import cheapest_change
 from trainkit.plan.rules import Rules
 from trainkit.plan.storage import GIB, Storage
+from trainkit.plan.suggestions import cheapest_change
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 from trainkit.jobs.schema import Job
 from trainkit.plan.activations import live_bytes, logit_bytes, saved_bytes, width
 from trainkit.plan.layout import Layout
+from trainkit.plan.parameter_shapes import Unit, gathered_at_once, largest, numbers, shard, stage_chunks
 from trainkit.plan.rules import Rules, StateBytes, moments_of
-from trainkit.plan.shapes import Unit, gathered_at_once, largest, numbers, shard, stage_chunks
 
 # What is neither of the parts: context, communication and matmul workspaces, what the allocator cannot use. Assumed; two published runs measured 27 GB where
 # the parts are 22.5 GiB (GPT-NeoX-20B on 24 A100-40GB) and 14.3 GiB where they are 9.6 GiB (7.5B on V100-16GB, an older trainer with copies of its own).
@@ -109,7 +109,7 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
     in_rounds = layout.pipeline > 1  # torch's stages reduce gradients and free gathered weights once a step, whatever zero_stage
     accumulated = reduced * whole if (zero < 2 or in_rounds) and layout.micro_batches > 1 else 0
     alone = job.cluster.device_type == "cpu" and layout.data == 1 and layout.micro_batches > 1
-    kept = reduced * whole if alone else 0  # of one rank the memory that it "reduces" into stays (trainkit.train.data_parallel.OneRank)
+    kept = reduced * whole if alone else 0  # of one rank the memory that it "reduces" into stays (trainkit.train.parallel.data_parallel.OneRank)
     return {
         "parameter_bytes": 4 * mine,
         "gathered_bytes": w * (gathered_at_once(chunks, t, rank) if zero == 3 and not in_rounds else whole),

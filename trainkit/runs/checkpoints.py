@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import fsync_folder, remove, write_text
 from trainkit.jobs.schema import Checkpoint as Keep
-from trainkit.runs.damage import ASIDE, Damaged, Missing, Newer, Unreadable, unread
+from trainkit.runs.checkpoint_errors import ASIDE, Damaged, Missing, Newer, Unreadable, unread
 
 MANIFEST = "manifest.json"
 PINNED = "pinned"  # a file of this name in a checkpoint's folder: it stays

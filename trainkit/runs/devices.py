@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import psutil
 
-from trainkit.base.forms import read_form
+from trainkit.base.documents import read_form
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_events
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.documents import document, utc_now
 from trainkit.base.files import write_json, write_text
-from trainkit.base.forms import document, utc_now
 from trainkit.base.redact import Redactor
 from trainkit.runs.folder import RunFolder
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from trainkit.base.documents import document, read_form, utc_now
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json, write_json
-from trainkit.base.forms import document, read_form, utc_now
 from trainkit.base.process import Identity, identity, is_alive
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.slurm import read_slurm_jobs

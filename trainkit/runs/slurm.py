@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from trainkit.base.documents import document, read_form, utc_now
 from trainkit.base.files import write_json
-from trainkit.base.forms import document, read_form, utc_now
 from trainkit.runs.folder import RunFolder
 
 FORM = "slurm/1"

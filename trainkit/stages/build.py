@@ -14,7 +14,7 @@ from typing import Any
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.install import InstallError, build_extension, csrc_sha256
-from trainkit.base.unit import Progress, run_unit
+from trainkit.base.worker import Progress, run_unit
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Unit
 

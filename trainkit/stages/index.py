@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError
-from trainkit.data.megatron_order import Asked, asked_of, open_asked
-from trainkit.data.order import SplitName
-from trainkit.data.pairs import pairs_of
-from trainkit.data.paths import DataFolder
+from trainkit.data.indexed.paths import DataFolder
+from trainkit.data.order.megatron_worker import Asked, asked_of, open_asked
+from trainkit.data.order.native import SplitName
+from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.stages.contract import Need, Unit
 
@@ -63,4 +63,4 @@ def _evidence(asked: list[Asked]) -> tuple[bool, str]:
 
 def _unit(asked: Asked) -> Unit:
     spec: dict[str, Any] = {"asked": asked.to_json(), "threads": len(os.sched_getaffinity(0))}
-    return Unit(f"order-{asked.split}", (sys.executable, "-I", "-m", "trainkit.data.megatron_order"), spec, size=max(1, asked.samples))
+    return Unit(f"order-{asked.split}", (sys.executable, "-I", "-m", "trainkit.data.order.megatron_worker"), spec, size=max(1, asked.samples))

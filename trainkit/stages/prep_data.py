@@ -11,11 +11,11 @@ from typing import Any
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import read_json
-from trainkit.data.fetch_retry import PATIENT, Patience
-from trainkit.data.indexed import bin_path, idx_path
-from trainkit.data.manifest import ranges_path, read_manifest
-from trainkit.data.pairs import prefixes_of
-from trainkit.data.paths import DataFolder
+from trainkit.data.fetch.retry import PATIENT, Patience
+from trainkit.data.indexed.dataset import bin_path, idx_path
+from trainkit.data.indexed.manifest import ranges_path, read_manifest
+from trainkit.data.indexed.paths import DataFolder
+from trainkit.data.order.resolve_pairs import prefixes_of
 from trainkit.data.sources import SOURCES, Fetch, Shard, Source, announce, fetches, tokenizer_fetches
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.stages.contract import Need, Unit
@@ -190,7 +190,7 @@ class _Pairs(_Dataset):
             "prefixes": [str(prefix) for prefix in prefixes],
             "manifest": str(self.folder.manifest),
         }
-        check = Unit("check", _module("trainkit.data.ready"), spec, (self.folder.manifest,), (make.name, *(unit.name for unit in fetched)))
+        check = Unit("check", _module("trainkit.data.tokenize.check_worker"), spec, (self.folder.manifest,), (make.name, *(unit.name for unit in fetched)))
         inputs = self._given_files() if fetched else [*files, *self._given_files()]
         outputs = [self.folder.tokenizer, self.folder.manifest, *self._fetched_files(), *(files if fetched else ())]
         units = (*fetched, *self.tokenizer_fetches, make, check)
@@ -237,7 +237,7 @@ class _Text(_Dataset):
             "path": str(shard.path),
             "text_key": self.dataset.text_key,
         }
-        return Unit(f"text-{shard.name}", _module("trainkit.data.shard"), spec, (shard.path,), size=shard.size, several=True)
+        return Unit(f"text-{shard.name}", _module("trainkit.data.tokenize.shard_worker"), spec, (shard.path,), size=shard.size, several=True)
 
     def _trained_on(self) -> list[Shard]:
         """The first shards, as many as hold what a BPE is trained on: its unit need not wait for the others."""
@@ -272,7 +272,7 @@ class _Text(_Dataset):
         }
         after = ("tokenizer",) if before is None else (before.name, "tokenizer")
         outputs, kept = (bin_path(prefix), idx_path(prefix)), shard.name in self.former.ranges
-        return Unit(f"tokens-{shard.name}", _module("trainkit.data.shard"), spec, outputs, after, shard.size, several=True, kept=kept)
+        return Unit(f"tokens-{shard.name}", _module("trainkit.data.tokenize.shard_worker"), spec, outputs, after, shard.size, several=True, kept=kept)
 
     def _last(self, before: dict[str, Unit], tokens: list[Unit]) -> Unit:
         """One pair of all shards, if they are joined, and dataset.json."""
@@ -304,7 +304,7 @@ class _Text(_Dataset):
         }
         outputs = (*((bin_path(prefix), idx_path(prefix)) if prefix else ()), self.folder.manifest)
         size = sum(unit.size for unit in tokens) // 20  # copying, beside tokenizing
-        return Unit("merge" if prefix else "manifest", _module("trainkit.data.merge"), spec, outputs, tuple(unit.name for unit in tokens), size)
+        return Unit("merge" if prefix else "manifest", _module("trainkit.data.tokenize.merge_worker"), spec, outputs, tuple(unit.name for unit in tokens), size)
 
 
 def _with_former_names(shards: Sequence[Shard], names: Mapping[str, str]) -> list[Shard]:

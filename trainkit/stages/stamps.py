@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.documents import canonical, document, utc_now
 from trainkit.base.files import read_json, write_json
-from trainkit.base.forms import canonical, document, utc_now
 from trainkit.data.sums import file_sum
 from trainkit.stages.contract import Need, Unit
 

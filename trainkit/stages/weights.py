@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.documents import document, utc_now
 from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.base.files import publish_folder, write_json
-from trainkit.base.forms import document, utc_now
 from trainkit.base.redact import Redactor
-from trainkit.base.unit import Progress, run_unit
+from trainkit.base.worker import Progress, run_unit
 from trainkit.jobs.schema import Job, Model
 from trainkit.stages.contract import Need, Unit
 from trainkit.train.huggingface.folder import CONFIG, INDEX, check_weights, config_problems, no_safetensors, safetensors_files

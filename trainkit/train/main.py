@@ -54,8 +54,8 @@ def listen(stop: threading.Event, leaves: Callable[[], bool] = lambda: False) ->
 
 def record_error(error: BaseException, code: int, step: int) -> None:
     """Write why this rank fails, where its starter asked for it. torchelastic reads `message` and `timestamp` of the same file."""
+    from trainkit.base.documents import document, utc_now
     from trainkit.base.files import write_json
-    from trainkit.base.forms import document, utc_now
 
     words = {"type": type(error).__name__, "message": str(error), "traceback": "".join(traceback.format_exception(error))}
     where = {"rank": int(os.environ.get("RANK", "0")), "host": os.uname().nodename, "step": step}
@@ -68,7 +68,7 @@ def record_error(error: BaseException, code: int, step: int) -> None:
 def run_rank(run_folder: Path) -> int:
     """Train as this rank; returns the exit code. A failure is on stderr and in the error file by then."""
     from trainkit.base.errors import Exit, TrainkitError
-    from trainkit.train.heartbeat import Heartbeat
+    from trainkit.train.metrics.heartbeat import Heartbeat
 
     watched = os.environ.get("TRAINKIT_HEARTBEAT_FILE")
     heartbeat, stop = Heartbeat(Path(watched) if watched else None, int(os.environ["RANK"])), threading.Event()
@@ -77,8 +77,8 @@ def run_rank(run_folder: Path) -> int:
         heartbeat.beat("start", 0)
         from trainkit.jobs.resolved import read_job
         from trainkit.runs.folder import RunFolder
-        from trainkit.train.data_parallel import World
-        from trainkit.train.loop import Trainer
+        from trainkit.train.parallel.data_parallel import World
+        from trainkit.train.trainer import Trainer
 
         run = RunFolder(run_folder)
         trainer = Trainer(read_job(run.job), run, World.from_environment(), heartbeat, stop)
@@ -113,7 +113,7 @@ def leave(code: int) -> None:
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the snapshot this file is part of
     from trainkit.base.process import allow_open_files, die_with_parent
-    from trainkit.base.unit import PARENT_VARIABLE
+    from trainkit.base.worker import PARENT_VARIABLE
 
     if parent := os.environ.get(PARENT_VARIABLE):
         die_with_parent(int(parent))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainkit.data.fetch_retry import PATIENT, Patience
+from trainkit.data.fetch.retry import PATIENT, Patience
 from trainkit.jobs.schema import Dataset
 
 

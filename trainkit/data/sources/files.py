@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.fetch_retry import PATIENT, Patience
-from trainkit.data.formats import READABLE
-from trainkit.data.published import check_published
-from trainkit.data.ranges import expand
+from trainkit.data.fetch.ranges import expand
+from trainkit.data.fetch.retry import PATIENT, Patience
+from trainkit.data.indexed.published import check_published
 from trainkit.data.sources.contract import Shard
+from trainkit.data.text.formats import READABLE
 from trainkit.jobs.schema import Dataset
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.fetch_retry import PATIENT, Patience
+from trainkit.data.fetch.retry import PATIENT, Patience
 from trainkit.data.sources.contract import Shard
 from trainkit.data.sources.listing import list_files, read_listing
 from trainkit.data.sources.web import as_shards

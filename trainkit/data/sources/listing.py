@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json
-from trainkit.base.forms import document
-from trainkit.data.fetch import STATE, secret
-from trainkit.data.fetch_fsspec import StoredFile, file_system, matches
-from trainkit.data.fetch_http import HttpFile, client
-from trainkit.data.fetch_hub import Hub
-from trainkit.data.fetch_hub import parse as parse_hub
-from trainkit.data.fetch_retry import PATIENT, Gate, Patience, Remote, Seen, Transient, Tries, look
-from trainkit.data.published import check_published
+from trainkit.data.fetch.http import HttpFile, client
+from trainkit.data.fetch.hub import Hub
+from trainkit.data.fetch.hub import parse as parse_hub
+from trainkit.data.fetch.object_store import StoredFile, file_system, matches
+from trainkit.data.fetch.retry import PATIENT, Gate, Patience, Remote, Seen, Transient, Tries, look
+from trainkit.data.fetch.worker import STATE, secret
+from trainkit.data.indexed.published import check_published
 from trainkit.data.sources.address import Address, addresses_of
 from trainkit.jobs.schema import Dataset
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.corpus import write_documents
-from trainkit.data.fetch_retry import PATIENT, Patience
+from trainkit.data.fetch.retry import PATIENT, Patience
 from trainkit.data.sources.contract import Shard
+from trainkit.data.text.corpus import write_documents
 from trainkit.jobs.schema import Dataset
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}

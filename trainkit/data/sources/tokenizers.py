@@ -6,9 +6,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.fetch import recipe
-from trainkit.data.fetch_hub import PUBLIC, SCHEME
-from trainkit.data.fetch_hub import parse as parse_hub
+from trainkit.data.fetch.hub import PUBLIC, SCHEME
+from trainkit.data.fetch.hub import parse as parse_hub
+from trainkit.data.fetch.worker import recipe
 from trainkit.data.sources.contract import Fetch
 from trainkit.jobs.datasets import Tokenizer
 
@@ -35,7 +35,7 @@ def tokenizer_fetches(tokenizer: Tokenizer, token: str | None = None, endpoint: 
             message = f"tokenizers.{tokenizer.name}.{url_key} = {url!r} is no address"
             raise ConfigError(message, exit=Exit.STAGE_FAILED, hint=f"https://, hf://OWNER/NAME/FILE or s3://; a file that is here goes into {key}")
         about = recipe(address, Path(path), shown=url, token=token if address.startswith("http") else None)
-        units.append(Fetch(f"fetch-{key.replace('_', '-')}", "trainkit.data.fetch", {"do": "fetch", "recipe": about}, (Path(path),)))
+        units.append(Fetch(f"fetch-{key.replace('_', '-')}", "trainkit.data.fetch.worker", {"do": "fetch", "recipe": about}, (Path(path),)))
     return units
 
 

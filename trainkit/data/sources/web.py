@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.fetch import recipe
-from trainkit.data.fetch_retry import PATIENT, Patience, Seen
-from trainkit.data.formats import READABLE
+from trainkit.data.fetch.retry import PATIENT, Patience, Seen
+from trainkit.data.fetch.worker import recipe
 from trainkit.data.sources.address import local_names
 from trainkit.data.sources.contract import Fetch, Shard
 from trainkit.data.sources.listing import LISTING, Found, list_files, listing_document
+from trainkit.data.text.formats import READABLE
 from trainkit.jobs.schema import Dataset
 
 
@@ -71,9 +71,9 @@ def fetches(dataset: Dataset, corpus: Path, shards: list[Shard]) -> list[Fetch]:
     if not remote:
         return []
     spec = {"do": "listing", "path": str(corpus / LISTING), "listing": listing_document(dataset, [_found(shard) for shard in shards])}
-    listing = Fetch("listing", "trainkit.data.fetch", spec, (corpus / LISTING,))
+    listing = Fetch("listing", "trainkit.data.fetch.worker", spec, (corpus / LISTING,))
     kept = [shard for shard in remote if shard.recipe["keep"]]
-    units = [Fetch(f"fetch-{s.name}", "trainkit.data.fetch", {"do": "fetch", "recipe": s.recipe}, (s.path,), size=s.size) for s in kept]
+    units = [Fetch(f"fetch-{s.name}", "trainkit.data.fetch.worker", {"do": "fetch", "recipe": s.recipe}, (s.path,), size=s.size) for s in kept]
     return [listing, *units]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
-from trainkit.data.ranges import expand
+from trainkit.data.fetch.ranges import expand
 from trainkit.jobs.containers import MOUNTABLE, Container
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.runs.folder import RunFolder

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainkit.base.address import address_in, toward
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.clusters import Cluster
-from trainkit.launch.hostfile import OVER_SSH, Host
+from trainkit.launch.hosts.hostfile import OVER_SSH, Host
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.launchers.local import Local
 from trainkit.launch.launchers.pdsh import Pdsh

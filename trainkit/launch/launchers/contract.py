@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.session import Session
 
 

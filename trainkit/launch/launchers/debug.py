@@ -17,11 +17,11 @@ from typing import Any
 
 from trainkit.base.files import read_json
 from trainkit.base.process import identity
-from trainkit.base.unit import PARENT_VARIABLE
-from trainkit.launch.door import Link
-from trainkit.launch.frames import Frame, new_nonce, proof, proved
-from trainkit.launch.hostfile import Host
+from trainkit.base.worker import PARENT_VARIABLE
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import LaunchEnd, Started
+from trainkit.launch.protocol.frames import Frame, new_nonce, proof, proved
+from trainkit.launch.protocol.server import Link
 from trainkit.launch.session import Session
 
 BEAT_SECONDS = 0.2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Started
 from trainkit.launch.launchers.transports import OnePerHost, start_transport
 from trainkit.launch.session import Session, log_of

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_text
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import LaunchEnd, Started
 from trainkit.launch.launchers.local import local_words, transport_here
 from trainkit.launch.launchers.ssh import ssh_options

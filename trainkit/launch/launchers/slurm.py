@@ -17,7 +17,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
 from trainkit.launch.containers import Around
 from trainkit.launch.containers.pyxis import LOOK, STEP, exported, look_minutes, pyxis_words, step_scripts
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import LaunchEnd, Started
 from trainkit.launch.launchers.transports import end_all, last_line, start_transport
 from trainkit.launch.session import Session, log_of

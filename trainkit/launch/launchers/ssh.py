@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.clusters import Cluster
-from trainkit.launch.hostfile import Host
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Started
 from trainkit.launch.launchers.local import local_words, transport_here
 from trainkit.launch.launchers.transports import OnePerHost, start_transport, starting

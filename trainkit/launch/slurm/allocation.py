@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.jobs.schema import Job
-from trainkit.launch.hostfile import Host
-from trainkit.launch.hosts import HostList
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.hosts.selection import HostList
 
 ANSWER_SECONDS = 30.0  # for slurmctld under load
 

@@ -16,25 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
-from trainkit.base.forms import document
 from trainkit.jobs.clusters import Cluster, SlurmOptions, StagePlace
 from trainkit.jobs.schema import Job
+from trainkit.launch.remote_units import ALWAYS_HERE, argv_there
 from trainkit.launch.slurm.allocation import ask
-from trainkit.launch.slurm.queue import BEFORE, RUNNING, Patience, accounts
-from trainkit.launch.slurm.script import EXPORTED, option_lines
-from trainkit.launch.slurm.submit import sbatch
-from trainkit.launch.snapshot import take_snapshot
-from trainkit.launch.sweep import PACKAGE
-from trainkit.launch.units import ALWAYS_HERE, argv_there
-from trainkit.stages.batch import COUNTS, Batch, Counted
+from trainkit.launch.slurm.batch_script import EXPORTED, option_lines
+from trainkit.launch.slurm.sbatch import sbatch
+from trainkit.launch.slurm.squeue import BEFORE, RUNNING, Patience, accounts
+from trainkit.launch.supervise.code_snapshot import take_snapshot
+from trainkit.launch.supervise.orphan_sweep import PACKAGE
+from trainkit.stages.array_task import FORM
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.here import execute_here
-from trainkit.stages.making import Making, drop_making, write_making
-from trainkit.stages.run import Reporter
+from trainkit.stages.execute import Reporter
+from trainkit.stages.in_flight import Making, drop_making, write_making
+from trainkit.stages.local import execute_here
 from trainkit.stages.stamps import spec_digest, unit_folder, unit_is_fresh, unit_stamp_path
-from trainkit.stages.task import FORM
+from trainkit.stages.unit_process import COUNTS, Batch, Counted
 
 LOOK_SECONDS = 0.5  # between two looks at what units have written
 END_SECONDS = 120.0  # for Slurm to end arrays: KillWait, and epilogs
@@ -108,7 +108,7 @@ def levels(need: Need, units: Sequence[Unit], asked: StagePlace) -> list[Level]:
 
 def script(place: SlurmPlace, level: Level, folder: Path, code: Path) -> str:
     """The batch script of an array: a person can read it."""
-    words = ["-I", "-m", "trainkit.stages.task", str(level_file(folder, level))]
+    words = ["-I", "-m", "trainkit.stages.array_task", str(level_file(folder, level))]
     there = argv_there([sys.executable, *words], place.cluster.python or sys.executable, code)
     shape: SlurmOptions = {"job-name": level.name, "array": f"0-{level.elements - 1}", "nodes": 1, "ntasks-per-node": level.tasks}
     output = f"{folder}/{level.name}-%A_%a.out"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from trainkit.base.documents import read_form
 from trainkit.base.errors import ConfigError
-from trainkit.base.forms import read_form
 from trainkit.jobs.schema import Job
 
 SCHEME, SCHEMA = "hf:", "weights/1"

@@ -17,7 +17,7 @@ from trainkit.train.huggingface.names import FAMILIES, Piece, table
 if TYPE_CHECKING:  # torch is imported where weights are read: stages import this package too
     from torch import Tensor
 
-    from trainkit.train.shards import Held
+    from trainkit.train.parallel.shards import Held
 
 
 def load_weights(folder: Path, parameters: Mapping[str, Held], model: Model, rows: int) -> None:
@@ -36,7 +36,7 @@ def load_weights(folder: Path, parameters: Mapping[str, Held], model: Model, row
     """
     import torch
 
-    from trainkit.train.shards import slices
+    from trainkit.train.parallel.shards import slices
 
     weights = open_weights(folder, FAMILIES[model.family])
     if problems := problems_of(folder, weights, model, rows):

@@ -22,10 +22,10 @@ from trainkit.base.files import publish_folder, temporary_name, write_json
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Model
 from trainkit.runs.checkpoints import Checkpoint, TensorEntry
+from trainkit.train.checkpoint.dcp_storage import DTYPES, Reader, TensorLoadPlanner
 from trainkit.train.huggingface.config import to_hf_config
 from trainkit.train.huggingface.folder import CONFIG, INDEX, WHOLE
 from trainkit.train.huggingface.names import Published, published, table
-from trainkit.train.storage import DTYPES, Reader, TensorLoadPlanner
 
 TARGETS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAFETENSORS_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}

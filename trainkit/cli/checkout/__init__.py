@@ -1,0 +1,1 @@
+"""Tasks of a checkout: tests and benchmarks."""

@@ -1,0 +1,1 @@
+"""Tasks that show what a job, a plan, a dataset is."""

@@ -1,0 +1,110 @@
+"""The tasks that look at prepared data: data-stats, data-verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from trainkit.base.documents import document
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.tables import Listing
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.data.indexed.manifest import read_manifest
+from trainkit.data.indexed.paths import DataFolder
+from trainkit.data.indexed.statistics import Counts, Statistics, count, draw, statistics
+from trainkit.data.indexed.verify import Found, verify_dataset
+from trainkit.data.order.resolve_pairs import prefixes_of
+from trainkit.data.tokenizer import load_tokenizer
+from trainkit.jobs.schema import Dataset
+
+BAR = 40  # columns of the longest bar
+
+
+def _folders(talk: Talk, name: str, job: str) -> list[tuple[Dataset, DataFolder]]:
+    """The dataset and its folder; of a blend, those of its parts. Raises ConfigError (exit 3) for random tokens."""
+    jobs = load_jobs(talk)
+    dataset = jobs.dataset(name)
+    if dataset.source == "mock":
+        raise ConfigError(f"dataset '{name}' is random tokens: there are no files to look at")
+    root = Path(jobs.resolve(job).job.cluster.root or ".") if job else jobs.root
+    parts = {part.dataset.name: part.dataset for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend) for part in blend.values()}
+    return [(found, DataFolder(root, found)) for found in (parts.values() if dataset.source == "blend" else [dataset])]
+
+
+def _prefixes(dataset: Dataset, folder: DataFolder) -> list[Path]:
+    read_manifest(folder.manifest)  # or it is not prepared
+    return prefixes_of(dataset, folder.root) if dataset.source == "indexed" else folder.prefixes()
+
+
+def stats(talk: Talk, name: str, job: str, *, count_only: bool, samples: int, seed: int, picture: str) -> Answer:
+    """The task `data-stats`."""
+    folders = _folders(talk, name, job)
+    prefixes = [prefix for dataset, folder in folders for prefix in _prefixes(dataset, folder)]
+    if count_only:
+        counts = count(prefixes)
+        if not talk.json:
+            talk.say(_counts(counts))
+        return Answer(document("data-stats/1", dataset=name, **vars(counts)))
+    tokenizer = load_tokenizer(folders[0][1].tokenizer)  # a blend's parts have the same
+    found = statistics(prefixes, tokenizer, samples=samples, seed=seed)
+    if picture:
+        draw(name, found, Path(picture))
+        talk.say(f"drew {picture}")
+    if not talk.json:
+        _print(talk, found)
+    return Answer(document("data-stats/1", dataset=name, **found.to_json()))
+
+
+def _counts(counts: Counts) -> str:
+    return f"{counts.documents:,} documents, {counts.sequences:,} sequences, {counts.tokens:,} tokens"
+
+
+def _table(*headings: str) -> Listing:
+    return Listing(*headings, right=headings[:-1])
+
+
+def _print(talk: Talk, found: Statistics) -> None:
+    """Counts, lengths as bars, the most frequent tokens, the samples."""
+    talk.say(_counts(found.counts))
+    told = ", ".join(f"{percent} % have at most {tokens:,}" for percent, tokens in found.percentiles.items())
+    talk.say(f"of the documents, {told or 'none has a length'} tokens; the longest has {found.longest:,}, {found.empty_documents:,} are empty")
+    lengths, most = _table("tokens", "documents", "of all tokens", ""), max((b.documents for b in found.lengths), default=1)
+    for b in found.lengths:
+        share = b.tokens / max(1, found.counts.tokens)
+        lengths.add_row(
+            f"{b.low:,} to {b.high:,}" if b.high > b.low else f"{b.low:,}", f"{b.documents:,}", f"{share:.1%}", "#" * round(BAR * b.documents / most)
+        )
+    talk.console.print(lengths)
+    talk.say(f"{found.ids_used:,} of {found.vocab_size:,} ids occur; the most frequent:")
+    tokens = _table("id", "times", "share", "token")
+    for entry in found.frequent:
+        tokens.add_row(str(entry.id), f"{entry.count:,}", f"{entry.count / found.counts.tokens:.2%}", escape(repr(entry.text)))
+    talk.console.print(tokens)
+    for sample in found.samples:
+        cut = " ..." if sample.tokens > len(sample.text) else ""
+        talk.say(f"--- document {sample.document:,} of {sample.pair}, {sample.tokens:,} tokens:")
+        talk.say(f"{sample.text}{cut}")
+
+
+def verify(talk: Talk, name: str, job: str) -> Answer:
+    """The task `data-verify`. Raises ConfigError (exit 6) with everything that is wrong."""
+    total, rows = Found(), []
+    for dataset, folder in _folders(talk, name, job):
+        manifest = read_manifest(folder.manifest)
+        assert dataset.tokenizer is not None
+        found = verify_dataset(folder.path, manifest, _prefixes(dataset, folder), eod=dataset.tokenizer.append_eod)
+        rows.append(_row(dataset, found))
+        total += found
+    if total.problems:
+        raise ConfigError(total.problems, exit=Exit.STAGE_FAILED)
+    for row in rows:
+        sums = f", checksums of {row['checked_bytes'] / 1e6:,.1f} MB" if row["checked_bytes"] else "; there are no checksums of ready-made pairs"
+        talk.say(f"{row['name']} is sound: {row['documents']:,} documents, {row['sequences']:,} sequences, {row['tokens']:,} tokens{sums}")
+    return Answer(document("data-verify/1", dataset=name, datasets=rows))
+
+
+def _row(dataset: Dataset, found: Found) -> dict[str, Any]:
+    return {"name": dataset.name, "documents": found.documents, "sequences": found.sequences, "tokens": found.tokens, "checked_bytes": found.checked_bytes}

@@ -1,0 +1,1 @@
+"""Tasks about hosts: nodes, doctor, setup, fleet."""

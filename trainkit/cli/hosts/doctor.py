@@ -1,0 +1,102 @@
+"""The task `doctor`: one table of all hosts, what differs marked, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from trainkit.base.documents import document
+from trainkit.base.errors import Exit
+from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.host_options import hosts_to_ask
+from trainkit.cli.hosts.nodes import usual_cluster
+from trainkit.cli.tables import Listing
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.launch.cluster_care.health_checks import COLUMNS, Examination, Finding, examine
+from trainkit.launch.hosts.quarantine import quarantined
+from trainkit.launch.supervise.agent_pool import Hello, Missing
+
+GIB = 2**30
+HEADINGS = {"disk": "disk free", "gpus": "GPUs", "files": "open files", "shm": "/dev/shm", "proof": "proof of ends"}
+
+
+def doctor(talk: Talk, cluster: str, hostfile: str, *, all_reduce: bool) -> Answer:
+    """The task `doctor`."""
+    jobs = load_jobs(talk)
+    chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
+    root = Path(chosen.root or ".")
+    hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=all_reduce)
+    seen = examine(chosen, hosts, root, all_reduce=all_reduce, launcher=launcher) if hosts else Examination([], [])
+    busy = {name: why for name, why in others.items() if "allocated" in why}
+    advice = "`scontrol show node HOST` says since when; `scontrol update nodename=HOST state=resume` lets it in again"
+    down = [Finding(name, "reach", why, advice) for name, why in others.items() if name not in busy]
+    waits = [Finding(name, "reach", why, "it is working; look again later, or from inside its job (salloc)", wrong=False) for name, why in busy.items()]
+    out = [
+        Finding(host, "reach", f"left out of runs until {entry.until}: {entry.why}", f"{talk.command} nodes --release {host} lets it in again", wrong=False)
+        for host, entry in quarantined(root).items()
+    ]
+    findings = [*seen.findings, *down, *waits, *out]
+    if not talk.json:
+        _print(talk, seen, findings, others)
+    wrong = sum(finding.wrong for finding in findings)
+    if all_reduce and len(hosts) < 2:
+        talk.say("an all-reduce needs two hosts: none was measured")
+    rows = [{"host": answer.host, "clock_offset": round(answer.clock_offset, 3), **answer.facts} for answer in seen.answers if isinstance(answer, Hello)]
+    pairs = [{"hosts": [one, other], "gb_per_second": pair.gb_per_second, "error": pair.error or None} for one, other, pair in seen.pairs]
+    told = document("doctor/1", cluster=chosen.name, hosts=rows, findings=[vars(finding) for finding in findings], pairs=pairs, wrong=wrong)
+    return Answer(told, Exit.HEALTH if wrong else Exit.DONE)
+
+
+def _print(talk: Talk, seen: Examination, findings: Sequence[Finding], others: dict[str, str]) -> None:
+    marks = {(finding.host, finding.what): finding.wrong for finding in findings}
+    headings = {name: HEADINGS.get(name, name) for name in COLUMNS}
+    quiet = [name for name in reversed(COLUMNS) if all(what != name for _, what in marks)]  # those of findings are left out last
+    table = Listing("host", *headings.values(), drop=[headings[name] for name in [*quiet, *(name for name in reversed(COLUMNS) if name not in quiet)]])
+    for answer in seen.answers:
+        cells = dict.fromkeys(COLUMNS, "") if isinstance(answer, Missing) else _cells(answer)
+        shown = [_marked(cells[name], marks.get((answer.host, name))) for name in COLUMNS]
+        table.add_row(_marked(answer.host, marks.get((answer.host, "reach"))), *shown)
+    for name in others:
+        table.add_row(_marked(name, marks.get((name, "reach"))), *[""] * len(COLUMNS))
+    talk.console.print(table)
+    for one, other, pair in seen.pairs:
+        talk.say(f"all-reduce {one} - {other}: " + (f"{pair.gb_per_second:.3g} GB/s" if pair.gb_per_second is not None else f"failed: {pair.error}"))
+    for finding in findings:
+        colour, word = ("red", "wrong") if finding.wrong else ("yellow", "note")
+        talk.console.print(f"[{colour}]{word}[/] {escape(finding.host)} ({finding.what}): {escape(finding.message)}")
+        talk.say(f"  {finding.advice}")
+    wrong = sum(finding.wrong for finding in findings)
+    talk.say(f"{wrong} finding{'s' if wrong != 1 else ''} that would spoil a run" if wrong else "nothing is wrong")
+
+
+def _marked(text: str, wrong: bool | None) -> str:
+    """A cell; `wrong` is None where nothing is to be said of it. Without colours a mark is all there is."""
+    if wrong is None:
+        return escape(text)
+    return f"[{'red' if wrong else 'yellow'}]{escape(text)} {'!!' if wrong else '!'}[/]"
+
+
+def _cells(hello: Hello) -> dict[str, str]:
+    facts = hello.facts
+    versions: dict[str, Any] = facts.get("versions") or {}
+    gpus = facts.get("gpus") or []
+    interface = f" ({facts['interface']})" if facts.get("interface") else ""
+    files = facts.get("open_files")
+    return {
+        **{name: str(versions.get(name) or "-") for name in ("python", "torch", "driver", "kernel")},
+        "clock": f"{hello.clock_offset:+.2f} s",
+        "root": "seen" if facts.get("nonce") else "-",
+        "disk": _gib(facts.get("disk_free")),
+        "gpus": str(len(gpus)) if gpus else "-",
+        "address": f"{facts.get('address')}{interface}",
+        "files": "-" if files is None else "unlimited" if files < 0 else f"{files:,}",
+        "shm": _gib(facts.get("shared_memory")),
+        "proof": str(facts.get("proof") or "-"),
+    }
+
+
+def _gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / GIB:,.1f} GiB"

@@ -1,0 +1,119 @@
+"""The task `nodes`: which hosts of a cluster can be reached, what runs there, who is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from trainkit.base.documents import document
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.host_options import HostWords, hosts_to_ask
+from trainkit.cli.run import slurm
+from trainkit.cli.tables import Listing
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.jobs.load import Jobs
+from trainkit.launch.cluster_care.remote_commands import on_all
+from trainkit.launch.hosts.hostfile import OVER_SSH, Host, find_hostfile
+from trainkit.launch.hosts.quarantine import Quarantine, quarantined, release
+from trainkit.launch.hosts.selection import hosts_of_file, this_host
+from trainkit.launch.supervise.orphan_sweep import HostReport, survey
+
+GIB = 2**30
+TOP_SECONDS = 30.0
+# by kind of device: what shows the devices and the processes on them once, and how many lines of it. neuron-top itself needs a terminal.
+TOPS: dict[str, tuple[list[str], int | None]] = {
+    "cuda": (["nvidia-smi"], None),
+    "neuron": (["neuron-ls", "--wide"], None),
+    "cpu": (["top", "-b", "-n", "1", "-w", "160"], 15),
+}
+
+
+def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
+    """The task `nodes`."""
+    jobs = load_jobs(talk)
+    chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
+    root = Path(chosen.root or ".")
+    if release_host:
+        released = [host for host in (list(quarantined(root)) if release_host == "all" else release_host.split(",")) if release(root, host)]
+        if not released:
+            raise ConfigError(f"host '{release_host}' is not left out of cluster '{chosen.name}'", hint=f"left out: {', '.join(quarantined(root)) or 'none'}")
+        talk.say(f"{', '.join(released)} may run again")
+        return Answer(document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]))
+    HostWords(hostfile=hostfile).refuse_where_unread(chosen)
+    if chosen.launcher == "slurm":
+        return slurm.nodes(talk, chosen)
+    hosts = hosts_of_file(find_hostfile(chosen, hostfile)) if chosen.launcher in OVER_SSH else (this_host(),)
+    out = quarantined(root)
+    reports = survey(chosen, hosts, root)
+    rows = [_row(host, report, out.get(host.name.lower())) for host, report in zip(hosts, reports, strict=True)]
+    if not talk.json:
+        talk.console.print(_table(rows))
+    unreachable = sum(not row["reachable"] for row in rows)
+    if unreachable:
+        talk.say(f"{unreachable} of {len(rows)} hosts cannot be used")
+    return Answer(document("nodes/1", cluster=chosen.name, hosts=rows), Exit.HEALTH if unreachable else Exit.DONE)
+
+
+def nodes_top(talk: Talk, cluster: str, hostfile: str) -> Answer:
+    """The task `nodes` with --top: what each host's own tool says, once."""
+    jobs = load_jobs(talk)
+    chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
+    hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=False)
+    argv, lines = TOPS[chosen.device_type]
+    rows: list[dict[str, Any]] = [{"host": host, "error": why, "text": ""} for host, why in others.items()]
+    if hosts:
+        for host, said in on_all(chosen, hosts, Path(chosen.root or "."), argv, TOP_SECONDS, launcher=launcher).items():
+            failed = said.last if said.error or said.code else None
+            rows.append({"host": host, "error": failed, "text": "\n".join(said.out.splitlines()[:lines])})
+    for row in rows:
+        talk.say(f"== {row['host']}" + (f": {row['error']}" if row["error"] else "") + (f"\n{row['text']}" if row["text"] else ""))
+    if chosen.device_type == "neuron":
+        talk.say("the moving picture: ssh -t HOST neuron-top")
+    failures = sum(row["error"] is not None for row in rows)
+    return Answer(document("top/1", cluster=chosen.name, command=argv, hosts=rows), Exit.HEALTH if failures else Exit.DONE)
+
+
+def usual_cluster(talk: Talk, jobs: Jobs) -> str:
+    """The cluster of the job in [defaults]."""
+    job = jobs.default_job
+    if job is None:
+        raise ConfigError("which cluster?", hint="nodes --cluster NAME, or name a job in [defaults]")
+    name = jobs.resolve(job).job.cluster.name
+    talk.say(f"cluster {name}, that of job {job}, named in [defaults]")
+    return name
+
+
+def _row(host: Host, report: HostReport, out: Quarantine | None) -> dict[str, Any]:
+    facts = report.hello or {}
+    busy = [{"slot": slot, **holder} for slot, holder in sorted((facts.get("slots") or {}).items())]
+    return {
+        "host": host.name,
+        "reachable": report.error is None,
+        "error": report.error,
+        "name": facts.get("host"),
+        "address": facts.get("address"),
+        "cpus": facts.get("cpus"),
+        "gpus": facts.get("gpus") or [],
+        "disk_free": facts.get("disk_free"),
+        "versions": facts.get("versions") or {},
+        "busy": busy,
+        "quarantine": vars(out) if out else None,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Listing:
+    table = Listing("host", "address", "cores", "GPUs", "disk free", "busy", "state", drop=("address", "cores", "disk free", "GPUs"))
+    for row in rows:
+        runs = list(dict.fromkeys(str(each.get("run", "?")) for each in row["busy"]))
+        free = "" if row["disk_free"] is None else f"{row['disk_free'] / GIB:,.0f} GiB"
+        state = "[green]reachable[/]" if row["reachable"] else f"[red]{escape(str(row['error']))}[/]"
+        if row["quarantine"]:
+            state += f", [yellow]left out until {row['quarantine']['until']}: {escape(row['quarantine']['why'])}[/]"
+        gpus = f"{len(row['gpus'])}" if row["gpus"] else "none"
+        table.add_row(
+            escape(row["host"]), str(row["address"] or ""), str(row["cpus"] or ""), gpus if row["reachable"] else "", free, ", ".join(runs) or "", state
+        )
+    return table

@@ -1,0 +1,1 @@
+"""Tasks that look at what runs left: runs, logs, checkpoints, why."""

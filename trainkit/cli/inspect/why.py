@@ -1,0 +1,153 @@
+"""The task `why`: which rank failed first, where, how, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from trainkit.base.documents import document
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.run.summary import last_lines, print_next
+from trainkit.cli.tables import Listing
+from trainkit.cli.wrapper import Answer, Talk
+from trainkit.launch.slurm.job_graph import read_stage_jobs
+from trainkit.launch.slurm.reconcile import settled
+from trainkit.launch.slurm.squeue import BEFORE, RUNNING, Account, accounts
+from trainkit.runs.folder import AttemptFolder, RunFolder
+from trainkit.runs.record import Record, find_run, read_events, read_record
+from trainkit.runs.slurm import read_slurm_jobs
+
+LINES = 30
+SHOWN = 12  # later failures of other ranks
+WELL = BEFORE | RUNNING | {"COMPLETED", "CANCELLED"}  # a step of Slurm's that says nothing: srun's are cancelled with their job
+
+
+def why(talk: Talk, words: str, attempt: int) -> Answer:
+    """The task `why`. The exit code is 0: the question was answered."""
+    run = find_run(load_jobs(talk).roots(), words)
+    record = settled(read_record(run))
+    told = [_attempt(each) for each in run.attempts()]
+    chosen = _chosen(run, record, told, attempt)
+    cause = dict(chosen["root_cause"] or {}) if chosen else {}
+    cause.setdefault("last", _last(cause))
+    others = _later_failures(run.attempt(chosen["attempt"]), cause) if chosen and chosen["attempt"] else []
+    kept = _kept_by_slurm(talk, run)
+    if not talk.json:
+        _print(talk, run, record, chosen, cause, others, told)
+        if kept:
+            talk.say("what Slurm kept of it:")
+            talk.console.print(_slurm_table(kept))
+        if chosen is not None and cause.get("message"):
+            print_next(talk, record, without="why")
+    answer = {"run": run.id, "job": run.job_name, "state": record.state, "exit": record.exit, "class": record.failure_class}
+    failure = {"attempt": chosen["attempt"] if chosen else None, "root_cause": cause if cause.get("message") else None, "others": others}
+    slurm = None if kept is None else [asdict(each) for each in kept]
+    return Answer(document("why/1", **answer, **failure, attempts=told, slurm=slurm, next=[task for task in record.next_tasks() if " why " not in task]))
+
+
+def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
+    """One attempt: how it ended, and why. `root_cause` is None where it ended well, was told to end, or left no word."""
+    events = read_events(attempt)
+    started: dict[str, Any] = next((e for e in events if e["event"] == "started"), {})
+    ended: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "ended"), {})
+    cause = (ended.get("root_cause") or {}) if ended.get("class") != "success" else {}
+    hosts = list(dict.fromkeys(e["host"] for e in events if e["event"] == "rank_started"))
+    span = {"started": started.get("time"), "ended": ended.get("time")}
+    return {"attempt": attempt.number, **span, "exit": ended.get("exit"), "class": ended.get("class"), "hosts": hosts, "root_cause": cause or None}
+
+
+def _chosen(run: RunFolder, record: Record, told: list[dict[str, Any]], number: int) -> dict[str, Any] | None:
+    """The attempt that is asked about: that of the number, else the newest one that went wrong; None where none did. Raises ConfigError."""
+    if number and not any(each["attempt"] == number for each in told):
+        raise ConfigError(f"run {run.id} has no attempt {number}", hint=f"attempts: {', '.join(str(each['attempt']) for each in told) or 'none'}")
+    if record.state in ("failed", "unknown") and told and told[-1]["class"] is None:  # its supervisor left no word: the record says what is known
+        told[-1] |= {"root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
+    if record.root_cause and (not told or ("slurm_job" in record.root_cause and number in (0, told[-1]["attempt"]))):  # Slurm's word, after the last attempt's
+        return {"attempt": told[-1]["attempt"] if told else 0, "root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
+    return next((each for each in reversed(told) if each["root_cause"] and number in (0, each["attempt"])), None)
+
+
+def _last(cause: dict[str, Any]) -> list[str]:
+    return last_lines(Path(cause["log"]), LINES) if cause.get("log") else []
+
+
+def _kept_by_slurm(talk: Talk, run: RunFolder) -> list[Account] | None:
+    """Every start of the run's Slurm jobs, and what ended badly of their steps and of the jobs that made its stages, as slurmdbd keeps them; None where
+    there is no accounting, or no job."""
+    ids = [job.id for job in read_slurm_jobs(run)]
+    stages = [job.id for job in read_stage_jobs(run)]
+    try:
+        rows = accounts([*stages, *ids]) if ids or stages else None
+    except TrainkitError as error:
+        talk.say(error.message)
+        return None
+    return None if rows is None else [row for row in rows if row.id in ids or row.word not in WELL]
+
+
+def _slurm_table(rows: list[Account]) -> Listing:
+    table = Listing("job", "state", "exit code", "submitted", "began", "ended", "nodes", drop=("nodes", "submitted", "began"))
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in (row.id, row.state, row.code, row.submit, row.start, row.end, row.nodes)))
+    return table
+
+
+def _later_failures(attempt: AttemptFolder, cause: dict[str, Any]) -> list[dict[str, Any]]:
+    """Other ranks that ended badly by themselves: as a rule echoes of the first."""
+    hosts = {e["rank"]: e["host"] for e in read_events(attempt) if e["event"] == "rank_started"}
+    ends = [e for e in read_events(attempt) if e["event"] == "rank_ended" and not e["stopped"] and not e["done"] and e["code"] not in (0, int(Exit.PREEMPTED))]
+    return [{"rank": e["rank"], "host": hosts.get(e["rank"]), "code": e["code"], "time": e["time"]} for e in ends if e["rank"] != cause.get("rank")]
+
+
+def _how(cause: dict[str, Any]) -> str:
+    """A signal, an exception or an exit code, in few words."""
+    if cause.get("signal"):
+        return f"ended by {cause['signal']}"
+    if cause.get("type"):
+        return f"{cause['type']}: {cause.get('message')}"
+    return str(cause.get("message"))
+
+
+def _print(
+    talk: Talk, run: RunFolder, record: Record, chosen: dict[str, Any] | None, cause: dict[str, Any], others: list[dict[str, Any]], told: list[dict[str, Any]]
+) -> None:
+    console = talk.console
+    if chosen is None or not cause.get("message"):
+        console.print(f"[bold]{run.id}[/] ({run.job_name}) is {record.state}: nothing has failed")
+        return
+    where = f"rank {cause['rank']} on {cause.get('host', '?')}" if "rank" in cause else str(cause.get("host", "the run"))
+    what = f"attempt {chosen['attempt']} of {len(told)}: exit {chosen['exit']}, class [bold]{chosen['class'] or 'unknown'}[/]"
+    console.print(f"[bold]{run.id}[/] ({run.job_name}) is {record.state}; {what}")
+    console.print(f"[red]{escape(where)}: {escape(_how(cause))}[/]")
+    for key, text in (("time", "at {}"), ("step", "in step {}"), ("log", "log: {}"), ("advice", "advice: {}")):
+        if cause.get(key) not in (None, ""):
+            talk.say("  " + text.format(cause[key]))
+    if cause.get("last"):
+        talk.say("its last lines:")
+        for line in cause["last"][-LINES:]:
+            talk.say(f"  {line}")
+    for other in others[:SHOWN]:
+        talk.say(f"later: rank {other['rank']} on {other['host']} ended with {other['code']}")
+    if len(others) > SHOWN:
+        talk.say(f"later: {len(others) - SHOWN} more ranks")
+    if len(told) > 1:
+        console.print(_attempts_table(told, "running" if record.state == "running" else "no last word"))
+
+
+def _attempts_table(told: list[dict[str, Any]], wordless: str) -> Listing:
+    table = Listing("attempt", "exit", "class", "rank", "host", "step", "what")
+    for each in told:
+        cause = each["root_cause"] or {}
+        cells = [cause.get("rank", ""), cause.get("host", ""), cause.get("step", "")]
+        first = (_how(cause).splitlines() or [""])[0] if cause.get("message") else "" if each["class"] else wordless
+        table.add_row(
+            str(each["attempt"]), *("" if each[key] is None else str(each[key]) for key in ("exit", "class")), *map(_cell, cells), escape(first[:100])
+        )
+    return table
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else escape(str(value))

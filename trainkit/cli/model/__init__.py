@@ -1,0 +1,1 @@
+"""Tasks that use a trained model: generate, evaluate, export."""

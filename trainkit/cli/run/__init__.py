@@ -1,0 +1,1 @@
+"""Tasks that start, stop and follow a run."""

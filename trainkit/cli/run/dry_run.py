@@ -1,0 +1,27 @@
+"""What a dry run shows of a session that nobody opens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainkit.cli.wrapper import Talk
+from trainkit.jobs.schema import Job
+from trainkit.launch.containers import around, kept_since
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.session import Session, new_session
+from trainkit.runs.folder import RunFolder
+
+
+def session_to_show(job: Job, run: RunFolder, attempt: int, hosts: Sequence[Host]) -> Session:
+    """The session of an attempt as it would be; the code's hash is not known yet."""
+    folder, code = run.session(attempt), run.root / "code" / "SHA256"
+    box = around(job, folder, run.id, attempt, kept_since(run))
+    return new_session(folder, run.id, attempt, hosts, job.cluster, code, run.attempt(attempt).transports, {}, box)
+
+
+def say_scripts(talk: Talk, session: Session) -> None:
+    """How each node gets into its container, where there is one."""
+    for name, text in session.scripts().items() if session.around else ():
+        talk.say(f"would write {session.folder / name}:")
+        for line in text.rstrip("\n").split("\n"):
+            talk.say(f"  {line}")

@@ -1,0 +1,116 @@
+"""The last step before ranks: what is refused once the stages are made. As a program, in a small job of Slurm's, the same for a run whose stages it made.
+
+`python -I RUN/code/trainkit/cli/run/preflight.py RUN` on a node, after the last array of RUN's graph has gone well.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from rich.console import Console
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import keep_others_from_writing, write_json
+from trainkit.base.locks import locked
+from trainkit.base.process import allow_open_files
+from trainkit.cli.config.plan import plan_of
+from trainkit.cli.run.progress import StageReporter
+from trainkit.cli.run.stages import STAGES
+from trainkit.data.order.open import open_mixture
+from trainkit.jobs.resolved import read_job
+from trainkit.jobs.schema import Job
+from trainkit.launch.remote_units import argv_there
+from trainkit.launch.slurm.job_graph import is_made, need_of, read_graph, units_of, write_ended
+from trainkit.launch.slurm.sbatch import forget_secrets
+from trainkit.launch.slurm.shared_arrays import Asking
+from trainkit.launch.start import write_inputs
+from trainkit.plan.planner import Plan
+from trainkit.runs.folder import RunFolder
+from trainkit.stages.contract import Need, Unit
+from trainkit.stages.execute import Reporter, complete, make_fresh, needs_in_turn, needs_of, refuse_stale, stamps_folder
+from trainkit.stages.in_flight import drop_own_making
+from trainkit.stages.local import execute_here
+from trainkit.stages.stamps import judge
+
+
+def refuse_infeasible(plan: Plan) -> Plan:
+    """The plan itself. Raises TrainkitError (exit 4) with every objection."""
+    if not plan.feasible:
+        raise TrainkitError("; ".join(f"{o.key}: {o.message}" for o in plan.objections), exit=Exit.PLAN, hint=f"invoke plan {plan.job}")
+    return plan
+
+
+def refuse_without_samples(job: Job) -> None:
+    """Open what every rank will read, before any of them starts. Raises ConfigError as `open_mixture`."""
+    allow_open_files()
+    evaluated = {"valid": job.dataset, **job.validation} if job.training.eval_iters else {}
+    open_mixture(job, job.dataset, "train", vocab=job.model.vocab_size or 1)
+    for dataset in evaluated.values():
+        open_mixture(job, dataset, "valid", vocab=job.model.vocab_size or 1)
+
+
+def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
+    """Stamp what the arrays of a run have made, make the stages that waited for it, plan, and note what the samples come from.
+
+    Raises TrainkitError: 5 where an input has changed meanwhile, 6 where a unit is not made, 4 where the plan objects, 3 as `open_mixture`.
+    """
+    job = read_job(run.job)
+    stages = [stage for stage in STAGES if stage.name != "build"]
+    for need in graph["needs"]:
+        _stamp(run, need)
+    refuse_stale(needs_of(job, [stage for stage in stages if stage.name not in graph["deferred"]]), run.root)
+    reporter, asking = StageReporter(Console()), Asking(lambda text: print(text, flush=True))
+
+    def execute(need: Need, units: Sequence[Unit], stamps: Path, reporter: Reporter) -> None:
+        code = run.code.resolve()
+        execute_here(need, [replace(unit, argv=tuple(argv_there(unit.argv, sys.executable, code))) for unit in units], stamps, reporter)
+
+    for need in needs_in_turn(job, [stage for stage in stages if stage.name in graph["deferred"]]):
+        make_fresh(need, run.root, execute, reporter, going=asking)
+    plan = refuse_infeasible(plan_of(job))
+    refuse_without_samples(job)
+    write_json(run.plan, plan.to_json())
+    write_inputs(run, needs_of(job, stages))
+
+
+def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
+    """The stamp of a need, for the inputs that were seen when it was submitted; whoever else waited for the same arrays may have done it."""
+    need, stamps = need_of(written), stamps_folder(run.root, written["stage"])
+    with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}):  # the submitter's, until all is submitted
+        drop_own_making(stamps, need.name, written["levels"])
+        if judge(need, stamps).fresh:
+            return
+        if left := [unit["name"] for unit in units_of(written) if not is_made(unit)]:
+            message = f"{need.stage} {need.name}: {len(left)} units are not made as they were submitted, {left[0]} for one"
+            raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=f"was it made anew meanwhile? invoke train {run.job_name} looks again")
+        complete(need, stamps, written["seen"])
+        for unit in units_of(written):
+            Path(unit["out"]).unlink(missing_ok=True)
+
+
+def main() -> None:
+    """The program."""
+    keep_others_from_writing()
+    run = RunFolder(Path(sys.argv[1]))
+    graph = read_graph(run)
+    assert graph is not None, f"{run.path} has no graph"
+    os.environ.update(read_job(run.job).cluster.env)  # as every unit has it
+    try:
+        make_ready(run, graph)
+    except TrainkitError as error:
+        write_ended(run, error)
+        forget_secrets(run)
+        print(f"ERROR: {error}", file=sys.stderr)
+        sys.exit(int(error.exit))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""Brings a remote file here, or reads it as a stream: `python -m trainkit.data.fetch.worker SPEC.json` is the unit `fetch-NAME`.
+
+A file appears under its name only when all of it is there and is what it should be. What belongs to its making lies beside it in .fetch/:
+NAME.part and NAME.part.json while it comes, NAME.json afterwards (the form fetched/1), NAME.lock while somebody is at it.
+
+A recipe says where a file comes from and goes to; `sources.listing` makes them, `recipe` below spells one out. No secret is in it: the worker
+reads the token from the variable that the recipe names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from trainkit.base.documents import document, utc_now
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.files import fsync_folder, read_json, write_json
+from trainkit.base.locks import locked
+from trainkit.base.worker import DISK_HINTS, Progress, run_unit
+from trainkit.data.fetch.http import HttpFile, client
+from trainkit.data.fetch.object_store import StoredFile, file_system
+from trainkit.data.fetch.retry import PATIENT, Changed, Patience, Remote, Seen, look, read_on
+
+SCHEMA, STATE = "fetched/1", ".fetch"
+BLOCK = 2**20
+RANDOM_ACCESS = (".zip", ".parquet")  # formats whose table of contents is at the end: they cannot be read as a stream
+
+
+def recipe(
+    url: str,
+    path: Path,
+    known: Seen | None = None,
+    *,
+    shown: str | None = None,
+    token: str | None = None,
+    endpoint: str | None = None,
+    anonymous: bool = False,
+    keep: bool = True,
+    listing: Path | None = None,
+) -> dict[str, Any]:
+    """How a file is fetched, as JSON.
+
+    Args:
+        url: http(s):// or a scheme of fsspec's.
+        path: where it goes.
+        known: what the listing says of it; None: it is asked for when it is fetched, and a file that is there already is taken as it is.
+        shown: its address as the dataset has it.
+        token: name of the environment variable with the access token.
+        endpoint: another address of an object store.
+        anonymous: of an object store, without credentials.
+        keep: False: read as a stream, nothing is left below `path`.
+        listing: deleted when the file turns out not to be the one that was listed, so that the next call lists anew.
+    """
+    about = None if known is None else known.to_json()
+    words = {"url": url, "shown": shown or url, "path": str(path), "known": about, "token": token, "endpoint": endpoint}
+    return {**words, "anonymous": anonymous, "keep": keep, "listing": None if listing is None else str(listing)}
+
+
+def secret(name: str | None) -> str | None:
+    """The value of the variable that a dataset's `token` names. Raises ConfigError (exit 6) where it is not set."""
+    if name is None:
+        return None
+    value = os.environ.get(name)
+    if not value:
+        raise ConfigError(f"token = {name!r}: there is no such environment variable here", exit=Exit.STAGE_FAILED, hint=f"export {name}=...")
+    return value
+
+
+@contextlib.contextmanager
+def remote_of(recipe: Mapping[str, Any], patience: Patience) -> Iterator[Remote]:
+    """The file a recipe speaks of, with a connection for the block."""
+    url = str(recipe["url"])
+    if url.startswith(("http://", "https://")):
+        with client(patience) as pool:
+            yield HttpFile(url, pool, secret(recipe["token"]), recipe["token"])
+    else:
+        yield StoredFile(file_system(url.partition("://")[0], recipe["endpoint"], recipe["anonymous"], patience), url)
+
+
+class _Place:
+    """A file's path and what lies in .fetch/ beside it."""
+
+    def __init__(self, path: Path) -> None:
+        state = path.parent / STATE
+        self.path, self.part, self.about = path, state / f"{path.name}.part", state / f"{path.name}.part.json"
+        self.stamp, self.lock = state / f"{path.name}.json", state / f"{path.name}.lock"
+
+    def forget_part(self) -> None:
+        self.part.unlink(missing_ok=True)
+        self.about.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A small JSON file, or {} where there is none that can be read."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _identity(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _stamped(place: _Place, recipe: Mapping[str, Any], known: Seen | None) -> dict[str, Any] | None:
+    """The result of an earlier fetch of the same version, if nobody has touched the file since."""
+    stamp = _read(place.stamp)
+    if not place.path.is_file() or stamp.get("schema") != SCHEMA or stamp.get("file") != _identity(place.path):
+        return None
+    was = Seen(**stamp["known"])
+    if known is not None and known.sha256:  # what has the same sum is the same, whatever its address is now
+        same = known.sha256 == was.sha256
+    else:
+        same = stamp["url"] == recipe["url"] and (known is None or known.difference(was) is None)
+    return dict(stamp["result"]) if same else None
+
+
+def _taken_over(place: _Place, recipe: Mapping[str, Any], known: Seen | None) -> dict[str, Any] | None:
+    """The result for a file that somebody else put there, if size and published sum say it is the one; unlisted, it is."""
+    if not place.path.is_file():
+        return None
+    identity = _identity(place.path)
+    if _read(place.stamp).get("file") == identity or (known is not None and known.size not in (None, identity[0])):
+        return None  # ours, of another version; or another file
+    with open(place.path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if known is not None and known.sha256 not in (None, found):
+        return None
+    return _stamp(place, recipe, known or Seen(), identity, {"bytes": identity[0], "sha256": found})
+
+
+def _stamp(place: _Place, recipe: Mapping[str, Any], known: Seen, identity: list[int], result: dict[str, Any]) -> dict[str, Any]:
+    known = Seen(result["bytes"], known.etag, known.modified, result["sha256"])
+    write_json(place.stamp, document(SCHEMA, url=recipe["url"], known=known.to_json(), file=identity, result=result, made=utc_now()))
+    return result
+
+
+def fetch(recipe: Mapping[str, Any], progress: Progress, patience: Patience = PATIENT) -> dict[str, Any]:
+    """Bring one file here; nothing is asked of the server where it is here already. Two at once: the second waits and finds it.
+
+    Args:
+        recipe: as `recipe` makes it.
+        progress: told bytes done and to do.
+        patience: with the server.
+
+    Returns {"bytes", "sha256"}. Raises TrainkitError (exit 6): it is not to be had, is not what was listed or published, or cannot be written.
+    """
+    place = _Place(Path(recipe["path"]))
+    known = None if recipe["known"] is None else Seen(**recipe["known"])
+    result = _stamped(place, recipe, known)
+    if result is None:
+        with _disk_errors(place.path), locked(place.lock, {"fetch": recipe["shown"]}, remove=True):
+            result = _stamped(place, recipe, known) or _taken_over(place, recipe, known) or _fetched(place, recipe, known, progress, patience)
+    progress(result["bytes"], result["bytes"])
+    return result
+
+
+def _fetched(place: _Place, recipe: Mapping[str, Any], known: Seen | None, progress: Progress, patience: Patience) -> dict[str, Any]:
+    with remote_of(recipe, patience) as remote:
+        if known is None:
+            known = look(remote, patience)
+        if known is None:
+            raise _missing(remote)
+        try:
+            result = _download(remote, known, place, progress, patience)
+        except Changed as change:
+            _refuse_contradiction(remote, known, change, place, patience)
+            raise _not_as_listed(remote.shown, change, recipe, place) from None
+    return _stamp(place, recipe, known, _identity(place.path), result)
+
+
+def _refuse_contradiction(remote: Remote, known: Seen, change: Changed, place: _Place, patience: Patience) -> None:
+    """Raise TrainkitError (exit 6) where the server, asked anew, still names the file that was listed, and sends another: listing it again would not help."""
+    again = look(remote, patience)
+    if again is None or known.difference(again) is not None:
+        return
+    place.forget_part()
+    message = f"{remote.shown}: the server contradicts itself: asked about the file (HEAD) it still names the listed one, and what it sends has {change}"
+    hint = f"it is the server's fault: take the file from another, or fetch it by hand to {place.path} and give its path instead of the address"
+    raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hint)
+
+
+def _missing(remote: Remote) -> TrainkitError:
+    return TrainkitError(f"{remote.shown}: the server says there is no such file (404)", exit=Exit.STAGE_FAILED, hint="look at the address")
+
+
+def _download(remote: Remote, known: Seen, place: _Place, progress: Progress, patience: Patience) -> dict[str, Any]:
+    """Add to NAME.part until it is whole, check it, and give it its name."""
+    goes_on = place.part.is_file() and known.told_apart and _read(place.about) == {"url": remote.shown, **known.to_json()}
+    if not goes_on:
+        place.forget_part()
+        write_json(place.about, {"url": remote.shown, **known.to_json()})
+    digest, size = hashlib.sha256(), 0
+    with open(place.part, "a+b") as file:
+        file.seek(0)
+        while block := file.read(BLOCK):  # a sum cannot be taken up in the middle
+            digest.update(block)
+            size += len(block)
+        if known.size is not None and size > known.size:
+            file.truncate(0)
+            digest, size = hashlib.sha256(), 0
+        _check_space(place.part, (known.size or 0) - size)
+        for block in read_on(remote, size, known, patience):
+            file.write(block)
+            digest.update(block)
+            size += len(block)
+            progress(min(size, (known.size or size + 1) - 1), known.size or size + 1)
+        file.flush()
+        os.fsync(file.fileno())
+    _check_sum(remote.shown, digest.hexdigest(), known, place)
+    os.replace(place.part, place.path)
+    fsync_folder(place.path.parent)
+    place.forget_part()
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _check_sum(shown: str, found: str, known: Seen, place: _Place | None) -> None:
+    if known.sha256 in (None, found):
+        return
+    if place is not None:
+        place.forget_part()
+    hint = "what came was thrown away; run it again, or look at the sum in jobs.toml"
+    raise TrainkitError(f"{shown}: SHA-256 is {found}, published is {known.sha256}", exit=Exit.STAGE_FAILED, hint=hint)
+
+
+def _check_space(path: Path, missing: int) -> None:
+    free = shutil.disk_usage(path.parent).free
+    if missing > free:
+        message = f"{path.parent}: {missing:,} bytes are still to come, {free:,} are free there"
+        raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint="make room, set clusters.X.root to a larger disk, or keep_download = false")
+
+
+def _not_as_listed(shown: str, change: Changed, recipe: Mapping[str, Any], place: _Place | None) -> TrainkitError:
+    if place is not None:
+        place.forget_part()
+    if recipe["listing"] is not None:
+        Path(recipe["listing"]).unlink(missing_ok=True)
+    hint = "the file changed on the server: the next call lists the dataset anew and makes again what depends on it"
+    return TrainkitError(f"{shown} is no longer the file that was listed: it has {change}", exit=Exit.STAGE_FAILED, hint=hint)
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """The disk's errors in words; those of the network never come this far."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        message = f"{error.filename or path}: {os.strerror(error.errno)}"
+        raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=DISK_HINTS.get(error.errno, "it is needed for what is fetched")) from None
+
+
+class _Stream(io.RawIOBase):
+    """A remote file as a stream of bytes, verified at its end."""
+
+    def __init__(self, remote: Remote, recipe: Mapping[str, Any], known: Seen, patience: Patience) -> None:
+        self.remote, self.recipe, self.known = remote, recipe, known
+        self.blocks, self.rest, self.digest = read_on(remote, 0, known, patience), memoryview(b""), hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.blocks.close()  # the connection, before its pool
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        if not self.rest:
+            try:
+                block = next(self.blocks, b"")
+            except Changed as change:
+                raise _not_as_listed(self.remote.shown, change, self.recipe, None) from None
+            self.digest.update(block)
+            if not block:
+                _check_sum(self.remote.shown, self.digest.hexdigest(), self.known, None)
+            self.rest = memoryview(block)
+        count = min(len(buffer), len(self.rest))
+        buffer[:count] = self.rest[:count]
+        self.rest = self.rest[count:]
+        return count
+
+
+@contextlib.contextmanager
+def open_stream(what: Path | Mapping[str, Any], patience: Patience = PATIENT) -> Iterator[IO[bytes]]:
+    """The bytes of a file, as they lie there: of a local one, or of a recipe's.
+
+    A recipe that keeps is fetched first, if its unit has not done so. One that does not is read from the server as a stream, and verified when its
+    end is read; formats that need to be read from the end are fetched, and deleted after a block that ends well.
+
+    Raises TrainkitError (exit 6) as `fetch` does, when opened and from `read`; ConfigError (exit 6) where a local file is not there.
+    """
+    if isinstance(what, Path) or what.get("url") is None:
+        with _opened(what if isinstance(what, Path) else Path(what["path"])) as file:
+            yield file
+        return
+    path = Path(what["path"])
+    if what["keep"] or path.name.endswith(RANDOM_ACCESS):
+        fetch(what, lambda done, total: None, patience)
+        with _opened(path) as file:
+            yield file
+        if not what["keep"]:
+            path.unlink(missing_ok=True)
+            _Place(path).stamp.unlink(missing_ok=True)
+        return
+    with remote_of(what, patience) as remote:
+        known = Seen(**what["known"]) if what["known"] is not None else look(remote, patience)
+        if known is None:
+            raise _missing(remote)
+        with io.BufferedReader(_Stream(remote, what, known, patience), BLOCK) as stream:
+            yield stream
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", exit=Exit.STAGE_FAILED) from None
+
+
+def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Fetch one file, or write down a listing (`spec["do"]`)."""
+    if spec["do"] == "listing":
+        write_json(Path(spec["path"]), spec["listing"])
+        return {"files": len(spec["listing"]["files"])}
+    return fetch(spec["recipe"], progress)
+
+
+if __name__ == "__main__":
+    run_unit(work)

@@ -1,0 +1,1 @@
+"""Megatron's .bin/.idx on disk: format, reading, manifest, statistics, verification."""

@@ -1,0 +1,69 @@
+"""Where a dataset's files lie: <root>/data/<dataset>/<tokenizer>/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.jobs.schema import Dataset
+
+MANIFEST = "dataset.json"
+
+
+@dataclass(frozen=True)
+class DataFolder:
+    """The files of one dataset under one tokenizer.
+
+    Args:
+        root: the job's `cluster.root`.
+        dataset: a dataset that has a tokenizer (every source but "mock").
+    """
+
+    root: Path
+    dataset: Dataset
+
+    @property
+    def corpus(self) -> Path:
+        """Downloaded or written text shards, the same for every tokenizer."""
+        return Path(self.root) / "data" / self.dataset.name / "corpus"
+
+    @property
+    def path(self) -> Path:
+        """Everything that depends on the tokenizer."""
+        assert self.dataset.tokenizer is not None, "mock data has no folder"
+        return Path(self.root) / "data" / self.dataset.name / self.dataset.tokenizer.name
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @property
+    def shards(self) -> Path:
+        """Token shards until they are merged; with merge = false they stay."""
+        return self.path / "shards"
+
+    @property
+    def rejects(self) -> Path:
+        """Lines that were no documents, a file for each shard that had any."""
+        return self.path / "rejects"
+
+    @property
+    def prefix(self) -> Path:
+        """The merged .bin/.idx without their endings, named as Megatron's preprocess_data.py names them."""
+        return self.path / f"{self.dataset.name}_text_document"
+
+    @property
+    def manifest(self) -> Path:
+        """dataset.json: what was read, dropped and written."""
+        return self.path / MANIFEST
+
+    def prefixes(self) -> list[Path]:
+        """The pairs that hold the dataset's tokens: the merged one or, with merge = false, those of the shards that have any, in order.
+
+        Raises ConfigError (exit 6) where shards were to stay pairs and are not prepared.
+        """
+        if self.dataset.merge:
+            return [self.prefix]
+        from trainkit.data.indexed.manifest import read_manifest
+
+        return [self.path / pair for pair in read_manifest(self.manifest)["pairs"]]

@@ -1,0 +1,1 @@
+"""Which samples a step sees: the native order, Megatron's, blends."""

@@ -1,0 +1,1 @@
+"""Documents out of files: formats, decompression, filters, what is rejected."""

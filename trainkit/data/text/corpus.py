@@ -1,0 +1,109 @@
+"""One shard of text: opened where it lies or while it is fetched, read as documents, and written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import zstandard
+
+from trainkit.base.files import atomic_open
+from trainkit.data.text.decompress import Stream
+from trainkit.data.text.filters import Filter
+from trainkit.data.text.formats import Bad, Reading, Record, open_documents
+from trainkit.data.text.rejects import raise_bad
+
+
+class _Counted:
+    """A stream that knows how much of it was read, and the sum of that. A class of its own for files that can be sought: not all can.
+
+    Attributes:
+        position: bytes so far.
+        digest: XXH128 of them.
+        in_order: whether they were one after another.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.position, self.digest, self.in_order = stream, 0, xxhash.xxh3_128(), True
+
+    def read(self, size: int = -1, /) -> bytes:
+        data: bytes = self._stream.read(size)
+        self.position += len(data)
+        self.digest.update(data)
+        return data
+
+    def seek(self, *where: int) -> int:
+        """Of streams that can."""
+        self.in_order = False
+        return int(self._stream.seek(*where))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def reading_of(spec: Mapping[str, Any]) -> Reading:
+    """How documents are found, from the keys of a unit's spec."""
+    plain = Reading()
+    return Reading(
+        text_key=spec["text_key"],
+        text_separator=spec.get("text_separator"),
+        max_document_bytes=spec.get("max_document_bytes", plain.max_document_bytes),
+        fields=tuple(spec.get("drop", {})),
+    )
+
+
+def filter_of(spec: Mapping[str, Any]) -> Filter:
+    """What is left out, from the keys of a unit's spec."""
+    return Filter(spec.get("drop", {}), spec.get("min_document_bytes", 0), spec.get("fix_text", False))
+
+
+def open_shard(path: Path, recipe: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
+    """The bytes of a shard as stored: the file at `path`, or by `recipe` what is being fetched (see trainkit.data.fetch.worker)."""
+    if not recipe:
+        return open(path, "rb")
+    from trainkit.data.fetch.worker import open_stream
+
+    return open_stream(recipe)
+
+
+def counted(stream: Stream) -> _Counted:
+    """`stream`, with a `position`."""
+    return _Counted(stream)
+
+
+def size_of(path: Path) -> int | None:
+    """Bytes of a file; None where it is not there (yet)."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None
+
+
+def read_documents(path: Path, text_key: str) -> Iterator[Record]:
+    """Documents of any file that `open_documents` reads, by its name.
+
+    Raises ConfigError (exit 6) with file and line for what is no document.
+    """
+    with open(path, "rb") as file:
+        documents = open_documents(path.name, file, Reading(text_key), str(path))
+        for found in documents:
+            if isinstance(found, Bad):
+                raise_bad(found, documents)
+            if isinstance(found, Record):
+                yield found
+
+
+def write_documents(path: Path, texts: Iterable[str], text_key: str) -> tuple[int, int]:
+    """Write texts as .jsonl.zst, whole or not at all. Returns (documents, bytes of text in UTF-8)."""
+    documents = size = 0
+    with atomic_open(path) as raw, zstandard.ZstdCompressor(level=3).stream_writer(raw, closefd=False) as file:
+        for text in texts:
+            file.write((json.dumps({text_key: text}, ensure_ascii=False) + "\n").encode())
+            documents += 1
+            size += len(text.encode())
+    return documents, size

@@ -1,0 +1,1 @@
+"""From documents to token ids: encoders, and the workers of each shard."""

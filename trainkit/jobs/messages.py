@@ -1,0 +1,292 @@
+"""The schema's complaints in the words of the person who wrote the TOML: which key, what it holds, what it may hold."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from trainkit.base.errors import Place, Problem
+from trainkit.jobs.provenance import SET, Origin, Section
+from trainkit.jobs.schema import REFERENCES, TABLES, Table
+
+NOT_YET = "is planned, but not in this version of trainkit"
+NAME_RULE = "names match [a-z0-9][a-z0-9_-]*"
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "model_type": "a table",
+    "dict_type": "a table",
+    "tuple_type": "an array",
+    "finite_number": "a finite number",
+}
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "above"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "below"),
+}
+
+
+# What other programs call it.
+SYNONYMS = {
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "batch_size": "global_batch_size",
+    "block_size": "seq_length",
+    "context_length": "seq_length",
+    "dropout": "hidden_dropout",
+    "dtype": "precision",
+    "eval_every": "eval_interval",
+    "eval_steps": "eval_interval",
+    "grad_clip": "clip_grad",
+    "gradient_clipping": "clip_grad",
+    "intermediate_size": "ffn_hidden_size",
+    "learning_rate": "lr",
+    "max_iters": "train_iters",
+    "max_grad_norm": "clip_grad",
+    "max_lr": "lr",
+    "max_position": "max_position_embeddings",
+    "max_seq_len": "seq_length",
+    "max_steps": "train_iters",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_query_groups",
+    "n_layer": "num_layers",
+    "n_layers": "num_layers",
+    "num_heads": "num_attention_heads",
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "num_query_groups",
+    "num_nodes": "nodes",
+    "num_steps": "train_iters",
+    "pp": "pipeline_model_parallel_size",
+    "random_seed": "seed",
+    "rope_theta": "rotary_base",
+    "save_every": "save_interval",
+    "save_steps": "save_interval",
+    "sequence_length": "seq_length",
+    "steps": "train_iters",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "tp": "tensor_model_parallel_size",
+    "train_steps": "train_iters",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "warmup_iters": "lr_warmup_iters",
+    "warmup_steps": "lr_warmup_iters",
+    "zero": "zero_stage",
+}
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` probably means: the same in another spelling, what other programs call it, the most similar, else the only one that begins
+    with it."""
+    words = list(known)
+    plain = word.lower().replace("-", "_")
+    if same := next((each for each in words if plain in (each, each.replace("-", "_"))), None):
+        return same
+    if (meant := SYNONYMS.get(plain)) in words:
+        return meant
+    beginning = [each for each in words if word and each.startswith(word)]
+    if len(beginning) > 1:
+        return None  # which of them?
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6) or beginning
+    return close[0] if close else None
+
+
+def choices(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """A hint: the nearest known word, with `prefix` before it, else all known words."""
+    words = sorted(known)
+    close = nearest(word, words)
+    if close:
+        return f"did you mean '{prefix}{close}'?"
+    if word and len(beginning := [f"'{prefix}{each}'" for each in words if each.startswith(word)]) > 1:
+        return f"did you mean {', '.join(beginning[:-1])} or {beginning[-1]}?"
+    return f"known: {', '.join(words)}" if words else "no such table is defined"
+
+
+def in_words(value: Any) -> str:
+    """A TOML value with its type."""
+    match value:
+        case bool():
+            return f"the boolean {str(value).lower()}"
+        case int():
+            return f"the integer {value}"
+        case float():
+            return f"the number {value}"
+        case str():
+            return f"the string '{value}'"
+        case list() | tuple():
+            return "an array"
+        case dict():
+            return "a table"
+    return f"the date or time {value}"
+
+
+def key_of(node: Section | Origin) -> str:
+    """A key as its writer would say it: jobs.demo.training.lr, or training.lr from --set."""
+    return ".".join(node.path)
+
+
+def complaints(error: ValidationError, model: type[Table], section: Section) -> Iterator[tuple[tuple[str | int, ...], str, Problem]]:
+    """Everything pydantic found wrong with a table: (where in the table, pydantic's type of error, the problem).
+
+    Args:
+        error: what validating `section.plain()` raised.
+        model: the schema's model of the table.
+        section: the table, with places.
+    """
+    errors = error.errors(include_url=False)
+    missing = {found["loc"] for found in errors if found["type"] == "missing"}
+    explained: set[tuple[str | int, ...]] = set()  # missing keys that a typo or a dotted name explains
+    told = []
+    for found in errors:
+        spot = _Spot(model, section, found["loc"])
+        if found["type"] == "extra_forbidden":
+            close = nearest(spot.key, spot.model.model_fields)
+            explained |= {(*spot.above, close)} if close else set()
+            if spot.is_dotted_name():
+                explained |= {loc for loc in missing if loc[:-1] == spot.above}
+        told.append((found["loc"], found["type"], _problem(found, spot)))
+    return (each for each in told if not (each[1] == "missing" and each[0] in explained))
+
+
+class _Spot:
+    """Where in a table an error is: the innermost table around it, that table's model, the key, and what was written."""
+
+    def __init__(self, model: type[Table], section: Section, loc: tuple[str | int, ...]) -> None:
+        self.model, self.section = model, section
+        self.field: FieldInfo | None = None
+        self.node: Section | Origin | None = section
+        self.key = ""
+        self.above: tuple[str | int, ...] = ()
+        for depth, part in enumerate(loc):
+            if isinstance(part, int) or part == "[key]" or not isinstance(self.node, Section):
+                break  # inside an array, or about a key of `env`: the whole value is as near as it gets
+            inner = _table_of(self.field) if self.field else self.model
+            named = _named_tables(self.field)
+            self.section, self.key, self.above = self.node, part, loc[:depth]
+            self.node = self.section.entries.get(part)
+            if named:
+                self.model, self.field = named, None
+            elif inner:
+                self.model, self.field = inner, inner.model_fields.get(part)
+
+    @property
+    def place(self) -> Place:
+        return (self.node or self.section).place
+
+    @property
+    def header(self) -> str:
+        return f"[{key_of(self.section)}]"
+
+    def is_dotted_name(self) -> bool:
+        """Whether this is what TOML makes of [jobs.a.b]: a table b where job a has no such key."""
+        return isinstance(self.node, Section) and len(self.node.path) == 3 and self.node.path[0] in TABLES and self.node.place != SET
+
+
+def _table_of(field: FieldInfo) -> type[Table] | None:
+    """The model of a key that holds a table."""
+    options = typing.get_args(field.annotation) if isinstance(field.annotation, types.UnionType) else (field.annotation,)
+    return next((option for option in options if isinstance(option, type) and issubclass(option, Table)), None)
+
+
+def _named_tables(field: FieldInfo | None) -> type[Table] | None:
+    """The model of the tables in a key that holds tables by name."""
+    if field is None or typing.get_origin(field.annotation) is not dict:
+        return None
+    _, kind = typing.get_args(field.annotation)
+    return kind if isinstance(kind, type) and issubclass(kind, Table) else None
+
+
+def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
+    kind, value, context = found["type"], found["input"], found.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(spot)
+    if kind == "missing":
+        return _missing_key(spot)
+    if kind in ("rule", "needs"):  # of the schema's own: about the key it names, in the table it is at
+        node: Section | Origin | None = spot.node
+        for part in str(context["key"]).split("."):
+            node = node.entries.get(part) if isinstance(node, Section) else None
+        about = key_of(spot.node or spot.section)
+        return Problem(f"{about}: {context['message']}", (node or spot.node or spot.section).place)
+    key = key_of(spot.node) if spot.node else ".".join(str(part) for part in found["loc"])
+    allowed = _allowed(spot.field)
+    hint = spot.field.description or "" if spot.field else ""
+    if kind in _EXPECTED:
+        return _wrong_type(key, kind, value, spot, hint)
+    if kind == "literal_error":
+        return Problem(f"{key}: expected {allowed}, got {in_words(value)}", spot.place)
+    if kind in _BOUNDS:
+        bound, words = _BOUNDS[kind]
+        return Problem(f"{key} = {value} must be {words} {_short(context[bound])}", spot.place, hint)
+    if kind == "string_pattern_mismatch":
+        return Problem(f"{key}: {_toml(value)} does not match {context['pattern']}", spot.place, hint)
+    if kind == "string_too_short":
+        return Problem(f"{key} is empty", spot.place, hint)
+    return Problem(f"{key}: {found['msg']}, got {in_words(value)}", spot.place, hint)
+
+
+def _unknown_key(spot: _Spot) -> Problem:
+    key = key_of(spot.node) if spot.node else spot.key
+    if spot.key in spot.model.planned:
+        return Problem(f"{key} {NOT_YET}", spot.place, "remove it")
+    known = [name for name in spot.model.model_fields if name != "name"]
+    if spot.model in TABLES.values() and spot.place != SET:
+        known.append("extends")
+    table = key.rpartition(".")[0]
+    if spot.place == SET:  # its paths are those of the resolved job
+        return Problem(f"unknown key '{key}'", SET, choices(spot.key, known, prefix=f"{table}." if table else ""))
+    message = f"unknown key '{spot.key}' in [{table}]"
+    if (inside := _inner_table(spot)) and not nearest(spot.key, known):
+        return Problem(message, spot.place, f"'{inside[1]}' belongs into [{table}.{inside[0]}]")
+    if spot.is_dotted_name() and not nearest(spot.key, known):
+        return Problem(message, spot.place, f"if [{key}] was meant as a name: {NAME_RULE}, without dots; for example [{table}-{spot.key}]")
+    return Problem(message, spot.place, choices(spot.key, known))
+
+
+def _inner_table(spot: _Spot) -> tuple[str, str] | None:
+    """(table, key) where a table inside this one has a key of that name, or of what other programs call by it."""
+    for name, field in spot.model.model_fields.items():
+        inner = _table_of(field)
+        if inner and not any(name in references for references in REFERENCES.values()):
+            found = next((key for key in (spot.key, spot.key.lower(), SYNONYMS.get(spot.key.lower())) if key in inner.model_fields), None)
+            if found:
+                return name, found
+    return None
+
+
+def _missing_key(spot: _Spot) -> Problem:
+    if spot.field and _table_of(spot.field) and not any(spot.key in references for references in REFERENCES.values()):
+        return Problem(f"missing table [{key_of(spot.section)}.{spot.key}]", spot.place)
+    return Problem(f"missing key '{spot.key}' in {spot.header}", spot.place, f"{spot.key}: {spot.field.description}" if spot.field else "")
+
+
+def _wrong_type(key: str, kind: str, value: Any, spot: _Spot, hint: str) -> Problem:
+    if spot.place == SET and kind == "string_type" and not isinstance(value, (dict, list)):
+        hint = f"for a string: --set '{key}=\"{_toml(value)}\"'"
+    item = " in the array" if isinstance(spot.node, Origin) and isinstance(spot.node.value, list) and not isinstance(value, list) else ""
+    return Problem(f"{key}: expected {_EXPECTED[kind]}{item}, got {in_words(value)}", spot.place, hint)
+
+
+def _allowed(field: FieldInfo | None) -> str:
+    """The values of a key, where they can be listed."""
+    if field is None or typing.get_origin(field.annotation) is not typing.Literal:
+        return _toml(field.default) if field else ""
+    values = [_toml(value) for value in typing.get_args(field.annotation)]
+    return " or ".join([", ".join(values[:-1]), values[-1]]) if len(values) > 1 else values[0]
+
+
+def _short(bound: Any) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
+
+
+def _toml(value: Any) -> str:
+    return f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)

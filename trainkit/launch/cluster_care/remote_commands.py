@@ -1,0 +1,131 @@
+"""Programs that are run once on the agents of a crew, for what they print."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainkit.jobs.clusters import Cluster
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.launchers.contract import Launcher
+from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.supervise.agent_pool import Crew, Hello, Missing
+from trainkit.launch.supervise.orphan_sweep import open_crew
+
+STOP_SECONDS = 5.0  # beyond the grace, until an agent has ended what was too slow
+
+
+@dataclass
+class Said:
+    """What one program said, and how it ended.
+
+    Args:
+        code: its exit code, negative for a signal; None where it did not end by itself.
+        out: what it printed.
+        err: what it printed to stderr.
+        error: why it could not be run to its end; None where it could.
+    """
+
+    code: int | None = None
+    out: str = ""
+    err: str = ""
+    error: str | None = None
+
+    @property
+    def last(self) -> str:
+        """One line for a table: why it failed."""
+        lines = [line.strip() for line in (self.error or self.err or self.out).splitlines() if line.strip()]
+        return lines[-1] if lines else f"it ended with {self.code} and said nothing"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program on one node; `key` names it there."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    key: str = "0"
+
+    def process(self, key: str) -> dict[str, Any]:
+        """Its entry of a "go" frame."""
+        rest = {"log": None, "error": None, "heartbeat": False, "whole": True, "output": True}
+        return {"key": key, "argv": list(self.argv), "env": dict(self.env), "cwd": "/", **rest}
+
+
+async def guard(crew: Crew) -> None:
+    """What will be started on the crew's agents is to die with them; they hold no slot."""
+    session = crew.session
+    rest: Frame = {"type": "reserve", "run": session.run, "attempt": 0, "slots": [], "share": True}
+    await crew.ask({node: {**rest, "mark": session.mark(node)} for node in crew.present}, {"reserved"}, session.connect)
+
+
+async def run_together(crew: Crew, programs: Mapping[int, Sequence[Program]], seconds: float, *, turn: str = "") -> dict[tuple[int, str], Said]:
+    """Start programs by node, all at once, and wait until all have ended; what has not after so many `seconds` is stopped.
+
+    Args:
+        turn: tells the programs of several calls on one crew apart.
+
+    Returns:
+        What each said, by (node, its key).
+    """
+    said = {(node, program.key): Said() for node, each in programs.items() for program in each}
+    ended = set[tuple[int, str]]()
+    for node, each in programs.items():
+        crew.send(node, {"type": "go", "processes": [program.process(turn + program.key) for program in each], "secret_names": []})
+    deadline = time.monotonic() + seconds
+    while len(ended) < len(said):
+        for node, frame in crew.lost.items():
+            for who in [who for who in said if who[0] == node and who not in ended]:
+                said[who].error = str(frame["why"])
+                ended.add(who)
+        try:
+            async with asyncio.timeout(min(deadline - time.monotonic(), 1.0)):
+                node, frame = await crew.received.get()
+        except TimeoutError:
+            if time.monotonic() < deadline:
+                continue
+            break
+        who = node, str(frame.get("key", "")).removeprefix(turn)
+        if who in said and str(frame["key"]).startswith(turn):
+            _take(said[who], frame, ended, who)
+    if slow := [who for who in said if who not in ended]:
+        for who in slow:
+            said[who].error = f"no end within {seconds:g} s"
+        frames: dict[int, Frame] = {node: {"type": "stop", "grace": 1.0, "keys": [turn + k for n, k in slow if n == node]} for node in {n for n, _ in slow}}
+        await crew.ask(frames, {"stopped"}, 1.0 + STOP_SECONDS)
+    return said
+
+
+def _take(said: Said, frame: Frame, ended: set[tuple[int, str]], who: tuple[int, str]) -> None:
+    kind = frame["type"]
+    if kind == "output":
+        text = str(frame["text"])
+        said.out += text if frame["stream"] == "out" else ""
+        said.err += text if frame["stream"] != "out" else ""
+    elif kind == "start_failed":
+        said.error = str(frame["error"])
+        ended.add(who)
+    elif kind == "ended":
+        said.code = int(frame["code"])
+        ended.add(who)
+
+
+def on_all(cluster: Cluster, hosts: Sequence[Host], root: Path, argv: Sequence[str], seconds: float, *, launcher: Launcher | None = None) -> dict[str, Said]:
+    """What one command line says on each host, by host, in order."""
+
+    async def run() -> dict[str, Said]:
+        async with open_crew(cluster, hosts, root, "once", launcher=launcher) as crew:
+            answers = await crew.gather(crew.session.connect)
+            await guard(crew)
+            said = await run_together(crew, {node: [Program(argv, dict(cluster.env))] for node in crew.present}, seconds)
+        return {a.host: said[a.node, "0"] if isinstance(a, Hello) and (a.node, "0") in said else Said(error=_why(a)) for a in answers}
+
+    return asyncio.run(run())
+
+
+def _why(answer: Hello | Missing) -> str:
+    return answer.why if isinstance(answer, Missing) else "its agent was lost"

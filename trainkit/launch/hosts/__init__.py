@@ -1,0 +1,1 @@
+"""Which hosts there are, which of them a run takes, and which are in quarantine."""

@@ -1,0 +1,73 @@
+"""Hosts that are suspected of failures: left out for a while. One file a host below <root>/quarantine, so that every run on that root knows."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainkit.base.documents import document, read_form
+from trainkit.base.errors import ConfigError
+from trainkit.base.files import write_json
+
+SCHEMA = "quarantine/1"
+FOLDER = "quarantine"
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """One host's. Times are ISO 8601, in UTC.
+
+    Args:
+        host: its name, in small letters.
+        since: when it was suspected last.
+        until: when it may run again.
+        why: what it did.
+        run: the run that it failed in.
+    """
+
+    host: str
+    since: str
+    until: str
+    why: str
+    run: str
+
+
+def _path(root: Path, host: str) -> Path:
+    return root / FOLDER / f"{host.lower()}.json"  # a hostfile's names hold no slash
+
+
+def suspect(root: Path, host: str, why: str, run: str, seconds: float) -> Quarantine:
+    """Leave `host` out of runs on this root for so many seconds from now."""
+    now = datetime.datetime.now(datetime.UTC)
+    found = Quarantine(host.lower(), _iso(now), _iso(now + datetime.timedelta(seconds=seconds)), why, run)
+    write_json(_path(root, host), document(SCHEMA, **asdict(found)))
+    return found
+
+
+def _iso(time: datetime.datetime) -> str:
+    return time.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def quarantined(root: Path, now: datetime.datetime | None = None) -> dict[str, Quarantine]:
+    """The hosts that are left out now, by name in small letters. Raises ConfigError where a file there is none of these."""
+    now = now or datetime.datetime.now(datetime.UTC)
+    found = {}
+    for path in sorted((root / FOLDER).glob("*.json")):
+        value = read_form(path, SCHEMA)
+        try:
+            entry = Quarantine(*(str(value[key]) for key in ("host", "since", "until", "why", "run")))
+            over = datetime.datetime.fromisoformat(entry.until) <= now
+        except (KeyError, ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is no quarantine of a host: {error}", hint="delete it") from None
+        if not over:
+            found[entry.host] = entry
+    return found
+
+
+def release(root: Path, host: str) -> bool:
+    """Let a host run again; whether it was left out."""
+    there = host.lower() in quarantined(root)
+    if there:  # only then the name is one of a file there, and of no other
+        _path(root, host).unlink(missing_ok=True)
+    return there

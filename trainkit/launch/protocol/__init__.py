@@ -1,0 +1,1 @@
+"""What supervisor, agents and commands say to each other: frames, the server and the client."""

@@ -1,0 +1,281 @@
+"""Runs the units of a stage over hosts: the same units, in the same order and with the same words as `execute_here`, on the agents of
+clusters.X.stages.STAGE.
+
+Units that wait for the network stay on this machine: it has the credentials and the way out, which compute nodes often have not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.process import stop
+from trainkit.jobs.schema import Job
+from trainkit.launch.hosts.hostfile import Host, find_hostfile
+from trainkit.launch.hosts.quarantine import quarantined
+from trainkit.launch.hosts.selection import hosts_of_file
+from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.supervise.agent_pool import Crew
+from trainkit.launch.supervise.orphan_sweep import agreed, open_crew
+from trainkit.stages.contract import Need, Unit
+from trainkit.stages.execute import Reporter
+from trainkit.stages.local import GRACE_SECONDS, POLL_SECONDS, LocalBatch, most_here
+from trainkit.stages.unit_process import Batch, Counted, Ledger
+
+GONE_SECONDS = 5.0  # beyond the grace, until an agent has nothing left of what it stopped
+SEEN_SECONDS = 60.0  # for what a host has written to be seen here: network file systems remember for a while that a file is not there
+TRIES = 3  # hosts that a unit may lose: then it is suspected of being the reason
+ALWAYS_HERE = ("build",)  # it compiles for the interpreter that asks
+# Like `python -m MODULE`, but from the code snapshot whatever else is installed on the node.
+RUN_MODULE = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the units of a stage run.
+
+    Args:
+        job: on whose behalf; its cluster says how hosts are reached, and how long is waited for what.
+        hosts: those of the hostfile that the stage may use.
+        tasks: units side by side on a host.
+        root: the folder that all hosts share.
+        notice: told what a person should know.
+    """
+
+    job: Job
+    hosts: tuple[Host, ...]
+    tasks: int
+    root: Path
+    notice: Callable[[str], None] = lambda text: None
+
+
+def place_of(job: Job, stage: str, notice: Callable[[str], None]) -> Place | None:
+    """Where the units of a stage of `job` run; None: here, as always without clusters.X.stages.STAGE, or without ssh or pdsh to go elsewhere.
+
+    Raises ConfigError where the hostfile has fewer hosts than the stage asks for.
+    """
+    cluster = job.cluster
+    asked = cluster.stages.get(stage)
+    if asked is None or cluster.launcher not in ("ssh", "pdsh") or stage in ALWAYS_HERE:
+        return None
+    path, root = find_hostfile(cluster), Path(cluster.root or ".")
+    bad = quarantined(root)
+    hosts = tuple(host for host in hosts_of_file(path) if host.name.lower() not in bad)
+    if len(hosts) < asked.nodes:
+        left_out = f", without {', '.join(sorted(bad))}, left out as suspected of failures" if bad else ""
+        message = f"clusters.{cluster.name}.stages.{stage}.nodes = {asked.nodes}, and {path} has {len(hosts)} hosts{left_out}"
+        raise ConfigError(message, hint=f"--set cluster.stages.{stage}.nodes={max(1, len(hosts))}")
+    return Place(job, hosts[: asked.nodes], asked.tasks_per_node, root, notice)
+
+
+def execute_on(
+    place: Place, need: Need, units: Sequence[Unit], stamps: Path, reporter: Reporter, *, workers: int | None = None, counted: Counted | None = None
+) -> None:
+    """Run `units` over the hosts of `place`. The first failure, or Ctrl-C, stops the others and leaves finished ones stamped; of a host that is
+    lost, what it had not finished is done by others, once the host has stopped itself.
+
+    Args:
+        workers: units side by side on a host instead of `place.tasks`.
+        counted: told what units have written.
+
+    Raises TrainkitError: a unit's own; 8 if agents did not come, 7 if they disagree, 13 if all hosts are lost.
+    """
+    ledger = Ledger(need, units, stamps, reporter, counted)
+    former = signal.getsignal(signal.SIGTERM)
+    try:
+        asyncio.run(_execute(place, ledger, workers or place.tasks))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        with contextlib.suppress(ValueError):  # not in the main thread: nothing was changed
+            signal.signal(signal.SIGTERM, former)
+
+
+async def _execute(place: Place, ledger: Ledger, tasks: int) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async with open_crew(place.job.cluster, place.hosts, place.root, f"{ledger.need.stage}-{ledger.need.name}") as crew:
+        await agreed(crew)
+        spread = _Spread(place, ledger, crew, tasks)
+        try:
+            await spread.run()
+        finally:
+            await spread.stop()
+
+
+def argv_there(argv: Sequence[str], python: str, code: Path) -> list[str]:
+    """A unit's words on a node: its interpreter, and the modules of the code snapshot."""
+    words = list(argv)
+    if words[0] == sys.executable:
+        words[0] = python
+    if words[1:3] == ["-I", "-m"]:
+        words[1:3] = ["-I", "-c", RUN_MODULE, str(code)]
+    return words
+
+
+class _RemoteBatch(Batch):
+    """A batch whose process is a host's."""
+
+    def __init__(self, units: Sequence[Unit], folder: Path, node: int, host: str) -> None:
+        super().__init__(units, folder, host)
+        self.node, self.unseen_since = node, 0.0
+        for unit in units:
+            self.log(unit).unlink(missing_ok=True)
+
+    def process(self, key: str, crew: Crew) -> dict[str, Any]:
+        """What the agent is told to start."""
+        argv = argv_there(self.units[0].argv, crew.session.python, crew.session.code)
+        env = dict(crew.session.cluster.env)
+        words = [*argv, *map(str, self.specs)]
+        return {"key": key, "argv": words, "env": env, "cwd": str(self.folder), "log": None, "error": None, "heartbeat": False, "whole": True, "output": True}
+
+    def unseen(self) -> Path | None:
+        """An output of a unit that has succeeded and cannot be seen from here yet. Raises TrainkitError after SEEN_SECONDS of that."""
+        path = next((path for unit, _ in self.results for path in unit.outputs if not path.exists()), None)
+        if path is None:
+            self.unseen_since = 0.0
+            return None
+        with contextlib.suppress(OSError):
+            os.scandir(path.parent).close()  # has NFS ask its server about the folder again
+        self.unseen_since = self.unseen_since or time.monotonic()
+        if time.monotonic() - self.unseen_since > SEEN_SECONDS:
+            hint = "is it on a file system that all hosts share?"
+            raise TrainkitError(f"{self.host} has made {path}, which cannot be seen here after {SEEN_SECONDS:g} s", exit=Exit.STAGE_FAILED, hint=hint)
+        return path
+
+    def say(self, data: bytes) -> None:
+        """Take in what the process has said to people."""
+        with open(self.log(self.units[0]), "ab") as log:
+            if not log.tell():
+                log.write(f"on {self.host}:\n".encode())
+            log.write(data)
+
+
+class _Spread:
+    """Units on their way over the hosts of a crew."""
+
+    def __init__(self, place: Place, ledger: Ledger, crew: Crew, tasks: int) -> None:
+        self.place, self.ledger, self.crew, self.tasks = place, ledger, crew, tasks
+        self.remote: dict[str, _RemoteBatch] = {}
+        self.ended: list[_RemoteBatch] = []  # whose outputs are not all seen here yet
+        self.local: list[LocalBatch] = []
+        self.again: list[tuple[float, Unit]] = []  # what lost hosts had not finished, and when they have surely stopped
+        self.lost_hosts: dict[str, list[str]] = {}  # by unit
+        self.begun = 0
+
+    async def run(self) -> None:
+        """Until all is done. Raises TrainkitError at the first failure."""
+        queue = self.ledger.queue
+        while queue or self.remote or self.ended or self.local or self.again:
+            self._begin()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS):
+                    self._take(*await self.crew.received.get())
+            while not self.crew.received.empty():
+                self._take(*self.crew.received.get_nowait())
+            self._settle()
+            self._look_here()
+            for batch in (*self.remote.values(), *self.local):
+                self.ledger.report(batch)
+        self.ledger.close()
+
+    def _begin(self) -> None:
+        now, queue = time.monotonic(), self.ledger.queue
+        for unit in [unit for when, unit in self.again if when <= now]:
+            queue.again(unit)
+        self.again = [(when, unit) for when, unit in self.again if when > now]
+        free = dict.fromkeys(self.crew.present, self.tasks)
+        for batch in self.remote.values():
+            free[batch.node] -= 1
+        if not free and (queue or self.again):
+            raise TrainkitError(f"all {len(self.place.hosts)} hosts are lost: {self._losses()}", exit=Exit.CONTACT_LOST, hint="what is finished is kept")
+        most = {False: self.tasks * len(free), True: most_here(None)[True]}
+        for begun in list(queue.take({False: sum(free.values()), True: most[True] - len(self.local)}, most)):
+            if begun[0].network:
+                self.local.append(LocalBatch(begun, self.ledger.folder))
+                continue
+            node = max(free, key=lambda n: free[n])
+            free[node] -= 1
+            self.begun += 1
+            key = str(self.begun)
+            self.remote[key] = batch = _RemoteBatch(begun, self.ledger.folder, node, self.crew.host(node))
+            self.crew.send(node, {"type": "go", "processes": [batch.process(key, self.crew)], "secret_names": []})
+
+    def _losses(self) -> str:
+        return "; ".join(f"{self.crew.host(node)}: {frame['why']}" for node, frame in sorted(self.crew.lost.items()))
+
+    def _take(self, node: int, frame: Frame) -> None:
+        """What an agent says."""
+        kind = frame["type"]
+        if kind == "lost":
+            return self._lose(node, frame)
+        batch = self.remote.get(str(frame.get("key")))
+        if batch is None or batch.node != node:
+            return None
+        if kind == "output":
+            data = frame["text"].encode("utf-8", "surrogateescape")
+            if frame["stream"] == "out":
+                batch.hear(data)
+            else:
+                batch.say(data)
+        elif kind == "start_failed":
+            raise TrainkitError(f"{batch.units[0].name} could not be started on {batch.host}: {frame['error']}", exit=Exit.STAGE_FAILED)
+        elif kind == "ended":
+            self.ended.append(self.remote.pop(frame["key"]))
+            if batch.unseen() is None:
+                self.ledger.take_results(batch)  # before what it failed at ends all of it
+            batch.end(frame["code"])
+        return None
+
+    def _lose(self, node: int, frame: Frame) -> None:
+        """Let others do what a lost host had not finished; not before it has stopped itself, so that nobody writes the same files meanwhile."""
+        watch, host = self.place.job.cluster.watch, self.crew.host(node)
+        when = time.monotonic() + watch.lease + watch.grace + GONE_SECONDS
+        left = [key for key, batch in self.remote.items() if batch.node == node]
+        batches = [self.remote.pop(key) for key in left]
+        self.ended += batches  # what they have finished counts
+        units = [unit for batch in batches for unit in batch.waiting]
+        self.place.notice(f"{host} is lost ({frame['why']}): its {len(units)} unfinished units go to the other {len(self.crew.present)} hosts")
+        for unit in units:
+            hosts = self.lost_hosts.setdefault(unit.name, [])
+            hosts.append(host)
+            if len(hosts) >= TRIES:
+                raise TrainkitError(f"{unit.name} was on {', '.join(hosts)} when they were lost, one after another", exit=Exit.STAGE_FAILED)
+            self.again.append((when, unit))
+
+    def _settle(self) -> None:
+        """Stamp what hosts have finished, once it is seen here."""
+        for batch in (*self.remote.values(), *self.ended):
+            if batch.results and batch.unseen() is None:
+                self.ledger.take_results(batch)
+        self.ended = [batch for batch in self.ended if batch.results]
+
+    def _look_here(self) -> None:
+        """Take in what this machine's own processes say."""
+        for batch in list(self.local):
+            goes_on = batch.read()
+            self.ledger.take_results(batch)
+            if not goes_on:
+                self.local.remove(batch)
+                batch.collect()
+
+    async def stop(self) -> None:
+        """End what still runs, here and on every host; bounded."""
+        nodes = {batch.node for batch in self.remote.values()}
+        frames: dict[int, Frame] = {node: {"type": "stop", "grace": GRACE_SECONDS, "keys": None} for node in nodes}
+        children = [batch.child for batch in self.local]
+        await asyncio.gather(
+            self.crew.ask(frames, {"stopped"}, GRACE_SECONDS + GONE_SECONDS),
+            asyncio.to_thread(stop, children, GRACE_SECONDS),
+        )

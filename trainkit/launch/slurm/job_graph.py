@@ -1,0 +1,314 @@
+"""The graph of a run: arrays of its stale stages, one small job that notes that they are made and plans, and the run last; all submitted at once.
+
+RUN/launch/stages has graph.json (what is made, written before anything is submitted), jobs.json (Slurm's numbers), the scripts, what the jobs print,
+and ended.json where the small job refuses the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.documents import document, read_form
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.files import write_json, write_text
+from trainkit.jobs.clusters import SlurmOptions
+from trainkit.jobs.schema import Job
+from trainkit.launch.launchers.transports import last_line
+from trainkit.launch.slurm.arrays import (
+    ArrayUnit,
+    Level,
+    SlurmPlace,
+    describe,
+    ends,
+    level_file,
+    levels,
+    over_in_slurm,
+    slurm_place_of,
+    states,
+    submit_level,
+    submit_words,
+    text_of_script,
+    write_levels,
+)
+from trainkit.launch.slurm.sbatch import sbatch, submit, words_after
+from trainkit.launch.slurm.squeue import BEFORE, RUNNING
+from trainkit.launch.start import inputs_path
+from trainkit.runs.folder import RunFolder
+from trainkit.stages.array_task import FORM as LEVEL
+from trainkit.stages.contract import Need, Unit
+from trainkit.stages.execute import stamps_folder
+from trainkit.stages.in_flight import Making, need_digest, write_making
+from trainkit.stages.stamps import read_stamp
+from trainkit.stages.unit_process import failure_of
+
+GRAPH, JOBS, ENDED = "graph/1", "stage-jobs/1", "stages-ended/1"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One need in the graph.
+
+    Args:
+        place: where its units run.
+        need: what it is.
+        units: those to be made by Slurm.
+        inputs: their identities when that was decided.
+        shared: the arrays of another run that are making the very same; then this run submits none.
+    """
+
+    place: SlurmPlace
+    need: Need
+    units: tuple[Unit, ...]
+    inputs: list[Any]
+    shared: Making | None = None
+
+    @property
+    def levels(self) -> list[Level]:
+        return [] if self.shared else levels(self.need, self.units, self.place.asked)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """All that is made before a run.
+
+    Args:
+        parts: in order; each after those before it, since a stage is given so many nodes and no more.
+        deferred: stages of which nobody knows what is needed until the parts are made: the small job makes them.
+    """
+
+    parts: tuple[Part, ...]
+    deferred: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """A job of the graph, but for the run's own. `own`: this run has submitted it."""
+
+    id: str
+    name: str
+    own: bool
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A part whose arrays this run has submitted, for a person who follows."""
+
+    part: Part
+    ids: tuple[str, ...]
+    units: tuple[ArrayUnit, ...]
+
+
+def stages_of(run: RunFolder) -> Path:
+    """The folder of a run's graph."""
+    return run.path / "launch" / "stages"
+
+
+def ready_name(job: Job) -> str:
+    """Name of the small job."""
+    return f"{job.name}-ready"
+
+
+def ready_script(run: RunFolder, job: Job, graph: Graph) -> str:
+    """The script of the small job: on the partition of the stage that it makes itself, else of the last one before it."""
+    place = next((found for stage in graph.deferred if (found := slurm_place_of(job, stage, lambda text: None))), graph.parts[-1].place)
+    shape: SlurmOptions = {"job-name": ready_name(job), "nodes": 1, "ntasks-per-node": place.asked.tasks_per_node if graph.deferred else 1}
+    words = [place.cluster.python or sys.executable, "-I", str(run.code / "trainkit" / "cli" / "run" / "preflight.py"), str(run.path)]
+    return text_of_script(place, shape, f"{stages_of(run)}/{ready_name(job)}-%j.out", words)
+
+
+def describe_ready(job: Job, graph: Graph, after: str) -> str:
+    """One line of the graph, for people."""
+    made = f"makes {', '.join(graph.deferred)}, " if graph.deferred else ""
+    return f"{ready_name(job)}: {made}notes that the stages are made, plans" + (f", after {after} has gone well" if after else "")
+
+
+def submit_graph(run: RunFolder, job: Job, graph: Graph, notice: Callable[[str], None]) -> tuple[str, list[Followed]]:
+    """Submit everything; the run's script is there: (Slurm's number of the run's job, what can be followed). The caller holds the stages' locks.
+
+    Raises TrainkitError (exit 8) where sbatch refuses a job; those before it are the caller's to take out, see `leave.take_out`.
+    """
+    further, folder, code = words_after("0", job.sbatch_options), stages_of(run), run.code.resolve()
+    folder.mkdir(parents=True)
+    units = [write_levels(part.place, part.need, part.levels, _stamps(run, part), code, folder) for part in graph.parts]
+    _write_graph(run, graph)
+    jobs: list[StageJob] = []
+    before: list[str] = []  # whose end what comes next waits for
+    followed = []
+    for part, batches in zip(graph.parts, units, strict=True):
+        if part.shared is not None:
+            jobs += [StageJob(id, part.need.name, own=False) for id in part.shared.jobs]
+            before += _join(run, part, part.shared, notice)
+            continue
+        ids: list[str] = []
+        for level in part.levels:
+            ids.append(submit_level(level, folder, before))
+            _note(run, jobs, StageJob(ids[-1], level.name, own=True))
+            files = tuple(str(level_file(folder, each)) for each in part.levels)
+            made = Making(part.need.lock, part.need.name, need_digest(part.need, part.inputs), tuple(ids), files, (str(run.path),))
+            write_making(_stamps(run, part), made)
+            notice(f"job {ids[-1]}: {describe(level, _named(before))}")
+            before = ids[-1:]
+        followed.append(Followed(part, tuple(ids), tuple(batches)))
+    path = folder / f"{ready_name(job)}.sh"
+    write_text(path, ready_script(run, job, graph), 0o755)
+    ready = sbatch(submit_words(path, ":".join(before) or None), folder, hint=f"its script: {path}")
+    _note(run, jobs, StageJob(ready, ready_name(job), own=True))
+    notice(f"job {ready}: {describe_ready(job, graph, _named(before) or '')}")
+    further = words_after(ready, job.sbatch_options)
+    return submit(run, first_attempt=1, further=further), followed
+
+
+def _join(run: RunFolder, part: Part, making: Making, notice: Callable[[str], None]) -> list[str]:
+    """Wait for another run's arrays: the job that has to go well, if it has not already."""
+    write_making(_stamps(run, part), Making(**{**asdict(making), "runs": (*making.runs, str(run.path))}))
+    notice(f"{part.need.stage} {part.need.name}: {making.words()} make it")
+    return [] if over_in_slurm(making.jobs[-1:]) else [making.jobs[-1]]
+
+
+def _named(ids: Sequence[str]) -> str | None:
+    return " and ".join(f"job {id}" for id in ids) or None
+
+
+def _stamps(run: RunFolder, part: Part) -> Path:
+    return stamps_folder(run.root, part.need.stage)
+
+
+def _note(run: RunFolder, jobs: list[StageJob], job: StageJob) -> None:
+    """At once: whoever takes the run out must know of all that is submitted."""
+    jobs.append(job)
+    write_json(stages_of(run) / "jobs.json", document(JOBS, jobs=[asdict(each) for each in jobs]))
+
+
+def _write_graph(run: RunFolder, graph: Graph) -> None:
+    needs = []
+    for part in graph.parts:
+        need, folder = part.need, stages_of(run)
+        files = part.shared.levels if part.shared else [str(level_file(folder, level)) for level in part.levels]
+        what = {"stage": need.stage, "name": need.name, "lock": need.lock, "version": need.version, "settings": dict(need.settings)}
+        paths = {key: [str(path) for path in getattr(need, key)] for key in ("inputs", "outputs", "scratch")}
+        needs.append({**what, **paths, "seen": part.inputs, "levels": list(files)})
+    write_json(stages_of(run) / "graph.json", document(GRAPH, needs=needs, deferred=list(graph.deferred)))
+
+
+def read_graph(run: RunFolder) -> dict[str, Any] | None:
+    """graph.json; None where the run's stages were made before it was submitted."""
+    path = stages_of(run) / "graph.json"
+    return read_form(path, GRAPH) if path.is_file() else None
+
+
+def need_of(written: Mapping[str, Any]) -> Need:
+    """A need of graph.json, without its units."""
+    inputs, outputs, scratch = (tuple(map(Path, written[key])) for key in ("inputs", "outputs", "scratch"))
+    return Need(written["stage"], written["name"], written["lock"], written["version"], written["settings"], inputs, outputs, (), scratch)
+
+
+def units_of(written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What was submitted for a need of graph.json, as its tasks read it."""
+    for path in written["levels"]:
+        for share in read_form(Path(path), LEVEL)["shares"]:
+            yield from share
+
+
+def is_made(unit: Mapping[str, Any]) -> bool:
+    """Whether a unit's last success was with what was submitted; its outputs may have been joined and swept since."""
+    stamp = read_stamp(Path(unit["stamp"]))
+    return stamp is not None and stamp.get("spec") == unit["digest"]
+
+
+def read_stage_jobs(run: RunFolder) -> list[StageJob]:
+    """The jobs of the graph; none where there is no graph."""
+    path = stages_of(run) / "jobs.json"
+    return [StageJob(**each) for each in read_form(path, JOBS)["jobs"]] if path.is_file() else []
+
+
+def still_to_be_made(run: RunFolder) -> bool:
+    """Whether the run waits for its stages, or would have to: they were never completed."""
+    return read_graph(run) is not None and not inputs_path(run).is_file()
+
+
+def words_of_stages(run: RunFolder) -> str:
+    """Which job of the graph is at work, or waits; "" where none does any more, or Slurm cannot be asked."""
+    jobs = read_stage_jobs(run)
+    with contextlib.suppress(TrainkitError):
+        seen = states([job.id for job in jobs]) if jobs else []
+        for wanted in (RUNNING, BEFORE):
+            for job in jobs:
+                state = next((state for id, state in seen if id == job.id and state in wanted), "")
+                if state:
+                    return f"job {job.id} ({job.name}) is {state}"
+    return ""
+
+
+def write_ended(run: RunFolder, error: TrainkitError) -> None:
+    """The small job refuses the run: why."""
+    write_json(stages_of(run) / "ended.json", document(ENDED, exit=int(error.exit), **_words(error)))
+
+
+def stage_failure(run: RunFolder) -> dict[str, Any] | None:
+    """Why there are no ranks though the run's job is over: the stage's unit that failed, say. The form of SlurmJob.ended; None: not for its stages."""
+    graph = read_graph(run)
+    if graph is None or inputs_path(run).is_file():
+        return None
+    if (path := stages_of(run) / "ended.json").is_file():
+        return _failure({key: value for key, value in read_form(path, ENDED).items() if key != "schema"})
+    units = []
+    with contextlib.suppress(ConfigError):  # the run that has submitted them may have been deleted
+        units = [unit for need in graph["needs"] for unit in units_of(need)]
+    failed = [(unit, end) for unit in units if (end := _end(unit)) is not None and end["ended"]]
+    if failed:
+        unit, end = failed[0]
+        error = failure_of(unit["name"], end["host"], end["ended"], end.get("error"), Path(unit["log"]))
+        more = f" (and {len(failed) - 1} more units failed)" if len(failed) > 1 else ""
+        cause = {**_words(error), "unit": unit["name"], "host": end["host"], "log": unit["log"]}
+        return _failure({**cause, "message": f"{cause['message']}{more}", "exit": int(error.exit)})
+    jobs = read_stage_jobs(run)
+    try:
+        seen = dict.fromkeys(ends([job.id for job in jobs])) if jobs else {}
+    except TrainkitError:
+        return None
+    bad = [f"job {id} {state}" for id, state in seen if state not in BEFORE | RUNNING | {"COMPLETED"}]
+    if not bad and any(state in BEFORE | RUNNING for _, state in seen):
+        return None
+    said = ", ".join(bad) or "Slurm knows the jobs no more"
+    left = [unit["name"] for unit in units if not is_made(unit)]
+    if left:
+        names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        return _failure({"message": f"{names} did not end: {said}", "exit": int(Exit.STAGE_FAILED), "advice": f"what the jobs printed is in {stages_of(run)}"})
+    output = next(iter(sorted(stages_of(run).glob("*-ready-*.out"))), None)
+    words = f"; {output} ends with: {last_line(output)}" if output else ""
+    return _failure({"message": f"not all jobs that make its stages ended well: {said}{words}", "exit": int(Exit.STAGE_FAILED)})
+
+
+def _failure(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"state": "FAILED", "class": "user", **values}
+
+
+def _words(error: TrainkitError) -> dict[str, str]:
+    """An error's first message and its way out."""
+    first = error.list[0] if isinstance(error, ConfigError) else None
+    place, message, hint = (first.place, first.message, first.hint) if first else (error.place, error.message, error.hint)
+    more = f" (and {len(error.list) - 1} more)" if isinstance(error, ConfigError) and len(error.list) > 1 else ""
+    return {"message": f"{place}: {message}{more}" if place else f"{message}{more}", "advice": hint}
+
+
+def _end(unit: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The last words of a unit's task: {"ended": code, "host": name, "error": what it said}; None where it has not ended."""
+    try:
+        lines = Path(unit["out"]).read_bytes().splitlines()
+    except OSError:
+        return None
+    found: dict[str, Any] = {}
+    for line in lines:
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(said, dict):
+            found |= {key: said[key] for key in ("error", "ended", "host") if key in said}
+    return found if isinstance(found.get("ended"), int) else None

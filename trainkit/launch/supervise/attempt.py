@@ -1,0 +1,411 @@
+"""One attempt of a run: its agents brought together, the ranks started and watched, all stopped at the first bad exit, the truth judged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import read_json, write_json, write_text
+from trainkit.base.process import identity
+from trainkit.base.redact import Redactor
+from trainkit.engines.contract import Command
+from trainkit.jobs.schema import Job
+from trainkit.launch.containers import around, kept_since
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.launchers.contract import Launcher
+from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.server import Door
+from trainkit.launch.session import Session, new_session
+from trainkit.launch.supervise.agent_pool import Crew, Hello
+from trainkit.launch.supervise.failure_rules import Rules
+from trainkit.launch.supervise.hang_report import Stacks
+from trainkit.launch.supervise.heartbeats import Pulse
+from trainkit.launch.supervise.outcome import Ask, LostContact, Outcome, RankEnd, judge_outcome
+from trainkit.launch.supervise.rank_environment import passed_on, rank_environment, world_document
+from trainkit.launch.supervise.rendezvous import NoStart, allocate, gather, rendezvous, reserve
+from trainkit.launch.supervise.stop_requests import Asks
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import EventLog
+
+POLL_SECONDS = 0.05
+ECHO_SECONDS = 0.5  # how long peers of a failed rank have to write down their own view before they are stopped
+TEARDOWN_SECONDS = 90.0  # from the good end of one rank to that of the last: they end at the same step, but rank 0 has reports to finish (W&B waits up to 60 s)
+STOP_SECONDS = 8.0  # beyond the grace, for an agent to prove that nothing is left
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all attempts of one supervisor share.
+
+    Args:
+        launcher: what starts the agents.
+        door: where they knock.
+        secrets: names and values that only the ranks' environment holds.
+        rules: what failures mean.
+        share: run beside other runs on the same slots.
+        asks: what has been asked of the supervisor.
+        show: calls a person's view, never fails.
+        tick: called some twenty times a second, through `show`.
+        notice: called with one line a person should know, through `show`.
+    """
+
+    launcher: Launcher
+    door: Door
+    secrets: Mapping[str, str]
+    rules: Rules
+    share: bool
+    asks: Asks
+    show: Callable[[Callable[[], None]], None]
+    tick: Callable[[], None]
+    notice: Callable[[str], None]
+
+
+@dataclass
+class AttemptEnd:
+    """How an attempt ended, and what the next one must know.
+
+    Args:
+        outcome: exit class and root cause.
+        began: all ranks were started.
+        step: the furthest step of any rank.
+        survivors: processes that outlived everything, by host.
+        unanswered: hosts that did not say what is left on them.
+        doubtful: hosts on which something may still run: contact was lost, or they did not say that nothing is left.
+        lost: how many contacts were lost.
+        lost_at: since when the last of the doubtful ones hears nothing of us, by time.monotonic(); None: there are none, or nothing is left there.
+        again: another attempt follows; the supervisor decides.
+        budget: what another attempt, here or later, has used up; "": there is to be none.
+    """
+
+    outcome: Outcome
+    began: bool = False
+    step: int = 0
+    survivors: list[dict[str, Any]] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)
+    doubtful: list[str] = field(default_factory=list)
+    lost: int = 0
+    lost_at: float | None = None
+    again: bool = False
+    budget: str = ""
+
+
+class _Asked(Exception):
+    """Somebody asked to stop before the ranks ran."""
+
+
+class Attempt:
+    """One attempt.
+
+    Args:
+        run: the run.
+        number: the attempt's number; its folders do not exist yet.
+        job: as the attempt runs it; `job.nodes` is the number of hosts.
+        hosts: nodes in order of ranks.
+        command: what the ranks run.
+        setting: of the supervisor.
+    """
+
+    def __init__(self, run: RunFolder, number: int, job: Job, hosts: Sequence[Host], command: Command, setting: Setting) -> None:
+        self.run, self.job, self.command, self.setting = run, job, command, setting
+        self.folder = run.attempt(number)
+        code = run.root / "code" / run.code.resolve().name
+        logs = self.folder.path / "launch"
+        folder = run.session(number)
+        self.session: Session = new_session(
+            folder, run.id, number, hosts, job.cluster, code, logs, passed_on(), around(job, folder, run.id, number, kept_since(run))
+        )
+        self.events = EventLog(self.folder)
+        self.pulse = Pulse(self.folder, job.cluster.watch)
+        self.stacks = Stacks(self.folder)
+        self.redactor = Redactor(setting.secrets.values())
+        self.world: dict[str, Any] = {}
+        self.node_of: dict[int, int] = {}
+        self.running: set[int] = set()
+        self.waiting: set[int] = set()  # ranks whose start is not confirmed
+        self.ends: list[RankEnd] = []
+        self.losses: list[LostContact] = []
+        self.stopped: dict[int, list[dict[str, Any]]] = {}  # what is left, by the nodes that have said so
+        self.not_started: list[tuple[str, str]] = []
+        self.lost_at: float | None = None
+        self.heeded = self.told_to_save = self.began = False
+
+    def record_start(self) -> None:
+        """Write the first event: from now on the run's state hangs on this process's life."""
+        self.events.write("started", run=self.run.id, attempt=self.folder.number, supervisor=identity().as_dict(), world_size=self.job.world_size)
+
+    async def go(self) -> AttemptEnd:
+        """Start the ranks, follow them to their end, judge it. Leaves nothing running on any host that can be reached. Writes no "ended"."""
+        survivors: list[dict[str, Any]] = []
+        outcome: Outcome | None = None
+        try:
+            door = self.setting.door
+            self.session.write(self.run.root, door.address, door.port, self.setting.secrets)
+            async with Crew(self.session, self.setting.launcher, door) as crew:
+                try:
+                    outcome = await self._guarded(crew)
+                finally:
+                    survivors = await self._stop_all(crew, "the supervisor ends")
+        except NoStart as error:
+            outcome = error.outcome
+        except TrainkitError as error:
+            outcome = Outcome(error.exit, "user" if error.exit == Exit.CONFIG else "infra", {"message": error.message, "advice": error.hint})
+        except OSError as error:
+            outcome = Outcome(Exit.RANK_INFRA, "infra", {"message": f"the supervisor cannot go on: {error}"})
+        except Exception as error:  # ours, or what a host said that nobody foresaw: what is left on the hosts is still to be told
+            traceback.print_exc()
+            outcome = Outcome(Exit.BUG, "infra", {"message": f"the supervisor failed: {type(error).__name__}: {error}"})
+        finally:
+            self.session.forget_secrets()
+        outcome = outcome or judge_outcome(self.ends, len(self.node_of), self.setting.asks.first, self.losses, self.setting.rules)
+        unanswered = [host.name for node, host in enumerate(self.session.hosts) if node not in self.stopped] if self.node_of else []
+        doubtful = {*unanswered, *(lost.host for lost in self.losses), *(each["host"] for each in survivors)}
+        if doubtful and self.lost_at is None:
+            self.lost_at = time.monotonic()
+        return AttemptEnd(
+            self._clean(outcome),
+            began=self.began,
+            step=self.pulse.step(),
+            survivors=survivors,
+            unanswered=unanswered,
+            doubtful=sorted(doubtful),
+            lost=len(self.losses),
+            lost_at=self.lost_at,
+        )
+
+    async def _guarded(self, crew: Crew) -> Outcome | None:
+        """The attempt up to the point where everything has ended or has to be stopped; the outcome where it is known without judging ends."""
+        try:
+            await self._interruptible(self._come_together(crew))
+            await self._start(crew)
+            return await self._watch(crew)
+        except NoStart as error:
+            return error.outcome
+        except _Asked:
+            return judge_outcome([], 1, self.setting.asks.first)
+
+    def _clean(self, outcome: Outcome) -> Outcome:
+        return Outcome(outcome.exit, outcome.failure_class, self.redactor.value(outcome.root_cause), outcome.suspects)
+
+    async def _interruptible(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work unless somebody asks to stop meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=POLL_SECONDS)
+                self.setting.show(self.setting.tick)
+                if self.setting.asks.first and not task.done():
+                    raise _Asked
+            task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _come_together(self, crew: Crew) -> None:
+        gpus = self.job.ranks_per_node if self.job.cluster.device_type == "cuda" else 0
+        await gather(crew, gpus=gpus, joined=self._joined)
+        await reserve(crew, self.job, share=self.setting.share)
+        address, port = await rendezvous(crew, self.job)
+        allocation = allocate(crew, self.job, self.command, address, port)
+        self.world = world_document(self.run, self.folder.number, self.command, allocation, network=self.job.cluster.interface is not None)
+        write_json(self.run.world, self.world)
+        for name, text in self.command.files.items():
+            write_text(self.run.path / name, text)
+
+    def _joined(self, hello: Hello) -> None:
+        address, offset = hello.facts.get("address"), round(hello.clock_offset, 3)
+        self.events.note("agent_joined", node=hello.node, host=hello.host, address=address, clock_offset=offset, proof=hello.facts.get("proof"))
+
+    async def _start(self, crew: Crew) -> None:
+        """Start every rank. Raises NoStart (8) with all that could not be started."""
+        for folder in (self.folder.log(0).parent, self.folder.error(0).parent, self.folder.heartbeat(0).parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        a_node = None if self.command.spawn == "per_rank" else 1  # a program that starts the node's ranks itself goes by the first of them
+        for node, entry in enumerate(self.world["nodes"]):
+            self.node_of |= dict.fromkeys(entry["ranks"][:a_node], node)
+        self.waiting = set(self.node_of)
+        for node, entry in enumerate(self.world["nodes"]):
+            processes = [self._process(node, local_rank, rank) for local_rank, rank in enumerate(entry["ranks"][:a_node])]
+            crew.send(node, {"type": "go", "processes": processes, "secret_names": list(self.setting.secrets)})
+        deadline = time.monotonic() + self.session.connect
+        while self.waiting and not self.losses:
+            if time.monotonic() > deadline:
+                hosts = sorted({crew.host(self.node_of[rank]) for rank in self.waiting})
+                raise NoStart(Exit.START, "could not start all ranks", [(host, "hung while starting its ranks") for host in hosts], suspects=hosts)
+            await self._take_next(crew)
+        if self.not_started:
+            raise NoStart(Exit.START, "could not start all ranks", self.not_started)
+        self.session.forget_secrets()  # every agent has read them
+        self.events.write("go")
+        self.began = True
+        self.pulse.begin()
+
+    def _process(self, node: int, local_rank: int, rank: int) -> dict[str, Any]:
+        paths = {"log": str(self.folder.log(rank)), "error": str(self.folder.error(rank))}
+        environment = rank_environment(self.world, node, local_rank, self.folder)
+        flags = {"heartbeat": True, "whole": False, "output": False}
+        return {"key": str(rank), "argv": list(self.command.argv), "env": environment, "cwd": str(self.command.cwd), **paths, **flags}
+
+    async def _watch(self, crew: Crew) -> Outcome | None:
+        """Follow the ranks until none runs or all must be stopped; an outcome only for a hang."""
+        deadline = float("inf")  # when ranks that still run are stopped
+        seen = 0
+        while self.running:
+            await self._take_next(crew)
+            for end in self.ends[seen:]:
+                well = end.done or end.code == Exit.PREEMPTED or (end.code == Exit.DONE and self.setting.asks.first is not None)
+                if end.code == Exit.PREEMPTED and not self.pulse.stepping:
+                    self._tell_to_save(crew)  # whoever told that one did not tell its peers; ranks that make steps agree on it by themselves
+                deadline = min(deadline, time.monotonic() + (TEARDOWN_SECONDS if well else ECHO_SECONDS))
+            seen = len(self.ends)
+            if self.losses:
+                deadline = min(deadline, time.monotonic() + ECHO_SECONDS)
+            if time.monotonic() > deadline:
+                await self._stop_all(crew, "a rank has ended and its peers go on" if not self.losses else "contact with a host was lost")
+                return None
+            if await self._heed(crew):
+                return None
+            if deadline == float("inf") and (seconds := self.pulse.stalled()):
+                return await self._hang(crew, seconds)
+        return None
+
+    async def _heed(self, crew: Crew) -> bool:
+        """Do what was asked since last time; whether everything was stopped."""
+        asks = self.setting.asks
+        if asks.at_once:
+            await self._stop_all(crew, "it was asked to stop at once")
+            return True
+        if asks.first and not self.heeded:
+            self.heeded = True
+            how = "Ctrl-C again stops at once" if asks.first == Ask.INTERRUPT else "a second signal stops at once"
+            self.setting.show(lambda: self.setting.notice(f"saving at the end of this step, then stopping; {how}"))
+            self._tell_to_save(crew)
+        return False
+
+    def _tell_to_save(self, crew: Crew) -> None:
+        """Have all ranks save at the end of their step and leave; once."""
+        if self.told_to_save:
+            return
+        self.told_to_save = True
+        self.events.write("saving", ranks=sorted(self.running))
+        for node in crew.present:
+            crew.send(node, {"type": "signal", "signal": "USR1", "keys": None})
+
+    async def _hang(self, crew: Crew, seconds: float) -> Outcome:
+        """Nobody moves: have all stacks written, name who is missing, stop."""
+        self.setting.show(lambda: self.setting.notice(f"no rank has moved for {seconds:.0f} s: looking at their stacks, then stopping"))
+        nodes = crew.present
+        for node in nodes:
+            crew.send(node, {"type": "stacks", "py_spy": True})
+        deadline = time.monotonic() + self.stacks.seconds
+        while time.monotonic() < deadline and not self.losses and not self.stacks.complete(nodes):
+            await self._take_next(crew)
+        self.stacks.write()
+        hang = self.stacks.judge(self.pulse, self.running, lambda rank: crew.host(self.node_of[rank]), seconds)
+        self.events.write("hang", **{key: hang.root_cause[key] for key in ("missing", "silent", "states", "stacks")} if hang.root_cause else {})
+        await self._stop_all(crew, "it hangs")
+        return hang
+
+    async def _take_next(self, crew: Crew) -> None:
+        """Take in what has come, waiting a little for it; then let the view look."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_SECONDS):
+                self._take(crew, *await crew.received.get())
+        while not crew.received.empty():
+            self._take(crew, *crew.received.get_nowait())
+        self.setting.show(self.setting.tick)
+
+    def _take(self, crew: Crew, node: int, frame: Frame) -> None:
+        kind = frame["type"]
+        if kind == "heartbeat":
+            for key, beat in frame["beats"].items():
+                self.pulse.take(int(key), beat)
+        elif kind == "started":
+            self._started(int(frame["key"]), crew.host(node), frame["pid"])
+        elif kind == "start_failed":
+            self.waiting.discard(int(frame["key"]))
+            self.not_started.append((crew.host(node), f"rank {frame['key']}: {frame['error']}"))
+        elif kind == "ended":
+            self._ended(crew, node, frame)
+        elif kind == "stopped":
+            self.stopped[node] = [{"host": crew.host(node), **left} for left in frame["left"]]
+        elif kind == "stacks":
+            self.stacks.take(node, frame)
+        elif kind == "output":
+            self._note("agent_said", node=node, host=crew.host(node), text=frame.get("text"))
+        elif kind == "lost":
+            self._lost(crew, node, frame)
+
+    def _started(self, rank: int, host: str, pid: int) -> None:
+        self.waiting.discard(rank)
+        self.running.add(rank)
+        self._note("rank_started", rank=rank, host=host, pid=pid)
+
+    def _ended(self, crew: Crew, node: int, frame: Frame) -> None:
+        rank = int(frame["key"])
+        self.waiting.discard(rank)
+        self.running.discard(rank)
+        time_here = float(frame["time"]) - crew.hellos[node].clock_offset
+        error = self._redacted_error(rank) if frame.get("error") else None
+        end = RankEnd(
+            rank=rank,
+            host=crew.host(node),
+            code=int(frame["code"]),
+            time=time_here,
+            stopped=bool(frame["stopped"]),
+            done=bool(frame["done"]),
+            error=error,
+            last=[self.redactor.text(line) for line in frame.get("last", ())],
+            oom=bool(frame.get("oom")),
+            log=str(self.folder.log(rank)),
+        )
+        self.ends.append(end)
+        self._note("rank_ended", rank=rank, code=end.code, stopped=end.stopped, done=end.done)
+
+    def _note(self, event: str, **values: Any) -> None:
+        """Tell of one rank. What is decided is decided by what we hold in memory: a full disk loses the line, not the run."""
+        with contextlib.suppress(OSError):
+            self.events.note(event, **values)
+
+    def _redacted_error(self, rank: int) -> dict[str, Any] | None:
+        """What the rank wrote down about its failure, with secrets taken out, of the file too."""
+        path = self.folder.error(rank)
+        try:
+            value = read_json(path)
+            clean = self.redactor.value(value)
+            if clean != value:
+                write_json(path, clean)
+        except (OSError, ValueError):
+            return None
+        return clean if isinstance(clean, dict) else None
+
+    def _lost(self, crew: Crew, node: int, frame: Frame) -> None:
+        gone = {rank for rank, where in self.node_of.items() if where == node}
+        if node not in self.stopped or gone & self.running:
+            ago = float(frame["ago"])
+            self.losses.append(LostContact(crew.host(node), frame["why"], time.time() - ago, frame["silent"]))
+            self.lost_at = max(self.lost_at or 0.0, time.monotonic() - ago)
+            with contextlib.suppress(OSError):  # a full disk must not keep us from stopping the others
+                self.events.write("contact_lost", node=node, host=crew.host(node), why=frame["why"])
+        self.running -= gone
+        self.waiting -= gone
+
+    async def _stop_all(self, crew: Crew, reason: str) -> list[dict[str, Any]]:
+        """TERM, KILL after the grace, on every host; returns what outlived that, from those that answered."""
+        grace = self.job.cluster.watch.grace
+        nodes = [node for node in crew.present if node not in self.stopped] if self.node_of else []
+        if nodes:
+            for node in nodes:
+                crew.send(node, {"type": "stop", "grace": grace, "keys": None})
+            if self.running:
+                with contextlib.suppress(OSError):
+                    self.events.write("stopping", reason=reason, ranks=sorted(self.running))
+            deadline = time.monotonic() + grace + STOP_SECONDS
+            while time.monotonic() < deadline and any(node not in self.stopped and node not in crew.lost for node in nodes):
+                await self._take_next(crew)
+        return [left for found in self.stopped.values() for left in found]

@@ -1,0 +1,143 @@
+"""Who runs where, as one JSON file in the run folder: launch/world.json. The ranks' environment follows from it alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainkit.base.documents import document
+from trainkit.base.errors import ConfigError
+from trainkit.base.redact import SHORTEST
+from trainkit.engines.contract import Command
+from trainkit.jobs.schema import Job
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.runs.folder import AttemptFolder, RunFolder
+
+PORTS = range(20000, 32000)  # below Linux's ephemeral range, so that no outgoing connection takes one meanwhile
+CANDIDATES = 64
+# What local ranks have of their caller's environment. Everything else they need is named in jobs.toml. On other hosts they have what a login there gives.
+PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host and the ranks on it, in order. `interface` holds the address; `visible` is its CUDA_VISIBLE_DEVICES, None: as it is there."""
+
+    host: str
+    address: str
+    node_rank: int
+    ranks: tuple[int, ...]
+    interface: str | None = None
+    visible: str | None = None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Hosts in rank order, and where rank 0 listens."""
+
+    nodes: tuple[Node, ...]
+    master_addr: str
+    master_port: int
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(node.ranks) for node in self.nodes)
+
+
+def port_candidates(seed: str) -> list[int]:
+    """Ports to try in turn; `seed` (the run and attempt) decides."""
+    start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big")
+    return [PORTS[(start + i * 7) % len(PORTS)] for i in range(CANDIDATES)]
+
+
+def passed_on() -> dict[str, str]:
+    """The environment of a local agent."""
+    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+
+
+def slot_names(job: Job, host: Host) -> list[str]:
+    """The slots the job takes on a host: "cpu", or one a GPU, by the numbers that CUDA_VISIBLE_DEVICES gives them (the ranks see it too)."""
+    if job.cluster.launcher == "slurm":
+        return []  # Slurm shares its nodes out itself
+    if job.cluster.device_type == "cpu":
+        return ["cpu"]
+    return [f"gpu{number}" for number in visible_devices(job, host)]
+
+
+def visible_devices(job: Job, host: Host) -> list[str]:
+    """GPUs of the job's ranks on a host: the hostfile's slots; on this machine alone, the first of those that the caller may see."""
+    if job.cluster.launcher != "local":
+        return [str(slot) for slot in host.slots]
+    seen = {**os.environ, **job.environment}.get("CUDA_VISIBLE_DEVICES", "")
+    visible = [name.strip() for name in seen.split(",") if name.strip()]
+    return (visible or list(map(str, range(job.ranks_per_node))))[: job.ranks_per_node]
+
+
+def secret_values(names: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
+    """Values of the named secrets.
+
+    Raises ConfigError naming every one that must be there and is not ("NAME?" may be absent), and every one too short to be kept out of logs.
+    """
+    missing = [n for n in names if not n.endswith("?") and not environment.get(n)]
+    short = [n for n in names if 0 < len(environment.get(n.rstrip("?"), "")) < SHORTEST]
+    if short:
+        raise ConfigError(f"secrets of fewer than {SHORTEST} characters cannot be kept out of logs: {', '.join(short)}")
+    if missing:
+        raise ConfigError(
+            f"secrets not in the environment: {', '.join(missing)}", hint="export them, or write NAME? in clusters.X.secrets where one is optional"
+        )
+    plain = [n.rstrip("?") for n in names]
+    return {n: environment[n] for n in plain if environment.get(n)}
+
+
+def world_document(run: RunFolder, attempt: int, command: Command, allocation: Allocation, *, network: bool = False) -> dict[str, Any]:
+    """The form world/1. `network`: the cluster names the network its ranks talk over."""
+    return document(
+        "world/1",
+        run=run.id,
+        attempt=attempt,
+        world_size=allocation.world_size,
+        master_addr=allocation.master_addr,
+        master_port=allocation.master_port,
+        network=network,
+        nodes=[asdict(node) for node in allocation.nodes],
+        command=command.to_json(),
+    )
+
+
+def rank_environment(world: Mapping[str, Any], node_rank: int, local_rank: int, attempt: AttemptFolder) -> dict[str, str]:
+    """What one rank has in its environment beyond what its host gives it: the command's, torch's variables, and where to report.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are torchrun's
+    (PyTorch documentation, "torchrun"), TORCHELASTIC_ERROR_FILE too. The agent adds secrets, TRAINKIT_HEARTBEAT_FILE (where the rank says how far
+    it is), TRAINKIT_PARENT_PID (whose end ends the rank) and TRAINKIT_RUN (by which a process is known as the run's).
+    """
+    node = world["nodes"][node_rank]
+    rank = node["ranks"][local_rank]
+    own = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world["world_size"]),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(len(node["ranks"])),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(len(world["nodes"])),
+        "MASTER_ADDR": world["master_addr"],
+        "MASTER_PORT": str(world["master_port"]),
+        "TORCHELASTIC_ERROR_FILE": str(attempt.error(rank)),
+    }
+    return {**_devices_and_network(world, node), **world["command"]["env"], **own}
+
+
+def _devices_and_network(world: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, str]:
+    """Which GPUs, and which interface: gloo would take the one that the host's own name stands for, which on many machines is the loopback one."""
+    found = {} if node["visible"] is None else {"CUDA_VISIBLE_DEVICES": node["visible"]}
+    if world["master_addr"] == "127.0.0.1":
+        return found | {"GLOO_SOCKET_IFNAME": "lo"}
+    if node["interface"]:
+        found["GLOO_SOCKET_IFNAME"] = node["interface"]
+        if world["network"]:
+            found["NCCL_SOCKET_IFNAME"] = f"={node['interface']}"
+    return found

@@ -1,0 +1,45 @@
+"""What asks a supervisor to end its run: Ctrl-C, TERM, the hang-up of a closed terminal, and `invoke cancel`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+from trainkit.launch.supervise.outcome import Ask
+
+
+class Asks:
+    """What has been asked so far. The first signal asks to save and stop, a second to stop at once."""
+
+    signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.first: Ask | None = None
+        self.at_once = False
+
+    def save(self, who: Ask) -> None:
+        """Save at the end of the step, then stop."""
+        self.first = self.first or who
+
+    def stop(self) -> None:
+        """Stop at once; `invoke cancel` is a last word whatever was asked before."""
+        self.first, self.at_once = Ask.CANCEL, True
+
+    def heeded(self) -> list[int]:
+        """Those to take: not what was ignored before, which is nohup's wish."""
+        return [number for number in self.signals if signal.getsignal(number) != signal.SIG_IGN]
+
+    def _heard(self, number: int, frame: object) -> None:
+        self.at_once = self.first is not None
+        self.save(Ask.INTERRUPT if number == signal.SIGINT else Ask.SAVE)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Asks]:
+        """Take the signals for the block; afterwards they are as before."""
+        before = {number: signal.signal(number, self._heard) for number in self.heeded()}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,398 @@
+"""The supervisor of a run: one attempt after another until it is done, asked to stop, or out of budgets.
+
+As a program: python -I RUN/code/trainkit/launch/supervise/supervisor.py RUN_FOLDER [--share], in a session of its own; docs/dispatch.md says what dies when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from trainkit.base.documents import document
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.files import keep_others_from_writing, write_json
+from trainkit.base.locks import Busy, locked
+from trainkit.base.process import identity
+from trainkit.engines import ENGINES, Engine
+from trainkit.engines.rules import RULES
+from trainkit.jobs.resolved import read_job
+from trainkit.jobs.resume_changes import changed_job, write_changed_job
+from trainkit.jobs.schema import Job
+from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.hosts.quarantine import suspect
+from trainkit.launch.hosts.selection import read_hosts
+from trainkit.launch.launchers import LAUNCHERS, head_address
+from trainkit.launch.launchers.contract import Launcher
+from trainkit.launch.protocol.server import Door, Link
+from trainkit.launch.session import SECRETS
+from trainkit.launch.supervise.attempt import Attempt, AttemptEnd, Setting
+from trainkit.launch.supervise.failure_rules import rules_of
+from trainkit.launch.supervise.observer import Watch, nobody
+from trainkit.launch.supervise.orphan_sweep import SweepReport, sweep_hosts
+from trainkit.launch.supervise.outcome import Ask, Outcome, judge_outcome
+from trainkit.launch.supervise.retry_policy import Budgets, Choice
+from trainkit.launch.supervise.stop_requests import Asks
+from trainkit.plan.planner import make_plan
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import read_events, read_supervisor
+
+SIGN_SECONDS = 5.0  # between signs of life
+CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
+SWEEP_SECONDS = 5.0  # for an agent to come to a host that has just lost one
+PAUSES = (0.0, 30.0, 300.0)  # before the tries that follow the first, second and later ones in a row that did not begin
+OWN_STOP_SECONDS = 5.0  # beyond lease and grace, until a host that we lost has surely stopped itself
+
+
+class Supervisor:
+    """All attempts of one run that follow each other without a person.
+
+    Args:
+        run: its folder, complete: job.json, launch/hosts.json, code.
+        secrets: names and values that only the ranks' environment holds.
+        asks: what is asked of us.
+        watch: how a person follows.
+        share: run beside other runs on the same slots.
+        launcher: another than the job's.
+        engine: another than the job's.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        secrets: Mapping[str, str],
+        asks: Asks,
+        watch: Watch,
+        *,
+        share: bool,
+        launcher: Launcher | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        self.run, self.secrets, self.asks, self.watch, self.share = run, secrets, asks, watch, share
+        self.job = read_job(run.job)
+        self.hosts = Choice(read_hosts(run).hosts)
+        self.launcher = launcher or LAUNCHERS[self.job.cluster.launcher]
+        self.engine = engine or ENGINES[self.job.engine]
+        self.budgets = Budgets(self.job.retries)
+        self.door = Door(self._stranger)
+        self.pen = threading.Lock()  # of our sign: the last word must be written last
+        self.attempt: Attempt | None = None
+        self.viewing = True
+        self.false_starts = 0  # attempts in a row whose ranks did not begin
+        self.began = self.ended = self.goes_on = False
+
+    async def supervise(self) -> Outcome:
+        """Attempt after attempt; the last one's outcome. Never leaves a process behind on a host that can be reached."""
+        await self.door.listen(self.address())
+        self.door.guests["control"] = self._control
+        former = self._former_attempt()
+        signing = asyncio.create_task(self._keep_signing())
+        try:
+            await self._fence(*former)
+            if (outcome := self._asked_between(None)) is not None:
+                return outcome
+            while True:
+                end = await self._one_attempt()
+                if not self._goes_on(end):
+                    return end.outcome
+                await self._until_lost_hosts_have_stopped(end)
+                await self._pause(end)
+                if (outcome := self._asked_between(end)) is not None:
+                    return outcome
+        finally:
+            signing.cancel()
+            await asyncio.gather(signing, return_exceptions=True)
+            if self.attempt is not None:
+                self.attempt.events.close()
+            self.ended = True
+            with contextlib.suppress(OSError):  # the attempt's last event says how it ended, and that we are gone can be seen
+                self._sign()
+            await self.door.close()
+
+    def address(self) -> str:
+        """Where to listen: an address of this machine that all agents reach."""
+        return "127.0.0.1" if self.launcher.name in ("local", "debug") else head_address(self.job.cluster, self.hosts.hosts)
+
+    def _former_attempt(self) -> tuple[list[Host], float]:
+        """(Hosts on which something of the attempt before our first may still run, when their supervisor was last seen, by time.time()): of an attempt
+        whose supervisor died, or could not learn of every host that nothing is left."""
+        attempts = self.run.attempts()
+        if not attempts or self.launcher.name == "slurm":  # Slurm ends what its jobs leave
+            return [], 0.0
+        events, sign = read_events(attempts[-1]), read_supervisor(self.run)
+        ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
+        if ended is not None and not ended["survivors"] and not ended.get("unanswered"):
+            return [], 0.0
+        names = dict.fromkeys(event["host"] for event in events if event["event"] == "agent_joined")
+        known = {host.name: host for host in self.hosts.hosts}
+        return [known.get(name) or Host(name) for name in names], sign.time if sign is not None else time.time()
+
+    async def _fence(self, hosts: Sequence[Host], seen: float) -> None:
+        """Let nothing of an earlier attempt write beside the first of ours: ask its hosts; one that cannot prove that nothing is left has until its lease
+        and its grace are over."""
+        if not hosts:
+            return
+        number = self.run.attempts()[-1].number
+        with contextlib.suppress(OSError, ValueError):  # whoever wants us to stop finds the token of that attempt
+            self.door.token = bytes.fromhex((self.run.session(number) / "token").read_text().strip())
+        self._sign()
+        if await self._sweep(hosts) == len(hosts):
+            return
+        watch = self.job.cluster.watch
+        until = min(seen, time.time()) + SIGN_SECONDS + watch.lease + watch.grace + OWN_STOP_SECONDS
+        if until > time.time():
+            told = f"not every host of the attempt before can be asked: waiting {until - time.time():.0f} s, until what it left has stopped by itself"
+            self.show(lambda: self.watch.notice(told))
+        await self._wait(until - time.time())
+
+    def _asked_between(self, end: AttemptEnd | None) -> Outcome | None:
+        """The outcome where somebody asks to stop while no attempt is under way; `end`: of the one before, whose last word that becomes."""
+        if not self.asks.first:
+            return None
+        outcome = judge_outcome([], 1, self.asks.first)
+        if end is not None:
+            end.outcome, end.budget = outcome, ""
+            self._record(end)
+        return outcome
+
+    async def _pause(self, end: AttemptEnd) -> None:
+        """Wait before another try where one did not even begin: a switch that reboots takes minutes, and the budget is small."""
+        self.false_starts = 0 if end.began else self.false_starts + 1
+        if self.false_starts:
+            await self._wait(PAUSES[min(self.false_starts, len(PAUSES)) - 1])
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait, unless somebody asks to stop."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.asks.first:
+            self.show(self.watch.tick)
+            await asyncio.sleep(0.1)
+
+    async def _one_attempt(self) -> AttemptEnd:
+        former = self.run.attempts()
+        for old in former:  # what a supervisor that was killed could not take away
+            (self.run.session(old.number) / SECRETS).unlink(missing_ok=True)
+        number = max((a.number for a in former), default=0) + 1
+        first = self.attempt is None
+        hosts = self._choose()
+        command = self.engine.command(self.job, self.run, number)
+        rules = rules_of(self.job.cluster)
+        asks, tick, notice = self.asks, self.watch.tick, self.watch.notice
+        setting = Setting(self.launcher, self.door, self.secrets, rules, self.share, asks, self.show, tick, notice)
+        if self.attempt is not None:
+            self.attempt.events.close()
+        self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, setting)
+        attempt.record_start()
+        self._sign()
+        if first:
+            self.show(lambda: self.watch.begin(self.run))
+        try:
+            end = await attempt.go()
+        except BaseException as error:
+            end = AttemptEnd(Outcome(Exit.BUG, "infra", {"message": f"the supervisor failed: {type(error).__name__}: {error}"}))
+            self._record(end)
+            attempt.events.close()
+            raise
+        end = self._judged(end)
+        self._record(end)
+        if end.doubtful and await self._sweep([host for host in hosts if host.name in end.doubtful]) == len(end.doubtful):
+            end.lost_at = None
+        return end
+
+    async def _sweep(self, hosts: Sequence[Host]) -> int:
+        """End what dead agents have left: their keepers see to it, but whoever kills an agent may have killed its keeper too. Returns how many hosts
+        have proved that nothing is left."""
+        if not hosts:
+            return 0
+        try:
+            async with asyncio.timeout(2 * SWEEP_SECONDS):
+                reports = await sweep_hosts(self.run, self.job.cluster, hosts, SWEEP_SECONDS, kill=True, launcher=self.launcher)
+        except (TrainkitError, OSError, TimeoutError) as error:
+            reports = [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
+        if self.attempt is not None:
+            for report in reports:
+                self.attempt.events.write("swept", **asdict(report))
+        return sum(report.error is None and not report.left for report in reports)
+
+    def _judged(self, end: AttemptEnd) -> AttemptEnd:
+        """The end with its verdict: whether there will be another attempt."""
+        outcome = end.outcome
+        if self.asks.first or outcome.failure_class in ("success", "cancelled"):
+            return end
+        self.began = self.began or end.began
+        cause = outcome.root_cause or {}
+        whys = {row["host"]: row["why"] for row in cause.get("hosts", ())}
+        suspects = {host: str(whys.get(host) or cause.get("message")) for host in outcome.suspects} if len(self.hosts.hosts) > 1 else {}
+        if 2 * max(len(suspects), end.lost) > max(2, self.job.nodes):  # this machine, its network or the shared root is to blame, not all of them
+            suspects = {}
+        self.hosts.left_out |= suspects
+        if not self.began and not (suspects and len(self.hosts.usable()) >= self.job.nodes):
+            return end  # a person waits for this start, and no spare can mend it
+        unsaved = outcome.failure_class == "preempted" and not cause.get("saved", True)  # nobody asked us, and nothing came of it
+        verdict = self.budgets.after(end, "infra" if unsaved else "")
+        end.again = verdict == "again"
+        self.goes_on = end.again
+        self._leave_out(suspects)
+        if verdict == "no-progress":
+            cause = {**cause, "class": "no-progress"}
+            cause["message"] = f"failed {self.budgets.same_step} times in the same way at step {end.step}: {cause.get('message')}"
+            end.outcome = Outcome(Exit.NO_PROGRESS, "no-progress", cause, outcome.suspects)
+        return end
+
+    def _leave_out(self, suspects: Mapping[str, str]) -> None:
+        """Say which hosts the next attempt will not have, and keep them from other runs for a while; but never for what a person who tries to start has
+        still to mend."""
+        assert self.attempt is not None
+        for host, why in suspects.items():
+            if self.began and (self.goes_on or len(self.hosts.usable()) >= self.job.nodes):  # else the `resume` that is advised could not begin
+                suspect(self.run.root, host, why, self.run.id, self.job.cluster.quarantine_seconds)
+            self.attempt.events.write("host_left_out", host=host, why=why)
+
+    def _record(self, end: AttemptEnd) -> None:
+        """Write how the attempt ended."""
+        assert self.attempt is not None
+        events, outcome = self.attempt.events, end.outcome
+        rest: dict[str, Any] = {"step": end.step, "survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
+        rest["budget"] = end.budget or None  # said here and not in a later word: we may be killed between the two
+        events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
+
+    def _goes_on(self, end: AttemptEnd) -> bool:
+        """Say what follows, where another attempt does."""
+        assert self.attempt is not None
+        if not end.again:
+            return False
+        number = self.attempt.folder.number
+        failed = f"attempt {number} failed ({end.outcome.failure_class}): {(end.outcome.root_cause or {}).get('message')}"
+        left_out = f"; without {', '.join(self.hosts.left_out)}" if self.hosts.left_out else ""
+        self.show(lambda: self.watch.notice(f"{failed}; going on as attempt {number + 1}{left_out}"))
+        what: dict[str, Any] = {"class": end.outcome.failure_class}
+        self.attempt.events.write("retry", next_attempt=number + 1, left_out=sorted(self.hosts.left_out), **what)
+        return True
+
+    def _choose(self) -> tuple[Host, ...]:
+        """Hosts of the next attempt; the job is changed where there are fewer of them than it had."""
+        hosts = self.hosts.take(self.job.nodes, lambda nodes: self.job.retries.shrink and self._shrunk(nodes) is not None)
+        if len(hosts) < self.job.nodes and (job := self._shrunk(len(hosts))) is not None:
+            told = f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size} ranks"
+            self.show(lambda: self.watch.notice(told))
+            written, self.job = changed_job(self.run.job, [f"nodes={len(hosts)}"])
+            write_changed_job(self.run.job, written)
+            write_json(self.run.plan, make_plan(self.job, rules=RULES[self.job.engine]).to_json())
+        return hosts
+
+    def _shrunk(self, nodes: int) -> Job | None:
+        """The job on fewer nodes; None where the plan or the engine objects."""
+        try:
+            _, job = changed_job(self.run.job, [f"nodes={nodes}"])
+        except ConfigError:
+            return None
+        return job if make_plan(job, rules=RULES[job.engine]).feasible and not self.engine.problems(job) else None
+
+    async def _until_lost_hosts_have_stopped(self, end: AttemptEnd) -> None:
+        """Ranks of a host that we lost end when its lease does, if it cannot tell that they have; two attempts must never write at the same time."""
+        if end.lost_at is None:
+            return
+        watch = self.job.cluster.watch
+        await self._wait(end.lost_at + watch.lease + watch.grace + OWN_STOP_SECONDS - time.monotonic())
+
+    def show(self, view: Callable[[], None]) -> None:
+        """Call a view. One that fails (a closed terminal, a reader that has gone) is called no more; the run goes on."""
+        if not self.viewing:
+            return
+        try:
+            view()
+        except (Exception, SystemExit) as error:  # rich raises SystemExit where the pipe is closed
+            self.viewing = False
+            if self.attempt is not None:
+                self.attempt.events.write("view_lost", reason=f"{type(error).__name__}: {error}")
+
+    async def _keep_signing(self) -> None:
+        while True:
+            await asyncio.sleep(SIGN_SECONDS)
+            with contextlib.suppress(OSError):  # a full disk is told by whoever writes what matters
+                await asyncio.to_thread(self._sign)  # a file system that stalls must not keep the loop from pinging
+
+    def _sign(self) -> None:
+        """Say where we are and that we live."""
+        with self.pen:
+            who, number = identity(), self.attempt.folder.number if self.attempt else max((a.number for a in self.run.attempts()), default=0)
+            rest = {"attempt": number, "address": self.door.address, "port": self.door.port, "ended": self.ended}
+            write_json(self.run.supervisor, document("supervisor/1", identity=who.as_dict(), host=who.host, time=time.time(), **rest))
+
+    def _stranger(self, peer: str, why: str) -> None:
+        if self.attempt is not None:
+            with contextlib.suppress(OSError):
+                self.attempt.events.write("stranger", peer=peer, why=why)
+
+    async def _control(self, link: Link, node: int) -> None:
+        """Somebody who can read the session's token wants something."""
+        async with asyncio.timeout(CONTROL_SECONDS):
+            frame = await link.receive()
+        if frame is not None and frame["type"] == "cancel":
+            if frame.get("save"):
+                self.asks.save(Ask.SAVE)
+            else:
+                self.asks.stop()
+            link.send({"type": "ok"})
+            await link.finish()
+
+
+@contextlib.contextmanager
+def locked_run(run: RunFolder) -> Iterator[None]:
+    """Hold the run's lock: one supervisor a run. Raises TrainkitError (exit 17) where another holds it."""
+    try:
+        with locked(run.path / "lock", {"run": run.id}, wait=False):
+            yield
+    except Busy as busy:
+        raise TrainkitError(
+            f"run {run.id} is running already (pid {busy.holder.get('pid', '?')})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}"
+        ) from None
+
+
+def supervise(
+    run: RunFolder, secrets: Mapping[str, str], watch: Watch, *, share: bool, launcher: Launcher | None = None, engine: Engine | None = None
+) -> Outcome:
+    """Supervise a run to its end in this process's main thread; arguments as of Supervisor. The caller holds the run's lock."""
+    with Asks().listening() as asks:
+        return asyncio.run(Supervisor(run, secrets, asks, watch, share=share, launcher=launcher, engine=engine).supervise())
+
+
+def main() -> None:
+    """The program."""
+    keep_others_from_writing()
+    import os
+
+    from trainkit.launch.supervise.rank_environment import secret_values
+
+    parser = argparse.ArgumentParser(description="The supervisor of one run.")
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--share", action="store_true", help="run beside other runs on the same slots")
+    parser.add_argument("--prolog-failed", type=int, default=0, metavar="CODE", help="of a batch script, here; the other nodes may be good")
+    words = parser.parse_args()
+    run = RunFolder(words.run_folder)
+    try:
+        with locked_run(run):
+            cluster = read_job(run.job).cluster
+            if cluster.launcher == "slurm":
+                from trainkit.launch.slurm.batch_supervisor import supervise_batch
+
+                sys.exit(int(supervise_batch(run, os.environ, prolog=words.prolog_failed).exit))
+            secrets = secret_values(cluster.secrets, os.environ)
+            sys.exit(int(supervise(run, secrets, nobody(), share=words.share).exit))
+    except TrainkitError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        sys.exit(int(error.exit))
+
+
+if __name__ == "__main__":
+    main()

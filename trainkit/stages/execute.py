@@ -1,0 +1,203 @@
+"""Bringing stages up to date: judge, lock, run the units that are missing, stamp."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import TEMPORARY, remove_leftovers
+from trainkit.base.locks import Busy, locked
+from trainkit.jobs.schema import Job
+from trainkit.stages.contract import Need, Stage, Unit
+from trainkit.stages.in_flight import Going, Making, cannot_tell, still_made
+from trainkit.stages.stamps import (
+    Verdict,
+    input_identities,
+    judge,
+    read_stamp,
+    stamp_path,
+    unit_folder,
+    unit_is_fresh,
+    unit_stamp_path,
+    write_stamp,
+    write_times,
+    write_unfinished,
+)
+
+WAIT_SECONDS, LONGEST_WAIT, GROWTH = 1.0, 30.0, 1.4  # between two questions whether Slurm's jobs of another run are done: ever more rarely
+
+
+class Reporter(Protocol):
+    """Who tells the person what happens."""
+
+    def verdict(self, verdict: Verdict) -> None:
+        """A stage was judged."""
+
+    def waiting(self, need: Need, holder: str) -> None:
+        """Another process holds the stage's lock."""
+
+    def started(self, need: Need, units: Sequence[Unit]) -> None:
+        """These units are about to run."""
+
+    def progress(self, unit: Unit, fraction: float) -> None:
+        """A unit has done so much of its work."""
+
+    def finished(self, need: Need) -> None:
+        """All units of the stage have succeeded, or it was given up."""
+
+
+# Runs units in the order their `after` asks for and stamps each that succeeds; raises TrainkitError on the first failure.
+Executor = Callable[[Need, Sequence[Unit], Path, Reporter], None]
+
+
+def stamps_folder(root: Path, stage: str) -> Path:
+    """<root>/stamps/<stage>."""
+    return root / "stamps" / stage
+
+
+def needs_of(job: Job, stages: Sequence[Stage]) -> list[Need]:
+    """What `job` needs, in order."""
+    root = Path(job.cluster.root or ".")
+    return [need for stage in stages for need in stage.needs(job, stamps_folder(root, stage.name))]
+
+
+def needs_in_turn(job: Job, stages: Sequence[Stage]) -> Iterator[Need]:
+    """As `needs_of`, each stage asked when those before it are done: what it needs may depend on their outputs."""
+    root = Path(job.cluster.root or ".")
+    for stage in stages:
+        yield from stage.needs(job, stamps_folder(root, stage.name))
+
+
+def missing_units(need: Need, stamps: Path, *, force: bool) -> list[Unit]:
+    """Units to run: stale ones, and those that come after one that is run. Of a stage that goes by evidence all: they see for themselves what is there."""
+    missing: dict[str, Unit] = {}
+    for unit in need.units:
+        if force or need.evidence or any(name in missing for name in unit.after) or not unit_is_fresh(need, unit, stamps):
+            missing[unit.name] = unit
+    return list(missing.values())
+
+
+def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *, force: bool = False, going: Going = cannot_tell) -> Verdict:
+    """Bring one stage up to date and return what was found before. Two callers at once: the second waits and finds it fresh.
+
+    `going`: asked whether Slurm's jobs of a run are still making it; while they are, this waits.
+    """
+    stamps = stamps_folder(root, need.stage)
+
+    def waits(holder: dict[str, object]) -> None:
+        reporter.waiting(need, f"pid {holder.get('pid', '?')}")
+
+    inputs = input_identities(need)
+    verdict = judge(need, stamps, force=force)
+    if verdict.fresh and not any(folder.is_dir() for folder in {path.parent for path in need.scratch}):
+        reporter.verdict(verdict)
+        with contextlib.suppress(Busy), locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, wait=False):
+            remove_leftovers(stamp_path(stamps, need))
+            write_times(need, stamps, inputs)
+        return verdict
+    said = False
+    while True:
+        with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, on_wait=waits):
+            making = still_made(stamps, need.lock, going)
+            if making is None:
+                verdict = judge(need, stamps, force=force)
+                reporter.verdict(verdict)
+                if verdict.fresh:
+                    remove_leftovers(stamp_path(stamps, need))
+                    sweep(need)  # whoever made it was killed before that
+                else:
+                    _run(need, stamps, execute, reporter, verdict, force)
+                return verdict
+        if not said:
+            reporter.waiting(need, making.words())
+        said = True
+        wait_while(making, going)  # without the lock: those jobs need it to say that they are done
+
+
+def wait_while(making: Making, going: Going) -> None:
+    """Until arrays are over; slurmctld serves the whole cluster, and they take hours."""
+    gap = WAIT_SECONDS
+    while True:
+        time.sleep(gap)
+        if not going(making):
+            return
+        gap = min(LONGEST_WAIT, gap * GROWTH)
+
+
+def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, verdict: Verdict, force: bool) -> None:
+    units, inputs = begin(need, stamps, verdict, force=force)
+    reporter.started(need, units)
+    try:
+        execute(need, units, stamps, reporter)
+    except TrainkitError as error:
+        former = read_stamp(stamp_path(stamps, need)) or {}
+        with contextlib.suppress(OSError):  # a full disk, say: what failed counts more
+            write_unfinished(need, stamps, str(former.get("unfinished", verdict.because)), failed=error.message)
+        raise
+    finally:
+        reporter.finished(need)
+    complete(need, stamps, inputs)
+
+
+def begin(need: Need, stamps: Path, verdict: Verdict, *, force: bool = False) -> tuple[list[Unit], list[Any]]:
+    """Get ready to make what is stale: (units to run, identities of the inputs as they are now). Nothing of it counts as fresh until `complete`.
+
+    The caller holds the stage's lock.
+    """
+    if not need.units:
+        message = f"{need.stage} {need.name} was fresh a moment ago and is not any more: somebody made or deleted something meanwhile"
+        raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint="run it again")
+    former = read_stamp(stamp_path(stamps, need)) or {}
+    write_unfinished(need, stamps, str(former.get("unfinished", verdict.because)))  # the first reason, however often it was interrupted
+    remove_leftovers(stamp_path(stamps, need))
+    _remove_leftovers(path for unit in need.units for path in unit.outputs)
+    inputs = input_identities(need)
+    units = missing_units(need, stamps, force=force)
+    folder = unit_folder(stamps, need.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder / f"{unit.name}{ending}" for unit in need.units for ending in (".json", ".spec.json"))
+    for unit in units:  # one that is cut short must not leave those after it looking fresh
+        unit_stamp_path(stamps, need.name, unit.name).unlink(missing_ok=True)
+    return units, inputs
+
+
+def complete(need: Need, stamps: Path, inputs: list[Any]) -> None:
+    """All units have succeeded: the stamp, for the inputs that `begin` saw."""
+    write_stamp(need, stamps, inputs)
+    sweep(need)
+
+
+def _remove_leftovers(paths: Iterable[Path]) -> None:
+    """Delete what crashed writers of `paths` left beside them; each folder is read once, however many there are."""
+    names: dict[Path, set[str]] = {}
+    for path in paths:
+        names.setdefault(path.parent, set()).add(path.name)
+    for folder, known in names.items():
+        if folder.is_dir():
+            left = [entry.name for entry in os.scandir(folder) if TEMPORARY in entry.name]
+            for name in known.intersection(text.partition(TEMPORARY)[0] for text in left):
+                remove_leftovers(folder / name)
+
+
+def sweep(need: Need) -> None:
+    """Delete what only the units needed."""
+    for path in need.scratch:
+        path.unlink(missing_ok=True)
+    for folder in {path.parent for path in need.scratch}:
+        if folder.is_dir() and not any(folder.iterdir()):
+            shutil.rmtree(folder)
+
+
+def refuse_stale(needs: Sequence[Need], root: Path) -> None:
+    """`--no-stages`: raise (exit 5) naming every stage that is stale and why."""
+    stale = [v for v in (judge(need, stamps_folder(root, need.stage)) for need in needs) if not v.fresh]
+    if stale:
+        raise TrainkitError(
+            "; ".join(map(str, stale)), exit=Exit.STAGE_STALE, hint="run it without --no-stages, or `invoke prep-data` and `invoke build` first"
+        )

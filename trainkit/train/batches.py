@@ -1,0 +1,197 @@
+"""Which samples a rank reads, and the tokens in them. Positions in the order of samples are all there is to remember.
+
+Shapes: B samples of a micro-batch, S tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainkit.base.documents import read_form
+from trainkit.base.errors import ConfigError
+from trainkit.data.indexed.paths import DataFolder
+from trainkit.data.order.loader import Loader, MicroBatch, Plan, plain_memory
+from trainkit.data.order.native import SampleOrder, SplitName
+from trainkit.data.order.open import open_mixture
+from trainkit.data.order.samples import NO_TOKEN, Numbers
+from trainkit.data.tokenizer import end_of_document, load_tokenizer
+from trainkit.jobs.schema import Dataset, Job
+from trainkit.train.metrics.readback import to_device
+from trainkit.train.model.attention import Documents
+from trainkit.train.model.head_loss import NO_LABEL
+from trainkit.train.parallel.data_parallel import World
+from trainkit.train.update.schedule import consumed_after, global_batch_size
+
+
+def data_folder(job: Job, dataset: Dataset | None = None) -> DataFolder:
+    """Where the tokens and the tokenizer of a dataset of the job lie, by default of its own."""
+    return DataFolder(Path(job.cluster.root or "."), dataset or job.dataset)
+
+
+def vocab_size(job: Job) -> int:
+    """Rows of the embedding: the model's vocab_size, else the tokenizer's, else what data preparation counted.
+
+    Raises ConfigError where none is known, or the tokenizer has more ids than the model.
+    """
+    known = job.dataset.tokenizer.vocab_size if job.dataset.tokenizer else None
+    if job.dataset.tokenizer and (manifest := data_folder(job).manifest).is_file():
+        known = int(read_form(manifest, "dataset/1")["vocab_size"])
+    rows = job.model.vocab_size or known
+    if rows is None:
+        raise ConfigError(f"nobody says how large the vocabulary of model {job.model.name!r} is", hint=f"set models.{job.model.name}.vocab_size")
+    if known is not None and known > rows:
+        raise ConfigError(f"tokenizer has {known} ids, model {job.model.name!r} only {rows}", hint="raise model.vocab_size, or leave it out")
+    return rows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank; label s is the token after token s. `checksum` is the sum of xxh32 over its samples' tokens.
+
+    `position` is its first sample's in the order of samples. `positions_BS` and `documents` are there where the job asks for them.
+    """
+
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    checksum: int
+    position: int
+    positions_BS: Tensor | None = None
+    documents: Documents | None = None
+
+
+def micro_batches(consumed: int, global_batch: int, micro_batch: int, world: World) -> list[range]:
+    """Positions of each micro-batch of this rank in the global batch that begins after `consumed` samples.
+
+    Micro-batch m of data-parallel rank r holds consumed + m * (micro_batch * dp) + r * micro_batch + [0, micro_batch), as
+    in Megatron-LM, legacy/data/data_samplers.py MegatronPretrainingSampler. `global_batch` is a multiple of micro_batch * dp.
+    """
+    starts = range(consumed + world.rank * micro_batch, consumed + global_batch, micro_batch * world.size)
+    return [range(start, start + micro_batch) for start in starts]
+
+
+def document_bounds(inputs_BS: NDArray[np.int64], end: int) -> NDArray[np.int64]:
+    """0, where every further sample or document begins, and B * S: a document ends with its end-of-document token `end`."""
+    after = inputs_BS.ravel() == end
+    after[inputs_BS.shape[1] - 1 :: inputs_BS.shape[1]] = True  # a sample begins something new whatever it ends with
+    return np.concatenate([[0], np.flatnonzero(after) + 1])
+
+
+def positions_within(bounds: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Position of every token in its document (as Megatron-LM's reset_position_ids: the end token is its document's last)."""
+    starts = np.repeat(bounds[:-1], np.diff(bounds))
+    positions: NDArray[np.int64] = (np.arange(bounds[-1]) - starts).reshape(shape)
+    return positions
+
+
+def _end_token(job: Job, dataset: Dataset) -> int | None:
+    """The id that ends a document, where an option of the job needs it. Raises ConfigError for data without documents."""
+    t = job.training
+    asked = [key for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(t, key)]
+    if not asked:
+        return None
+    if dataset.tokenizer is None:
+        raise ConfigError(f"training.{asked[0]} needs documents; dataset {dataset.name!r} is random tokens without any")
+    path = data_folder(job, dataset).tokenizer
+    return end_of_document(load_tokenizer(path), dataset.tokenizer.eod_token, path)
+
+
+def _pinned_memory(shape: tuple[int, int]) -> Numbers:
+    """Page-locked memory, from which a copy to the device waits for nothing; torch keeps it until the copy is done, and uses it again."""
+    values: Numbers = torch.empty(shape, dtype=torch.int64, pin_memory=True).numpy()
+    return values
+
+
+def train_plan(job: Job, world: World) -> Plan:
+    """Global batches as training takes them, growing where it says so, to its last step."""
+    micro = job.training.micro_batch_size
+    return Plan(
+        lambda consumed, n: micro_batches(consumed, n, micro, world), lambda at: global_batch_size(job, at), consumed_after(job, job.training.train_iters)
+    )
+
+
+def valid_plan(job: Job, world: World) -> Plan:
+    """The global batches of one evaluation."""
+    micro, whole = job.training.micro_batch_size, job.global_batch_size
+    return Plan(lambda consumed, n: micro_batches(consumed, n, micro, world), lambda at: whole, job.training.eval_iters * whole)
+
+
+class Feed:
+    """The micro-batches of one split for one rank, read some time before they are asked for.
+
+    Args:
+        job: the job.
+        dataset: its dataset, or one of its further validation sets.
+        split: which part of it.
+        world: whose micro-batches.
+        device: where they go.
+
+    Raises:
+        ConfigError: the split has no sample (exit 3), the data or Megatron's index is missing or damaged (exit 5 or 6).
+    """
+
+    def __init__(self, job: Job, dataset: Dataset, split: SplitName, world: World, device: torch.device) -> None:
+        self.device, self.split, self.training, self.name = device, split, job.training, dataset.name
+        self.length, self.vocab = job.model.seq_length, vocab_size(job)
+        self.mixture = open_mixture(job, dataset, split, self.vocab)
+        self.end = _end_token(job, dataset)
+        self.loader = self._loader(self.mixture.order, (train_plan if split == "train" else valid_plan)(job, world))
+
+    def _loader(self, order: SampleOrder, plan: Plan) -> Loader:
+        return Loader(order, self.mixture.samples, self.length, plan, allocate=_pinned_memory if self.device.type == "cuda" else plain_memory)
+
+    def read(self, consumed: int, global_batch: int) -> Iterator[Batch]:
+        """This rank's micro-batches of the global batch of so many samples that begins after `consumed`.
+
+        Raises ConfigError for an id beyond the vocabulary (exit 3), and where a file cannot be read (exit 6).
+        """
+        for batch in self.loader.read(consumed, global_batch):
+            if batch.ids.highest >= self.vocab or batch.ids.lowest < 0:
+                raise self._foreign_id(batch)
+            yield self._batch(batch)
+
+    def where(self, position: int) -> str:
+        """Which sample stands at a position, in words."""
+        dataset, number = self.loader.at(position)
+        return f"sample {number} of the {self.split} split of dataset {self.mixture.names[dataset]!r}"
+
+    def close(self) -> None:
+        """End the threads that read; twice does no harm."""
+        self.loader.close()
+
+    def _foreign_id(self, batch: MicroBatch) -> ConfigError:
+        wrong = batch.ids.highest if batch.ids.highest >= self.vocab else batch.ids.lowest
+        row = int(np.flatnonzero((batch.tokens == wrong).any(1))[0])
+        where = self.where(batch.positions[row])
+        return ConfigError(
+            f"token id {wrong} in {where}, but the model's vocabulary has {self.vocab}", hint="it was prepared with another tokenizer: run prep-data anew"
+        )
+
+    def _batch(self, batch: MicroBatch) -> Batch:
+        samples = batch.tokens
+        checksum = sum(int(xxhash.xxh32_intdigest(row.data)) for row in samples)
+        if self.end is None and not batch.ids.missing:  # one copy to the device for both
+            rows = to_device(torch.from_numpy(samples), self.device)
+            return Batch(rows[:, :-1], rows[:, 1:], checksum, batch.positions.start)
+        inputs, labels = samples[:, :-1], samples[:, 1:]
+        if batch.ids.missing:
+            inputs, labels = np.where(inputs == NO_TOKEN, 0, inputs), np.where(labels == NO_TOKEN, NO_LABEL, labels)
+        positions, documents = None, None
+        if self.end is not None:
+            bounds = document_bounds(inputs, self.end)
+            if self.training.reset_position_ids:
+                positions = to_device(torch.from_numpy(positions_within(bounds, inputs.shape)), self.device)
+            if self.training.reset_attention_mask:
+                bounds_D = to_device(torch.from_numpy(bounds.astype(np.int32)), self.device)
+                documents = Documents(tuple(bounds.tolist()), bounds_D, int(np.diff(bounds).max()))
+            if self.training.eod_mask_loss:
+                labels = np.where(inputs == self.end, NO_LABEL, labels)
+        tokens_BS, labels_BS = (to_device(torch.from_numpy(np.ascontiguousarray(part)), self.device) for part in (inputs, labels))
+        return Batch(tokens_BS, labels_BS, checksum, batch.positions.start, positions, documents)

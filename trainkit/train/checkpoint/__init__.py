@@ -1,0 +1,1 @@
+"""Saving and loading, in torch.distributed.checkpoint's format."""

@@ -1,0 +1,81 @@
+"""The batch of a step once more: its samples read again by the order of samples, and as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from trainkit.base.errors import ConfigError
+from trainkit.data.order.open import open_mixture
+from trainkit.data.order.samples import NO_TOKEN
+from trainkit.data.tokenizer import load_tokenizer
+from trainkit.jobs.schema import Job
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import read_rows
+from trainkit.runs.sample_windows import Window, find_window
+from trainkit.train.batches import data_folder, vocab_size
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One sample of a batch.
+
+    Args:
+        position: in the order of samples.
+        data_rank, micro_batch: who read it, and when in the step.
+        dataset, number: where it lies.
+        tokens: seq_length + 1 ids; -1 where Megatron's order has none.
+        text: decoded; None for tokens that stand for no text.
+    """
+
+    position: int
+    data_rank: int
+    micro_batch: int
+    dataset: str
+    number: int
+    tokens: list[int]
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All samples of a step, and whether they are those it was made with: True, False, None where the metrics do not say (`batch_checksum`)."""
+
+    window: Window
+    samples: list[Replayed]
+    checksum: int
+    same: bool | None
+
+
+def replay(run: RunFolder, job: Job, step: int) -> Batch:
+    """Rebuild the batch of a step. Raises ConfigError where nobody knows what it took, and as reading the data does."""
+    window = find_window(run, step)
+    if window is None:
+        known = [row["step"] for row in read_rows(run.metrics) if "eval" not in row]
+        hint = f"logged steps: {known[0]} to {known[-1]}" if known else "no step was logged yet"
+        raise ConfigError(f"nobody knows what step {step} of run {run.id} took", hint=hint)
+    mixture = open_mixture(job, job.dataset, "train", vocab_size(job))
+    datasets, numbers = mixture.order.window(window.first, window.samples)
+    rows = np.empty((window.samples, job.model.seq_length + 1), dtype=np.int64)
+    for index in np.unique(datasets):
+        at = np.flatnonzero(datasets == index)
+        mixture.samples[index].read(numbers[at], at, rows)
+    checksum = sum(int(xxhash.xxh32_intdigest(row.data)) for row in rows)
+    told = [row["batch_checksum"] for row in read_rows(run.metrics) if row["step"] == step and "batch_checksum" in row]
+    tokenizer = load_tokenizer(data_folder(job).tokenizer) if job.dataset.tokenizer else None
+    micro, ranks = job.training.micro_batch_size, job.data_parallel_size
+    samples = [
+        Replayed(
+            position=window.first + i,
+            data_rank=i // micro % ranks,
+            micro_batch=i // (micro * ranks),
+            dataset=mixture.names[int(datasets[i])],
+            number=int(numbers[i]),
+            tokens=row.tolist(),
+            text=tokenizer.decode([t for t in row.tolist() if t != NO_TOKEN], skip_special_tokens=False) if tokenizer else None,
+        )
+        for i, row in enumerate(rows)
+    ]
+    return Batch(window, samples, checksum, told[-1] == checksum if told else None)

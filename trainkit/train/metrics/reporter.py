@@ -1,0 +1,258 @@
+"""What rank 0 writes while it trains: metrics.jsonl, TensorBoard, Weights & Biases, Megatron's log lines, and which samples each step took."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import write_text
+from trainkit.jobs.schema import Job
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import cut, read_rows
+from trainkit.runs.sample_windows import Window, Windows
+from trainkit.train.metrics.wandb import open_wandb
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+# Megatron-LM's names (training/training.py, training_log) and units: seconds, TFLOP/s of one device
+TAGS = {
+    "lm loss": "lm_loss",
+    "learning-rate": "learning_rate",
+    "grad-norm": "grad_norm",
+    "loss-scale": "loss_scale",
+    "batch-size": "global_batch_size",
+    "throughput": "model_tflops",
+    "tokens-per-second": "tokens_per_second",
+    "mfu": "mfu",
+    "hfu": "hfu",
+}
+HIGHEST_EXPONENT = 20.0  # Megatron's limit on what a perplexity is computed of
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with null for every number that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Tags and values for TensorBoard of a training row; what is not known or not finite is left out."""
+    found = {tag: row[key] for tag, key in TAGS.items()}
+    found["iteration-time"] = row["elapsed_ms"] / 1000
+    found |= {f"{phase}-time": milliseconds / 1000 for phase, milliseconds in row["times_ms"].items()}
+    found |= {f"mem-{kind.replace('_', '-')}-bytes": size for kind, size in row["memory_bytes"].items()}
+    for tag, value in found.items():
+        if value is not None and math.isfinite(value):
+            yield tag, value
+
+
+def log_line(row: dict[str, Any], train_iters: int) -> str:
+    """Megatron's log line of a training row; after it, what Megatron prints under --log-throughput, and MFU (HFU, where it differs)."""
+    percent = {key: "n/a" if row[key] is None else f"{100 * row[key]:.1f}%" for key in ("mfu", "hfu")}
+    recomputed = row["hardware_tflops"] != row["model_tflops"]
+    return (
+        f" iteration {row['step']:8d}/{train_iters:8d} |"
+        f" consumed samples: {row['consumed_samples']:12d} |"
+        f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
+        f" learning rate: {row['learning_rate']:.6E} |"
+        f" global batch size: {row['global_batch_size']:5d} |"
+        f" lm loss: {row['lm_loss']:.6E} |"
+        f" loss scale: {row['loss_scale']:.1f} |"
+        f" grad norm: {row['grad_norm']:.3f} |"
+        f" number of skipped iterations: {row['skipped_iterations']:3d} |"
+        f" number of nan iterations: {row['nan_iterations']:3d} |"
+        f" throughput per device (TFLOP/s): {row['model_tflops']:.3f} |"
+        f" MFU: {percent['mfu']} |" + (f" HFU: {percent['hfu']} |" if recomputed else "")
+    )
+
+
+def take_back(metrics: Path, step: int, *, evaluated: bool) -> None:
+    """Cut metrics.jsonl back to `step`, and where the evaluation of that very step is made again, its rows too."""
+    cut(metrics, step)
+    if not evaluated and any("eval" in row and row["step"] == step for row in read_rows(metrics)):
+        kept = [row for row in read_rows(metrics) if "eval" not in row or row["step"] != step]
+        write_text(metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+class Lines:
+    """Appends lines to a file. What the disk does not take waits in memory for the next line or `flush`: a full disk must not end training here."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._waiting, self._warned, self._durable = path, b"", False, False
+        self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def append(self, line: str) -> None:
+        """One more line; a failing disk is warned of once."""
+        self._waiting, self._durable = self._waiting + line.encode() + b"\n", False
+        try:
+            self._write()
+        except OSError as error:
+            if not self._warned:
+                _warn(f"{self.path}: {error.strerror}; its rows wait in memory")
+            self._warned = True
+
+    def flush(self) -> None:
+        """Make all of it durable. Raises OSError as the disk does; nothing is lost then."""
+        if self._durable:
+            return
+        self._write()
+        os.fsync(self._handle)
+        self._warned, self._durable = False, True
+
+    def refuse_another(self) -> None:
+        """Raises TrainkitError (exit 17) where the file is not ours any more: another attempt has gone on with the run, and this one was taken for dead."""
+        if os.path.exists(self.path) and not os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
+            words = f"{self.path} was begun anew by another process while this one trained: two of them train one run, or its file was replaced by hand"
+            raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; the other's checkpoints and metrics are whole")
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def _write(self) -> None:
+        while self._waiting:  # of a line that was taken in part, the rest follows
+            self._waiting = self._waiting[os.write(self._handle, self._waiting) :]
+
+
+class Board:
+    """TensorBoard's files. Where they cannot be written, values are left out with a warning until `flush` can open another file."""
+
+    def __init__(self, folder: Path, after: int) -> None:
+        self.folder = folder
+        self.writer: SummaryWriter | None = None
+        self._purge: int | None = after + 1  # what earlier files hold from this step on is taken back
+        self._warned = False
+        self._open()
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        if self.writer:
+            self._try(lambda writer: writer.add_scalar(tag, value, step), self.writer)
+
+    def flush(self) -> None:
+        """Hand all of it to the system."""
+        if self.writer:
+            self._try(lambda writer: writer.flush(), self.writer)
+        else:
+            self._open()
+
+    def close(self) -> None:
+        if self.writer:
+            self._try(lambda writer: writer.close(), self.writer)
+
+    def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # half a second, which only the rank that writes must spend
+
+        try:
+            self.writer = SummaryWriter(str(self.folder), purge_step=self._purge)
+            self._purge = None
+        except OSError as error:
+            self._warn(error)
+
+    def _try(self, call: Callable[[SummaryWriter], None], writer: SummaryWriter) -> None:
+        try:
+            call(writer)
+        except OSError as error:  # its thread has ended with it
+            self.writer = None
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            _warn(f"TensorBoard's files cannot be written: {error}; metrics.jsonl has all rows")
+        self._warned = True
+
+
+def _warn(words: str) -> None:
+    print(f"WARNING: {words}", file=sys.stderr, flush=True)
+
+
+class Reporter:
+    """Opens the run's files to go on after `step`; what they hold of later steps is taken back first.
+
+    Args:
+        run: the run folder.
+        job: the job.
+        step: the step training goes on from; -1: from the very beginning.
+        evaluated: whether the evaluation of that step was made.
+
+    Raises ConfigError where the job wants Weights & Biases and it cannot be had.
+    """
+
+    def __init__(self, run: RunFolder, job: Job, step: int, *, evaluated: bool = True) -> None:
+        self.wandb = open_wandb(job, run)
+        take_back(run.metrics, step, evaluated=evaluated)
+        self.job = job
+        self.metrics = Lines(run.metrics)
+        self.board = Board(run.tensorboard, step)
+        self.windows = Windows(run)
+        self.named_peak = self.missed_window = False
+
+    def begins(self, window: Window) -> None:
+        """A step is about to take these samples. Without a disk nobody will know of them, and training goes on."""
+        try:
+            self.windows.note(window)
+        except OSError as error:
+            if not self.missed_window:
+                _warn(f"samples of step {window.step} cannot be noted: {error}; `replay` knows those of logged steps")
+            self.missed_window = True
+
+    def step(self, row: dict[str, Any]) -> None:
+        """One training row (docs/run-folder.md): to the metrics, to TensorBoard under Megatron's names, to W&B, and as log lines to stdout.
+
+        The line of times has rank 0's own, where Megatron's has the least and the most of all ranks.
+        """
+        self._append(row)
+        for tag, value in scalars(row):
+            self.board.add(tag, value, row["step"])
+        if self.wandb:
+            self.wandb.step(row)
+        if not self.named_peak:
+            self.named_peak = True
+            unknown = f"n/a: no peak is known of device {self.job.cluster.device.name!r} in {self.job.training.precision}"
+            sys.stdout.write(f" MFU is measured against {row['peak'] or unknown}\n")
+        times = "".join(f" {phase}: {milliseconds:.2f} |" for phase, milliseconds in row["times_ms"].items())
+        sys.stdout.write(f"{log_line(row, self.job.training.train_iters)}\n time (ms) |{times}\n")
+        sys.stdout.flush()
+
+    def evaluation(self, row: dict[str, Any]) -> None:
+        """One row of an evaluation; the job's own validation set is called `valid`."""
+        self._append(row)
+        own = row["eval"] == "valid"
+        perplexity = math.exp(min(row["lm_loss"], HIGHEST_EXPONENT))  # in this order NaN stays NaN
+        for tag, value in (("lm loss validation", row["lm_loss"]), ("lm loss validation ppl", perplexity)):
+            if math.isfinite(value):
+                self.board.add(tag if own else f"{tag} {row['eval']}", value, row["step"])
+        if self.wandb:
+            self.wandb.evaluation(row)
+        where = "" if own else f" on {row['eval']}"
+        sys.stdout.write(f" validation loss at iteration {row['step']}{where} | lm loss value: {row['lm_loss']:.6E} | lm loss PPL: {perplexity:.6E} |\n")
+        sys.stdout.flush()
+
+    def sync(self) -> None:
+        """Make everything reported so far durable: a checkpoint must not know more than the metrics. Raises OSError as the disk does."""
+        self.metrics.flush()
+        self.board.flush()
+
+    def close(self, *, failed: bool = False) -> None:
+        """The end of the run's files. Raises OSError as the disk does; with `failed`, where something worse has ended the run already, that is a warning."""
+        try:
+            self.sync()
+        except (OSError, TrainkitError) as error:
+            if not failed:
+                raise
+            _warn(f"{self.metrics.path}: {error}; its last rows may be missing")
+        finally:
+            self.metrics.close()
+            self.board.close()
+            self.windows.close()
+            if self.wandb:
+                self.wandb.close()
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self.metrics.append(json.dumps(finite(row), allow_nan=False))

@@ -1,0 +1,1 @@
+"""The model, free of any word of parallelism."""

@@ -1,0 +1,185 @@
+"""The language model of all three families, read from top to bottom. It knows of one device.
+
+Shapes: B samples of a micro-batch, S tokens of a sample, H hidden size, F width of the MLP, A attention heads, G heads of keys and values,
+D channels of a head, R channels of it that turn, V vocabulary, P learned positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainkit.jobs.schema import Model
+from trainkit.train.model.attention import Documents, KeyValueCache, attend
+from trainkit.train.model.head_loss import Labels, Losses, read_out
+from trainkit.train.model.rotary import rotate, tables
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every block is told besides the residual stream."""
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    documents: Documents | None = None
+    caches: Sequence[KeyValueCache] | None = None
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one fused projection: rows of `qkv` are all queries, then all keys, then all values."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.head_size, self.dropout = model.head_size, model.attention_dropout
+        self.widths = [heads * model.head_size for heads in (model.num_attention_heads, model.query_groups, model.query_groups)]
+        bias = model.family != "llama"
+        self.qkv = nn.Linear(model.hidden_size, sum(self.widths), bias=bias)
+        self.out = nn.Linear(self.widths[0], model.hidden_size, bias=bias)
+
+    def forward(self, x_BSH: Tensor, context: Context, cache: KeyValueCache | None) -> Tensor:
+        q_BASD, k_BGSD, v_BGSD = (t.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for t in self.qkv(x_BSH).split(self.widths, dim=-1))
+        if context.rotary is not None:
+            q_BASD, k_BGSD = rotate(q_BASD, *context.rotary), rotate(k_BGSD, *context.rotary)
+        if cache is not None:
+            k_BGSD, v_BGSD = cache.extend(k_BGSD, v_BGSD)
+        y_BASD = attend(q_BASD, k_BGSD, v_BGSD, context.documents, self.dropout if self.training else 0.0)
+        y_BSH: Tensor = self.out(y_BASD.transpose(1, 2).flatten(2))
+        return y_BSH
+
+
+class MLP(nn.Module):
+    """Two projections around GELU, in GPT-2's tanh form or the exact one of most GPT-NeoX models."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.approximate = {"tanh": "tanh", "exact": "none"}[model.gelu or ("tanh" if model.family == "gpt" else "exact")]
+        self.up = nn.Linear(model.hidden_size, model.ffn_width)
+        self.down = nn.Linear(model.ffn_width, model.hidden_size)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        h_BSF = F.gelu(self.up(x_BSH), approximate=self.approximate)
+        y_BSH: Tensor = self.down(h_BSF)
+        return y_BSH
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): rows of `gate_up` are all gates, then all values."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(model.hidden_size, 2 * model.ffn_width, bias=False)
+        self.down = nn.Linear(model.ffn_width, model.hidden_size, bias=False)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        gate_BSF, up_BSF = self.gate_up(x_BSH).chunk(2, dim=-1)
+        y_BSH: Tensor = self.down(F.silu(gate_BSF) * up_BSF)
+        return y_BSH
+
+
+def norm(model: Model) -> nn.Module:
+    """RMSNorm for llama, LayerNorm for the others."""
+    kind = nn.RMSNorm if model.family == "llama" else nn.LayerNorm
+    return kind(model.hidden_size, eps=model.layernorm_epsilon)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: attention then MLP, or both side by side on the same residual stream (GPT-J, GPT-NeoX).
+
+    Args:
+        model: the shape.
+        number: its place in the whole model.
+    """
+
+    def __init__(self, model: Model, number: int) -> None:
+        super().__init__()
+        self.number, self.parallel, self.dropout = number, model.parallel_residual, model.hidden_dropout
+        self.attention_norm = norm(model)
+        self.attention = Attention(model)
+        self.mlp_norm = None if model.gpt_j_tied else norm(model)
+        self.mlp = GatedMLP(model) if model.family == "llama" else MLP(model)
+
+    def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
+        cache = context.caches[self.number] if context.caches is not None else None
+        normed_BSH = self.attention_norm(x_BSH)
+        a_BSH = F.dropout(self.attention(normed_BSH, context, cache), self.dropout, self.training)
+        between_BSH = x_BSH if self.parallel else x_BSH + a_BSH
+        m_BSH = self.mlp(normed_BSH if self.mlp_norm is None else self.mlp_norm(between_BSH))
+        m_BSH = F.dropout(m_BSH, self.dropout, self.training)
+        return x_BSH + a_BSH + m_BSH if self.parallel else between_BSH + m_BSH
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model.
+
+    gpt: GPT-2/3 (Radford 2019): learned positions, LayerNorm, biases, GELU, tied head.
+    gpt-neox: GPT-NeoX (Black 2022, arXiv:2204.06745): part of each head's channels turn with the position, attention and MLP side by side, own head.
+    llama: Llama 2 and 3: RMSNorm, SwiGLU, rotary positions, grouped queries, no biases, own head.
+
+    Args:
+        model: the shape.
+        vocab_size: rows of the embedding and of the head.
+    """
+
+    def __init__(self, model: Model, vocab_size: int) -> None:
+        super().__init__()
+        self.shape = model
+        self.read_out = read_out
+        self.embed_tokens = nn.Embedding(vocab_size, model.hidden_size)
+        self.embed_positions = nn.Embedding(model.positions, model.hidden_size) if model.family == "gpt" else None
+        # A dict, not a list: a layer keeps its number in a model that has only some of them.
+        self.layers = nn.ModuleDict({str(i): Block(model, i) for i in range(model.num_layers)})
+        self.final_norm = norm(model)
+        self.head = nn.Linear(model.hidden_size, vocab_size, bias=False) if model.untied else None
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        labels: Labels | None = None,
+        *,
+        positions_BS: Tensor | None = None,
+        documents: Documents | None = None,
+        caches: Sequence[KeyValueCache] | None = None,
+    ) -> Tensor | Losses:
+        """Logits of the next token at every position, (B, S) ids -> (B, S, V); or, given labels, their summed losses.
+
+        Args:
+            tokens_BS: ids.
+            labels: take the loss instead of returning logits.
+            positions_BS: position of every token; by default 0, 1, ... after what `caches` hold.
+            documents: keep attention within documents.
+            caches: one a layer, each extended by these tokens.
+        """
+        if positions_BS is None:
+            start = caches[0].length if caches else 0
+            positions_BS = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+        x_BSH = self.transform(self.embed(tokens_BS, positions_BS), positions_BS, documents, caches)
+        return self.finish(x_BSH, labels)
+
+    def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
+        """The residual stream that enters the first block."""
+        x_BSH: Tensor = self.embed_tokens(tokens_BS)
+        if self.embed_positions is not None:
+            x_BSH = x_BSH + self.embed_positions(positions_BS)
+        return F.dropout(x_BSH, self.shape.hidden_dropout, self.training)
+
+    def transform(self, x_BSH: Tensor, positions_BS: Tensor, documents: Documents | None = None, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
+        """The blocks."""
+        rotary = tables(self.shape, positions_BS, x_BSH.dtype) if self.shape.rotary_channels else None
+        context = Context(rotary, documents, caches)
+        for block in self.layers.values():
+            x_BSH = block(x_BSH, context)
+        return x_BSH
+
+    def finish(self, x_BSH: Tensor, labels: Labels | None) -> Tensor | Losses:
+        """The last norm and the head."""
+        weight_VH = self.embed_tokens.weight if self.head is None else self.head.weight
+        return self.read_out(self.final_norm(x_BSH), weight_VH, labels, self.shape.make_vocab_size_divisible_by)
+
+
+def build_on_meta(model: Model, vocab_size: int) -> Transformer:
+    """The model without memory: its parameters have shapes only, so that even the largest is there at once."""
+    with torch.device("meta"):
+        return Transformer(model, vocab_size)

@@ -1,0 +1,1 @@
+"""What lays a model over ranks: meshes, tensor, pipeline and data parallelism, recomputation, initial weights."""

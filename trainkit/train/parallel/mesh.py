@@ -1,0 +1,74 @@
+"""The ranks as a mesh: who this one is on each axis, and the groups it talks in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainkit.jobs.ranks import Degrees, Place, place_of, rank_of
+from trainkit.train.parallel.data_parallel import World
+from trainkit.train.parallel.tensor_group import TENSOR, TensorGroup
+from trainkit.train.torch_compat import name_group
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank among all.
+
+    Args:
+        degrees: sizes of the axes.
+        place: where this rank stands.
+        device: this rank's device.
+        data: the data-parallel axis, one-dimensional, or two (replicate, shard).
+        tensor: the tensor-parallel group.
+        pipeline_group: the stages of one model; None where there is one stage.
+        tied_group: first and last stage of one model, on these two only; None elsewhere and where they are one rank.
+    """
+
+    degrees: Degrees
+    place: Place
+    device: torch.device
+    data: DeviceMesh
+    tensor: TensorGroup
+    tensor_group: dist.ProcessGroup | None
+    pipeline_group: dist.ProcessGroup | None
+    tied_group: dist.ProcessGroup | None
+
+    @property
+    def data_world(self) -> World:
+        """This rank among the data-parallel ones: whose samples it reads."""
+        return World(self.place.data(self.degrees), self.degrees.data)
+
+    @classmethod
+    def of(cls, degrees: Degrees, world: World, device: torch.device, *, sequence: bool = False, tied_at: int | None = None) -> Mesh:
+        """Make all groups; called by all ranks together, after `data_parallel.join`.
+
+        Args:
+            sequence: of the tensor-parallel group; means nothing for one rank.
+            tied_at: the stage beside the first that holds tied weights; None: no other.
+        """
+        sizes = {"pp": degrees.pipeline, "dp_replicate": degrees.replicate, "dp_shard": degrees.shard, "tp": degrees.tensor}
+        whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        place = place_of(world.rank, degrees)
+        tensor_group = whole.get_group("tp") if degrees.tensor > 1 else None
+        if tensor_group is not None:
+            name_group(TENSOR, tensor_group)
+        tied_group = None
+        for data in range(degrees.data) if tied_at else ():
+            for tensor in range(degrees.tensor):
+                ends = [rank_of(Place(stage, *divmod(data, degrees.shard), tensor), degrees) for stage in (0, tied_at or 0)]
+                group = dist.new_group(ends)  # all ranks make all groups
+                tied_group = group if world.rank in ends else tied_group
+        return cls(
+            degrees=degrees,
+            place=place,
+            device=device,
+            data=whole["dp_replicate", "dp_shard"] if degrees.replicate > 1 else whole["dp_shard"],
+            tensor=TensorGroup(degrees.tensor, place.tensor, sequence and degrees.tensor > 1),
+            tensor_group=tensor_group,
+            pipeline_group=whole.get_group("pp") if degrees.pipeline > 1 else None,
+            tied_group=tied_group,
+        )

@@ -1,0 +1,59 @@
+"""All ranks agree on what they are about to do before they do it: a rank of another job, layout or version would train something else in silence."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import trainkit
+from trainkit.base.errors import ConfigError, Problem
+from trainkit.jobs.ranks import degrees_of
+from trainkit.jobs.schema import Job
+from trainkit.train.parallel.data_parallel import World
+
+MANY = 5  # differences named of one rank
+ROOM = 1024  # bytes that a rank has to say how it differs
+
+
+def fingerprint(job: Job) -> dict[str, str]:
+    """What must be the same on all ranks, by the words it is named with: every value of the job, the layout that follows from it, and versions."""
+    versions = {"torch": torch.__version__, "trainkit": trainkit.__version__, "python": platform.python_version()}
+    return {**versions, "layout": str(degrees_of(job)), **dict(_leaves("job", job.model_dump(mode="json")))}
+
+
+def _leaves(path: str, value: Any) -> list[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        return [leaf for key, part in value.items() for leaf in _leaves(f"{path}.{key}", part)]
+    return [(path, json.dumps(value, sort_keys=True))]
+
+
+def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """How `other` differs from the first rank's."""
+    return [f"{key} is {other.get(key, 'missing')}, on rank 0 {first.get(key, 'missing')}" for key in {**first, **other} if first.get(key) != other.get(key)]
+
+
+def agree(job: Job, world: World) -> None:
+    """Called by all ranks together right after they met. Raises ConfigError on all of them, which names each rank that differs from rank 0, and in what."""
+    mine = fingerprint(job)
+    size = torch.tensor([len(text := json.dumps(mine).encode())])
+    dist.broadcast(size, 0)
+    told = torch.zeros(int(size), dtype=torch.uint8)
+    if world.rank == 0:
+        told = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    dist.broadcast(told, 0)
+    found = differences(json.loads(bytes(told.tolist())), mine)
+    words = "; ".join(found[:MANY]) + (f"; and {len(found) - MANY} more" if len(found) > MANY else "")
+    own = torch.zeros(ROOM, dtype=torch.uint8)
+    said = words.encode()[:ROOM]
+    if said:
+        own[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    everyone = [torch.zeros_like(own) for _ in range(world.size)]
+    dist.all_gather(everyone, own)
+    texts = [bytes(said.tolist()).rstrip(b"\0").decode(errors="replace") for said in everyone]
+    if wrong := [Problem(f"rank {rank} was started with something else: {text}") for rank, text in enumerate(texts) if text]:
+        raise ConfigError(wrong)

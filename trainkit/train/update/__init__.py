@@ -1,0 +1,1 @@
+"""What a step does to weights: gradients, loss scale, norm, schedule, optimizer."""
