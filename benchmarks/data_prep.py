@@ -5,9 +5,9 @@
 The text is this machine's own: documentation, man pages, headers, Python sources, each file once; what there is of it is said, nothing is repeated. It
 is code-heavy: ratios carry over to text of the web, MB/s do not. The vocabulary is GPT-2's, of $TRAINKIT_TEST_DATA or ../shared/data.
 
-  trainkit       the unit of prep-data as it is run, `python -m trainkit.data.tokenize.shard_worker`: a process's whole CPU time, its start, the loading of two tokenizers,
-                 hashes, fsync and the comparison of one document in 10,000 with tokenizers in it. One of a dataset's later shards: the first one also
-                 compares its first 200 documents (--quick shows none of that). `per core` is MB of text a CPU second.
+  trainkit       the unit of prep-data as it is run, `python -m trainkit.data.tokenize.shard_worker`: a process's whole CPU time, its start, the
+                 loading of two tokenizers, hashes, fsync and the comparison of one document in 10,000 with tokenizers in it. One of a dataset's later
+                 shards: the first one also compares its first 200 documents (--quick shows none of that). `per core` is MB of text a CPU second.
   gigatoken      its encode_batch on one thread over the same bytes, which lie in memory; ids are thrown away. No start, no reading, no writing.
   tokenizers     encode_batch_fast, and tiktoken's encode_ordinary: likewise; of the first part of the text.
   datatrove      JsonlReader and DocumentTokenizer, from .jsonl to .ds, without its start.

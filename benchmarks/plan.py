@@ -222,7 +222,7 @@ def watch_pipeline(watch: Watch, parts: Parts, pipeline: Any, micro_batches: lis
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    from trainkit.train.batches import Batch
+    from trainkit.train.model.batch import Batch
     from trainkit.train.parallel.pipeline_stage import LeanStage
 
     stages: list[LeanStage] = []

@@ -3,9 +3,10 @@
     python benchmarks/sample_order.py [--quick] [--pile] [--rows FILE]
 
 The exact order: document, sample and shuffle index of a dataset of so many documents are built by megatron-core's BlendedMegatronDatasetBuilder and
-by trainkit.data.order.megatron_index, each in a process of its own, in turn; the .npy files of both are compared byte for byte. Documents have lognormal lengths;
-.idx is real, .bin is a hole of the right size, for no order reads it. CPU time is the build's, user and system, children counted, imports not; memory is what
-the build adds to the process's peak, mapped pages counted. Ratio: Megatron's figure over ours; several rounds: the best of each side.
+by trainkit.data.order.megatron_index, each in a process of its own, in turn; the .npy files of both are compared byte for byte. Documents have
+lognormal lengths; .idx is real, .bin is a hole of the right size, for no order reads it. CPU time is the build's, user and system, children counted,
+imports not; memory is what the build adds to the process's peak, mapped pages counted. Ratio: Megatron's figure over ours; several rounds: the
+best of each side.
 
 Beside it: the sample pass on two threads, and the native order, which is built from nothing: its start for 128 datasets, and nanoseconds an element.
 """

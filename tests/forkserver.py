@@ -48,7 +48,7 @@ PRELOADED = (  # what ranks, tasks, supervisors, agents and stages import; nothi
     "trainkit.cli.tasks",
     "trainkit.cli.run.train",
     "trainkit.cli.run.summary",
-    "trainkit.launch.supervise.supervisor",
+    "trainkit.launch.main",
     "trainkit.launch.agent.loop",
     "trainkit.stages.prep_data",
     "trainkit.stages.array_task",

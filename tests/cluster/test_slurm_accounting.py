@@ -134,7 +134,7 @@ def test_a_supervisor_without_a_word_and_a_job_forgotten(accounting: SlurmProjec
     (accounting.path / "jobs.toml").write_text(text.replace('cluster = "queue"', 'cluster = "queue"\nresume = "never"', 1))
     run, id = accounting.submit()
     accounting.wait_step(3)
-    (supervisor,) = [p for p in accounting.cluster.processes_of(run.name) if any(word.endswith("supervisor.py") for word in p.argv)]
+    (supervisor,) = [p for p in accounting.cluster.processes_of(run.name) if any(word.endswith("launch/main.py") for word in p.argv)]
     accounting.cluster.kill(supervisor)
     forgotten(accounting, id)
     silent = run / "launch" / "supervisor.json"

@@ -52,7 +52,7 @@ def test_the_supervisor_is_killed(slurm: SlurmProject) -> None:
     slurm.ranks_count(50)
     run, id = slurm.submit()
     slurm.wait_step(3)
-    (supervisor,) = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("supervisor.py") for word in p.argv)]
+    (supervisor,) = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("launch/main.py") for word in p.argv)]
     slurm.cluster.kill(supervisor)
     wait_for(lambda: slurm.job_state(id) in ("FAILED", "CANCELLED"), "the job to end", timeout=HANGS)
     wait_for(lambda: not slurm.cluster.processes_of(run.name), "nothing to be left")
@@ -70,7 +70,7 @@ def test_cancel_of_a_supervisor_that_does_not_answer(slurm: SlurmProject) -> Non
     slurm.ranks_count(10_000)
     run, id = slurm.submit()
     slurm.wait_step(3)
-    (supervisor,) = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("supervisor.py") for word in p.argv)]
+    (supervisor,) = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("launch/main.py") for word in p.argv)]
     slurm.cluster.kill(supervisor, number=signal.SIGSTOP)
     cancelling = slurm.start("cancel", run.name, "--json")
     out, err = cancelling.communicate()
@@ -163,7 +163,7 @@ def test_secrets_travel_in_no_environment_of_the_job(slurm: SlurmProject) -> Non
     (run,) = slurm.runs()
     id = slurm.slurm_jobs(run)[0]["id"]
     wait_for(lambda: len(list(slurm.path.glob("knows-1-*"))) == 4, "ranks", timeout=HANGS)
-    supervisors = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("supervisor.py") for word in p.argv)]
+    supervisors = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("launch/main.py") for word in p.argv)]
     assert supervisors and all(secret.encode() not in Path(f"/proc/{p.pid}/environ").read_bytes() for p in supervisors)
     assert (run / "launch" / "secrets.json").stat().st_mode & 0o777 == 0o600
     slurm.cluster.on(HEAD, "scontrol", "requeue", id)

@@ -192,7 +192,7 @@ def test_a_host_that_cannot_be_done_without_is_not_kept_from_the_resume(tmp_path
 def test_a_supervisor_that_is_killed_before_its_first_word(tmp_path: Path) -> None:
     """`train` says of it what `status` says."""
     run = make_run(tmp_path)
-    program = run.code.resolve() / "trainkit" / "launch" / "supervise" / "supervisor.py"
+    program = run.code.resolve() / "trainkit" / "launch" / "main.py"
     program.chmod(0o644)
     program.parent.chmod(0o755)
     program.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")

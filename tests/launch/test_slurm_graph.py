@@ -22,13 +22,13 @@ from trainkit.cli.run.stages import STAGES
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
+from trainkit.launch.run_inputs import refuse_other_inputs
 from trainkit.launch.slurm.arrays import slurm_place_of
 from trainkit.launch.slurm.job_graph import Graph, Part, ready_script, stage_failure, stages_of, still_to_be_made, submit_graph
 from trainkit.launch.slurm.sbatch import words_after
 from trainkit.launch.slurm.shared_arrays import progress_of
 from trainkit.launch.slurm.submit_run import submit_with_stages
 from trainkit.launch.slurm.withdraw import take_out
-from trainkit.launch.start import refuse_other_inputs
 from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record

@@ -31,6 +31,7 @@ from trainkit.cli.run.stages import term_interrupts
 from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
+from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.slurm import arrays
 from trainkit.launch.slurm.arrays import execute_in_slurm, follow, script
 from trainkit.launch.slurm.batch_supervisor import supervise_batch
@@ -40,7 +41,6 @@ from trainkit.launch.slurm.sbatch import secrets_path
 from trainkit.launch.slurm.shared_arrays import Asking
 from trainkit.launch.slurm.submit_run import submit_again, submit_with_stages
 from trainkit.launch.slurm.withdraw import take_out
-from trainkit.launch.start import write_inputs
 from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record, write_maker

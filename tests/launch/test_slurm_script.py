@@ -71,7 +71,7 @@ def test_the_reference_clusters(name: str) -> None:
 
 def test_the_last_line_is_the_supervisor_and_the_prolog_comes_before() -> None:
     lines = batch_script(job("jean-zay-7-5b", "cluster.python=/opt/p/python"), RUN).splitlines()
-    assert lines[0] == "#!/bin/bash" and lines[-1] == f"exec /opt/p/python -I {RUN.code}/trainkit/launch/supervise/supervisor.py {RUN.path}"
+    assert lines[0] == "#!/bin/bash" and lines[-1] == f"exec /opt/p/python -I {RUN.code}/trainkit/launch/main.py {RUN.path}"
     assert lines[-4:-1] == ["module purge", "module load pytorch-gpu/py3/1.8.1", "trap - EXIT"]
     assert lines.index("trap '' USR1 TERM") < lines.index("set -e") < lines.index("module purge")
 
@@ -86,7 +86,7 @@ def test_a_script_is_deaf_from_its_first_line_and_a_login_shell(tmp_path: Path) 
     done = subprocess.run(
         ["bash", str(tmp_path / "slurm_script")], env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and "login_shell    \ton" in done.stdout and "supervisor.py" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "login_shell    \ton" in done.stdout and "launch/main.py" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_prolog_that_fails_in_the_script_is_the_supervisors_to_judge(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_prolog_that_fails_in_the_script_is_the_supervisors_to_judge(tmp_path:
     (tmp_path / "slurm_script").write_text(batch_script(chosen, RUN))
     env = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", str(tmp_path / "slurm_script")], env=env, capture_output=True, text=True, check=False)
-    assert done.stdout == f"-I {RUN.code}/trainkit/launch/supervise/supervisor.py {RUN.path} --prolog-failed 5\n" and done.returncode == 0, done.stderr
+    assert done.stdout == f"-I {RUN.code}/trainkit/launch/main.py {RUN.path} --prolog-failed 5\n" and done.returncode == 0, done.stderr
 
 
 def test_how_a_run_goes_on() -> None:

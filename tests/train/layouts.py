@@ -39,9 +39,10 @@ from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Tokenizer, Training
 from trainkit.plan.layout import split_layers
-from trainkit.train.batches import Batch, Feed
+from trainkit.train.batches import Feed
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.attention import Documents
+from trainkit.train.model.batch import Batch
 from trainkit.train.model.head_loss import NO_LABEL
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.data_parallel import World, join

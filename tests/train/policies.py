@@ -19,8 +19,8 @@ from trainkit.jobs.schema import Model, Parallelism
 from trainkit.runs.checkpoints import finished
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
-from trainkit.train.batches import Batch
 from trainkit.train.metrics.heartbeat import Heartbeat
+from trainkit.train.model.batch import Batch
 from trainkit.train.parallel import data_parallel
 from trainkit.train.parallel.data_parallel import World
 from trainkit.train.torch_compat import local_part

@@ -24,10 +24,10 @@ from trainkit.engines.rules import RULES
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.planner import make_plan
-from trainkit.train.metrics.memory import Memory
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.transformer import build_on_meta
 from trainkit.train.parallel.data_parallel import World, accumulates_whole
+from trainkit.train.parallel.memory import Memory
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import tied_at
 from trainkit.train.preflight import begin_weights, layout_problems

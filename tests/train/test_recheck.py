@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainkit.train.batches import Batch
+from trainkit.train.model.batch import Batch
 from trainkit.train.update.recheck import ALONE, BACKWARD, FORWARD, SUMMED, WEIGHTS, Finding, Found, Watch, in_words
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from trainkit.jobs.devices import Device, built_in_device
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
-from trainkit.train.metrics.memory import Memory, resident_memory
 from trainkit.train.metrics.utilization import Utilization, device_row
+from trainkit.train.parallel.memory import Memory, resident_memory
 from trainkit.train.parallel.shards import held_parameters
 
 CPU = torch.device("cpu")

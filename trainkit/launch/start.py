@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import trainkit
-from trainkit.base.documents import document, read_form
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.jobs.resolved import Resolved, write_job
 from trainkit.jobs.resume_changes import write_changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.selection import HostList, write_hosts
+from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.observer import Watch
 from trainkit.launch.supervise.outcome import Outcome, signal_name
@@ -29,9 +29,8 @@ from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
 from trainkit.runs.record import read_events, read_supervisor, write_maker
 from trainkit.stages.contract import Need
-from trainkit.stages.stamps import file_identity
 
-__all__ = ["Watch", "refuse_other_inputs", "resume_run", "spawn_supervisor", "start_run"]
+__all__ = ["Watch", "resume_run", "spawn_supervisor", "start_run"]
 
 SPAWN_SECONDS = 60.0  # a shared file system under load may take that long to give Python its modules
 PACKAGE = Path(trainkit.__file__).parent
@@ -127,7 +126,7 @@ def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
 
     Returns when launch/supervisor.json says that it is there. Raises TrainkitError with its own words where it ended before.
     """
-    program = run.code.resolve() / "trainkit" / "launch" / "supervise" / "supervisor.py"
+    program = run.code.resolve() / "trainkit" / "launch" / "main.py"
     argv = [sys.executable, "-I", str(program), str(run.path.resolve()), *(["--share"] if share else [])]
     log = run.path / "launch" / "supervisor.log"
     with open(log, "ab") as output:
@@ -157,29 +156,3 @@ def fill_run(run: RunFolder, resolved: Resolved, plan: Plan, needs: Sequence[Nee
         write_inputs(run, needs)
     write_maker(run)
     write_job(run.job, resolved)
-
-
-def inputs_path(run: RunFolder) -> Path:
-    """launch/inputs.json: the files that a run's samples come from. There once the run's stages are made."""
-    return run.path / "launch" / "inputs.json"
-
-
-def write_inputs(run: RunFolder, needs: Sequence[Need]) -> None:
-    """Write inputs.json. `needs` are up to date."""
-    made = [path for need in needs if need.stage != "build" for path in need.outputs]
-    ready = [path for need in needs for path in need.inputs if path.suffix in (".bin", ".idx")]  # pairs that nobody made here: the run reads them itself
-    files = [file_identity(path) for path in dict.fromkeys([*made, *ready])]
-    write_json(inputs_path(run), document("inputs/1", files=files))
-
-
-def refuse_other_inputs(run: RunFolder) -> None:
-    """Raise (exit 5) if a file that the run's samples come from is not the one it began with: its losses would jump."""
-    path = inputs_path(run)
-    if not path.is_file():
-        raise TrainkitError(f"run {run.id} has no samples: its stages were never made", exit=Exit.STAGE_STALE, hint=f"invoke train {run.job_name}")
-    for old in read_form(path, "inputs/1")["files"]:
-        new = file_identity(Path(old[0]))
-        if new != old:
-            what = "is missing" if new is None else "has changed"
-            message = f"{old[0]} {what} since run {run.id} began; its samples would no longer be the same"
-            raise TrainkitError(message, exit=Exit.STAGE_STALE, hint="put the file back, or start a new run with invoke train")

@@ -6,14 +6,12 @@ Shapes: B samples of a micro-batch, S tokens of a sample.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
-from torch import Tensor
 
 from trainkit.base.documents import read_form
 from trainkit.base.errors import ConfigError
@@ -24,11 +22,12 @@ from trainkit.data.order.open import open_mixture
 from trainkit.data.order.samples import NO_TOKEN, Numbers
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Dataset, Job
+from trainkit.plan.batch import consumed_after, global_batch_size
 from trainkit.train.metrics.readback import to_device
 from trainkit.train.model.attention import Documents
+from trainkit.train.model.batch import Batch
 from trainkit.train.model.head_loss import NO_LABEL
 from trainkit.train.parallel.data_parallel import World
-from trainkit.train.update.schedule import consumed_after, global_batch_size
 
 
 def data_folder(job: Job, dataset: Dataset | None = None) -> DataFolder:
@@ -50,21 +49,6 @@ def vocab_size(job: Job) -> int:
     if known is not None and known > rows:
         raise ConfigError(f"tokenizer has {known} ids, model {job.model.name!r} only {rows}", hint="raise model.vocab_size, or leave it out")
     return rows
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch of one rank; label s is the token after token s. `checksum` is the sum of xxh32 over its samples' tokens.
-
-    `position` is its first sample's in the order of samples. `positions_BS` and `documents` are there where the job asks for them.
-    """
-
-    tokens_BS: Tensor
-    labels_BS: Tensor
-    checksum: int
-    position: int
-    positions_BS: Tensor | None = None
-    documents: Documents | None = None
 
 
 def micro_batches(consumed: int, global_batch: int, micro_batch: int, world: World) -> list[range]:

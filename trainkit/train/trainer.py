@@ -23,7 +23,6 @@ from trainkit.train.batches import Feed, vocab_size
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.manager import Saver
 from trainkit.train.metrics.heartbeat import Heartbeat
-from trainkit.train.metrics.memory import Memory
 from trainkit.train.metrics.profiler import StepProfiler
 from trainkit.train.metrics.readback import Readback
 from trainkit.train.metrics.reporter import Reporter
@@ -31,6 +30,7 @@ from trainkit.train.metrics.timers import Timers
 from trainkit.train.metrics.utilization import Utilization
 from trainkit.train.parallel import data_parallel
 from trainkit.train.parallel.data_parallel import World
+from trainkit.train.parallel.memory import Memory
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import tied_at
 from trainkit.train.preflight import begin_weights, refuse_what_cannot_run

@@ -28,7 +28,7 @@ from trainkit.stages.build import Build
 from trainkit.stages.execute import stamps_folder
 from trainkit.stages.prep_data import PrepData, needs_of_dataset
 from trainkit.stages.stamps import file_identity
-from trainkit.train.inference import worker as sharded
+from trainkit.train.inference import ranks as sharded
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -28,10 +28,10 @@ from trainkit.data.order.open import open_mixture
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.remote_units import argv_there
+from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.slurm.job_graph import is_made, need_of, read_graph, units_of, write_ended
 from trainkit.launch.slurm.sbatch import forget_secrets
 from trainkit.launch.slurm.shared_arrays import Asking
-from trainkit.launch.start import write_inputs
 from trainkit.plan.planner import Plan
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need, Unit

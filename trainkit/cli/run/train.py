@@ -37,10 +37,11 @@ from trainkit.launch.containers import refuse_unmountable
 from trainkit.launch.hosts.hostfile import OVER_SSH
 from trainkit.launch.hosts.selection import HostList, hosts_path, read_hosts
 from trainkit.launch.launchers import LAUNCHERS
+from trainkit.launch.run_inputs import refuse_other_inputs
 from trainkit.launch.slurm.job_graph import ready_name
 from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.submit_run import submit_again, submit_new, submit_with_stages
-from trainkit.launch.start import Watch, refuse_other_inputs, resume_run, start_run
+from trainkit.launch.start import Watch, resume_run, start_run
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.rank_environment import secret_values
 from trainkit.plan.planner import Plan, make_plan

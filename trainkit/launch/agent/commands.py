@@ -10,10 +10,9 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit.base import process_marks as marks
 from trainkit.base import slots
@@ -21,17 +20,14 @@ from trainkit.base.cgroup import groups, kill_groups
 from trainkit.base.files import read_json
 from trainkit.base.locks import Busy
 from trainkit.base.redact import Redactor
+from trainkit.launch.agent.loop import Agent, Order, Task
 from trainkit.launch.agent.process import CannotStart, Child, OutOfMemory, child_mark
 from trainkit.launch.agent.stack_dump import collect_stacks
 from trainkit.launch.protocol import frames
 from trainkit.launch.protocol.frames import Frame
 
-if TYPE_CHECKING:
-    from trainkit.launch.agent.loop import Agent
-
 CONNECT_SECONDS = 5.0
 SWEEP_SECONDS = 5.0
-Task = Iterator[None]
 
 
 def ping(agent: Agent, frame: Frame) -> None:
@@ -282,7 +278,6 @@ def bye(agent: Agent, frame: Frame) -> None:
     agent.leave(0, "the supervisor said goodbye", agent.session["grace"])
 
 
-Order = Callable[["Agent", Frame], Task | None]
 ORDERS: dict[str, Order] = {
     "ping": ping,
     "reserve": reserve,

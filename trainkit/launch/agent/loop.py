@@ -11,7 +11,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from trainkit.base.documents import read_form
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.slots import Held
 from trainkit.base.watchdog import START_LEASE, Link
-from trainkit.launch.agent.commands import ORDERS, Order
 from trainkit.launch.agent.connection import Connection, Lost, dial
 from trainkit.launch.agent.host_report import hello
 from trainkit.launch.agent.output import LogWriter
@@ -35,6 +34,7 @@ KILL_SECONDS = 5.0  # how long what got KILL may take to vanish
 LEAVE_SECONDS = 2.0  # how long the last words may take
 
 Task = Iterator[None]
+Order = Callable[["Agent", Frame], Task | None]
 
 
 class Agent:
@@ -44,10 +44,11 @@ class Agent:
         folder: the session's folder, which this host must see as the supervisor does.
         node: this host's number in the session.
         link: to the keeper of this process, which is the agent's own: it takes the signals and answers for all descendants.
+        orders: what is done on a frame, by its type.
     """
 
-    def __init__(self, folder: Path, node: int, link: Link) -> None:
-        self.folder, self.node, self.link = folder, node, link
+    def __init__(self, folder: Path, node: int, link: Link, orders: Mapping[str, Order]) -> None:
+        self.folder, self.node, self.link, self.orders = folder, node, link, orders
         self.session: dict[str, Any] = {}
         self.token = b""
         self.mark = ""
@@ -135,7 +136,7 @@ class Agent:
             self.lose(str(error))
 
     def _do(self, frame: Frame) -> None:
-        if order := ORDERS.get(frame["type"]):
+        if order := self.orders.get(frame["type"]):
             self.tasks.append(self._done(order, frame))
         else:
             self._refuse(frame, "this agent does not know it")

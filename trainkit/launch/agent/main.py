@@ -18,6 +18,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the snapshot this file is part of
     from trainkit.base.files import keep_others_from_writing
     from trainkit.base.watchdog import keep
+    from trainkit.launch.agent.commands import ORDERS
     from trainkit.launch.agent.loop import Agent
 
     if len(sys.argv) != 3 or not sys.argv[2].isdigit():
@@ -25,7 +26,7 @@ def main() -> None:
     keep_others_from_writing()
     folder, node = Path(sys.argv[1]), int(sys.argv[2])
     title = f"run-keeper {'/'.join(folder.parts[-3:])} {node}"  # `pkill -9 -f trainkit` and `killall -9 python` spare it: it ends what they leave
-    sys.exit(keep(lambda link: Agent(folder, node, link).run(), title))
+    sys.exit(keep(lambda link: Agent(folder, node, link, ORDERS).run(), title))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from trainkit.launch.hosts.selection import write_hosts
 from trainkit.launch.launchers import head_address
 from trainkit.launch.launchers.contract import Launcher, Started
 from trainkit.launch.launchers.slurm import Slurm
+from trainkit.launch.run_inputs import refuse_other_inputs
 from trainkit.launch.session import Session
 from trainkit.launch.slurm.allocation import ANSWER_SECONDS, Granted, ask, granted, hostnames, hosts_of
 from trainkit.launch.slurm.batch_script import LIMIT_SHARE, seconds_before_limit, signal_seconds
 from trainkit.launch.slurm.job_graph import stages_of, still_to_be_made
 from trainkit.launch.slurm.sbatch import forget_secrets, note_end, read_secrets, submit, write_script
 from trainkit.launch.slurm.squeue import failed_nodes, requeue, standing, usable_nodes
-from trainkit.launch.start import refuse_other_inputs
 from trainkit.launch.supervise.attempt import AttemptEnd
 from trainkit.launch.supervise.observer import Watch
 from trainkit.launch.supervise.outcome import Ask, Outcome

@@ -20,6 +20,7 @@ from trainkit.base.files import write_json, write_text
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
 from trainkit.launch.launchers.transports import last_line
+from trainkit.launch.run_inputs import inputs_path
 from trainkit.launch.slurm.arrays import (
     ArrayUnit,
     Level,
@@ -38,7 +39,6 @@ from trainkit.launch.slurm.arrays import (
 )
 from trainkit.launch.slurm.sbatch import sbatch, submit, words_after
 from trainkit.launch.slurm.squeue import BEFORE, RUNNING
-from trainkit.launch.start import inputs_path
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.array_task import FORM as LEVEL
 from trainkit.stages.contract import Need, Unit

@@ -1,27 +1,18 @@
-"""The supervisor of a run: one attempt after another until it is done, asked to stop, or out of budgets.
-
-As a program: python -I RUN/code/trainkit/launch/supervise/supervisor.py RUN_FOLDER [--share], in a session of its own; docs/dispatch.md says what dies when.
-"""
+"""The supervisor of a run: one attempt after another until it is done, asked to stop, or out of budgets. docs/dispatch.md says what dies when."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.base.files import keep_others_from_writing, write_json
+from trainkit.base.files import write_json
 from trainkit.base.locks import Busy, locked
 from trainkit.base.process import identity
 from trainkit.engines import ENGINES, Engine
@@ -38,7 +29,7 @@ from trainkit.launch.protocol.server import Door, Link
 from trainkit.launch.session import SECRETS
 from trainkit.launch.supervise.attempt import Attempt, AttemptEnd, Setting
 from trainkit.launch.supervise.failure_rules import rules_of
-from trainkit.launch.supervise.observer import Watch, nobody
+from trainkit.launch.supervise.observer import Watch
 from trainkit.launch.supervise.orphan_sweep import SweepReport, sweep_hosts
 from trainkit.launch.supervise.outcome import Ask, Outcome, judge_outcome
 from trainkit.launch.supervise.retry_policy import Budgets, Choice
@@ -365,34 +356,3 @@ def supervise(
     """Supervise a run to its end in this process's main thread; arguments as of Supervisor. The caller holds the run's lock."""
     with Asks().listening() as asks:
         return asyncio.run(Supervisor(run, secrets, asks, watch, share=share, launcher=launcher, engine=engine).supervise())
-
-
-def main() -> None:
-    """The program."""
-    keep_others_from_writing()
-    import os
-
-    from trainkit.launch.supervise.rank_environment import secret_values
-
-    parser = argparse.ArgumentParser(description="The supervisor of one run.")
-    parser.add_argument("run_folder", type=Path)
-    parser.add_argument("--share", action="store_true", help="run beside other runs on the same slots")
-    parser.add_argument("--prolog-failed", type=int, default=0, metavar="CODE", help="of a batch script, here; the other nodes may be good")
-    words = parser.parse_args()
-    run = RunFolder(words.run_folder)
-    try:
-        with locked_run(run):
-            cluster = read_job(run.job).cluster
-            if cluster.launcher == "slurm":
-                from trainkit.launch.slurm.batch_supervisor import supervise_batch
-
-                sys.exit(int(supervise_batch(run, os.environ, prolog=words.prolog_failed).exit))
-            secrets = secret_values(cluster.secrets, os.environ)
-            sys.exit(int(supervise(run, secrets, nobody(), share=words.share).exit))
-    except TrainkitError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        sys.exit(int(error.exit))
-
-
-if __name__ == "__main__":
-    main()

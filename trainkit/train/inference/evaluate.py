@@ -23,7 +23,8 @@ from trainkit.data.order.native import SPLITS, SplitName
 from trainkit.data.order.samples import Numbers
 from trainkit.data.tokenizer import load_tokenizer
 from trainkit.jobs.schema import Dataset, Job
-from trainkit.train.batches import Batch, Feed, data_folder
+from trainkit.train.batches import Feed, data_folder
+from trainkit.train.model.batch import Batch
 from trainkit.train.model.head_loss import NO_LABEL, Labels
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.data_parallel import World

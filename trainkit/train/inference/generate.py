@@ -19,8 +19,8 @@ from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoints import Checkpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.train.inference.load import ALONE, PRECISIONS, choose_checkpoint, choose_device, load_model, load_own_tokenizer, refuse_unsplittable
+from trainkit.train.inference.ranks import ARGV, Together, refuse_together, spec_of
 from trainkit.train.inference.sampling import Sampling, choose
-from trainkit.train.inference.worker import ARGV, Together, refuse_together, spec_of
 from trainkit.train.model.attention import KeyValueCache
 from trainkit.train.model.transformer import Block, Transformer
 from trainkit.train.parallel.tensor_group import TensorGroup

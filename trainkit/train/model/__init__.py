@@ -1,1 +1,1 @@
-"""The model, free of any word of parallelism."""
+"""The models: plain modules, as one device runs them."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trainkit.jobs.schema import Job, Model, Parallelism
 from trainkit.plan.layout import split_layers
-from trainkit.train.batches import Batch
 from trainkit.train.metrics.timers import Timers
+from trainkit.train.model.batch import Batch
 from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.mesh import Mesh

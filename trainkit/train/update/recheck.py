@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainkit.train.batches import Batch
+from trainkit.train.model.batch import Batch
 from trainkit.train.torch_compat import local_part
 from trainkit.train.update.step import Step
 

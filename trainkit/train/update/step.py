@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.jobs.schema import Job
-from trainkit.train.batches import Batch
 from trainkit.train.metrics.readback import to_device
 from trainkit.train.metrics.timers import Timers
+from trainkit.train.model.batch import Batch
 from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.parallel import data_parallel
 from trainkit.train.parallel.data_parallel import COMPUTE

@@ -1,0 +1,48 @@
+"""The program that supervises one run: python -I RUN/code/trainkit/launch/main.py RUN_FOLDER [--share], in a session of its own.
+
+docs/dispatch.md says what dies when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from trainkit.base.errors import TrainkitError
+from trainkit.base.files import keep_others_from_writing
+from trainkit.jobs.resolved import read_job
+from trainkit.launch.slurm.batch_supervisor import supervise_batch
+from trainkit.launch.supervise.observer import nobody
+from trainkit.launch.supervise.rank_environment import secret_values
+from trainkit.launch.supervise.supervisor import locked_run, supervise
+from trainkit.runs.folder import RunFolder
+
+
+def main() -> None:
+    """The program."""
+    keep_others_from_writing()
+    parser = argparse.ArgumentParser(description="The supervisor of one run.")
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--share", action="store_true", help="run beside other runs on the same slots")
+    parser.add_argument("--prolog-failed", type=int, default=0, metavar="CODE", help="of a batch script, here; the other nodes may be good")
+    words = parser.parse_args()
+    run = RunFolder(words.run_folder)
+    try:
+        with locked_run(run):
+            cluster = read_job(run.job).cluster
+            if cluster.launcher == "slurm":
+                sys.exit(int(supervise_batch(run, os.environ, prolog=words.prolog_failed).exit))
+            secrets = secret_values(cluster.secrets, os.environ)
+            sys.exit(int(supervise(run, secrets, nobody(), share=words.share).exit))
+    except TrainkitError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        sys.exit(int(error.exit))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""What the model is given: one micro-batch.
+
+Shapes: B samples of a micro-batch, S tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trainkit.train.model.attention import Documents
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch; label s is the token after token s. `checksum` is the sum of xxh32 over its samples' tokens.
+
+    `position` is its first sample's in the order of samples. `positions_BS` and `documents` are there where the job asks for them.
+    """
+
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    checksum: int
+    position: int
+    positions_BS: Tensor | None = None
+    documents: Documents | None = None
