@@ -55,7 +55,7 @@ def nothing_left(cluster: Cluster, run: str) -> None:
 
 
 def of_agent(p: Process) -> bool:
-    return p.host != HEAD and any(word.endswith("/agent.py") for word in p.argv)
+    return p.host != HEAD and any(word.endswith("/agent/main.py") for word in p.argv)
 
 
 def of_keeper(p: Process) -> bool:

@@ -46,7 +46,7 @@ from pathlib import Path
 foreign = [n for n, m in sys.modules.items() if (f := getattr(m, "__file__", None)) and "site-packages" in f]
 assert not foreign, foreign
 ours = [n for n in sys.modules if n.startswith("trainkit.")]
-allowed = ("trainkit.base", "trainkit.launch.protocol.frames", "trainkit.launch.agent.main")
+allowed = ("trainkit.base", "trainkit.launch.protocol", "trainkit.launch.agent")
 assert ours and all(n == "trainkit.launch" or n.startswith(allowed) for n in ours), ours
 print(len(ours))
 """

@@ -336,7 +336,7 @@ def test_an_agent_that_sees_nothing_waits_for_the_kernels_word(tmp_path: Path) -
     program = f"""
 from trainkit.launch.agent import loop as agent_loop
 agent_loop.KILL_SECONDS = 10_000
-agent = agent_loop.Agent(Path("/"), 0, None)
+agent = agent_loop.Agent(Path("/"), 0, None, {{}})
 agent.memory = object()
 later({path!r})
 for _ in agent.end(None, 0.0):
@@ -414,8 +414,8 @@ def test_an_agent_and_its_keeper_that_stand_still_are_ended_by_the_next(session:
 
 def test_an_agent_that_stands_still_from_its_first_moment_ends() -> None:
     """Before it has said how often it will move."""
-    program = "import signal, sys, os; from trainkit.base import keeper; keeper.START_LEASE = 0.2\n"
-    program += "sys.exit(keeper.keep(lambda link: os.kill(os.getpid(), signal.SIGSTOP), 'keeper'))"
+    program = "import signal, sys, os; from trainkit.base import watchdog; watchdog.START_LEASE = 0.2\n"
+    program += "sys.exit(watchdog.keep(lambda link: os.kill(os.getpid(), signal.SIGSTOP), 'keeper'))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 128 + 9 and "has not moved for 0.2 s" in done.stderr
 

@@ -101,9 +101,9 @@ def test_a_connection_is_its_own_whatever_ssh_config_says(tmp_path: Path) -> Non
 
 
 def test_the_script_of_a_node_runs_the_prolog_and_stops_where_it_fails(tmp_path: Path) -> None:
-    code = tmp_path / "code" / "trainkit" / "launch"
+    code = tmp_path / "code" / "trainkit" / "launch" / "agent"
     code.mkdir(parents=True)
-    (code / "agent.py").write_text("import os, sys; print(sys.argv[1:], sys.flags.isolated, sys.flags.no_site, os.environ.get('MODULE'))")
+    (code / "main.py").write_text("import os, sys; print(sys.argv[1:], sys.flags.isolated, sys.flags.no_site, os.environ.get('MODULE'))")
     given = session(tmp_path, AWAY, prolog=("export MODULE='a b'",))
     given.write(tmp_path, "127.0.0.1", 1, {"KEY": "value-of-key"})
     said = subprocess.run(["bash", str(given.script), "2"], capture_output=True, text=True, check=True).stdout

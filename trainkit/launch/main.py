@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
+    os.umask(os.umask(0o002) | 0o002)  # before an import writes bytecode: files.keep_others_from_writing says why
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from trainkit.base.errors import TrainkitError
-from trainkit.base.files import keep_others_from_writing
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.slurm.batch_supervisor import supervise_batch
 from trainkit.launch.supervise.observer import nobody
@@ -25,7 +25,6 @@ from trainkit.runs.folder import RunFolder
 
 def main() -> None:
     """The program."""
-    keep_others_from_writing()
     parser = argparse.ArgumentParser(description="The supervisor of one run.")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--share", action="store_true", help="run beside other runs on the same slots")

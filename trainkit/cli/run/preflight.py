@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
+    os.umask(os.umask(0o002) | 0o002)  # before an import writes bytecode: files.keep_others_from_writing says why
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from rich.console import Console
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import keep_others_from_writing, write_json
+from trainkit.base.files import write_json
 from trainkit.base.locks import locked
 from trainkit.base.process import allow_open_files
 from trainkit.cli.config.plan import plan_of
@@ -98,7 +99,6 @@ def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
 
 def main() -> None:
     """The program."""
-    keep_others_from_writing()
     run = RunFolder(Path(sys.argv[1]))
     graph = read_graph(run)
     assert graph is not None, f"{run.path} has no graph"

@@ -8,6 +8,7 @@ Exit codes: 0 the supervisor said goodbye; 7 the session's folder cannot be read
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,15 +16,14 @@ from pathlib import Path
 def main() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 - whatever is on a host or in an image may be asked to run this
         sys.exit(f"trainkit agent: {sys.executable} is Python {sys.version.split()[0]}; 3.11 is needed: clusters.X.python, containers.X.python")
+    os.umask(os.umask(0o002) | 0o002)  # before an import writes bytecode: files.keep_others_from_writing says why
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the snapshot this file is part of
-    from trainkit.base.files import keep_others_from_writing
     from trainkit.base.watchdog import keep
     from trainkit.launch.agent.commands import ORDERS
     from trainkit.launch.agent.loop import Agent
 
     if len(sys.argv) != 3 or not sys.argv[2].isdigit():
-        sys.exit("usage: agent.py SESSION_FOLDER NODE")
-    keep_others_from_writing()
+        sys.exit("usage: agent/main.py SESSION_FOLDER NODE")
     folder, node = Path(sys.argv[1]), int(sys.argv[2])
     title = f"run-keeper {'/'.join(folder.parts[-3:])} {node}"  # `pkill -9 -f trainkit` and `killall -9 python` spare it: it ends what they leave
     sys.exit(keep(lambda link: Agent(folder, node, link, ORDERS).run(), title))
