@@ -1,4 +1,4 @@
-"""A small supervisor with blocking sockets, to see what real agents do: tests/launch/test_agent*.py."""
+"""A small supervisor with blocking sockets, to see what real agents do: tests/launch/agent/test_agent*.py."""
 
 from __future__ import annotations
 

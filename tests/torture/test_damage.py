@@ -83,7 +83,7 @@ def copy_of(run: RunFolder, folder: Path) -> RunFolder:
     return RunFolder(folder / "runs/tiny/one")
 
 
-FEW = ("byte flip", "missing file", "manifest: samples", "files of an older step")  # tests/train/test_checkpoint.py has every kind, without ranks
+FEW = ("byte flip", "missing file", "manifest: samples", "files of an older step")  # tests/train/checkpoint/test_checkpoint.py has every kind, without ranks
 
 
 @pytest.mark.parametrize("damage", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGES])

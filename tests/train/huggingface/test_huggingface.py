@@ -104,7 +104,7 @@ def test_every_rank_reads_its_part_and_parts_are_exported_whole(folders: Callabl
     cases = ("gpt-untied", "gpt-neox", "llama-wide-llama3")
     for case in cases:
         shutil.copytree(folders(case), tmp_path / "hf" / case)
-    run_ranks(2, "tests.train.test_huggingface:_on_two_ranks", tmp_path / "hf", tmp_path / "checkpoints")
+    run_ranks(2, "tests.train.huggingface.test_huggingface:_on_two_ranks", tmp_path / "hf", tmp_path / "checkpoints")
     for case in cases:
         saved = open_checkpoint(tmp_path / "checkpoints" / case / "step-00000007")
         assert len(saved.manifest.tensors["model.embed_tokens.weight"].chunks) == 2

@@ -25,7 +25,7 @@ from trainkit.data.tokenize.shuffle import MINIMUM_MEMORY, shuffle_documents
 
 GOLDEN = golden()
 Document = tuple[tuple[int, ...], ...]  # sequences of tokens
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _write(prefix: Path, documents: list[Document], dtype: str = "uint16") -> Path:

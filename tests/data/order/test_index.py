@@ -167,5 +167,5 @@ def test_an_empty_window_at_the_end_is_fine() -> None:
 
 
 def test_the_extension_knows_its_source() -> None:
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     assert _index.csrc_sha256 == csrc_sha256(root), "csrc changed since the extension was built: run ./inv build"

@@ -321,7 +321,7 @@ def test_mounts_are_absolute_and_need_no_quoting(tmp_path: Path, mount: str) -> 
 
 def test_the_guide_to_containers() -> None:
     """Its table is one, its other names are there, and each runtime stands in it."""
-    text = (Path(__file__).resolve().parents[2] / "docs/containers.md").read_text()
+    text = (Path(__file__).resolve().parents[3] / "docs/containers.md").read_text()
     (block,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     document = tomli.loads(block)
     for table in document["containers"].values():

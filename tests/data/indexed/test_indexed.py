@@ -210,7 +210,7 @@ def test_opening_reads_no_array(tmp_path: Path) -> None:
 
 def test_needs_numpy_only() -> None:
     code = "import sys; from trainkit.data import IndexedDataset; print(*sorted({n.split('.')[0] for n in sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[3], capture_output=True, text=True, check=True)
     assert "numpy" in done.stdout.split()
     assert not {"torch", "pydantic", "tokenizers", "zstandard"} & set(done.stdout.split())
 
@@ -411,7 +411,7 @@ with indexed.IndexedWriter(Path(sys.argv[1]), "uint16") as writer:
 def test_sigkill_never_pairs_an_old_index_with_new_tokens(tmp_path: Path) -> None:
     """Kill a writer before each of its steps on disk: what is left is the old pair, the new pair, or no .idx."""
     seen = set()
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     for step in range(12):
         prefix = _write(tmp_path / "x", [[1, 2, 3]])
         old = _bytes(prefix)

@@ -23,7 +23,7 @@ from trainkit.base.install import InstallError, ensure
 from trainkit.cli.checkout import bench
 from trainkit.cli.wrapper import Talk
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER, PINS = bench.FOLDER, bench.PINS
 TALK = Talk(json=False, dry_run=False, folder=ROOT)
 

@@ -30,7 +30,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RUN = RunFolder(Path("/shared/runs/job/20261121-100000-abcd"))
 
 

@@ -117,7 +117,7 @@ def begin_as_every_rank(root: Path) -> list[tuple[int, int, int, int]]:
 
 def test_no_rank_ever_holds_the_model(tmp_path: Path) -> None:
     """It is built where tensors have no memory; memory is its own share's alone, and what weights begin from is one tensor at a time."""
-    (found,) = run_ranks(1, "tests.train.test_layout_rules:begin_as_every_rank", tmp_path, timeout=900)
+    (found,) = run_ranks(1, "tests.train.parallel.test_layout_rules:begin_as_every_rank", tmp_path, timeout=900)
     whole = 4 * sum(p.numel() for p in build_on_meta(matrix_job("gpt-untied", 4, tmp_path, layout(2, 2)).model, VOCAB).parameters())
     assert len(found) == 4
     for mine, largest, built, begun in found:
@@ -156,7 +156,7 @@ def taken(name: str, root: Path) -> Job:
 
 def test_what_is_taken_can_be_built_and_holds_the_planned_bytes(tmp_path: Path) -> None:
     """Parameters, gradients and optimizer state of every stage, to the byte."""
-    (found,) = run_ranks(1, "tests.train.test_layout_rules:build_as_every_rank", tmp_path, timeout=900)
+    (found,) = run_ranks(1, "tests.train.parallel.test_layout_rules:build_as_every_rank", tmp_path, timeout=900)
     for name in TAKEN:
         job = taken(name, tmp_path)
         assert not list(layout_problems(job, World(0, job.world_size)))

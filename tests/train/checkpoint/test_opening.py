@@ -67,7 +67,7 @@ def on_two_ranks(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def test_all_ranks_choose_the_same(tmp_path: Path) -> None:
-    of_ranks = run_ranks(2, "tests.train.test_opening:on_two_ranks", tmp_path / "checkpoints")
+    of_ranks = run_ranks(2, "tests.train.checkpoint.test_opening:on_two_ranks", tmp_path / "checkpoints")
     steps = {"whole": 2, "rank 1 sees no folder": 2, "rank 1 cannot read": 0, "a byte of rank 1's share": 1, "nobody hashes": 2, "none is whole": 0}
     assert [{what: step for what, (step, _) in of_rank.items()} for of_rank in of_ranks] == [steps, steps]
     told = {what: words for what, (_, words) in of_ranks[0].items()}

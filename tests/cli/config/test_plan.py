@@ -20,7 +20,7 @@ from trainkit.cli.wrapper import Talk
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import Resolved, write_job
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 GPUS = """
 [clusters.gpus]
 launcher = "slurm"

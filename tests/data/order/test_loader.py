@@ -240,7 +240,7 @@ raise RuntimeError("somewhere else")
 
 
 def test_an_abandoned_loader_does_not_keep_the_process(samples: Counting) -> None:
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", ABANDONED], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stderr.endswith("RuntimeError: somewhere else\n")
 

@@ -213,7 +213,7 @@ def test_killed_anywhere_the_next_call_gives_the_same_bytes(tokenizer: Path, tmp
     expected = run(spec)["bin_xxh128"]
     idx_path(Path(spec["prefix"])).unlink()
     (tmp_path / "spec.json").write_text(json.dumps(spec))
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     for seconds in ("0.02", "0.2", "0.5"):
         argv = [sys.executable, "-c", KILLED, str(tmp_path / "spec.json"), seconds]
         child = subprocess.run(argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
@@ -226,7 +226,7 @@ def test_killed_anywhere_the_next_call_gives_the_same_bytes(tokenizer: Path, tmp
 def test_two_at_once_write_one_after_the_other(tokenizer: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, tokenizer, [{"text": f"document {n} " * 40} for n in range(500)])
     (tmp_path / "spec.json").write_text(json.dumps(spec))
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     argv = [sys.executable, "-m", "trainkit.data.tokenize.shard_worker", str(tmp_path / "spec.json")]
     children = [forkserver.Popen(argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE) for _ in range(2)]
     outs = [child.communicate()[0] for child in children]
@@ -247,7 +247,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 def test_memory_does_not_grow_with_the_shard(tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("gigatoken")
     peaks = []
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     for count, dice in ((2000, random.Random(1)), (8000, random.Random(2))):
         spec = spec_of(tmp_path, tokenizer, [{"text": dice.randbytes(7000).hex(" ", 3)} for _ in range(count)], "x.jsonl.zst", encoder="gigatoken")
         (tmp_path / "spec.json").write_text(json.dumps({**spec, "first": False}))

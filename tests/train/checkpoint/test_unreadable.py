@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.train.test_keeping import flip, save, steps_in
+from tests.train.checkpoint.test_keeping import flip, save, steps_in
 from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Checkpoint as Keep

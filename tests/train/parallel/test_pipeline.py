@@ -135,8 +135,8 @@ def on_ranks(root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    four = run_ranks(4, "tests.train.test_pipeline:on_ranks", tmp_path_factory.mktemp("four"), timeout=900)
-    found: dict[str, dict[str, Any]] = four[0] | run_ranks(1, "tests.train.test_pipeline:on_ranks", tmp_path_factory.mktemp("one"))[0]
+    four = run_ranks(4, "tests.train.parallel.test_pipeline:on_ranks", tmp_path_factory.mktemp("four"), timeout=900)
+    found: dict[str, dict[str, Any]] = four[0] | run_ranks(1, "tests.train.parallel.test_pipeline:on_ranks", tmp_path_factory.mktemp("one"))[0]
     return found
 
 

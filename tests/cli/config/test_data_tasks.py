@@ -13,7 +13,7 @@ from tests.conftest import Project
 from trainkit.cli.tasks import namespace
 from trainkit.jobs.schema import Dataset, Tokenizer
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "data.md"
 FOLDER = "data/lines/bpe"
 
 

@@ -142,7 +142,7 @@ def test_every_layout_reads_what_every_other_wrote(tmp_path: Path) -> None:
                 p.copy_(value(f"model.{name}", tuple(p.shape)))
         saved = one_process_saves(tmp_path / "alone" / model.name, module)
         write(saved, model, tmp_path / "hub" / model.name)
-    found = run_ranks(4, "tests.train.test_layout_checkpoint:written_and_read", tmp_path / "four", tmp_path / "hub", timeout=900)
+    found = run_ranks(4, "tests.train.checkpoint.test_layout_checkpoint:written_and_read", tmp_path / "four", tmp_path / "hub", timeout=900)
     for rank, of_rank in enumerate(found):
         wrong = {what: names for what, names in of_rank.items() if names}
         assert not wrong, f"rank {rank}: {wrong}"

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.train.test_keeping import save as save_one
-from tests.train.test_keeping import steps_in
+from tests.train.checkpoint.test_keeping import save as save_one
+from tests.train.checkpoint.test_keeping import steps_in
 from trainkit.base.files import remove
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Checkpoint as Keep
