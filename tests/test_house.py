@@ -19,7 +19,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     "trainkit.data": "fetch sums text tokenizer indexed sources order tokenize",
     "trainkit.train": "metrics torch_compat model parallel checkpoint rank_agreement rank_statistics update batches huggingface preflight trainer main"
     " inference",
-    "trainkit.launch": "protocol hosts agent containers session launchers run_inputs supervise local_ranks remote_units cluster_care start slurm main",
+    "trainkit.launch": "programs protocol hosts agent containers session launchers run_inputs supervise local_ranks remote_units cluster_care start slurm main",
     "trainkit.cli": "completion help_texts tables wrapper config host_options init run hosts model inspect checkout tasks_model tasks program",
 }
 

@@ -28,6 +28,7 @@ from trainkit.jobs.clusters import Cluster
 from trainkit.launch.containers import Around
 from trainkit.launch.containers.scripts import further_files, inside_text, start_lines
 from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.programs import program_path
 
 LOCAL_LEASE = 1e6
 SECRETS = "secrets.json"  # in a session's folder, 0600, until every rank runs
@@ -130,7 +131,7 @@ class Session:
 
     def scripts(self) -> dict[str, str]:
         """What nodes run, by its name in the folder."""
-        agent = ["-I", "-S", str(self.code / "trainkit" / "launch" / "agent" / "main.py"), str(self.folder)]
+        agent = ["-I", "-S", str(program_path(self.code, "agent")), str(self.folder)]
         marked = f'export {MARK_VARIABLE}={shlex.quote(self.agent_mark)}"$1"'
         head = ["#!/bin/bash", "# What every node of this session runs: node.sh NODE", "set -e", *self.cluster.prolog]
         if self.around is None:

@@ -18,6 +18,7 @@ from trainkit.jobs.resolved import Resolved, write_job
 from trainkit.jobs.resume_changes import write_changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.selection import HostList, write_hosts
+from trainkit.launch.programs import program_path
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.observer import Watch
@@ -126,7 +127,7 @@ def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
 
     Returns when launch/supervisor.json says that it is there. Raises TrainkitError with its own words where it ended before.
     """
-    program = run.code.resolve() / "trainkit" / "launch" / "main.py"
+    program = program_path(run.code.resolve(), "supervisor")
     argv = [sys.executable, "-I", str(program), str(run.path.resolve()), *(["--share"] if share else [])]
     log = run.path / "launch" / "supervisor.log"
     with open(log, "ab") as output:

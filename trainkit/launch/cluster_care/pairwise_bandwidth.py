@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.launch.cluster_care.remote_commands import Program, Said, run_together
+from trainkit.launch.programs import program_path
 from trainkit.launch.protocol.frames import Frame
 from trainkit.launch.supervise.agent_pool import Crew
 from trainkit.launch.supervise.rank_environment import port_candidates
@@ -120,7 +121,7 @@ def _programs(crew: Crew, pair: tuple[int, int], port: int) -> dict[int, list[Pr
         found[node] = []
         for slot in slots[node]:
             asked = {**common, "rank": rank, "device": slot if cuda else None, "bytes": BYTES[backend], "repeat": REPEAT, "seconds": JOIN_SECONDS}
-            script = str(crew.session.code / "trainkit" / "launch" / "cluster_care" / "bandwidth_rank.py")
+            script = str(program_path(crew.session.code, "bandwidth_rank"))
             argv = [crew.session.python, "-I", script, json.dumps(asked)]
             found[node].append(Program(argv, {**network, **cluster.env}, key=str(slot)))
             rank += 1

@@ -13,6 +13,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.jobs import sbatch
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
+from trainkit.launch.programs import program_path
 from trainkit.launch.session import SAFE_PATH
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.summary import summarize
@@ -41,7 +42,7 @@ def batch_script(job: Job, run: RunFolder, *, seconds: int | None = None) -> str
         hint = "letters, digits and _ . / + = : @ , - only: Slurm replaces others in names of files"
         raise ConfigError(f"clusters.{job.cluster.name}.root: {run.path} does not fit into a batch script", hint=hint)
     python = job.cluster.python or sys.executable
-    last = [python, "-I", str(run.code / "trainkit" / "launch" / "main.py"), str(run.path)]
+    last = [python, "-I", str(program_path(run.code, "supervisor")), str(run.path)]
     failed = f'code=$?; [ "$code" = 0 ] || exec {shlex.join(last)} --prolog-failed "$code"'
     prolog = [f"trap {shlex.quote(failed)} EXIT  # the other nodes may be good", *job.cluster.prolog, "trap - EXIT"] if job.cluster.prolog else []
     lines = [

@@ -20,6 +20,7 @@ from trainkit.base.files import write_json, write_text
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
 from trainkit.launch.launchers.transports import last_line
+from trainkit.launch.programs import program_path
 from trainkit.launch.run_inputs import inputs_path
 from trainkit.launch.slurm.arrays import (
     ArrayUnit,
@@ -118,7 +119,7 @@ def ready_script(run: RunFolder, job: Job, graph: Graph) -> str:
     """The script of the small job: on the partition of the stage that it makes itself, else of the last one before it."""
     place = next((found for stage in graph.deferred if (found := slurm_place_of(job, stage, lambda text: None))), graph.parts[-1].place)
     shape: SlurmOptions = {"job-name": ready_name(job), "nodes": 1, "ntasks-per-node": place.asked.tasks_per_node if graph.deferred else 1}
-    words = [place.cluster.python or sys.executable, "-I", str(run.code / "trainkit" / "cli" / "run" / "preflight.py"), str(run.path)]
+    words = [place.cluster.python or sys.executable, "-I", str(program_path(run.code, "preflight")), str(run.path)]
     return text_of_script(place, shape, f"{stages_of(run)}/{ready_name(job)}-%j.out", words)
 
 
