@@ -97,7 +97,7 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[ADDRESS] = node.config.stash[SERVER].address()
 
 
-LONG = ("tests/test_readme.py", "tests/cluster/", "tests/torture/", "tests/launch/")  # what takes longest, and waits most
+LONG = ("tests/cluster/", "tests/torture/", "tests/train/parallel/", "tests/launch/")  # what takes longest, and waits most
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
