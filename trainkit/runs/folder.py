@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -131,11 +132,18 @@ class RunFolder:
 
 
 def new_run_folder(root: Path, job: str) -> RunFolder:
-    """Make an empty run folder with an id that sorts by time, `20261120-104500-3fa9`."""
+    """Make an empty run folder with an id that sorts by time, `20261120-104500-3fa9`.
+
+    Within one second the random part decides, so a second run of the job waits for the next second where its own is the lesser.
+    """
     above = root / "runs" / job
     above.mkdir(parents=True, exist_ok=True)
     while True:
-        path = above / (time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2))
+        second = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        path = above / f"{second}-{secrets.token_hex(2)}"
+        if any(name.startswith(second) and name >= path.name for name in os.listdir(above)):
+            time.sleep(0.05)
+            continue
         try:
             path.mkdir()
         except FileExistsError:
