@@ -111,10 +111,9 @@ def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
         slurm.cluster.on(node, "mkdir", "-p", "/srv/topo")
     run, _ = slurm.submit()
     slurm.wait_state(run, "succeeded", timeout=600)
-    attempts = len(list((run / "attempts").iterdir()))  # Slurm once closed the stdin of a step that had just begun
-    assert (tmp_path / "options").read_text().splitlines()[-7:] == [
+    assert (tmp_path / "options").read_text().splitlines() == [
         "--container-image=/images/app.sqsh",
-        f"--container-name=trainkit-{run.name}-{attempts}",
+        f"--container-name=trainkit-{run.name}-1",
         f"--container-mounts=/srv/topo:/topo:ro,{slurm.path}:{slurm.path}",
         "--container-env=OMP_NUM_THREADS,IN_BOX,RANK_DOES",
         f"--container-workdir={slurm.path}",

@@ -124,6 +124,7 @@ class Session:
             folder=str(self.folder.parent.parent),
             python_paths=[],
             term="save" if cluster.launcher == "slurm" else "stop",
+            stdin="none" if cluster.launcher == "slurm" else "held",  # with --input=none a task's is a pipe that slurmstepd soon closes
         )
         write_json(self.folder / "session.json", value)
         for name, text in self.scripts().items():

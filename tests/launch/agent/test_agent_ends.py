@@ -164,6 +164,20 @@ def test_a_stdin_that_is_closed_from_the_start_means_nothing(session: Session) -
     assert peer.hear("heartbeat") and peer.hear("heartbeat")
 
 
+def test_a_stdin_that_slurmstepd_closes_later_means_nothing(tmp_path: Path) -> None:
+    """With `srun --input=none` a task's stdin is a pipe, which slurmstepd closes some time after the task has begun."""
+    on_slurm = Session(tmp_path, grace=0.5, stdin="none")
+    read, write = os.pipe()
+    try:
+        peer = on_slurm.begin(stdin=read)
+        os.close(read)
+        assert peer.hear("heartbeat")
+        os.close(write)
+        assert peer.hear("heartbeat") and peer.hear("heartbeat")
+    finally:
+        on_slurm.close()
+
+
 @pytest.mark.parametrize("who", ["agent", "keeper", "both by pattern"])
 def test_sigkill_leaves_nothing(session: Session, tmp_path: Path, who: str) -> None:
     """Slots are free only after that."""

@@ -110,7 +110,7 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         self.selector.register(woken, selectors.EVENT_READ, lambda: self._signalled(woken.recv(4096)))
-        if _open_pipe(0):
+        if self.session.get("stdin") != "none" and _open_pipe(0):
             self.selector.register(0, selectors.EVENT_READ, self._stdin)
 
     def _signalled(self, numbers: bytes) -> None:
