@@ -229,11 +229,20 @@ def _fork(*given: Any) -> int:
     program = Program.read(argv)
     if program is None:
         return _execute(*given)
+    # What hooks of os.fork raise is lost, as KeyboardInterrupt is by a signal that comes meanwhile; fork_exec() has no hooks.
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        except BaseException:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         return pid
     try:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
             _connect(p2cread, c2pwrite, errwrite)
             if cwd is not None:
                 os.chdir(cwd)
