@@ -15,6 +15,13 @@ from trainkit.data.sums import file_sum
 from trainkit.stages.contract import Need, Unit
 
 SCHEMA = "stamp/1"
+SINCE_EVER = {  # programs by the names that stamps know: a module that moved has not changed what it makes
+    "trainkit.data.fetch.worker": "trainkit.data.fetch",
+    "trainkit.data.tokenize.check_worker": "trainkit.data.ready",
+    "trainkit.data.tokenize.merge_worker": "trainkit.data.merge",
+    "trainkit.data.tokenize.shard_worker": "trainkit.data.shard",
+    "trainkit.data.order.megatron_worker": "trainkit.data.megatron_order",
+}
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,8 @@ def input_identities(need: Need) -> list[Any]:
 
 def spec_digest(need: Need, unit: Unit) -> str:
     """What a unit's freshness hangs on, besides its outputs: its words, and the trainkit version of the stage."""
-    return hashlib.sha256(canonical([need.version, list(unit.argv[1:]), dict(unit.spec)]).encode()).hexdigest()
+    words = [SINCE_EVER.get(word, word) for word in unit.argv[1:]]
+    return hashlib.sha256(canonical([need.version, words, dict(unit.spec)]).encode()).hexdigest()
 
 
 def unit_is_fresh(need: Need, unit: Unit, stamps: Path) -> bool:
