@@ -14,13 +14,14 @@ from tests.conftest import HANGS, wait_for
 
 
 def test_the_same_losses_as_on_one_machine(slurm: SlurmProject) -> None:
-    """2 nodes x 2 ranks through sbatch against 4 ranks of one machine; a person who follows sees the queue, then the run."""
+    """2 nodes x 2 ranks through sbatch against 4 ranks of one machine; a person who follows sees the job, then the run."""
     said = slurm.invoke("train", "random", timeout=HANGS).stdout
-    assert "is RUNNING on node[1-2]" in said and "step 30/30" in said
+    assert "step 30/30" in said
     slurm.invoke("train", "random", "--cluster", "here", "--nodes", "1", timeout=HANGS)
     queued, local = slurm.runs()
     assert slurm.losses(queued) == slurm.losses(local) and len(slurm.losses(queued)) == 30
     id = slurm.slurm_jobs(queued)[0]["id"]
+    assert f"job {id}" in said  # "is RUNNING on ..." too, unless the ranks step before squeue is asked again
     assert slurm.job_state(id) == "COMPLETED"
     assert slurm.document("status", id)["run"] == queued.name, "by Slurm's number too"
 
