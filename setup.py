@@ -15,10 +15,12 @@ setup(
             "trainkit._index",
             ["csrc/index/bindings.cpp"],
             cxx_std=17,
-            extra_compile_args=["-O3", "-pthread", "-ffp-contract=off"],  # a fused multiply-add would change ties of Megatron's blending
+            # a fused multiply-add would change ties of Megatron's blending
+            extra_compile_args=["-O3", "-pthread", "-ffp-contract=off"],
             extra_link_args=["-pthread"],
             define_macros=[("TRAINKIT_CSRC_SHA256", f'"{csrc_sha256(ROOT)}"')],
         )
     ],
-    options={"build_ext": {"force": True}},  # the compiled-in hash covers all of csrc; file times do not
+    # the compiled-in hash covers all of csrc; file times do not
+    options={"build_ext": {"force": True}},
 )

@@ -1,1 +1,2 @@
-from trainkit.cli.tasks import namespace  # noqa: F401  the tasks live in the package, so that other repositories can use them too
+# The tasks live in the package, so that other repositories can use them too.
+from trainkit.cli.tasks import namespace  # noqa: F401

@@ -1,9 +1,11 @@
-"""From a clone to the end of `demo`: seconds of each part, tokens/s against the machine's own matmul rate, memory of each rank.
+"""From a clone to the end of `demo`: seconds of each part, tokens/s against the machine's own
+matmul rate, memory of each rank.
 
     python benchmarks/demo.py [--keep FOLDER]
 
-Clones this checkout's HEAD into an empty folder and does there what the README says. The limit printed beside the training speed is that of
-the same number of floating-point operations done as one square fp32 matmul after another by the same number of processes, in this run.
+Clones this checkout's HEAD into an empty folder and does there what the README says. The limit
+printed beside the training speed is that of the same number of floating-point operations done as
+one square fp32 matmul after another by the same number of processes, in this run.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class PeakMemory:
 
     def _look(self, rank: int, pid: int) -> None:
         try:
-            fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            fields = dict(
+                line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            )
         except OSError:
             return
         if "VmHWM" in fields:
@@ -74,7 +78,10 @@ class PeakMemory:
 
 def matmul_rate(python: Path, processes: int) -> float:
     """FLOP/s of `processes` single-threaded fp32 matmuls at once."""
-    children = [subprocess.Popen([python, "-c", MATMUL], stdout=subprocess.PIPE, text=True) for _ in range(processes)]
+    children = [
+        subprocess.Popen([python, "-c", MATMUL], stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
     return sum(float(child.communicate()[0]) for child in children)
 
 
@@ -89,7 +96,15 @@ def measure(folder: Path) -> list[tuple[str, str, str]]:
     memory = PeakMemory(folder)
     train = timed(["./inv", "train", "demo"], folder)
     peak = memory.stop()
-    report = json.loads(subprocess.run(["./inv", "report", "last", "--json"], cwd=folder, capture_output=True, text=True, check=True).stdout)
+    report = json.loads(
+        subprocess.run(
+            ["./inv", "report", "last", "--json"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
     run = Path(report["folder"])
     plan = json.loads((run / "plan.json").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -102,10 +117,22 @@ def measure(folder: Path) -> list[tuple[str, str, str]]:
         ("all of it", f"{install + prepare + train:.0f} s", "under 420 s"),
         ("optimizer steps alone", f"{report['seconds']:.0f} s", ""),
         ("tokens/s (median step)", f"{report['tokens_per_second']:,.0f}", "about 5,000"),
-        ("model FLOP/s against bare matmuls", f"{reached / 1e9:.0f} G", f"{limit / 1e9:.0f} G, ratio {reached / limit:.2f}"),
-        ("training loss (mean of last tenth)", "{first:.3f} -> {last:.3f}".format(**report["training_loss"]), "8.3 -> under 5"),
+        (
+            "model FLOP/s against bare matmuls",
+            f"{reached / 1e9:.0f} G",
+            f"{limit / 1e9:.0f} G, ratio {reached / limit:.2f}",
+        ),
+        (
+            "training loss (mean of last tenth)",
+            "{first:.3f} -> {last:.3f}".format(**report["training_loss"]),
+            "8.3 -> under 5",
+        ),
         ("validation loss", "{first:.3f} -> {last:.3f}".format(**report["validation_loss"]), ""),
-        ("peak memory of a rank", ", ".join(f"{gib:.2f} GiB" for gib in peak.values()), "under 1.5 GB"),
+        (
+            "peak memory of a rank",
+            ", ".join(f"{gib:.2f} GiB" for gib in peak.values()),
+            "under 1.5 GB",
+        ),
         ("invoke --list (median of 7)", f"{listing:.2f} s", "under 0.4 s"),
         ("./inv --list (median of 7)", f"{wrapped:.2f} s", ""),
         ("logged steps", str(sum("eval" not in r for r in rows)), ""),
@@ -113,11 +140,16 @@ def measure(folder: Path) -> list[tuple[str, str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, help="clone into this folder, which must not exist, and leave it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="clone into this folder, which must not exist, and leave it"
+    )
     arguments = parser.parse_args()
     print(
-        f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+        f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores,"
+        f" Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
     )
     with tempfile.TemporaryDirectory() as folder:
         for what, value, target in measure(arguments.keep or Path(folder) / "clone"):

@@ -3,15 +3,16 @@
     python benchmarks/mutations.py [--count 60] [--seed 1] [--jobs 2] [--since REV] [--work FOLDER]
     python benchmarks/mutations.py --again FILE [--rev REV] [--survivors]
 
-A mutation turns one comparison, sum, condition, constant, `and` or `return` of a Python file of trainkit
-into another; each place is as likely as any other. The tests that name the mutated module run first, then
-all fast tests of its folder's area, until one fails: "killed". What passes them all "survived". A mutation
-may change nothing that matters, so not every survivor is a gap: read them.
+A mutation turns one comparison, sum, condition, constant, `and` or `return` of a Python file of
+trainkit into another; each place is as likely as any other. The tests that name the mutated
+module run first, then all fast tests of its folder's area, until one fails: "killed". What
+passes them all "survived". A mutation may change nothing that matters, so not every survivor is
+a gap: read them.
 
-Mutations are made in clones of this checkout below --work, each with its own .venv (installed at first
-use: minutes), never in the checkout itself. --again takes the mutations of a former FILE of results, so
-that two revisions are compared on the same ones (--rev: of which the clones are made); --since leaves out
-lines that REV did not have. Results go to mutations.json in --work.
+Mutations are made in clones of this checkout below --work, each with its own .venv (installed at
+first use: minutes), never in the checkout itself. --again takes the mutations of a former FILE
+of results, so that two revisions are compared on the same ones (--rev: of which the clones are
+made); --since leaves out lines that REV did not have. Results go to mutations.json in --work.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests said of a mutation: "killed", "survived" or "hangs", and the test that failed."""
+    """What the tests said of a mutation: "killed", "survived" or "hangs", and the test that
+    failed."""
 
     mutation: Mutation
     verdict: str
@@ -83,7 +85,9 @@ def changed(node: ast.AST) -> ast.AST | None:
     match node:
         case ast.Compare(ops=[op], left=left, comparators=[right]) if type(op) in COMPARISONS:
             return ast.Compare(left, [COMPARISONS[type(op)]()], [right])
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in SUMS and not _is_text(left) and not _is_text(right):
+        case ast.BinOp(left=left, op=op, right=right) if (
+            type(op) in SUMS and not _is_text(left) and not _is_text(right)
+        ):
             return ast.BinOp(left, SUMS[type(op)](), right)
         case ast.BoolOp(op=op, values=values):
             return ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), values)
@@ -103,29 +107,44 @@ def changed(node: ast.AST) -> ast.AST | None:
 
 
 def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+    )
 
 
 def mutations_of(file: str, text: str) -> Iterator[Mutation]:
-    """All that a file offers; of nodes on one line only, outside of annotations and of `if TYPE_CHECKING`."""
+    """All that a file offers; of nodes on one line only, outside of annotations and of `if
+    TYPE_CHECKING`."""
     lines = text.splitlines()
     for node in _code(ast.parse(text)):
         other = changed(node)
-        if other is None or not isinstance(node, ast.expr | ast.stmt) or node.lineno != node.end_lineno:
+        if (
+            other is None
+            or not isinstance(node, ast.expr | ast.stmt)
+            or node.lineno != node.end_lineno
+        ):
             continue
         line = lines[node.lineno - 1].encode()
         start, end = node.col_offset, node.end_col_offset
         new = ast.unparse(ast.fix_missing_locations(other))
         if isinstance(other, ast.expr):
             new = f"({new})"
-        yield Mutation(file, node.lineno, line.decode(), (line[:start] + new.encode() + line[end:]).decode())
+        yield Mutation(
+            file, node.lineno, line.decode(), (line[:start] + new.encode() + line[end:]).decode()
+        )
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.AnnAssign | ast.arg | ast.FunctionDef | ast.AsyncFunctionDef):
-            skipped = {id(node.annotation)} if isinstance(node, ast.AnnAssign | ast.arg) else {id(node.returns)}
-            parts: list[ast.AST] = [part for part in ast.iter_child_nodes(node) if id(part) not in skipped]
+            skipped = (
+                {id(node.annotation)}
+                if isinstance(node, ast.AnnAssign | ast.arg)
+                else {id(node.returns)}
+            )
+            parts: list[ast.AST] = [
+                part for part in ast.iter_child_nodes(node) if id(part) not in skipped
+            ]
             yield from (found for part in parts for found in [part, *_code(part)])
         elif not isinstance(node, ast.JoinedStr):
             yield node
@@ -137,20 +156,34 @@ def choose(count: int, seed: int, since: str) -> list[Mutation]:
     found: list[Mutation] = []
     for file in git(CHECKOUT, "ls-files", "trainkit/*.py").split():
         text = (CHECKOUT / file).read_text()
-        former = Counter(_text_at(since, file).splitlines()) if since else Counter(text.splitlines())
+        former = (
+            Counter(_text_at(since, file).splitlines()) if since else Counter(text.splitlines())
+        )
         lines = Counter(text.splitlines())
-        found += [m for m in mutations_of(file, text) if not since or former[m.before] == lines[m.before] == 1]
+        found += [
+            m
+            for m in mutations_of(file, text)
+            if not since or former[m.before] == lines[m.before] == 1
+        ]
     return random.Random(seed).sample(found, count)
 
 
 def _text_at(revision: str, file: str) -> str:
-    done = subprocess.run(["git", "show", f"{revision}:{file}"], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "show", f"{revision}:{file}"],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stdout
 
 
 def git(folder: Path, *words: str) -> str:
     """What git prints."""
-    return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", *words], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout
 
 
 # --- Tests
@@ -167,42 +200,79 @@ def clone(folder: Path, revision: str) -> Path:
 
 
 def steps(folder: Path, file: str) -> list[list[str]]:
-    """The tests of a file, most telling first: those that name its module, then those of its area."""
+    """The tests of a file, most telling first: those that name its module, then those of its
+    area."""
     module = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     package, _, name = module.rpartition(".")
     names = re.compile(rf"{re.escape(module)}\b|from {re.escape(package)} import [^\n]*\b{name}\b")
     tests = sorted(str(p.relative_to(folder)) for p in (folder / "tests").rglob("test_*.py"))
     area = f"tests/{file.split('/')[1]}/"
-    naming = [test for test in tests if test.startswith(area) and names.search((folder / test).read_text())]
-    return [words for words in (naming, [test for test in tests if test.startswith(area) and test not in naming]) if words]
+    naming = [
+        test
+        for test in tests
+        if test.startswith(area) and names.search((folder / test).read_text())
+    ]
+    return [
+        words
+        for words in (
+            naming,
+            [test for test in tests if test.startswith(area) and test not in naming],
+        )
+        if words
+    ]
 
 
 def judge(folder: Path, mutation: Mutation) -> Result:
     """Mutate, run the tests, restore."""
     path = folder / mutation.file
     lines = path.read_text().split("\n")
-    number = lines.index(mutation.before) if lines.count(mutation.before) == 1 else mutation.line - 1
+    number = (
+        lines.index(mutation.before) if lines.count(mutation.before) == 1 else mutation.line - 1
+    )
     if lines[number] != mutation.before:
         return Result(mutation, "absent", "")
     lines[number] = mutation.after
     path.write_text("\n".join(lines))
     try:
         for words in steps(folder, mutation.file):
-            argv = [".venv/bin/python", "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *words]
+            argv = [
+                ".venv/bin/python",
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-m",
+                "not slow",
+                "-p",
+                "no:cacheprovider",
+                *words,
+            ]
             environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
             try:
-                done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=environment, check=False)
+                done = subprocess.run(
+                    argv,
+                    cwd=folder,
+                    capture_output=True,
+                    text=True,
+                    timeout=LIMIT,
+                    env=environment,
+                    check=False,
+                )
             except subprocess.TimeoutExpired:
                 return Result(mutation, "hangs", words[0])
             if done.returncode not in (0, 5):  # 5: no test is left by the marks
                 failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-                return Result(mutation, "killed", failed[0] if failed else f"exit {done.returncode}")
+                return Result(
+                    mutation, "killed", failed[0] if failed else f"exit {done.returncode}"
+                )
         return Result(mutation, "survived", "")
     finally:
         git(folder, "checkout", "--quiet", "--", mutation.file)
 
 
-def judge_all(mutations: list[Mutation], folders: list[Path], said: Callable[[Result], None]) -> list[Result]:
+def judge_all(
+    mutations: list[Mutation], folders: list[Path], said: Callable[[Result], None]
+) -> list[Result]:
     """Each clone takes the next one as soon as it is free."""
     free: Queue[Path] = Queue()
     for folder in folders:
@@ -226,35 +296,56 @@ def show(result: Result) -> None:
     mutation = result.mutation
     print(f"{result.verdict:9} {mutation.file}:{mutation.line}  {result.by}", flush=True)
     if result.verdict == "survived":
-        print(f"          - {mutation.before.strip()}\n          + {mutation.after.strip()}", flush=True)
+        print(
+            f"          - {mutation.before.strip()}\n          + {mutation.after.strip()}",
+            flush=True,
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=60, help="mutations")
     parser.add_argument("--seed", type=int, default=1, help="of the choice")
     parser.add_argument("--jobs", type=int, default=2, help="clones at work at once")
     parser.add_argument("--since", default="", help="a revision whose lines alone are mutated")
     parser.add_argument("--rev", default="HEAD", help="the revision of the clones")
     parser.add_argument("--again", type=Path, help="results whose mutations are judged again")
-    parser.add_argument("--survivors", action="store_true", help="with --again: only of those that survived")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "trainkit-mutations", help="where clones and results go")
+    parser.add_argument(
+        "--survivors", action="store_true", help="with --again: only of those that survived"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "trainkit-mutations",
+        help="where clones and results go",
+    )
     parser.add_argument("--quick", action="store_true", help="two mutations")
     given = parser.parse_args()
     if given.again:
         former = json.loads(given.again.read_text())
-        chosen = [Mutation(**row["mutation"]) for row in former if not given.survivors or row["verdict"] == "survived"]
+        chosen = [
+            Mutation(**row["mutation"])
+            for row in former
+            if not given.survivors or row["verdict"] == "survived"
+        ]
     else:
         chosen = choose(2 if given.quick else given.count, given.seed, given.since)
     given.work.mkdir(parents=True, exist_ok=True)
     revision = git(CHECKOUT, "rev-parse", given.rev).strip()
     folders = [clone(given.work / f"clone-{number}", revision) for number in range(given.jobs)]
     results = judge_all(chosen, folders, show)
-    (given.work / "mutations.json").write_text(json.dumps([asdict(result) for result in results], indent=1))
+    (given.work / "mutations.json").write_text(
+        json.dumps([asdict(result) for result in results], indent=1)
+    )
     counts = Counter(result.verdict for result in results)
     judged = sum(counts.values()) - counts["absent"]
     found = counts["killed"] + counts["hangs"]
-    print(f"{found} of {judged} mutations killed ({found / max(1, judged):.0%}) at {revision[:12]}: {dict(counts)}")
+    print(
+        f"{found} of {judged} mutations killed ({found / max(1, judged):.0%}) at {revision[:12]}:"
+        f" {dict(counts)}"
+    )
     return 0
 
 

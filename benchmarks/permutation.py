@@ -1,9 +1,11 @@
-"""Claim: the order of samples costs less than 50 ns an element, at any n and without an array of n numbers.
+"""Claim: the order of samples costs less than 50 ns an element, at any n and without an array of
+n numbers.
 
     python benchmarks/permutation.py
 
-Prints nanoseconds an element of trainkit._index.permute beside numpy's and torch's shuffles of all n numbers, CPU time of one
-thread, best of several runs. Ratio: the peer's time over ours. The peers have to make the whole array before the first element is known.
+Prints nanoseconds an element of trainkit._index.permute beside numpy's and torch's shuffles of
+all n numbers, CPU time of one thread, best of several runs. Ratio: the peer's time over ours.
+The peers have to make the whole array before the first element is known.
 """
 
 from __future__ import annotations
@@ -36,12 +38,18 @@ def _nanoseconds(work: Callable[[], object], elements: int) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     generator = np.random.default_rng(0)
-    print(f"{'n':>22} {'permute':>10} {'numpy':>10} {'ratio':>7} {'torch':>10} {'ratio':>7}   ns an element, limit {LIMIT_NS:.0f}")
+    print(
+        f"{'n':>22} {'permute':>10} {'numpy':>10} {'ratio':>7} {'torch':>10} {'ratio':>7}   ns an"
+        f" element, limit {LIMIT_NS:.0f}"
+    )
     worst = 0.0
     for n in SIZES:
         out = np.empty(n, np.int64)
         ours = _nanoseconds(lambda n=n, out=out: _index.permute(n, 1, 0, out), n)  # type: ignore[misc]
-        peers = [_nanoseconds(lambda n=n: generator.permutation(n), n), _nanoseconds(lambda n=n: torch.randperm(n), n)]  # type: ignore[misc]
+        peers = [
+            _nanoseconds(lambda n=n: generator.permutation(n), n),  # type: ignore[misc]
+            _nanoseconds(lambda n=n: torch.randperm(n), n),  # type: ignore[misc]
+        ]
         print(f"{n:>22,} {ours:>10.1f} " + " ".join(f"{p:>10.1f} {p / ours:>7.2f}" for p in peers))
         worst = max(worst, ours)
     out = np.empty(COUNT, np.int64)

@@ -1,14 +1,18 @@
-"""Claim: Megatron's sample order costs a quarter of Megatron's CPU time and a third of its memory; the native order starts at once.
+"""Claim: Megatron's sample order costs a quarter of Megatron's CPU time and a third of its
+memory; the native order starts at once.
 
     python benchmarks/sample_order.py [--quick] [--pile] [--rows FILE]
 
-The exact order: document, sample and shuffle index of a dataset of so many documents are built by megatron-core's BlendedMegatronDatasetBuilder and
-by trainkit.data.order.megatron_index, each in a process of its own, in turn; the .npy files of both are compared byte for byte. Documents have
-lognormal lengths; .idx is real, .bin is a hole of the right size, for no order reads it. CPU time is the build's, user and system, children counted,
-imports not; memory is what the build adds to the process's peak, mapped pages counted. Ratio: Megatron's figure over ours; several rounds: the
-best of each side.
+The exact order: document, sample and shuffle index of a dataset of so many documents are built
+by megatron-core's BlendedMegatronDatasetBuilder and by trainkit.data.order.megatron_index, each
+in a process of its own, in turn; the .npy files of both are compared byte for byte. Documents
+have lognormal lengths; .idx is real, .bin is a hole of the right size, for no order reads it.
+CPU time is the build's, user and system, children counted, imports not; memory is what the build
+adds to the process's peak, mapped pages counted. Ratio: Megatron's figure over ours; several
+rounds: the best of each side.
 
-Beside it: the sample pass on two threads, and the native order, which is built from nothing: its start for 128 datasets, and nanoseconds an element.
+Beside it: the sample pass on two threads, and the native order, which is built from nothing: its
+start for 128 datasets, and nanoseconds an element.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +48,8 @@ DATASETS = 128
 
 @dataclass(frozen=True)
 class Case:
-    """So many documents with so many tokens in all, read for so many epochs; the least ratio of CPU time, 0: too small to be judged; rounds."""
+    """So many documents with so many tokens in all, read for so many epochs; the least ratio of
+    CPU time, 0: too small to be judged; rounds."""
 
     name: str
     documents: int
@@ -66,12 +72,19 @@ def write_dataset(prefix: Path, case: Case) -> int:
     with open(idx_path(prefix), "wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], case.documents, case.documents + 1))
         for start in starts:
-            file.write(np.maximum(rng.lognormal(mean, spread, min(CHUNK, case.documents - start)), 1).astype("<i4").tobytes())
+            file.write(
+                np.maximum(rng.lognormal(mean, spread, min(CHUNK, case.documents - start)), 1)
+                .astype("<i4")
+                .tobytes()
+            )
     lengths = np.memmap(idx_path(prefix), "<i4", "r", HEADER.size, (case.documents,))
     position = 0
     with open(idx_path(prefix), "ab") as file:
         for start in starts:
-            ends = position + np.cumsum(lengths[start : start + CHUNK], dtype=np.int64) * dtype.itemsize
+            ends = (
+                position
+                + np.cumsum(lengths[start : start + CHUNK], dtype=np.int64) * dtype.itemsize
+            )
             file.write(np.concatenate(([position], ends[:-1])).tobytes())
             position = int(ends[-1])
         for start in starts:
@@ -83,16 +96,21 @@ def write_dataset(prefix: Path, case: Case) -> int:
 
 
 def request_of(prefix: Path, case: Case, tokens: int) -> IndexRequest:
-    """All documents, for as many samples as so many whole epochs give; one epoch: as many as there are."""
+    """All documents, for as many samples as so many whole epochs give; one epoch: as many as
+    there are."""
     asked = None if case.epochs == 1 else (case.epochs * tokens - 1) // SEQ_LENGTH
-    return IndexRequest(prefix, 0, case.documents, "train", SEQ_LENGTH, SEED, num_samples=asked, split="1")
+    return IndexRequest(
+        prefix, 0, case.documents, "train", SEQ_LENGTH, SEED, num_samples=asked, split="1"
+    )
 
 
 def build_theirs(request: IndexRequest, folder: Path) -> Callable[[], object]:
     """Megatron's build, imported and configured."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it misses Apex and Transformer Engine
-        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.datasets.blended_megatron_dataset_builder import (
+            BlendedMegatronDatasetBuilder,
+        )
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     class Tokenizer:
@@ -109,7 +127,9 @@ def build_theirs(request: IndexRequest, folder: Path) -> Callable[[], object]:
         reset_attention_mask=False,
         eod_mask_loss=False,
     )
-    build: Callable[[], object] = BlendedMegatronDatasetBuilder(GPTDataset, [request.num_samples, None, None], lambda: True, config).build
+    build: Callable[[], object] = BlendedMegatronDatasetBuilder(
+        GPTDataset, [request.num_samples, None, None], lambda: True, config
+    ).build
     return build
 
 
@@ -119,7 +139,10 @@ def _cpu_seconds() -> float:
 
 
 def _peak_bytes() -> int:
-    return 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return 1024 * max(
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
 
 
 def _resident_bytes() -> int:
@@ -128,16 +151,38 @@ def _resident_bytes() -> int:
 
 def side(name: str, request: IndexRequest, folder: Path, threads: int) -> dict[str, float]:
     """Build once; what it took."""
-    build: Callable[[], object] = build_theirs(request, folder) if name == "megatron" else lambda: build_index(request, folder, threads, TOKENIZER)
+    build: Callable[[], object] = (
+        build_theirs(request, folder)
+        if name == "megatron"
+        else lambda: build_index(request, folder, threads, TOKENIZER)
+    )
     resident, cpu, wall = _resident_bytes(), _cpu_seconds(), time.monotonic()
     build()
-    return {"cpu": _cpu_seconds() - cpu, "wall": time.monotonic() - wall, "peak": _peak_bytes(), "added": max(0, _peak_bytes() - resident)}
+    return {
+        "cpu": _cpu_seconds() - cpu,
+        "wall": time.monotonic() - wall,
+        "peak": _peak_bytes(),
+        "added": max(0, _peak_bytes() - resident),
+    }
 
 
 def run_side(name: str, case: Case, tokens: int, work: Path, threads: int) -> dict[str, float]:
     """`side` in a process of its own."""
-    words = ["--side", name, "--work", str(work), "--case", json.dumps(vars(case)), "--tokens", str(tokens), "--threads", str(threads)]
-    done = subprocess.run([sys.executable, "-P", __file__, *words], stdout=subprocess.PIPE, text=True, check=True)
+    words = [
+        "--side",
+        name,
+        "--work",
+        str(work),
+        "--case",
+        json.dumps(vars(case)),
+        "--tokens",
+        str(tokens),
+        "--threads",
+        str(threads),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-P", __file__, *words], stdout=subprocess.PIPE, text=True, check=True
+    )
     taken: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return taken
 
@@ -166,17 +211,41 @@ def exact(case: Case, work: Path, threads: int) -> list[dict[str, Any]]:
         for folder in taken:
             for path in (work / folder).iterdir():
                 path.unlink()
-    print(f"\n{case.name}: {case.documents:,} documents, {tokens:,} tokens, {case.epochs} epochs, {samples:,} samples of {SEQ_LENGTH}; equal files", flush=True)
-    print(f"{'':12} {'CPU s':>8} {'ratio':>6} {'wall s':>8} {'memory added':>13} {'ratio':>6} {'peak':>9}   {case.rounds} rounds, {threads} threads here")
-    best = {name: {key: min(r[key] for r in rounds) for key in rounds[0]} for name, rounds in taken.items()}
+    print(
+        f"\n{case.name}: {case.documents:,} documents, {tokens:,} tokens, {case.epochs} epochs,"
+        f" {samples:,} samples of {SEQ_LENGTH}; equal files",
+        flush=True,
+    )
+    print(
+        f"{'':12} {'CPU s':>8} {'ratio':>6} {'wall s':>8} {'memory added':>13} {'ratio':>6}"
+        f" {'peak':>9}   {case.rounds} rounds, {threads} threads here"
+    )
+    best = {
+        name: {key: min(r[key] for r in rounds) for key in rounds[0]}
+        for name, rounds in taken.items()
+    }
     rows: list[dict[str, Any]] = []
     ours = best["trainkit"]
     for name, row in best.items():
-        cpu, memory = (best["megatron"][key] / ours[key] if name == "trainkit" else None for key in ("cpu", "added"))
+        cpu, memory = (
+            best["megatron"][key] / ours[key] if name == "trainkit" else None
+            for key in ("cpu", "added")
+        )
         shown = [f"{ratio:6.2f}" if ratio else f"{'-':>6}" for ratio in (cpu, memory)]
         sizes = [f"{row[key] / 2**30:.2f} GiB" for key in ("added", "peak")]
-        print(f"{name:12} {row['cpu']:8.2f} {shown[0]} {row['wall']:8.2f} {sizes[0]:>13} {shown[1]} {sizes[1]:>9}", flush=True)
-        rows.append({"what": case.name, "contender": name, **row, **({"cpu_ratio": cpu, "memory_ratio": memory} if cpu else {})})
+        print(
+            f"{name:12} {row['cpu']:8.2f} {shown[0]} {row['wall']:8.2f} {sizes[0]:>13} {shown[1]}"
+            f" {sizes[1]:>9}",
+            flush=True,
+        )
+        rows.append(
+            {
+                "what": case.name,
+                "contender": name,
+                **row,
+                **({"cpu_ratio": cpu, "memory_ratio": memory} if cpu else {}),
+            }
+        )
     if case.cpu_limit:
         rows[-1]["limits"] = [case.cpu_limit, MEMORY_LIMIT]
     return rows
@@ -203,14 +272,22 @@ def two_threads(case: Case, work: Path) -> dict[str, Any]:
         taken = {1: float("inf"), 2: float("inf")}
         for _ in range(10):  # in turn, for the machine may have others on it
             for threads, best in taken.items():
-                now = _best(lambda: documents.write_samples(file.fileno(), 0, SEQ_LENGTH, 1, samples, False, threads), 1)  # noqa: B023
+                write = partial(documents.write_samples, file.fileno(), 0, SEQ_LENGTH, 1)
+                now = _best(partial(write, samples, False, threads), 1)
                 taken[threads] = min(best, now)
     (work / "pass").unlink()
     ratio, cores = taken[1] / taken[2], len(os.sched_getaffinity(0))
     print(
-        f"\nsample pass: {taken[1]:.3f} s on one thread, {taken[2]:.3f} s on two: {ratio:.2f} times as fast, limit {THREADS_LIMIT} ({cores} cores)", flush=True
+        f"\nsample pass: {taken[1]:.3f} s on one thread, {taken[2]:.3f} s on two: {ratio:.2f} times"
+        f" as fast, limit {THREADS_LIMIT} ({cores} cores)",
+        flush=True,
     )
-    return {"what": "sample pass on two threads", "seconds": list(taken.values()), "ratio": ratio, **({"limits": [THREADS_LIMIT]} if case.cpu_limit else {})}
+    return {
+        "what": "sample pass on two threads",
+        "seconds": list(taken.values()),
+        "ratio": ratio,
+        **({"limits": [THREADS_LIMIT]} if case.cpu_limit else {}),
+    }
 
 
 def native() -> list[dict[str, Any]]:
@@ -219,18 +296,37 @@ def native() -> list[dict[str, Any]]:
 
     rng = np.random.default_rng(0)
     sizes = [int(n) for n in rng.integers(10**6, 2**33, DATASETS)]
-    weights, names = (1 / np.arange(1, DATASETS + 1)).tolist(), [f"data{n}" for n in range(DATASETS)]
+    weights, names = (
+        (1 / np.arange(1, DATASETS + 1)).tolist(),
+        [f"data{n}" for n in range(DATASETS)],
+    )
     start = _best(lambda: NativeOrder(sizes, weights, "train", SEED, names).window(0, 1)) * 1e3
     batch = NativeOrder(sizes, weights, "train", SEED, names)
     window = _best(lambda: batch.window(10**11, 1024)) / 1024 * 1e9
     out = np.empty(2**20, np.int64)
     element = _best(lambda: _index.permute(3 * 10**9, 1, 10**9, out)) / len(out) * 1e9
     total = sum(sizes)
-    print(f"\nnative order, {DATASETS} datasets of {total:,} samples: first sample known after {start:.2f} ms, limit {START_LIMIT_MS:.0f}; no index, no file")
-    print(f"  {window:.0f} ns a sample of a global batch of 1,024; permutation {element:.1f} ns an element, limit {ELEMENT_LIMIT_NS:.0f}", flush=True)
+    print(
+        f"\nnative order, {DATASETS} datasets of {total:,} samples: first sample known after"
+        f" {start:.2f} ms, limit {START_LIMIT_MS:.0f}; no index, no file"
+    )
+    print(
+        f"  {window:.0f} ns a sample of a global batch of 1,024; permutation {element:.1f} ns an"
+        f" element, limit {ELEMENT_LIMIT_NS:.0f}",
+        flush=True,
+    )
     return [
-        {"what": f"native start, {DATASETS} datasets", "milliseconds": start, "limits": [START_LIMIT_MS]},
-        {"what": "native permutation", "nanoseconds": element, "of_a_blended_batch": window, "limits": [ELEMENT_LIMIT_NS]},
+        {
+            "what": f"native start, {DATASETS} datasets",
+            "milliseconds": start,
+            "limits": [START_LIMIT_MS],
+        },
+        {
+            "what": "native permutation",
+            "nanoseconds": element,
+            "of_a_blended_batch": window,
+            "limits": [ELEMENT_LIMIT_NS],
+        },
     ]
 
 
@@ -240,25 +336,52 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     for row in (row for row in rows if "limits" in row):
         found = [row[key] for key in ("cpu_ratio", "memory_ratio", "ratio") if key in row]
         if found:
-            missed += [f"{row['what']}: {ratio:.2f} instead of {limit}" for ratio, limit in zip(found, row["limits"], strict=True) if ratio < limit]
+            missed += [
+                f"{row['what']}: {ratio:.2f} instead of {limit}"
+                for ratio, limit in zip(found, row["limits"], strict=True)
+                if ratio < limit
+            ]
         elif (value := row.get("milliseconds", row.get("nanoseconds"))) > row["limits"][0]:
             missed.append(f"{row['what']}: {value:.2f} instead of {row['limits'][0]}")
     return "within all limits" if not missed else "MISSED: " + "; ".join(missed)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a million documents: under a minute")
-    parser.add_argument("--pile", action="store_true", help="2.1e8 documents, 3e11 tokens as well: 10 GB of disk, 8 GB of memory, minutes")
+    parser.add_argument(
+        "--pile",
+        action="store_true",
+        help="2.1e8 documents, 3e11 tokens as well: 10 GB of disk, 8 GB of memory, minutes",
+    )
     parser.add_argument("--threads", type=int, default=1, help="of our side")
-    parser.add_argument("--folder", type=Path, help="where the data is written for the time being, instead of the system's temporary folder")
-    parser.add_argument("--rows", type=Path, help="write the tables' numbers into this file as well")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help=(
+            "where the data is written for the time being, instead of the system's temporary folder"
+        ),
+    )
+    parser.add_argument(
+        "--rows", type=Path, help="write the tables' numbers into this file as well"
+    )
     for hidden in ("--side", "--work", "--case", "--tokens"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.side:
         work, case = Path(words.work), Case(**json.loads(words.case))
-        print(json.dumps(side(words.side, request_of(work / "data", case, int(words.tokens)), work / words.side, words.threads)))
+        print(
+            json.dumps(
+                side(
+                    words.side,
+                    request_of(work / "data", case, int(words.tokens)),
+                    work / words.side,
+                    words.threads,
+                )
+            )
+        )
         return
     rows: list[dict[str, Any]] = []
     cases = [QUICK] if words.quick else [DEFAULT, PILE] if words.pile else [DEFAULT]

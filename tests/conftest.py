@@ -21,16 +21,23 @@ from hypothesis import HealthCheck, settings
 
 from tests import forkserver
 
-# Read when torch is loaded. One thread: tensors here are tiny, and several workers of pytest share the cores. PASSIVE: what waits does not spin.
+# Read when torch is loaded. One thread: tensors here are tiny, and several workers of pytest share
+# the cores. PASSIVE: what waits does not spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# No deadlines: an example that another process delays is no finding. ./inv test --slow asks for the second.
-settings.register_profile("ci", deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("slow", deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+# No deadlines: an example that another process delays is no finding. ./inv test --slow asks for the
+# second.
+settings.register_profile(
+    "ci", deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "slow", deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("ci")
 
-HANGS = 900.0  # seconds after which what is waited for never comes: a limit against hanging, not for slow machines
+# seconds after which what is waited for never comes: a limit against hanging, not for slow machines
+HANGS = 900.0
 TASKS = "from trainkit.cli.tasks import namespace\n"
 JOBS = """
 [defaults]
@@ -80,7 +87,8 @@ ADDRESS = "forkserver"  # what pytest-xdist tells its workers
 
 def pytest_configure(config: pytest.Config) -> None:
     """One fork server a test run, of the process that is nobody's worker."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `pytest &` in a script: all that tests start would ignore it too
+    # `pytest &` in a script: all that tests start would ignore it too
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if (given := getattr(config, "workerinput", None)) is not None:
         return forkserver.use(lambda: str(given[ADDRESS]))
@@ -97,18 +105,26 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[ADDRESS] = node.config.stash[SERVER].address()
 
 
-LONG = ("tests/cluster/", "tests/torture/", "tests/train/parallel/", "tests/launch/")  # what takes longest, and waits most
+# what takes longest, and waits most
+LONG = ("tests/cluster/", "tests/torture/", "tests/train/parallel/", "tests/launch/")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes longest begins first, each on a worker of its own; all others are done beside it. pytest-xdist gives each worker as many items in a row."""
-    piles: list[list[pytest.Item]] = [[] for _ in range(getattr(config, "workerinput", {}).get("workercount", 1))]
+    """What takes longest begins first, each on a worker of its own; all others are done beside
+    it. pytest-xdist gives each worker as many items in a row."""
+    piles: list[list[pytest.Item]] = [
+        [] for _ in range(getattr(config, "workerinput", {}).get("workercount", 1))
+    ]
     others: list[pytest.Item] = []
     for item in items:
-        which = next((number for number, long in enumerate(LONG) if item.nodeid.startswith(long)), None)
+        which = next(
+            (number for number, long in enumerate(LONG) if item.nodeid.startswith(long)), None
+        )
         (others if which is None else piles[which % len(piles)]).append(item)
     for number, pile in enumerate(piles):
-        room = max(0, (len(items) - sum(map(len, piles[:number]))) // (len(piles) - number) - len(pile))
+        room = max(
+            0, (len(items) - sum(map(len, piles[:number]))) // (len(piles) - number) - len(pile)
+        )
         pile += others[:room]
         others = others[room:]
     items[:] = [item for pile in piles for item in pile] + others
@@ -135,7 +151,11 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """What was left out, and why, in a table."""
     skipped = terminalreporter.stats.get("skipped", [])
-    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped if isinstance(report.longrepr, tuple))
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in skipped
+        if isinstance(report.longrepr, tuple)
+    )
     rows = [(count, reason) for reason, count in reasons.most_common()]
     if slow := config.stash.get(DESELECTED, 0):
         rows.append((slow, "slow, or not asked for: ./inv test --slow runs all"))
@@ -146,7 +166,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-cluster", action="store_true", help="fail, not skip, where tests cannot have hosts or podman")
+    parser.addoption(
+        "--require-cluster",
+        action="store_true",
+        help="fail, not skip, where tests cannot have hosts or podman",
+    )
 
 
 @dataclass
@@ -163,11 +187,27 @@ class Project:
 
     def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
         """Start `invoke WORDS...` in a session of its own."""
-        argv, pipe, env = [sys.executable, "-m", "invoke", *words], subprocess.PIPE, self.environment(**more)
-        return forkserver.Popen(argv, cwd=self.path, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        argv, pipe, env = (
+            [sys.executable, "-m", "invoke", *words],
+            subprocess.PIPE,
+            self.environment(**more),
+        )
+        return forkserver.Popen(
+            argv,
+            cwd=self.path,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=True,
+        )
 
-    def invoke(self, *words: str, exit: int = 0, timeout: float = HANGS, **more: str) -> subprocess.CompletedProcess[str]:
-        """Run `invoke WORDS...`; fails unless it ends with `exit`. No task may ever show a traceback."""
+    def invoke(
+        self, *words: str, exit: int = 0, timeout: float = HANGS, **more: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `invoke WORDS...`; fails unless it ends with `exit`. No task may ever show a
+        traceback."""
         process = self.start(*words, **more)
         try:
             out, err = process.communicate(timeout=timeout)
@@ -175,7 +215,9 @@ class Project:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
             pytest.fail(f"invoke {' '.join(words)} took over {timeout} s\n{out}\n{err}")
-        assert process.returncode == exit, f"invoke {' '.join(words)} ended with {process.returncode}, not {exit}\n{out}\n{err}"
+        assert process.returncode == exit, (
+            f"invoke {' '.join(words)} ended with {process.returncode}, not {exit}\n{out}\n{err}"
+        )
         assert "Traceback" not in err, err
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -187,7 +229,10 @@ class Project:
 
     def runs(self) -> list[Path]:
         """Run folders, oldest first."""
-        return sorted((p for p in (self.path / "runs").glob("*/*") if (p / "job.json").is_file()), key=lambda p: p.name)
+        return sorted(
+            (p for p in (self.path / "runs").glob("*/*") if (p / "job.json").is_file()),
+            key=lambda p: p.name,
+        )
 
     def metrics(self, run: Path) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl."""
@@ -205,10 +250,23 @@ class Project:
 def project(tmp_path: Path) -> Project:
     """A project with a small text corpus, a job on it, and a job on random tokens."""
     (tmp_path / "tasks.py").write_text(TASKS)
-    (tmp_path / "jobs.toml").write_text(JOBS.replace("[clusters.here]", f'[clusters.here]\nnode_folder = "{tmp_path}/node"'))  # slots of its own
+    # slots of its own
+    (tmp_path / "jobs.toml").write_text(
+        JOBS.replace("[clusters.here]", f'[clusters.here]\nnode_folder = "{tmp_path}/node"')
+    )
     (tmp_path / "corpus").mkdir()
     for shard in range(2):
-        lines = [json.dumps({"text": f"the quick brown fox number {i} of shard {shard} jumps over the lazy dog and then rests"}) for i in range(150)]
+        lines = [
+            json.dumps(
+                {
+                    "text": (
+                        f"the quick brown fox number {i} of shard {shard} jumps over the lazy dog"
+                        " and then rests"
+                    )
+                }
+            )
+            for i in range(150)
+        ]
         (tmp_path / "corpus" / f"part-{shard}.jsonl").write_text("\n".join(lines) + "\n")
     return Project(tmp_path)
 
@@ -220,7 +278,8 @@ def wait_for(condition: Callable[[], Any], what: str, timeout: float = HANGS) ->
         value = condition()
         if value:
             return value
-        time.sleep(max(0.02, 2 * (time.monotonic() - began)))  # asking may cost more than what is waited for
+        # asking may cost more than what is waited for
+        time.sleep(max(0.02, 2 * (time.monotonic() - began)))
     pytest.fail(f"waited {timeout} s for {what}")
 
 

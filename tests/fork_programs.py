@@ -1,4 +1,5 @@
-"""The fork server of tests/forkserver.py: it imports everything, then forks a program for whoever asks, as exec would have begun it.
+"""The fork server of tests/forkserver.py: it imports everything, then forks a program for
+whoever asks, as exec would have begun it.
 
 It never has threads, so forking it is safe. It ends when its controller closes the pipe.
 """
@@ -31,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PRELOADED = (  # what ranks, tasks, supervisors, agents and stages import; nothing that reads the environment
+# what ranks, tasks, supervisors, agents and stages import; nothing that reads the environment
+PRELOADED = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.pipelining",
@@ -57,7 +59,8 @@ PRELOADED = (  # what ranks, tasks, supervisors, agents and stages import; nothi
 )
 ARGV_ROOM, ENVIRONMENT_ROOM = 4096, 65536  # bytes that /proc can show of them
 PADDING = "TRAINKIT_TESTS_PADDING"
-ALONE = frozenset({"-I", "-P"})  # options by which the script's folder and the working folder are no places of modules
+# options by which the script's folder and the working folder are no places of modules
+ALONE = frozenset({"-I", "-P"})
 OPTIONS = ALONE | {"-S", "-u"}
 
 
@@ -66,7 +69,8 @@ OPTIONS = ALONE | {"-S", "-u"}
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program by its command line: a file or a module, its words, and where its modules are looked for first."""
+    """A Python program by its command line: a file or a module, its words, and where its modules
+    are looked for first."""
 
     module: str | None
     file: str
@@ -86,7 +90,12 @@ class Program:
         if len(rest) > 1 and rest[0] == "-m":
             return cls(rest[1], rest[1], tuple(rest[2:]), None if alone else "")
         if rest and rest[0].endswith(".py"):
-            return cls(None, rest[0], tuple(rest[1:]), None if alone else os.path.dirname(os.path.abspath(rest[0])))
+            return cls(
+                None,
+                rest[0],
+                tuple(rest[1:]),
+                None if alone else os.path.dirname(os.path.abspath(rest[0])),
+            )
         return None
 
     def run(self) -> None:
@@ -94,7 +103,8 @@ class Program:
         sys.argv = [self.file, *self.words]
         base = [path for path in sys.path if path not in ("", str(ROOT))]
         sys.path[:] = base if self.first is None else [self.first or os.getcwd(), *base]
-        sys.path_importer_cache.pop(sys.path[0], None)  # all other folders are as they were when the server began
+        # all other folders are as they were when the server began
+        sys.path_importer_cache.pop(sys.path[0], None)
         if self.module:
             runpy.run_module(self.module, run_name="__main__", alter_sys=True)
         else:
@@ -107,18 +117,25 @@ EXPORT = re.compile(r"export ([A-Za-z_]+)=(.*)")
 def executed(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """What argv becomes at once, and what it adds to the environment.
 
-    A node's script without a prolog (trainkit/launch/session.py) only exports words and ends with `exec PROGRAM "$1"`.
+    A node's script without a prolog (trainkit/launch/session.py) only exports words and ends
+    with `exec PROGRAM "$1"`.
     """
     if len(argv) != 3 or argv[0] != "/bin/bash":
         return list(argv), {}
     try:
-        lines = [line.replace('"$1"', argv[2]) for line in Path(argv[1]).read_text().splitlines() if not line.startswith("#")]
+        lines = [
+            line.replace('"$1"', argv[2])
+            for line in Path(argv[1]).read_text().splitlines()
+            if not line.startswith("#")
+        ]
     except (OSError, UnicodeDecodeError):
         return list(argv), {}
     exports = [EXPORT.fullmatch(line) for line in lines[1:-1]]
     if lines[:1] != ["set -e"] or not lines[-1].startswith("exec ") or not all(exports):
         return list(argv), {}
-    return shlex.split(lines[-1])[1:], {found[1]: shlex.split(found[2])[0] for found in exports if found}
+    return shlex.split(lines[-1])[1:], {
+        found[1]: shlex.split(found[2])[0] for found in exports if found
+    }
 
 
 # --- The child's side of a fork: what exec would have done
@@ -150,14 +167,22 @@ def _become(argv: Sequence[str], environment: Mapping[bytes, bytes]) -> None:
     unbuffered = "-u" in argv[: len(argv) - 1]
     encoding = os.environ.get("PYTHONIOENCODING", "utf-8")
     sys.stdin = io.TextIOWrapper(_opened(0, "rb"), encoding=encoding)
-    sys.stdout = io.TextIOWrapper(_opened(1, "wb"), encoding=encoding, line_buffering=_is_terminal(1), write_through=unbuffered)
-    sys.stderr = io.TextIOWrapper(_opened(2, "wb"), encoding=encoding, errors="backslashreplace", line_buffering=True)
+    sys.stdout = io.TextIOWrapper(
+        _opened(1, "wb"),
+        encoding=encoding,
+        line_buffering=_is_terminal(1),
+        write_through=unbuffered,
+    )
+    sys.stderr = io.TextIOWrapper(
+        _opened(2, "wb"), encoding=encoding, errors="backslashreplace", line_buffering=True
+    )
     if threads := os.environ.get("OMP_NUM_THREADS"):
         _take_threads(int(threads))
 
 
 def _take_threads(number: int) -> None:
-    """As torch would have read it when it was loaded. Its pool's threads begin here: they must not take the signals of the program's own thread."""
+    """As torch would have read it when it was loaded. Its pool's threads begin here: they must
+    not take the signals of the program's own thread."""
     import torch
 
     former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -180,7 +205,8 @@ def _is_terminal(handle: int) -> bool:
 
 
 def _show(field: int, text: bytes) -> None:
-    """Write over the memory that /proc/PID/cmdline (from 45) or environ (47) shows, as far as there is room (proc(5), stat)."""
+    """Write over the memory that /proc/PID/cmdline (from 45) or environ (47) shows, as far as
+    there is room (proc(5), stat)."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, room = int(fields[field]), int(fields[field + 1]) - int(fields[field])
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
@@ -221,15 +247,32 @@ _execute: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-define
 
 
 def _fork(*given: Any) -> int:
-    """In the place of CPython's fork_exec(): Modules/_posixsubprocess.c says what its arguments mean."""
-    argv, _, close_fds, keep, cwd, environment, p2cread, _, _, c2pwrite, _, errwrite, _, error_write = given[:14]
+    """In the place of CPython's fork_exec(): Modules/_posixsubprocess.c says what its arguments
+    mean."""
+    (
+        argv,
+        _,
+        close_fds,
+        keep,
+        cwd,
+        environment,
+        p2cread,
+        _,
+        _,
+        c2pwrite,
+        _,
+        errwrite,
+        _,
+        error_write,
+    ) = given[:14]
     start_new_session, process_group = given[15:17]
     preexec = given[21]
     argv, exports = executed([os.fsdecode(word) for word in argv])
     program = Program.read(argv)
     if program is None:
         return _execute(*given)
-    # What hooks of os.fork raise is lost, as KeyboardInterrupt is by a signal that comes meanwhile; fork_exec() has no hooks.
+    # What hooks of os.fork raise is lost, as KeyboardInterrupt is by a signal that comes meanwhile;
+    # fork_exec() has no hooks.
     former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid:
@@ -259,8 +302,16 @@ def _fork(*given: Any) -> int:
             _close_all(set(keep) - {error_write})
         else:
             os.close(error_write)
-        pairs = os.environb.items() if environment is None else [pair.partition(b"=")[::2] for pair in environment]
-        _become(argv, dict(pairs) | {os.fsencode(name): os.fsencode(value) for name, value in exports.items()})
+        pairs = (
+            os.environb.items()
+            if environment is None
+            else [pair.partition(b"=")[::2] for pair in environment]
+        )
+        _become(
+            argv,
+            dict(pairs)
+            | {os.fsencode(name): os.fsencode(value) for name, value in exports.items()},
+        )
         os._exit(_run(program))
     finally:
         os._exit(255)
@@ -320,8 +371,11 @@ def serve(listener: socket.socket, control: int) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     subprocess._fork_exec = _fork  # type: ignore[attr-defined]
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # a program may be imported already
-    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    # a program may be imported already
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
+    warnings.filterwarnings(
+        "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
+    )
     woken, wakes = socket.socketpair()
     woken.setblocking(False)
     wakes.setblocking(False)
@@ -332,7 +386,8 @@ def serve(listener: socket.socket, control: int) -> None:
     gc.disable()
     gc.freeze()
     _use_huge_pages()
-    threads = os.listdir("/proc/self/task")  # of Python and of libraries: a fork has only the one that forks
+    # of Python and of libraries: a fork has only the one that forks
+    threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, threads
     programs = Programs()
     while True:
@@ -348,11 +403,13 @@ def serve(listener: socket.socket, control: int) -> None:
             programs.start(connection)
 
 
-MADV_COLLAPSE, HUGE = 25, 2**21  # madvise(2), Linux 6.1; bytes of a huge page of x86-64 and of arm64 with pages of 4 KiB
+# madvise(2), Linux 6.1; bytes of a huge page of x86-64 and of arm64 with pages of 4 KiB
+MADV_COLLAPSE, HUGE = 25, 2**21
 
 
 def _use_huge_pages() -> None:
-    """Put what imports left into huge pages, where the kernel can: a fork copies page tables, and so takes 8 ms instead of 27."""
+    """Put what imports left into huge pages, where the kernel can: a fork copies page tables,
+    and so takes 8 ms instead of 27."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -386,7 +443,9 @@ def _start(order: Mapping[str, Any]) -> None:
 def _enter(pid: int) -> None:
     """setns(2) into what a host of tests/cluster has of its own."""
     library = ctypes.CDLL(None, use_errno=True)
-    handles = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "ipc", "mnt")]
+    handles = [
+        os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "ipc", "mnt")
+    ]
     for handle in handles:
         if library.setns(handle, 0):
             raise OSError(ctypes.get_errno(), "setns")

@@ -1,12 +1,14 @@
-"""Python programs that start in milliseconds: forked from one process that has imported what they all import.
+"""Python programs that start in milliseconds: forked from one process that has imported what
+they all import.
 
-A rank's imports cost 3.6 s of a processor, a task's 0.4 s; a test run starts thousands of both. The server
-(tests/fork_programs.py) imports everything once. `Popen` is subprocess.Popen but for one thing: a program of this
-interpreter (`python FILE`, `python -m MODULE`, with -I, -P, -S, -u) is not executed but forked from the
-server, and so are the programs that it starts: supervisor, agent and ranks of a run are processes of
-their own with the parents, sessions, pipes, marks and command lines that they really have. What differs:
-`sys.flags`, and trainkit is the checkout's, not the run's snapshot. Tests of just these, of what
-is imported, and of other programs start real ones: `subprocess.Popen`.
+A rank's imports cost 3.6 s of a processor, a task's 0.4 s; a test run starts thousands of both.
+The server (tests/fork_programs.py) imports everything once. `Popen` is subprocess.Popen but for
+one thing: a program of this interpreter (`python FILE`, `python -m MODULE`, with -I, -P, -S, -u)
+is not executed but forked from the server, and so are the programs that it starts: supervisor,
+agent and ranks of a run are processes of their own with the parents, sessions, pipes, marks and
+command lines that they really have. What differs: `sys.flags`, and trainkit is the checkout's,
+not the run's snapshot. Tests of just these, of what is imported, and of other programs start
+real ones: `subprocess.Popen`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_t
 
 
 class Server:
-    """The server of one test run, started when it is first asked for. It answers as soon as it has imported everything."""
+    """The server of one test run, started when it is first asked for. It answers as soon as it
+    has imported everything."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "forkserver"
@@ -41,9 +44,22 @@ class Server:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(self._path))
                 listener.listen(512)
-                argv = [sys.executable, "-m", "tests.fork_programs", str(listener.fileno()), str(reader), "x" * ARGV_ROOM]
+                argv = [
+                    sys.executable,
+                    "-m",
+                    "tests.fork_programs",
+                    str(listener.fileno()),
+                    str(reader),
+                    "x" * ARGV_ROOM,
+                ]
                 environment = {**os.environ, **NO_THREADS, PADDING: "x" * ENVIRONMENT_ROOM}
-                child = subprocess.Popen(argv, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=(listener.fileno(), reader))
+                child = subprocess.Popen(
+                    argv,
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(listener.fileno(), reader),
+                )
             os.close(reader)
             self._started = child, writer
         return str(self._path)
@@ -68,7 +84,8 @@ class Popen(subprocess.Popen[Any]):
     """subprocess.Popen whose program is forked from the server, where there is one and it can be.
 
     Args:
-        inside: a process in whose network, host name, IPC and mounts it runs (as `nsenter -n -u -i -m`); 0: the caller's.
+        inside: a process in whose network, host name, IPC and mounts it runs (as `nsenter -n -u
+        -i -m`); 0: the caller's.
     """
 
     _connection: socket.socket | None = None
@@ -77,19 +94,46 @@ class Popen(subprocess.Popen[Any]):
         self._inside = inside
         super().__init__(argv, *given, **named)
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *more: Any) -> None:
+    def _execute_child(
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: bool,
+        pass_fds: Any,
+        cwd: Any,
+        env: Any,
+        *more: Any,
+    ) -> None:
         argv = [os.fsdecode(word) for word in args] if not isinstance(args, str | bytes) else []
         if not _address or executable or preexec_fn or pass_fds or Program.read(argv) is None:
             if self._inside:  # nsenter executes in place: the pid stays
-                args = ["nsenter", f"--target={self._inside}", "--net", "--uts", "--ipc", "--mount", f"--wd={os.path.abspath(cwd or '.')}", *argv]
-            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
+                args = [
+                    "nsenter",
+                    f"--target={self._inside}",
+                    "--net",
+                    "--uts",
+                    "--ipc",
+                    "--mount",
+                    f"--wd={os.path.abspath(cwd or '.')}",
+                    *argv,
+                ]
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more
+            )
             return
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = more[3:9]
-        streams = [handle if handle >= 0 else number for number, handle in enumerate((p2cread, c2pwrite, errwrite))]
+        streams = [
+            handle if handle >= 0 else number
+            for number, handle in enumerate((p2cread, c2pwrite, errwrite))
+        ]
         order = {
             "argv": argv,
             "cwd": os.path.abspath(os.fsdecode(cwd or ".")),
-            "environment": [(os.fsencode(name) + b"=" + os.fsencode(value)).hex() for name, value in (os.environ if env is None else env).items()],
+            "environment": [
+                (os.fsencode(name) + b"=" + os.fsencode(value)).hex()
+                for name, value in (os.environ if env is None else env).items()
+            ],
             "session": bool(more[14]),
             "inside": self._inside,
         }
@@ -136,7 +180,9 @@ class Popen(subprocess.Popen[Any]):
         return self.returncode
 
 
-def run(argv: Sequence[str], *, capture_output: bool = False, check: bool = False, **named: Any) -> subprocess.CompletedProcess[Any]:
+def run(
+    argv: Sequence[str], *, capture_output: bool = False, check: bool = False, **named: Any
+) -> subprocess.CompletedProcess[Any]:
     """subprocess.run of such a program."""
     if capture_output:
         named |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -16,7 +16,10 @@ def copy_jobs(project: Project) -> None:
     """This checkout's experiments, the files they include too."""
     shutil.copy(ROOT / "jobs.toml", project.path / "jobs.toml")
     shutil.copytree(ROOT / "jobs", project.path / "jobs")
-    (project.path / "jobs.local.toml").write_text(f'[clusters.here]\nnode_folder = "{project.path}/node"\n')  # slots of its own
+    # slots of its own
+    (project.path / "jobs.local.toml").write_text(
+        f'[clusters.here]\nnode_folder = "{project.path}/node"\n'
+    )
 
 
 @pytest.mark.slow
@@ -28,13 +31,16 @@ def test_the_same_samples_and_losses_on_1_2_and_4_ranks(project: Project) -> Non
     one, two, four = map(project.metrics, project.runs())
     for a, b, c in zip(one, two, four, strict=True):
         assert a.get("batch_checksum") == b.get("batch_checksum") == c.get("batch_checksum")
-        assert b["lm_loss"] == pytest.approx(a["lm_loss"], abs=1e-4) and c["lm_loss"] == pytest.approx(a["lm_loss"], abs=1e-4)
+        assert b["lm_loss"] == pytest.approx(a["lm_loss"], abs=1e-4) and c[
+            "lm_loss"
+        ] == pytest.approx(a["lm_loss"], abs=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_megatrons_order(project: Project) -> None:
-    """The demo in Megatron's order: the stage builds it, training learns as well, and every batch is another than in the native order."""
+    """The demo in Megatron's order: the stage builds it, training learns as well, and every
+    batch is another than in the native order."""
     copy_jobs(project)
     said = project.invoke("train", "demo", "--set", "sample_order=megatron", timeout=1200).stdout
     assert "index python-stdlib--stdlib-bpe is stale because" in said

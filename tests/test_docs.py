@@ -26,7 +26,10 @@ GUIDES = sorted(DOCS.glob("*.md"))
 
 def tables(text: str) -> list[dict[str, dict[str, dict[str, object]]]]:
     """The documents in a guide's ```toml blocks."""
-    return [tomli.loads(block) for block in re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+    return [
+        tomli.loads(block)
+        for block in re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    ]
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
@@ -48,7 +51,8 @@ def test_the_keys_of_the_training_guide() -> None:
 
 
 def test_the_guide_to_parallelism() -> None:
-    """Its keys exist, all keys are in it, and its table is that of the cases which the slow test compares."""
+    """Its keys exist, all keys are in it, and its table is that of the cases which the slow test
+    compares."""
     text = (DOCS / "parallelism.md").read_text()
     for document in tables(text):
         for job in document["jobs"].values():
@@ -56,60 +60,100 @@ def test_the_guide_to_parallelism() -> None:
             Training.model_validate(job["training"])
     assert all(f"`{key}" in text for key in Parallelism.model_fields)
     rows = re.findall(r"^\| (.+?) \| (\d)" + r" \| (\S+)" * 6 + r" \|$", text, re.MULTILINE)
-    assert {name: int(ranks) for name, ranks, *_ in rows} == {name: case.ranks for name, case in LONG.items()}
+    assert {name: int(ranks) for name, ranks, *_ in rows} == {
+        name: case.ranks for name, case in LONG.items()
+    }
     for name, _, *differences in rows:
         limits = [limit(LONG[name])] * 3 + [limit(in_fp32(LONG[name]))] * 3
-        assert all(float(difference) <= most for difference, most in zip(differences, limits, strict=True)), name
+        assert all(
+            float(difference) <= most for difference, most in zip(differences, limits, strict=True)
+        ), name
 
 
 def test_the_guide_to_sample_order_is_a_jobs_toml(tmp_path: Path) -> None:
     """Its tables together resolve, and its Python block runs on a pair of that name."""
     text = (DOCS / "sample-order.md").read_text()
-    base = "[clusters.here]\n[models.demo]\nnum_layers = 1\nhidden_size = 32\nnum_attention_heads = 2\nseq_length = 16\nvocab_size = 512\n"
-    (tmp_path / "jobs.toml").write_text(base + "\n".join(re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)))
+    base = (
+        "[clusters.here]\n[models.demo]\nnum_layers = 1\nhidden_size = 32\nnum_attention_heads ="
+        " 2\nseq_length = 16\nvocab_size = 512\n"
+    )
+    (tmp_path / "jobs.toml").write_text(
+        base + "\n".join(re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    )
     jobs = load(tmp_path, {})
     assert jobs.resolve("as-megatron").job.sample_order == "megatron"
     assert jobs.resolve("from-files").job.dataset.blend["web"].dataset.valid_files == 15
     with IndexedWriter(tmp_path / "tokens/code_text_document", np.uint16) as writer:
         writer.add_documents(np.arange(400), np.full(40, 10))
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "40 400 uint16\n"), done.stderr
 
 
 def test_the_guide_to_clusters(tmp_path: Path) -> None:
-    """Its tables are a jobs.toml, its hostfile is one, and its commands have the words that tasks have."""
+    """Its tables are a jobs.toml, its hostfile is one, and its commands have the words that
+    tasks have."""
     text = (DOCS / "clusters.md").read_text()
-    base = "[models.small]\nnum_layers = 1\nhidden_size = 32\nnum_attention_heads = 2\nseq_length = 16\nvocab_size = 512\n"
-    (tmp_path / "jobs.toml").write_text(base + "\n".join(re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)))
+    base = (
+        "[models.small]\nnum_layers = 1\nhidden_size = 32\nnum_attention_heads = 2\nseq_length ="
+        " 16\nvocab_size = 512\n"
+    )
+    (tmp_path / "jobs.toml").write_text(
+        base + "\n".join(re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    )
     (hostfile,) = re.findall(r"^```hostfile\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "hostfile").write_text(hostfile)
     job = load(tmp_path, {}).resolve("big").job
     hosts = choose_hosts(job, tmp_path / "hostfile")
-    assert [host.name for host in hosts.hosts] == [os.uname().nodename, "node02", "node03", "node04"] and hosts.ranks_per_node == job.ranks_per_node == 8
+    assert [host.name for host in hosts.hosts] == [
+        os.uname().nodename,
+        "node02",
+        "node03",
+        "node04",
+    ] and hosts.ranks_per_node == job.ranks_per_node == 8
     assert len(hosts_of_file(tmp_path / "hostfile")) == 6
-    assert re.search(job.cluster.failures["cable"].match, "NET/IB : Got completion with error 12, opcode 0, len 0, vendor err 129")
+    assert re.search(
+        job.cluster.failures["cable"].match,
+        "NET/IB : Got completion with error 12, opcode 0, len 0, vendor err 129",
+    )
     for path in re.findall(r"`((?:watch|retry)\.[a-z_]+)`", text):
         table, key = path.split(".")
         assert key in (WatchLimits if table == "watch" else Retry).model_fields, path
-    commands = [line.split("#")[0].split() for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
+    commands = [
+        line.split("#")[0].split()
+        for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
     assert len(commands) > 12
     for _, task, *words in commands:
-        known = {name for argument in namespace[task].get_arguments() for name in argument.names} | {"json", "dry-run"}
-        assert {word[2:] for word in words if word.startswith("--")} <= {name.replace("_", "-") for name in known}, (task, words)
+        known = {
+            name for argument in namespace[task].get_arguments() for name in argument.names
+        } | {"json", "dry-run"}
+        assert {word[2:] for word in words if word.startswith("--")} <= {
+            name.replace("_", "-") for name in known
+        }, (task, words)
 
 
 def test_every_key_in_backquotes_exists() -> None:
     """A renamed key must not live on in the guide."""
     known = {*Model.model_fields, *Training.model_fields, *Job.model_fields}
-    text = re.sub(r"^```.*?^```", "", (DOCS / "training.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    words = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)\b", text)) - {"initial_scale_power"}  # GPT-NeoX's own
+    text = re.sub(
+        r"^```.*?^```", "", (DOCS / "training.md").read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    # GPT-NeoX's own
+    words = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)\b", text)) - {"initial_scale_power"}
     assert len(words) > 20 and words <= known, words - known
 
 
 def test_the_claims_name_tests_that_there_are() -> None:
     """The table of CONTRIBUTING.md; a name without a folder is in that of the name before it."""
-    rows = [line for line in (DOCS.parent / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("| ") and "`tests/" in line]
+    rows = [
+        line
+        for line in (DOCS.parent / "CONTRIBUTING.md").read_text().splitlines()
+        if line.startswith("| ") and "`tests/" in line
+    ]
     assert len(rows) > 30
     for row in rows:
         folder = ""

@@ -1,4 +1,5 @@
-"""The rules of the house, kept by tests: import order, quick listing, small files, a trainer that can be read in an afternoon."""
+"""The rules of the house, kept by tests: import order, quick listing, small files, a trainer
+that can be read in an afternoon."""
 
 from __future__ import annotations
 
@@ -17,10 +18,18 @@ PACKAGE = Path(trainkit.__file__).parent
 ORDER = {  # of a folder's rooms and its files of their own: each imports only what stands before it
     "trainkit": "base jobs plan runs data train engines stages launch cli",
     "trainkit.data": "fetch sums text tokenizer indexed sources order tokenize",
-    "trainkit.train": "metrics torch_compat model parallel checkpoint rank_agreement rank_statistics update batches huggingface preflight trainer main"
-    " inference",
-    "trainkit.launch": "programs protocol hosts agent containers session launchers run_inputs supervise local_ranks remote_units cluster_care start slurm main",
-    "trainkit.cli": "completion help_texts tables wrapper config host_options init run hosts model inspect checkout tasks_model tasks program",
+    "trainkit.train": (
+        "metrics torch_compat model parallel checkpoint rank_agreement rank_statistics update"
+        " batches huggingface preflight trainer main inference"
+    ),
+    "trainkit.launch": (
+        "programs protocol hosts agent containers session launchers run_inputs supervise"
+        " local_ranks remote_units cluster_care start slurm main"
+    ),
+    "trainkit.cli": (
+        "completion help_texts tables wrapper config host_options init run hosts model inspect"
+        " checkout tasks_model tasks program"
+    ),
 }
 
 
@@ -54,8 +63,14 @@ def test_imports_go_one_way() -> None:
     wrong = []
     for folder, words in ORDER.items():
         level = {f"{folder}.{word}": number for number, word in enumerate(words.split())}
-        there = {".".join(name.split(".")[: folder.count(".") + 2]) for name in files if name.startswith(f"{folder}.")}
-        assert there - {"trainkit.__main__", "trainkit._index"} == set(level), f"rooms of {folder} that ORDER and the folder do not share"
+        there = {
+            ".".join(name.split(".")[: folder.count(".") + 2])
+            for name in files
+            if name.startswith(f"{folder}.")
+        }
+        assert there - {"trainkit.__main__", "trainkit._index"} == set(level), (
+            f"rooms of {folder} that ORDER and the folder do not share"
+        )
         for name, others in edges.items():
             own, room = level.get(name), None
             for room, number in level.items():
@@ -65,7 +80,14 @@ def test_imports_go_one_way() -> None:
             if own is None:
                 continue
             for other in others:
-                target = next((number for place, number in level.items() if other == place or other.startswith(f"{place}.")), None)
+                target = next(
+                    (
+                        number
+                        for place, number in level.items()
+                        if other == place or other.startswith(f"{place}.")
+                    ),
+                    None,
+                )
                 if target is not None and target > own:
                     wrong.append(f"{name} imports {other}")
     assert not wrong, "\n".join(wrong)
@@ -76,47 +98,74 @@ def test_imports_go_one_way() -> None:
 def test_base_needs_only_the_standard_library() -> None:
     for path in (PACKAGE / "base").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             for name in names:
                 top = name.split(".")[0]
-                assert top in sys.stdlib_module_names or name.startswith("trainkit.base"), f"{path.name} imports {name}"
+                assert top in sys.stdlib_module_names or name.startswith("trainkit.base"), (
+                    f"{path.name} imports {name}"
+                )
 
 
 def test_listing_imports_nothing_heavy(project: Project) -> None:
     """`invoke --list` imports neither torch nor pydantic nor rich."""
     argv = [sys.executable, "-X", "importtime", "-m", "invoke", "--list"]
     done = subprocess.run(argv, cwd=project.path, capture_output=True, text=True, check=True)
-    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip().split(".")[0]
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "trainkit" in imported and "prep-data" in done.stdout
     assert not imported & {"torch", "pydantic", "rich", "numpy", "tokenizers", "tomli"}
 
 
 def test_files_stay_small() -> None:
-    long = {str(p.relative_to(PACKAGE)): n for p in PACKAGE.rglob("*.py") if (n := p.read_text().count("\n")) > 500}
+    long = {
+        str(p.relative_to(PACKAGE)): n
+        for p in PACKAGE.rglob("*.py")
+        if (n := p.read_text().count("\n")) > 500
+    }
     assert not long
 
 
-# What makes a job a loop over steps in any layout: all of these rooms of trainkit/train, and these files.
+# What makes a job a loop over steps in any layout: all of these rooms of trainkit/train, and these
+# files.
 READ = ("model", "parallel")
 READ_TOO = [
     "jobs/ranks",
-    *(f"train/{name}" for name in ("torch_compat", "preflight", "rank_agreement", "rank_statistics", "trainer")),
+    *(
+        f"train/{name}"
+        for name in ("torch_compat", "preflight", "rank_agreement", "rank_statistics", "trainer")
+    ),
     *(f"train/update/{name}" for name in ("build", "schedule", "step")),
 ]
 MOST_LINES = 2600
 
 
 def test_model_parallelism_and_loop_can_be_read_in_an_afternoon() -> None:
-    """Lines of all that makes a job a loop over steps in any layout: comments and docstrings count, blank lines do not. Left out are an update's arithmetic
-    (optimizer, loss scale, guard), the feed of samples, checkpoints, metrics, inference."""
-    paths = [path for room in READ for path in (PACKAGE / "train" / room).glob("*.py")] + [PACKAGE / f"{name}.py" for name in READ_TOO]
-    lines = {str(path): sum(bool(line.strip()) for line in path.read_text().splitlines()) for path in paths}
+    """Lines of all that makes a job a loop over steps in any layout: comments and docstrings
+    count, blank lines do not. Left out are an update's arithmetic (optimizer, loss scale,
+    guard), the feed of samples, checkpoints, metrics, inference."""
+    paths = [path for room in READ for path in (PACKAGE / "train" / room).glob("*.py")] + [
+        PACKAGE / f"{name}.py" for name in READ_TOO
+    ]
+    lines = {
+        str(path): sum(bool(line.strip()) for line in path.read_text().splitlines())
+        for path in paths
+    }
     assert sum(lines.values()) <= MOST_LINES, lines
 
 
 OF_PARALLELISM = re.compile(
     r"\branks?\b|\bmesh|\bcollective|\bgroup\b|\bdist(ributed)?\b|\bworld\b|shard|dtensor|fsdp|pipeline|\bstages?\b|micro_batch|replica"
-    r"|all_?(reduce|gather)|reduce_?scatter|parallelism|(tensor|sequence|data|model|vocab)[ _-]?parallel",
+    r"|all_?(reduce|gather)|reduce_?scatter|parallelism|(tensor|sequence|data|model|vocab)["
+    r" _-]?parallel",
     re.IGNORECASE,
 )
 
@@ -130,4 +179,6 @@ def test_the_model_has_no_word_of_parallelism() -> None:
         if OF_PARALLELISM.search(line)
     ]
     assert not found, "\n".join(found)
-    assert OF_PARALLELISM.search("only this rank's rows") and OF_PARALLELISM.search("x = TensorParallelHead()")
+    assert OF_PARALLELISM.search("only this rank's rows") and OF_PARALLELISM.search(
+        "x = TensorParallelHead()"
+    )

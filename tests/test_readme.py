@@ -1,8 +1,9 @@
 """README.md is run: its shell blocks in order, in a fresh clone.
 
-As a new user would, with `./inv` that installs into a new environment, and the whole demo: that is slow, five minutes of two
-processors. Else jobs.local.toml ends the demo after 10 steps, and the commands are typed to the environment that the tests run in;
-.ci/run has just installed that in a fresh clone of its own.
+As a new user would, with `./inv` that installs into a new environment, and the whole demo: that
+is slow, five minutes of two processors. Else jobs.local.toml ends the demo after 10 steps, and
+the commands are typed to the environment that the tests run in; .ci/run has just installed that
+in a fresh clone of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +27,17 @@ TEST_COMMAND = "./inv test"
 
 
 def commands() -> list[str]:
-    """Lines of README's ```sh blocks, comments cut off, without the test command and the clone itself."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    """Lines of README's ```sh blocks, comments cut off, without the test command and the clone
+    itself."""
+    blocks = re.findall(
+        r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith(("#", "git clone", "cd ")) and line != TEST_COMMAND]
+    return [
+        line
+        for line in lines
+        if line and not line.startswith(("#", "git clone", "cd ")) and line != TEST_COMMAND
+    ]
 
 
 def test_the_readme_names_both_commands() -> None:
@@ -37,16 +45,31 @@ def test_the_readme_names_both_commands() -> None:
     assert TEST_COMMAND in (ROOT / "README.md").read_text()
 
 
-SHORTER = "[jobs.demo.training]\ntrain_iters = 10\nlr_warmup_iters = 2\neval_interval = 5\neval_iters = 2\nsave_interval = 5\n"
+SHORTER = (
+    "[jobs.demo.training]\ntrain_iters = 10\nlr_warmup_iters = 2\neval_interval = 5\neval_iters ="
+    " 2\nsave_interval = 5\n"
+)
 Type = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def in_a_new_environment(line: str, clone: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """As somebody would who has just cloned it."""
-    keep = {k: v for k, v in os.environ.items() if not k.startswith(("VIRTUAL_ENV", "PYTEST", "COV", "PYTHON"))}
+    keep = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("VIRTUAL_ENV", "PYTEST", "COV", "PYTHON"))
+    }
     # pip compiles no bytecode: Python does, of what it loads, which is a tenth
     environment = keep | {"TMPDIR": str(folder), "COLUMNS": "160", "PIP_COMPILE": "0"}
-    return subprocess.run(["bash", "-ec", line], cwd=clone, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        ["bash", "-ec", line],
+        cwd=clone,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def in_this_environment(line: str, clone: Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -55,31 +78,50 @@ def in_this_environment(line: str, clone: Path, folder: Path) -> subprocess.Comp
     assert program == "./inv"
     argv = [sys.executable, "-P", "-m", "trainkit", "--search-root", str(clone), *words]
     environment = {**os.environ, "TMPDIR": str(folder), "COLUMNS": "160"}
-    return forkserver.run(argv, cwd=clone, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return forkserver.run(
+        argv, cwd=clone, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout to clone")
 @pytest.mark.parametrize(
     ("run_line", "more", "last", "losses"),
-    [(in_this_environment, SHORTER, 3, 7.9), pytest.param(in_a_new_environment, "", 10, 5.0, marks=pytest.mark.slow)],
+    [
+        (in_this_environment, SHORTER, 3, 7.9),
+        pytest.param(in_a_new_environment, "", 10, 5.0, marks=pytest.mark.slow),
+    ],
     ids=["10 steps", "all steps, installed anew"],
 )
-def test_its_commands_work_in_a_fresh_clone(tmp_path: Path, run_line: Type, more: str, last: int, losses: float) -> None:
+def test_its_commands_work_in_a_fresh_clone(
+    tmp_path: Path, run_line: Type, more: str, last: int, losses: float
+) -> None:
     """So many of its last steps have losses below this on average."""
     clone = tmp_path / "trainkit"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
-    if run_line is in_this_environment:  # forked agents are of the checkout: the run's snapshot must hold the package alone, without a project
+    # forked agents are of the checkout: the run's snapshot must hold the package alone, without a
+    # project
+    if run_line is in_this_environment:
         shutil.rmtree(clone / ".git")
-    (clone / "jobs.local.toml").write_text(f'[clusters.here]\nnode_folder = "{tmp_path}/node"\n{more}')  # slots of its own: other tests run beside
+    # slots of its own: other tests run beside
+    (clone / "jobs.local.toml").write_text(
+        f'[clusters.here]\nnode_folder = "{tmp_path}/node"\n{more}'
+    )
     for line in commands():
         done = run_line(line, clone, tmp_path)
-        assert done.returncode == 0, f"{line} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        assert done.returncode == 0, (
+            f"{line} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
     (run,) = clone.glob("runs/demo/*")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    training, validation = ([r["lm_loss"] for r in rows if ("eval" in r) == evaluated] for evaluated in (False, True))
+    training, validation = (
+        [r["lm_loss"] for r in rows if ("eval" in r) == evaluated] for evaluated in (False, True)
+    )
     assert training[0] > 8 and sum(training[-last:]) / last < losses
     assert validation[0] > 8 and validation[-1] < losses + 0.5
     again = run_line("./inv prep-data", clone, tmp_path)
     assert again.returncode == 0
-    assert "fresh because nothing changed since" in again.stdout and "fresh because the extension was compiled from this source" in again.stdout
+    assert (
+        "fresh because nothing changed since" in again.stdout
+        and "fresh because the extension was compiled from this source" in again.stdout
+    )

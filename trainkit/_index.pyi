@@ -13,14 +13,31 @@ class Blend:
     def at(self, start: int, dataset: NDArray[np.int16], count: NDArray[np.int64]) -> None: ...
     def counts(self, position: int) -> NDArray[np.int64]: ...
 
-def interleave(ids: NDArray[np.uint32], stops: NDArray[np.int64], value: int, out: NDArray[np.uint16] | NDArray[np.int32]) -> None: ...
-def gather(source: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[np.uint8]) -> None: ...
+def interleave(
+    ids: NDArray[np.uint32],
+    stops: NDArray[np.int64],
+    value: int,
+    out: NDArray[np.uint16] | NDArray[np.int32],
+) -> None: ...
+def gather(
+    source: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    out: NDArray[np.uint8],
+) -> None: ...
 
 class Reader:
     def __init__(self, path: str, dtype_code: int, mmap: bool = True) -> None: ...
     @property
     def num_tokens(self) -> int: ...
-    def windows(self, first: int, count: int, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.int64]) -> tuple[int, int, int]: ...
+    def windows(
+        self,
+        first: int,
+        count: int,
+        numbers: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        out: NDArray[np.int64],
+    ) -> tuple[int, int, int]: ...
     def ahead(self, first: int, count: int, numbers: NDArray[np.int64], tokens: int) -> None: ...
     def documents(
         self,
@@ -50,21 +67,54 @@ class CodePoints:
 
 class MersenneTwister:
     def __init__(self, seed: int) -> None: ...
-    def shuffle(self, values: NDArray[np.uint32] | NDArray[np.int64], narrow: int = ...) -> None: ...
+    def shuffle(
+        self, values: NDArray[np.uint32] | NDArray[np.int64], narrow: int = ...
+    ) -> None: ...
 
 class MegatronDocuments:
     tokens: int
     last_length: int
-    def __init__(self, fd: int, offset: int, first: int, last: int, epochs: int, tick: Callable[[int], None] | None = None, chunk: int = ...) -> None: ...
+    def __init__(
+        self,
+        fd: int,
+        offset: int,
+        first: int,
+        last: int,
+        epochs: int,
+        tick: Callable[[int], None] | None = None,
+        chunk: int = ...,
+    ) -> None: ...
     def __len__(self) -> int: ...
-    def shuffle(self, generator: MersenneTwister, begin: int, end: int, tick: Callable[[int], None] | None = None) -> None: ...
-    def write_ids(self, fd: int, at: int, threads: int, tick: Callable[[int], None] | None = None) -> None: ...
+    def shuffle(
+        self,
+        generator: MersenneTwister,
+        begin: int,
+        end: int,
+        tick: Callable[[int], None] | None = None,
+    ) -> None: ...
+    def write_ids(
+        self, fd: int, at: int, threads: int, tick: Callable[[int], None] | None = None
+    ) -> None: ...
     def write_samples(
-        self, fd: int, at: int, seq_length: int, extra: int, samples: int, wide: bool, threads: int, tick: Callable[[int], None] | None = None
+        self,
+        fd: int,
+        at: int,
+        seq_length: int,
+        extra: int,
+        samples: int,
+        wide: bool,
+        threads: int,
+        tick: Callable[[int], None] | None = None,
     ) -> None: ...
 
 def write_shuffle_index(
-    generator: MersenneTwister, separate: int, total: int, wide: bool, fd: int, at: int, tick: Callable[[int], None] | None = None
+    generator: MersenneTwister,
+    separate: int,
+    total: int,
+    wide: bool,
+    fd: int,
+    at: int,
+    tick: Callable[[int], None] | None = None,
 ) -> None: ...
 def write_blend(
     weights: Sequence[float],

@@ -1,8 +1,10 @@
-"""The contenders of benchmarks/train_step.py: each runs in a process of its own that this file is the program of, and steps when told.
+"""The contenders of benchmarks/train_step.py: each runs in a process of its own that this file
+is the program of, and steps when told.
 
     python benchmarks/peers/train_step.py NAME CASE PRECISION DEVICE THREADS      (CASE as JSON)
 
-What each is stands in benchmarks/train_step.py. On stdout it says one JSON object when it is warm, then one for every line "STEPS" on its stdin.
+What each is stands in benchmarks/train_step.py. On stdout it says one JSON object when it is
+warm, then one for every line "STEPS" on its stdin.
 """
 
 from __future__ import annotations
@@ -83,7 +85,13 @@ def _job(case: Case, precision: str, device: str, folder: str) -> Any:
         log_interval=many,
     )
     cluster = Cluster(name="here", device=built_in_device(device), ranks_per_node=1, root=folder)
-    return Job(name="bench", cluster=cluster, model=_model(case), dataset=Dataset(name="mock", source="mock"), training=training)
+    return Job(
+        name="bench",
+        cluster=cluster,
+        model=_model(case),
+        dataset=Dataset(name="mock", source="mock"),
+        training=training,
+    )
 
 
 class Trainkit:
@@ -136,14 +144,25 @@ class PlainLoop:
         autocast: cast products to bf16 on the fly.
     """
 
-    def __init__(self, case: Case, device: str, model: Any, vocab: int, loss_of: Callable[[Any, Any], Any], *, autocast: bool) -> None:
+    def __init__(
+        self,
+        case: Case,
+        device: str,
+        model: Any,
+        vocab: int,
+        loss_of: Callable[[Any, Any], Any],
+        *,
+        autocast: bool,
+    ) -> None:
         import torch
 
         from trainkit.plan.arithmetic import model_flops_per_token_of
 
         self.case, self.device, self.model, self.loss_of = case, device, model, loss_of
         self.casting = torch.autocast(device, torch.bfloat16, enabled=autocast)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, fused=True
+        )
         self.parameters = sum(p.numel() for p in model.parameters())
         self.flops_per_token = model_flops_per_token_of(_model(case), vocab)
         self.feed = self._tokens()
@@ -159,7 +178,10 @@ class PlainLoop:
         job = _job(self.case, "fp32", self.device, "")
         feed = Feed(job, job.dataset, "train", World(0, 1), torch.device(self.device))
         for consumed in itertools.count(0, job.global_batch_size):
-            yield [(batch.tokens_BS, batch.labels_BS) for batch in feed.read(consumed, job.global_batch_size)]
+            yield [
+                (batch.tokens_BS, batch.labels_BS)
+                for batch in feed.read(consumed, job.global_batch_size)
+            ]
 
     def steps(self, count: int) -> float:
         from torch.nn.utils import clip_grad_norm_
@@ -189,13 +211,26 @@ class PlainLoop:
 
 
 def transformers_loop(case: Case, precision: str, device: str, *, pure: bool) -> PlainLoop:
-    """GPT2LMHeadModel with its own loss: of the tokens it is given, each but the last against the next."""
+    """GPT2LMHeadModel with its own loss: of the tokens it is given, each but the last against
+    the next."""
     import torch
 
     hf = importlib.import_module("transformers")
     m = case.model
-    shape = {"n_layer": m["num_layers"], "n_embd": m["hidden_size"], "n_head": m["num_attention_heads"], "n_positions": m["seq_length"]}
-    plain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None, "use_cache": False}
+    shape = {
+        "n_layer": m["num_layers"],
+        "n_embd": m["hidden_size"],
+        "n_head": m["num_attention_heads"],
+        "n_positions": m["seq_length"],
+    }
+    plain = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "use_cache": False,
+    }
     config = hf.GPT2Config(vocab_size=m["vocab_size"], attn_implementation="sdpa", **shape, **plain)
     model = hf.GPT2LMHeadModel(config).to(device, torch.bfloat16 if pure else torch.float32).train()
     forward: Any = torch.compile(model) if device == "cuda" else model
@@ -203,16 +238,26 @@ def transformers_loop(case: Case, precision: str, device: str, *, pure: bool) ->
     def loss_of(tokens_BS: Any, labels_BS: Any) -> Any:
         return forward(input_ids=tokens_BS, labels=tokens_BS).loss
 
-    return PlainLoop(case, device, model, m["vocab_size"], loss_of, autocast=precision == "bf16" and not pure)
+    return PlainLoop(
+        case, device, model, m["vocab_size"], loss_of, autocast=precision == "bf16" and not pure
+    )
 
 
 def litgpt_loop(case: Case, precision: str, device: str, *, pure: bool) -> PlainLoop:
-    """litgpt's GPT with chunked_cross_entropy, as its pretrain.py; initial weights by its own _init_weights."""
+    """litgpt's GPT with chunked_cross_entropy, as its pretrain.py; initial weights by its own
+    _init_weights."""
     import torch
 
-    config, gpt, utils = (importlib.import_module(f"litgpt.{name}") for name in ("config", "model", "utils"))
+    config, gpt, utils = (
+        importlib.import_module(f"litgpt.{name}") for name in ("config", "model", "utils")
+    )
     m = case.model
-    shape = {"n_layer": m["num_layers"], "n_embd": m["hidden_size"], "n_head": m["num_attention_heads"], "block_size": m["seq_length"]}
+    shape = {
+        "n_layer": m["num_layers"],
+        "n_embd": m["hidden_size"],
+        "n_head": m["num_attention_heads"],
+        "block_size": m["seq_length"],
+    }
     like_gpt2 = {"parallel_residual": False, "rotary_percentage": 0.25, "gelu_approximate": "tanh"}
     vocab = {"vocab_size": m["vocab_size"], "padded_vocab_size": -(-m["vocab_size"] // 128) * 128}
     with torch.device(device):
@@ -225,22 +270,44 @@ def litgpt_loop(case: Case, precision: str, device: str, *, pure: bool) -> Plain
     def loss_of(tokens_BS: Any, labels_BS: Any) -> Any:
         return utils.chunked_cross_entropy(forward(tokens_BS), labels_BS)
 
-    return PlainLoop(case, device, model, vocab["padded_vocab_size"], loss_of, autocast=precision == "bf16" and not pure)
+    return PlainLoop(
+        case,
+        device,
+        model,
+        vocab["padded_vocab_size"],
+        loss_of,
+        autocast=precision == "bf16" and not pure,
+    )
 
 
 class Products:
-    """The matrix products of a step and nothing else: each that is there once in a micro-batch or layer is timed once, and counts as often as it is."""
+    """The matrix products of a step and nothing else: each that is there once in a micro-batch
+    or layer is timed once, and counts as often as it is."""
 
     def __init__(self, case: Case, precision: str, device: str) -> None:
         import torch
 
         model, vocab = _model(case), case.model["vocab_size"]
         h, f, padded = model.hidden_size, model.ffn_width, -(-vocab // 128) * 128
-        qkv, out = (model.num_attention_heads + 2 * model.query_groups) * model.head_size, model.num_attention_heads * model.head_size
+        qkv, out = (
+            (model.num_attention_heads + 2 * model.query_groups) * model.head_size,
+            model.num_attention_heads * model.head_size,
+        )
         up = 2 * f if model.family == "llama" else f
         layers = model.num_layers
-        self.layers = [(h, qkv, layers), (out, h, layers), (h, up, layers), (f, h, layers), (h, padded, 1)]  # (in, out, how often)
-        self.tokens, self.accumulation, self.device = case.micro_batch * model.seq_length, case.accumulation, device
+        # (in, out, how often)
+        self.layers = [
+            (h, qkv, layers),
+            (out, h, layers),
+            (h, up, layers),
+            (f, h, layers),
+            (h, padded, 1),
+        ]
+        self.tokens, self.accumulation, self.device = (
+            case.micro_batch * model.seq_length,
+            case.accumulation,
+            device,
+        )
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.parameters = 0
         self.flops_per_token = 3 * sum(2 * i * o * n for i, o, n in self.layers)
@@ -250,8 +317,12 @@ class Products:
 
         total = 0.0
         for i, o, often in self.layers:
-            x, y, w = (torch.randn(*shape, device=self.device).to(self.dtype) for shape in ((self.tokens, i), (self.tokens, o), (o, i)))
-            for left, right in ((x, w.T), (y, w), (y.T, x)):  # forward, the input's gradient, the weight's
+            x, y, w = (
+                torch.randn(*shape, device=self.device).to(self.dtype)
+                for shape in ((self.tokens, i), (self.tokens, o), (o, i))
+            )
+            # forward, the input's gradient, the weight's
+            for left, right in ((x, w.T), (y, w), (y.T, x)):
                 product = torch.mm(left, right)
                 began = time.perf_counter()
                 torch.mm(left, right, out=product)
@@ -273,7 +344,8 @@ BUILDERS: dict[str, Callable[[Case, str, str], Any]] = {
 
 
 def serve(name: str, case: Case, precision: str, device: str, threads: int) -> None:
-    """Build a contender, then read "STEPS" lines and answer each with seconds; ends with its input."""
+    """Build a contender, then read "STEPS" lines and answer each with seconds; ends with its
+    input."""
     words = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print does not disturb the answers
     import torch
@@ -293,7 +365,11 @@ def serve(name: str, case: Case, precision: str, device: str, threads: int) -> N
         before = time.process_time()
         seconds = contender.steps(int(line))
         cpu = time.process_time() - before
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = (
+            torch.cuda.max_memory_allocated()
+            if device == "cuda"
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )
         say(seconds=seconds, cpu_seconds=cpu, peak_bytes=peak)
     os._exit(0)  # the process group's threads may not end by themselves
 

@@ -1,4 +1,5 @@
-"""Files that are whole or absent, locks that say who holds them, processes that are who they were."""
+"""Files that are whole or absent, locks that say who holds them, processes that are who they
+were."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.base.files import TEMPORARY, atomic_open, read_json, remove_leftovers, temporary_name, write_json
+from trainkit.base.files import (
+    TEMPORARY,
+    atomic_open,
+    read_json,
+    remove_leftovers,
+    temporary_name,
+    write_json,
+)
 from trainkit.base.locks import Busy, locked
 from trainkit.base.process import Identity, identity, is_alive, running, start, stop
 
@@ -90,13 +98,26 @@ def test_a_process_is_not_a_later_one_of_its_pid() -> None:
 
 def test_stop_reaches_grandchildren_and_those_who_ignore_term(tmp_path: Path) -> None:
     program = "trap '' TERM; sleep 300 & echo $! > pid; wait"
-    child = start(["sh", "-c", program], env=dict(os.environ), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = start(
+        ["sh", "-c", program],
+        env=dict(os.environ),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
         time.sleep(0.01)
     assert running(child)
     assert stop([child], grace=0.3) == []
     grandchild = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 5
-    while Path(f"/proc/{grandchild}").exists() and ") Z" not in Path(f"/proc/{grandchild}/stat").read_text() and time.monotonic() < deadline:
+    while (
+        Path(f"/proc/{grandchild}").exists()
+        and ") Z" not in Path(f"/proc/{grandchild}/stat").read_text()
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
-    assert not Path(f"/proc/{grandchild}").exists() or ") Z" in Path(f"/proc/{grandchild}/stat").read_text()
+    assert (
+        not Path(f"/proc/{grandchild}").exists()
+        or ") Z" in Path(f"/proc/{grandchild}/stat").read_text()
+    )

@@ -1,4 +1,5 @@
-"""The installer: what makes an installation stale, two at once, and being stopped. pip itself is a fake here; the README's test runs the real one."""
+"""The installer: what makes an installation stale, two at once, and being stopped. pip itself is
+a fake here; the README's test runs the real one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ import pytest
 
 from tests.conftest import wait_for
 from trainkit.base import install as installer
-from trainkit.base.install import InstallError, build_extension, csrc_sha256, ensure, extension_path, fingerprint, missing_tools, pip_command
+from trainkit.base.install import (
+    InstallError,
+    build_extension,
+    csrc_sha256,
+    ensure,
+    extension_path,
+    fingerprint,
+    missing_tools,
+    pip_command,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 Commands = list[list[str]]
@@ -24,12 +34,21 @@ Commands = list[list[str]]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files of a checkout that an installation depends on, and a .venv/bin/python that does nothing."""
+    """The files of a checkout that an installation depends on, and a .venv/bin/python that does
+    nothing."""
     root = tmp_path / "a clone"
-    for name in (*installer.CHECKOUT_FILES, "csrc/index/a.cpp", "csrc/index/a.h", "trainkit/base/install.py", "inv"):
+    for name in (
+        *installer.CHECKOUT_FILES,
+        "csrc/index/a.cpp",
+        "csrc/index/a.h",
+        "trainkit/base/install.py",
+        "inv",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"# {name}\n")
-    shutil.copy(ROOT / "trainkit" / "base" / "install.py", root / "trainkit" / "base" / "install.py")
+    shutil.copy(
+        ROOT / "trainkit" / "base" / "install.py", root / "trainkit" / "base" / "install.py"
+    )
     shutil.copy(ROOT / "inv", root / "inv")
     return root
 
@@ -44,7 +63,8 @@ def _fake_python(root: Path, body: str = "exit 0") -> None:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """What would have been run; `venv` makes the fake Python, setup.py an extension that holds the hash of csrc/, pip does nothing."""
+    """What would have been run; `venv` makes the fake Python, setup.py an extension that holds
+    the hash of csrc/, pip does nothing."""
     run: Commands = []
 
     def fake(command: list[str], root: Path, lock: int) -> None:
@@ -52,11 +72,17 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
         if "venv" in command:
             _fake_python(root, f"echo {sys.implementation.cache_tag}")
         elif "setup.py" in command:
-            made = Path(command[command.index("--build-lib") + 1]) / "trainkit" / extension_path(root).name
+            made = (
+                Path(command[command.index("--build-lib") + 1])
+                / "trainkit"
+                / extension_path(root).name
+            )
             made.parent.mkdir(parents=True)
             made.write_text(csrc_sha256(root))
         elif command[0].startswith(str(root)):
-            assert not (root / ".venv" / "trainkit-install.json").exists(), "nothing may count as installed while pip runs"
+            assert not (root / ".venv" / "trainkit-install.json").exists(), (
+                "nothing may count as installed while pip runs"
+            )
 
     monkeypatch.setattr(installer, "_run", fake)
     monkeypatch.setattr(installer, "missing_tools", list)
@@ -64,7 +90,9 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 
 def _steps(commands: Commands) -> list[str]:
-    return [command[command.index("-m") + 1] if "-m" in command else command[1] for command in commands]
+    return [
+        command[command.index("-m") + 1] if "-m" in command else command[1] for command in commands
+    ]
 
 
 def _rewrite(name: str) -> Callable[[Path], object]:
@@ -78,12 +106,16 @@ SOURCES: dict[str, Callable[[Path], object]] = {
     "a changed source": _rewrite("csrc/index/a.h"),
     "a new source": lambda root: (root / "csrc" / "kernels.cpp").write_text(""),
     "a removed source": lambda root: (root / "csrc" / "index" / "a.h").unlink(),
-    "a renamed source": lambda root: (root / "csrc" / "index" / "a.h").rename(root / "csrc" / "index" / "b.h"),
+    "a renamed source": (
+        lambda root: (root / "csrc" / "index" / "a.h").rename(root / "csrc" / "index" / "b.h")
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_input_changes_the_fingerprint(change: str, checkout: Path, commands: Commands) -> None:
+def test_every_input_changes_the_fingerprint(
+    change: str, checkout: Path, commands: Commands
+) -> None:
     before = fingerprint(checkout, [])
     ensure(checkout, [])
     CHANGES[change](checkout)
@@ -93,7 +125,9 @@ def test_every_input_changes_the_fingerprint(change: str, checkout: Path, comman
 
 
 @pytest.mark.parametrize("change", SOURCES)
-def test_a_changed_source_is_compiled_and_nothing_else_is_done(change: str, checkout: Path, commands: Commands) -> None:
+def test_a_changed_source_is_compiled_and_nothing_else_is_done(
+    change: str, checkout: Path, commands: Commands
+) -> None:
     ensure(checkout, ["test"], extension=True)
     stamp = (checkout / ".venv" / "trainkit-install.json").read_bytes()
     SOURCES[change](checkout)
@@ -103,25 +137,44 @@ def test_a_changed_source_is_compiled_and_nothing_else_is_done(change: str, chec
     ensure(checkout, ["test"], extension=True)
     assert _steps(commands) == ["venv", "pip", "setup.py", "setup.py"]
     assert (checkout / ".venv" / "trainkit-install.json").read_bytes() == stamp
-    assert extension_path(checkout).read_text() == csrc_sha256(checkout) and not list((checkout / "build").iterdir())
+    assert extension_path(checkout).read_text() == csrc_sha256(checkout) and not list(
+        (checkout / "build").iterdir()
+    )
 
 
-def test_being_killed_while_compiling_spoils_no_environment(checkout: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_being_killed_while_compiling_spoils_no_environment(
+    checkout: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ensure(checkout, [], extension=True)
     (checkout / "csrc" / "index" / "a.cpp").write_text("changed")
     with monkeypatch.context() as patch:
-        patch.setattr(installer, "_compile", lambda *_: (_ for _ in ()).throw(RuntimeError("killed")))
+        patch.setattr(
+            installer, "_compile", lambda *_: (_ for _ in ()).throw(RuntimeError("killed"))
+        )
         with pytest.raises(RuntimeError):
             ensure(checkout, [], extension=True)
     ensure(checkout, [], extension=True)
     assert _steps(commands) == ["venv", "pip", "setup.py", "setup.py"]
 
 
-def test_the_fingerprint_knows_extras_folder_and_python(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_knows_extras_folder_and_python(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = fingerprint(checkout, ["report", "test"])
     assert fingerprint(checkout, ["test", "report", "test"]) == before
-    moved = checkout.rename(checkout.with_name("moved"))  # an editable installation names its folder
-    assert len({before, fingerprint(moved, ["report", "test"]), fingerprint(moved, ["test"]), fingerprint(moved, [])}) == 4
+    # an editable installation names its folder
+    moved = checkout.rename(checkout.with_name("moved"))
+    assert (
+        len(
+            {
+                before,
+                fingerprint(moved, ["report", "test"]),
+                fingerprint(moved, ["test"]),
+                fingerprint(moved, []),
+            }
+        )
+        == 4
+    )
     before = fingerprint(moved, [])
     os.utime(moved / "setup.py", (0, 0))
     assert fingerprint(moved, []) == before
@@ -147,7 +200,17 @@ def test_extras_are_added_once_and_kept(checkout: Path, commands: Commands) -> N
     assert ".[test]" in commands[-1]
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"extras": 1, "fingerprint": "x"}', '{"extras": [], "fingerprint": "x"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        "[]",
+        "null",
+        '{"extras": 1, "fingerprint": "x"}',
+        '{"extras": [], "fingerprint": "x"}',
+    ],
+)
 def test_a_damaged_stamp_is_not_fresh(content: str, checkout: Path, commands: Commands) -> None:
     ensure(checkout, [])
     (checkout / ".venv" / "trainkit-install.json").write_text(content)
@@ -155,7 +218,9 @@ def test_a_damaged_stamp_is_not_fresh(content: str, checkout: Path, commands: Co
     assert _steps(commands) == ["venv", "pip", "pip"]
 
 
-def test_a_broken_python_is_replaced(checkout: Path, commands: Commands, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_python_is_replaced(
+    checkout: Path, commands: Commands, capfd: pytest.CaptureFixture[str]
+) -> None:
     ensure(checkout, [])
     _fake_python(checkout, "exit 1")
     (checkout / ".venv" / "trainkit-install.json").unlink()
@@ -164,7 +229,9 @@ def test_a_broken_python_is_replaced(checkout: Path, commands: Commands, capfd: 
     assert ".venv has no working Python" in capfd.readouterr().err
 
 
-def test_a_failed_pip_leaves_what_was_before(checkout: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_pip_leaves_what_was_before(
+    checkout: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ensure(checkout, [])
     stamp = (checkout / ".venv" / "trainkit-install.json").read_bytes()
     with monkeypatch.context() as patch:
@@ -180,7 +247,9 @@ def test_a_failed_pip_leaves_what_was_before(checkout: Path, commands: Commands,
     assert _steps(commands) == ["venv", "pip"]
 
 
-def test_the_build_stage_compiles_with_its_own_python(checkout: Path, commands: Commands, tmp_path: Path) -> None:
+def test_the_build_stage_compiles_with_its_own_python(
+    checkout: Path, commands: Commands, tmp_path: Path
+) -> None:
     ensure(checkout, ["test"])
     (checkout / "csrc" / "index" / "a.cpp").write_text("changed")
     elsewhere = tmp_path / "elsewhere" / "bin" / "python"
@@ -191,7 +260,10 @@ def test_the_build_stage_compiles_with_its_own_python(checkout: Path, commands: 
 
 
 def test_pips_last_words_are_shown(checkout: Path) -> None:
-    script = "import sys; [print('line', i, flush=True) for i in range(100)]; print('no space left', file=sys.stderr); sys.exit(3)"
+    script = (
+        "import sys; [print('line', i, flush=True) for i in range(100)]; print('no space left',"
+        " file=sys.stderr); sys.exit(3)"
+    )
     with open(checkout / ".venv.lock", "w") as lock, pytest.raises(InstallError) as caught:
         installer._run([sys.executable, "-c", script], checkout, lock.fileno())
     assert "exit code 3" in str(caught.value)
@@ -199,7 +271,9 @@ def test_pips_last_words_are_shown(checkout: Path) -> None:
     assert "line 50" not in str(caught.value)
 
 
-def test_a_missing_compiler_or_header_is_said_before_pip(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_or_header_is_said_before_pip(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
     monkeypatch.delenv("CPATH", raising=False)
@@ -211,7 +285,8 @@ def test_a_missing_compiler_or_header_is_said_before_pip(checkout: Path, monkeyp
     assert not (checkout / ".venv").exists()
 
 
-# -- as a program, by path, with pip replaced by a script --------------------------------------------------------------
+# -- as a program, by path, with pip replaced by a script
+# --------------------------------------------------------------
 
 HANGS = 600.0  # seconds; only against a test that would never end
 PIP = """case "$*" in
@@ -226,11 +301,17 @@ UNTIL_TOLD = "while [ ! -e '{root}/go' ]; do sleep 0.05; done"
 def _start(root: Path) -> subprocess.Popen[str]:
     argv = [sys.executable, "-I", "-S", str(root / "trainkit" / "base" / "install.py"), "ensure"]
     env = {**os.environ, "CXX": "true"}
-    return subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        argv, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def _wait_for(root: Path, word: str) -> None:
-    wait_for(lambda: (root / "log").exists() and word in (root / "log").read_text(), f"pip to have {word}", timeout=HANGS)
+    wait_for(
+        lambda: (root / "log").exists() and word in (root / "log").read_text(),
+        f"pip to have {word}",
+        timeout=HANGS,
+    )
 
 
 def _words(root: Path) -> list[str]:
@@ -238,7 +319,9 @@ def _words(root: Path) -> list[str]:
 
 
 def _fake_pip(root: Path, body: str) -> None:
-    _fake_python(root, PIP.format(tag=sys.implementation.cache_tag, root=root, body=body.format(root=root)))
+    _fake_python(
+        root, PIP.format(tag=sys.implementation.cache_tag, root=root, body=body.format(root=root))
+    )
 
 
 def test_two_first_uses_at_once_wait_for_one_another(checkout: Path) -> None:
@@ -249,10 +332,16 @@ def test_two_first_uses_at_once_wait_for_one_another(checkout: Path) -> None:
     assert second.stderr is not None
     second_words = second.stderr.readline()  # it waits, and the first is still at it
     (checkout / "go").touch()
-    (_, first_words), (_, more_words) = first.communicate(timeout=HANGS), second.communicate(timeout=HANGS)
+    (_, first_words), (_, more_words) = (
+        first.communicate(timeout=HANGS),
+        second.communicate(timeout=HANGS),
+    )
     assert more_words == ""
     assert (first.returncode, second.returncode) == (0, 0)
-    assert second_words == f"trainkit: process {first.pid} is installing this checkout; waiting for it\n"
+    assert (
+        second_words
+        == f"trainkit: process {first.pid} is installing this checkout; waiting for it\n"
+    )
     assert "waiting" not in first_words
     assert _words(checkout) == ["started", "ended"]
 
@@ -275,13 +364,18 @@ def test_ctrl_c_ends_with_130_and_one_line(checkout: Path) -> None:
     os.killpg(child.pid, signal.SIGINT)
     _, words = child.communicate(timeout=HANGS)
     assert child.returncode == 130
-    assert words.splitlines()[1:] == ["trainkit: interrupted; the next ./inv begins the installation anew"]
+    assert words.splitlines()[1:] == [
+        "trainkit: interrupted; the next ./inv begins the installation anew"
+    ]
     assert _words(checkout) == ["started"]
     assert not (checkout / ".venv" / "trainkit-install.json").exists()
 
 
 def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(
-    checkout: Path, commands: Commands, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkout: Path,
+    commands: Commands,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     holder = installer._holder
     _fake_pip(checkout, UNTIL_TOLD)
@@ -296,7 +390,8 @@ def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(
         return holder(handle)
 
     monkeypatch.setattr(installer, "_holder", asked)
-    ensure(checkout, [])  # begins when the killed one's pip has ended, and starts from an empty .venv
+    # begins when the killed one's pip has ended, and starts from an empty .venv
+    ensure(checkout, [])
     assert _words(checkout) == ["started", "ended"]
     assert _steps(commands) == ["venv", "pip"]
     said = capfd.readouterr().err
@@ -304,17 +399,31 @@ def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(
     assert json.loads((checkout / ".venv" / "trainkit-install.json").read_text())["extras"] == []
 
 
-# -- inv ---------------------------------------------------------------------------------------------------------------
+# -- inv
+# ---------------------------------------------------------------------------------------------------------------
 
 
-def _inv(root: Path, *words: str, path: str | None = None, through: Path | None = None) -> subprocess.CompletedProcess[str]:
+def _inv(
+    root: Path, *words: str, path: str | None = None, through: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "CXX": "true", **({} if path is None else {"PATH": path})}
-    return subprocess.run([str(through or root / "inv"), *words], cwd=root.parent, env=env, capture_output=True, text=True, timeout=HANGS, check=False)
+    return subprocess.run(
+        [str(through or root / "inv"), *words],
+        cwd=root.parent,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+        check=False,
+    )
 
 
 def test_inv_passes_words_and_folder_on_through_links(checkout: Path, tmp_path: Path) -> None:
     real = sys.executable
-    body = f'case "$*" in *install.py*) exec "{real}" "$@" ;; *"-m trainkit"*) pwd; for w in "$@"; do echo "[$w]"; done; exit 7 ;; esac'
+    body = (
+        f'case "$*" in *install.py*) exec "{real}" "$@" ;; *"-m trainkit"*) pwd; for w in "$@"; do'
+        ' echo "[$w]"; done; exit 7 ;; esac'
+    )
     _fake_pip(checkout, "true")
     script = checkout / ".venv" / "bin" / "python"
     script.write_text(script.read_text() + body + "\n")
@@ -322,11 +431,24 @@ def test_inv_passes_words_and_folder_on_through_links(checkout: Path, tmp_path: 
     (tmp_path / "bin" / "link").symlink_to("../a clone/inv")
     (tmp_path / "inv").symlink_to(tmp_path / "bin" / "link")
     done = _inv(checkout, "train", "a b", "--set", "x=*", through=tmp_path / "inv")
-    assert done.stdout.splitlines() == [str(tmp_path), "[-P]", "[-m]", "[trainkit]", "[--search-root]", f"[{checkout}]", "[train]", "[a b]", "[--set]", "[x=*]"]
+    assert done.stdout.splitlines() == [
+        str(tmp_path),
+        "[-P]",
+        "[-m]",
+        "[trainkit]",
+        "[--search-root]",
+        f"[{checkout}]",
+        "[train]",
+        "[a b]",
+        "[--set]",
+        "[x=*]",
+    ]
     assert done.returncode == 7
     assert json.loads((checkout / ".venv" / "trainkit-install.json").read_text())["extras"] == []
     _inv(checkout, "test")
-    assert json.loads((checkout / ".venv" / "trainkit-install.json").read_text())["extras"] == ["test"]
+    assert json.loads((checkout / ".venv" / "trainkit-install.json").read_text())["extras"] == [
+        "test"
+    ]
 
 
 def test_inv_says_which_pythons_it_looked_for(checkout: Path, tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.base.process_marks import MARK_VARIABLE, Marked, descendants, kill, kill_marked, marked, send
+from trainkit.base.process_marks import (
+    MARK_VARIABLE,
+    Marked,
+    descendants,
+    kill,
+    kill_marked,
+    marked,
+    send,
+)
 
 
 @pytest.fixture
@@ -23,8 +31,14 @@ def run() -> Iterator[str]:
     kill_marked(name)
 
 
-def started(mark: str, program: str = "import time; print('up', flush=True); time.sleep(10_000)") -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, MARK_VARIABLE: mark}, stdout=subprocess.PIPE)
+def started(
+    mark: str, program: str = "import time; print('up', flush=True); time.sleep(10_000)"
+) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, MARK_VARIABLE: mark},
+        stdout=subprocess.PIPE,
+    )
     assert process.stdout and process.stdout.readline()
     return process
 
@@ -34,10 +48,18 @@ def test_whole_parts_of_a_mark_count(run: str) -> None:
     first, tenth = started(f"{run}/1/1/0"), started(f"{run}/1/10/0")
     with first, tenth:
         try:
-            assert {(p.pid, p.mark, p.argv0) for p in marked(f"{run}/1/1")} == {(first.pid, f"{run}/1/1/0", sys.executable)}
-            assert {p.pid for p in marked(run)} == {p.pid for p in marked(f"{run}/")} == {first.pid, tenth.pid}
+            assert {(p.pid, p.mark, p.argv0) for p in marked(f"{run}/1/1")} == {
+                (first.pid, f"{run}/1/1/0", sys.executable)
+            }
+            assert (
+                {p.pid for p in marked(run)}
+                == {p.pid for p in marked(f"{run}/")}
+                == {first.pid, tenth.pid}
+            )
             assert not marked(run[:-1]) and not marked("")
-            assert [p.pid for p in kill_marked(f"{run}/1/1", signal.SIGKILL)] == [first.pid] and first.wait() == -9
+            assert [p.pid for p in kill_marked(f"{run}/1/1", signal.SIGKILL)] == [
+                first.pid
+            ] and first.wait() == -9
             assert {p.pid for p in marked(run)} == {tenth.pid}
             kill(marked(run))
             assert tenth.wait() == -9 and not marked(run)
@@ -55,14 +77,23 @@ def test_zombies_are_not_living(run: str) -> None:
 
 def test_children_inherit_it_and_descent_finds_the_rest(run: str) -> None:
     child = "import os, time; os.setsid(); time.sleep(10_000)"
-    program = f"import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', {child!r}], env={{}}).pid, flush=True); time.sleep(10_000)"
-    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, MARK_VARIABLE: run}, stdout=subprocess.PIPE) as parent:
+    program = (
+        f"import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', {child!r}],"
+        " env={}).pid, flush=True); time.sleep(10_000)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, MARK_VARIABLE: run},
+        stdout=subprocess.PIPE,
+    ) as parent:
         assert parent.stdout
         pid = int(parent.stdout.readline())
         try:
             assert [p.pid for p in marked(run)] == [parent.pid]
             below = descendants(os.getpid())
-            assert {parent.pid, pid} <= {p.pid for p in below} and os.getpid() not in {p.pid for p in below}
+            assert {parent.pid, pid} <= {p.pid for p in below} and os.getpid() not in {
+                p.pid for p in below
+            }
             assert [p.pid for p in descendants(parent.pid)] == [pid]
         finally:
             os.kill(pid, signal.SIGKILL)
@@ -73,7 +104,9 @@ def test_a_later_process_of_the_same_pid_is_spared(run: str) -> None:
     with started(run) as process:
         try:
             (found,) = marked(run)
-            assert not send(Marked(found.pid, found.start_time - 1, found.mark, found.argv0), signal.SIGKILL)
+            assert not send(
+                Marked(found.pid, found.start_time - 1, found.mark, found.argv0), signal.SIGKILL
+            )
             time.sleep(0.1)
             assert process.poll() is None
         finally:
@@ -90,7 +123,14 @@ def work(link):
 {work}
 sys.exit(keep(work, "the keeper"))
 """
-    return subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
 
 
 def test_a_keepers_code_is_its_workers(tmp_path: Path) -> None:
@@ -98,8 +138,15 @@ def test_a_keepers_code_is_its_workers(tmp_path: Path) -> None:
     assert kept(tmp_path, "    os.kill(os.getpid(), signal.SIGKILL)").returncode == 137
     broken = kept(tmp_path, "    raise RuntimeError('words')")
     assert broken.returncode == 2 and "RuntimeError: words" in broken.stderr
-    listening = "next(int(line.split()[1], 16) >> 14 & 1 for line in open(f'/proc/{os.getppid()}/status') if line.startswith('SigCgt'))"
-    terminated = kept(tmp_path, f"    while not {listening}: time.sleep(0.01)\n    os.kill(os.getppid(), signal.SIGTERM); time.sleep(10_000)")
+    listening = (
+        "next(int(line.split()[1], 16) >> 14 & 1 for line in open(f'/proc/{os.getppid()}/status')"
+        " if line.startswith('SigCgt'))"
+    )
+    terminated = kept(
+        tmp_path,
+        f"    while not {listening}: time.sleep(0.01)\n    os.kill(os.getppid(), signal.SIGTERM);"
+        " time.sleep(10_000)",
+    )
     assert terminated.returncode == 128 + 15
 
 
@@ -117,10 +164,21 @@ def test_a_keeper_ends_what_its_worker_left_and_frees_files_after_that(tmp_path:
     os.kill(os.getpid(), signal.SIGKILL)
 """
     assert kept(tmp_path, work).returncode == 137
-    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists() and not (tmp_path / "folder").exists() and (tmp_path / "lock").read_bytes() == b""
+    assert (
+        not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+        and not (tmp_path / "folder").exists()
+        and (tmp_path / "lock").read_bytes() == b""
+    )
 
 
 def test_a_worker_that_does_not_beat_is_ended(tmp_path: Path) -> None:
     still = kept(tmp_path, "    link.guard('no-such-mark', lease=0.5)\n    time.sleep(10_000)")
     assert still.returncode == 137 and "has not moved for 0.5 s" in still.stderr
-    assert kept(tmp_path, "    link.guard('no-such-mark', lease=3)\n    for _ in range(40): link.beat(); time.sleep(0.1)\n    return 3").returncode == 3
+    assert (
+        kept(
+            tmp_path,
+            "    link.guard('no-such-mark', lease=3)\n    for _ in range(40): link.beat();"
+            " time.sleep(0.1)\n    return 3",
+        ).returncode
+        == 3
+    )

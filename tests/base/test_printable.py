@@ -16,7 +16,14 @@ SHOWN = "\\x1b]0;owned\\x07\\x1b[2Jtext\\x9b31m"
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [(TITLE, SHOWN), ("a\tb\nc\r\n", "a\tb\nc\n"), ("\x1b[1;32mgreen\x1b[0m", "green"), ("\x00\x7f\r", "\\x00\\x7f\\x0d"), ("é漢", "é漢")]
+    ("text", "shown"),
+    [
+        (TITLE, SHOWN),
+        ("a\tb\nc\r\n", "a\tb\nc\n"),
+        ("\x1b[1;32mgreen\x1b[0m", "green"),
+        ("\x00\x7f\r", "\\x00\\x7f\\x0d"),
+        ("é漢", "é漢"),
+    ],
 )
 def test_control_characters_are_written_out(text: str, shown: str) -> None:
     assert printable(text) == shown
@@ -27,7 +34,16 @@ def test_logs_and_causes_are_printable(tmp_path: Path) -> None:
     log.write_text(TITLE + "\n")
     assert last_lines(log, 3) == [SHOWN]
     assert (
-        _Tail(log, "").last(3, torn=True) == [SHOWN] and _Tail(log, "").new(torn=True) == SHOWN + "\n" and _Tail(log, "[0] ").new(torn=True) == f"[0] {SHOWN}\n"
+        _Tail(log, "").last(3, torn=True) == [SHOWN]
+        and _Tail(log, "").new(torn=True) == SHOWN + "\n"
+        and _Tail(log, "[0] ").new(torn=True) == f"[0] {SHOWN}\n"
     )
-    cause = judge_outcome([RankEnd(0, "h", 9, 1.0, False, error={"message": TITLE, "type": TITLE, "exit": 9})], 1, None).root_cause or {}
+    cause = (
+        judge_outcome(
+            [RankEnd(0, "h", 9, 1.0, False, error={"message": TITLE, "type": TITLE, "exit": 9})],
+            1,
+            None,
+        ).root_cause
+        or {}
+    )
     assert cause["message"] == cause["type"] == SHOWN

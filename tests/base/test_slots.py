@@ -23,7 +23,12 @@ def test_all_or_none_and_by_name(tmp_path: Path) -> None:
     with pytest.raises(Busy) as busy:
         reserve(tmp_path, ["cpu", "gpu1", "gpu2"], {"run": "second"})
     holder = busy.value.holder
-    assert (slot_name(busy.value.path), holder["run"], holder["attempt"], holder["pid"]) == ("gpu1", "first", 2, os.getpid())
+    assert (slot_name(busy.value.path), holder["run"], holder["attempt"], holder["pid"]) == (
+        "gpu1",
+        "first",
+        2,
+        os.getpid(),
+    )
     assert abs(holder["since"] - time.time()) < 60 and set(holders(tmp_path)) == {"gpu0", "gpu1"}
     other = reserve(tmp_path, ["cpu", "gpu2"], {"run": "second"})
     assert holders(tmp_path)["gpu2"]["run"] == "second"
@@ -35,7 +40,12 @@ def test_all_or_none_and_by_name(tmp_path: Path) -> None:
 def test_who_shares_takes_what_is_free_and_keeps_the_next_one_out(tmp_path: Path) -> None:
     first = reserve(tmp_path, ["gpu1", "gpu2"], {"run": "first"})
     beside = reserve(tmp_path, ["gpu0", "gpu1", "gpu2", "gpu3"], {"run": "beside"}, share=True)
-    assert {slot: holder["run"] for slot, holder in holders(tmp_path).items()} == {"gpu0": "beside", "gpu1": "first", "gpu2": "first", "gpu3": "beside"}
+    assert {slot: holder["run"] for slot, holder in holders(tmp_path).items()} == {
+        "gpu0": "beside",
+        "gpu1": "first",
+        "gpu2": "first",
+        "gpu3": "beside",
+    }
     first.release()
     with pytest.raises(Busy) as busy:
         reserve(tmp_path, ["gpu0", "gpu1"], {"run": "third"})
@@ -46,12 +56,15 @@ def test_who_shares_takes_what_is_free_and_keeps_the_next_one_out(tmp_path: Path
 
 def test_one_that_died_is_cleared_and_told(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from trainkit.base.slots import reserve; reserve(Path(sys.argv[1]), ['cpu'], {'run': 'dead'}); os._exit(1)"
+        "import os, sys; from pathlib import Path; from trainkit.base.slots import reserve;"
+        " reserve(Path(sys.argv[1]), ['cpu'], {'run': 'dead'}); os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert holders(tmp_path) == {}
     held = reserve(tmp_path, ["cpu"], {"run": "living"})
-    assert [holder["run"] for holder in held.cleared] == ["dead"] and holders(tmp_path)["cpu"]["run"] == "living"
+    assert [holder["run"] for holder in held.cleared] == ["dead"] and holders(tmp_path)["cpu"][
+        "run"
+    ] == "living"
     held.release()
 
 
@@ -98,11 +111,21 @@ def test_no_file_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic"):
         reserve(tmp_path, ["cpu", "gpu0"], {})
     slot_path(tmp_path, "gpu1").mkdir()
-    with pytest.raises(OSError, match=r"no lock of trainkit's that may be written .*: remove it, or set clusters\.NAME\.node_folder"):
+    with pytest.raises(
+        OSError,
+        match=(
+            r"no lock of trainkit's that may be written .*: remove it, or set"
+            r" clusters\.NAME\.node_folder"
+        ),
+    ):
         reserve(tmp_path, ["gpu1"], {})
     slot_path(tmp_path, "gpu2").write_text("no json")
     held = reserve(tmp_path, ["gpu2"], {})
-    assert held.cleared == [] and set(holders(tmp_path)) == {"gpu2"} and precious.read_text() == "words"
+    assert (
+        held.cleared == []
+        and set(holders(tmp_path)) == {"gpu2"}
+        and precious.read_text() == "words"
+    )
     held.release()
 
 
@@ -117,8 +140,10 @@ def test_a_pipe_in_the_folder_holds_up_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
 def test_between_users(tmp_path: Path) -> None:
-    """Another user sees who holds a slot, is refused, and takes it afterwards, with a umask that lets nobody else in."""
-    folder = Path("/dev/shm") / f"trainkit-test-{os.getpid()}"  # tmp_path lets no other user through
+    """Another user sees who holds a slot, is refused, and takes it afterwards, with a umask that
+    lets nobody else in."""
+    # tmp_path lets no other user through
+    folder = Path("/dev/shm") / f"trainkit-test-{os.getpid()}"
     program = f"""
 import os, sys
 from pathlib import Path
@@ -133,11 +158,16 @@ except Busy as busy:
 """
 
     def as_nobody() -> str:
-        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
 
     try:
         held = reserve(folder, ["cpu"], {"run": "root's"})
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o1777 and stat.S_IMODE(slot_path(folder, "cpu").stat().st_mode) == 0o666
+        assert (
+            stat.S_IMODE(folder.stat().st_mode) == 0o1777
+            and stat.S_IMODE(slot_path(folder, "cpu").stat().st_mode) == 0o666
+        )
         assert as_nobody().startswith("refused by root's {'cpu'")
         held.release()
         assert as_nobody() == "took it []\n"
@@ -145,7 +175,8 @@ except Busy as busy:
         assert [holder["run"] for holder in again.cleared] == ["nobody's"]
         again.release()
         slot_path(folder, "cpu").unlink()
-        assert as_nobody() == "took it []\n"  # its file now, in a folder with the sticky bit: root's O_CREAT would be refused
+        # its file now, in a folder with the sticky bit: root's O_CREAT would be refused
+        assert as_nobody() == "took it []\n"
         reserve(folder, ["cpu"], {}).release()
     finally:
         for path in folder.iterdir():
@@ -153,13 +184,18 @@ except Busy as busy:
         folder.rmdir()
 
 
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Lustre without -o flock, or NFS without its lock service, answers; never taken for a slot that is free, or held."""
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Lustre without -o flock, or NFS without its lock service, answers; never taken for a
+    slot that is free, or held."""
 
     def refused(handle: int, how: int) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr("fcntl.flock", refused)
-    with pytest.raises(OSError, match=r"cannot lock files \(Operation not supported\); clusters.NAME.node_folder") as caught:
+    with pytest.raises(
+        OSError, match=r"cannot lock files \(Operation not supported\); clusters.NAME.node_folder"
+    ) as caught:
         reserve(tmp_path, ["cpu"], {})
     assert caught.value.filename == str(slot_path(tmp_path, "cpu")) and not holders(tmp_path)

@@ -7,7 +7,10 @@ from trainkit.base.worker import error_from
 
 
 def test_an_error_comes_with_who_said_it_where_and_the_way_out() -> None:
-    problems = [{"message": "is not JSON", "file": "a.jsonl", "line": 2}, {"message": "the disk is full", "hint": "make room"}]
+    problems = [
+        {"message": "is not JSON", "file": "a.jsonl", "line": 2},
+        {"message": "the disk is full", "hint": "make room"},
+    ]
     error = error_from({"problems": problems, "exit": 6}, "tokens-0 on node1: ")
     assert isinstance(error, ConfigError) and error.exit is Exit.STAGE_FAILED
     assert error.list == [

@@ -26,14 +26,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def printed(listing: Listing, *, terminal: bool, width: int = 80) -> list[str]:
     screen = io.StringIO()
-    Console(file=screen, width=width, force_terminal=terminal, color_system=None, soft_wrap=True).print(listing)
+    Console(
+        file=screen, width=width, force_terminal=terminal, color_system=None, soft_wrap=True
+    ).print(listing)
     return screen.getvalue().splitlines()
 
 
 @pytest.fixture
 def listing() -> Listing:
     listing = Listing("run", "state", "step", "what", right=["step"], drop=["state", "step"])
-    listing.add_row("20260101-000000-aaaa", "[green]running[/]", "7", "a text of several words, the last of which is quitealongone")
+    listing.add_row(
+        "20260101-000000-aaaa",
+        "[green]running[/]",
+        "7",
+        "a text of several words, the last of which is quitealongone",
+    )
     listing.add_row("b", "failed", "1,000", "")
     return listing
 
@@ -41,7 +48,10 @@ def listing() -> Listing:
 def test_no_terminal_no_wrapping(listing: Listing) -> None:
     assert printed(listing, terminal=False, width=20) == [
         "run                   state     step  what",
-        "20260101-000000-aaaa  running      7  a text of several words, the last of which is quitealongone",
+        (
+            "20260101-000000-aaaa  running      7  a text of several words, the last of which is"
+            " quitealongone"
+        ),
         "b                     failed   1,000",
     ]
 
@@ -72,19 +82,34 @@ def test_the_jobs_of_this_checkout_in_a_pipe(project: Project) -> None:
     """What made 216 lines of one-word columns at 80 columns: a line a job."""
     env = project.environment(COLUMNS="80")
     argv = [sys.executable, "-P", "-m", "trainkit", "--search-root", str(ROOT), "jobs"]
-    lines = forkserver.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
-    names = forkserver.run([*argv, "--json"], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout.count('"engine":')
+    lines = forkserver.run(
+        argv, cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    names = forkserver.run(
+        [*argv, "--json"], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    ).stdout.count('"engine":')
     assert len(lines) == names + 1 and all(not line.startswith(" ") for line in lines)
-    planned = forkserver.run([*argv[:-1], "plan", "gpt-neox-20b-lambda"], cwd=ROOT, env=env, capture_output=True, text=True, check=False).stdout
+    planned = forkserver.run(
+        [*argv[:-1], "plan", "gpt-neox-20b-lambda"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
     assert "…" not in planned
 
 
 def test_the_jobs_of_this_checkout_on_a_terminal_of_80_columns(project: Project) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-    env = {k: v for k, v in project.environment(TERM="xterm").items() if k not in ("COLUMNS", "LINES")}
+    env = {
+        k: v for k, v in project.environment(TERM="xterm").items() if k not in ("COLUMNS", "LINES")
+    }
     argv = [sys.executable, "-P", "-m", "trainkit", "--search-root", str(ROOT), "jobs"]
-    with forkserver.Popen(argv, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as child:
+    with forkserver.Popen(
+        argv, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE
+    ) as child:
         os.close(theirs)
         parts = []
         while True:
@@ -98,8 +123,18 @@ def test_the_jobs_of_this_checkout_on_a_terminal_of_80_columns(project: Project)
     os.close(ours)
     text = b"".join(parts).decode()
     assert child.returncode == 0
-    plain = [line for line in text.replace("\x1b[1m", "").replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines() if line]
-    assert max(map(len, plain)) <= 80 and "gpt-neox-20b-lambda" in text and "also shows: engine" in plain[-1]
+    plain = [
+        line
+        for line in (
+            text.replace("\x1b[1m", "").replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines()
+        )
+        if line
+    ]
+    assert (
+        max(map(len, plain)) <= 80
+        and "gpt-neox-20b-lambda" in text
+        and "also shows: engine" in plain[-1]
+    )
     described = " ".join(" ".join(plain).split())
     assert "random tokens" in described
 
@@ -111,4 +146,7 @@ def test_a_loss_that_was_measured_once_has_no_after(tmp_path: Path) -> None:
     run.metrics.write_text(row % (0, "8.4827"))
     assert printed(facts_table(run), terminal=False)[0] == "validation loss  8.4827 at step 0"
     run.metrics.write_text(row % (0, "8.4827") + row % (85, "5.4720"))
-    assert printed(facts_table(run), terminal=False)[0] == "validation loss  8.4827 before, 5.4720 after"
+    assert (
+        printed(facts_table(run), terminal=False)[0]
+        == "validation loss  8.4827 before, 5.4720 after"
+    )

@@ -66,20 +66,32 @@ def test_every_task_has_help(project: Project) -> None:
     argv = [sys.executable, "-c", HELP, *TASK_NAMES]
     out = subprocess.run(argv, cwd=project.path, capture_output=True, text=True, check=True).stdout
     pages = dict(zip(TASK_NAMES, out.split("=== ")[1:], strict=True))
-    assert all("Docstring:" in page and page.startswith(f"{task}\n") and f" {task} " in page for task, page in pages.items())
+    assert all(
+        "Docstring:" in page and page.startswith(f"{task}\n") and f" {task} " in page
+        for task, page in pages.items()
+    )
 
 
 def test_a_flag_is_no_job(project: Project) -> None:
     refused = project.invoke("train", "--help", exit=1)
-    assert refused.stderr == "error: train needs a JOB before '--help'\n  for its help: invoke --help train\n"
+    assert (
+        refused.stderr
+        == "error: train needs a JOB before '--help'\n  for its help: invoke --help train\n"
+    )
     assert project.invoke("prep-data", "--dri-run", exit=1)
 
 
 def test_an_unknown_job_names_the_nearest(project: Project) -> None:
     refused = project.invoke("train", "txt", exit=3)
-    assert "has no job 'txt'" in refused.stderr and "'text'" in refused.stderr and refused.stdout == ""
+    assert (
+        "has no job 'txt'" in refused.stderr and "'text'" in refused.stderr and refused.stdout == ""
+    )
     error = project.document("train", "txt", exit=3)
-    assert error["schema"] == "error/1" and error["exit"] == 3 and "txt" in error["problems"][0]["message"]
+    assert (
+        error["schema"] == "error/1"
+        and error["exit"] == 3
+        and "txt" in error["problems"][0]["message"]
+    )
 
 
 def test_every_mistake_is_told_at_once_with_file_and_line(project: Project) -> None:
@@ -87,7 +99,10 @@ def test_every_mistake_is_told_at_once_with_file_and_line(project: Project) -> N
     text = (
         path.read_text()
         .replace("num_layers = 2", 'num_layers = "2"')
-        .replace("lr_warmup_iters = 2, eval_iters = 1, save_interval", "lr_warmupiters = 2, eval_iters = 1, save_interval")
+        .replace(
+            "lr_warmup_iters = 2, eval_iters = 1, save_interval",
+            "lr_warmupiters = 2, eval_iters = 1, save_interval",
+        )
     )
     path.write_text(text)
     lines = text.splitlines()
@@ -97,7 +112,11 @@ def test_every_mistake_is_told_at_once_with_file_and_line(project: Project) -> N
     )
     for words in (["check"], ["train", "text"], ["show", "text"]):
         refused = project.invoke(*words, exit=3).stderr
-        assert f"jobs.toml:{layer}: " in refused and f"jobs.toml:{warmup}: " in refused and "'lr_warmup_iters'" in refused
+        assert (
+            f"jobs.toml:{layer}: " in refused
+            and f"jobs.toml:{warmup}: " in refused
+            and "'lr_warmup_iters'" in refused
+        )
     assert not (project.path / "runs").exists() and not (project.path / "data").exists()
 
 
@@ -133,20 +152,39 @@ def test_bare_prep_data_serves_the_default_job_and_says_so(project: Project) -> 
 
 def test_runs_that_are_not_there(project: Project) -> None:
     assert "there are no runs" in project.invoke("status", "last", exit=3).stderr
-    for words in (["status", "x"], ["logs", "x"], ["resume", "x"], ["generate", "x"], ["report", "x"], ["attach", "x"], ["cancel", "x"], ["why", "x"]):
+    for words in (
+        ["status", "x"],
+        ["logs", "x"],
+        ["resume", "x"],
+        ["generate", "x"],
+        ["report", "x"],
+        ["attach", "x"],
+        ["cancel", "x"],
+        ["why", "x"],
+    ):
         project.invoke(*words, exit=3)
 
 
 def test_from_a_subfolder_and_from_elsewhere(project: Project) -> None:
     below = project.path / "corpus"
     for folder, words in ((below, []), (Path("/"), ["--search-root", str(project.path)])):
-        done = forkserver.run([sys.executable, "-m", "invoke", *words, "jobs", "--json"], cwd=folder, capture_output=True, text=True, check=True)
+        done = forkserver.run(
+            [sys.executable, "-m", "invoke", *words, "jobs", "--json"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert json.loads(done.stdout)["root"] == str(project.path)
 
 
 def test_a_closed_pipe_is_no_error(project: Project) -> None:
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {sys.executable} -m invoke show text | true"], cwd=project.path, capture_output=True, text=True, check=False
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m invoke show text | true"],
+        cwd=project.path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "Traceback" not in done.stderr and "Error" not in done.stderr
 
@@ -156,17 +194,29 @@ def test_tasks_file_is_one_line() -> None:
 
 
 BAD_NUMBERS = [
-    (["logs", "last", "--rank", "abc"], "--rank takes ranks such as 3 or 0,8-15, or the word failed, not 'abc'"),
+    (
+        ["logs", "last", "--rank", "abc"],
+        "--rank takes ranks such as 3 or 0,8-15, or the word failed, not 'abc'",
+    ),
     (["logs", "last", "--rank", "3-1"], "not '3-1'"),
     (["train", "text", "--nodes", "-1"], "--nodes -1: the lowest is 0"),
     (["logs", "last", "--lines", "-1"], "--lines -1: the lowest is 0"),
     (["generate", "last", "--max-new-tokens", "0"], "--max-new-tokens 0: the lowest is 1"),
     (["generate", "last", "--temperature", "warm"], "--temperature takes a number"),
-    (["generate", "last", "--seed", "99999999999999999999"], "--seed 99999999999999999999 is too large: it must be below 2**63"),
+    (
+        ["generate", "last", "--seed", "99999999999999999999"],
+        "--seed 99999999999999999999 is too large: it must be below 2**63",
+    ),
     (["generate", "last", "--seed", "9" * 400], "is too large"),
     (["generate", "last", "--seed", "-1"], "--seed -1: the lowest is 0"),
-    (["generate", "last", "--temperature", "inf"], "--temperature takes a finite number, not 'inf'"),
-    (["generate", "last", "--temperature", "nan"], "--temperature takes a finite number, not 'nan'"),
+    (
+        ["generate", "last", "--temperature", "inf"],
+        "--temperature takes a finite number, not 'inf'",
+    ),
+    (
+        ["generate", "last", "--temperature", "nan"],
+        "--temperature takes a finite number, not 'nan'",
+    ),
     (["tensorboard", "--port", "x"], "--port takes a whole number"),
 ]
 EACH = """
@@ -184,7 +234,9 @@ for words in json.loads(sys.argv[1]):
 def test_a_bad_number_is_one_line(project: Project) -> None:
     """All in one process: a task that refuses its words has done nothing yet."""
     argv = [sys.executable, "-c", EACH, json.dumps([words for words, _ in BAD_NUMBERS])]
-    told = subprocess.run(argv, cwd=project.path, capture_output=True, text=True, check=True).stderr.split("===\n")[1:]
+    told = subprocess.run(
+        argv, cwd=project.path, capture_output=True, text=True, check=True
+    ).stderr.split("===\n")[1:]
     for (words, said), text in zip(BAD_NUMBERS, told, strict=True):
         line, code, *more = text.splitlines()
         assert said in line and code == "exit 1" and not more, (words, text)

@@ -11,7 +11,13 @@ from trainkit.cli.wrapper import Talk, make_task
 
 @pytest.mark.parametrize(
     ("takes", "typed", "of_invoke", "expected"),
-    [(False, None, False, False), (False, None, True, False), (True, False, False, False), (True, True, False, True), (True, False, True, True)],
+    [
+        (False, None, False, False),
+        (False, None, True, False),
+        (True, False, False, False),
+        (True, True, False, True),
+        (True, False, True, True),
+    ],
 )
 def test_dry_runs(takes: bool, typed: bool | None, of_invoke: bool, expected: bool) -> None:
     """By the task's own --dry-run or by `invoke --dry`, where the task takes it; else never."""

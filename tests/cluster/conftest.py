@@ -1,4 +1,5 @@
-"""The cluster of these tests: one a worker process of pytest, up when its first test asks for it."""
+"""The cluster of these tests: one a worker process of pytest, up when its first test asks for
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.conftest import wait_for
 
 
 def bring_up(request: pytest.FixtureRequest, what: str, nodes: int = 3, **options: bool) -> Cluster:
-    """A cluster, in a folder that ordinary users may pass; where this machine cannot have one, the test fails or is skipped, as --require-cluster says."""
+    """A cluster, in a folder that ordinary users may pass; where this machine cannot have one,
+    the test fails or is skipped, as --require-cluster says."""
     folder = Path(tempfile.mkdtemp(prefix="hosts-"))
     try:
         return Cluster(folder, nodes, **options)
@@ -59,7 +61,8 @@ def slurm_machines(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def accounting_machines(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A head and two nodes of a Slurm whose controller forgets at once, and whose slurmdbd does not."""
+    """A head and two nodes of a Slurm whose controller forgets at once, and whose slurmdbd does
+    not."""
     cluster = bring_up(request, "Slurm with accounting", 2, slurm=True, accounting=True)
     yield cluster
     cluster.close()
@@ -67,7 +70,8 @@ def accounting_machines(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 @pytest.fixture
 def slurm(tmp_path: Path, slurm_machines: Cluster) -> Iterator[SlurmProject]:
-    """A project on Slurm's head for one test, which must leave no job and no process of a run behind."""
+    """A project on Slurm's head for one test, which must leave no job and no process of a run
+    behind."""
     yield from clean_project(tmp_path, slurm_machines)
 
 
@@ -107,8 +111,11 @@ Made = TypeVar("Made", bound=ClusterProject)
 
 
 @contextlib.contextmanager
-def person_project(make: Callable[[Path, Cluster, Person], Made], cluster: Cluster, name: str, umask: int) -> Iterator[Made]:
-    """A project of an ordinary user's, in the home that all hosts share; skips where such a user cannot get at what it would run."""
+def person_project(
+    make: Callable[[Path, Cluster, Person], Made], cluster: Cluster, name: str, umask: int
+) -> Iterator[Made]:
+    """A project of an ordinary user's, in the home that all hosts share; skips where such a user
+    cannot get at what it would run."""
     person, folder = Person(name, umask), cluster.folder / "home" / name / "project"
     if why := person.cannot_run(cluster):
         pytest.skip(f"no run of an ordinary user's here: {why}")
@@ -118,8 +125,12 @@ def person_project(make: Callable[[Path, Cluster, Person], Made], cluster: Clust
 
 @pytest.fixture
 def people(cluster: Cluster) -> Iterator[tuple[ClusterProject, ClusterProject]]:
-    """Projects of ann, whose umask lets nobody see anything, and of ben, whose umask lets everybody do everything."""
-    with person_project(make_project, cluster, "ann", 0o077) as ann, person_project(make_project, cluster, "ben", 0o000) as ben:
+    """Projects of ann, whose umask lets nobody see anything, and of ben, whose umask lets
+    everybody do everything."""
+    with (
+        person_project(make_project, cluster, "ann", 0o077) as ann,
+        person_project(make_project, cluster, "ben", 0o000) as ben,
+    ):
         yield ann, ben
 
 

@@ -1,7 +1,10 @@
-"""Kills of random processes of runs on hosts, and what is left of the runs: python -m tests.cluster.drill KILLS [--bare] [--seed N].
+"""Kills of random processes of runs on hosts, and what is left of the runs: python -m
+tests.cluster.drill KILLS [--bare] [--seed N].
 
-Every rank starts a daemon: a session of its own, no parent of ours, an empty environment. Each fifth kill takes supervisor, agents and keepers of all
-hosts at one moment. Then the next command (`cancel`) is typed. Nothing may be left; on hosts without cgroups (--bare) what is left must be named by it.
+Every rank starts a daemon: a session of its own, no parent of ours, an empty environment. Each
+fifth kill takes supervisor, agents and keepers of all hosts at one moment. Then the next command
+(`cancel`) is typed. Nothing may be left; on hosts without cgroups (--bare) what is left must be
+named by it.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ LIMIT = 600.0  # seconds until what is still there counts as left: no machine is
 
 @dataclass(frozen=True)
 class Row:
-    """One kill: who, the seconds until nothing was left by itself or with the next command's help, and whether that was needed."""
+    """One kill: who, the seconds until nothing was left by itself or with the next command's
+    help, and whether that was needed."""
 
     number: int
     victims: tuple[str, ...]
@@ -48,8 +52,17 @@ class Row:
 def what(run: Path, process: Process) -> str:
     """The part that a process plays in a run."""
     if process.host == HEAD:
-        return "supervisor" if process.pid == supervisor(run) else "client" if "invoke" in process.argv else Path(process.argv[0]).name
-    return next((name for name, found in (("agent", of_agent), ("keeper", of_keeper)) if found(process)), "rank" if process.started else DAEMON)
+        return (
+            "supervisor"
+            if process.pid == supervisor(run)
+            else "client"
+            if "invoke" in process.argv
+            else Path(process.argv[0]).name
+        )
+    return next(
+        (name for name, found in (("agent", of_agent), ("keeper", of_keeper)) if found(process)),
+        "rank" if process.started else DAEMON,
+    )
 
 
 def of_run(cluster: Cluster, run: Path) -> list[Process]:
@@ -78,7 +91,9 @@ def kills(project: ClusterProject, number: int, chance: random.Random) -> Iterat
         words = "".join(said.communicate())
         until(lambda run=run: not of_run(cluster, run), LIMIT if not alone else 0.0)  # type: ignore[misc]
         left = of_run(cluster, run)
-        named = all(str(p.pid) in words for p in left) and (alone or "ended just now" in words or not before)
+        named = all(str(p.pid) in words for p in left) and (
+            alone or "ended just now" in words or not before
+        )
         yield Row(
             each + 1,
             tuple(sorted(f"{what(run, p)}@{p.host}" for p in victims)),
@@ -100,7 +115,9 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 def main() -> None:
     """The program."""
-    parser = argparse.ArgumentParser(description="Kills of random processes of runs on hosts, and what is left.")
+    parser = argparse.ArgumentParser(
+        description="Kills of random processes of runs on hosts, and what is left."
+    )
     parser.add_argument("kills", type=int)
     parser.add_argument("--bare", action="store_true", help="hosts without cgroup v2")
     parser.add_argument("--seed", type=int, default=0)
@@ -109,13 +126,26 @@ def main() -> None:
         cluster = Cluster(Path(folder) / "cluster", 2, unified=not words.bare)
         try:
             rows = []
-            for row in kills(make_project(Path(folder) / "project", cluster), words.kills, random.Random(words.seed)):
+            for row in kills(
+                make_project(Path(folder) / "project", cluster),
+                words.kills,
+                random.Random(words.seed),
+            ):
                 rows.append(row)
-                print(f"{row.number:4} {row.seconds:6.1f} s {'helped ' if row.helped else 'alone  '} {', '.join(row.victims)}", *row.left, flush=True)
+                print(
+                    f"{row.number:4} {row.seconds:6.1f} s {'helped ' if row.helped else 'alone  '}"
+                    f" {', '.join(row.victims)}",
+                    *row.left,
+                    flush=True,
+                )
         finally:
             cluster.close()
     left, helped = sum(bool(row.left) for row in rows), sum(row.helped for row in rows)
-    print(f"{len(rows)} kills: {len(rows) - helped} ended by themselves, {helped} with the next command, {left} left something", flush=True)
+    print(
+        f"{len(rows)} kills: {len(rows) - helped} ended by themselves, {helped} with the next"
+        f" command, {left} left something",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -54,23 +54,34 @@ class Person:
 
     def cannot_run(self, cluster: Cluster) -> str:
         """Why that user cannot run a job of this checkout's; "" where it can."""
-        argv = self.words(sys.executable, "-c", "import sys; open(sys.argv[1]).close()", str(HERE / "rank.py"))
-        done = subprocess.run(cluster.command(HEAD, *argv), cwd="/", capture_output=True, text=True, check=False)
+        argv = self.words(
+            sys.executable, "-c", "import sys; open(sys.argv[1]).close()", str(HERE / "rank.py")
+        )
+        done = subprocess.run(
+            cluster.command(HEAD, *argv), cwd="/", capture_output=True, text=True, check=False
+        )
         return done.stderr.strip()
 
 
 @dataclass
 class ClusterProject(Project):
-    """A project whose tasks are typed on the head, by root or by a person; its folder is one that all hosts share."""
+    """A project whose tasks are typed on the head, by root or by a person; its folder is one
+    that all hosts share."""
 
     cluster: Cluster = field(kw_only=True)
     person: Person | None = field(default=None, kw_only=True)
 
     def start(self, *words: str, **more: str) -> subprocess.Popen[str]:
-        """Start `invoke WORDS...` on the head, in a session of its own; the pid is that of `invoke` itself."""
+        """Start `invoke WORDS...` on the head, in a session of its own; the pid is that of
+        `invoke` itself."""
         argv, pipe = [sys.executable, "-m", "invoke", *words], subprocess.PIPE
         if self.person is not None:
-            own = {"HOME": str(self.path.parent), "USER": self.person.name, "LOGNAME": self.person.name, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+            own = {
+                "HOME": str(self.path.parent),
+                "USER": self.person.name,
+                "LOGNAME": self.person.name,
+                "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+            }
             return subprocess.Popen(
                 self.cluster.command(HEAD, *self.person.words(*argv)),
                 cwd=self.path,
@@ -84,7 +95,15 @@ class ClusterProject(Project):
             )
         env, head = self.environment(**more), self.cluster.pid(HEAD)
         return forkserver.Popen(
-            argv, inside=head, cwd=self.path, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+            argv,
+            inside=head,
+            cwd=self.path,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=True,
         )
 
     def hosts(self, *lines: str) -> None:
@@ -94,7 +113,9 @@ class ClusterProject(Project):
     def give(self) -> None:
         """All of it to the person whose project it is."""
         if self.person is not None:
-            self.cluster.on(HEAD, "chown", "-R", f"{self.person.name}:{self.person.name}", str(self.path))
+            self.cluster.on(
+                HEAD, "chown", "-R", f"{self.person.name}:{self.person.name}", str(self.path)
+            )
 
     def ranks_do(self, code: str) -> None:
         """Have every rank run this Python (see rank.py) instead of training."""
@@ -104,19 +125,18 @@ class ClusterProject(Project):
 
 
 def make_project(folder: Path, cluster: Cluster, person: Person | None = None) -> ClusterProject:
-    """A project with a job on random tokens for two of the nodes, two ranks each; a person's lies in the home.
+    """A project with a job on random tokens for two of the nodes, two ranks each; a person's
+    lies in the home.
 
-    The nodes' interpreter is a script that starts rank.py in the place of the trainer where the job's environment says RANK_DOES: a rank
-    without torch begins in a tenth of the time.
+    The nodes' interpreter is a script that starts rank.py in the place of the trainer where the
+    job's environment says RANK_DOES: a rank without torch begins in a tenth of the time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     python = folder / "python"
-    python.write_text(
-        f"""#!/bin/bash
+    python.write_text(f"""#!/bin/bash
 if [ -n "$RANK_DOES" ] && [[ " $* " == *"/trainkit/train/main.py "* ]]; then exec {sys.executable} -I {HERE / "rank.py"} "$@"; fi
 exec {sys.executable} "$@"
-"""
-    )
+""")
     python.chmod(0o755)
     (folder / "tasks.py").write_text("from trainkit.cli.tasks import namespace\n")
     (folder / "jobs.toml").write_text(JOBS.format(path=folder, python=python))

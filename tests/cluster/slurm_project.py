@@ -22,7 +22,8 @@ watch = {{ connect = 300, start = 1800, lease = 30, grace = 1 }}
 [clusters.here]
 ranks_per_node = 4
 """
-# Ranks that count steps in a file each, 0.1 s a step, as a trainer that saves at every step would; the run is over at step `last`, which none does before
+# Ranks that count steps in a file each, 0.1 s a step, as a trainer that saves at every step would;
+# the run is over at step `last`, which none does before
 # the test lets it.
 COUNTING = """
 import os, signal, time
@@ -44,12 +45,15 @@ done()
 
 @dataclass
 class SlurmProject(ClusterProject):
-    """A project with a job for two nodes of Slurm's, two ranks each; its ranks are the trainer's unless told otherwise."""
+    """A project with a job for two nodes of Slurm's, two ranks each; its ranks are the trainer's
+    unless told otherwise."""
 
     def slurm(self, **options: str | int | bool) -> None:
         """Options of sbatch for the job."""
         text = (self.path / "jobs.toml").read_text()
-        values = "".join(f"{name.replace('_', '-')} = {json.dumps(value)}\n" for name, value in options.items())
+        values = "".join(
+            f"{name.replace('_', '-')} = {json.dumps(value)}\n" for name, value in options.items()
+        )
         (self.path / "jobs.toml").write_text(f"{text}\n[jobs.random.slurm]\n{values}")
 
     def ranks_count(self, last: int) -> None:
@@ -71,19 +75,41 @@ class SlurmProject(ClusterProject):
 
     def job_state(self, id: str) -> str:
         """Slurm's word about one."""
-        return self.cluster.on(HEAD, "squeue", "--noheader", "--states=all", f"--jobs={id}", "--format=%T").strip()
+        return self.cluster.on(
+            HEAD, "squeue", "--noheader", "--states=all", f"--jobs={id}", "--format=%T"
+        ).strip()
 
     def job_nodes(self, id: str) -> str:
         """Its node list."""
-        return self.cluster.on(HEAD, "squeue", "--noheader", "--states=all", f"--jobs={id}", "--format=%N").strip()
+        return self.cluster.on(
+            HEAD, "squeue", "--noheader", "--states=all", f"--jobs={id}", "--format=%N"
+        ).strip()
 
     def node_state(self, host: str) -> str:
         """Slurm's word about a node."""
-        return self.cluster.on(HEAD, "sinfo", "--noheader", "--Node", "--partition=main", f"--nodes={host}", "--format=%T").strip()
+        return self.cluster.on(
+            HEAD,
+            "sinfo",
+            "--noheader",
+            "--Node",
+            "--partition=main",
+            f"--nodes={host}",
+            "--format=%T",
+        ).strip()
 
     def idle(self) -> int:
         """How many nodes have nothing to do."""
-        return len(self.cluster.on(HEAD, "sinfo", "--noheader", "--Node", "--partition=main", "--states=idle", "--format=%N").split())
+        return len(
+            self.cluster.on(
+                HEAD,
+                "sinfo",
+                "--noheader",
+                "--Node",
+                "--partition=main",
+                "--states=idle",
+                "--format=%N",
+            ).split()
+        )
 
     def submit(self, *words: str) -> tuple[Path, str]:
         """`train random --detach`: (run folder, Slurm's number)."""
@@ -119,7 +145,9 @@ class SlurmProject(ClusterProject):
         wait_for(lambda: self.count() >= step, f"step {step}", timeout=timeout)
 
 
-def make_slurm_project(folder: Path, cluster: Cluster, person: Person | None = None) -> SlurmProject:
+def make_slurm_project(
+    folder: Path, cluster: Cluster, person: Person | None = None
+) -> SlurmProject:
     """The project of make_project with a cluster `queue`, which its job runs on."""
     make_project(folder, cluster, person)
     text = (folder / "jobs.toml").read_text().replace('cluster = "pair"', 'cluster = "queue"')

@@ -24,8 +24,20 @@ for names in $(cut -d: -f2 /proc/self/cgroup | grep .); do
     mkdir -p "/sys/fs/cgroup/${names#name=}" && mount -t cgroup -o "$names" cgroup "/sys/fs/cgroup/${names#name=}"
 done
 """
-SHORT = ("--set", "training.train_iters=8", "--set", "training.eval_iters=0", "--set", "cluster.watch.connect=60", "--set", "cluster.watch.start=300")
-CONF = '[storage]\ndriver = "overlay"\ngraphroot = "/srv/podman/store"\nrunroot = "/srv/podman/state"\n'
+SHORT = (
+    "--set",
+    "training.train_iters=8",
+    "--set",
+    "training.eval_iters=0",
+    "--set",
+    "cluster.watch.connect=60",
+    "--set",
+    "cluster.watch.start=300",
+)
+CONF = (
+    '[storage]\ndriver = "overlay"\ngraphroot = "/srv/podman/store"\nrunroot ='
+    ' "/srv/podman/state"\n'
+)
 
 
 @pytest.fixture
@@ -35,21 +47,41 @@ def podman(cluster: Cluster, tmp_path: Path) -> Iterator[Oci]:
         pytest.skip("needs podman and runc")
     (tmp_path / "image.tar").write_bytes(oci.rootfs())
     (tmp_path / "storage.conf").write_text(CONF)
-    (tmp_path / "containers.conf").write_text('[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n')
-    variables = {"CONTAINERS_STORAGE_CONF": str(tmp_path / "storage.conf"), "CONTAINERS_CONF": str(tmp_path / "containers.conf")}
+    (tmp_path / "containers.conf").write_text(
+        '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
+    )
+    variables = {
+        "CONTAINERS_STORAGE_CONF": str(tmp_path / "storage.conf"),
+        "CONTAINERS_CONF": str(tmp_path / "containers.conf"),
+    }
     for node in NODES:
         cluster.on(node, "bash", "-c", CGROUPS)
-        cluster.on(node, "env", *(f"{name}={value}" for name, value in variables.items()), "podman", "import", str(tmp_path / "image.tar"), IMAGE)
+        cluster.on(
+            node,
+            "env",
+            *(f"{name}={value}" for name, value in variables.items()),
+            "podman",
+            "import",
+            str(tmp_path / "image.tar"),
+            IMAGE,
+        )
     yield Oci("podman", variables)
     for node in NODES:
-        cluster.on(node, "bash", "-c", "umount /srv/podman/store/overlay; umount -R /sys/fs/cgroup; rm -rf /srv/podman")
+        cluster.on(
+            node,
+            "bash",
+            "-c",
+            "umount /srv/podman/store/overlay; umount -R /sys/fs/cgroup; rm -rf /srv/podman",
+        )
 
 
 def add_box(project: ClusterProject, table: str, prolog: str = "[]") -> None:
     """`boxed`: the job of the project in a container."""
     path = project.path / "jobs.toml"
     text = path.read_text().replace('launcher = "ssh"', f'launcher = "ssh"\nprolog = {prolog}')
-    path.write_text(f'{text}\n[jobs.boxed]\nextends = "random"\ncontainer = "box"\n\n[containers.box]\n{table}')
+    path.write_text(
+        f'{text}\n[jobs.boxed]\nextends = "random"\ncontainer = "box"\n\n[containers.box]\n{table}'
+    )
 
 
 @pytest.mark.slow
@@ -62,14 +94,20 @@ def test_podman_over_ssh(head: ClusterProject, cluster: Cluster, podman: Oci) ->
     assert head.losses(inside) == head.losses(plain)
     wait_for(lambda: not cluster.processes_of(inside.name), "nothing to be left")
     path = head.path / "jobs.toml"
-    path.write_text(path.read_text().replace('"/usr:/usr:ro"', '"/usr:/usr:ro", "/srv/only-here:/mnt:ro"'))
+    path.write_text(
+        path.read_text().replace('"/usr:/usr:ro"', '"/usr:/usr:ro", "/srv/only-here:/mnt:ro"')
+    )
     cluster.on("node1", "mkdir", "-p", "/srv/only-here")
     done = head.invoke("train", "boxed", *SHORT, exit=8, timeout=600)
     said = done.stdout + done.stderr
-    assert "1 of 2 hosts are without an agent" in said and "node2 does not have what containers.box mounts: /srv/only-here" in said
+    assert (
+        "1 of 2 hosts are without an agent" in said
+        and "node2 does not have what containers.box mounts: /srv/only-here" in said
+    )
 
 
-# srun of a Slurm without pyxis: it takes pyxis's options out, notes them, and starts the real one; the task then runs on the node itself.
+# srun of a Slurm without pyxis: it takes pyxis's options out, notes them, and starts the real one;
+# the task then runs on the node itself.
 SRUN = """#!/bin/bash
 words=()
 for word in "$@"; do
@@ -84,7 +122,8 @@ exec {srun} "${{words[@]}}"
 
 @pytest.mark.timeout(1200)
 def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
-    """What is real here: both steps, their scripts and environment, on a real Slurm. What is not: the container."""
+    """What is real here: both steps, their scripts and environment, on a real Slurm. What is
+    not: the container."""
     srun = shutil.which("srun")
     assert srun is not None
     (tmp_path / "bin").mkdir()
@@ -93,19 +132,38 @@ def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
     slurm.ranks_count(10)
     slurm.may_end()
     path = slurm.path / "jobs.toml"
-    text = path.read_text().replace("[clusters.queue]", f'[clusters.queue]\nprolog = ["export PATH={tmp_path}/bin:$PATH"]')
-    table = {"image": "/images/app.sqsh", "runtime": "pyxis", "python": f"{slurm.path}/python", "mounts": ["/srv/topo:/topo:ro"]}
+    text = path.read_text().replace(
+        "[clusters.queue]", f'[clusters.queue]\nprolog = ["export PATH={tmp_path}/bin:$PATH"]'
+    )
+    table = {
+        "image": "/images/app.sqsh",
+        "runtime": "pyxis",
+        "python": f"{slurm.path}/python",
+        "mounts": ["/srv/topo:/topo:ro"],
+    }
     lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
-    path.write_text(f'{text}container = "box"\n\n[containers.box]\n{lines}env = {{ IN_BOX = "two words" }}\n')
+    path.write_text(
+        f'{text}container = "box"\n\n[containers.box]\n{lines}env = {{ IN_BOX = "two words" }}\n'
+    )
     slurm.cluster.on("node1", "mkdir", "-p", "/srv/topo")
 
     shown = slurm.invoke("train", "random", "--dry-run").stdout
-    assert "--container-image=/images/app.sqsh" in shown and "mounts.sh" in shown and "inside.sh" in shown
+    assert (
+        "--container-image=/images/app.sqsh" in shown
+        and "mounts.sh" in shown
+        and "inside.sh" in shown
+    )
     run, _ = slurm.submit("--set", "retry.infra=0")
     slurm.wait_state(run, "failed")
     cause = slurm.events(run, 1)["ended"]["root_cause"]["message"]
-    missing = [node for node in ("node1", "node2", "node3") if f"{node} does not have what containers.box mounts: /srv/topo" in cause]
-    assert missing and "node1" not in missing and not (tmp_path / "options").exists(), "no container was tried"
+    missing = [
+        node
+        for node in ("node1", "node2", "node3")
+        if f"{node} does not have what containers.box mounts: /srv/topo" in cause
+    ]
+    assert missing and "node1" not in missing and not (tmp_path / "options").exists(), (
+        "no container was tried"
+    )
 
     for node in ("node2", "node3"):
         slurm.cluster.on(node, "mkdir", "-p", "/srv/topo")

@@ -14,7 +14,9 @@ from tests.cluster.on_head import make_project
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unified", [True, False], ids=["with-cgroup", "bare"])
-def test_nothing_is_left_of_a_run_after_the_next_command(tmp_path: Path, request: pytest.FixtureRequest, unified: bool) -> None:
+def test_nothing_is_left_of_a_run_after_the_next_command(
+    tmp_path: Path, request: pytest.FixtureRequest, unified: bool
+) -> None:
     cluster = bring_up(request, "cluster of namespaces", 2, unified=unified)
     try:
         rows = list(kills(make_project(tmp_path / "project", cluster), 10, random.Random(7)))

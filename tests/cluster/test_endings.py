@@ -1,4 +1,5 @@
-"""What dies when: whoever is killed, nothing of the run is left on any host, others are untouched, and the end has a class and a cause."""
+"""What dies when: whoever is killed, nothing of the run is left on any host, others are
+untouched, and the end has a class and a cause."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from tests.cluster.on_head import ClusterProject
 from tests.conftest import wait_for
 
 GRACE = 1.0  # watch.grace of the project
-NO_RETRIES = ("--set", "retry.infra=0", "--set", "retry.hang=0", "--set", "cluster.quarantine_seconds=0")
+NO_RETRIES = (
+    "--set",
+    "retry.infra=0",
+    "--set",
+    "retry.hang=0",
+    "--set",
+    "cluster.quarantine_seconds=0",
+)
 
 
 def events(run: Path, attempt: int = 1) -> list[dict[str, Any]]:
@@ -30,15 +38,30 @@ def events(run: Path, attempt: int = 1) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def begun(project: ClusterProject, process: subprocess.Popen[str], runs: int = 1, attempt: int = 1, ranks: int = 2) -> Path:
+def begun(
+    project: ClusterProject,
+    process: subprocess.Popen[str],
+    runs: int = 1,
+    attempt: int = 1,
+    ranks: int = 2,
+) -> Path:
     """The newest run's folder once all of its ranks have made a step."""
 
     def there() -> Path | None:
         if process.poll() not in (None, 0):
             pytest.fail("".join(process.communicate()))
         found = project.runs()
-        beats = [found[-1] / f"attempts/{attempt}/heartbeat/{rank}.json" for rank in range(ranks)] if len(found) >= runs else []
-        return found[-1] if beats and all(path.exists() and json.loads(path.read_text())["step"] >= 1 for path in beats) else None
+        beats = (
+            [found[-1] / f"attempts/{attempt}/heartbeat/{rank}.json" for rank in range(ranks)]
+            if len(found) >= runs
+            else []
+        )
+        return (
+            found[-1]
+            if beats
+            and all(path.exists() and json.loads(path.read_text())["step"] >= 1 for path in beats)
+            else None
+        )
 
     run = wait_for(there, "all ranks to make a step", timeout=600)
     assert isinstance(run, Path)
@@ -51,7 +74,9 @@ def supervisor(run: Path) -> int:
 
 def nothing_left(cluster: Cluster, run: str) -> None:
     """Wait until nothing is left of a run on any host."""
-    wait_for(lambda: not cluster.processes_of(run), f"the end of all that is left of {run}", timeout=600)
+    wait_for(
+        lambda: not cluster.processes_of(run), f"the end of all that is left of {run}", timeout=600
+    )
 
 
 def of_agent(p: Process) -> bool:
@@ -68,15 +93,14 @@ def of_transport(name: str) -> Callable[[Process], bool]:
 
 @pytest.fixture
 def busy(head: ClusterProject) -> Iterator[ClusterProject]:
-    """A project in whose runs every rank makes steps for ever, and has a child that ignores TERM in a session of its own; one rank a host."""
+    """A project in whose runs every rank makes steps for ever, and has a child that ignores TERM
+    in a session of its own; one rank a host."""
     head.hosts("node1 slots=1", "node2 slots=1")
-    head.ranks_do(
-        """
+    head.ranks_do("""
         import subprocess, sys
         subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"], start_new_session=True)
         steps(100_000, 0.1)
-        """
-    )
+        """)
     yield head
     for run in head.runs():
         left = head.cluster.processes_of(run.name)
@@ -99,12 +123,18 @@ VICTIMS: list[tuple[str, Callable[[Path, Process], bool], int]] = [
 ]
 
 
-def test_whoever_is_killed_nothing_is_left_and_another_run_goes_on(busy: ClusterProject, cluster: Cluster) -> None:
+def test_whoever_is_killed_nothing_is_left_and_another_run_goes_on(
+    busy: ClusterProject, cluster: Cluster
+) -> None:
     other = begun(busy, busy.start("train", "random", "--detach"))
     before = {(p.host, p.pid) for p in cluster.processes_of(other.name)}
-    assert {host for host, _ in before} == {HEAD, "node1", "node2"} and len([p for p in cluster.processes_of(other.name) if p.started]) == 4
+    assert {host for host, _ in before} == {HEAD, "node1", "node2"} and len(
+        [p for p in cluster.processes_of(other.name) if p.started]
+    ) == 4
     for number, (launcher, chosen, sent) in enumerate(VICTIMS):
-        process = busy.start("train", "random", "--share", "--set", f"cluster.launcher={launcher}", *NO_RETRIES)
+        process = busy.start(
+            "train", "random", "--share", "--set", f"cluster.launcher={launcher}", *NO_RETRIES
+        )
         run = begun(busy, process, runs=number + 2)
         victims = [p for p in cluster.processes_of(run.name) if chosen(run, p)]
         assert victims
@@ -113,10 +143,15 @@ def test_whoever_is_killed_nothing_is_left_and_another_run_goes_on(busy: Cluster
         nothing_left(cluster, run.name)
         assert process.returncode in (10, 12, 13), out + err
         ends = [e["exit"] for e in events(run) if e["event"] == "ended"]
-        assert ends == ([] if number == 0 else [process.returncode]), f"{launcher}, {signal.Signals(sent).name}: {ends}"
+        assert ends == ([] if number == 0 else [process.returncode]), (
+            f"{launcher}, {signal.Signals(sent).name}: {ends}"
+        )
     assert before <= {(p.host, p.pid) for p in cluster.processes_of(other.name)}
     step = json.loads((other / "attempts/1/heartbeat/0.json").read_text())["step"]
-    wait_for(lambda: json.loads((other / "attempts/1/heartbeat/0.json").read_text())["step"] > step, "the other run to go on")
+    wait_for(
+        lambda: json.loads((other / "attempts/1/heartbeat/0.json").read_text())["step"] > step,
+        "the other run to go on",
+    )
     done = busy.invoke("cancel", other.name, exit=15)
     assert "node1" in done.stdout
     nothing_left(cluster, other.name)
@@ -146,7 +181,9 @@ def test_a_closed_terminal_leaves_the_run_alive(busy: ClusterProject, cluster: C
     process.wait()
     time.sleep(GRACE + 1)
     marked = [p for p in cluster.processes_of(run.name) if p.started]
-    assert {p.host for p in marked} >= {"node1", "node2"} and busy.document("status", run.name)["state"] == "running"
+    assert {p.host for p in marked} >= {"node1", "node2"} and busy.document("status", run.name)[
+        "state"
+    ] == "running"
     attached = busy.start("attach", run.name)
     time.sleep(2)
     busy.invoke("cancel", run.name, "--save", exit=12)
@@ -156,22 +193,26 @@ def test_a_closed_terminal_leaves_the_run_alive(busy: ClusterProject, cluster: C
 
 
 def test_a_rank_that_exits_with_3(head: ClusterProject, cluster: Cluster) -> None:
-    head.ranks_do(
-        """
+    head.ranks_do("""
         import sys
         steps(3, 0.1)
         if rank == 3:
             print("the data of rank 3 is odd", file=sys.stderr)
             raise SystemExit(3)
         steps(10_000, 0.1)
-        """
-    )
+        """)
     failed = head.invoke("train", "random", exit=9)
     assert "rank 3" in failed.stdout + failed.stderr
     why = head.invoke("why", "last")
-    assert all(word in why.stdout for word in ("rank 3", "node2", "the data of rank 3 is odd")), why.stdout
+    assert all(word in why.stdout for word in ("rank 3", "node2", "the data of rank 3 is odd")), (
+        why.stdout
+    )
     cause = head.document("why", "last")["root_cause"]
-    assert (cause["rank"], cause["host"], cause["code"]) == (3, "node2", 3) and "the data of rank 3 is odd" in cause["last"][-1]
+    assert (cause["rank"], cause["host"], cause["code"]) == (
+        3,
+        "node2",
+        3,
+    ) and "the data of rank 3 is odd" in cause["last"][-1]
     assert head.document("status", "last")["class"] == "user"
     nothing_left(cluster, head.runs()[-1].name)
 
@@ -183,4 +224,8 @@ def test_success_is_what_the_ranks_say(head: ClusterProject) -> None:
     (head.path / "does.py").write_text("steps(2, 0.1)\nif rank != 2:\n    done()\n")
     failed = head.document("train", "random", *NO_RETRIES, exit=10)
     cause = failed["root_cause"]
-    assert (failed["state"], cause["rank"], cause["host"]) == ("failed", 2, "node2") and "had not said that it was done" in cause["message"]
+    assert (failed["state"], cause["rank"], cause["host"]) == (
+        "failed",
+        2,
+        "node2",
+    ) and "had not said that it was done" in cause["message"]

@@ -1,4 +1,5 @@
-"""What a job says reaches every rank byte by byte, whoever carries it: environment, secrets, arguments."""
+"""What a job says reaches every rank byte by byte, whoever carries it: environment, secrets,
+arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ HOSTILE = {
     "EMPTY": "",
 }
 SECRET = """s3cret '"$`\\ %h\n""" + "x" * 20
-# Replaces the command of an engine by one that writes down what it was given: typed on the head, it is `invoke` otherwise.
+# Replaces the command of an engine by one that writes down what it was given: typed on the head, it
+# is `invoke` otherwise.
 TYPED = """
 import dataclasses, json, sys
 from invoke.main import program
@@ -56,34 +58,76 @@ Heartbeat(Path(os.environ["TRAINKIT_HEARTBEAT_FILE"]), int(os.environ["RANK"])).
 
 def seen_over(head: ClusterProject, launcher: str) -> list[dict[str, Any]]:
     """What every rank saw."""
-    words = [*HOSTILE.values(), "${HOME}", "${node:HOME}", "--fmt=%h-%u-%n", "-x", "\udcff\udc80 no UTF-8"]
+    words = [
+        *HOSTILE.values(),
+        "${HOME}",
+        "${node:HOME}",
+        "--fmt=%h-%u-%n",
+        "-x",
+        "\udcff\udc80 no UTF-8",
+    ]
     nodes = 1 if launcher == "local" else 2
-    typed = ["train", "random", "--foreground", "--set", f"nodes={nodes}", "--set", f"cluster.launcher={'ssh' if launcher == 'debug' else launcher}"]
-    argv = [sys.executable, str(head.path / "typed.py"), str(head.path), json.dumps(words), launcher, *typed]
+    typed = [
+        "train",
+        "random",
+        "--foreground",
+        "--set",
+        f"nodes={nodes}",
+        "--set",
+        f"cluster.launcher={'ssh' if launcher == 'debug' else launcher}",
+    ]
+    argv = [
+        sys.executable,
+        str(head.path / "typed.py"),
+        str(head.path),
+        json.dumps(words),
+        launcher,
+        *typed,
+    ]
     head.cluster.on(HEAD, "env", f"SECRET_OF_MINE={SECRET}", *argv, cwd=head.path)
     found = [json.loads((head.path / f"seen-{rank}.json").read_text()) for rank in range(2 * nodes)]
     for rank in range(2 * nodes):
         (head.path / f"seen-{rank}.json").unlink()
     for one in found:
-        assert [bytes.fromhex(word) for word in one["argv"]] == [os.fsencode(word) for word in words], launcher
+        assert [bytes.fromhex(word) for word in one["argv"]] == [
+            os.fsencode(word) for word in words
+        ], launcher
         environment = {bytes.fromhex(k).decode(): bytes.fromhex(v) for k, v in one["env"].items()}
-        assert {name: environment[name] for name in HOSTILE} == {name: value.encode() for name, value in HOSTILE.items()}, launcher
+        assert {name: environment[name] for name in HOSTILE} == {
+            name: value.encode() for name, value in HOSTILE.items()
+        }, launcher
         assert environment["SECRET_OF_MINE"] == SECRET.encode()
         one["names"] = set(environment)
     return found
 
 
-def test_every_launcher_brings_the_same_bytes_to_every_rank(head: ClusterProject, cluster: Cluster) -> None:
+def test_every_launcher_brings_the_same_bytes_to_every_rank(
+    head: ClusterProject, cluster: Cluster
+) -> None:
     (head.path / "typed.py").write_text(TYPED)
     (head.path / "shows.py").write_text(SHOWS)
     jobs = head.path / "jobs.toml"
-    table = "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in HOSTILE.items())
-    text = jobs.read_text().replace("[clusters.pair]", '[clusters.pair]\nranks_per_node = 2\nsecrets = ["SECRET_OF_MINE"]')
+    table = "".join(
+        f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in HOSTILE.items()
+    )
+    text = jobs.read_text().replace(
+        "[clusters.pair]", '[clusters.pair]\nranks_per_node = 2\nsecrets = ["SECRET_OF_MINE"]'
+    )
     jobs.write_text(text + f"[jobs.random.env]\n{table}")
     seen = {launcher: seen_over(head, launcher) for launcher in ("local", "debug", "ssh", "pdsh")}
-    assert {one["host"] for one in seen["ssh"]} == {one["host"] for one in seen["pdsh"]} == {"node1", "node2"}
+    assert (
+        {one["host"] for one in seen["ssh"]}
+        == {one["host"] for one in seen["pdsh"]}
+        == {"node1", "node2"}
+    )
     assert {one["host"] for one in seen["local"]} == {"head"}
     assert [one["names"] for one in seen["ssh"]] == [one["names"] for one in seen["pdsh"]]
-    written = [path for path in head.path.rglob("*") if path.is_file() and SECRET.encode()[:12] in path.read_bytes()]
+    written = [
+        path
+        for path in head.path.rglob("*")
+        if path.is_file() and SECRET.encode()[:12] in path.read_bytes()
+    ]
     assert not written, "the value of a secret was written down"
-    assert all(Path(path).stat().st_mode & 0o077 == 0 for path in head.path.rglob("launch/attempt-*/token"))
+    assert all(
+        Path(path).stat().st_mode & 0o077 == 0 for path in head.path.rglob("launch/attempt-*/token")
+    )

@@ -1,4 +1,5 @@
-"""Bad hosts and bad surroundings on real hosts: each is named with its reason, nothing waits for ever, nothing is left."""
+"""Bad hosts and bad surroundings on real hosts: each is named with its reason, nothing waits for
+ever, nothing is left."""
 
 from __future__ import annotations
 
@@ -32,41 +33,76 @@ def different_on(project: ClusterProject, host: str, command: str) -> None:
     path.write_text(f'{first}\nif [ "$(hostname)" = {host} ]; then {command}; fi\n{rest}')
 
 
-def test_all_hosts_that_cannot_be_reached_stand_in_one_table(head: ClusterProject, cluster: Cluster) -> None:
+def test_all_hosts_that_cannot_be_reached_stand_in_one_table(
+    head: ClusterProject, cluster: Cluster
+) -> None:
     """A wrong key, a host that is off, a name that nobody has, one whose agent never begins."""
-    head.hosts("node1 slots=2", "node2 slots=2", "node3 slots=2", "node9 slots=2", "nowhere slots=2")
+    head.hosts(
+        "node1 slots=2", "node2 slots=2", "node3 slots=2", "node9 slots=2", "nowhere slots=2"
+    )
     different_on(head, "node3", "exec sleep 60")
     cluster.on("node2", "mv", "/etc/ssh/authorized_keys", "/etc/ssh/keys-of-nobody")
     try:
         for launcher in ("ssh", "pdsh"):
-            words = ("--nodes", "5", "--set", f"cluster.launcher={launcher}", "--set", "cluster.watch.connect=15", "--set", "training.global_batch_size=20")
+            words = (
+                "--nodes",
+                "5",
+                "--set",
+                f"cluster.launcher={launcher}",
+                "--set",
+                "cluster.watch.connect=15",
+                "--set",
+                "training.global_batch_size=20",
+            )
             text = said(head.invoke("train", "random", *words, exit=8))
-            table = text.partition("4 of 5 hosts are not reached:\n")[2].partition("next:")[0].splitlines()
+            table = (
+                text.partition("4 of 5 hosts are not reached:\n")[2]
+                .partition("next:")[0]
+                .splitlines()
+            )
             rows = {line.split()[0]: line for line in table if line.startswith("  ")}
             assert list(rows) == ["node2", "node3", "node9", "nowhere"], text
             assert "Permission denied" in rows["node2"] and "within 15 s" in rows["node3"], text
-            assert any(w in rows["node9"] for w in ("timed out", "No route to host")) and "resolve" in rows["nowhere"], text
+            assert (
+                any(w in rows["node9"] for w in ("timed out", "No route to host"))
+                and "resolve" in rows["nowhere"]
+            ), text
     finally:
         cluster.on("node2", "mv", "/etc/ssh/keys-of-nobody", "/etc/ssh/authorized_keys")
-        cluster.kill(*[p for p in cluster.processes() if p.argv[0] == "sleep" and p.argv[1] == "60"])  # what never became an agent of ours
+        # what never became an agent of ours
+        cluster.kill(
+            *[p for p in cluster.processes() if p.argv[0] == "sleep" and p.argv[1] == "60"]
+        )
 
 
 def test_hosts_that_are_not_by_themselves(head: ClusterProject) -> None:
     """One machine by two names; two machines with one folder for the locks of their slots."""
     head.ranks_do("beat(1); done()")
     head.hosts("node1 slots=2", "10.77.0.11 slots=2")
-    patient = ("--set", "cluster.watch.connect=60")  # on a busy machine: what is tested comes after it
+    # on a busy machine: what is tested comes after it
+    patient = ("--set", "cluster.watch.connect=60")
     text = said(head.invoke("train", "random", *patient, exit=7))
     assert "1 of 2 hosts are not by themselves" in text and (
-        "10.77.0.11  is the same machine as node1" in text or "node1  is the same machine as 10.77.0.11" in text
+        "10.77.0.11  is the same machine as node1" in text
+        or "node1  is the same machine as 10.77.0.11" in text
     )
     head.hosts("node1 slots=2", "node2 slots=2")
-    text = said(head.invoke("train", "random", "--set", f"cluster.node_folder={head.path}/locks", *patient, exit=7))
-    assert "has its slots' locks where node" in text and f"clusters.pair.node_folder = {head.path}/locks" in text
+    text = said(
+        head.invoke(
+            "train", "random", "--set", f"cluster.node_folder={head.path}/locks", *patient, exit=7
+        )
+    )
+    assert (
+        "has its slots' locks where node" in text
+        and f"clusters.pair.node_folder = {head.path}/locks" in text
+    )
 
 
-def test_hosts_that_disagree_stand_in_one_table(head: ClusterProject, request: pytest.FixtureRequest) -> None:
-    """node2 has another torch and a clock two minutes ahead. (A hostfile of 1,000 hosts, of which two are used.)"""
+def test_hosts_that_disagree_stand_in_one_table(
+    head: ClusterProject, request: pytest.FixtureRequest
+) -> None:
+    """node2 has another torch and a clock two minutes ahead. (A hostfile of 1,000 hosts, of
+    which two are used.)"""
     head.hosts("node[1-1000] slots=2")
     other = head.path / "other"
     (other / "bin").mkdir(parents=True)
@@ -81,7 +117,9 @@ def test_hosts_that_disagree_stand_in_one_table(head: ClusterProject, request: p
     different_on(head, "node2", f'exec faketime -f +120s {other}/bin/python "$@"')
     text = said(head.invoke("train", "random", exit=7))
     rows = [line for line in text.splitlines() if line.split()[:1] in (["node1"], ["node2"])]
-    assert any("torch 1.2.3" in row for row in rows) and any("clock is 120 s ahead" in row or "clock is 119 s ahead" in row for row in rows), text
+    assert any("torch 1.2.3" in row for row in rows) and any(
+        "clock is 120 s ahead" in row or "clock is 119 s ahead" in row for row in rows
+    ), text
     assert not any(e["event"] == "rank_started" for e in events(head.runs()[-1]))
 
 
@@ -98,11 +136,20 @@ def knock(address: str, port: int, token: bytes) -> str:
     with socket.create_connection((address, port), timeout=600) as link:
         link.sendall(encode({"type": "knock", "role": "agent", "node": 0, "nonce": nonce}))
         challenge = next(decoder.feed(link.recv(4096)))
-        link.sendall(encode({"type": "answer", "proof": proof(token, "agent", nonce, str(challenge["nonce"]), "agent:0")}))
+        link.sendall(
+            encode(
+                {
+                    "type": "answer",
+                    "proof": proof(token, "agent", nonce, str(challenge["nonce"]), "agent:0"),
+                }
+            )
+        )
         return "closed" if link.recv(4096) == b"" else "open"
 
 
-def test_taken_ports_a_stranger_and_an_agent_that_hangs(head: ClusterProject, cluster: Cluster) -> None:
+def test_taken_ports_a_stranger_and_an_agent_that_hangs(
+    head: ClusterProject, cluster: Cluster
+) -> None:
     head.ranks_do("steps(100_000, 0.1)")
     head.hosts("node1 slots=1", "node2 slots=1")
     take = """import resource, socket, time
@@ -110,7 +157,9 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (20000, 20000))
 held = [socket.create_server(("", port)) for port in range(20000, 32000, 2)]
 print("taken", flush=True)
 time.sleep(1000)"""
-    holder = subprocess.Popen(cluster.command("node1", sys.executable, "-c", take), stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        cluster.command("node1", sys.executable, "-c", take), stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout is not None and holder.stdout.readline() == "taken\n"
     process = head.start("train", "random", *NO_RETRIES)
     run = begun(head, process)
@@ -120,14 +169,37 @@ time.sleep(1000)"""
     holder.wait()
 
     sign = json.loads((run / "launch/supervisor.json").read_text())
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from tests.cluster.test_refusals import knock; "
-    assert cluster.on(HEAD, sys.executable, "-c", code + f"print(knock({sign['address']!r}, {sign['port']}, bytes(32)))") == "closed\n"
-    stranger = wait_for(lambda: next((e for e in events(run) if e["event"] == "stranger"), None), "the stranger to be reported")
-    assert "10.77.0.10" in stranger["peer"] and "token" in stranger["why"] and process.poll() is None
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from"
+        " tests.cluster.test_refusals import knock; "
+    )
+    assert (
+        cluster.on(
+            HEAD,
+            sys.executable,
+            "-c",
+            code + f"print(knock({sign['address']!r}, {sign['port']}, bytes(32)))",
+        )
+        == "closed\n"
+    )
+    stranger = wait_for(
+        lambda: next((e for e in events(run) if e["event"] == "stranger"), None),
+        "the stranger to be reported",
+    )
+    assert (
+        "10.77.0.10" in stranger["peer"] and "token" in stranger["why"] and process.poll() is None
+    )
 
     head.hosts("node1 slots=1", "node2 slots=1", "node9 slots=1")
-    rows = {row["host"]: row for row in head.document("nodes", "--cluster", "pair", "--hostfile", "hostfile", exit=7)["hosts"]}
-    assert rows["node1"]["reachable"] and rows["node2"]["reachable"] and not rows["node9"]["reachable"], rows
+    rows = {
+        row["host"]: row
+        for row in head.document("nodes", "--cluster", "pair", "--hostfile", "hostfile", exit=7)[
+            "hosts"
+        ]
+    }
+    assert (
+        rows["node1"]["reachable"] and rows["node2"]["reachable"] and not rows["node9"]["reachable"]
+    ), rows
     assert run.name in json.dumps(rows["node1"]) and run.name in json.dumps(rows["node2"]), rows
     assert run.name in said(head.invoke("train", "random", "--exclude", "node9", exit=17))
 
@@ -139,19 +211,24 @@ time.sleep(1000)"""
 
 
 def test_a_full_disk(head: ClusterProject, cluster: Cluster) -> None:
-    """The root is full: a rank that fails then leaves nothing running, a new run is refused with words, and with room again the run goes on."""
+    """The root is full: a rank that fails then leaves nothing running, a new run is refused with
+    words, and with room again the run goes on."""
     head.ranks_do("steps(100_000, 0.1)")
     head.hosts("node1 slots=1", "node2 slots=1")
     small, jobs = cluster.folder / "small", head.path / "jobs.toml"
     assert not os.listdir(small), "it is a file system of the hosts, not of this machine"
-    jobs.write_text(jobs.read_text().replace("[clusters.pair]", f'[clusters.pair]\nroot = "{small}"'))
+    jobs.write_text(
+        jobs.read_text().replace("[clusters.pair]", f'[clusters.pair]\nroot = "{small}"')
+    )
     head.invoke("train", "random", "--detach")
     run = cluster.on(HEAD, "ls", f"{small}/runs/random").strip()
     try:
         cluster.on(HEAD, "sh", "-c", f"dd if=/dev/zero of={small}/filling bs=1M 2> /dev/null; true")
         refused = head.start("train", "random", "--share")
         text = "".join(refused.communicate())
-        assert refused.returncode in (6, 8, 10) and "No space left" in text and "Traceback" not in text, (refused.returncode, text)
+        assert (
+            refused.returncode in (6, 8, 10) and "No space left" in text and "Traceback" not in text
+        ), (refused.returncode, text)
         cluster.kill(*[p for p in cluster.processes_of(run) if p.started and p.host == "node2"])
         nothing_left(cluster, run)
         cluster.on(HEAD, "rm", f"{small}/filling")

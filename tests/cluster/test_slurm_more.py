@@ -17,18 +17,41 @@ from tests.conftest import HANGS, wait_for
 
 
 def test_inside_salloc(slurm: SlurmProject) -> None:
-    """--existing: on the nodes at hand, no job of its own; more nodes than those are refused before anything starts."""
-    slurm.ranks_do("import os; open(f'{os.environ[\"TARGET\"]}{rank}', 'w').write(host + ' ' + os.environ['SLURM_JOB_ID']); beat(1); done()")
+    """--existing: on the nodes at hand, no job of its own; more nodes than those are refused
+    before anything starts."""
+    slurm.ranks_do(
+        "import os; open(f'{os.environ[\"TARGET\"]}{rank}', 'w').write(host + ' ' +"
+        " os.environ['SLURM_JOB_ID']); beat(1); done()"
+    )
     text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(text.replace("env = { RANK_DOES", f'env = {{ TARGET = "{slurm.path}/said", RANK_DOES'))
+    (slurm.path / "jobs.toml").write_text(
+        text.replace("env = { RANK_DOES", f'env = {{ TARGET = "{slurm.path}/said", RANK_DOES')
+    )
     invoke = [sys.executable, "-m", "invoke"]
-    argv = slurm.cluster.command(HEAD, "salloc", "--nodes=2", "--nodelist=node[2-3]", *invoke, "train", "random", "--existing")
-    done = subprocess.run(argv, cwd=slurm.path, env=slurm.environment(), capture_output=True, text=True, check=False)
+    argv = slurm.cluster.command(
+        HEAD,
+        "salloc",
+        "--nodes=2",
+        "--nodelist=node[2-3]",
+        *invoke,
+        "train",
+        "random",
+        "--existing",
+    )
+    done = subprocess.run(
+        argv, cwd=slurm.path, env=slurm.environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     said = [(slurm.path / f"said{rank}").read_text().split() for rank in range(4)]
-    assert [host for host, _ in said] == ["node2", "node2", "node3", "node3"] and len({job for _, job in said}) == 1
-    argv = slurm.cluster.command(HEAD, "salloc", "--nodes=1", *invoke, "train", "random", "--existing")
-    done = subprocess.run(argv, cwd=slurm.path, env=slurm.environment(), capture_output=True, text=True, check=False)
+    assert [host for host, _ in said] == ["node2", "node2", "node3", "node3"] and len(
+        {job for _, job in said}
+    ) == 1
+    argv = slurm.cluster.command(
+        HEAD, "salloc", "--nodes=1", *invoke, "train", "random", "--existing"
+    )
+    done = subprocess.run(
+        argv, cwd=slurm.path, env=slurm.environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 3 and "wants 2 nodes" in done.stderr and len(slurm.runs()) == 1
     slurm.invoke("train", "random", "--existing", exit=3)
 
@@ -42,46 +65,68 @@ def test_a_killed_rank_goes_on_in_the_same_allocation(slurm: SlurmProject) -> No
     slurm.cluster.kill(victim)
     slurm.may_end()
     slurm.wait_state(run, "succeeded")
-    assert slurm.events(run, 1)["retry"]["class"] == "infra" and "by" not in slurm.events(run, 1)["retry"]
+    assert (
+        slurm.events(run, 1)["retry"]["class"] == "infra"
+        and "by" not in slurm.events(run, 1)["retry"]
+    )
     assert [entry["id"] for entry in slurm.slurm_jobs(run)] == [id] and slurm.count() == 50
 
 
 @pytest.mark.slow
 def test_the_supervisor_is_killed(slurm: SlurmProject) -> None:
-    """Its agents stop by themselves, the job ends, and the run can go on by hand; nothing is left."""
+    """Its agents stop by themselves, the job ends, and the run can go on by hand; nothing is
+    left."""
     slurm.ranks_count(50)
     run, id = slurm.submit()
     slurm.wait_step(3)
-    (supervisor,) = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("launch/main.py") for word in p.argv)]
+    (supervisor,) = [
+        p
+        for p in slurm.cluster.processes_of(run.name)
+        if any(word.endswith("launch/main.py") for word in p.argv)
+    ]
     slurm.cluster.kill(supervisor)
-    wait_for(lambda: slurm.job_state(id) in ("FAILED", "CANCELLED"), "the job to end", timeout=HANGS)
+    wait_for(
+        lambda: slurm.job_state(id) in ("FAILED", "CANCELLED"), "the job to end", timeout=HANGS
+    )
     wait_for(lambda: not slurm.cluster.processes_of(run.name), "nothing to be left")
     (slurm.path / "count-0").unlink()
     slurm.may_end()
-    wait_for(lambda: slurm.document("status", run.name)["state"] != "running", "the record to say so", timeout=HANGS)
+    wait_for(
+        lambda: slurm.document("status", run.name)["state"] != "running",
+        "the record to say so",
+        timeout=HANGS,
+    )
     slurm.invoke("resume", run.name)
     assert slurm.document("status", run.name)["attempt"] == 2
 
 
 @pytest.mark.slow
 def test_cancel_of_a_supervisor_that_does_not_answer(slurm: SlurmProject) -> None:
-    """Slurm ends the job, and wakes it for its last word: its ranks have saved (12), or its agents' leases had ended before (15). Nothing is left, and the
-    run can be gone on with."""
+    """Slurm ends the job, and wakes it for its last word: its ranks have saved (12), or its
+    agents' leases had ended before (15). Nothing is left, and the run can be gone on with."""
     slurm.ranks_count(10_000)
     run, id = slurm.submit()
     slurm.wait_step(3)
-    (supervisor,) = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("launch/main.py") for word in p.argv)]
+    (supervisor,) = [
+        p
+        for p in slurm.cluster.processes_of(run.name)
+        if any(word.endswith("launch/main.py") for word in p.argv)
+    ]
     slurm.cluster.kill(supervisor, number=signal.SIGSTOP)
     cancelling = slurm.start("cancel", run.name, "--json")
     out, err = cancelling.communicate()
-    assert (cancelling.returncode, json.loads(out)["state"]) in [(12, "preempted"), *((15, state) for state in ("failed", "preempted", "cancelled"))], out + err
+    assert (cancelling.returncode, json.loads(out)["state"]) in [
+        (12, "preempted"),
+        *((15, state) for state in ("failed", "preempted", "cancelled")),
+    ], out + err
     assert slurm.job_state(id) == "CANCELLED"
     wait_for(lambda: not slurm.cluster.processes_of(run.name), "nothing to be left")
 
 
 @pytest.mark.slow
 def test_slurmctld_restarts(slurm: SlurmProject) -> None:
-    """While the job waits, and while it runs: who follows says so and goes on, the run does not notice."""
+    """While the job waits, and while it runs: who follows says so and goes on, the run does not
+    notice."""
     slurm.ranks_count(80)
     slurm.slurm(hold=True)
     following = slurm.start("train", "random")
@@ -100,12 +145,21 @@ def test_slurmctld_restarts(slurm: SlurmProject) -> None:
 
 def restart(slurm: SlurmProject) -> None:
     """Stop the controller for some seconds, and start it again."""
-    before = [p for p in slurm.cluster.processes() if p.host == HEAD and p.argv[:1] == ("slurmctld",)]
+    before = [
+        p for p in slurm.cluster.processes() if p.host == HEAD and p.argv[:1] == ("slurmctld",)
+    ]
     slurm.cluster.kill(*before, number=signal.SIGTERM)
-    wait_for(lambda: not [p for p in slurm.cluster.processes() if p in before], "slurmctld to end", timeout=HANGS)
+    wait_for(
+        lambda: not [p for p in slurm.cluster.processes() if p in before],
+        "slurmctld to end",
+        timeout=HANGS,
+    )
     slurm.cluster.on(HEAD, "slurmctld")
     wait_for(
-        lambda: "idle" in slurm.cluster.on(HEAD, "sinfo", "--noheader") or "mix" in slurm.cluster.on(HEAD, "sinfo", "--noheader"),
+        lambda: (
+            "idle" in slurm.cluster.on(HEAD, "sinfo", "--noheader")
+            or "mix" in slurm.cluster.on(HEAD, "sinfo", "--noheader")
+        ),
         "nodes to be known",
         timeout=HANGS,
     )
@@ -114,11 +168,18 @@ def restart(slurm: SlurmProject) -> None:
 def test_a_prolog_that_fails(slurm: SlurmProject) -> None:
     """On every node: nobody's host is to blame, and the record says what the nodes said."""
     text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(text.replace("ranks_per_node = 2", 'ranks_per_node = 2\nprolog = ["source /no/such/venv"]', 1))
+    (slurm.path / "jobs.toml").write_text(
+        text.replace(
+            "ranks_per_node = 2", 'ranks_per_node = 2\nprolog = ["source /no/such/venv"]', 1
+        )
+    )
     slurm.invoke("train", "random", exit=8)
     (run,) = slurm.runs()
     cause = slurm.document("status", run.name)["root_cause"]
-    assert "2 of 2 hosts are not reached" in cause["message"] and cause["message"].count("/no/such/venv: No such file") == 2
+    assert (
+        "2 of 2 hosts are not reached" in cause["message"]
+        and cause["message"].count("/no/such/venv: No such file") == 2
+    )
     assert "retry" not in slurm.events(run, 1)
 
 
@@ -143,28 +204,37 @@ def test_a_script_submitted_by_hand(slurm: SlurmProject) -> None:
 
 @pytest.mark.slow
 def test_secrets_travel_in_no_environment_of_the_job(slurm: SlurmProject) -> None:
-    """Ranks have them, after a requeue too; the job's own environment, its script and every file that is left have not."""
+    """Ranks have them, after a requeue too; the job's own environment, its script and every file
+    that is left have not."""
     secret = "hunter2-hunter2"
     text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(text.replace("ranks_per_node = 2", 'ranks_per_node = 2\nsecrets = ["THE_KEY"]', 1))
-    slurm.ranks_do(
-        """
+    (slurm.path / "jobs.toml").write_text(
+        text.replace("ranks_per_node = 2", 'ranks_per_node = 2\nsecrets = ["THE_KEY"]', 1)
+    )
+    slurm.ranks_do("""
         import os, time
         open(f"{os.environ['HERE']}/knows-{attempt}-{rank}", "w").write(str(len(os.environ["THE_KEY"])))
         beat(1)
         while attempt == 1: time.sleep(0.1)
         done()
-        """
-    )
+        """)
     text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(text.replace("env = { RANK_DOES", f'env = {{ HERE = "{slurm.path}", RANK_DOES'))
+    (slurm.path / "jobs.toml").write_text(
+        text.replace("env = { RANK_DOES", f'env = {{ HERE = "{slurm.path}", RANK_DOES')
+    )
     slurm.invoke("train", "random", exit=3)
     slurm.invoke("train", "random", "--detach", THE_KEY=secret)
     (run,) = slurm.runs()
     id = slurm.slurm_jobs(run)[0]["id"]
     wait_for(lambda: len(list(slurm.path.glob("knows-1-*"))) == 4, "ranks", timeout=HANGS)
-    supervisors = [p for p in slurm.cluster.processes_of(run.name) if any(word.endswith("launch/main.py") for word in p.argv)]
-    assert supervisors and all(secret.encode() not in Path(f"/proc/{p.pid}/environ").read_bytes() for p in supervisors)
+    supervisors = [
+        p
+        for p in slurm.cluster.processes_of(run.name)
+        if any(word.endswith("launch/main.py") for word in p.argv)
+    ]
+    assert supervisors and all(
+        secret.encode() not in Path(f"/proc/{p.pid}/environ").read_bytes() for p in supervisors
+    )
     assert (run / "launch" / "secrets.json").stat().st_mode & 0o777 == 0o600
     slurm.cluster.on(HEAD, "scontrol", "requeue", id)
     slurm.wait_state(run, "succeeded")
@@ -178,12 +248,17 @@ def test_nodes_are_those_of_sinfo(slurm: SlurmProject) -> None:
         rows = {row["host"]: row for row in slurm.document("nodes", "--cluster", "queue")["hosts"]}
     finally:
         slurm.cluster.on(HEAD, "scontrol", "update", "NodeName=node3", "State=RESUME")
-    assert "drain" in rows["node3"]["state"] and rows["node3"]["reason"] == "bad fan" and rows["node1"]["state"] == "idle"
+    assert (
+        "drain" in rows["node3"]["state"]
+        and rows["node3"]["reason"] == "bad fan"
+        and rows["node1"]["state"] == "idle"
+    )
 
 
 @pytest.mark.slow
 def test_processes_tracked_by_their_parents(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """linuxproc loses daemons: nothing is left of ranks that leave their session all the same, and the run goes on after a requeue."""
+    """linuxproc loses daemons: nothing is left of ranks that leave their session all the same,
+    and the run goes on after a requeue."""
     cluster = bring_up(request, "Slurm", 2, slurm=True, cgroup=False)
     try:
         daemons_and_a_requeue(make_slurm_project(tmp_path / "project", cluster))
@@ -222,7 +297,11 @@ def daemons_and_a_requeue(slurm: SlurmProject) -> None:
 
 
 def nothing_left(slurm: SlurmProject, run: Path) -> None:
-    wait_for(lambda: not slurm.jobs() and not slurm.cluster.processes_of(run.name), "nothing to be left", timeout=HANGS)
+    wait_for(
+        lambda: not slurm.jobs() and not slurm.cluster.processes_of(run.name),
+        "nothing to be left",
+        timeout=HANGS,
+    )
     assert not _sleepers(slurm.cluster)
 
 
@@ -233,15 +312,28 @@ def _sleepers(cluster: Cluster) -> list[int]:
 @pytest.mark.slow
 def test_training_goes_on_with_the_same_losses(slurm: SlurmProject) -> None:
     """Real ranks, requeued in the middle: the losses are those of a run that nobody disturbed."""
-    many = ("--set", "training.train_iters=300")  # so that the requeue comes before the end on any machine
+    # so that the requeue comes before the end on any machine
+    many = ("--set", "training.train_iters=300")
     slurm.invoke("train", "random", "--cluster", "here", "--nodes", "1", *many, timeout=HANGS)
     following = slurm.start("train", "random", *many)
     run = wait_for(
-        lambda: next((r for r in slurm.runs() if (r / "launch" / "slurm.json").exists() and (r / "metrics.jsonl").exists()), None), "steps", timeout=HANGS
+        lambda: next(
+            (
+                r
+                for r in slurm.runs()
+                if (r / "launch" / "slurm.json").exists() and (r / "metrics.jsonl").exists()
+            ),
+            None,
+        ),
+        "steps",
+        timeout=HANGS,
     )
     wait_for(lambda: len(slurm.losses(run)) >= 7, "some steps", timeout=HANGS)
     slurm.cluster.on(HEAD, "scontrol", "requeue", slurm.slurm_jobs(run)[0]["id"])
     out, err = following.communicate()
     assert following.returncode == 0, out + err
     local = next(r for r in slurm.runs() if r != run)
-    assert slurm.losses(run) == slurm.losses(local) and slurm.document("status", run.name)["attempt"] == 2
+    assert (
+        slurm.losses(run) == slurm.losses(local)
+        and slurm.document("status", run.name)["attempt"] == 2
+    )

@@ -1,4 +1,5 @@
-"""Runs through a real Slurm: submitted, followed, ended by it and by us, and one record of it all."""
+"""Runs through a real Slurm: submitted, followed, ended by it and by us, and one record of it
+all."""
 
 from __future__ import annotations
 
@@ -14,27 +15,36 @@ from tests.conftest import HANGS, wait_for
 
 
 def test_the_same_losses_as_on_one_machine(slurm: SlurmProject) -> None:
-    """2 nodes x 2 ranks through sbatch against 4 ranks of one machine; a person who follows sees the job, then the run."""
+    """2 nodes x 2 ranks through sbatch against 4 ranks of one machine; a person who follows sees
+    the job, then the run."""
     said = slurm.invoke("train", "random", timeout=HANGS).stdout
     assert "step 30/30" in said
     slurm.invoke("train", "random", "--cluster", "here", "--nodes", "1", timeout=HANGS)
     queued, local = slurm.runs()
     assert slurm.losses(queued) == slurm.losses(local) and len(slurm.losses(queued)) == 30
     id = slurm.slurm_jobs(queued)[0]["id"]
-    assert f"job {id}" in said  # "is RUNNING on ..." too, unless the ranks step before squeue is asked again
+    # "is RUNNING on ..." too, unless the ranks step before squeue is asked again
+    assert f"job {id}" in said
     assert slurm.job_state(id) == "COMPLETED"
     assert slurm.document("status", id)["run"] == queued.name, "by Slurm's number too"
 
 
 def test_what_is_changed_while_it_waits_changes_nothing(slurm: SlurmProject) -> None:
-    slurm.ranks_do("import os; open(os.environ['TARGET'] + str(rank), 'w').write(os.environ['SAID']); beat(1); done()")
+    slurm.ranks_do(
+        "import os; open(os.environ['TARGET'] + str(rank), 'w').write(os.environ['SAID']); beat(1);"
+        " done()"
+    )
     text = (slurm.path / "jobs.toml").read_text()
-    given = text.replace("env = { RANK_DOES", f'env = {{ TARGET = "{slurm.path}/said", SAID = "before", RANK_DOES')
+    given = text.replace(
+        "env = { RANK_DOES", f'env = {{ TARGET = "{slurm.path}/said", SAID = "before", RANK_DOES'
+    )
     (slurm.path / "jobs.toml").write_text(given)
     slurm.slurm(hold=True)
     run, id = slurm.submit()
     waiting = slurm.wait_state(run, "queued")
-    assert waiting["slurm"]["reason"] == "JobHeldUser" and waiting["next"][0].startswith("invoke attach")
+    assert waiting["slurm"]["reason"] == "JobHeldUser" and waiting["next"][0].startswith(
+        "invoke attach"
+    )
     assert f"job {id} waits: JobHeldUser" in slurm.invoke("status", id).stdout
     (slurm.path / "jobs.toml").write_text(given.replace("before", "after"))
     slurm.cluster.on(HEAD, "scontrol", "release", id)
@@ -43,11 +53,16 @@ def test_what_is_changed_while_it_waits_changes_nothing(slurm: SlurmProject) -> 
 
 
 def test_a_rank_that_exits_3_is_9(slurm: SlurmProject) -> None:
-    slurm.ranks_do("import sys, time; beat(1); time.sleep(0.3 if rank == 3 else 86400); print('no such luck'); sys.exit(3)")
+    slurm.ranks_do(
+        "import sys, time; beat(1); time.sleep(0.3 if rank == 3 else 86400); print('no such luck');"
+        " sys.exit(3)"
+    )
     slurm.invoke("train", "random", exit=9)
     (run,) = slurm.runs()
     why = slurm.document("why", run.name)["root_cause"]
-    assert (why["rank"], why["host"], why["code"]) == (3, "node2", 3) and "no such luck" in why["last"]
+    assert (why["rank"], why["host"], why["code"]) == (3, "node2", 3) and "no such luck" in why[
+        "last"
+    ]
     id = slurm.slurm_jobs(run)[0]["id"]
     wait_for(lambda: slurm.job_state(id) == "FAILED", "the batch job to end", timeout=HANGS)
     assert "9:0" in slurm.cluster.on(HEAD, "scontrol", "show", "job", id)
@@ -64,8 +79,13 @@ def test_ctrl_c_only_stops_following_and_cancel_stops(slurm: SlurmProject) -> No
     count = slurm.count()
     slurm.wait_step(count + 3)
     id = slurm.slurm_jobs(run)[0]["id"]
-    assert slurm.document("cancel", id, exit=15)["state"] == "cancelled" and slurm.job_state(id) == "CANCELLED", "no failure in Slurm's accounts"
-    wait_for(lambda: not slurm.jobs() and not slurm.cluster.processes_of(run.name), "nothing to be left")
+    assert (
+        slurm.document("cancel", id, exit=15)["state"] == "cancelled"
+        and slurm.job_state(id) == "CANCELLED"
+    ), "no failure in Slurm's accounts"
+    wait_for(
+        lambda: not slurm.jobs() and not slurm.cluster.processes_of(run.name), "nothing to be left"
+    )
 
 
 def test_cancel_in_the_queue(slurm: SlurmProject) -> None:
@@ -80,7 +100,10 @@ def test_scancel_saves_and_is_the_end(slurm: SlurmProject) -> None:
     slurm.ranks_count(10_000)
     run, id = slurm.submit()
     slurm.wait_step(3)
-    wait_for(lambda: all((slurm.path / f"count-{rank}").exists() for rank in range(4)), "all ranks to count")
+    wait_for(
+        lambda: all((slurm.path / f"count-{rank}").exists() for rank in range(4)),
+        "all ranks to count",
+    )
     slurm.cluster.on(HEAD, "scancel", id)
     ended = slurm.wait_state(run, "preempted")
     assert ended["exit"] == 12 and "scancel" in ended["root_cause"]["message"]
@@ -88,7 +111,9 @@ def test_scancel_saves_and_is_the_end(slurm: SlurmProject) -> None:
     counts = {(slurm.path / f"count-{rank}").read_text() for rank in range(4)}
     assert len(slurm.runs()) == 1 and max(map(int, counts)) < 10_000
     # a person goes on with it, in the same record
-    (slurm.path / "does.py").write_text((slurm.path / "does.py").read_text().replace("10000", str(slurm.count() + 20)))
+    (slurm.path / "does.py").write_text(
+        (slurm.path / "does.py").read_text().replace("10000", str(slurm.count() + 20))
+    )
     slurm.may_end()
     slurm.invoke("resume", run.name)
     assert slurm.slurm_jobs(run)[0]["id"] == id and len(slurm.slurm_jobs(run)) == 2
@@ -122,7 +147,11 @@ def test_the_time_limit_comes_near(slurm: SlurmProject) -> None:
     run, _ = slurm.submit()
     wait_for((run / "attempts" / "2").exists, "attempt 2", timeout=HANGS)
     first = slurm.events(run, 1)
-    assert first["ended"]["exit"] == 12 and first["retry"]["class"] == "time-limit" and "time limit" in first["ended"]["root_cause"]["message"]
+    assert (
+        first["ended"]["exit"] == 12
+        and first["retry"]["class"] == "time-limit"
+        and "time limit" in first["ended"]["root_cause"]["message"]
+    )
     slurm.invoke("cancel", run.name, exit=15)
 
 
@@ -132,7 +161,17 @@ def test_a_job_of_higher_priority_takes_the_nodes(slurm: SlurmProject) -> None:
     slurm.slurm(nodelist="node[1-2]")
     run, id = slurm.submit()
     slurm.wait_step(3)
-    slurm.cluster.on(HEAD, "sbatch", "--partition=urgent", "--nodelist=node[1-2]", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 5")
+    slurm.cluster.on(
+        HEAD,
+        "sbatch",
+        "--partition=urgent",
+        "--nodelist=node[1-2]",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap",
+        "sleep 5",
+    )
     wait_for(lambda: slurm.events(run, 1).get("retry"), "the run to make room", timeout=HANGS)
     assert slurm.events(run, 1)["retry"]["class"] == "preemption"
     slurm.wait_state(run, "queued")
@@ -144,10 +183,13 @@ def test_a_job_of_higher_priority_takes_the_nodes(slurm: SlurmProject) -> None:
 
 @pytest.mark.slow
 def test_a_chain_does_without_requeue(slurm: SlurmProject) -> None:
-    """resume = "chain": a successor waits from the beginning, and is taken back when it is not needed."""
+    """resume = "chain": a successor waits from the beginning, and is taken back when it is not
+    needed."""
     slurm.ranks_count(60)
     text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(text.replace('cluster = "queue"', 'cluster = "queue"\nresume = "chain"'))
+    (slurm.path / "jobs.toml").write_text(
+        text.replace('cluster = "queue"', 'cluster = "queue"\nresume = "chain"')
+    )
     run, id = slurm.submit()
     slurm.wait_step(3)
     assert [entry["follows"] for entry in slurm.slurm_jobs(run)] == [None, id]
@@ -170,7 +212,11 @@ def test_a_node_crashes(slurm: SlurmProject, host: str) -> None:
     slurm.cluster.crash(host)
     before = slurm.count()
     try:
-        wait_for(lambda: slurm.job_state(id) == "PENDING" or (run / "attempts" / "2").exists(), "the job to be queued again", timeout=HANGS)
+        wait_for(
+            lambda: slurm.job_state(id) == "PENDING" or (run / "attempts" / "2").exists(),
+            "the job to be queued again",
+            timeout=HANGS,
+        )
     finally:
         slurm.cluster.boot(host)
     slurm.may_end()
@@ -179,7 +225,20 @@ def test_a_node_crashes(slurm: SlurmProject, host: str) -> None:
 
 
 def test_hostile_words_arrive(slurm: SlurmProject) -> None:
-    words = ["a b", '"double"', "it's", "$HOME", "`id`", "new\nline", "%h %n %% %j", '{"a": [1]}', "unicode é 漢字", "#SBATCH", "a;b|c&d", "\\"]
+    words = [
+        "a b",
+        '"double"',
+        "it's",
+        "$HOME",
+        "`id`",
+        "new\nline",
+        "%h %n %% %j",
+        '{"a": [1]}',
+        "unicode é 漢字",
+        "#SBATCH",
+        "a;b|c&d",
+        "\\",
+    ]
     slurm.ranks_do("""
         import json, os
         open(os.environ['TARGET'] + str(rank), 'w').write(json.dumps([v for k, v in sorted(os.environ.items()) if k.startswith('W_')]))
@@ -187,7 +246,11 @@ def test_hostile_words_arrive(slurm: SlurmProject) -> None:
     """)
     pairs = ", ".join(f"W_{i:02} = {json.dumps(word)}" for i, word in enumerate(words))
     text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(text.replace("env = { RANK_DOES", f'env = {{ TARGET = "{slurm.path}/said", {pairs}, RANK_DOES'))
+    (slurm.path / "jobs.toml").write_text(
+        text.replace(
+            "env = { RANK_DOES", f'env = {{ TARGET = "{slurm.path}/said", {pairs}, RANK_DOES'
+        )
+    )
     slurm.slurm(comment='it\'s "a # comment" with $HOME')
     slurm.invoke("train", "random")
     for rank in range(4):

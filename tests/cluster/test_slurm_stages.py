@@ -1,5 +1,5 @@
-"""Stages as Slurm arrays: the same bytes as here; a run and its stages are one graph; one unit that fails is named, and only it and what comes after it is
-run again."""
+"""Stages as Slurm arrays: the same bytes as here; a run and its stages are one graph; one unit
+that fails is named, and only it and what comes after it is run again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ partition = "urgent"
 [clusters.queue.slurm]
 time = 30
 """
-# Ranks that end at once; its order of samples is another stage, whose need is not known before the tokens are there.
+# Ranks that end at once; its order of samples is another stage, whose need is not known before the
+# tokens are there.
 QUICK = """
 [jobs.quick]
 cluster = "queue"
@@ -38,21 +39,34 @@ training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 4, lr = 
 
 def arrays(project: SlurmProject, shards: int, lines: int) -> None:
     write_corpus(project, shards, lines)
-    replace_in_jobs(project, 'cluster = "pair"\nmodel = "text"', 'cluster = "queue"\nmodel = "text"')
-    replace_in_jobs(project, "vocab_size = 300", "vocab_size = 300\ntraining_bytes = 1000")  # the first shard alone
+    replace_in_jobs(
+        project, 'cluster = "pair"\nmodel = "text"', 'cluster = "queue"\nmodel = "text"'
+    )
+    # the first shard alone
+    replace_in_jobs(project, "vocab_size = 300", "vocab_size = 300\ntraining_bytes = 1000")
     replace_in_jobs(project, TEXT.partition("[tokenizers")[0], STAGES)
 
 
 def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmProject) -> None:
     arrays(slurm, 5, 60)
-    before = set(slurm.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--format=%A").split())  # of other tests
+    # of other tests
+    before = set(
+        slurm.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--format=%A").split()
+    )
     broken = slurm.path / "corpus" / "part-03.jsonl"
     text = broken.read_text()
     broken.write_text(text.replace("\n", "\nno JSON at all\n", 1))
     dry = slurm.invoke("prep-data", "--job", "text", "--dry-run").stdout
-    assert "#SBATCH --partition=urgent" in dry and "#SBATCH --array=0-1" in dry and "#SBATCH --time=30" in dry and slurm.jobs() == []
+    assert (
+        "#SBATCH --partition=urgent" in dry
+        and "#SBATCH --array=0-1" in dry
+        and "#SBATCH --time=30" in dry
+        and slurm.jobs() == []
+    )
     failed = slurm.invoke("prep-data", "--job", "text", exit=6)
-    assert re.search(r"part-03.jsonl:2: tokens-00003 on node[123]: is not JSON", failed.stderr), failed.stderr
+    assert re.search(r"part-03.jsonl:2: tokens-00003 on node[123]: is not JSON", failed.stderr), (
+        failed.stderr
+    )
     graph = [line for line in failed.stdout.splitlines() if line.startswith("job ")]
     assert [line.partition(": ")[2].partition(": ")[2].partition(",")[0] for line in graph] == [
         "1 unit in 1 x 1 task",
@@ -64,10 +78,13 @@ def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmP
     broken.write_text(text)
     again = slurm.invoke("prep-data", "--job", "text").stdout
     graph = [line for line in again.splitlines() if line.startswith("job ")]
-    assert len(graph) == 2 and all("1 unit in 1 x 1 task" in line for line in graph), again  # the broken shard alone, and what joins them
+    # the broken shard alone, and what joins them
+    assert len(graph) == 2 and all("1 unit in 1 x 1 task" in line for line in graph), again
     ours = [
         line.split()[1]
-        for line in slurm.cluster.on(HEAD, "squeue", "--noheader", "--states=all", "--format=%A %P").splitlines()
+        for line in slurm.cluster.on(
+            HEAD, "squeue", "--noheader", "--states=all", "--format=%A %P"
+        ).splitlines()
         if line.split()[0] not in before
     ]
     assert ours and set(ours) == {"urgent"}
@@ -92,7 +109,8 @@ def stage_jobs(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
-    """Whoever typed `train` is killed as soon as all is submitted; a second run waits for the same arrays; losses are those of one machine."""
+    """Whoever typed `train` is killed as soon as all is submitted; a second run waits for the
+    same arrays; losses are those of one machine."""
     arrays(slurm, 3, 60)
     quick(slurm)
     dry = slurm.invoke("train", "text", "--dry-run").stdout
@@ -103,22 +121,34 @@ def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
     )
     assert not slurm.runs() and not slurm.jobs()
     following = slurm.start("train", "text")
-    wait_for(lambda: bool(slurm.runs()) and (slurm.runs()[0] / "launch" / "slurm.json").exists(), "the graph to be submitted", timeout=HANGS)
+    wait_for(
+        lambda: bool(slurm.runs()) and (slurm.runs()[0] / "launch" / "slurm.json").exists(),
+        "the graph to be submitted",
+        timeout=HANGS,
+    )
     following.send_signal(signal.SIGKILL)
     following.communicate()
     (first,) = slurm.runs()
     said = slurm.invoke("train", "quick", "--detach").stdout
     second = next(run for run in slurm.runs() if run != first)
     ours, theirs = stage_jobs(first), stage_jobs(second)
-    assert len(ours) == 4 and [job["id"] for job in theirs if not job["own"]] == [job["id"] for job in ours[:3]], said
-    assert [job["name"] for job in theirs if job["own"]] == ["quick-ready"] and f"of run {first.name} make it" in said and "makes index" in said
+    assert len(ours) == 4 and [job["id"] for job in theirs if not job["own"]] == [
+        job["id"] for job in ours[:3]
+    ], said
+    assert (
+        [job["name"] for job in theirs if job["own"]] == ["quick-ready"]
+        and f"of run {first.name} make it" in said
+        and "makes index" in said
+    )
     for run in (first, second):
         slurm.wait_state(run, "succeeded")
     again = slurm.invoke("train", "text", "--cluster", "here", "--nodes", "1", timeout=HANGS).stdout
     assert re.search(r"prep-data lines--bpe is fresh", again), again
     local = next(run for run in slurm.runs() if run.parent == first.parent and run != first)
     assert slurm.losses(first) == slurm.losses(local) and len(slurm.losses(first)) == 4
-    assert json.loads((first / "plan.json").read_text())["vocab_size"] and not list((slurm.path / "stamps" / "prep-data").glob("*.making.json"))
+    assert json.loads((first / "plan.json").read_text())["vocab_size"] and not list(
+        (slurm.path / "stamps" / "prep-data").glob("*.making.json")
+    )
 
 
 def test_a_unit_of_the_graph_fails_and_cancel_takes_all_out(slurm: SlurmProject) -> None:
@@ -128,7 +158,9 @@ def test_a_unit_of_the_graph_fails_and_cancel_takes_all_out(slurm: SlurmProject)
     text = broken.read_text()
     broken.write_text(text.replace("\n", "\nno JSON at all\n", 1))
     failed = slurm.invoke("train", "quick", exit=6, timeout=HANGS)
-    assert re.search(r"part-01.jsonl:2: tokens-00001 on node[123]: is not JSON", failed.stdout), failed.stdout + failed.stderr
+    assert re.search(r"part-01.jsonl:2: tokens-00001 on node[123]: is not JSON", failed.stdout), (
+        failed.stdout + failed.stderr
+    )
     (run,) = slurm.runs()
     cause = slurm.document("why", run.name)["root_cause"]
     assert cause["unit"] == "tokens-00001" and cause["host"] in ("node1", "node2", "node3")
@@ -138,7 +170,8 @@ def test_a_unit_of_the_graph_fails_and_cancel_takes_all_out(slurm: SlurmProject)
     broken.write_text(text)
     said = slurm.invoke("train", "quick", "--detach").stdout
     graph = [line for line in said.splitlines() if line.startswith("job ")]
-    assert len(graph) == 3 and all("1 unit in 1 x 1 task" in line for line in graph[:2]), said  # the broken shard alone, what joins them, the plan
+    # the broken shard alone, what joins them, the plan
+    assert len(graph) == 3 and all("1 unit in 1 x 1 task" in line for line in graph[:2]), said
     assert slurm.document("cancel", "quick", exit=15)["state"] == "cancelled" and not slurm.jobs()
     assert slurm.document("status", "quick")["exit"] == 15
     slurm.invoke("train", "quick", timeout=HANGS)
@@ -147,7 +180,8 @@ def test_a_unit_of_the_graph_fails_and_cancel_takes_all_out(slurm: SlurmProject)
 
 @pytest.mark.slow
 def test_an_element_whose_node_crashes_is_put_back(slurm: SlurmProject) -> None:
-    """Nobody is there to type it again: Slurm starts the element anew, and the run comes after it as if nothing had been."""
+    """Nobody is there to type it again: Slurm starts the element anew, and the run comes after
+    it as if nothing had been."""
     arrays(slurm, 4, 6000)
     quick(slurm)
     slurm.invoke("train", "quick", "--detach")
@@ -155,13 +189,25 @@ def test_an_element_whose_node_crashes_is_put_back(slurm: SlurmProject) -> None:
     second = stage_jobs(run)[1]["id"]
 
     def where() -> str:
-        lines = slurm.cluster.on(HEAD, "squeue", "--noheader", "--array", "--states=RUNNING", f"--jobs={second}", "--format=%N").split()
+        lines = slurm.cluster.on(
+            HEAD,
+            "squeue",
+            "--noheader",
+            "--array",
+            "--states=RUNNING",
+            f"--jobs={second}",
+            "--format=%N",
+        ).split()
         return lines[0] if lines else ""
 
     node = wait_for(where, "an element to run", timeout=HANGS)
     slurm.cluster.crash(node)
     try:
-        wait_for(lambda: "PENDING" in slurm.job_state(second), "the element to be put back", timeout=HANGS)
+        wait_for(
+            lambda: "PENDING" in slurm.job_state(second),
+            "the element to be put back",
+            timeout=HANGS,
+        )
     finally:
         slurm.cluster.boot(node)
     slurm.wait_state(run, "succeeded")

@@ -1,4 +1,5 @@
-"""prep-data over two hosts: the same bytes as here, from the code snapshot, and what a host that dies had not finished is done by the other."""
+"""prep-data over two hosts: the same bytes as here, from the code snapshot, and what a host that
+dies had not finished is done by the other."""
 
 from __future__ import annotations
 
@@ -43,15 +44,30 @@ def write_corpus(project: ClusterProject, shards: int, lines: int) -> None:
         file.write(TEXT)
     (project.path / "corpus").mkdir()
     for shard in range(shards):
-        documents = [json.dumps({"text": f"the quick brown fox number {i} of shard {shard} jumps over the lazy dog and then rests"}) for i in range(lines)]
-        (project.path / "corpus" / f"part-{shard:02d}.jsonl").write_text("\n".join(documents) + "\n")
+        documents = [
+            json.dumps(
+                {
+                    "text": (
+                        f"the quick brown fox number {i} of shard {shard} jumps over the lazy dog"
+                        " and then rests"
+                    )
+                }
+            )
+            for i in range(lines)
+        ]
+        (project.path / "corpus" / f"part-{shard:02d}.jsonl").write_text(
+            "\n".join(documents) + "\n"
+        )
 
 
 def made(project: ClusterProject) -> dict[str, str]:
     """{name: SHA-256} of what the dataset is: tokenizer, tokens, index."""
     kinds = (".bin", ".idx", "tokenizer.json")
     found = [path for path in (project.path / "data").rglob("*") if path.name.endswith(kinds)]
-    return {str(path.relative_to(project.path / "data")): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    return {
+        str(path.relative_to(project.path / "data")): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in found
+    }
 
 
 def hosts_of_units(cluster: Cluster) -> set[str]:
@@ -67,7 +83,9 @@ def replace_in_jobs(project: ClusterProject, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
-def test_two_hosts_prepare_the_same_bytes_even_if_one_dies(head: ClusterProject, cluster: Cluster) -> None:
+def test_two_hosts_prepare_the_same_bytes_even_if_one_dies(
+    head: ClusterProject, cluster: Cluster
+) -> None:
     write_corpus(head, 8, 4000)
     process = head.start("prep-data", "--job", "text")
     seen: set[str] = set()
@@ -81,7 +99,11 @@ def test_two_hosts_prepare_the_same_bytes_even_if_one_dies(head: ClusterProject,
 
     replace_in_jobs(head, 'launcher = "ssh"', 'launcher = "pdsh"')
     process = head.start("prep-data", "--job", "text", "--force")
-    wait_for(lambda: process.poll() is not None or "node2" in hosts_of_units(cluster), "units on node2", timeout=600)
+    wait_for(
+        lambda: process.poll() is not None or "node2" in hosts_of_units(cluster),
+        "units on node2",
+        timeout=600,
+    )
     cluster.crash("node2")
     out, err = process.communicate(timeout=600)
     cluster.boot("node2")
@@ -97,7 +119,9 @@ def test_one_that_fails_names_unit_and_host(head: ClusterProject) -> None:
     write_corpus(head, 2, 50)
     (head.path / "corpus" / "part-01.jsonl").write_text('{"text": "fine"}\nno JSON at all\n')
     failed = head.invoke("prep-data", "--job", "text", exit=6)
-    assert "part-01.jsonl" in failed.stderr and (" on node1" in failed.stderr or " on node2" in failed.stderr), failed.stderr
+    assert "part-01.jsonl" in failed.stderr and (
+        " on node1" in failed.stderr or " on node2" in failed.stderr
+    ), failed.stderr
 
 
 def test_fewer_hosts_than_asked_for(head: ClusterProject) -> None:

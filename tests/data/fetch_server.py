@@ -1,4 +1,5 @@
-"""Servers of this machine that files are fetched from: a web server that can misbehave, and a hub. What test_fetch*.py and test_sources*.py share."""
+"""Servers of this machine that files are fetched from: a web server that can misbehave, and a
+hub. What test_fetch*.py and test_sources*.py share."""
 
 from __future__ import annotations
 
@@ -32,15 +33,19 @@ class Asked:
 
 @dataclass
 class Site:
-    """Files by path, and how the server misbehaves. A list of a path is used up from its front, one entry a GET."""
+    """Files by path, and how the server misbehaves. A list of a path is used up from its front,
+    one entry a GET."""
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)  # Content-Type
-    answers: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)  # codes and headers before the file itself, of HEAD too
-    cuts: dict[str, list[int]] = field(default_factory=dict)  # bytes after which the connection breaks
+    # codes and headers before the file itself, of HEAD too
+    answers: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)
+    # bytes after which the connection breaks
+    cuts: dict[str, list[int]] = field(default_factory=dict)
     claims: dict[str, int] = field(default_factory=dict)  # a Content-Length that is not true
-    etags: dict[str, str | None] = field(default_factory=dict)  # instead of the sum of the content; None: none
+    # instead of the sum of the content; None: none
+    etags: dict[str, str | None] = field(default_factory=dict)
     dates: dict[str, str | None] = field(default_factory=dict)
     redirects: dict[str, str] = field(default_factory=dict)
     no_ranges: bool = False
@@ -64,7 +69,15 @@ def _handler(site: Site) -> type[BaseHTTPRequestHandler]:
         def note(self) -> str:
             path = unquote(urlsplit(self.path).path)
             headers = self.headers
-            site.asked.append(Asked(self.command, path, headers.get("Range"), headers.get("If-Range"), headers.get("Authorization")))
+            site.asked.append(
+                Asked(
+                    self.command,
+                    path,
+                    headers.get("Range"),
+                    headers.get("If-Range"),
+                    headers.get("Authorization"),
+                )
+            )
             return path
 
         def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
@@ -101,7 +114,9 @@ def _handler(site: Site) -> type[BaseHTTPRequestHandler]:
             etag = site.etags.get(path, f'"{hashlib.md5(content).hexdigest()}"')
             span = self.headers.get("Range")
             condition = self.headers.get("If-Range")
-            ranged = span is not None and not site.no_ranges and (condition is None or condition == etag)
+            ranged = (
+                span is not None and not site.no_ranges and (condition is None or condition == etag)
+            )
             first, _, last = (span or "bytes=0-").removeprefix("bytes=").partition("-")
             start = int(first) + (site.shift if int(first) else 0) if ranged else 0
             end = min(int(last) + 1, len(content)) if ranged and last else len(content)
@@ -145,7 +160,9 @@ class _Server(ThreadingHTTPServer):
 @contextmanager
 def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     server = _Server(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
@@ -166,7 +183,8 @@ def serve(files: dict[str, bytes]) -> Iterator[Site]:
 
 @dataclass
 class HubSite(Site):
-    """One repository of a hub: its files by path there. Large ones (`large`) have a sum, as under LFS, and come from another host."""
+    """One repository of a hub: its files by path there. Large ones (`large`) have a sum, as
+    under LFS, and come from another host."""
 
     kind: str = "datasets"
     name: str = "org/corpus"
@@ -187,7 +205,8 @@ class HubSite(Site):
 
 
 def _hub_handler(site: HubSite) -> type[BaseHTTPRequestHandler]:
-    """/api/{datasets,models}/NAME/revision/REVISION, .../tree/REVISION/FOLDER in pages, and [datasets/]NAME/resolve/REVISION/PATH."""
+    """/api/{datasets,models}/NAME/revision/REVISION, .../tree/REVISION/FOLDER in pages, and
+    [datasets/]NAME/resolve/REVISION/PATH."""
 
     class Handler(_handler(site)):  # type: ignore[misc]
         def do_GET(self) -> None:
@@ -196,7 +215,11 @@ def _hub_handler(site: HubSite) -> type[BaseHTTPRequestHandler]:
             api = f"/api/{site.kind}/{site.name}/"
             if path.startswith(("/api", front)):
                 self.note()
-            if site.gated and path.startswith(("/api", front)) and self.headers.get("Authorization") != f"Bearer {SECRET}":
+            if (
+                site.gated
+                and path.startswith(("/api", front))
+                and self.headers.get("Authorization") != f"Bearer {SECRET}"
+            ):
                 self.answer(401, b"{}", X_Error_Code="GatedRepo")
             elif path.startswith("/api") and site.answers.get("/api"):
                 code, headers = site.answers["/api"].pop(0)
@@ -218,7 +241,11 @@ def _hub_handler(site: HubSite) -> type[BaseHTTPRequestHandler]:
             if name not in site.revisions:
                 self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
                 return
-            self.answer(200, json.dumps({"id": site.name, "sha": site.commit, "siblings": []}).encode(), Content_Type="application/json")
+            self.answer(
+                200,
+                json.dumps({"id": site.name, "sha": site.commit, "siblings": []}).encode(),
+                Content_Type="application/json",
+            )
 
         def tree(self, folder: str) -> None:
             inside = site.inside(folder)
@@ -229,9 +256,28 @@ def _hub_handler(site: HubSite) -> type[BaseHTTPRequestHandler]:
             rows = []
             for path in inside[start : start + site.page]:
                 content = site.files[path]
-                lfs = {"lfs": {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}} if path in site.large else {}
+                lfs = (
+                    {
+                        "lfs": {
+                            "oid": hashlib.sha256(content).hexdigest(),
+                            "size": len(content),
+                            "pointerSize": 130,
+                        }
+                    }
+                    if path in site.large
+                    else {}
+                )
                 rows.append({"type": "file", "path": path, "size": len(content), "oid": "b", **lfs})
-            more = {"Link": f'<{site.url}{urlsplit(self.path).path}?cursor={start + site.page}>; rel="next"'} if start + site.page < len(inside) else {}
+            more = (
+                {
+                    "Link": (
+                        f"<{site.url}{urlsplit(self.path).path}?cursor={start + site.page}>;"
+                        ' rel="next"'
+                    )
+                }
+                if start + site.page < len(inside)
+                else {}
+            )
             self.answer(200, json.dumps(rows).encode(), Content_Type="application/json", **more)
 
         def resolve(self, revision: str, path: str) -> None:
@@ -239,9 +285,18 @@ def _hub_handler(site: HubSite) -> type[BaseHTTPRequestHandler]:
             if content is None or revision not in {site.commit, *site.revisions}:
                 self.answer(404, b"", X_Error_Code="EntryNotFound")
             elif path in site.large:
-                about = {"X_Linked_Size": str(len(content)), "X_Linked_ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
-                elsewhere = site.url.replace("127.0.0.1", "localhost")  # as the hub's store is: it must not see the token
-                self.answer(302, Location=f"{elsewhere}/store/{quote(path)}", X_Repo_Commit=site.commit, **about)
+                about = {
+                    "X_Linked_Size": str(len(content)),
+                    "X_Linked_ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+                }
+                # as the hub's store is: it must not see the token
+                elsewhere = site.url.replace("127.0.0.1", "localhost")
+                self.answer(
+                    302,
+                    Location=f"{elsewhere}/store/{quote(path)}",
+                    X_Repo_Commit=site.commit,
+                    **about,
+                )
             else:
                 self.file(path, content)
 

@@ -25,7 +25,17 @@ def write_pair(prefix: Path, lengths: Sequence[int]) -> Path:
 
 def request_of(prefix: Path, lengths: Sized, **values: Any) -> IndexRequest:
     """A request for all of a pair, seed 1234 and seq_length 8 unless told."""
-    return IndexRequest(**{"prefix": prefix, "first": 0, "last": len(lengths), "split_name": "train", "seq_length": 8, "seed": 1234, **values})
+    return IndexRequest(
+        **{
+            "prefix": prefix,
+            "first": 0,
+            "last": len(lengths),
+            "split_name": "train",
+            "seq_length": 8,
+            "seed": 1234,
+            **values,
+        }
+    )
 
 
 @contextlib.contextmanager
@@ -50,7 +60,16 @@ def documents_of(path: Path, lengths: Any, epochs: int = 1) -> _index.MegatronDo
         return _index.MegatronDocuments(file, 0, 0, len(lengths), epochs)
 
 
-def sample_rows(folder: Path, lengths: Any, seq_length: int, extra: int, samples: int, *, wide: bool = False, threads: int = 1) -> NDArray[Any]:
+def sample_rows(
+    folder: Path,
+    lengths: Any,
+    seq_length: int,
+    extra: int,
+    samples: int,
+    *,
+    wide: bool = False,
+    threads: int = 1,
+) -> NDArray[Any]:
     """The sample index over documents of these lengths in this order, [samples + 1, 2]."""
     documents = documents_of(folder / "lengths", lengths)
     with scratch(folder / "ids") as file:

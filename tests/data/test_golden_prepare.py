@@ -1,4 +1,5 @@
-"""prep-data writes what Megatron-LM's preprocess_data.py wrote from the same lines with GPT-2's vocabulary."""
+"""prep-data writes what Megatron-LM's preprocess_data.py wrote from the same lines with GPT-2's
+vocabulary."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ ENCODERS = ["tokenizers", "gigatoken"]
 
 
 def prepare(project: Project, append_eod: bool, encoder: str, files: int) -> Path:
-    """Megatron's lines in so many files, and the jobs.toml; returns the folder of the golden files."""
+    """Megatron's lines in so many files, and the jobs.toml; returns the folder of the golden
+    files."""
     vectors = golden()
     if vectors is None:
         pytest.skip("the golden files are not on this machine (TRAINKIT_TEST_DATA)")
@@ -53,14 +55,18 @@ def prepare(project: Project, append_eod: bool, encoder: str, files: int) -> Pat
     for number in range(files):
         part = lines[number * len(lines) // files : (number + 1) * len(lines) // files]
         (project.path / f"docs-{number}.jsonl").write_bytes(b"".join(part))
-    (project.path / "jobs.toml").write_text(JOBS.format(append_eod=str(append_eod).lower(), encoder=encoder))
+    (project.path / "jobs.toml").write_text(
+        JOBS.format(append_eod=str(append_eod).lower(), encoder=encoder)
+    )
     return vectors
 
 
 def assert_golden(project: Project, vectors: Path, append_eod: bool) -> None:
     for ending in (".bin", ".idx"):
         made = (project.path / "data/docs/gpt2/docs_text_document").with_suffix(ending).read_bytes()
-        assert made == (vectors / f"pre_eod{int(append_eod)}_text_document{ending}").read_bytes(), ending
+        assert made == (vectors / f"pre_eod{int(append_eod)}_text_document{ending}").read_bytes(), (
+            ending
+        )
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)

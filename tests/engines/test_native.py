@@ -15,28 +15,48 @@ from trainkit.runs.folder import RunFolder
 
 
 def environment_of(cluster: Cluster, **training: Any) -> dict[str, str]:
-    model = Model(name="m", num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=9)
-    job = Job(name="j", cluster=cluster, model=model, dataset=Dataset(name="mock", source="mock"), training=Training(train_iters=1, lr=1.0, **training))
+    model = Model(
+        name="m", num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=9
+    )
+    job = Job(
+        name="j",
+        cluster=cluster,
+        model=model,
+        dataset=Dataset(name="mock", source="mock"),
+        training=Training(train_iters=1, lr=1.0, **training),
+    )
     return dict(Native().command(job, RunFolder(Path("/r")), 1).env)
 
 
-def test_cpu_ranks_share_the_cores_and_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_ranks_share_the_cores_and_sleep_while_they_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     cores = len(os.sched_getaffinity(0))
-    assert environment_of(Cluster(name="c", ranks_per_node=2)) == {"OMP_NUM_THREADS": str(max(1, cores // 2)), "OMP_WAIT_POLICY": "PASSIVE"}
+    assert environment_of(Cluster(name="c", ranks_per_node=2)) == {
+        "OMP_NUM_THREADS": str(max(1, cores // 2)),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     assert environment_of(Cluster(name="c", ranks_per_node=10 * cores))["OMP_NUM_THREADS"] == "1"
 
 
-def test_the_callers_own_wait_policy_stays_and_that_of_jobs_toml_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callers_own_wait_policy_stays_and_that_of_jobs_toml_wins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert environment_of(Cluster(name="c"))["OMP_WAIT_POLICY"] == "ACTIVE"
-    assert environment_of(Cluster(name="c", env={"OMP_WAIT_POLICY": "passive"}))["OMP_WAIT_POLICY"] == "passive"
+    assert (
+        environment_of(Cluster(name="c", env={"OMP_WAIT_POLICY": "passive"}))["OMP_WAIT_POLICY"]
+        == "passive"
+    )
     assert cpu_sharing(1, {})["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_ranks_with_a_gpu_each_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert environment_of(Cluster(name="c", gpus_per_node=1, device=built_in_device("a100-sxm-40gb"))) == {"OMP_NUM_THREADS": "1"}
+    assert environment_of(
+        Cluster(name="c", gpus_per_node=1, device=built_in_device("a100-sxm-40gb"))
+    ) == {"OMP_NUM_THREADS": "1"}
 
 
 def test_deterministic_kernels_of_cublas_need_a_workspace() -> None:

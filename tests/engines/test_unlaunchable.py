@@ -17,7 +17,14 @@ def job(**changed: Any) -> Job:
         **{
             "name": "big",
             "cluster": Cluster(name="c"),
-            "model": Model(name="m", num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=9),
+            "model": Model(
+                name="m",
+                num_layers=2,
+                hidden_size=8,
+                num_attention_heads=2,
+                seq_length=8,
+                vocab_size=9,
+            ),
             "dataset": Dataset(name="mock", source="mock"),
             "training": Training(train_iters=1, lr=1.0),
             **changed,
@@ -27,14 +34,26 @@ def job(**changed: Any) -> Job:
 
 def test_what_runs_here_is_not_refused() -> None:
     refuse_unlaunchable(job())
-    refuse_unlaunchable(job(parallelism=Parallelism(tensor_model_parallel_size=2, pipeline_model_parallel_size=3, zero_stage=3)))
+    refuse_unlaunchable(
+        job(
+            parallelism=Parallelism(
+                tensor_model_parallel_size=2, pipeline_model_parallel_size=3, zero_stage=3
+            )
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"engine": "nemo"}, ["engine = 'nemo'"]),
-        ({"cluster": Cluster(name="c", launcher="slurm", device=built_in_device("trn1-core")), "nodes": 4}, ["'trn1-core'"]),
+        (
+            {
+                "cluster": Cluster(name="c", launcher="slurm", device=built_in_device("trn1-core")),
+                "nodes": 4,
+            },
+            ["'trn1-core'"],
+        ),
     ],
 )
 def test_all_reasons_at_once(changed: dict[str, Any], words: list[str]) -> None:
@@ -43,4 +62,8 @@ def test_all_reasons_at_once(changed: dict[str, Any], words: list[str]) -> None:
     assert caught.value.exit == 3
     assert len(caught.value.list) == len(words)
     for problem, part in zip(caught.value.list, words, strict=True):
-        assert part in problem.message and "not launched by this version" in problem.message and "invoke plan big" in problem.hint
+        assert (
+            part in problem.message
+            and "not launched by this version" in problem.message
+            and "invoke plan big" in problem.hint
+        )

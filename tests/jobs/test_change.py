@@ -27,7 +27,9 @@ def test_a_longer_run_has_the_rates_it_had(checkout: Checkout, tmp_path: Path) -
         write_changed_job(path, document)
         after = read_job(path).training
         assert after == job.training and (after.train_iters, after.decay_iters) == (iters, 20)
-        assert [learning_rate(after, step) for step in range(25)] == [learning_rate(before, step) for step in range(25)]
+        assert [learning_rate(after, step) for step in range(25)] == [
+            learning_rate(before, step) for step in range(25)
+        ]
 
 
 def test_the_decay_moves_where_it_is_asked_to(checkout: Checkout, tmp_path: Path) -> None:
@@ -35,23 +37,41 @@ def test_the_decay_moves_where_it_is_asked_to(checkout: Checkout, tmp_path: Path
     written(checkout, path)
     _, job = changed_job(path, ["training.lr_decay_iters=30"])
     assert (job.training.train_iters, job.training.decay_iters) == (20, 30)
-    for sets in (["training.lr_decay_iters=40", "training.train_iters=50"], ["training.train_iters=50", "training.lr_decay_iters=40"]):
+    for sets in (
+        ["training.lr_decay_iters=40", "training.train_iters=50"],
+        ["training.train_iters=50", "training.lr_decay_iters=40"],
+    ):
         _, job = changed_job(path, sets)
         assert (job.training.train_iters, job.training.decay_iters) == (50, 40)
     written(checkout, path, "lr_decay_iters = 10\n")
     assert changed_job(path, ["training.train_iters=50"])[1].training.decay_iters == 10
-    assert changed_job(path, ["training.eval_iters=3"])[0]["job"]["training"]["lr_decay_iters"] == 10
+    assert (
+        changed_job(path, ["training.eval_iters=3"])[0]["job"]["training"]["lr_decay_iters"] == 10
+    )
 
 
 def test_the_layout_may_change_and_the_batch_stays(checkout: Checkout, tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     written(checkout, path)
     before = read_job(path)
-    sets = ["cluster.ranks_per_node=8", "parallelism.tensor_model_parallel_size=2", "parallelism.pipeline_model_parallel_size=2", "parallelism.zero_stage=3"]
+    sets = [
+        "cluster.ranks_per_node=8",
+        "parallelism.tensor_model_parallel_size=2",
+        "parallelism.pipeline_model_parallel_size=2",
+        "parallelism.zero_stage=3",
+    ]
     document, job = changed_job(path, sets)
     p = job.parallelism
-    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.zero_stage, job.data_parallel_size) == (2, 2, 3, 2)
-    assert job.global_batch_size == before.global_batch_size and job.training.gradient_accumulation_steps is None
+    assert (
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.zero_stage,
+        job.data_parallel_size,
+    ) == (2, 2, 3, 2)
+    assert (
+        job.global_batch_size == before.global_batch_size
+        and job.training.gradient_accumulation_steps is None
+    )
     assert document["origins"]["parallelism.zero_stage"]["place"] == "--set"
     with pytest.raises(ConfigError, match="needs pipeline_model_parallel_size above 1"):
         changed_job(path, ["parallelism.pipeline_schedule='zbv'"])
@@ -67,14 +87,37 @@ def test_other_keys_stay(checkout: Checkout, tmp_path: Path) -> None:
 def test_where_a_run_goes_on(checkout: Checkout, tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     written(checkout, path)
-    sets = ["nodes=2", "cluster.spares=1", "cluster.watch.heartbeat=60.0", "retry.infra=1", "retry.user=2"]
+    sets = [
+        "nodes=2",
+        "cluster.spares=1",
+        "cluster.watch.heartbeat=60.0",
+        "retry.infra=1",
+        "retry.user=2",
+    ]
     document, job = changed_job(path, sets)
-    assert (job.nodes, job.cluster.spares, job.cluster.watch.heartbeat, job.retries.infra, job.retries.user) == (2, 1, 60, 1, 2)
-    assert (job.global_batch_size, job.world_size) == (2, 4)  # 1 sample on each of 2 ranks, as it was
-    assert document["origins"]["nodes"]["overrode"][0]["value"] == 1 and "retry" not in document["origins"]
+    assert (
+        job.nodes,
+        job.cluster.spares,
+        job.cluster.watch.heartbeat,
+        job.retries.infra,
+        job.retries.user,
+    ) == (2, 1, 60, 1, 2)
+    # 1 sample on each of 2 ranks, as it was
+    assert (job.global_batch_size, job.world_size) == (2, 4)
+    assert (
+        document["origins"]["nodes"]["overrode"][0]["value"] == 1
+        and "retry" not in document["origins"]
+    )
     write_changed_job(path, document)
     assert changed_job(path, ["nodes=1"])[1].retries.user == 2
-    for wrong in ("cluster.root='/'", "cluster.launcher='ssh'", "model.num_layers=3", "retry.infra=-1", "nodes=0", "cluster.watch.lease='x'"):
+    for wrong in (
+        "cluster.root='/'",
+        "cluster.launcher='ssh'",
+        "model.num_layers=3",
+        "retry.infra=-1",
+        "nodes=0",
+        "cluster.watch.lease='x'",
+    ):
         with pytest.raises(ConfigError):
             changed_job(path, [wrong])
 
@@ -82,9 +125,17 @@ def test_where_a_run_goes_on(checkout: Checkout, tmp_path: Path) -> None:
 def test_a_run_moves_to_another_cluster(checkout: Checkout, tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     written(checkout, path)
-    jobs = checkout(GOOD + '[clusters.far]\nlauncher = "ssh"\nranks_per_node = 1\n[clusters.apart]\nroot = "/elsewhere"\n')
+    jobs = checkout(
+        GOOD + '[clusters.far]\nlauncher = "ssh"\nranks_per_node = 1\n[clusters.apart]\nroot ='
+        ' "/elsewhere"\n'
+    )
     document, job = changed_job(path, ["nodes=2"], jobs.resolve("demo", ["cluster=far"]))
-    assert (job.cluster.name, job.cluster.launcher, job.nodes, job.global_batch_size) == ("far", "ssh", 2, 2)
+    assert (job.cluster.name, job.cluster.launcher, job.nodes, job.global_batch_size) == (
+        "far",
+        "ssh",
+        2,
+        2,
+    )
     assert document["origins"]["cluster.launcher"]["place"].startswith("jobs.toml:")
     with pytest.raises(ConfigError, match=r"cluster 'apart' has the root /elsewhere"):
         changed_job(path, [], jobs.resolve("demo", ["cluster=apart"]))

@@ -12,28 +12,45 @@ from trainkit.jobs.json_schema import json_schema
 from trainkit.jobs.schema import TABLES
 
 REPOSITORY = Path(__file__).parents[2]
-TYPES: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+TYPES: dict[str, Any] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
 
 
-def objections(value: Any, schema: dict[str, Any], whole: dict[str, Any], path: str = "") -> list[str]:
+def objections(
+    value: Any, schema: dict[str, Any], whole: dict[str, Any], path: str = ""
+) -> list[str]:
     """What the schema's structure (types, keys, constants) has against a value."""
     schema = whole["definitions"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
     if "anyOf" in schema:
         return min((objections(value, option, whole, path) for option in schema["anyOf"]), key=len)
     if "type" in schema and not isinstance(value, TYPES[schema["type"]]):
         return [f"{path}: no {schema['type']}"]
-    if ("const" in schema and value != schema["const"]) or ("enum" in schema and value not in schema["enum"]):
+    if ("const" in schema and value != schema["const"]) or (
+        "enum" in schema and value not in schema["enum"]
+    ):
         return [f"{path}: {value!r} is not allowed"]
     found: list[str] = []
     for key, item in value.items() if isinstance(value, dict) else ():
         inner = schema.get("properties", {}).get(key, schema.get("additionalProperties", {}))
-        found += objections(item, inner, whole, f"{path}.{key}") if isinstance(inner, dict) else [f"{path}.{key}: unknown"]
+        found += (
+            objections(item, inner, whole, f"{path}.{key}")
+            if isinstance(inner, dict)
+            else [f"{path}.{key}: unknown"]
+        )
     return found
 
 
 def test_the_file_in_docs_is_current() -> None:
     written = json.loads((REPOSITORY / "docs" / "jobs.schema.json").read_text())
-    assert written == json_schema(), "run: python -m trainkit.jobs.json_schema > docs/jobs.schema.json"
+    assert written == json_schema(), (
+        "run: python -m trainkit.jobs.json_schema > docs/jobs.schema.json"
+    )
 
 
 def test_it_accepts_our_jobs_toml_and_refuses_a_spoiled_one() -> None:
@@ -43,7 +60,10 @@ def test_it_accepts_our_jobs_toml_and_refuses_a_spoiled_one() -> None:
     jobs["jobs"]["demo"]["modle"] = "x"
     jobs["clusters"]["here"]["ranks_per_node"] = "2"
     jobs["clusters"]["here"]["extends"] = ["other"]
-    assert sorted(objections(jobs, schema, schema)) == [".clusters.here.ranks_per_node: no integer", ".jobs.demo.modle: unknown"]
+    assert sorted(objections(jobs, schema, schema)) == [
+        ".clusters.here.ranks_per_node: no integer",
+        ".jobs.demo.modle: unknown",
+    ]
 
 
 def test_it_has_no_name_no_null_and_help_for_every_key() -> None:

@@ -1,4 +1,5 @@
-"""jobs.toml as people write it, well and badly: one clear message a mistake, with its line, all at once."""
+"""jobs.toml as people write it, well and badly: one clear message a mistake, with its line, all
+at once."""
 
 from __future__ import annotations
 
@@ -27,14 +28,22 @@ def test_a_good_job_resolves(checkout: Checkout, tmp_path: Path) -> None:
     jobs = checkout()
     assert jobs.check() == []
     job = jobs.resolve("demo").job
-    assert (job.cluster.name, job.model.name, job.dataset.name, job.world_size) == ("here", "tiny", "mock", 2)
+    assert (job.cluster.name, job.model.name, job.dataset.name, job.world_size) == (
+        "here",
+        "tiny",
+        "mock",
+        2,
+    )
     assert job.cluster.root == str(tmp_path)
 
 
 CASES = {
     "a typo": (
         ("train_iters", "trian_iters"),
-        ["jobs.toml:17: unknown key 'trian_iters' in [jobs.demo.training]\n  did you mean 'train_iters'?"],
+        [
+            "jobs.toml:17: unknown key 'trian_iters' in [jobs.demo.training]\n  did you mean"
+            " 'train_iters'?"
+        ],
     ),
     "a word like no key": (
         ("train_iters = 20", "train_iters = 20\nzzz = 1"),
@@ -78,7 +87,10 @@ CASES = {
     ),
     "a missing key": (
         ("num_layers = 2\n", ""),
-        ["jobs.toml:4: missing key 'num_layers' in [models.tiny]\n  num_layers: transformer blocks"],
+        [
+            "jobs.toml:4: missing key 'num_layers' in [models.tiny]\n  num_layers: transformer"
+            " blocks"
+        ],
     ),
     "a missing reference": (
         ('model = "tiny"\n', ""),
@@ -86,7 +98,10 @@ CASES = {
     ),
     "an undefined reference": (
         ('"tiny"', '"tinny"'),
-        ["jobs.toml:13: jobs.demo.model = 'tinny' names no [models.X] table\n  did you mean 'tiny'?"],
+        [
+            "jobs.toml:13: jobs.demo.model = 'tinny' names no [models.X] table\n  did you mean"
+            " 'tiny'?"
+        ],
     ),
     "a table where a name belongs": (
         ('"mock"', '{ source = "mock" }'),
@@ -98,7 +113,10 @@ CASES = {
     ),
     "a rule between tables": (
         ("vocab_size = 512\n", ""),
-        ["jobs.toml:13: jobs.demo: dataset 'mock' has no tokenizer, so model 'tiny' needs vocab_size"],
+        [
+            "jobs.toml:13: jobs.demo: dataset 'mock' has no tokenizer, so model 'tiny' needs"
+            " vocab_size"
+        ],
     ),
     "a name of its own": (
         ('model = "tiny"', 'model = "tiny"\nname = "x"'),
@@ -107,8 +125,8 @@ CASES = {
     "a dotted name": (
         ("[models.tiny]", "[models.tiny-1.5b]"),
         [
-            "jobs.toml:4: unknown key '5b' in [models.tiny-1]\n  if [models.tiny-1.5b] was meant as a name: "
-            "names match [a-z0-9][a-z0-9_-]*, without dots; for example [models.tiny-1-5b]"
+            "jobs.toml:4: unknown key '5b' in [models.tiny-1]\n  if [models.tiny-1.5b] was meant as"
+            " a name: names match [a-z0-9][a-z0-9_-]*, without dots; for example [models.tiny-1-5b]"
         ],
     ),
     "an upper-case name": (
@@ -117,7 +135,10 @@ CASES = {
     ),
     "a secret that is no name": (
         ("ranks_per_node = 2", "secrets = ['WANDB_API_KEY', 'HF_TOKEN?', 'hf-123']"),
-        [r"jobs.toml:2: clusters.here.secrets: 'hf-123' does not match ^[A-Za-z_][A-Za-z0-9_]*\??$"],
+        [
+            r"jobs.toml:2: clusters.here.secrets: 'hf-123' does not match"
+            r" ^[A-Za-z_][A-Za-z0-9_]*\??$"
+        ],
     ),
     "an unknown table": (
         ("[clusters.here]", "[cluster.x]\n[clusters.here]"),
@@ -164,7 +185,10 @@ def test_what_is_planned_is_refused_with_words(case: str, checkout: Checkout) ->
     assert f": {subject} is planned, but not in this version of trainkit\n  " in words
 
 
-@pytest.mark.parametrize(("value", "got"), [("1.5", "the number 1.5"), ("'2'", "the string '2'"), ("true", "the boolean true")])
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [("1.5", "the number 1.5"), ("'2'", "the string '2'"), ("true", "the boolean true")],
+)
 def test_only_an_integer_is_a_number_of_nodes(value: str, got: str, checkout: Checkout) -> None:
     (words,) = refused(checkout(), sets=[f"nodes={value}"])
     assert words.startswith(f"--set: nodes: expected an integer, got {got}")
@@ -172,14 +196,31 @@ def test_only_an_integer_is_a_number_of_nodes(value: str, got: str, checkout: Ch
 
 def test_allowed_values_are_listed(checkout: Checkout) -> None:
     (words,) = refused(checkout(GOOD.replace("lr = 1e-3", 'lr = 1e-3\nprecision = "fp8"')))
-    assert words == "jobs.toml:19: jobs.demo.training.precision: expected 'fp32', 'bf16' or 'fp16', got the string 'fp8'"
+    assert (
+        words
+        == "jobs.toml:19: jobs.demo.training.precision: expected 'fp32', 'bf16' or 'fp16', got the"
+        " string 'fp8'"
+    )
     (words,) = refused(checkout(GOOD.replace("ranks_per_node = 2", 'device = "mi300x"')))
-    assert words.startswith("jobs.toml:2: clusters.here.device = 'mi300x' names no [devices.X] table\n  known: a100-sxm-40gb, ")
+    assert words.startswith(
+        "jobs.toml:2: clusters.here.device = 'mi300x' names no [devices.X] table\n  known:"
+        " a100-sxm-40gb, "
+    )
 
 
 def test_two_mistakes_are_told_at_once_by_line(checkout: Checkout) -> None:
-    found = refused(checkout(GOOD.replace('"tiny"', '"tinny"').replace("= 20", "= '20'").replace("ranks_per_node", "rank_per_node")))
-    assert [words.partition(": ")[0] for words in found] == ["jobs.toml:2", "jobs.toml:13", "jobs.toml:17"]
+    found = refused(
+        checkout(
+            GOOD.replace('"tiny"', '"tinny"')
+            .replace("= 20", "= '20'")
+            .replace("ranks_per_node", "rank_per_node")
+        )
+    )
+    assert [words.partition(": ")[0] for words in found] == [
+        "jobs.toml:2",
+        "jobs.toml:13",
+        "jobs.toml:17",
+    ]
 
 
 def test_a_mistake_elsewhere_stops_check_but_no_job(checkout: Checkout) -> None:
@@ -228,7 +269,9 @@ def test_blank_files_and_a_missing_last_newline_are_legal(checkout: Checkout) ->
 def test_the_root_is_found_upward(tmp_path: Path) -> None:
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"no jobs.toml in .*/a/b or any folder above it") as caught:
+    with pytest.raises(
+        ConfigError, match=r"no jobs.toml in .*/a/b or any folder above it"
+    ) as caught:
         find_root(below)
     assert caught.value.exit == 3
     (tmp_path / "jobs.toml").touch()
@@ -238,22 +281,68 @@ def test_the_root_is_found_upward(tmp_path: Path) -> None:
 def test_the_listing_answers_for_broken_jobs_too(checkout: Checkout) -> None:
     jobs = checkout(GOOD + "[jobs.broken]\nextends = 'demo'\nnodes = 'x'\nzzz = 1\n")
     rows = jobs.describe()
-    assert [(row.name, row.engine, row.cluster, row.model, row.dataset, row.nodes) for row in rows] == [
+    assert [
+        (row.name, row.engine, row.cluster, row.model, row.dataset, row.nodes) for row in rows
+    ] == [
         ("demo", "native", "here", "tiny", "mock", 1),
         ("broken", "native", "here", "tiny", "mock", "x"),
     ]
 
 
-WRITTEN = GOOD + "[datasets.d]\nsource = 'files'\npaths = ['x']\ntokenizer = 't'\n[tokenizers.t]\nvocab_size = 300\n[jobs.e]\nextends = 'demo'\ndataset = 'd'\n"
-VALUES = ["1", "0", "-1.5", "true", "nan", "'demo'", "'x'", "''", "'${host:A}'", "'${node:A}'", "1979-05-27", "07:32:00"]
+WRITTEN = (
+    GOOD
+    + "[datasets.d]\nsource = 'files'\npaths = ['x']\ntokenizer = 't'\n[tokenizers.t]\nvocab_size ="
+    " 300\n[jobs.e]\nextends = 'demo'\ndataset = 'd'\n"
+)
+VALUES = [
+    "1",
+    "0",
+    "-1.5",
+    "true",
+    "nan",
+    "'demo'",
+    "'x'",
+    "''",
+    "'${host:A}'",
+    "'${node:A}'",
+    "1979-05-27",
+    "07:32:00",
+]
 VALUES += ["[]", "['demo', 1]", "[[]]", "{}", "{ a = 1 }", "{ a.b = [] }"]
-KEYS = ["name", "extends", "zzz", "cluster", "training", "tokenizer", "paths", "env", "secrets", "nodes", "model.x", "training.lr", '"a.b"', '""']
-spoiled = st.tuples(st.integers(0, WRITTEN.count("\n") - 1), st.sampled_from(["drop", "value", "add"]), st.sampled_from(KEYS), st.sampled_from(VALUES))
+KEYS = [
+    "name",
+    "extends",
+    "zzz",
+    "cluster",
+    "training",
+    "tokenizer",
+    "paths",
+    "env",
+    "secrets",
+    "nodes",
+    "model.x",
+    "training.lr",
+    '"a.b"',
+    '""',
+]
+spoiled = st.tuples(
+    st.integers(0, WRITTEN.count("\n") - 1),
+    st.sampled_from(["drop", "value", "add"]),
+    st.sampled_from(KEYS),
+    st.sampled_from(VALUES),
+)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
-@given(spoils=st.lists(spoiled, min_size=1, max_size=4), sets=st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(VALUES)), max_size=1))
-def test_however_spoiled_every_problem_has_its_place(spoils: list[tuple[int, str, str, str]], sets: list[tuple[str, str]], checkout: Checkout) -> None:
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300
+)
+@given(
+    spoils=st.lists(spoiled, min_size=1, max_size=4),
+    sets=st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(VALUES)), max_size=1),
+)
+def test_however_spoiled_every_problem_has_its_place(
+    spoils: list[tuple[int, str, str, str]], sets: list[tuple[str, str]], checkout: Checkout
+) -> None:
     lines = WRITTEN.splitlines()
     for number, how, key, value in spoils:
         if how == "drop":
@@ -269,7 +358,12 @@ def test_however_spoiled_every_problem_has_its_place(spoils: list[tuple[int, str
         assert all("not TOML" in str(problem) for problem in error.list)
         return
     problems = jobs.check()
-    assert all(problem.place and problem.place.file == "jobs.toml" and 1 <= problem.place.line <= text.count("\n") + 1 for problem in problems)
+    assert all(
+        problem.place
+        and problem.place.file == "jobs.toml"
+        and 1 <= problem.place.line <= text.count("\n") + 1
+        for problem in problems
+    )
     assert len(jobs.describe()) == len(jobs.names())
     for name in jobs.names():
         try:

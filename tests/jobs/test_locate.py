@@ -16,7 +16,13 @@ from trainkit.jobs.toml_positions import KeyPath, Spot, locate, parse
 
 def paths_in(value: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
     """Every path of a parsed document, with its value."""
-    inner: list[tuple[Any, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+    inner: list[tuple[Any, Any]] = (
+        list(value.items())
+        if isinstance(value, dict)
+        else list(enumerate(value))
+        if isinstance(value, list)
+        else []
+    )
     found = {} if path == () else {path: value}
     for key, item in inner:
         found |= paths_in(item, (*path, key))
@@ -38,14 +44,41 @@ def agrees(text: str) -> None:
         elif isinstance(values[path], list):
             assert rest[0] == "["
         else:
-            assert any(rest.startswith(word) and tomli.loads(f"x = {word}")["x"] == values[path] for word in SCALARS), (path, rest)
+            assert any(
+                rest.startswith(word) and tomli.loads(f"x = {word}")["x"] == values[path]
+                for word in SCALARS
+            ), (path, rest)
 
 
-keys = st.sampled_from(["a", "b", "c-1", "9", '"a"', '"q.\\"x"', "'l # ='", '"\\u0062"', '""', "''"])
-dotted = st.lists(keys, min_size=1, max_size=3).flatmap(lambda parts: st.sampled_from([".", " . "]).map(lambda dot: dot.join(parts)))
+keys = st.sampled_from(
+    ["a", "b", "c-1", "9", '"a"', '"q.\\"x"', "'l # ='", '"\\u0062"', '""', "''"]
+)
+dotted = st.lists(keys, min_size=1, max_size=3).flatmap(
+    lambda parts: st.sampled_from([".", " . "]).map(lambda dot: dot.join(parts))
+)
 SCALARS = [
-    *("1", "-1_000", "0xff", "1.5e-3", "true", '"s # ] } = \\" \\\\"', "'l\\'", '"""m\n"q" ""\\\n # x"""', '"""""x"""""', "'''m\n'' [x]\n'''", "''''''"),
-    *('""', "1979-05-27", "1979-05-27 07:32:00", "1979-05-27T07:32:00.5Z", "07:32:00", '"[a]"', '"""\\""""'),
+    *(
+        "1",
+        "-1_000",
+        "0xff",
+        "1.5e-3",
+        "true",
+        '"s # ] } = \\" \\\\"',
+        "'l\\'",
+        '"""m\n"q" ""\\\n # x"""',
+        '"""""x"""""',
+        "'''m\n'' [x]\n'''",
+        "''''''",
+    ),
+    *(
+        '""',
+        "1979-05-27",
+        "1979-05-27 07:32:00",
+        "1979-05-27T07:32:00.5Z",
+        "07:32:00",
+        '"[a]"',
+        '"""\\""""',
+    ),
 ]
 scalars = st.sampled_from(SCALARS)
 gaps = st.sampled_from(["", " ", "\t", "\n", " # a ] } , \" ''' comment\n", "\r\n"])
@@ -55,14 +88,23 @@ def inline(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     def joined(parts: list[str], gap: str, comma: bool) -> str:
         return gap + f"{gap},{gap}".join(parts) + (gap + "," if comma and parts else "") + gap
 
-    arrays = st.builds(lambda *args: f"[{joined(*args)}]", st.lists(values, max_size=3), gaps, st.booleans())
+    arrays = st.builds(
+        lambda *args: f"[{joined(*args)}]", st.lists(values, max_size=3), gaps, st.booleans()
+    )
     pairs = st.builds(lambda key, value: f"{key} = {value}", dotted, values)
-    tables = st.builds(lambda *args: "{" + joined(*args) + "}", st.lists(pairs, max_size=3), gaps, st.booleans())
+    tables = st.builds(
+        lambda *args: "{" + joined(*args) + "}", st.lists(pairs, max_size=3), gaps, st.booleans()
+    )
     return arrays | tables
 
 
 statements = st.one_of(
-    st.builds(lambda key, value, gap: f"{key} ={gap}{value}", dotted, st.recursive(scalars, inline, max_leaves=6), st.sampled_from(["", " ", "\t"])),
+    st.builds(
+        lambda key, value, gap: f"{key} ={gap}{value}",
+        dotted,
+        st.recursive(scalars, inline, max_leaves=6),
+        st.sampled_from(["", " ", "\t"]),
+    ),
     dotted.map(lambda key: f"[{key}]"),
     dotted.map(lambda key: f"[[ {key} ]]  # comment"),
     st.sampled_from(["", "  # comment = [x]", "\t"]),
@@ -107,7 +149,14 @@ def test_spots_are_lines_and_columns_from_one() -> None:
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("a = 1\nb = \n", 2), ("a = 1\n\n[t\n", 3), ("a = 1\na = 2\n", 2), ('a = """\n\n', 3), ("a = 'x", 1), ("[x]\n[x]", 2)],
+    [
+        ("a = 1\nb = \n", 2),
+        ("a = 1\n\n[t\n", 3),
+        ("a = 1\na = 2\n", 2),
+        ('a = """\n\n', 3),
+        ("a = 'x", 1),
+        ("[x]\n[x]", 2),
+    ],
 )
 def test_a_document_that_is_no_toml_is_refused_with_its_line(text: str, line: int) -> None:
     with pytest.raises(ConfigError) as caught:

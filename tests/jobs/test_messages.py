@@ -1,4 +1,5 @@
-"""What jobs.toml is refused with helps: what is twice and where, how TOML writes a value, what a key of another program is called here."""
+"""What jobs.toml is refused with helps: what is twice and where, how TOML writes a value, what a
+key of another program is called here."""
 
 from __future__ import annotations
 
@@ -15,15 +16,51 @@ from trainkit.jobs.messages import SYNONYMS, choices
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("[jobs.a]\nnodes = 1\nmodel = 'm'\nnodes = 2\n[jobs.b]\n", "4: not TOML: jobs.a.nodes is given twice, first in line 2", "keep one of the two"),
-        ("[jobs.a]\nnodes = 1\n\n[models.m]\n[jobs.a]\n", "5: not TOML: jobs.a is given twice, first in line 1", "keep one of the two"),
-        ("[a]\nb = { c = 1, d = 2, c = 3 }\n", "2: not TOML: a.b.c is given twice, first in line 2", "keep one of the two"),
-        ("a.b = 1\r\na = '''\r\n'''\r\n", "3: not TOML: a is given twice, first in line 1", "keep one of the two"),
-        ("a = True\n", "1: not TOML: Invalid value (column 5): True", "TOML writes it in lower case: true"),
-        ("a = [1, FALSE]\n", "1: not TOML: Invalid value (column 9): FALSE", "TOML writes it in lower case: false"),
-        ("a = None\n", "1: not TOML: Invalid value (column 5): None", "TOML has no such value: leave the key out"),
-        ("a = native\n", "1: not TOML: Invalid value (column 5): native", 'a string needs quotes: "native"'),
-        ("a = .5\n", "1: not TOML: Invalid value (column 5): .5", "TOML wants a digit before the point: 0.5"),
+        (
+            "[jobs.a]\nnodes = 1\nmodel = 'm'\nnodes = 2\n[jobs.b]\n",
+            "4: not TOML: jobs.a.nodes is given twice, first in line 2",
+            "keep one of the two",
+        ),
+        (
+            "[jobs.a]\nnodes = 1\n\n[models.m]\n[jobs.a]\n",
+            "5: not TOML: jobs.a is given twice, first in line 1",
+            "keep one of the two",
+        ),
+        (
+            "[a]\nb = { c = 1, d = 2, c = 3 }\n",
+            "2: not TOML: a.b.c is given twice, first in line 2",
+            "keep one of the two",
+        ),
+        (
+            "a.b = 1\r\na = '''\r\n'''\r\n",
+            "3: not TOML: a is given twice, first in line 1",
+            "keep one of the two",
+        ),
+        (
+            "a = True\n",
+            "1: not TOML: Invalid value (column 5): True",
+            "TOML writes it in lower case: true",
+        ),
+        (
+            "a = [1, FALSE]\n",
+            "1: not TOML: Invalid value (column 9): FALSE",
+            "TOML writes it in lower case: false",
+        ),
+        (
+            "a = None\n",
+            "1: not TOML: Invalid value (column 5): None",
+            "TOML has no such value: leave the key out",
+        ),
+        (
+            "a = native\n",
+            "1: not TOML: Invalid value (column 5): native",
+            'a string needs quotes: "native"',
+        ),
+        (
+            "a = .5\n",
+            "1: not TOML: Invalid value (column 5): .5",
+            "TOML wants a digit before the point: 0.5",
+        ),
     ],
 )
 def test_a_file_that_is_not_toml(text: str, message: str, hint: str, tmp_path: Path) -> None:
@@ -41,9 +78,13 @@ def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
 
 def test_integers_that_toml_does_not_have(checkout: Checkout) -> None:
     for text in ("train_iters = 1" + "0" * 29, "rampup_batch_size = [1, 2, 1" + "0" * 29 + "]"):
-        with pytest.raises(ConfigError, match=r"jobs\.demo\.training\.\w+: an integer of TOML has 64 bits"):
+        with pytest.raises(
+            ConfigError, match=r"jobs\.demo\.training\.\w+: an integer of TOML has 64 bits"
+        ):
             checkout(GOOD.replace("train_iters = 20", text))
-    with pytest.raises(ConfigError, match=r"--set: training\.train_iters: an integer of TOML has 64 bits"):
+    with pytest.raises(
+        ConfigError, match=r"--set: training\.train_iters: an integer of TOML has 64 bits"
+    ):
         checkout().resolve("demo", ["training.train_iters=1" + "0" * 29])
     (words,) = refused(checkout(), sets=["training.train_iters=1" + "0" * 15])
     assert "must be at most 1000000000000" in words
@@ -61,18 +102,29 @@ def test_integers_that_toml_does_not_have(checkout: Checkout) -> None:
     ],
 )
 def test_what_other_programs_call_a_key(line: str, hint: str, checkout: Checkout) -> None:
-    (words, *_) = [str(problem) for problem in checkout(GOOD + line + "\n").check() if "unknown key" in str(problem)]
+    words, *_ = [
+        str(problem)
+        for problem in checkout(GOOD + line + "\n").check()
+        if "unknown key" in str(problem)
+    ]
     assert words.endswith(hint), words
 
 
 def test_a_key_in_the_table_above_its_own(checkout: Checkout) -> None:
     for key, meant in (("lr", "lr"), ("learning_rate", "lr"), ("max_steps", "train_iters")):
         text = GOOD.replace('dataset = "mock"\n', f'dataset = "mock"\n{key} = 3\n')
-        assert any(str(problem).endswith(f"'{meant}' belongs into [jobs.demo.training]") for problem in checkout(text).check())
+        assert any(
+            str(problem).endswith(f"'{meant}' belongs into [jobs.demo.training]")
+            for problem in checkout(text).check()
+        )
 
 
 def test_several_keys_that_begin_alike_are_all_named(checkout: Checkout) -> None:
-    text = GOOD + '[tokenizers.t]\ntype = "gpt2"\nvocab = "vocab.json"\nmerge_file = "m.txt"\nvocab_file = "vocab.json"\n'
+    text = (
+        GOOD
+        + '[tokenizers.t]\ntype = "gpt2"\nvocab = "vocab.json"\nmerge_file = "m.txt"\nvocab_file ='
+        ' "vocab.json"\n'
+    )
     (words,) = [str(problem) for problem in checkout(text).check()]
     assert "did you mean 'vocab_file', 'vocab_size' or 'vocab_url'?" in words
     assert choices("x", []) == "no such table is defined"
@@ -90,5 +142,8 @@ def test_editors_find_the_schema() -> None:
     root = Path(__file__).resolve().parents[2]
     for path in (root / "jobs.toml", *(root / "jobs").glob("*.toml")):
         (line,) = [line for line in path.read_text().splitlines() if line.startswith("#:schema ")]
-        assert (path.parent / line.partition(" ")[2]).resolve() == root / "docs" / "jobs.schema.json"
-        assert path.read_text().split(line)[0].replace("\n#", "").count("\n") == 1  # only comments before it
+        assert (
+            path.parent / line.partition(" ")[2]
+        ).resolve() == root / "docs" / "jobs.schema.json"
+        # only comments before it
+        assert path.read_text().split(line)[0].replace("\n#", "").count("\n") == 1

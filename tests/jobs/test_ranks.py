@@ -15,22 +15,45 @@ def test_every_rank_has_one_place(sizes: tuple[int, int, int, int]) -> None:
     degrees = Degrees(*sizes)
     places = [place_of(rank, degrees) for rank in range(degrees.world)]
     assert [rank_of(place, degrees) for place in places] == list(range(degrees.world))
-    every = product(range(degrees.pipeline), range(degrees.replicate), range(degrees.shard), range(degrees.tensor))
-    assert places == [Place(*place) for place in every]  # tensor fastest, then data (its copies outside its shards), then pipeline
+    every = product(
+        range(degrees.pipeline),
+        range(degrees.replicate),
+        range(degrees.shard),
+        range(degrees.tensor),
+    )
+    # tensor fastest, then data (its copies outside its shards), then pipeline
+    assert places == [Place(*place) for place in every]
 
 
 def test_neighbours() -> None:
     """TP 4, PP 2, DP 3: as Megatron-LM's order tp-dp-pp."""
     degrees = Degrees(tensor=4, pipeline=2, shard=3)
-    assert rank_of(Place(0, 0, 0, 3), degrees) == 3 and rank_of(Place(0, 0, 1, 0), degrees) == 4 and rank_of(Place(1, 0, 0, 0), degrees) == 12
+    assert (
+        rank_of(Place(0, 0, 0, 3), degrees) == 3
+        and rank_of(Place(0, 0, 1, 0), degrees) == 4
+        and rank_of(Place(1, 0, 0, 0), degrees) == 12
+    )
 
 
 @pytest.mark.parametrize(
     ("size", "parts", "unit"),
-    [(50257, 8, 64), (6144, 8, 64), (11008, 8, 64), (64, 4, 16), (320, 2, 32), (3904, 64, 1), (1000, 8, 1), (61, 4, 16), (301, 2, 8), (7, 7, 1), (171, 2, 8)],
+    [
+        (50257, 8, 64),
+        (6144, 8, 64),
+        (11008, 8, 64),
+        (64, 4, 16),
+        (320, 2, 32),
+        (3904, 64, 1),
+        (1000, 8, 1),
+        (61, 4, 16),
+        (301, 2, 8),
+        (7, 7, 1),
+        (171, 2, 8),
+    ],
 )
 def test_shares_cover_and_are_about_equal(size: int, parts: int, unit: int) -> None:
-    """Megatron-LM, which asks for a multiple of the ranks, gives 160 of 320 to each of two; whole tiles of 64 would give 128 and 192."""
+    """Megatron-LM, which asks for a multiple of the ranks, gives 160 of 320 to each of two;
+    whole tiles of 64 would give 128 and 192."""
     shares = [share(size, parts, index) for index in range(parts)]
     ends = [0, *(start + length for start, length in shares)]
     assert [start for start, _ in shares] == ends[:-1] and ends[-1] == size
@@ -43,8 +66,17 @@ def test_shares_cover_and_are_about_equal(size: int, parts: int, unit: int) -> N
 
 @pytest.mark.parametrize(("groups", "tensor"), [(8, 4), (4, 4), (2, 4), (1, 8)])
 def test_heads_of_keys_are_those_that_the_queries_read(groups: int, tensor: int) -> None:
-    model = Model(family="llama", num_layers=1, hidden_size=64, num_attention_heads=8, num_query_groups=groups, seq_length=8)
+    model = Model(
+        family="llama",
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=8,
+        num_query_groups=groups,
+        seq_length=8,
+    )
     for index in range(tensor):
         first, count = key_value_heads(model, tensor, index)
         queries = range(index * 8 // tensor, (index + 1) * 8 // tensor)
-        assert sorted({query * groups // 8 for query in queries}) == list(range(first, first + count))
+        assert sorted({query * groups // 8 for query in queries}) == list(
+            range(first, first + count)
+        )

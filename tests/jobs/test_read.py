@@ -1,4 +1,5 @@
-"""Each key of jobs.toml is read by something; one that nothing reads would be a promise that nobody keeps."""
+"""Each key of jobs.toml is read by something; one that nothing reads would be a promise that
+nobody keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from trainkit.jobs.schema import TABLES, Defaults, Table
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGE = CHECKOUT / "trainkit"
-# Keys of several tables: an attribute of that name could be another table's, so the words that read it are named.
+# Keys of several tables: an attribute of that name could be another table's, so the words that read
+# it are named.
 READERS = {
     ("Cluster", "python"): ("launch/slurm/batch_script.py", "job.cluster.python"),
     ("Container", "python"): ("engines/native.py", "job.container.python"),
@@ -50,7 +52,8 @@ READERS = {
     ("Part", "dataset"): ("jobs/datasets.py", "part.dataset"),
     ("Job", "dataset"): ("plan/planner.py", "job.dataset"),
 }
-AS_DATA = {"Tokenizer", "Dataset"}  # travel to the stage prep-data as JSON, and are read there by their keys
+# travel to the stage prep-data as JSON, and are read there by their keys
+AS_DATA = {"Tokenizer", "Dataset"}
 
 
 def tables() -> list[type[Table]]:
@@ -79,19 +82,26 @@ def parts(annotation: Any) -> Iterator[type[Table]]:
 
 
 def read_somewhere() -> tuple[set[str], set[str]]:
-    """(attributes that the package reads, strings in it), the schema's own declarations left out."""
+    """(attributes that the package reads, strings in it), the schema's own declarations left
+    out."""
     attributes, strings = set(), set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 attributes.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and PACKAGE / "jobs" not in path.parents:
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and PACKAGE / "jobs" not in path.parents
+            ):
                 strings.add(node.value)
     return attributes, strings
 
 
 def test_each_key_is_read() -> None:
-    keys = [(table.__name__, key) for table in tables() for key in table.model_fields if key != "name"]
+    keys = [
+        (table.__name__, key) for table in tables() for key in table.model_fields if key != "name"
+    ]
     several = {key for _, key in keys if sum(other == key for _, other in keys) > 1}
     attributes, strings = read_somewhere()
     for table, key in keys:
@@ -100,9 +110,13 @@ def test_each_key_is_read() -> None:
         if key in several:
             where, words = READERS[table, key]
             files = [PACKAGE / where] if where.endswith(".py") else (PACKAGE / where).rglob("*.py")
-            assert any(words in file.read_text() for file in files), f"nothing in {where} reads {table}.{key}"
+            assert any(words in file.read_text() for file in files), (
+                f"nothing in {where} reads {table}.{key}"
+            )
         else:
-            assert key in attributes or (table in AS_DATA and key in strings), f"nothing reads {table}.{key}: use it, or put it into `planned`"
+            assert key in attributes or (table in AS_DATA and key in strings), (
+                f"nothing reads {table}.{key}: use it, or put it into `planned`"
+            )
 
 
 RENAMED = "key_of_"
@@ -110,20 +124,40 @@ RENAMED = "key_of_"
 
 @pytest.mark.slow
 def test_each_key_is_read_by_its_type(tmp_path: Path) -> None:
-    """The same, without doubt: mypy names every reader of a key that is called otherwise. (Tables in tables stay; what is in them is looked at.)"""
-    shutil.copytree(PACKAGE, tmp_path / "trainkit", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    """The same, without doubt: mypy names every reader of a key that is called otherwise.
+    (Tables in tables stay; what is in them is looked at.)"""
+    shutil.copytree(
+        PACKAGE, tmp_path / "trainkit", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+    )
     shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
     scalars = {
-        table.__name__: {key for key, field in table.model_fields.items() if key != "name" and not any(parts(field.annotation))}
+        table.__name__: {
+            key
+            for key, field in table.model_fields.items()
+            if key != "name" and not any(parts(field.annotation))
+        }
         for table in tables()
         if table is not Defaults
     }
     for path in (tmp_path / "trainkit" / "jobs").glob("*.py"):
         lines = path.read_text().splitlines(keepends=True)
-        classes = [node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.ClassDef)]
-        for keys, node in ((scalars[table.name], node) for table in classes for node in table.body if table.name in scalars):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in keys:
-                lines[node.lineno - 1] = lines[node.lineno - 1].replace(node.target.id, RENAMED + node.target.id, 1)
+        classes = [
+            node for node in ast.walk(ast.parse("".join(lines))) if isinstance(node, ast.ClassDef)
+        ]
+        for keys, node in (
+            (scalars[table.name], node)
+            for table in classes
+            for node in table.body
+            if table.name in scalars
+        ):
+            if (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+                and node.target.id in keys
+            ):
+                lines[node.lineno - 1] = lines[node.lineno - 1].replace(
+                    node.target.id, RENAMED + node.target.id, 1
+                )
         path.write_text("".join(lines))
     argv = [sys.executable, "-m", "mypy", "trainkit", "--cache-dir", str(tmp_path / "cache")]
     said = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
@@ -131,22 +165,47 @@ def test_each_key_is_read_by_its_type(tmp_path: Path) -> None:
     assert len(read) > 100, said[-2000:]
     _, strings = read_somewhere()
     unread = {(table, key) for table, keys in scalars.items() for key in keys} - read
-    assert {(table, key) for table, key in unread if not (table in AS_DATA and key in strings)} == set()
+    assert {
+        (table, key) for table, key in unread if not (table in AS_DATA and key in strings)
+    } == set()
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[containers.c]\nimage = "a"\nruntime = "docker"\ndockerfile = "Dockerfile"\n', "containers.c.dockerfile is planned, but not in this version"),
-        ("[devices.d]\nlink_gb_per_second = 3.0\n", "devices.d.link_gb_per_second is planned, but not in this version"),
-        ('[clusters.c.stages.build-container]\npartition = "p"\n', "stage 'build-container' is planned, but not in this version"),
-        ('[clusters.c.stages.precompile]\npartition = "p"\n', "stage 'precompile' is planned, but not in this version"),
-        ('[clusters.c.stages.prepdata]\npartition = "p"\n', "there is no stage 'prepdata'; stages: prep-data, index, weights"),
-        ('[clusters.c.stages.build]\npartition = "p"\n', "the stage 'build' always runs where you type"),
-        ('[engines.megatron]\nsource = "x"\n', "there is no engine 'megatron'; engines: gpt-neox, megatron-lm"),
+        (
+            '[containers.c]\nimage = "a"\nruntime = "docker"\ndockerfile = "Dockerfile"\n',
+            "containers.c.dockerfile is planned, but not in this version",
+        ),
+        (
+            "[devices.d]\nlink_gb_per_second = 3.0\n",
+            "devices.d.link_gb_per_second is planned, but not in this version",
+        ),
+        (
+            '[clusters.c.stages.build-container]\npartition = "p"\n',
+            "stage 'build-container' is planned, but not in this version",
+        ),
+        (
+            '[clusters.c.stages.precompile]\npartition = "p"\n',
+            "stage 'precompile' is planned, but not in this version",
+        ),
+        (
+            '[clusters.c.stages.prepdata]\npartition = "p"\n',
+            "there is no stage 'prepdata'; stages: prep-data, index, weights",
+        ),
+        (
+            '[clusters.c.stages.build]\npartition = "p"\n',
+            "the stage 'build' always runs where you type",
+        ),
+        (
+            '[engines.megatron]\nsource = "x"\n',
+            "there is no engine 'megatron'; engines: gpt-neox, megatron-lm",
+        ),
     ],
 )
-def test_what_nothing_reads_is_refused_with_words(text: str, words: str, checkout: Checkout) -> None:
+def test_what_nothing_reads_is_refused_with_words(
+    text: str, words: str, checkout: Checkout
+) -> None:
     (problem,) = checkout(GOOD + text).check()
     assert words in str(problem), problem
 

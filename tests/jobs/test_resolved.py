@@ -1,4 +1,5 @@
-"""The resolved job as a file: what is written is what is read, without jobs.toml, the environment or tomli."""
+"""The resolved job as a file: what is written is what is read, without jobs.toml, the
+environment or tomli."""
 
 from __future__ import annotations
 
@@ -31,26 +32,55 @@ def leaves(table: Table, above: str = "") -> dict[str, object]:
 
 
 def test_every_value_has_its_origin(checkout: Checkout) -> None:
-    resolved = checkout(GOOD.replace("ranks_per_node = 2", "env = { A = '1', B = '2' }\nsecrets = ['K?']")).resolve("demo")
+    resolved = checkout(
+        GOOD.replace("ranks_per_node = 2", "env = { A = '1', B = '2' }\nsecrets = ['K?']")
+    ).resolve("demo")
     assert {path: origin.value for path, origin in resolved.origins.items()} == leaves(resolved.job)
 
 
 def test_a_job_written_is_the_job_read(checkout: Checkout, tmp_path: Path) -> None:
-    resolved = checkout(GOOD.replace("ranks_per_node = 2", "env = { A = '${node:A}', B = 'é\\u0000\"' }\nsecrets = ['K?']"), environ={}).resolve("demo")
+    resolved = checkout(
+        GOOD.replace(
+            "ranks_per_node = 2", "env = { A = '${node:A}', B = 'é\\u0000\"' }\nsecrets = ['K?']"
+        ),
+        environ={},
+    ).resolve("demo")
     write_job(tmp_path / "job.json", resolved)
     assert read_job(tmp_path / "job.json") == resolved.job
     document = json.loads((tmp_path / "job.json").read_text())
     assert document["schema"] == "job/1"
-    assert document["origins"]["training.lr"] == {"value": 0.001, "place": "jobs.toml:19", "overrode": []}
-    assert document["origins"]["cluster.secrets"]["overrode"] == [{"value": [], "place": "built-in default"}]
+    assert document["origins"]["training.lr"] == {
+        "value": 0.001,
+        "place": "jobs.toml:19",
+        "overrode": [],
+    }
+    assert document["origins"]["cluster.secrets"]["overrode"] == [
+        {"value": [], "place": "built-in default"}
+    ]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
-@given(lr=st.floats(0, 1e300), seed=st.integers(0, 2**63 - 1), prompt=st.text().filter(lambda text: "${" not in text))
-def test_values_come_back_exactly(lr: float, seed: int, prompt: str, checkout: Checkout, tmp_path: Path) -> None:
-    sets = [f"training.lr={lr!r}", f"training.seed={seed}", "generate.prompt=" + json.dumps(prompt, ensure_ascii=False).replace("\x7f", "\\u007f")]
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50
+)
+@given(
+    lr=st.floats(0, 1e300),
+    seed=st.integers(0, 2**63 - 1),
+    prompt=st.text().filter(lambda text: "${" not in text),
+)
+def test_values_come_back_exactly(
+    lr: float, seed: int, prompt: str, checkout: Checkout, tmp_path: Path
+) -> None:
+    sets = [
+        f"training.lr={lr!r}",
+        f"training.seed={seed}",
+        "generate.prompt=" + json.dumps(prompt, ensure_ascii=False).replace("\x7f", "\\u007f"),
+    ]
     resolved = checkout().resolve("demo", sets)
-    assert (resolved.job.training.lr, resolved.job.training.seed, resolved.job.generate.prompt) == (lr, seed, prompt)
+    assert (resolved.job.training.lr, resolved.job.training.seed, resolved.job.generate.prompt) == (
+        lr,
+        seed,
+        prompt,
+    )
     write_job(tmp_path / "job.json", resolved)
     assert read_job(tmp_path / "job.json") == resolved.job
 
@@ -58,10 +88,15 @@ def test_values_come_back_exactly(lr: float, seed: int, prompt: str, checkout: C
 def test_ranks_read_a_job_without_tomli(checkout: Checkout, tmp_path: Path) -> None:
     write_job(tmp_path / "job.json", checkout().resolve("demo"))
     program = (
-        "import sys; from pathlib import Path; from trainkit.jobs.resolved import read_job; job = read_job(Path(sys.argv[1])); "
-        "print(job.name, 'tomli' in sys.modules)"
+        "import sys; from pathlib import Path; from trainkit.jobs.resolved import read_job; job ="
+        " read_job(Path(sys.argv[1])); print(job.name, 'tomli' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "job.json")], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "job.json")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "demo False\n"
 
 

@@ -1,4 +1,5 @@
-"""A small supervisor with blocking sockets, to see what real agents do: tests/launch/agent/test_agent*.py."""
+"""A small supervisor with blocking sockets, to see what real agents do:
+tests/launch/agent/test_agent*.py."""
 
 from __future__ import annotations
 
@@ -49,28 +50,57 @@ class Session:
             "port": self.server.getsockname()[1],
             "nodes": [{"host": "here"}],
         }
-        session |= {"interface": None, "root": str(folder), "lease": 60, "grace": 1, "node_folder": str(self.node_folder), "nonce": "abc", "python_paths": []}
+        session |= {
+            "interface": None,
+            "root": str(folder),
+            "lease": 60,
+            "grace": 1,
+            "node_folder": str(self.node_folder),
+            "nonce": "abc",
+            "python_paths": [],
+        }
         (self.folder / "session.json").write_text(json.dumps(session | values))
         (self.folder / "token").write_text(self.token.hex())
         (self.folder / "secrets.json").write_text(json.dumps({"KEY": SECRET}))
         self.agent: subprocess.Popen[bytes] | None = None
 
     def start(
-        self, *, stdin: int = subprocess.DEVNULL, environment: Mapping[str, str] | None = None, agent: Path = AGENT, around: Sequence[str] = ()
+        self,
+        *,
+        stdin: int = subprocess.DEVNULL,
+        environment: Mapping[str, str] | None = None,
+        agent: Path = AGENT,
+        around: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start the agent as a launcher does, by way of the program `around`; the process is its keeper."""
+        """Start the agent as a launcher does, by way of the program `around`; the process is its
+        keeper."""
         argv = [*around, sys.executable, "-I", "-S", str(agent), str(self.folder), "0"]
-        own = {**(os.environ if environment is None else environment), marks.MARK_VARIABLE: f"{self.run}/1/agents/0"}
-        self.agent = subprocess.Popen(argv, stdin=stdin, stderr=open(self.folder.parent / "agent.err", "wb"), env=own, start_new_session=True)  # noqa: SIM115
+        own = {
+            **(os.environ if environment is None else environment),
+            marks.MARK_VARIABLE: f"{self.run}/1/agents/0",
+        }
+        self.agent = subprocess.Popen(
+            argv,
+            stdin=stdin,
+            stderr=open(self.folder.parent / "agent.err", "wb"),  # noqa: SIM115
+            env=own,
+            start_new_session=True,
+        )
         return self.agent
 
     def accept(self) -> Peer:
         """The agent's connection, proved on both sides."""
         peer = Peer(self.server.accept()[0])
         knock, own = peer.hear("knock"), frames.new_nonce()
-        peer.say(type="challenge", nonce=own, proof=frames.proof(self.token, "supervisor", own, knock["nonce"]))
+        peer.say(
+            type="challenge",
+            nonce=own,
+            proof=frames.proof(self.token, "supervisor", own, knock["nonce"]),
+        )
         answer = peer.hear("answer")
-        assert frames.proved(answer["proof"], self.token, "agent", knock["nonce"], own, f"agent:{knock['node']}")
+        assert frames.proved(
+            answer["proof"], self.token, "agent", knock["nonce"], own, f"agent:{knock['node']}"
+        )
         peer.decoder.limit = frames.LIMIT
         return peer
 
@@ -102,7 +132,8 @@ class Session:
 
 
 class Peer:
-    """The supervisor's end of one agent's connection. Frames that are not waited for are kept in `heard`."""
+    """The supervisor's end of one agent's connection. Frames that are not waited for are kept in
+    `heard`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.decoder = sock, Decoder()
@@ -119,7 +150,8 @@ class Peer:
         self.say(type="go", processes=processes, secret_names=secret_names)
 
     def hear(self, kind: str, key: str | None = None, seconds: float = LONG) -> Frame:
-        """The next frame of that type (and process); pings go on meanwhile. Raises EOFError at the end of the connection."""
+        """The next frame of that type (and process); pings go on meanwhile. Raises EOFError at
+        the end of the connection."""
         deadline, pinged = time.monotonic() + seconds, time.monotonic()
         while True:
             while self.waiting:
@@ -143,7 +175,11 @@ class Peer:
 
     def output(self, key: str, stream: str | None = None) -> str:
         """All output heard so far of a process."""
-        return "".join(f["text"] for f in self.heard if f["type"] == "output" and f["key"] == key and stream in (None, f["stream"]))
+        return "".join(
+            f["text"]
+            for f in self.heard
+            if f["type"] == "output" and f["key"] == key and stream in (None, f["stream"])
+        )
 
     def until(self, condition: Callable[[], object]) -> None:
         """Wait for what comes true by itself; pings go on meanwhile."""
@@ -194,13 +230,17 @@ def alive(pid: int) -> bool:
 
 def setsid(path: Path) -> str:
     """A program in a session of its own that ignores TERM and writes its pid to `path`."""
-    return f"import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    return (
+        "import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN);"
+        f" open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
 
 
 def ignoring(path: Path) -> str:
     """A program that ignores TERM and has such a child."""
     return (
-        f"import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); subprocess.Popen([sys.executable, '-c', {setsid(path)!r}]); time.sleep(600)"
+        "import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN);"
+        f" subprocess.Popen([sys.executable, '-c', {setsid(path)!r}]); time.sleep(600)"
     )
 
 

@@ -1,4 +1,5 @@
-"""Programs that stand for Slurm's: sbatch and scancel write down what they are told, squeue says what it is told to say. And graphs for them."""
+"""Programs that stand for Slurm's: sbatch and scancel write down what they are told, squeue says
+what it is told to say. And graphs for them."""
 
 from __future__ import annotations
 
@@ -97,13 +98,21 @@ def make_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     """The programs, first on PATH, and the job `small`."""
     (tmp_path / "jobs.toml").write_text(JOBS)
     programs = {
-        "sbatch": f'echo "sbatch $*" >> {tmp_path}/lines; echo $((100 + $(grep -c ^sbatch {tmp_path}/lines)))',
+        "sbatch": (
+            f'echo "sbatch $*" >> {tmp_path}/lines; echo $((100 + $(grep -c ^sbatch'
+            f" {tmp_path}/lines)))"
+        ),
         "scancel": f'echo "scancel $*" >> {tmp_path}/lines',
-        "squeue": f"""jobs=,$(printf '%s\\n' "$@" | sed -n 's/^--jobs=//p'),
+        "squeue": (
+            f"""jobs=,$(printf '%s\\n' "$@" | sed -n 's/^--jobs=//p'),
 awk -F'|' -v jobs=$jobs 'index(jobs, "," $1 ",")' {tmp_path}/states |
-case "$*" in *%F*) cat;; *) awk -F'|' '!seen[$1]++ {{print $1 "|" $2 "|None|N/A|1:00|n1"}}';; esac""",
+case "$*" in *%F*) cat;; *) awk -F'|' '!seen[$1]++ {{print $1 "|" $2 "|None|N/A|1:00|n1"}}';; esac"""
+        ),
     }
-    programs["sacct"] = f"cat {tmp_path}/accounts 2>/dev/null || {{ echo 'Slurm accounting storage is disabled' >&2; exit 1; }}"
+    programs["sacct"] = (
+        f"cat {tmp_path}/accounts 2>/dev/null || {{ echo 'Slurm accounting storage is disabled'"
+        " >&2; exit 1; }"
+    )
     (tmp_path / "bin").mkdir()
     for name, text in programs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -126,7 +135,9 @@ def part(slurm: Slurm, need: Need, shared: Making | None = None) -> Part:
     return Part(place, need, () if shared else need.units, [], shared)
 
 
-def submit(slurm: Slurm, name: str, *parts: Part, deferred: tuple[str, ...] = ()) -> tuple[RunFolder, list[str]]:
+def submit(
+    slurm: Slurm, name: str, *parts: Part, deferred: tuple[str, ...] = ()
+) -> tuple[RunFolder, list[str]]:
     run, said = slurm.run(name), list[str]()
     submit_graph(run, slurm.job, Graph(parts, deferred), said.append)
     return run, said
@@ -135,7 +146,9 @@ def submit(slurm: Slurm, name: str, *parts: Part, deferred: tuple[str, ...] = ()
 def ready(run: RunFolder) -> int:
     """What Slurm would start last before the run: its exit code."""
     program = run.code.resolve() / "trainkit" / "cli" / "run" / "preflight.py"
-    return forkserver.run([sys.executable, "-I", str(program), str(run.path)], stdout=subprocess.DEVNULL, check=False).returncode
+    return forkserver.run(
+        [sys.executable, "-I", str(program), str(run.path)], stdout=subprocess.DEVNULL, check=False
+    ).returncode
 
 
 def units(run: RunFolder, number: int) -> list[dict[str, Any]]:

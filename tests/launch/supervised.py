@@ -33,7 +33,12 @@ open(os.environ["TRAINKIT_HEARTBEAT_FILE"], "w").write(json.dumps(dict(phase="do
 class Program:
     """An engine whose ranks run `python -c PROGRAM`, or any argv."""
 
-    def __init__(self, program: str = DONE, argv: tuple[str, ...] | None = None, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        program: str = DONE,
+        argv: tuple[str, ...] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.argv, self.env = argv or (sys.executable, "-c", program), env or {}
 
     def problems(self, job: Job) -> list[Problem]:
@@ -41,13 +46,25 @@ class Program:
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         env = {"ATTEMPT": str(attempt), **job.environment, **self.env}
-        return Command(self.argv, env, job.cluster.secrets, run.path, ranks_per_node=job.ranks_per_node)
+        return Command(
+            self.argv, env, job.cluster.secrets, run.path, ranks_per_node=job.ranks_per_node
+        )
 
 
-def make_run(folder: Path, sets: Sequence[str] = (), hosts: Sequence[Host] | None = None, nodes: int = 1, container: str = "") -> RunFolder:
-    """A run of tests/conftest.py's job on random tokens, complete up to its supervisor; its slots are its own. `container`: lines of [containers.box]."""
+def make_run(
+    folder: Path,
+    sets: Sequence[str] = (),
+    hosts: Sequence[Host] | None = None,
+    nodes: int = 1,
+    container: str = "",
+) -> RunFolder:
+    """A run of tests/conftest.py's job on random tokens, complete up to its supervisor; its
+    slots are its own. `container`: lines of [containers.box]."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "jobs.toml").write_text(JOBS.rstrip() + (f'\ncontainer = "box"\n[containers.box]\n{container}\n' if container else "\n"))
+    (folder / "jobs.toml").write_text(
+        JOBS.rstrip()
+        + (f'\ncontainer = "box"\n[containers.box]\n{container}\n' if container else "\n")
+    )
     slots = folder / "node"
     slots.mkdir(exist_ok=True)
     given = [
@@ -61,17 +78,29 @@ def make_run(folder: Path, sets: Sequence[str] = (), hosts: Sequence[Host] | Non
     resolved = load(folder).resolve("random", given)
     run = new_run_folder(folder, "random")
     link_code(take_snapshot(Path(trainkit.__file__).parent, folder / "code").folder, run.code)
-    default = [Host("localhost" if nodes == 1 else f"h{i}", slots=tuple(range(resolved.job.ranks_per_node))) for i in range(nodes)]
+    default = [
+        Host(
+            "localhost" if nodes == 1 else f"h{i}", slots=tuple(range(resolved.job.ranks_per_node))
+        )
+        for i in range(nodes)
+    ]
     write_hosts(run, HostList(tuple(hosts or default), nodes))
     write_job(run.job, resolved)
     return run
 
 
 def supervised(
-    run: RunFolder, engine: Program, *, watch: Watch | None = None, launcher: Launcher | None = None, secrets: dict[str, str] | None = None
+    run: RunFolder,
+    engine: Program,
+    *,
+    watch: Watch | None = None,
+    launcher: Launcher | None = None,
+    secrets: dict[str, str] | None = None,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """(outcome, events of the last attempt)."""
-    outcome = supervise(run, secrets or {}, watch or nobody(), share=False, launcher=launcher, engine=engine)
+    outcome = supervise(
+        run, secrets or {}, watch or nobody(), share=False, launcher=launcher, engine=engine
+    )
     return outcome, events(run, run.attempts()[-1].number)
 
 

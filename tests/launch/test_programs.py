@@ -13,7 +13,10 @@ from trainkit.launch.programs import PLACES, Name, program_path
 @pytest.mark.parametrize("name", PLACES)
 def test_programs_are_found_in_code_of_any_version(name: Name, tmp_path: Path) -> None:
     today, before = PLACES[name]
-    assert program_path(Path(trainkit.__file__).parents[1], name) == Path(trainkit.__file__).parent / today
+    assert (
+        program_path(Path(trainkit.__file__).parents[1], name)
+        == Path(trainkit.__file__).parent / today
+    )
     assert (Path(trainkit.__file__).parent / today).is_file()
     assert program_path(tmp_path, name) == tmp_path / "trainkit" / today  # nothing is there yet
     (tmp_path / "trainkit" / before).parent.mkdir(parents=True)

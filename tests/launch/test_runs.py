@@ -1,4 +1,5 @@
-"""Whole runs on this machine through the real tasks: record, resume, kills, signals, two at once."""
+"""Whole runs on this machine through the real tasks: record, resume, kills, signals, two at
+once."""
 
 from __future__ import annotations
 
@@ -18,27 +19,57 @@ import pytest
 from tests import forkserver
 from tests.conftest import Project, alive, wait_for
 
-STATUS_KEYS = {"schema", "run", "job", "state", "step", "attempt", "folder", "exit", "class", "root_cause", "survivors", "next"}
-METRIC_KEYS = {"step", "consumed_samples", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "elapsed_ms", "tokens_per_second"}
+STATUS_KEYS = {
+    "schema",
+    "run",
+    "job",
+    "state",
+    "step",
+    "attempt",
+    "folder",
+    "exit",
+    "class",
+    "root_cause",
+    "survivors",
+    "next",
+}
+METRIC_KEYS = {
+    "step",
+    "consumed_samples",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "loss_scale",
+    "elapsed_ms",
+    "tokens_per_second",
+}
 LOG_LINE = re.compile(
-    r"iteration +(\d+)/ +30 \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): [\d.]+ \| learning rate: \S+ \| global batch size: +8 \| "
-    r"lm loss: \S+ \| loss scale: 1\.0 \| grad norm: \S+ \| number of skipped iterations: +0 \| number of nan iterations: +0 \|"
+    r"iteration +(\d+)/ +30 \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): [\d.]+"
+    r" \| learning rate: \S+ \| global batch size: +8 \| "
+    r"lm loss: \S+ \| loss scale: 1\.0 \| grad norm: \S+ \| number of skipped iterations: +0 \|"
+    r" number of nan iterations: +0 \|"
 )
 
 
 def events(run: Path, attempt: int = 1) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / f"attempts/{attempt}/events.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / f"attempts/{attempt}/events.jsonl").read_text().splitlines()
+    ]
 
 
 def rank_pids(project: Project, attempt: int = 1, runs: int = 1) -> dict[int, int]:
-    """Pids of the newest run's ranks once there are so many runs and all ranks of this attempt have been started."""
+    """Pids of the newest run's ranks once there are so many runs and all ranks of this attempt
+    have been started."""
 
     def started() -> dict[int, int]:
         found = project.runs()
         path = found[-1] / f"attempts/{attempt}/events.jsonl" if len(found) >= runs else None
         if path is None or not path.exists() or '"go"' not in path.read_text():
             return {}
-        return {e["rank"]: e["pid"] for e in events(found[-1], attempt) if e["event"] == "rank_started"}
+        return {
+            e["rank"]: e["pid"] for e in events(found[-1], attempt) if e["event"] == "rank_started"
+        }
 
     pids = wait_for(started, "the ranks to start")
     assert isinstance(pids, dict)
@@ -47,7 +78,13 @@ def rank_pids(project: Project, attempt: int = 1, runs: int = 1) -> dict[int, in
 
 def wait_for_step(project: Project, step: int) -> None:
     path = project.runs()[-1] / "metrics.jsonl"
-    wait_for(lambda: path.exists() and any(f'"step": {s},' in path.read_text() for s in range(step, step + 5)), f"step {step}")
+    wait_for(
+        lambda: (
+            path.exists()
+            and any(f'"step": {s},' in path.read_text() for s in range(step, step + 5))
+        ),
+        f"step {step}",
+    )
 
 
 def slow_down(project: Project, train_iters: int = 4000) -> None:
@@ -60,18 +97,42 @@ def test_a_whole_run_and_all_it_leaves(project: Project) -> None:
     before = project.document("runs")
     assert before == {"schema": "runs/1", "runs": []}
     done = project.document("train", "random")
-    assert set(done) >= STATUS_KEYS and done["state"] == "succeeded" and done["exit"] == 0 and done["class"] == "success" and done["survivors"] == []
+    assert (
+        set(done) >= STATUS_KEYS
+        and done["state"] == "succeeded"
+        and done["exit"] == 0
+        and done["class"] == "success"
+        and done["survivors"] == []
+    )
     (run,) = project.runs()
     rows = [r for r in project.metrics(run) if "eval" not in r]
-    assert [r["step"] for r in rows] == list(range(1, 31)) and all(set(r) >= METRIC_KEYS for r in rows)
+    assert [r["step"] for r in rows] == list(range(1, 31)) and all(
+        set(r) >= METRIC_KEYS for r in rows
+    )
     assert [r["consumed_samples"] for r in rows] == [8 * s for s in range(1, 31)]
-    assert [(r["step"], r["eval"]) for r in project.metrics(run) if "eval" in r] == [(s, "valid") for s in (0, 10, 20, 30)]
+    assert [(r["step"], r["eval"]) for r in project.metrics(run) if "eval" in r] == [
+        (s, "valid") for s in (0, 10, 20, 30)
+    ]
     log = (run / "attempts/1/logs/0.log").read_text()
     assert [int(m) for m in LOG_LINE.findall(log)] == list(range(1, 31))
     listed = project.document("runs")["runs"]
-    assert listed == [{"run": run.name, "job": "random", "state": "succeeded", "step": 30, "attempt": 1, "folder": str(run)}]
+    assert listed == [
+        {
+            "run": run.name,
+            "job": "random",
+            "state": "succeeded",
+            "step": 30,
+            "attempt": 1,
+            "folder": str(run),
+        }
+    ]
     looked_at = {**done, "devices": [], "devices_note": None}  # nothing runs any more
-    assert project.document("status", "last") == project.document("status", run.name[:12]) == project.document("status", "random") == looked_at
+    assert (
+        project.document("status", "last")
+        == project.document("status", run.name[:12])
+        == project.document("status", "random")
+        == looked_at
+    )
     for name in (
         "job.json",
         "plan.json",
@@ -82,7 +143,10 @@ def test_a_whole_run_and_all_it_leaves(project: Project) -> None:
         "attempts/1/heartbeat/1.json",
     ):
         assert (run / name).is_file(), name
-    assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == ["step-00000025", "step-00000030"]
+    assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == [
+        "step-00000025",
+        "step-00000030",
+    ]
     assert json.loads((run / "origin.json").read_text())["packages"]["torch"]
     assert "iteration       30/" in project.invoke("logs", "last").stdout
     assert project.invoke("resume", "last").stdout.endswith("there is nothing to resume\n")
@@ -105,11 +169,18 @@ def test_tensorboard_reads_what_the_run_wrote(project: Project) -> None:
 @pytest.mark.slow
 def test_text_job_from_raw_text_to_a_sample(project: Project) -> None:
     out = project.invoke("train", "text").stdout
-    assert "a sample from the model" in out and "before" in out and "invoke generate" in out and "tokens/s" in out
+    assert (
+        "a sample from the model" in out
+        and "before" in out
+        and "invoke generate" in out
+        and "tokens/s" in out
+    )
     (run,) = project.runs()
     evaluations = [r["lm_loss"] for r in project.metrics(run) if "eval" in r]
     assert evaluations[-1] < evaluations[0] - 1
-    greedy = project.document("generate", "last", "--prompt", "the quick", "--temperature", "0", "--max-new-tokens", "4")
+    greedy = project.document(
+        "generate", "last", "--prompt", "the quick", "--temperature", "0", "--max-new-tokens", "4"
+    )
     assert greedy["text"].startswith("the quick") and len(greedy["text"]) > len("the quick")
     report = project.document("report", "last", "--picture", "loss.svg", "--flops", "palm-6n")
     assert report["validation_loss"]["last"] == evaluations[-1]
@@ -141,7 +212,8 @@ def test_sigkill_of_everything_then_resume_is_bit_equal(project: Project) -> Non
 
 @pytest.mark.slow  # tests/torture kills at every phase
 def test_killed_twice_between_checkpoints(project: Project) -> None:
-    """Ranks stopped at known steps rather than at random moments: before the first checkpoint, and after one."""
+    """Ranks stopped at known steps rather than at random moments: before the first checkpoint,
+    and after one."""
     slow_down(project, 60)
     project.invoke("train", "random")
     expected = project.losses(project.runs()[0])
@@ -185,8 +257,17 @@ def test_one_killed_rank_stops_its_peers_and_is_named(project: Project) -> None:
     assert "rank 1" in out and "invoke resume" in out
 
 
-@pytest.mark.parametrize(("number", "code", "state"), [(signal.SIGINT, 130, "cancelled"), (signal.SIGTERM, 12, "preempted"), (signal.SIGHUP, 12, "preempted")])
-def test_one_signal_saves_at_the_step_and_stops(project: Project, number: signal.Signals, code: int, state: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "state"),
+    [
+        (signal.SIGINT, 130, "cancelled"),
+        (signal.SIGTERM, 12, "preempted"),
+        (signal.SIGHUP, 12, "preempted"),
+    ],
+)
+def test_one_signal_saves_at_the_step_and_stops(
+    project: Project, number: signal.Signals, code: int, state: str
+) -> None:
     slow_down(project)
     process = project.start("train", "random")
     pids = rank_pids(project)
@@ -231,10 +312,16 @@ def test_a_second_run_on_the_same_slots_is_refused_by_name(project: Project) -> 
 def test_the_same_losses_on_1_2_and_4_ranks(project: Project) -> None:
     for ranks in (1, 2, 4):
         project.invoke("train", "random", "--set", f"cluster.ranks_per_node={ranks}")
-    one, two, four = ([r for r in project.metrics(run) if "eval" not in r] for run in project.runs())
+    one, two, four = (
+        [r for r in project.metrics(run) if "eval" not in r] for run in project.runs()
+    )
     for a, b, c in zip(one, two, four, strict=True):
-        assert a["batch_checksum"] == b["batch_checksum"] == c["batch_checksum"], "another layout saw other samples"
-        assert a["lm_loss"] == pytest.approx(b["lm_loss"], abs=1e-4) and a["lm_loss"] == pytest.approx(c["lm_loss"], abs=1e-4)
+        assert a["batch_checksum"] == b["batch_checksum"] == c["batch_checksum"], (
+            "another layout saw other samples"
+        )
+        assert a["lm_loss"] == pytest.approx(b["lm_loss"], abs=1e-4) and a[
+            "lm_loss"
+        ] == pytest.approx(c["lm_loss"], abs=1e-4)
     assert len({r["batch_checksum"] for r in one}) == 30
 
 
@@ -247,19 +334,36 @@ def test_resumed_on_another_number_of_ranks(project: Project) -> None:
     wait_for_step(project, 6)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    assert "training.seed cannot change" in project.invoke("resume", "last", "--set", "training.seed=1", exit=3).stderr
-    assert " (failed) is at step " in project.invoke("resume", "last", "--set", "cluster.ranks_per_node=4").stdout
-    whole, split = ({r["step"]: r for r in project.metrics(run) if "eval" not in r} for run in project.runs())
+    assert (
+        "training.seed cannot change"
+        in project.invoke("resume", "last", "--set", "training.seed=1", exit=3).stderr
+    )
+    assert (
+        " (failed) is at step "
+        in project.invoke("resume", "last", "--set", "cluster.ranks_per_node=4").stdout
+    )
+    whole, split = (
+        {r["step"]: r for r in project.metrics(run) if "eval" not in r} for run in project.runs()
+    )
     assert list(whole) == list(split) and len(split) == 30
     for step, row in split.items():
-        assert row["batch_checksum"] == whole[step]["batch_checksum"] and row["lm_loss"] == pytest.approx(whole[step]["lm_loss"], abs=1e-4)
+        assert row["batch_checksum"] == whole[step]["batch_checksum"] and row[
+            "lm_loss"
+        ] == pytest.approx(whole[step]["lm_loss"], abs=1e-4)
     job = json.loads((project.runs()[-1] / "job.json").read_text())
-    assert job["job"]["cluster"]["ranks_per_node"] == 4 and job["origins"]["cluster.ranks_per_node"]["place"] == "--set"
+    assert (
+        job["job"]["cluster"]["ranks_per_node"] == 4
+        and job["origins"]["cluster.ranks_per_node"]["place"] == "--set"
+    )
 
 
 def test_secrets_reach_the_ranks_and_no_file(project: Project) -> None:
     path = project.path / "jobs.toml"
-    path.write_text(path.read_text().replace("[clusters.here]", '[clusters.here]\nsecrets = ["MY_API", "MAYBE?"]'))
+    path.write_text(
+        path.read_text().replace(
+            "[clusters.here]", '[clusters.here]\nsecrets = ["MY_API", "MAYBE?"]'
+        )
+    )
     assert "MY_API" in project.invoke("train", "random", exit=3).stderr
     value = "hunter2-$(touch x)-'\"`"
     project.invoke("train", "random", MY_API=value)
@@ -290,10 +394,14 @@ def test_a_bin_that_does_not_fit_its_idx(project: Project) -> None:
     data.write_bytes(data.read_bytes()[:-2])
     value = json.loads(stamp.read_text())  # as if the disk had eaten the end: the stamp still fits
     status = data.stat()
-    value["outputs"] = [[str(data), status.st_size, status.st_mtime_ns] if o[0] == str(data) else o for o in value["outputs"]]
+    value["outputs"] = [
+        [str(data), status.st_size, status.st_mtime_ns] if o[0] == str(data) else o
+        for o in value["outputs"]
+    ]
     stamp.write_text(json.dumps(value))
     failed = project.invoke("train", "text", exit=6)
-    assert "lines_text_document" in failed.stderr and project.runs() == []  # said before any rank starts
+    # said before any rank starts
+    assert "lines_text_document" in failed.stderr and project.runs() == []
 
 
 @pytest.mark.slow
@@ -312,7 +420,10 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(project: Project) -> None:
     data[len(data) // 2] ^= 1
     newest.write_bytes(data)
     project.invoke("resume", "last")
-    assert "passed over" in (run / "attempts/2/logs/0.log").read_text() and "rank-00000.bin" in (run / "attempts/2/logs/0.log").read_text()
+    assert (
+        "passed over" in (run / "attempts/2/logs/0.log").read_text()
+        and "rank-00000.bin" in (run / "attempts/2/logs/0.log").read_text()
+    )
     assert project.losses(run) == expected
 
 
@@ -321,22 +432,39 @@ def test_a_closed_terminal_and_a_reader_that_goes(project: Project) -> None:
     slow_down(project)
     main, second = os.openpty()
     argv = [sys.executable, "-m", "invoke", "train", "random"]
-    process = forkserver.Popen(argv, cwd=project.path, env=project.environment(), stdin=second, stdout=second, stderr=second, start_new_session=True)
+    process = forkserver.Popen(
+        argv,
+        cwd=project.path,
+        env=project.environment(),
+        stdin=second,
+        stdout=second,
+        stderr=second,
+        start_new_session=True,
+    )
     os.close(second)
-    drain = threading.Thread(target=lambda: [None for _ in iter(lambda: read_or_end(main), b"")], daemon=True)
+    drain = threading.Thread(
+        target=lambda: [None for _ in iter(lambda: read_or_end(main), b"")], daemon=True
+    )
     drain.start()
     rank_pids(project)
     wait_for_step(project, 3)
-    process.send_signal(signal.SIGHUP)  # as the kernel does for the session of a terminal that closes
+    # as the kernel does for the session of a terminal that closes
+    process.send_signal(signal.SIGHUP)
     os.close(main)
     assert process.wait(timeout=600) == 12
     status = project.document("status", "last")
     assert status["state"] == "preempted" and status["step"] >= 3
     with project.start("train", "random", "--set", "training.train_iters=30") as unread:
         assert unread.stdout is not None
-        assert len([unread.stdout.readline() for _ in range(3)]) == 3  # the plan, build, the run's name
+        # the plan, build, the run's name
+        assert len([unread.stdout.readline() for _ in range(3)]) == 3
         unread.stdout.close()
-    wait_for(lambda: len(project.runs()) == 2 and project.document("status", "last")["state"] == "succeeded", "the run to finish without its reader")
+    wait_for(
+        lambda: (
+            len(project.runs()) == 2 and project.document("status", "last")["state"] == "succeeded"
+        ),
+        "the run to finish without its reader",
+    )
 
 
 def read_or_end(handle: int) -> bytes:
@@ -347,13 +475,27 @@ def read_or_end(handle: int) -> bytes:
 
 
 def test_an_environment_that_is_no_utf8(project: Project) -> None:
-    environment = {os.fsencode(k): os.fsencode(v) for k, v in project.environment().items()} | {b"NAME": b"Jos\xe9", b"PYTHONIOENCODING": b"ascii"}
-    done = forkserver.run([sys.executable, "-m", "invoke", "train", "text"], cwd=project.path, env=environment, capture_output=True)
+    environment = {os.fsencode(k): os.fsencode(v) for k, v in project.environment().items()} | {
+        b"NAME": b"Jos\xe9",
+        b"PYTHONIOENCODING": b"ascii",
+    }
+    done = forkserver.run(
+        [sys.executable, "-m", "invoke", "train", "text"],
+        cwd=project.path,
+        env=environment,
+        capture_output=True,
+    )
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
-    assert json.loads((project.runs()[-1] / "origin.json").read_text())["environment"]["NAME"] == "Jos\udce9"
+    assert (
+        json.loads((project.runs()[-1] / "origin.json").read_text())["environment"]["NAME"]
+        == "Jos\udce9"
+    )
 
 
 def test_an_infeasible_plan_says_everything(project: Project) -> None:
     failed = project.invoke("train", "random", "--set", "training.global_batch_size=9", exit=4)
-    assert "global_batch_size 9 does not divide" in failed.stderr and "nearest: 8 or 12" in failed.stderr
+    assert (
+        "global_batch_size 9 does not divide" in failed.stderr
+        and "nearest: 8 or 12" in failed.stderr
+    )
     assert not project.runs()

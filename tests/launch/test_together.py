@@ -44,9 +44,17 @@ run_unit(work)
 """
 
 
-def together(folder: Path, progress: list[tuple[int, int]] | None = None, **spec: Any) -> dict[str, Any]:
+def together(
+    folder: Path, progress: list[tuple[int, int]] | None = None, **spec: Any
+) -> dict[str, Any]:
     seen = progress if progress is not None else []
-    return run_together([sys.executable, "-c", PROGRAM], {"pids": str(folder), "given": "ö", **spec}, 2, "cpu", lambda *line: seen.append(line))
+    return run_together(
+        [sys.executable, "-c", PROGRAM],
+        {"pids": str(folder), "given": "ö", **spec},
+        2,
+        "cpu",
+        lambda *line: seen.append(line),
+    )
 
 
 def test_the_result_is_rank_0s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +63,13 @@ def test_the_result_is_rank_0s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = together(tmp_path, progress)
     cores = len(os.sched_getaffinity(0))
     assert found.pop("port").isdigit()
-    assert found == {"rank": 0, "size": 2, "threads": str(max(1, cores // 2)), "waits": "PASSIVE", "given": "ö"}
+    assert found == {
+        "rank": 0,
+        "size": 2,
+        "threads": str(max(1, cores // 2)),
+        "waits": "PASSIVE",
+        "given": "ö",
+    }
     assert progress == [(1, 3), (2, 3), (3, 3)]
 
 
@@ -63,11 +77,17 @@ def test_the_result_is_rank_0s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("spec", "exit", "said"),
     [
         ({"refuses": 1}, Exit.CONFIG, "^no such thing\n  another$"),
-        ({"killed": 1}, Exit.RANK_INFRA, "^rank 1 of 2 was ended by signal 9, as the kernel does when memory runs out"),
+        (
+            {"killed": 1},
+            Exit.RANK_INFRA,
+            "^rank 1 of 2 was ended by signal 9, as the kernel does when memory runs out",
+        ),
         ({"raises": 0}, Exit.RANK_USER, "(?s)^rank 0 of 2 exited with 1\n .*RuntimeError: a bug$"),
     ],
 )
-def test_a_failure_ends_all_and_says_why(tmp_path: Path, spec: dict[str, Any], exit: Exit, said: str) -> None:
+def test_a_failure_ends_all_and_says_why(
+    tmp_path: Path, spec: dict[str, Any], exit: Exit, said: str
+) -> None:
     with pytest.raises(TrainkitError, match=said) as error:
         together(tmp_path, **spec)
     assert error.value.exit == exit and isinstance(error.value, ConfigError) == ("refuses" in spec)
@@ -79,7 +99,13 @@ def test_an_interrupt_leaves_none_behind(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_together([sys.executable, "-c", PROGRAM], {"pids": str(tmp_path), "given": ""}, 2, "cpu", interrupt)
+        run_together(
+            [sys.executable, "-c", PROGRAM],
+            {"pids": str(tmp_path), "given": ""},
+            2,
+            "cpu",
+            interrupt,
+        )
     pids = [int(path.read_text()) for path in tmp_path.iterdir()]
     assert len(pids) == 2 and not any(alive(pid) for pid in pids)
 

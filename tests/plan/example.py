@@ -7,7 +7,13 @@ from typing import Any
 from trainkit.jobs.devices import Device
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Training
 
-BIG = Device(name="big", kind="cuda", label="a big one", memory_bytes=10**15, peak_tflops={"fp32": 100.0, "bf16": 100.0, "fp16": 100.0})
+BIG = Device(
+    name="big",
+    kind="cuda",
+    label="a big one",
+    memory_bytes=10**15,
+    peak_tflops={"fp32": 100.0, "bf16": 100.0, "fp16": 100.0},
+)
 
 
 def gpu(memory_bytes: int | None, **keys: Any) -> Device:
@@ -15,8 +21,20 @@ def gpu(memory_bytes: int | None, **keys: Any) -> Device:
     return BIG.model_copy(update={"memory_bytes": memory_bytes, **keys})
 
 
-def shape(family: str = "gpt", layers: int = 1, hidden: int = 8, heads: int = 2, length: int = 4, **keys: Any) -> Model:
-    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": length}
+def shape(
+    family: str = "gpt",
+    layers: int = 1,
+    hidden: int = 8,
+    heads: int = 2,
+    length: int = 4,
+    **keys: Any,
+) -> Model:
+    sizes = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "seq_length": length,
+    }
     return Model.model_validate({"name": "m", "family": family, "vocab_size": 16, **sizes, **keys})
 
 
@@ -34,7 +52,9 @@ def job_of(
     **training: Any,
 ) -> Job:
     """A job on mock data; on the CPU unless a device is given."""
-    given: dict[str, Any] = {"device": device, "gpus_per_node": ranks} if device else {"ranks_per_node": ranks}
+    given: dict[str, Any] = (
+        {"device": device, "gpus_per_node": ranks} if device else {"ranks_per_node": ranks}
+    )
     given |= {"launcher": "slurm"} if nodes > 1 else {}
     return Job.model_validate(
         {

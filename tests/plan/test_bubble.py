@@ -25,22 +25,35 @@ def note_of(job: Job) -> Objection | None:
 
 def piped(engine: str = "native", pipeline: int = 4, device: Any = BIG, **keys: Any) -> Job:
     parallelism = {"pipeline_model_parallel_size": pipeline, **keys.pop("parallelism", {})}
-    return job_of(shape(layers=16), pipeline, engine=engine, device=device, parallelism=parallelism, **keys)
+    return job_of(
+        shape(layers=16), pipeline, engine=engine, device=device, parallelism=parallelism, **keys
+    )
 
 
 def test_seven_chunks_a_stage() -> None:
-    """Llama 3 405B on 16 stages with 16 micro-batches: 48.4 % bubble, 11.8 % with seven chunks a stage."""
+    """Llama 3 405B on 16 stages with 16 micro-batches: 48.4 % bubble, 11.8 % with seven chunks a
+    stage."""
     job = llama_405b().model_copy(update={"engine": "native"})
     job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": BIG})})
-    job = job.model_copy(update={"training": job.training.model_copy(update={"global_batch_size": 128})})
+    job = job.model_copy(
+        update={"training": job.training.model_copy(update={"global_batch_size": 128})}
+    )
     plan = plan_of(job)
-    assert plan.layout.micro_batches == 16 and plan.layout.bubble_fraction == pytest.approx(0.484, abs=1e-3)
+    assert plan.layout.micro_batches == 16 and plan.layout.bubble_fraction == pytest.approx(
+        0.484, abs=1e-3
+    )
     note = note_of(job)
     assert note and note.changes == ({"parallelism.virtual_pipeline_model_parallel_size": 7},)
-    assert "48.4% of each step is pipeline bubble" in note.message and "leaves 11.8%" in note.message and "days of steps instead of" in note.message
+    assert (
+        "48.4% of each step is pipeline bubble" in note.message
+        and "leaves 11.8%" in note.message
+        and "days of steps instead of" in note.message
+    )
     changed = plan_of(with_change(job, note.changes[0]))
     assert changed.feasible and changed.duration and plan.duration
-    assert changed.duration.parts.steps / plan.duration.parts.steps == pytest.approx((1 - 0.4839) / (1 - 0.1181), rel=1e-3)
+    assert changed.duration.parts.steps / plan.duration.parts.steps == pytest.approx(
+        (1 - 0.4839) / (1 - 0.1181), rel=1e-3
+    )
 
 
 def test_what_is_proposed_can_be() -> None:
@@ -59,11 +72,20 @@ def test_what_is_proposed_can_be() -> None:
 
 def test_only_changes_that_fit() -> None:
     wide = shape(layers=16, hidden=1024, heads=16, length=1024)
-    keys: dict[str, Any] = {"engine": "megatron-lm", "parallelism": {"pipeline_model_parallel_size": 4}, "global_batch_size": 8, "precision": "bf16"}
+    keys: dict[str, Any] = {
+        "engine": "megatron-lm",
+        "parallelism": {"pipeline_model_parallel_size": 4},
+        "global_batch_size": 8,
+        "precision": "bf16",
+    }
     memory = plan_of(job_of(wide, 4, device=BIG, **keys)).memory
     assert memory is not None
     note = note_of(job_of(wide, 4, device=gpu(memory.fullest.total_bytes), **keys))
-    assert note is not None and not note.changes and note_of(job_of(wide, 4, device=BIG, **keys)).changes  # type: ignore[union-attr]
+    assert (
+        note is not None
+        and not note.changes
+        and note_of(job_of(wide, 4, device=BIG, **keys)).changes  # type: ignore[union-attr]
+    )
 
 
 def test_small_bubbles_are_not_worth_a_word() -> None:

@@ -27,15 +27,26 @@ from trainkit.plan.planner import Plan, make_plan
 
 
 def test_the_interval_that_loses_least() -> None:
-    """Young's, for 3 hours between failures and 30 s a checkpoint: every 805 s, 7.5 % lost; for a day: 2,277 s, 2.6 %; at 5 s: 930 s, 1.1 %."""
-    for hours, cost, interval, lost in ((3, 30, 805, 0.075), (24, 30, 2277, 0.026), (24, 5, 930, 0.011)):
+    """Young's, for 3 hours between failures and 30 s a checkpoint: every 805 s, 7.5 % lost; for
+    a day: 2,277 s, 2.6 %; at 5 s: 930 s, 1.1 %."""
+    for hours, cost, interval, lost in (
+        (3, 30, 805, 0.075),
+        (24, 30, 2277, 0.026),
+        (24, 5, 930, 0.011),
+    ):
         best = young_interval(hours * 3600, cost)
-        assert best == pytest.approx(interval, abs=1) and lost_fraction(best, hours * 3600, cost) == pytest.approx(lost, abs=6e-4)
-        assert all(lost_fraction(other, hours * 3600, cost) > lost_fraction(best, hours * 3600, cost) for other in (best / 1.3, best * 1.3))
+        assert best == pytest.approx(interval, abs=1) and lost_fraction(
+            best, hours * 3600, cost
+        ) == pytest.approx(lost, abs=6e-4)
+        assert all(
+            lost_fraction(other, hours * 3600, cost) > lost_fraction(best, hours * 3600, cost)
+            for other in (best / 1.3, best * 1.3)
+        )
 
 
 def test_failures_as_published() -> None:
-    """Llama 3 405B (arXiv:2407.21783): 419 unexpected interruptions in 54 days of 16,384 H100, one in 3.1 hours."""
+    """Llama 3 405B (arXiv:2407.21783): 419 unexpected interruptions in 54 days of 16,384 H100,
+    one in 3.1 hours."""
     assert pytest.approx(419) == FAILURES_PER_GPU_HOUR * 54 * 24 * 16384
     hours = 1 / (FAILURES_PER_GPU_HOUR * 16384)
     assert hours == pytest.approx(3.1, abs=0.01)
@@ -43,14 +54,34 @@ def test_failures_as_published() -> None:
 
 @pytest.mark.parametrize(
     ("time", "seconds"),
-    [(90, 5400), ("90", 5400), ("10:30", 630), ("6:00:00", 21600), ("1-0", 86400), ("2-12", 216000), ("5-23:30", 516600), ("26-00:00:00", 2246400)],
+    [
+        (90, 5400),
+        ("90", 5400),
+        ("10:30", 630),
+        ("6:00:00", 21600),
+        ("1-0", 86400),
+        ("2-12", 216000),
+        ("5-23:30", 516600),
+        ("26-00:00:00", 2246400),
+    ],
 )
 def test_time_limits_as_slurm_reads_them(time: str | int, seconds: int) -> None:
     """sbatch(1), --time."""
     assert sbatch.limit_seconds({"time": time}) == seconds
 
 
-@pytest.mark.parametrize("options", [{}, {"time": 0}, {"time": "UNLIMITED"}, {"time": "infinite"}, {"time": "soon"}, {"time": True}, {"time": "1-2-3"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"time": 0},
+        {"time": "UNLIMITED"},
+        {"time": "infinite"},
+        {"time": "soon"},
+        {"time": True},
+        {"time": "1-2-3"},
+    ],
+)
 def test_no_time_limit(options: dict[str, str | int | bool]) -> None:
     assert sbatch.limit_seconds(options) is None
 
@@ -61,9 +92,14 @@ def test_the_plan_reads_the_limit_of_slurm_alone() -> None:
 
 
 def test_assumed_speed() -> None:
-    """Half of 100 TFLOP/s on 4 devices, a fifth lost to the bubble, 80 GFLOP a token of which 60 are the model's."""
+    """Half of 100 TFLOP/s on 4 devices, a fifth lost to the bubble, 80 GFLOP a token of which 60
+    are the model's."""
     speed = assumed_speed(job_of(ranks=4, device=BIG), 60 * 10**9, 80 * 10**9, 0.2, utilization=0.5)
-    assert speed is not None and speed.tokens_per_second == pytest.approx(4 * 50e12 * 0.8 / 80e9) and speed.mfu == pytest.approx(0.5 * 0.8 * 0.75)
+    assert (
+        speed is not None
+        and speed.tokens_per_second == pytest.approx(4 * 50e12 * 0.8 / 80e9)
+        and speed.mfu == pytest.approx(0.5 * 0.8 * 0.75)
+    )
     assert "assumed" in speed.source
     assert assumed_speed(job_of(ranks=4, device=gpu(None, peak_tflops={})), 1, 1, 0.0) is None
 
@@ -76,10 +112,16 @@ def duration(costs: Costs | None = None, **keys: Any) -> Duration:
 def test_days_and_what_ends_them() -> None:
     found = duration(cluster={"launcher": "slurm", "slurm": {"time": "1-00:00:00"}})
     assert found.parts.steps == pytest.approx(1e6)
-    assert found.days == pytest.approx(found.parts.total / 86400) and found.device_hours == pytest.approx(8 * found.days * 24)
+    assert found.days == pytest.approx(
+        found.parts.total / 86400
+    ) and found.device_hours == pytest.approx(8 * found.days * 24)
     assert found.requeues == 11  # 11.6 days in days
-    assert found.failures == pytest.approx(FAILURES_PER_GPU_HOUR * 8 * (1e6 + found.parts.evaluations + 3000) / 3600)
-    assert found.checkpoint_seconds == pytest.approx(young_interval(3600 / (8 * FAILURES_PER_GPU_HOUR), 30))
+    assert found.failures == pytest.approx(
+        FAILURES_PER_GPU_HOUR * 8 * (1e6 + found.parts.evaluations + 3000) / 3600
+    )
+    assert found.checkpoint_seconds == pytest.approx(
+        young_interval(3600 / (8 * FAILURES_PER_GPU_HOUR), 30)
+    )
     assert found.lost_as_asked and found.lost_fraction and found.lost_as_asked > found.lost_fraction
     assert duration(cluster={"launcher": "slurm"}).requeues is None
 
@@ -88,7 +130,8 @@ def test_the_parts_of_the_time() -> None:
     """100 checkpoints of 30 s, and 3 evaluations of 10 batches at a third of a step."""
     alone = duration(eval_interval=500)
     step = alone.step_seconds
-    assert alone.evaluations == 3 and alone.parts.evaluations == pytest.approx(3 * 10 * step / 3)  # before the first step too
+    # before the first step too
+    assert alone.evaluations == 3 and alone.parts.evaluations == pytest.approx(3 * 10 * step / 3)
     assert alone.parts.saves == pytest.approx(3000) and alone.requeues is None
     assert duration(eval_iters=0).parts.evaluations == 0
     assert duration(Costs(write=30.0, first_evaluation=False), eval_interval=300).evaluations == 4
@@ -104,20 +147,35 @@ def test_a_time_limit_costs_a_save_a_start_and_a_read_each_time() -> None:
     free = duration(costs)
     assert limited.requeues and limited.parts.saves and free.parts.saves
     useful = 7200 - 300 - START_SECONDS["cuda"] - 20
-    assert limited.requeues == -(-int(free.parts.steps + free.parts.evaluations + free.parts.saves + free.parts.repeated) // useful) - 1
+    assert (
+        limited.requeues
+        == -(
+            -int(free.parts.steps + free.parts.evaluations + free.parts.saves + free.parts.repeated)
+            // useful
+        )
+        - 1
+    )
     assert limited.parts.saves - free.parts.saves == pytest.approx(30 * limited.requeues)
-    assert limited.parts.starts - free.parts.starts == pytest.approx((START_SECONDS["cuda"] + 20) * limited.requeues)
-    assert duration(costs, cluster={"launcher": "slurm", "slurm": {"time": "UNLIMITED"}}).requeues is None
+    assert limited.parts.starts - free.parts.starts == pytest.approx(
+        (START_SECONDS["cuda"] + 20) * limited.requeues
+    )
+    assert (
+        duration(costs, cluster={"launcher": "slurm", "slurm": {"time": "UNLIMITED"}}).requeues
+        is None
+    )
     assert duration(costs, cluster={"launcher": "slurm", "slurm": {"time": 0}}).requeues is None
 
 
 def test_a_save_behind_training_stops_it_only_for_the_copy() -> None:
-    job = job_of(ranks=8, device=BIG, train_iters=100, save_interval=10, checkpoint={"save_async": True})
+    job = job_of(
+        ranks=8, device=BIG, train_iters=100, save_interval=10, checkpoint={"save_async": True}
+    )
     step = job.global_batch_size * job.model.seq_length / 10
     found = duration_of(job, Speed(10.0, None, "told"), 3200, Costs(write=5 * step, copy=2.0))
     assert found.parts.saves == pytest.approx(9 * 2.0 + 5 * step)  # the last is waited for
     slow = duration_of(job, Speed(10.0, None, "told"), 3200, Costs(write=15 * step, copy=2.0))
-    assert slow.parts.saves == pytest.approx(9 * (2.0 + 5 * step) + 15 * step)  # each waits for the one before it
+    # each waits for the one before it
+    assert slow.parts.saves == pytest.approx(9 * (2.0 + 5 * step) + 15 * step)
 
 
 def test_what_a_checkpoint_takes_is_not_known() -> None:
@@ -129,19 +187,50 @@ def test_what_a_checkpoint_takes_is_not_known() -> None:
 
 def test_checkpoints_at_every_step_are_in_the_days() -> None:
     """70B, each step saved to 0.1 GiB/s: the writes alone are 91 days."""
-    model = shape("llama", 80, 8192, 64, 4096, num_query_groups=8, ffn_hidden_size=28672, vocab_size=128256)
-    keys: dict[str, Any] = {"train_iters": 1000, "save_interval": 1, "global_batch_size": 1024, "precision": "bf16"}
+    model = shape(
+        "llama", 80, 8192, 64, 4096, num_query_groups=8, ffn_hidden_size=28672, vocab_size=128256
+    )
+    keys: dict[str, Any] = {
+        "train_iters": 1000,
+        "save_interval": 1,
+        "global_batch_size": 1024,
+        "precision": "bf16",
+    }
     disk = {"filesystems": {"slow": {"capacity_bytes": 10**15, "write_gib_per_second": 0.1}}}
     h100 = gpu(80 * 2**30, peak_tflops={"bf16": 989.4})
-    parallelism = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4, "sequence_parallel": True}
-    job = job_of(model, 8, nodes=64, device=h100, parallelism=parallelism, cluster=disk, recompute_granularity="full", **keys)
+    parallelism = {
+        "tensor_model_parallel_size": 8,
+        "pipeline_model_parallel_size": 4,
+        "sequence_parallel": True,
+    }
+    job = job_of(
+        model,
+        8,
+        nodes=64,
+        device=h100,
+        parallelism=parallelism,
+        cluster=disk,
+        recompute_granularity="full",
+        **keys,
+    )
     plan = make_plan(job)
     assert plan.feasible, plan.objections
-    assert plan.storage and plan.storage.write_seconds and plan.duration and plan.duration.parts.saves and plan.days
-    assert plan.duration.parts.saves == pytest.approx(1000 * plan.storage.write_seconds) and plan.days > 80
+    assert (
+        plan.storage
+        and plan.storage.write_seconds
+        and plan.duration
+        and plan.duration.parts.saves
+        and plan.days
+    )
+    assert (
+        plan.duration.parts.saves == pytest.approx(1000 * plan.storage.write_seconds)
+        and plan.days > 80
+    )
     assert plan.duration.parts.steps < 0.02 * plan.duration.parts.saves
     (note,) = [note for note in plan.notes if note.code == "save-interval"]
-    assert "every 1 steps: training waits" in note.message and note.changes == ({"training.save_interval": 1000},)
+    assert "every 1 steps: training waits" in note.message and note.changes == (
+        {"training.save_interval": 1000},
+    )
     found = plan.to_json()["duration"]
     assert set(found["parts"]) == {"steps", "evaluations", "saves", "starts", "repeated"}
     assert sum(found["parts"].values()) == pytest.approx(plan.days * 86400)
@@ -149,17 +238,31 @@ def test_checkpoints_at_every_step_are_in_the_days() -> None:
 
 def limited(time: str | int, **keys: Any) -> Plan:
     """A large model on Slurm with this time limit: a step takes 23 s."""
-    model = shape("llama", 32, 4096, 32, 4096, num_query_groups=8, ffn_hidden_size=14336, vocab_size=128256)
+    model = shape(
+        "llama", 32, 4096, 32, 4096, num_query_groups=8, ffn_hidden_size=14336, vocab_size=128256
+    )
     cluster = {"launcher": "slurm", "slurm": {"time": time}, **keys}
     h100 = gpu(80 * 2**30, peak_tflops={"bf16": 989.4})
-    job = job_of(model, 8, device=h100, cluster=cluster, precision="bf16", global_batch_size=384, parallelism={"zero_stage": 3}, recompute_granularity="full")
+    job = job_of(
+        model,
+        8,
+        device=h100,
+        cluster=cluster,
+        precision="bf16",
+        global_batch_size=384,
+        parallelism={"zero_stage": 3},
+        recompute_granularity="full",
+    )
     return make_plan(job)
 
 
 def test_a_time_limit_that_leaves_no_time_for_a_step() -> None:
     (objection,) = limited(1).objections
     assert objection.code == "time-limit-too-short" and objection.key == "slurm.time"
-    assert "the time limit is 60 s" in objection.message and "a start takes about 60 s" in objection.message
+    assert (
+        "the time limit is 60 s" in objection.message
+        and "a start takes about 60 s" in objection.message
+    )
     (change,) = objection.changes
     assert limited(change["slurm.time"]).feasible
     slow = {"filesystems": {"slow": {"capacity_bytes": 10**13, "write_gib_per_second": 0.1}}}
@@ -171,11 +274,17 @@ def test_a_time_limit_that_leaves_no_time_for_a_step() -> None:
 
 
 def test_training_time_as_published() -> None:
-    """Narayanan et al. 2021, section 5.1: 8TN / (nX), 175B over 300 billion tokens on 1,024 A100 at 140 TFLOP/s: 34 days; 1T, 450 B, 3,072 at 163: 84."""
-    for parameters, tokens, gpus, tflops, days in ((175e9, 300e9, 1024, 140e12, 34), (1008e9, 450e9, 3072, 163e12, 84)):
+    """Narayanan et al. 2021, section 5.1: 8TN / (nX), 175B over 300 billion tokens on 1,024 A100
+    at 140 TFLOP/s: 34 days; 1T, 450 B, 3,072 at 163: 84."""
+    for parameters, tokens, gpus, tflops, days in (
+        (175e9, 300e9, 1024, 140e12, 34),
+        (1008e9, 450e9, 3072, 163e12, 84),
+    ):
         job = job_of(ranks=8, nodes=gpus // 8, device=BIG)
         speed = Speed(gpus * tflops / (8 * parameters), None, "published")
-        assert duration_of(job, speed, int(tokens), Costs()).parts.steps / 86400 == pytest.approx(days, rel=5e-3)
+        assert duration_of(job, speed, int(tokens), Costs()).parts.steps / 86400 == pytest.approx(
+            days, rel=5e-3
+        )
 
 
 def test_epochs() -> None:
@@ -190,22 +299,51 @@ def test_epochs() -> None:
 
 
 def measured(**keys: Any) -> Measured:
-    values = {"tokens_per_second": 500.0, "peak_bytes": 10, "checkpoint_bytes": 12, "planned_tokens_per_second": 600.0, "planned_peak_bytes": 9}
-    return Measured(run="r", **{"same_layout": True, **values, "planned_checkpoint_bytes": None, **keys})
+    values = {
+        "tokens_per_second": 500.0,
+        "peak_bytes": 10,
+        "checkpoint_bytes": 12,
+        "planned_tokens_per_second": 600.0,
+        "planned_peak_bytes": 9,
+    }
+    return Measured(
+        run="r", **{"same_layout": True, **values, "planned_checkpoint_bytes": None, **keys}
+    )
 
 
 def test_a_measured_speed_takes_the_place_of_the_assumed_one_by_name() -> None:
     job = job_of(ranks=2, device=BIG)
     plan = make_plan(job, measured=measured())
-    assert plan.duration and plan.duration.speed.tokens_per_second == 500 and plan.duration.speed.source == "measured: run r"
-    assert plan.days == plan.to_json()["days"] and plan.duration.parts.steps == pytest.approx(plan.tokens / 500)
+    assert (
+        plan.duration
+        and plan.duration.speed.tokens_per_second == 500
+        and plan.duration.speed.source == "measured: run r"
+    )
+    assert plan.days == plan.to_json()["days"] and plan.duration.parts.steps == pytest.approx(
+        plan.tokens / 500
+    )
     found = plan.to_json()["measured"]
-    assert found["errors"] == {"tokens_per_second": pytest.approx(0.2), "peak_bytes": pytest.approx(-0.1), "checkpoint_bytes": None}
+    assert found["errors"] == {
+        "tokens_per_second": pytest.approx(0.2),
+        "peak_bytes": pytest.approx(-0.1),
+        "checkpoint_bytes": None,
+    }
     other = make_plan(job, measured=measured(same_layout=False))
     assert other.duration and other.duration.speed.source.startswith("assumed") and other.measured
 
 
 def test_layouts_that_can_be_compared() -> None:
     job = job_of(ranks=2)
-    assert layout_key(job) == layout_key(job.model_copy(update={"name": "other", "training": job.training.model_copy(update={"lr": 1.0, "train_iters": 7})}))
-    assert layout_key(job) != layout_key(job_of(ranks=4)) != layout_key(job_of(ranks=4, micro_batch_size=2))
+    assert layout_key(job) == layout_key(
+        job.model_copy(
+            update={
+                "name": "other",
+                "training": job.training.model_copy(update={"lr": 1.0, "train_iters": 7}),
+            }
+        )
+    )
+    assert (
+        layout_key(job)
+        != layout_key(job_of(ranks=4))
+        != layout_key(job_of(ranks=4, micro_batch_size=2))
+    )

@@ -1,4 +1,5 @@
-"""Feasible means that it can run: main memory of nodes, one machine, a precision that the device has."""
+"""Feasible means that it can run: main memory of nodes, one machine, a precision that the device
+has."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from trainkit.plan.objection import with_change
 from trainkit.plan.planner import Plan, Prepared, make_plan
 
 GIB = 2**30
-WIDE: dict[str, Any] = {"layers": 12, "hidden": 2048, "heads": 16, "length": 1024, "vocab_size": 32768}
+WIDE: dict[str, Any] = {
+    "layers": 12,
+    "hidden": 2048,
+    "heads": 16,
+    "length": 1024,
+    "vocab_size": 32768,
+}
 
 
 def plan_of(job: Job, here: int | None = None) -> Plan:
@@ -40,15 +47,26 @@ def test_the_ranks_of_a_machine_together_need_more_than_it_has() -> None:
     memory = plan_of(job).memory
     assert memory is not None
     needed = 2 * memory.fullest.total_bytes
-    assert host_of(job).needed_bytes == needed and plan_of(job).feasible  # nobody says what there is
+    # nobody says what there is
+    assert host_of(job).needed_bytes == needed and plan_of(job).feasible
     assert plan_of(job, needed).feasible
     one_too_few = plan_of(job, needed - 1)
     (objection,) = one_too_few.objections
-    assert objection.code == "host-memory" and "2 ranks together need" in objection.message and "this machine has" in objection.message
+    assert (
+        objection.code == "host-memory"
+        and "2 ranks together need" in objection.message
+        and "this machine has" in objection.message
+    )
     (change,) = objection.changes
     assert "nodes" not in change and plan_of(with_change(job, change), needed - 1).feasible
     document = one_too_few.to_json()["host_memory"]
-    assert document == {"node": 0, "needed_bytes": needed, "available_bytes": needed - 1, "source": "this machine", "fits": False}
+    assert document == {
+        "node": 0,
+        "needed_bytes": needed,
+        "available_bytes": needed - 1,
+        "source": "this machine",
+        "fits": False,
+    }
 
 
 def test_what_a_node_has_is_the_least_that_is_known() -> None:
@@ -65,7 +83,15 @@ def test_what_a_node_has_is_the_least_that_is_known() -> None:
 
 
 def test_sizes_as_slurm_reads_them() -> None:
-    assert [slurm_bytes(size) for size in (0, "0", 1024, "64G", "512m", "2T", "100K")] == [None, None, GIB, 64 * GIB, 512 * 2**20, 2 * 2**40, 102400]
+    assert [slurm_bytes(size) for size in (0, "0", 1024, "64G", "512m", "2T", "100K")] == [
+        None,
+        None,
+        GIB,
+        64 * GIB,
+        512 * 2**20,
+        2 * 2**40,
+        102400,
+    ]
     with pytest.raises(ValueError, match="lots"):
         slurm_bytes("lots")
 
@@ -77,11 +103,16 @@ def test_the_fullest_node_of_a_pipeline() -> None:
     assert found.memory and found.host_memory
     each = [rank.total_bytes for rank in found.memory.stages]
     assert found.host_memory.needed_bytes == max(each[0] + each[1], each[2] + each[3])
-    wide = plan_of(job_of(shape(**WIDE), 3, nodes=2, parallelism={"pipeline_model_parallel_size": 2}))
+    wide = plan_of(
+        job_of(shape(**WIDE), 3, nodes=2, parallelism={"pipeline_model_parallel_size": 2})
+    )
     assert wide.memory and wide.host_memory
     first, second = (rank.total_bytes for rank in wide.memory.stages)
     assert wide.host_memory.needed_bytes == 3 * max(first, second)
-    uneven = plan_of(job_of(shape(**WIDE), 4, nodes=3, parallelism={"pipeline_model_parallel_size": 2}))  # 6 ranks a stage: node 1 has two of each
+    # 6 ranks a stage: node 1 has two of each
+    uneven = plan_of(
+        job_of(shape(**WIDE), 4, nodes=3, parallelism={"pipeline_model_parallel_size": 2})
+    )
     assert uneven.memory and uneven.host_memory
     first, second = (rank.total_bytes for rank in uneven.memory.stages)
     assert uneven.host_memory.needed_bytes == max(4 * first, 2 * first + 2 * second, 4 * second)
@@ -94,17 +125,32 @@ def test_copies_for_saves_lie_in_the_memory_of_the_node() -> None:
     assert needed() == 8 * RANK_BYTES
     plan = plan_of(job_of(shape(**WIDE), 8, device=BIG, precision="bf16"))
     assert plan.memory and plan.parameters
-    assert needed(checkpoint={"save_async": True}) == 8 * (RANK_BYTES + plan.memory.fullest.parameter_bytes + plan.memory.fullest.optimizer_bytes)
+    assert needed(checkpoint={"save_async": True}) == 8 * (
+        RANK_BYTES + plan.memory.fullest.parameter_bytes + plan.memory.fullest.optimizer_bytes
+    )
     cluster = {"memory_bytes": 8 * RANK_BYTES}
-    job = job_of(shape(**WIDE), 8, device=BIG, precision="bf16", checkpoint={"save_async": True}, cluster=cluster)
+    job = job_of(
+        shape(**WIDE),
+        8,
+        device=BIG,
+        precision="bf16",
+        checkpoint={"save_async": True},
+        cluster=cluster,
+    )
     (objection,) = plan_of(job).objections
-    assert objection.code == "host-memory" and objection.changes == ({"checkpoint.save_async": False},)
+    assert objection.code == "host-memory" and objection.changes == (
+        {"checkpoint.save_async": False},
+    )
 
 
 def test_one_machine_is_one_node() -> None:
     job = job_of(shape(heads=4), 4, nodes=2048, cluster={"launcher": "local"})
     (objection,) = plan_of(job).objections
-    assert (objection.code, objection.key, objection.changes) == ("local-is-one-node", "nodes", ({"nodes": 1},))
+    assert (objection.code, objection.key, objection.changes) == (
+        "local-is-one-node",
+        "nodes",
+        ({"nodes": 1},),
+    )
     for launcher in ("ssh", "pdsh", "slurm"):
         assert plan_of(job_of(shape(heads=4), 4, nodes=2, cluster={"launcher": launcher})).feasible
 
@@ -112,12 +158,21 @@ def test_one_machine_is_one_node() -> None:
 def test_a_precision_that_the_device_does_not_have() -> None:
     v100 = built_in_device("v100-sxm-32gb")
     (objection,) = plan_of(job_of(device=v100, precision="bf16")).objections
-    assert (objection.code, objection.key) == ("no-such-precision", "training.precision") and "V100 SXM2 32 GB" in objection.message
+    assert (objection.code, objection.key) == (
+        "no-such-precision",
+        "training.precision",
+    ) and "V100 SXM2 32 GB" in objection.message
     assert objection.changes == ({"training.precision": "fp16"}, {"training.precision": "fp32"})
-    for device in (v100, built_in_device("a100-sxm-40gb"), built_in_device("cuda"), gpu(None, peak_tflops={})):
+    for device in (
+        v100,
+        built_in_device("a100-sxm-40gb"),
+        built_in_device("cuda"),
+        gpu(None, peak_tflops={}),
+    ):
         for precision in ("fp16", "fp32"):
             assert plan_of(job_of(device=device, precision=precision)).feasible
-    assert plan_of(job_of(device=built_in_device("cuda"), precision="bf16")).feasible  # of any GPU nothing is known
+    # of any GPU nothing is known
+    assert plan_of(job_of(device=built_in_device("cuda"), precision="bf16")).feasible
 
 
 def test_memory_of_this_machine_and_of_its_group(tmp_path: Path) -> None:
@@ -149,12 +204,18 @@ def test_the_llama_on_two_ranks_of_a_small_machine() -> None:
 
 def test_a_family_that_the_engine_does_not_have() -> None:
     (objection,) = plan_of(job_of(shape("llama"), engine="nemo", device=BIG)).objections
-    assert (objection.code, objection.key) == ("no-such-family", "model.family") and "only gpt" in objection.message
+    assert (objection.code, objection.key) == (
+        "no-such-family",
+        "model.family",
+    ) and "only gpt" in objection.message
     assert plan_of(job_of(shape("llama"), engine="megatron-lm", device=BIG)).feasible
 
 
 def test_a_warmup_longer_than_training() -> None:
     plan = plan_of(job_of(lr_warmup_iters=30))
     assert plan.feasible and [note.code for note in plan.notes] == ["warmup-beyond-end"]
-    assert "warmup lasts 30 steps, training 10: the learning rate never reaches 0.001" in plan.notes[0].message
+    assert (
+        "warmup lasts 30 steps, training 10: the learning rate never reaches 0.001"
+        in plan.notes[0].message
+    )
     assert not plan_of(job_of(lr_warmup_iters=10)).notes

@@ -1,4 +1,5 @@
-"""Memory in parts: against published bytes, Korthikanti's formulas, the tensors of the model that is built and what its forward saves."""
+"""Memory in parts: against published bytes, Korthikanti's formulas, the tensors of the model
+that is built and what its forward saves."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel.recompute import wrap_blocks
 
 GIB = 2**30
-GPT_175B: dict[str, Any] = {"layers": 96, "hidden": 12288, "heads": 96, "length": 2048, "vocab_size": 51200}
+GPT_175B: dict[str, Any] = {
+    "layers": 96,
+    "hidden": 12288,
+    "heads": 96,
+    "length": 2048,
+    "vocab_size": 51200,
+}
 
 
 def memory(job: Job) -> Memory:
@@ -44,18 +51,28 @@ def memory(job: Job) -> Memory:
 @settings(deadline=None, max_examples=50)
 @given(model=shapes(), vocab=st.integers(2, 70), ranks=st.integers(1, 9))
 def test_parameters_one_by_one(model: Model, vocab: int, ranks: int) -> None:
-    """The units have the parameters of the model that is built, and their shards are those of fully_shard, which splits rows as torch.chunk does."""
+    """The units have the parameters of the model that is built, and their shards are those of
+    fully_shard, which splits rows as torch.chunk does."""
     units = chunk_units(model, vocab, model.num_layers)
     built = build_on_meta(model, vocab)
-    assert numbers(units) == parameters_of(model, vocab) == sum(p.numel() for p in built.parameters())
+    assert (
+        numbers(units) == parameters_of(model, vocab) == sum(p.numel() for p in built.parameters())
+    )
     assert shard(units, 1, 0, ranks) == sum(p.chunk(ranks)[0].numel() for p in built.parameters())
     assert largest(units) == max(numbers([unit]) for unit in units)
 
 
 @given(model=shapes(), vocab=st.integers(2, 70), pipeline=st.integers(1, 3))
-def test_stages_hold_the_model_once_but_for_tied_heads(model: Model, vocab: int, pipeline: int) -> None:
+def test_stages_hold_the_model_once_but_for_tied_heads(
+    model: Model, vocab: int, pipeline: int
+) -> None:
     model = model.model_copy(update={"num_layers": 3})
-    held = [chunk_units(model, vocab, 3 // pipeline + (s < 3 % pipeline), first=s == 0, last=s == pipeline - 1) for s in range(pipeline)]
+    held = [
+        chunk_units(
+            model, vocab, 3 // pipeline + (s < 3 % pipeline), first=s == 0, last=s == pipeline - 1
+        )
+        for s in range(pipeline)
+    ]
     copies = vocab * model.hidden_size if pipeline > 1 and not model.untied else 0
     assert sum(map(numbers, held)) == parameters_of(model, vocab) + copies
 
@@ -63,32 +80,57 @@ def test_stages_hold_the_model_once_but_for_tied_heads(model: Model, vocab: int,
 @pytest.mark.parametrize(
     ("engine", "precision", "zero", "ranks", "size"),
     [
-        ("megatron-lm", "fp16", 0, 8, 20),  # Megatron-LM, docs of the distributed optimizer: 20; 4 + 16/d; 18; 6 + 12/d
+        # Megatron-LM, docs of the distributed optimizer: 20; 4 + 16/d; 18; 6 + 12/d
+        ("megatron-lm", "fp16", 0, 8, 20),
         ("megatron-lm", "fp16", 1, 8, 4 + 16 / 8),
         ("megatron-lm", "bf16", 0, 8, 18),
         ("megatron-lm", "bf16", 1, 8, 6 + 12 / 8),
-        ("gpt-neox", "fp16", 0, 8, 16),  # Rajbhandari et al. 2020, arXiv:1910.02054, figure 1: 16; 4 + 12/d; 2 + 14/d; 16/d
+        # Rajbhandari et al. 2020, arXiv:1910.02054, figure 1: 16; 4 + 12/d; 2 + 14/d; 16/d
+        ("gpt-neox", "fp16", 0, 8, 16),
         ("gpt-neox", "fp16", 1, 8, 4 + 12 / 8),
         ("gpt-neox", "bf16", 2, 8, 2 + 14 / 8),
         ("gpt-neox", "bf16", 3, 8, 16 / 8),
         ("nemo", "bf16", 1, 8, 4 + 12 / 8),
     ],
 )
-def test_bytes_per_parameter(engine: str, precision: str, zero: int, ranks: int, size: float) -> None:
-    job = job_of(shape(layers=2, hidden=256, length=64), ranks, engine=engine, precision=precision, device=BIG, parallelism={"zero_stage": zero})
+def test_bytes_per_parameter(
+    engine: str, precision: str, zero: int, ranks: int, size: float
+) -> None:
+    job = job_of(
+        shape(layers=2, hidden=256, length=64),
+        ranks,
+        engine=engine,
+        precision=precision,
+        device=BIG,
+        parallelism={"zero_stage": zero},
+    )
     plan = make_plan(job, rules=RULES[engine])
     assert plan.memory is not None and plan.engine_parameters
     rank = plan.memory.fullest
-    assert (rank.parameter_bytes + rank.gradient_bytes + rank.optimizer_bytes) / plan.engine_parameters == pytest.approx(size, rel=1e-3)
+    assert (
+        rank.parameter_bytes + rank.gradient_bytes + rank.optimizer_bytes
+    ) / plan.engine_parameters == pytest.approx(size, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("zero", "parts"),
-    [(0, (4, 2, 4, 8)), (1, (4 / 8, 2, 4, 8 / 8)), (2, (4 / 8, 2, 4 / 8, 8 / 8)), (3, (4 / 8, None, 4 / 8, 8 / 8))],
+    [
+        (0, (4, 2, 4, 8)),
+        (1, (4 / 8, 2, 4, 8 / 8)),
+        (2, (4 / 8, 2, 4 / 8, 8 / 8)),
+        (3, (4 / 8, None, 4 / 8, 8 / 8)),
+    ],
 )
 def test_native_bytes_per_parameter(zero: int, parts: tuple[float | None, ...]) -> None:
     """fp32 masters 4, gathered bf16 copies 2, fp32 gradients 4 (whole until ZeRO 2), Adam 8."""
-    job = job_of(shape(layers=8, hidden=256, length=64), 8, precision="bf16", device=BIG, parallelism={"zero_stage": zero}, gradient_accumulation_steps=2)
+    job = job_of(
+        shape(layers=8, hidden=256, length=64),
+        8,
+        precision="bf16",
+        device=BIG,
+        parallelism={"zero_stage": zero},
+        gradient_accumulation_steps=2,
+    )
     plan = make_plan(job)
     assert plan.memory is not None and plan.parameters
     rank = plan.memory.fullest
@@ -100,7 +142,10 @@ def test_native_bytes_per_parameter(zero: int, parts: tuple[float | None, ...]) 
 
 
 def test_gradients_accumulate_whole_only_over_several_micro_batches() -> None:
-    one, two = (memory(job_of(ranks=4, gradient_accumulation_steps=n)).fullest.gradient_bytes for n in (1, 2))
+    one, two = (
+        memory(job_of(ranks=4, gradient_accumulation_steps=n)).fullest.gradient_bytes
+        for n in (1, 2)
+    )
     assert two > 3 * one  # in fp64 on the CPU
 
 
@@ -117,10 +162,19 @@ def test_gradients_accumulate_whole_only_over_several_micro_batches() -> None:
     ],
 )
 def test_activations_as_korthikanti(tensor: int, sequence: bool, mode: str, formula: Any) -> None:
-    """Korthikanti et al. 2022 (arXiv:2205.05198), table 2, for their 175B, with dropout; the statistics of norms, which they leave out, are 1e-4."""
+    """Korthikanti et al. 2022 (arXiv:2205.05198), table 2, for their 175B, with dropout; the
+    statistics of norms, which they leave out, are 1e-4."""
     model = shape(**GPT_175B, hidden_dropout=0.1, attention_dropout=0.1)
     parallelism = {"tensor_model_parallel_size": tensor, "sequence_parallel": sequence}
-    job = job_of(model, 8, engine="nemo", device=BIG, precision="bf16", parallelism=parallelism, micro_batch_size=2)
+    job = job_of(
+        model,
+        8,
+        engine="nemo",
+        device=BIG,
+        precision="bf16",
+        parallelism=parallelism,
+        micro_batch_size=2,
+    )
     per_token = block_bytes(job, RULES["nemo"], mode).on_rank(layout_of(job))
     assert per_token * 2 * 2048 == pytest.approx(formula(2048, 2, 12288, 96, tensor), rel=1e-3)
 
@@ -129,20 +183,26 @@ def test_without_dropout_masks_go() -> None:
     """34 becomes 32, 5as/h becomes 2as/h."""
     job = job_of(shape(**GPT_175B), engine="nemo", device=BIG, precision="bf16")
     expected = 12288 * (32 + 2 * 96 * 2048 / 12288)
-    assert block_bytes(job, RULES["nemo"], "none").on_rank(layout_of(job)) == pytest.approx(expected, rel=1e-3)
+    assert block_bytes(job, RULES["nemo"], "none").on_rank(layout_of(job)) == pytest.approx(
+        expected, rel=1e-3
+    )
 
 
 def test_activations_of_llama() -> None:
-    """Per token h(12 + 4g/a + 6f/h) with SwiGLU fused and rotary positions turned in place: 34 h for Llama 3 8B; turning copies queries and keys."""
+    """Per token h(12 + 4g/a + 6f/h) with SwiGLU fused and rotary positions turned in place: 34 h
+    for Llama 3 8B; turning copies queries and keys."""
     model = shape("llama", 32, 4096, 32, 4096, num_query_groups=8, ffn_hidden_size=14336)
     job = job_of(model, engine="megatron-lm", device=BIG, precision="bf16")
     turned, logsumexp, statistics = 2 * (1 + 8 / 32), 4 * 32 / 4096, 8 / 4096
     found = block_bytes(job, RULES["megatron-lm"], "none").on_rank(layout_of(job)) / 4096
-    assert found == pytest.approx(12 + 4 * 8 / 32 + 6 * 14336 / 4096 - 1 + turned + 1 + logsumexp + statistics, abs=0.05)
+    assert found == pytest.approx(
+        12 + 4 * 8 / 32 + 6 * 14336 / 4096 - 1 + turned + 1 + logsumexp + statistics, abs=0.05
+    )
 
 
 def saved_by_forward(job: Job, vocab: int) -> int:
-    """Bytes that the native model's forward and loss leave for backward, each storage once, parameters left out."""
+    """Bytes that the native model's forward and loss leave for backward, each storage once,
+    parameters left out."""
     module = Transformer(job.model, vocab)
     wrap_blocks(module, job.model, job.training)
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -178,11 +238,15 @@ FAMILIES = [
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 
 
-@pytest.mark.parametrize("mode", [{}, FULL, {**FULL, "recompute_every": 2}], ids=["none", "full", "every 2nd"])
+@pytest.mark.parametrize(
+    "mode", [{}, FULL, {**FULL, "recompute_every": 2}], ids=["none", "full", "every 2nd"]
+)
 @pytest.mark.parametrize("keys", FAMILIES, ids=lambda keys: " ".join(map(str, keys.values())))
 def test_activations_are_what_forward_saves(keys: dict[str, Any], mode: dict[str, Any]) -> None:
     job = job_of(shape(**{**WIDE, **keys}), micro_batch_size=2, **mode)
-    expected = saved_bytes(job, layout_of(job), RULES["native"], 0) + head_gradient_bytes(job, layout_of(job), 16, 128)
+    expected = saved_bytes(job, layout_of(job), RULES["native"], 0) + head_gradient_bytes(
+        job, layout_of(job), 16, 128
+    )
     assert saved_by_forward(job, 16) == pytest.approx(expected, rel=0.05)
 
 
@@ -195,13 +259,18 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.storages += [weakref.ref(leaf.untyped_storage()) for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        self.storages += [
+            weakref.ref(leaf.untyped_storage())
+            for leaf in tree_leaves(made)
+            if isinstance(leaf, torch.Tensor)
+        ]
         return made
 
 
 @pytest.mark.parametrize("keys", FAMILIES, ids=lambda keys: " ".join(map(str, keys.values())))
 def test_activations_under_selective_recomputation(keys: dict[str, Any]) -> None:
-    """What it keeps is in a cache that saved_tensors_hooks does not see: here, all that lives after forward."""
+    """What it keeps is in a cache that saved_tensors_hooks does not see: here, all that lives
+    after forward."""
     job = job_of(shape(**{**WIDE, **keys}), micro_batch_size=2, recompute_granularity="selective")
     module = Transformer(job.model, 128)
     wrap_blocks(module, job.model, job.training)
@@ -209,17 +278,26 @@ def test_activations_under_selective_recomputation(keys: dict[str, Any]) -> None
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     with Living() as living:
         objective = module(tokens, Labels(tokens))
-    alive = {storage.data_ptr(): storage.nbytes() for ref in living.storages if (storage := ref()) is not None}
+    alive = {
+        storage.data_ptr(): storage.nbytes()
+        for ref in living.storages
+        if (storage := ref()) is not None
+    }
     found = sum(size for address, size in alive.items() if address not in own)
-    expected = saved_bytes(job, layout_of(job), RULES["native"], 0) + head_gradient_bytes(job, layout_of(job), 128, 128)
+    expected = saved_bytes(job, layout_of(job), RULES["native"], 0) + head_gradient_bytes(
+        job, layout_of(job), 128, 128
+    )
     assert found == pytest.approx(expected, rel=0.04) and objective is not None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "mode"), [("TP2", "selective"), ("TP2 + SP", "selective"), ("PP2 ZBV", "full")])
+@pytest.mark.parametrize(
+    ("layout", "mode"), [("TP2", "selective"), ("TP2 + SP", "selective"), ("PP2 ZBV", "full")]
+)
 @pytest.mark.parametrize("name", FAMILIES_OF_THE_BENCHMARK)
 def test_activations_in_layouts(tmp_path: Path, name: str, layout: str, mode: str) -> None:
-    """Some rows of benchmarks/plan.py: split layers keep the parts of a sum beside the sum; stages of a zero bubble what they have sent."""
+    """Some rows of benchmarks/plan.py: split layers keep the parts of a sum beside the sum;
+    stages of a zero bubble what they have sent."""
     project(tmp_path)
     for found in layout_activations(tmp_path, name, layout, mode):
         assert abs(found["error"]) < 0.05, found
@@ -227,11 +305,17 @@ def test_activations_in_layouts(tmp_path: Path, name: str, layout: str, mode: st
 
 @pytest.mark.slow
 def test_activations_where_the_v_turns(tmp_path: Path) -> None:
-    """The last of four stages of a zero bubble, every layer computed again, one layer to a chunk: what a chunk sends is what the next one keeps."""
+    """The last of four stages of a zero bubble, every layer computed again, one layer to a
+    chunk: what a chunk sends is what the next one keeps."""
     project(tmp_path)
     keys = {"pipeline_model_parallel_size": 4, "pipeline_schedule": '"zbv"'}
     sets = [f"parallelism.{key}={value}" for key, value in keys.items()]
-    sets += ["cluster.ranks_per_node=4", "model.num_layers=8", "training.micro_batch_size=1", *MODES["full"]]
+    sets += [
+        "cluster.ranks_per_node=4",
+        "model.num_layers=8",
+        "training.micro_batch_size=1",
+        *MODES["full"],
+    ]
     found = activations(tmp_path, "demo", sets, "PP4 ZBV full", 3)
     assert found["predicted"] == found["measured"], found
 
@@ -241,16 +325,35 @@ def test_the_chunks_of_the_loss() -> None:
 
 
 def test_the_published_20b() -> None:
-    """LambdaLabs' README: 27 GB on each of 24 A100-40GB, at TP 4, PP 6, micro-batch 4, every layer computed again, ZeRO buckets of 1.26e9 elements."""
+    """LambdaLabs' README: 27 GB on each of 24 A100-40GB, at TP 4, PP 6, micro-batch 4, every
+    layer computed again, ZeRO buckets of 1.26e9 elements."""
     model = shape("gpt-neox", 44, 6144, 64, 2048, vocab_size=50277)
     parallelism = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 6}
-    keys: dict[str, Any] = {"precision": "fp16", "recompute_granularity": "full", "micro_batch_size": 4, "global_batch_size": 128}
-    job = job_of(model, 8, nodes=3, engine="gpt-neox", device=gpu(40 * GIB), parallelism=parallelism, engine_args={"reduce_bucket_size": 1260000000}, **keys)
+    keys: dict[str, Any] = {
+        "precision": "fp16",
+        "recompute_granularity": "full",
+        "micro_batch_size": 4,
+        "global_batch_size": 128,
+    }
+    job = job_of(
+        model,
+        8,
+        nodes=3,
+        engine="gpt-neox",
+        device=gpu(40 * GIB),
+        parallelism=parallelism,
+        engine_args={"reduce_bucket_size": 1260000000},
+        **keys,
+    )
     found = memory(job)
     rank = found.fullest
     assert rank.stage == 0 and found.fits
-    assert (rank.parameter_bytes + rank.gradient_bytes + rank.optimizer_bytes) / GIB == pytest.approx(14.7, abs=0.05)
-    assert saved_bytes(job, layout_of(job), RULES["gpt-neox"], 0) / GIB == pytest.approx(4.5, abs=0.05)
+    assert (
+        rank.parameter_bytes + rank.gradient_bytes + rank.optimizer_bytes
+    ) / GIB == pytest.approx(14.7, abs=0.05)
+    assert saved_bytes(job, layout_of(job), RULES["gpt-neox"], 0) / GIB == pytest.approx(
+        4.5, abs=0.05
+    )
     assert found.stages[-1].logit_bytes / GIB == pytest.approx(2.0, abs=0.1)
     assert rank.buffer_bytes / GIB == pytest.approx(2.3, abs=0.05)
     assert 25 * GIB < rank.total_bytes < 27 * GIB
@@ -261,7 +364,13 @@ def laid_out(draw: st.DrawFn) -> Job:
     """A job of any engine on a layout that need not be possible."""
     family = draw(st.sampled_from(["gpt", "gpt-neox", "llama"]))
     engine = draw(st.sampled_from(sorted(RULES)))
-    model = shape(family, draw(st.integers(1, 12)), 32 * draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4])), 16)
+    model = shape(
+        family,
+        draw(st.integers(1, 12)),
+        32 * draw(st.integers(1, 3)),
+        draw(st.sampled_from([1, 2, 4])),
+        16,
+    )
     pipeline, virtual = draw(st.integers(1, 6)), draw(st.sampled_from([None, 2]))
     parallelism = {
         "tensor_model_parallel_size": draw(st.integers(1, 4)),
@@ -279,7 +388,9 @@ def laid_out(draw: st.DrawFn) -> Job:
     }
     device = gpu(draw(st.sampled_from([10**8, 2 * 2**30, 10**12])))
     ranks, nodes = draw(st.integers(1, 8)), draw(st.integers(1, 6))
-    return job_of(model, ranks, nodes=nodes, engine=engine, device=device, parallelism=parallelism, **training)
+    return job_of(
+        model, ranks, nodes=nodes, engine=engine, device=device, parallelism=parallelism, **training
+    )
 
 
 @settings(deadline=None, max_examples=100)
@@ -290,9 +401,17 @@ def test_parts_sum_to_the_total_and_the_fullest_rank_decides(job: Job) -> None:
     assert len(found.stages) == layout.pipeline
     for rank in found.stages:
         assert sum(rank.parts.values()) == rank.total_bytes and min(rank.parts.values()) >= 0
-        assert rank.to_json() == {"stage": rank.stage, "total_bytes": rank.total_bytes, **rank.parts}
+        assert rank.to_json() == {
+            "stage": rank.stage,
+            "total_bytes": rank.total_bytes,
+            **rank.parts,
+        }
     assert found.fullest.total_bytes == max(rank.total_bytes for rank in found.stages)
-    assert found.fits == (found.fullest.total_bytes <= (job.cluster.device.memory_bytes or 0)) == fits(job, layout, rules, 16, 128)
+    assert (
+        found.fits
+        == (found.fullest.total_bytes <= (job.cluster.device.memory_bytes or 0))
+        == fits(job, layout, rules, 16, 128)
+    )
 
 
 def test_an_unknown_device_is_not_judged() -> None:
@@ -306,7 +425,14 @@ def test_in_a_pipeline_zero_3_gathers_and_accumulates_whole() -> None:
 
     def parts(zero: int, stages: int, micro_batches: int = 4) -> tuple[int, int, int]:
         layout = {"zero_stage": zero, "pipeline_model_parallel_size": stages}
-        found = memory(job_of(shape(layers=8, hidden=64), 2 * stages, parallelism=layout, gradient_accumulation_steps=micro_batches)).fullest
+        found = memory(
+            job_of(
+                shape(layers=8, hidden=64),
+                2 * stages,
+                parallelism=layout,
+                gradient_accumulation_steps=micro_batches,
+            )
+        ).fullest
         return found.parameter_bytes, found.gathered_bytes, found.gradient_bytes
 
     assert parts(3, 2) == parts(1, 2)
@@ -314,5 +440,8 @@ def test_in_a_pipeline_zero_3_gathers_and_accumulates_whole() -> None:
 
 
 def test_one_rank_on_a_cpu_keeps_what_it_sums_in() -> None:
-    one, two = (memory(job_of(shape(layers=8, hidden=64), ranks, gradient_accumulation_steps=2)).fullest for ranks in (1, 2))
+    one, two = (
+        memory(job_of(shape(layers=8, hidden=64), ranks, gradient_accumulation_steps=2)).fullest
+        for ranks in (1, 2)
+    )
     assert one.buffer_bytes - two.buffer_bytes == one.gradient_bytes

@@ -1,4 +1,5 @@
-"""The plan of every experiment of jobs.toml: sizes as published, feasible unless it was published so that it cannot run."""
+"""The plan of every experiment of jobs.toml: sizes as published, feasible unless it was
+published so that it cannot run."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from trainkit.train.model.transformer import build_on_meta
 
 JOBS = load(Path(__file__).resolve().parents[2], {})
 INFEASIBLE = {"jean-zay-76b": ["layers-not-divisible", "memory"]}  # published so, and never run
-# Parameters as the engine holds them, padded vocabulary included, from the published shapes; in billions.
+# Parameters as the engine holds them, padded vocabulary included, from the published shapes; in
+# billions.
 BILLIONS = {
     "nemo-gpt3-126m": 0.1253,
     "nemo-gpt3-5b": 5.05,
@@ -54,49 +56,77 @@ def planned(name: str, *sets: str) -> tuple[Job, Plan]:
 @pytest.mark.parametrize("name", JOBS.names())
 def test_every_job_is_feasible_as_published(name: str) -> None:
     job, plan = planned(name)
-    assert [objection.code for objection in plan.objections] == INFEASIBLE.get(name, []), plan.objections
+    assert [objection.code for objection in plan.objections] == INFEASIBLE.get(name, []), (
+        plan.objections
+    )
     if plan.vocab_size:
-        assert plan.parameters == sum(p.numel() for p in build_on_meta(job.model, plan.vocab_size).parameters())
+        assert plan.parameters == sum(
+            p.numel() for p in build_on_meta(job.model, plan.vocab_size).parameters()
+        )
 
 
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items(), ids=list(BILLIONS))
 def test_parameters(name: str, billions: float) -> None:
     job, _ = planned(name)
     _, plan = planned(name, *(["engine=gpt-neox"] if job.engine == "native" else []))
-    assert plan.engine_parameters and plan.engine_parameters / 1e9 == pytest.approx(billions, rel=2e-3)  # three printed digits
+    # three printed digits
+    assert plan.engine_parameters and plan.engine_parameters / 1e9 == pytest.approx(
+        billions, rel=2e-3
+    )
 
 
 @pytest.mark.parametrize(("name", "expected"), LAYOUTS.items(), ids=list(LAYOUTS))
 def test_layouts(name: str, expected: tuple[int, ...]) -> None:
     _, plan = planned(name)
     layout = plan.layout
-    assert (layout.world, layout.tensor, layout.pipeline, layout.data, layout.micro_batches, plan.padded_vocab_size) == expected
+    assert (
+        layout.world,
+        layout.tensor,
+        layout.pipeline,
+        layout.data,
+        layout.micro_batches,
+        plan.padded_vocab_size,
+    ) == expected
 
 
 def test_uneven_stages_by_engine() -> None:
     """Trap 7: 44 layers on 6 stages run natively and with GPT-NeoX, not with Megatron-LM."""
-    assert planned("gpt-neox-20b-lambda")[1].feasible and planned("gpt-neox-20b-lambda", "engine=gpt-neox")[1].feasible
+    assert (
+        planned("gpt-neox-20b-lambda")[1].feasible
+        and planned("gpt-neox-20b-lambda", "engine=gpt-neox")[1].feasible
+    )
     refused = planned("gpt-neox-20b-lambda", "engine=megatron-lm")[1]
     assert [objection.code for objection in refused.objections] == ["layers-not-divisible"]
 
 
 def test_the_published_infeasible_job_says_what_would_run() -> None:
     """Trap 1."""
-    (stages, _) = planned("jean-zay-76b")[1].objections
-    assert stages.key == "parallelism.pipeline_model_parallel_size" and {"parallelism.pipeline_model_parallel_size": 30, "nodes": 30} in stages.changes
+    stages, _ = planned("jean-zay-76b")[1].objections
+    assert (
+        stages.key == "parallelism.pipeline_model_parallel_size"
+        and {"parallelism.pipeline_model_parallel_size": 30, "nodes": 30} in stages.changes
+    )
 
 
-@pytest.mark.parametrize(("nodes", "found"), [(12, ["world-not-divisible"]), (16, []), (24, ["world-not-divisible"]), (32, [])])
+@pytest.mark.parametrize(
+    ("nodes", "found"),
+    [(12, ["world-not-divisible"]), (16, []), (24, ["world-not-divisible"]), (32, [])],
+)
 def test_azure_runs_on_multiples_of_16_nodes(nodes: int, found: list[str]) -> None:
     """Trap 20."""
-    assert [objection.code for objection in planned("azure-gpt3-175b", f"nodes={nodes}")[1].objections] == found
+    assert [
+        objection.code for objection in planned("azure-gpt3-175b", f"nodes={nodes}")[1].objections
+    ] == found
 
 
 def test_published_checkpoints() -> None:
-    """GPT-NeoX-20B: 268 GiB; GPT-3 175B at 14 bytes: 2.22 TiB, which Azure's table rounds to 2.3."""
+    """GPT-NeoX-20B: 268 GiB; GPT-3 175B at 14 bytes: 2.22 TiB, which Azure's table rounds to
+    2.3."""
     neox, azure = planned("gpt-neox-20b", "engine=gpt-neox")[1], planned("azure-gpt3-175b")[1]
     assert neox.checkpoint_bytes and azure.checkpoint_bytes
-    assert round(neox.checkpoint_bytes / GIB) == 268 and azure.checkpoint_bytes / 2**40 == pytest.approx(2.223, abs=1e-3)
+    assert round(
+        neox.checkpoint_bytes / GIB
+    ) == 268 and azure.checkpoint_bytes / 2**40 == pytest.approx(2.223, abs=1e-3)
 
 
 def test_any_reference_natively() -> None:
@@ -104,5 +134,9 @@ def test_any_reference_natively() -> None:
     problems: dict[str, Any] = {}
     for name in JOBS.names():
         _, plan = planned(name, "engine=native")
-        problems[name] = [objection.code for objection in plan.objections if objection.code not in ("memory", "disk-too-small")]
+        problems[name] = [
+            objection.code
+            for objection in plan.objections
+            if objection.code not in ("memory", "disk-too-small")
+        ]
     assert not any(problems.values()), problems

@@ -22,29 +22,65 @@ def plan_of(job: Job) -> Plan:
 
 
 def bloom(engine: str = "megatron-lm", **keys: Any) -> Job:
-    """BLOOM-176B (bigscience, tr11-176B-ml): 70 layers on 12 stages, TP 4, DP 8, micro-batch 2, every layer computed again."""
+    """BLOOM-176B (bigscience, tr11-176B-ml): 70 layers on 12 stages, TP 4, DP 8, micro-batch 2,
+    every layer computed again."""
     model = shape("gpt", 70, 14336, 112, 2048, vocab_size=250680)
     layout = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 12}
-    training: dict[str, Any] = {"precision": "bf16", "recompute_granularity": "full", "micro_batch_size": 2, "global_batch_size": 2048}
-    return job_of(model, 8, nodes=48, engine=engine, device=gpu(80 * GIB), parallelism=layout, **training, **keys)
+    training: dict[str, Any] = {
+        "precision": "bf16",
+        "recompute_granularity": "full",
+        "micro_batch_size": 2,
+        "global_batch_size": 2048,
+    }
+    return job_of(
+        model,
+        8,
+        nodes=48,
+        engine=engine,
+        device=gpu(80 * GIB),
+        parallelism=layout,
+        **training,
+        **keys,
+    )
 
 
 def llama_405b(**keys: Any) -> Job:
-    """Llama 3 405B (arXiv:2407.21783, section 3.3.2): 126 layers on 16 stages, one less at both ends."""
+    """Llama 3 405B (arXiv:2407.21783, section 3.3.2): 126 layers on 16 stages, one less at both
+    ends."""
     sizes: dict[str, Any] = {"num_query_groups": 8, "ffn_hidden_size": 53248, "vocab_size": 128256}
-    layout = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16, "sequence_parallel": True, **keys.pop("parallelism", {})}
+    layout = {
+        "tensor_model_parallel_size": 8,
+        "pipeline_model_parallel_size": 16,
+        "sequence_parallel": True,
+        **keys.pop("parallelism", {}),
+    }
     device = gpu(80 * GIB)
     model = shape("llama", 126, 16384, 128, 8192, **sizes)
-    return job_of(model, 8, nodes=128, engine="megatron-lm", device=device, parallelism=layout, precision="bf16", global_batch_size=256, **keys)
+    return job_of(
+        model,
+        8,
+        nodes=128,
+        engine="megatron-lm",
+        device=device,
+        parallelism=layout,
+        precision="bf16",
+        global_batch_size=256,
+        **keys,
+    )
 
 
-@pytest.mark.parametrize(("job", "layers"), [(bloom, (5, *[6] * 10, 5)), (llama_405b, (7, *[8] * 14, 7))])
+@pytest.mark.parametrize(
+    ("job", "layers"), [(bloom, (5, *[6] * 10, 5)), (llama_405b, (7, *[8] * 14, 7))]
+)
 def test_embedding_and_loss_in_the_split(job: Any, layers: tuple[int, ...]) -> None:
-    (objection, *_) = plan_of(job()).objections
+    objection, *_ = plan_of(job()).objections
     change = {f"engine_args.{key}": True for key in ENDS}
     assert objection.code == "layers-not-divisible" and change in objection.changes
     found = plan_of(job(engine_args=ENDS))
-    assert "layers-not-divisible" not in [o.code for o in found.objections] and found.layout.layers_by_stage == layers
+    assert (
+        "layers-not-divisible" not in [o.code for o in found.objections]
+        and found.layout.layers_by_stage == layers
+    )
     assert plan_of(with_change(job(), change)).layout.layers_by_stage == layers
 
 
@@ -60,10 +96,16 @@ def test_the_same_by_the_numbers_of_its_ends_and_spelled_out() -> None:
 def test_a_layout_with_several_chunks_a_stage() -> None:
     """Chunks go round and round over the stages; one may be without a layer."""
     text = "E|(t|)*126L"  # 128 chunks: 8 of each stage
-    job = llama_405b(parallelism={"virtual_pipeline_model_parallel_size": 8}, engine_args={LAYOUT: text})
+    job = llama_405b(
+        parallelism={"virtual_pipeline_model_parallel_size": 8}, engine_args={LAYOUT: text}
+    )
     plan = plan_of(job)
     assert "pipeline-layout" not in [o.code for o in plan.objections]
-    assert plan.layout.chunks == (0, *[1] * 126, 0) and plan.layout.layers_by_stage == (7, *[8] * 14, 7)
+    assert plan.layout.chunks == (0, *[1] * 126, 0) and plan.layout.layers_by_stage == (
+        7,
+        *[8] * 14,
+        7,
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,17 +122,23 @@ def test_a_layout_with_several_chunks_a_stage() -> None:
     ],
 )
 def test_layouts_that_cannot_be(arguments: dict[str, Any], key: str, words: str) -> None:
-    (objection, *_) = plan_of(bloom(engine_args=arguments)).objections
-    assert (objection.code, objection.key) == ("pipeline-layout", f"engine_args.{key}") and words in objection.message
+    objection, *_ = plan_of(bloom(engine_args=arguments)).objections
+    assert (objection.code, objection.key) == (
+        "pipeline-layout",
+        f"engine_args.{key}",
+    ) and words in objection.message
 
 
 def test_other_engines_read_no_such_arguments() -> None:
     assert plan_of(bloom("gpt-neox")).layout.layers_by_stage == (*[6] * 10, 5, 5)
-    assert "layers-not-divisible" in [o.code for o in plan_of(bloom("nemo", engine_args=ENDS)).objections]
+    assert "layers-not-divisible" in [
+        o.code for o in plan_of(bloom("nemo", engine_args=ENDS)).objections
+    ]
 
 
 def test_published_runs_took_more() -> None:
-    """BLOOM took 60 GB of each A100; GPT-NeoX-20B 27 GB (Lambda Labs). Both lie in the band that the plan says beside its own figure."""
+    """BLOOM took 60 GB of each A100; GPT-NeoX-20B 27 GB (Lambda Labs). Both lie in the band that
+    the plan says beside its own figure."""
     for job in (bloom(engine_args=ENDS), bloom("gpt-neox")):
         memory = plan_of(job).memory
         assert memory and memory.band_bytes and memory.fullest.total_bytes < 60e9
@@ -104,7 +152,13 @@ def test_what_fits_by_the_plan_and_not_by_published_runs_is_said() -> None:
     job = bloom(engine_args=ENDS)
     memory = plan_of(job).memory
     assert memory is not None
-    job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"device": gpu(round(memory.fullest.total_bytes * 1.2))})})
+    job = job.model_copy(
+        update={
+            "cluster": job.cluster.model_copy(
+                update={"device": gpu(round(memory.fullest.total_bytes * 1.2))}
+            )
+        }
+    )
     plan = plan_of(job)
     assert plan.feasible and [note.code for note in plan.notes] == ["memory-band"]
     assert "took 43 to 56 GiB where this plan says 40" in plan.notes[0].message

@@ -11,7 +11,13 @@ from trainkit.engines.rules import RULES
 from trainkit.jobs.schema import Training
 from trainkit.plan.arithmetic import parameters_of
 from trainkit.plan.planner import Prepared, make_plan
-from trainkit.plan.storage import GIB, checkpoint_bytes_per_parameter, checkpoints_on_disk, checkpoints_written, write_seconds
+from trainkit.plan.storage import (
+    GIB,
+    checkpoint_bytes_per_parameter,
+    checkpoints_on_disk,
+    checkpoints_written,
+    write_seconds,
+)
 
 TIB = 2**40
 
@@ -25,37 +31,76 @@ def test_bytes_per_parameter() -> None:
         assert checkpoint_bytes_per_parameter(training(precision="fp16"), RULES[name]) == 14
         assert checkpoint_bytes_per_parameter(training(precision="bf16"), RULES[name]) == 14
         assert checkpoint_bytes_per_parameter(training(precision="fp32"), RULES[name]) == 12
-    for keys, size in (({}, 12), ({"optimizer": "sgd"}, 8), ({"optimizer": "sgd", "sgd_momentum": 0.0}, 4)):
+    for keys, size in (
+        ({}, 12),
+        ({"optimizer": "sgd"}, 8),
+        ({"optimizer": "sgd", "sgd_momentum": 0.0}, 4),
+    ):
         assert checkpoint_bytes_per_parameter(training(**keys, precision="bf16")) == size
 
 
 def test_published_sizes() -> None:
-    """GPT-NeoX-20B: "268GB" by du, which counts GiB (README of GPT-NeoX). BLOOM-176B: 2.244 TiB, "2.3T" by du, which rounds up (BigScience's chronicles)."""
+    """GPT-NeoX-20B: "268GB" by du, which counts GiB (README of GPT-NeoX). BLOOM-176B: 2.244 TiB,
+    "2.3T" by du, which rounds up (BigScience's chronicles)."""
     neox = parameters_of(shape("gpt-neox", 44, 6144, 64, 2048), 50432)
     assert 14 * neox / GIB == pytest.approx(268.0, abs=0.05)
     bloom = 176.247e9
     assert 14 * bloom / TIB == pytest.approx(2.244, abs=5e-4)
-    plan = make_plan(job_of(shape("gpt-neox", 44, 6144, 64, 2048, vocab_size=50277), 2, engine="gpt-neox", precision="fp16"), rules=RULES["gpt-neox"])
+    plan = make_plan(
+        job_of(
+            shape("gpt-neox", 44, 6144, 64, 2048, vocab_size=50277),
+            2,
+            engine="gpt-neox",
+            precision="fp16",
+        ),
+        rules=RULES["gpt-neox"],
+    )
     assert plan.checkpoint_bytes and round(plan.checkpoint_bytes / GIB) == 268
 
 
-@pytest.mark.parametrize(("gib_per_second", "minutes"), [(19.2, 2.04), (64, 0.61), (128, 0.31), (256, 0.15)])
+@pytest.mark.parametrize(
+    ("gib_per_second", "minutes"), [(19.2, 2.04), (64, 0.61), (128, 0.31), (256, 0.15)]
+)
 def test_published_times(gib_per_second: float, minutes: float) -> None:
     """Azure's table for AMLFS 40, 125, 250 and 500: 2.3 TiB at GiB/s."""
     assert write_seconds(2.3 * TIB, gib_per_second) / 60 == pytest.approx(minutes, abs=0.005)
 
 
 def test_how_many_there_are() -> None:
-    assert [checkpoints_written(training(save_interval=n)) for n in (None, 30, 50, 100, 1000)] == [1, 4, 2, 1, 1]
+    assert [checkpoints_written(training(save_interval=n)) for n in (None, 30, 50, 100, 1000)] == [
+        1,
+        4,
+        2,
+        1,
+        1,
+    ]
     job = job_of(train_iters=100, save_interval=10, checkpoint={"keep_last": 3})
     assert checkpoints_on_disk(job, RULES["native"]) == 4  # one more while it is written
     assert checkpoints_on_disk(job, RULES["megatron-lm"]) == 10  # it deletes none
-    assert checkpoints_on_disk(job_of(train_iters=20, save_interval=10, checkpoint={"keep_last": 5}), RULES["native"]) == 2
-    assert checkpoints_on_disk(job_of(train_iters=20, save_interval=10, checkpoint={"keep_last": 5, "save_first": True}), RULES["native"]) == 3
+    assert (
+        checkpoints_on_disk(
+            job_of(train_iters=20, save_interval=10, checkpoint={"keep_last": 5}), RULES["native"]
+        )
+        == 2
+    )
+    assert (
+        checkpoints_on_disk(
+            job_of(
+                train_iters=20, save_interval=10, checkpoint={"keep_last": 5, "save_first": True}
+            ),
+            RULES["native"],
+        )
+        == 3
+    )
 
 
 def tiers(**sizes: int) -> dict[str, Any]:
-    return {"filesystems": {name: {"capacity_bytes": size, "write_gib_per_second": 0.5} for name, size in sizes.items()}}
+    return {
+        "filesystems": {
+            name: {"capacity_bytes": size, "write_gib_per_second": 0.5}
+            for name, size in sizes.items()
+        }
+    }
 
 
 def test_more_checkpoints_than_the_disk_holds() -> None:
@@ -63,10 +108,23 @@ def test_more_checkpoints_than_the_disk_holds() -> None:
     size = make_plan(job_of(**keys)).checkpoint_bytes
     assert size is not None
     fits = make_plan(job_of(**keys, cluster=tiers(fast=6 * size), checkpoint={"keep_last": 5}))
-    assert fits.feasible and fits.storage and fits.storage.filesystem == "fast" and fits.storage.write_seconds == size / (GIB / 2)
-    (objection,) = make_plan(job_of(**keys, cluster=tiers(fast=4 * size), checkpoint={"keep_last": 5})).objections
-    assert (objection.code, objection.key, objection.changes) == ("disk-too-small", "checkpoint.keep_last", ({"checkpoint.keep_last": 3},))
-    assert make_plan(job_of(**keys, cluster=tiers(fast=4 * size), checkpoint={"keep_last": 3})).feasible
+    assert (
+        fits.feasible
+        and fits.storage
+        and fits.storage.filesystem == "fast"
+        and fits.storage.write_seconds == size / (GIB / 2)
+    )
+    (objection,) = make_plan(
+        job_of(**keys, cluster=tiers(fast=4 * size), checkpoint={"keep_last": 5})
+    ).objections
+    assert (objection.code, objection.key, objection.changes) == (
+        "disk-too-small",
+        "checkpoint.keep_last",
+        ({"checkpoint.keep_last": 3},),
+    )
+    assert make_plan(
+        job_of(**keys, cluster=tiers(fast=4 * size), checkpoint={"keep_last": 3})
+    ).feasible
     (none,) = make_plan(job_of(**keys, cluster=tiers(fast=size // 2))).objections
     assert none.code == "disk-too-small" and not none.changes
     megatron = job_of(**keys, engine="megatron-lm", cluster=tiers(fast=9 * 2 * size))
@@ -76,7 +134,9 @@ def test_more_checkpoints_than_the_disk_holds() -> None:
 
 def test_which_file_system() -> None:
     two = tiers(fast=1, large=10**12)
-    assert [o.code for o in make_plan(job_of(cluster=two, checkpoint={"filesystem": "fast"})).objections] == ["disk-too-small"]
+    assert [
+        o.code for o in make_plan(job_of(cluster=two, checkpoint={"filesystem": "fast"})).objections
+    ] == ["disk-too-small"]
     assert make_plan(job_of(cluster=two, checkpoint={"filesystem": "large"})).feasible
     unnamed = make_plan(job_of(cluster=two))
     assert unnamed.feasible and [note.code for note in unnamed.notes] == ["filesystem-not-named"]
@@ -85,20 +145,31 @@ def test_which_file_system() -> None:
 
 
 def test_the_disk_here() -> None:
-    assert [o.code for o in make_plan(job_of(), prepared=Prepared(free_bytes=10)).objections] == ["disk-too-small"]
+    assert [o.code for o in make_plan(job_of(), prepared=Prepared(free_bytes=10)).objections] == [
+        "disk-too-small"
+    ]
     assert make_plan(job_of(), prepared=Prepared(free_bytes=10**9)).feasible
 
 
 def test_the_file_system_below_which_runs_lie() -> None:
-    """Where none is named, that whose path holds the cluster's root; one that is named and mounted elsewhere is worth a word."""
-    mounted = {"home": {"path": "/home", "write_gib_per_second": 0.1}, "fsx": {"path": "/fsx"}, "fast": {"path": "/fsx/fast", "write_gib_per_second": 9.0}}
+    """Where none is named, that whose path holds the cluster's root; one that is named and
+    mounted elsewhere is worth a word."""
+    mounted = {
+        "home": {"path": "/home", "write_gib_per_second": 0.1},
+        "fsx": {"path": "/fsx"},
+        "fast": {"path": "/fsx/fast", "write_gib_per_second": 9.0},
+    }
 
     def found(root: str, **keys: Any) -> tuple[str | None, list[str]]:
         plan = make_plan(job_of(cluster={"filesystems": mounted, "root": root}, **keys))
         assert plan.storage is not None
         return plan.storage.filesystem, [note.code for note in plan.notes]
 
-    assert found("/fsx/fast/me") == ("fast", []) and found("/fsx/faster") == ("fsx", []) and found("/home/me") == ("home", [])
+    assert (
+        found("/fsx/fast/me") == ("fast", [])
+        and found("/fsx/faster") == ("fsx", [])
+        and found("/home/me") == ("home", [])
+    )
     assert found("/scratch") == (None, ["filesystem-not-named"])
     assert found("/home/me", checkpoint={"filesystem": "fast"}) == ("fast", ["root-elsewhere"])
 
@@ -110,5 +181,10 @@ def test_reading_a_checkpoint_takes_as_long_as_the_file_system_says() -> None:
         return plan.storage.read_seconds
 
     plan = make_plan(job_of())
-    assert seconds(read_gib_per_second=2.0, write_gib_per_second=1.0) == pytest.approx((plan.checkpoint_bytes or 0) / (2 * GIB))
-    assert seconds(write_gib_per_second=1.0) == pytest.approx((plan.checkpoint_bytes or 0) / GIB) and seconds() is None
+    assert seconds(read_gib_per_second=2.0, write_gib_per_second=1.0) == pytest.approx(
+        (plan.checkpoint_bytes or 0) / (2 * GIB)
+    )
+    assert (
+        seconds(write_gib_per_second=1.0) == pytest.approx((plan.checkpoint_bytes or 0) / GIB)
+        and seconds() is None
+    )

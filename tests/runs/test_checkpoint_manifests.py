@@ -1,4 +1,5 @@
-"""What makes a folder a checkpoint, which stay, and which samples a step took: by files made by hand, without torch."""
+"""What makes a folder a checkpoint, which stay, and which samples a step took: by files made by
+hand, without torch."""
 
 from __future__ import annotations
 
@@ -49,10 +50,22 @@ def write(folder: Path, step: int, *, loss: float | None = None, **state: Any) -
     content = bytes(range(64)) + bytes(16)
     (made / "a.bin").write_bytes(content)
     files = (DataFile(path="a.bin", bytes=80, xxh128=xxhash.xxh3_128_hexdigest(content)),)
-    tensors = {"model.w": TensorEntry(shape=(20,), dtype="float32", chunks=(chunk(0, 16, 0), chunk(16, 4, 64)))}
+    tensors = {
+        "model.w": TensorEntry(
+            shape=(20,), dtype="float32", chunks=(chunk(0, 16, 0), chunk(16, 4, 64))
+        )
+    }
     validation = {} if loss is None else {"valid": loss}
-    facts: dict[str, Any] = {"layout": {}, "job": {}, "versions": {}, "state": state, "validation": validation}
-    Manifest(step=step, consumed_samples=8 * step, files=files, tensors=tensors, **facts).write(made)
+    facts: dict[str, Any] = {
+        "layout": {},
+        "job": {},
+        "versions": {},
+        "state": state,
+        "validation": validation,
+    }
+    Manifest(step=step, consumed_samples=8 * step, files=files, tensors=tensors, **facts).write(
+        made
+    )
     return made
 
 
@@ -66,11 +79,20 @@ def change(folder: Path, **values: Any) -> None:
 def test_what_is_whole_is_read_as_it_was_written(tmp_path: Path) -> None:
     made = write(tmp_path, 7, optimizer_steps=7, hysteresis_tracker=-12, evaluation_due=True)
     found = open_checkpoint(made)
-    assert (found.bytes, found.pinned, found.manifest.step, found.manifest.state["hysteresis_tracker"]) == (80, False, 7, -12)
+    assert (
+        found.bytes,
+        found.pinned,
+        found.manifest.step,
+        found.manifest.state["hysteresis_tracker"],
+    ) == (80, False, 7, -12)
     assert verify(made) == [] and sealed((made / MANIFEST).read_bytes())
     note_evaluation(tmp_path, 7, {"valid": 1.5})
     again = open_checkpoint(made).manifest
-    assert (again.validation, again.state["evaluation_due"], again.state["optimizer_steps"]) == ({"valid": 1.5}, False, 7) and verify(made) == []
+    assert (again.validation, again.state["evaluation_due"], again.state["optimizer_steps"]) == (
+        {"valid": 1.5},
+        False,
+        7,
+    ) and verify(made) == []
 
 
 @pytest.mark.parametrize(
@@ -79,20 +101,30 @@ def test_what_is_whole_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"step": 8}, "its manifest says step 8"),
         ({"state": {"rollbacks": -1}}, "state.rollbacks is -1, which is no count"),
         ({"state": {"unlogged_nan": 1.5}}, "state.unlogged_nan is 1.5, which is no count"),
-        ({"state": {"hysteresis_tracker": True}}, "state.hysteresis_tracker is True, which is no whole number"),
-        ({"files": [{"path": "../a.bin", "bytes": 80, "xxh128": ""}]}, "'../a.bin' is no plain file name"),
+        (
+            {"state": {"hysteresis_tracker": True}},
+            "state.hysteresis_tracker is True, which is no whole number",
+        ),
+        (
+            {"files": [{"path": "../a.bin", "bytes": 80, "xxh128": ""}]},
+            "'../a.bin' is no plain file name",
+        ),
         ({"files": [{"path": "a.bin", "bytes": 81, "xxh128": ""}]}, "a.bin has 80 bytes, not 81"),
         ({"files": [{"path": "b.bin", "bytes": 80, "xxh128": ""}]}, "b.bin is missing"),
         ({"unknown": 1}, "unknown"),
         ({"xxh128": "0" * 32}, "manifest.json does not have the hash 0000"),
     ],
 )
-def test_every_wrong_word_of_a_manifest_is_named(values: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_every_wrong_word_of_a_manifest_is_named(
+    values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     made = write(tmp_path, 7)
     change(made, **values)
     with pytest.raises(Damaged) as error:
         open_checkpoint(made)
-    assert words in error.value.message and isinstance(error.value, Missing) == words.endswith("missing")
+    assert words in error.value.message and isinstance(error.value, Missing) == words.endswith(
+        "missing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,29 +133,58 @@ def test_every_wrong_word_of_a_manifest_is_named(values: dict[str, Any], words: 
         ([chunk(0, 16, 0)], "do not make up its shape"),
         ([chunk(0, 16, 0), chunk(15, 4, 64)], "parts at [0] and [15] overlap"),
         ([chunk(0, 16, 0), chunk(17, 4, 64)], "part at [17] does not fit"),
-        ([chunk(0, 16, 0), chunk(16, 4, 4)], "part at [16] does not fit"),  # not where a part may start
+        # not where a part may start
+        ([chunk(0, 16, 0), chunk(16, 4, 4)], "part at [16] does not fit"),
         ([chunk(0, 16, 64), chunk(16, 4, 0)], "part at [0] does not fit"),  # beyond the file's end
-        ([chunk(0, 16, 0), chunk(16, 4, 64).model_copy(update={"bytes": 8})], "part at [16] does not fit"),
+        (
+            [chunk(0, 16, 0), chunk(16, 4, 64).model_copy(update={"bytes": 8})],
+            "part at [16] does not fit",
+        ),
     ],
 )
-def test_parts_lie_in_the_file_and_cover_the_tensor_once(chunks: list[Chunk], words: str, tmp_path: Path) -> None:
+def test_parts_lie_in_the_file_and_cover_the_tensor_once(
+    chunks: list[Chunk], words: str, tmp_path: Path
+) -> None:
     made = write(tmp_path, 7)
-    change(made, tensors={"model.w": TensorEntry(shape=(20,), dtype="float32", chunks=tuple(chunks)).model_dump(mode="json")})
+    change(
+        made,
+        tensors={
+            "model.w": (
+                TensorEntry(shape=(20,), dtype="float32", chunks=tuple(chunks)).model_dump(
+                    mode="json"
+                )
+            )
+        },
+    )
     assert words in "; ".join(verify(made, "size"))
 
 
 def test_parts_of_a_table_may_touch(tmp_path: Path) -> None:
     made = write(tmp_path, 7)
     boxes = [((0, 0), (2, 3)), ((0, 3), (2, 2)), ((2, 0), (2, 5))]
-    chunks = [Chunk(offsets=at, sizes=size, file="a.bin", start=0, bytes=4 * size[0] * size[1]) for at, size in boxes]
-    change(made, tensors={"model.w": TensorEntry(shape=(4, 5), dtype="float32", chunks=tuple(chunks)).model_dump(mode="json")})
+    chunks = [
+        Chunk(offsets=at, sizes=size, file="a.bin", start=0, bytes=4 * size[0] * size[1])
+        for at, size in boxes
+    ]
+    change(
+        made,
+        tensors={
+            "model.w": (
+                TensorEntry(shape=(4, 5), dtype="float32", chunks=tuple(chunks)).model_dump(
+                    mode="json"
+                )
+            )
+        },
+    )
     assert verify(made, "size") == []
 
 
 def test_a_form_that_is_newer_is_no_damage(tmp_path: Path) -> None:
     made = write(tmp_path, 7)
     body = (made / MANIFEST).read_bytes().rpartition(b',"xxh128"')[0] + b',"more":1'
-    (made / MANIFEST).write_bytes(body + f',"xxh128":"{xxhash.xxh3_128_hexdigest(body)}"}}'.encode())
+    (made / MANIFEST).write_bytes(
+        body + f',"xxh128":"{xxhash.xxh3_128_hexdigest(body)}"}}'.encode()
+    )
     with pytest.raises(Newer):
         open_checkpoint(made)
 
@@ -133,7 +194,9 @@ def test_hashes_are_compared_as_asked(tmp_path: Path) -> None:
     (made / "a.bin").write_bytes(bytes(80))
     assert verify(made, "size") == [] and "a.bin does not have the hash" in verify(made)[0]
     manifest = open_checkpoint(made).manifest
-    many = manifest.model_copy(update={"files": tuple(DataFile(path=f"{n}", bytes=0, xxh128="") for n in range(17))})
+    many = manifest.model_copy(
+        update={"files": tuple(DataFile(path=f"{n}", bytes=0, xxh128="") for n in range(17))}
+    )
     assert [len(files_to_hash(many, how)) for how in ("size", "sample", "full")] == [0, 3, 17]
     assert files_to_hash(many, "sample") == files_to_hash(many, "sample")
 
@@ -146,9 +209,18 @@ def test_the_newest_whole_one_is_taken_and_newer_ones_are_named(tmp_path: Path) 
     (folder_of(tmp_path, 12) / "a.bin").unlink()
     said: list[str] = []
     found = newest_valid(tmp_path, said.append)
-    assert found is not None and found.manifest.step == 9 and len(said) == 1 and "a.bin is missing" in said[0]
+    assert (
+        found is not None
+        and found.manifest.step == 9
+        and len(said) == 1
+        and "a.bin is missing" in said[0]
+    )
     aside = set_aside(folder_of(tmp_path, 12))
-    assert step_of(aside) == 12 and aside.name.endswith(".damaged") and [c.manifest.step for c in valid_by_size(tmp_path)] == [3, 9]
+    assert (
+        step_of(aside) == 12
+        and aside.name.endswith(".damaged")
+        and [c.manifest.step for c in valid_by_size(tmp_path)] == [3, 9]
+    )
     for step in (3, 9):
         (folder_of(tmp_path, step) / MANIFEST).write_text("{")
     with pytest.raises(TrainkitError, match="none of the 2 checkpoints") as error:
@@ -172,8 +244,11 @@ def test_why_each_stays_and_that_the_others_go(tmp_path: Path) -> None:
         9: ["newest 2"],
         11: ["after step 9"],
     }
-    assert prune(tmp_path, keep, 9) == [6] and [c.manifest.step for c in valid_by_size(tmp_path)] == [2, 4, 5, 8, 9, 11]
-    assert prune(tmp_path, keep, 10) == []  # the one that was saved last is not there: others have gone on
+    assert prune(tmp_path, keep, 9) == [6] and [
+        c.manifest.step for c in valid_by_size(tmp_path)
+    ] == [2, 4, 5, 8, 9, 11]
+    # the one that was saved last is not there: others have gone on
+    assert prune(tmp_path, keep, 10) == []
     pin(tmp_path, 2, pinned=False)
     assert prune(tmp_path, keep, 9) == [2]
     with pytest.raises(TrainkitError, match="there is no checkpoint of step 3") as error:
@@ -181,14 +256,22 @@ def test_why_each_stays_and_that_the_others_go(tmp_path: Path) -> None:
     assert error.value.exit == 16
 
 
-def test_the_ring_of_windows_knows_the_last_steps_and_the_metrics_the_others(tmp_path: Path) -> None:
+def test_the_ring_of_windows_knows_the_last_steps_and_the_metrics_the_others(
+    tmp_path: Path,
+) -> None:
     run = RunFolder(tmp_path)
     ring = Windows(run)
     for step in (1, 2, SLOTS + 1):
         ring.note(Window(step, 8 * step - 8, 8))
     ring.close()
     assert windows.path_of(run).stat().st_size == 3 * windows.RECORD.size
-    assert find_window(run, 2) == (2, 8, 8) and find_window(run, SLOTS + 1) == (SLOTS + 1, 8 * SLOTS, 8)
+    assert find_window(run, 2) == (2, 8, 8) and find_window(run, SLOTS + 1) == (
+        SLOTS + 1,
+        8 * SLOTS,
+        8,
+    )
     assert find_window(run, 1) is None and find_window(run, 3) is None  # overwritten; never made
-    run.metrics.write_text('{"step": 1, "consumed_samples": 8, "global_batch_size": 8}\n{"step": 1, "eval": "valid"}\n')
+    run.metrics.write_text(
+        '{"step": 1, "consumed_samples": 8, "global_batch_size": 8}\n{"step": 1, "eval": "valid"}\n'
+    )
     assert find_window(run, 1) == (1, 0, 8)

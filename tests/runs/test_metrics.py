@@ -14,7 +14,19 @@ def rows(*steps: int) -> str:
     return "".join(json.dumps({"step": step, "lm_loss": 1 / (step + 1)}) + "\n" for step in steps)
 
 
-@pytest.mark.parametrize("torn", ["", "{", '{"step": 3', '{"step": 3, "lm_loss": 0.25}', "\0\0\0\n", "[1]\n", '"step"\n', '{"lm_loss": 1}\n'])
+@pytest.mark.parametrize(
+    "torn",
+    [
+        "",
+        "{",
+        '{"step": 3',
+        '{"step": 3, "lm_loss": 0.25}',
+        "\0\0\0\n",
+        "[1]\n",
+        '"step"\n',
+        '{"lm_loss": 1}\n',
+    ],
+)
 def test_a_torn_end_does_not_count_and_is_cut(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(rows(0, 1, 2) + torn)
@@ -49,7 +61,8 @@ def test_a_tail_sees_every_row_once_and_outlives_a_cut(tmp_path: Path) -> None:
 
 
 def test_a_tail_tells_anew_what_was_written_anew(tmp_path: Path) -> None:
-    """A rollback and more rows than before it, all between two looks: the file is longer than what was read of it."""
+    """A rollback and more rows than before it, all between two looks: the file is longer than
+    what was read of it."""
     path = tmp_path / "metrics.jsonl"
     tail = MetricsTail(path)
     path.write_text(rows(*range(1, 7)))
@@ -58,6 +71,12 @@ def test_a_tail_tells_anew_what_was_written_anew(tmp_path: Path) -> None:
         cut(path, 4)
         assert path.read_text() == rows(1, 2, 3, 4)
         with open(path, "a") as file:
-            file.write("".join(json.dumps({"step": step, "lm_loss": times / 8}) + "\n" for step in (5, 6, 7, 8)))
-        assert [(row["step"], row["lm_loss"]) for row in tail.new_rows()] == [(step, times / 8) for step in (5, 6, 7, 8)]
+            file.write(
+                "".join(
+                    json.dumps({"step": step, "lm_loss": times / 8}) + "\n" for step in (5, 6, 7, 8)
+                )
+            )
+        assert [(row["step"], row["lm_loss"]) for row in tail.new_rows()] == [
+            (step, times / 8) for step in (5, 6, 7, 8)
+        ]
         assert tail.new_rows() == []

@@ -27,7 +27,13 @@ def make_run(root: Path, job: str, name: str) -> RunFolder:
 
 def begin(run: RunFolder, attempt: int = 1, **supervisor: Any) -> EventLog:
     events = EventLog(run.attempt(attempt))
-    events.write("started", run=run.id, attempt=attempt, supervisor=identity().as_dict() | supervisor, world_size=1)
+    events.write(
+        "started",
+        run=run.id,
+        attempt=attempt,
+        supervisor=identity().as_dict() | supervisor,
+        world_size=1,
+    )
     return events
 
 
@@ -46,7 +52,9 @@ def end(events: EventLog, code: int, failure_class: str) -> None:
         (130, "cancelled", "cancelled"),
     ],
 )
-def test_the_supervisors_last_word_decides(tmp_path: Path, code: int, failure_class: str, state: str) -> None:
+def test_the_supervisors_last_word_decides(
+    tmp_path: Path, code: int, failure_class: str, state: str
+) -> None:
     run = make_run(tmp_path, "j", "a")
     end(begin(run), code, failure_class)
     record = read_record(run)
@@ -59,7 +67,11 @@ def test_without_a_last_word_the_supervisors_life_decides(tmp_path: Path) -> Non
     begin(run)
     assert read_record(run).state == "running"
     begin(run, 2, start_time=identity().start_time + 1)  # another process has our pid now
-    assert (read_record(run).state, read_record(run).failure_class, read_record(run).attempt) == ("failed", "infra", 2)
+    assert (read_record(run).state, read_record(run).failure_class, read_record(run).attempt) == (
+        "failed",
+        "infra",
+        2,
+    )
     begin(run, 3, boot_id="another")
     assert read_record(run).state == "failed"
     begin(run, 4, host="elsewhere")
@@ -75,7 +87,10 @@ def test_whoever_began_it_lives_and_no_supervisor_is_there_yet(tmp_path: Path) -
     assert read_record(run).state == "failed", "it is gone, and so is whoever could have begun"
     write_json(run.maker, value | {"identity": value["identity"] | {"host": "elsewhere"}})
     assert read_record(run).state == "starting"
-    write_json(run.maker, value | {"identity": value["identity"] | {"host": "elsewhere"}, "time": time.time() - 100})
+    write_json(
+        run.maker,
+        value | {"identity": value["identity"] | {"host": "elsewhere"}, "time": time.time() - 100},
+    )
     assert read_record(run).state == "failed"
     end(begin(run), 9, "user")
     sign(run, ago=10, ended=True)
@@ -97,9 +112,14 @@ def test_a_torn_event_is_left_out(tmp_path: Path) -> None:
 def test_a_full_disk_tears_one_event_and_not_the_next(tmp_path: Path) -> None:
     run = make_run(tmp_path, "j", "a")
     log = begin(run)
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (run.attempt(1).events.stat().st_size + 20, limits[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (run.attempt(1).events.stat().st_size + 20, limits[1])
+        )
         with pytest.raises(OSError, match="File too large"):
             log.note("rank_ended", rank=1)
         with pytest.raises(OSError, match="File too large"):  # nothing of this one is written
@@ -126,7 +146,8 @@ def test_a_closed_log_writes_to_nobody_elses_file(tmp_path: Path) -> None:
     run = make_run(tmp_path, "j", "a")
     log = begin(run)
     log.close()
-    with open(tmp_path / "other", "wb") as first, open(tmp_path / "others", "wb"):  # one of them has the log's number now
+    # one of them has the log's number now
+    with open(tmp_path / "other", "wb") as first, open(tmp_path / "others", "wb"):
         log.write("view_lost")
         log.note("stranger")
         log.close()
@@ -138,7 +159,9 @@ def test_a_closed_log_writes_to_nobody_elses_file(tmp_path: Path) -> None:
 def test_the_step_is_that_of_the_last_whole_row(tmp_path: Path) -> None:
     run = make_run(tmp_path, "j", "a")
     assert read_record(run).step == 0
-    run.metrics.write_text("".join(f'{{"step": {s}, "lm_loss": 1.0}}\n' for s in range(1, 5000)) + '{"step": 5000, "lm')
+    run.metrics.write_text(
+        "".join(f'{{"step": {s}, "lm_loss": 1.0}}\n' for s in range(1, 5000)) + '{"step": 5000, "lm'
+    )
     assert read_record(run).step == 4999
 
 
@@ -151,7 +174,11 @@ def test_runs_are_found_by_id_prefix_job_and_last(tmp_path: Path) -> None:
     )
     roots = [tmp_path, other, tmp_path / "missing"]
     assert all_runs(roots) == [first, second, third]
-    assert find_run(roots, "last") == third and find_run(roots, "a") == third and find_run(roots, "b") == second
+    assert (
+        find_run(roots, "last") == third
+        and find_run(roots, "a") == third
+        and find_run(roots, "b") == second
+    )
     assert find_run(roots, first.id) == first and find_run(roots, "20260102") == third
     with pytest.raises(ConfigError, match="beginning of 2 runs"):
         find_run(roots, "20260101")
@@ -163,14 +190,23 @@ def test_runs_are_found_by_id_prefix_job_and_last(tmp_path: Path) -> None:
 
 def sign(run: RunFolder, *, ago: float = 0, ended: bool = False, **who: Any) -> None:
     me = identity().as_dict() | who
-    value = {"identity": me, "host": me["host"], "time": time.time() - ago, "attempt": 1, "address": "127.0.0.1", "port": 1, "ended": ended}
+    value = {
+        "identity": me,
+        "host": me["host"],
+        "time": time.time() - ago,
+        "attempt": 1,
+        "address": "127.0.0.1",
+        "port": 1,
+        "ended": ended,
+    }
     write_json(run.supervisor, {"schema": "supervisor/1", **value})
 
 
 def test_the_supervisors_sign_of_life(tmp_path: Path) -> None:
     run = make_run(tmp_path, "j", "a")
     sign(run)
-    assert (read_record(run).state, read_record(run).attempt) == ("running", 0)  # its first attempt is yet to begin
+    # its first attempt is yet to begin
+    assert (read_record(run).state, read_record(run).attempt) == ("running", 0)
     end(begin(run), 10, "infra")
     assert read_record(run).state == "running"  # between two attempts
     sign(run, ended=True)
@@ -187,7 +223,11 @@ def test_a_supervisor_on_another_host(tmp_path: Path) -> None:
     sign(run, ago=3600, host="elsewhere")
     record = read_record(run)
     assert (record.state, record.exit) == ("unknown", 13)
-    assert record.root_cause is not None and "the supervisor on elsewhere has given no sign of life since 2" in record.root_cause["message"]
+    assert (
+        record.root_cause is not None
+        and "the supervisor on elsewhere has given no sign of life since 2"
+        in record.root_cause["message"]
+    )
     assert record.next_tasks()[0] == "invoke cancel a"
     sign(run, ago=3600, host="elsewhere", ended=True)
     assert read_record(run).state == "failed"  # it said that it had ended, but not how
@@ -196,9 +236,12 @@ def test_a_supervisor_on_another_host(tmp_path: Path) -> None:
         read_record(run)
 
 
-def test_a_root_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_root_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen = make_run(tmp_path / "good", "j", "a")
     (tmp_path / "bad").mkdir()
-    (tmp_path / "bad/runs").symlink_to("runs")  # a loop: as a dead mount, it can be seen and not be read
+    # a loop: as a dead mount, it can be seen and not be read
+    (tmp_path / "bad/runs").symlink_to("runs")
     assert find_run([tmp_path / "bad", tmp_path / "good"], "last") == seen
     assert "bad/runs cannot be read" in capsys.readouterr().err

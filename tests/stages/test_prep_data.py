@@ -31,25 +31,47 @@ def test_makes_tokens_and_then_nothing_twice(project: Project) -> None:
     first = project.invoke("prep-data")
     assert "stale because it was never made here" in first.stdout
     before = {p: p.stat().st_mtime_ns for p in (project.path / DATA).iterdir()}
-    assert {p.name for p in before} == {"tokenizer.json", "dataset.json", "lines_text_document.bin", "lines_text_document.idx"}
+    assert {p.name for p in before} == {
+        "tokenizer.json",
+        "dataset.json",
+        "lines_text_document.bin",
+        "lines_text_document.idx",
+    }
     again = project.invoke("prep-data")
     assert "fresh because nothing changed since" in again.stdout
     assert before == {p: p.stat().st_mtime_ns for p in (project.path / DATA).iterdir()}
     manifest = json.loads((project.path / DATA / "dataset.json").read_text())
     tokens = IndexedDataset(project.path / DATA / "lines_text_document")
-    assert manifest["schema"] == "dataset/1" and manifest["documents"] == 300 and manifest["tokens"] == tokens.num_tokens
+    assert (
+        manifest["schema"] == "dataset/1"
+        and manifest["documents"] == 300
+        and manifest["tokens"] == tokens.num_tokens
+    )
     assert all(tokens[i][-1] == manifest["eod_id"] for i in range(len(tokens)))
 
 
 def test_says_why_it_is_stale(project: Project) -> None:
-    """Each change of one prepared project, seen by a dry run and put back; the last one by all who need the data."""
+    """Each change of one prepared project, seen by a dry run and put back; the last one by all
+    who need the data."""
     project.invoke("prep-data")
-    config, part, tokens = project.path / "jobs.toml", project.path / "corpus/part-0.jsonl", project.path / DATA / "lines_text_document.bin"
+    config, part, tokens = (
+        project.path / "jobs.toml",
+        project.path / "corpus/part-0.jsonl",
+        project.path / DATA / "lines_text_document.bin",
+    )
     changes = [
-        (config, config.read_bytes().replace(b"vocab_size = 300", b"vocab_size = 301"), "tokenizers.bpe.vocab_size changed from 300 to 301"),
+        (
+            config,
+            config.read_bytes().replace(b"vocab_size = 300", b"vocab_size = 301"),
+            "tokenizers.bpe.vocab_size changed from 300 to 301",
+        ),
         (tokens, b"12", "lines_text_document.bin changed"),
         (tokens.with_suffix(".idx"), None, "lines_text_document.idx is missing"),
-        (project.path / "corpus/part-2.jsonl", b'{"text": "a new shard"}\n', "corpus/part-2.jsonl is new"),
+        (
+            project.path / "corpus/part-2.jsonl",
+            b'{"text": "a new shard"}\n',
+            "corpus/part-2.jsonl is new",
+        ),
         (part, part.read_bytes() + b'{"text": "more"}\n', "corpus/part-0.jsonl changed"),
     ]
     for path, content, because in changes:
@@ -72,7 +94,12 @@ def test_says_why_it_is_stale(project: Project) -> None:
 def test_dry_run_writes_nothing(project: Project) -> None:
     project.environment()  # makes its tmp folder
     before = sorted(project.path.rglob("*"))
-    for words in (["prep-data", "--dry-run"], ["--dry", "prep-data"], ["train", "text", "--dry-run"], ["--dry", "train", "text"]):
+    for words in (
+        ["prep-data", "--dry-run"],
+        ["--dry", "prep-data"],
+        ["train", "text", "--dry-run"],
+        ["--dry", "train", "text"],
+    ):
         assert "would run" in project.invoke(*words).stdout
     after = [p for p in sorted(project.path.rglob("*")) if "__pycache__" not in p.parts]
     assert before == after
@@ -105,7 +132,10 @@ def test_what_a_killed_writer_of_the_stamp_left_goes(project: Project) -> None:
 
 
 def test_ctrl_c_leaves_nothing_half_done_and_no_worker(project: Project) -> None:
-    rows = [json.dumps({"text": " ".join(f"word{i * j % 9973}" for j in range(300))}) for i in range(3000)]
+    rows = [
+        json.dumps({"text": " ".join(f"word{i * j % 9973}" for j in range(300))})
+        for i in range(3000)
+    ]
     (project.path / "corpus" / "part-9.jsonl").write_text("\n".join(rows))
     process = project.start("prep-data")
     specs = project.path / "stamps/prep-data/lines--bpe.units"
@@ -152,23 +182,36 @@ def test_a_bad_line_is_named(project: Project, line: str, words: str) -> None:
     assert words in failed.stderr
     error = project.document("prep-data", exit=6)
     assert error["schema"] == "error/1" and error["exit"] == 6 and error["problems"][0]["line"] == 2
-    assert "unfinished" in json.loads((project.path / "stamps/prep-data/lines--bpe.json").read_text())
+    assert "unfinished" in json.loads(
+        (project.path / "stamps/prep-data/lines--bpe.json").read_text()
+    )
     again = project.invoke("prep-data", "--dry-run").stdout
-    assert "is stale because its last making failed: " in again and words in again and "interrupted" not in again
+    assert (
+        "is stale because its last making failed: " in again
+        and words in again
+        and "interrupted" not in again
+    )
 
 
 def test_blank_lines_empty_documents_and_no_last_newline_are_legal(project: Project) -> None:
-    (project.path / "corpus/part-1.jsonl").write_text('\n{"text": "one"}\n\n   \n{"text": ""}\n{"text": "two"}')
+    (project.path / "corpus/part-1.jsonl").write_text(
+        '\n{"text": "one"}\n\n   \n{"text": ""}\n{"text": "two"}'
+    )
     project.invoke("prep-data")
     manifest = json.loads((project.path / DATA / "dataset.json").read_text())
-    assert (manifest["documents"], manifest["empty_documents"], manifest["sequences"]) == (153, 1, 152)
+    assert (manifest["documents"], manifest["empty_documents"], manifest["sequences"]) == (
+        153,
+        1,
+        152,
+    )
     tokens = IndexedDataset(project.path / DATA / "lines_text_document")
     assert len(tokens.document_indices) == 154
 
 
 @pytest.mark.parametrize("lines", [10, 5000])
 def test_a_truncated_zst_is_named(project: Project, lines: int) -> None:
-    """Cut anywhere, between two lines too: what is left must not pass for the whole. (Of many blocks: test_formats.)"""
+    """Cut anywhere, between two lines too: what is left must not pass for the whole. (Of many
+    blocks: test_formats.)"""
     dice = random.Random(lines)
     text = b"".join(b'{"text": "%d"}\n' % dice.getrandbits(60) for _ in range(lines))
     whole = zstandard.compress(text)
@@ -185,16 +228,22 @@ def test_no_input_is_an_error(project: Project) -> None:
 
 
 def test_interrupted_after_a_change_never_passes_old_tokens_off_as_new(project: Project) -> None:
-    """Ctrl-C while merge runs, after the tokenizer was made anew: the next call must tokenize again what is stale."""
+    """Ctrl-C while merge runs, after the tokenizer was made anew: the next call must tokenize
+    again what is stale."""
     project.invoke("prep-data")
     old = output(project)
     config = project.path / "jobs.toml"
     config.write_text(config.read_text().replace("vocab_size = 300", "vocab_size = 280"))
     fresh = Project(project.path.parent / "fresh")
-    shutil.copytree(project.path, fresh.path, ignore=shutil.ignore_patterns("data", "stamps", "tmp"))
+    shutil.copytree(
+        project.path, fresh.path, ignore=shutil.ignore_patterns("data", "stamps", "tmp")
+    )
     fresh.invoke("prep-data")
     for unit in ("tokenizer", "tokens-00000", "merge"):
-        spec, began = project.path / f"stamps/prep-data/lines--bpe.units/{unit}.spec.json", time.time()
+        spec, began = (
+            project.path / f"stamps/prep-data/lines--bpe.units/{unit}.spec.json",
+            time.time(),
+        )
         process = project.start("prep-data")
         while process.poll() is None and not (spec.exists() and spec.stat().st_mtime > began):
             time.sleep(0.005)
@@ -210,14 +259,18 @@ def test_a_dataset_needs_no_job(project: Project) -> None:
     path.write_text(path.read_text().replace('[defaults]\njob = "text"', ""))
     project.invoke("prep-data", "--dataset", "lines")
     assert (project.path / DATA / "dataset.json").is_file()
-    assert "has no dataset 'lins'" in project.invoke("prep-data", "--dataset", "lins", exit=3).stderr
+    assert (
+        "has no dataset 'lins'" in project.invoke("prep-data", "--dataset", "lins", exit=3).stderr
+    )
 
 
 def test_what_does_not_matter_makes_nothing_stale(project: Project) -> None:
     project.invoke("prep-data")
     path = project.path / "jobs.toml"
     path.write_text(
-        path.read_text().replace('"corpus/*.jsonl"', '"corpus/part-*.jsonl"').replace('split = "80,20,0"', 'split = "70,30,0"\nshard_bytes = 100000')
+        path.read_text()
+        .replace('"corpus/*.jsonl"', '"corpus/part-*.jsonl"')
+        .replace('split = "80,20,0"', 'split = "70,30,0"\nshard_bytes = 100000')
     )
     assert "is fresh because nothing changed" in project.invoke("prep-data").stdout
 

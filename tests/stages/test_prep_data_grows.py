@@ -1,4 +1,5 @@
-"""Data that grow: what is new is made, what was there is taken from where it lies, and the bytes are those of a dataset made at once."""
+"""Data that grow: what is new is made, what was there is taken from where it lies, and the bytes
+are those of a dataset made at once."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ class Corpus:
         self.path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def need(self, *, anew: bool = False) -> Need:
-        (need,) = needs_of_dataset(load(self.folder).dataset("lines"), self.folder, self.stamps, anew=anew)
+        (need,) = needs_of_dataset(
+            load(self.folder).dataset("lines"), self.folder, self.stamps, anew=anew
+        )
         return need
 
     @property
@@ -88,10 +91,12 @@ class Corpus:
         call("tests.stages.test_prep_data_grows:make", self.folder, force)
 
     def content(self) -> dict[str, bytes]:
-        """The pair, the tokenizer, and dataset.json without the names of shards (they keep those they had) and what was compared."""
+        """The pair, the tokenizer, and dataset.json without the names of shards (they keep those
+        they had) and what was compared."""
         folder = self.folder / "data/lines/words"
         manifest = json.loads((folder / "dataset.json").read_text())
-        del manifest["encoders"]  # how many documents were compared: the first 200 of the shard that was once the first
+        # how many documents were compared: the first 200 of the shard that was once the first
+        del manifest["encoders"]
         for shard in manifest["shards"]:
             del shard["name"]
         found = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".bin", ".idx")}
@@ -128,7 +133,8 @@ def touch(path: Path) -> None:
 
 
 def test_a_file_more_is_all_that_is_made(corpus: Corpus) -> None:
-    """Behind, between and before the others; a touched one and the tokenizer's file among them are no work."""
+    """Behind, between and before the others; a touched one and the tokenizer's file among them
+    are no work."""
     for name, seed in (("part-3", 3), ("part-1b", 4), ("a", 5)):
         corpus.write(name, seed)
         touch(corpus.path("part-1"))
@@ -137,7 +143,9 @@ def test_a_file_more_is_all_that_is_made(corpus: Corpus) -> None:
         number = len(list((corpus.folder / "corpus").iterdir())) - 1
         assert corpus.missing() == [f"tokens-{number:05d}", "merge"]
         corpus.make()
-        assert corpus.because() == "fresh" and not (corpus.folder / "data/lines/words/shards").exists()
+        assert (
+            corpus.because() == "fresh" and not (corpus.folder / "data/lines/words/shards").exists()
+        )
     assert corpus.content() == corpus.at_once()
     IndexedDataset(corpus.folder / "data/lines/words/lines_text_document").verify()
 
@@ -157,19 +165,27 @@ def test_a_touched_file_is_read_once_and_nothing_is_made(corpus: Corpus) -> None
 def test_one_of_another_content_and_the_same_size(corpus: Corpus) -> None:
     path = corpus.path("part-1")
     path.write_bytes(path.read_bytes().replace(b"quick", b"slowe"))
-    assert corpus.because() == f"input {path} changed" and corpus.missing() == ["tokens-00001", "merge"]
+    assert corpus.because() == f"input {path} changed" and corpus.missing() == [
+        "tokens-00001",
+        "merge",
+    ]
     corpus.make()
     assert corpus.content() == corpus.at_once()
 
 
 def test_one_less_and_one_renamed(corpus: Corpus) -> None:
     corpus.path("part-0").rename(corpus.path("zero"))
-    assert corpus.because() == f"input {corpus.path('zero')} is new, input {corpus.path('part-0')} is gone"
+    assert (
+        corpus.because()
+        == f"input {corpus.path('zero')} is new, input {corpus.path('part-0')} is gone"
+    )
     assert corpus.missing() == ["tokens-00003", "merge"], "another name is another file"
     corpus.make()
     assert corpus.content() == corpus.at_once()
     corpus.path("part-1").unlink()
-    assert corpus.because() == f"input {corpus.path('part-1')} is gone" and corpus.missing() == ["merge"]
+    assert corpus.because() == f"input {corpus.path('part-1')} is gone" and corpus.missing() == [
+        "merge"
+    ]
     corpus.make()
     assert corpus.content() == corpus.at_once()
 
@@ -189,7 +205,8 @@ def test_of_a_pair_that_somebody_changed_nothing_is_taken(change: str, corpus: C
 
 
 def test_planned_before_another_process_wrote_the_pair(corpus: Corpus) -> None:
-    """The ranges are those of the pair that was there: of another one nothing is taken, and the next call plans anew."""
+    """The ranges are those of the pair that was there: of another one nothing is taken, and the
+    next call plans anew."""
     corpus.write("part-3", 3)
     planned = corpus.need()
     corpus.write("a", 5)
@@ -210,8 +227,11 @@ def test_force_makes_everything_again(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("dies_after", ["tokens", "pair", "merge"])
-def test_growing_that_is_cut_off_goes_on(dies_after: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed when the new shard is there, or the new pair, or its dataset.json too: what was made is not made again."""
+def test_growing_that_is_cut_off_goes_on(
+    dies_after: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed when the new shard is there, or the new pair, or its dataset.json too: what was
+    made is not made again."""
     corpus.write("part-1b", 4)
 
     def killed(spec: Any, shards: Any) -> Any:
@@ -223,7 +243,9 @@ def test_growing_that_is_cut_off_goes_on(dies_after: str, corpus: Corpus, monkey
         if dies_after == "pair":
             with monkeypatch.context() as patch:
                 patch.setattr(merge, "write_manifest", killed)
-                merge.work(next(unit.spec for unit in units if unit.name == "merge"), lambda *done: None)
+                merge.work(
+                    next(unit.spec for unit in units if unit.name == "merge"), lambda *done: None
+                )
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -236,7 +258,8 @@ def test_growing_that_is_cut_off_goes_on(dies_after: str, corpus: Corpus, monkey
 
 
 def test_pairs_that_stay_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """merge = false: the order of dataset.json is that of the files; a new one in between gets a name that was not given yet."""
+    """merge = false: the order of dataset.json is that of the files; a new one in between gets a
+    name that was not given yet."""
     corpus = Corpus(tmp_path / "project", "merge = false")
     monkeypatch.chdir(corpus.folder)
     corpus.make()
@@ -245,7 +268,12 @@ def test_pairs_that_stay_keep_their_names(tmp_path: Path, monkeypatch: pytest.Mo
     corpus.write("part-0b", 7)
     assert corpus.missing() == ["tokens-00003", "manifest"]
     corpus.make()
-    assert {name: time for path in shards.glob("*.bin") if (name := path.name) in before for time in [path.stat().st_mtime_ns]} == before
+    assert {
+        name: time
+        for path in shards.glob("*.bin")
+        if (name := path.name) in before
+        for time in [path.stat().st_mtime_ns]
+    } == before
     manifest = json.loads((corpus.folder / "data/lines/words/dataset.json").read_text())
     assert manifest["pairs"] == [f"shards/{i:05d}_text_document" for i in (0, 3, 1, 2)]
 
@@ -273,7 +301,8 @@ def test_random_changes_end_in_the_bytes_of_a_dataset_made_at_once(corpus: Corpu
 
 
 def test_through_the_task(project: Project) -> None:
-    """A file more of a project whose BPE is trained on its text trains it again: the dry run says what is made and why."""
+    """A file more of a project whose BPE is trained on its text trains it again: the dry run
+    says what is made and why."""
     (project.path / "corpus/part-2.jsonl").write_text('{"text": "a new shard"}\n')
     project.invoke("prep-data")
     os.utime(project.path / "corpus/part-0.jsonl")

@@ -1,4 +1,5 @@
-"""Processes of prep-data killed at random moments, and asked to stop: what is there afterwards is what would have been there."""
+"""Processes of prep-data killed at random moments, and asked to stop: what is there afterwards
+is what would have been there."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def site(project: Project) -> Iterator[Site]:
 
 def output(project: Project) -> dict[str, bytes]:
     folder = project.path / "data/many/gpt2"
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def processes(project: Project, task: int) -> list[int]:
@@ -46,10 +49,18 @@ def torture(project: Project, site: Site, shards: int, kills: int, seed: int) ->
     write_jobs(project, site, shards)
     project.invoke("prep-data", "--dataset", "many")
     expected, took = output(project), 1.0
-    assert set(expected) == {"tokenizer.json", "dataset.json", "many_text_document.bin", "many_text_document.idx"}
+    assert set(expected) == {
+        "tokenizer.json",
+        "dataset.json",
+        "many_text_document.bin",
+        "many_text_document.idx",
+    }
     dice, killed, complete = random.Random(seed), {"task": 0, "unit": 0}, True
     while sum(killed.values()) < kills:
-        process = project.start("prep-data", "--dataset", "many", *(["--force"] if complete else []))  # else it goes on where it was cut off
+        # else it goes on where it was cut off
+        process = project.start(
+            "prep-data", "--dataset", "many", *(["--force"] if complete else [])
+        )
         victim = 0
         try:
             process.wait(dice.uniform(0.1, 0.9) * took)
@@ -89,14 +100,23 @@ def test_term_stops_like_ctrl_c(project: Project, site: Site) -> None:
     site.held["/many/007.jsonl.zst"] = last = threading.Event()  # so that it is not done before
     process = project.start("prep-data", "--dataset", "many", "--workers", "1")
     units = project.path / "stamps/prep-data/many--gpt2.units"
-    wait_for(lambda: [path for path in units.glob("fetch-*.json") if not path.name.endswith(".spec.json")], "a unit to be finished")
+    wait_for(
+        lambda: [
+            path for path in units.glob("fetch-*.json") if not path.name.endswith(".spec.json")
+        ],
+        "a unit to be finished",
+    )
     others = [pid for pid in processes(project, process.pid) if pid != process.pid]
     process.terminate()
     _, err = process.communicate()
     last.set()
     assert process.returncode == 130 and "what was finished is kept" in err
     assert not [pid for pid in others if alive(pid)]
-    kept = {p.name: p.stat().st_mtime_ns for p in units.glob("fetch-*.json") if not p.name.endswith(".spec.json")}
+    kept = {
+        p.name: p.stat().st_mtime_ns
+        for p in units.glob("fetch-*.json")
+        if not p.name.endswith(".spec.json")
+    }
     assert kept
     project.invoke("prep-data", "--dataset", "many")
     assert all((units / name).stat().st_mtime_ns == time for name, time in kept.items())

@@ -1,4 +1,5 @@
-"""How units are handed out, what a stage is made of, and what it does when something is not as it was a moment ago."""
+"""How units are handed out, what a stage is made of, and what it does when something is not as
+it was a moment ago."""
 
 from __future__ import annotations
 
@@ -67,12 +68,23 @@ for path in sys.argv[1:]:
 """
 
 
-def unit(folder: Path, name: str, size: int = 1, after: tuple[str, ...] = (), *, seconds: float = 0.0, kill: bool = False, **more: bool) -> Unit:
+def unit(
+    folder: Path,
+    name: str,
+    size: int = 1,
+    after: tuple[str, ...] = (),
+    *,
+    seconds: float = 0.0,
+    kill: bool = False,
+    **more: bool,
+) -> Unit:
     spec = {"log": str(folder / "log"), "name": name, "seconds": seconds, "kill": kill}
     return Unit(name, (sys.executable, "-I", "-S", "-c", PROGRAM), spec, (), after, size, **more)
 
 
-def need(units: Sequence[Unit], scratch: tuple[Path, ...] = (), announcement: Announcement | None = None) -> Need:
+def need(
+    units: Sequence[Unit], scratch: tuple[Path, ...] = (), announcement: Announcement | None = None
+) -> Need:
     return Need("stage", "thing", "thing", 1, {}, (), (), tuple(units), scratch, announcement)
 
 
@@ -84,31 +96,65 @@ def run(folder: Path, units: Sequence[Unit], workers: int, **words: Any) -> list
 
 
 def test_the_largest_first(tmp_path: Path) -> None:
-    lines = run(tmp_path, [unit(tmp_path, name, size) for name, size in (("a", 3), ("b", 9), ("c", 1), ("d", 9))], workers=1)
+    lines = run(
+        tmp_path,
+        [unit(tmp_path, name, size) for name, size in (("a", 3), ("b", 9), ("c", 1), ("d", 9))],
+        workers=1,
+    )
     assert [line.split()[0] for line in lines if "begins" in line] == ["b", "d", "a", "c"]
 
 
 def test_one_worker_computes_one_unit_at_a_time_while_others_fetch(tmp_path: Path) -> None:
     fetching = [unit(tmp_path, f"fetch-{i}", network=True, seconds=0.6) for i in range(4)]
-    lines = run(tmp_path, [*fetching, unit(tmp_path, "a", seconds=0.2), unit(tmp_path, "b", seconds=0.2)], workers=1)
+    lines = run(
+        tmp_path,
+        [*fetching, unit(tmp_path, "a", seconds=0.2), unit(tmp_path, "b", seconds=0.2)],
+        workers=1,
+    )
     computing = [line for line in lines if not line.startswith("fetch")]
-    assert computing in (["a begins", "a ends", "b begins", "b ends"], ["b begins", "b ends", "a begins", "a ends"])
-    first_end = next(i for i, line in enumerate(lines) if line.startswith("fetch") and line.endswith("ends"))
-    assert sum(line.startswith("fetch") for line in lines[:first_end]) == 4  # all were under way together
+    assert computing in (
+        ["a begins", "a ends", "b begins", "b ends"],
+        ["b begins", "b ends", "a begins", "a ends"],
+    )
+    first_end = next(
+        i for i, line in enumerate(lines) if line.startswith("fetch") and line.endswith("ends")
+    )
+    # all were under way together
+    assert sum(line.startswith("fetch") for line in lines[:first_end]) == 4
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sets(st.integers(0, 12)), st.integers(1, 5), st.booleans()), max_size=12), st.integers(1, 3), st.randoms())
-def test_every_unit_begins_once_and_after_those_before_it(rows: list[tuple[set[int], int, bool]], slots: int, dice: Any) -> None:
-    """Whatever the order in which units end; a name in `after` that is not to be run is not waited for."""
-    units = [Unit(str(i), (), {}, (), tuple(str(a) for a in after if a < i or a == 12), size, network) for i, (after, size, network) in enumerate(rows)]
+@given(
+    st.lists(st.tuples(st.sets(st.integers(0, 12)), st.integers(1, 5), st.booleans()), max_size=12),
+    st.integers(1, 3),
+    st.randoms(),
+)
+def test_every_unit_begins_once_and_after_those_before_it(
+    rows: list[tuple[set[int], int, bool]], slots: int, dice: Any
+) -> None:
+    """Whatever the order in which units end; a name in `after` that is not to be run is not
+    waited for."""
+    units = [
+        Unit(str(i), (), {}, (), tuple(str(a) for a in after if a < i or a == 12), size, network)
+        for i, (after, size, network) in enumerate(rows)
+    ]
     queue, under_way, ended = UnitQueue(units), list[Unit](), set[str]()
     while True:
         busy = sum(u.network for u in under_way)
-        for begun in [u for batch in queue.take({False: slots - len(under_way) + busy, True: slots - busy}, {False: slots, True: slots}) for u in batch]:
+        for begun in [
+            u
+            for batch in queue.take(
+                {False: slots - len(under_way) + busy, True: slots - busy},
+                {False: slots, True: slots},
+            )
+            for u in batch
+        ]:
             assert {a for a in begun.after if a != "12"} <= ended
             under_way.append(begun)
-        assert sum(u.network for u in under_way) <= slots and sum(not u.network for u in under_way) <= slots
+        assert (
+            sum(u.network for u in under_way) <= slots
+            and sum(not u.network for u in under_way) <= slots
+        )
         if not under_way:
             break
         last = under_way.pop(dice.randrange(len(under_way)))
@@ -118,17 +164,32 @@ def test_every_unit_begins_once_and_after_those_before_it(rows: list[tuple[set[i
 
 
 def test_small_units_share_processes(tmp_path: Path) -> None:
-    """Many small ones: few processes, each unit once with a stamp and a log of its own; large ones, and the last, have a process each."""
+    """Many small ones: few processes, each unit once with a stamp and a log of its own; large
+    ones, and the last, have a process each."""
     units = [unit(tmp_path, f"u{i:02d}", 40 - i, several=True) for i in range(40)]
     large = [unit(tmp_path, f"large-{i}", SMALL + 1, several=True) for i in range(3)]
     lines = run(tmp_path, [*units, *large], workers=1)
-    assert [line.split()[0] for line in lines if "begins" in line] == ["large-0", "large-1", "large-2", *(u.name for u in units)]
+    assert [line.split()[0] for line in lines if "begins" in line] == [
+        "large-0",
+        "large-1",
+        "large-2",
+        *(u.name for u in units),
+    ]
     pids: dict[str, set[str]] = {}
     for line in (tmp_path / "log").read_text().splitlines():
         pids.setdefault(line.split()[2], set()).add(line.split()[0])
     assert len(pids) < 25 and max(map(len, pids.values())) > 5
-    assert all(pids_of == {name} for pids_of in pids.values() for name in pids_of if name.startswith("large") or name == "u39")
-    stamped = {p.name for p in unit_folder(tmp_path, "thing").glob("*.json") if not p.name.endswith(".spec.json")}
+    assert all(
+        pids_of == {name}
+        for pids_of in pids.values()
+        for name in pids_of
+        if name.startswith("large") or name == "u39"
+    )
+    stamped = {
+        p.name
+        for p in unit_folder(tmp_path, "thing").glob("*.json")
+        if not p.name.endswith(".spec.json")
+    }
     assert stamped == {f"{u.name}.json" for u in (*units, *large)}
 
 
@@ -137,7 +198,11 @@ def test_one_that_fails_among_others_of_its_process(tmp_path: Path) -> None:
     units = [unit(tmp_path, f"u{i:02d}", 40 - i, several=True, kill=i == 4) for i in range(40)]
     with pytest.raises(TrainkitError, match="u04 was ended by signal 9"):
         run(tmp_path, units, workers=1)
-    stamped = {p.name for p in unit_folder(tmp_path, "thing").glob("*.json") if not p.name.endswith(".spec.json")}
+    stamped = {
+        p.name
+        for p in unit_folder(tmp_path, "thing").glob("*.json")
+        if not p.name.endswith(".spec.json")
+    }
     assert stamped == {f"u{i:02d}.json" for i in range(4)}
 
 
@@ -148,16 +213,26 @@ import os
 from trainkit.base.worker import run_unit
 run_unit(lambda spec, progress: os.write(2, spec["name"].encode()) and {})
 """
-    units = [Unit(f"u{i}", (sys.executable, "-I", "-c", program), {"name": f"said by {i}"}, several=True) for i in range(20)]
+    units = [
+        Unit(f"u{i}", (sys.executable, "-I", "-c", program), {"name": f"said by {i}"}, several=True)
+        for i in range(20)
+    ]
     folder = unit_folder(tmp_path, "thing")
     folder.mkdir(parents=True)
     execute_here(need(units), units, tmp_path, Silent(), workers=1)
-    assert {p.name: p.read_text() for p in folder.glob("*.log")} == {f"u{i}.log": f"said by {i}" for i in range(20)}
+    assert {p.name: p.read_text() for p in folder.glob("*.log")} == {
+        f"u{i}.log": f"said by {i}" for i in range(20)
+    }
 
 
 def test_units_that_wait_for_each_other_are_a_bug_and_not_success(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="wait for each other"):
-        execute_here(need([]), [unit(tmp_path, "a", after=("b",)), unit(tmp_path, "b", after=("a",))], tmp_path, Silent())
+        execute_here(
+            need([]),
+            [unit(tmp_path, "a", after=("b",)), unit(tmp_path, "b", after=("a",))],
+            tmp_path,
+            Silent(),
+        )
 
 
 def test_a_hundred_thousand_units_are_sorted_quickly() -> None:
@@ -171,18 +246,31 @@ def test_a_hundred_thousand_units_are_sorted_quickly() -> None:
     while under_way:
         queue.done(under_way.pop())
         seen += 1
-        under_way += [u for batch in queue.take({False: 1, True: 1}, {False: 4, True: 4}) for u in batch]
-    assert seen == 120_001 and time.process_time() - began < 20  # a scan of all for each would take hours
+        under_way += [
+            u for batch in queue.take({False: 1, True: 1}, {False: 4, True: 4}) for u in batch
+        ]
+    # a scan of all for each would take hours
+    assert seen == 120_001 and time.process_time() - began < 20
 
 
 def test_counts_reach_the_reporter(tmp_path: Path) -> None:
     told: list[Mapping[str, int]] = []
-    run(tmp_path, [unit(tmp_path, "a", seconds=0.3)], workers=1, counted=lambda _, counts: told.append(dict(counts)))
-    assert told[0] == {"tokens": 7, "text_bytes": 9} and told[-1] == {"tokens": 70, "text_bytes": 90}
+    run(
+        tmp_path,
+        [unit(tmp_path, "a", seconds=0.3)],
+        workers=1,
+        counted=lambda _, counts: told.append(dict(counts)),
+    )
+    assert told[0] == {"tokens": 7, "text_bytes": 9} and told[-1] == {
+        "tokens": 70,
+        "text_bytes": 90,
+    }
 
 
 def test_a_worker_killed_by_the_kernel_is_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(TrainkitError, match="a was ended by signal 9, as the kernel does when memory runs out") as failed:
+    with pytest.raises(
+        TrainkitError, match="a was ended by signal 9, as the kernel does when memory runs out"
+    ) as failed:
         run(tmp_path, [unit(tmp_path, "a", kill=True)], workers=1)
     assert failed.value.exit == 6
 
@@ -205,7 +293,10 @@ def test_leftovers_of_killed_writers_are_found_in_one_look(tmp_path: Path) -> No
     others = tmp_path / "out" / "c.bin.tmp-12-ab"  # somebody else's
     for path in (*left, others):
         path.write_bytes(b"")
-    units = [Unit(f"u{i}", unit(tmp_path, "x").argv, dict(unit(tmp_path, f"u{i}").spec), (path,)) for i, path in enumerate(outputs)]
+    units = [
+        Unit(f"u{i}", unit(tmp_path, "x").argv, dict(unit(tmp_path, f"u{i}").spec), (path,))
+        for i, path in enumerate(outputs)
+    ]
     for path in outputs:
         path.write_bytes(b"1")
     make_fresh(need(units), tmp_path, execute_here, Silent())
@@ -220,13 +311,22 @@ def test_what_was_fresh_and_is_not_any_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("accepted", "free"), [(False, 10**15), (True, 5)])
-def test_a_large_download_needs_a_yes_and_room(tmp_path: Path, capsys: pytest.CaptureFixture[str], accepted: bool, free: int) -> None:
-    large = Announcement("pile", 30, 457_000_000_000, "mixed", "https://pile.eleuther.ai", accepted, free)
+def test_a_large_download_needs_a_yes_and_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], accepted: bool, free: int
+) -> None:
+    large = Announcement(
+        "pile", 30, 457_000_000_000, "mixed", "https://pile.eleuther.ai", accepted, free
+    )
     talk = Talk(json=False, dry_run=False, folder=tmp_path)
     with pytest.raises(ConfigError) as refused:
         prepare.bring_up_to_date(talk, [need([unit(tmp_path, "a")], announcement=large)], tmp_path)
-    assert ("does not fit" if accepted else "nobody has agreed") in str(refused.value) and refused.value.exit == 6
-    assert "pile: 30 files, 457 GB are to be fetched" in capsys.readouterr().out and not (tmp_path / "log").exists()
+    assert ("does not fit" if accepted else "nobody has agreed") in str(
+        refused.value
+    ) and refused.value.exit == 6
+    assert (
+        "pile: 30 files, 457 GB are to be fetched" in capsys.readouterr().out
+        and not (tmp_path / "log").exists()
+    )
 
 
 class Terminal(io.StringIO):
@@ -234,14 +334,23 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("answer", "starts"), [("y\n", True), ("Yes\n", True), ("\n", False), ("no\n", False), ("", False)])
-def test_a_terminal_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, starts: bool) -> None:
+@pytest.mark.parametrize(
+    ("answer", "starts"),
+    [("y\n", True), ("Yes\n", True), ("\n", False), ("no\n", False), ("", False)],
+)
+def test_a_terminal_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, starts: bool
+) -> None:
     large = Announcement("pile", 30, 457_000_000_000, "mixed", None, False, 10**15)
     screen = Terminal()
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     monkeypatch.setattr(sys, "stderr", screen)
     talk = Talk(json=False, dry_run=False, folder=tmp_path)
-    with contextlib.nullcontext() if starts else pytest.raises(ConfigError, match="nobody has agreed"):
+    with (
+        contextlib.nullcontext()
+        if starts
+        else pytest.raises(ConfigError, match="nobody has agreed")
+    ):
         prepare.bring_up_to_date(talk, [need([unit(tmp_path, "a")], announcement=large)], tmp_path)
     assert screen.getvalue() == "fetch it? [y/N] " and (tmp_path / "log").exists() == starts
 
@@ -252,7 +361,10 @@ def test_one_that_was_agreed_to_starts(tmp_path: Path, capsys: pytest.CaptureFix
     for _ in range(2):  # said once: the second time it is fresh
         prepare.bring_up_to_date(talk, [need([unit(tmp_path, "a")], announcement=large)], tmp_path)
     assert capsys.readouterr().out.count("licence: mixed") == 1
-    assert [line.rpartition(" ")[0] for line in (tmp_path / "log").read_text().splitlines()] == ["a begins", "a ends"]
+    assert [line.rpartition(" ")[0] for line in (tmp_path / "log").read_text().splitlines()] == [
+        "a begins",
+        "a ends",
+    ]
 
 
 # ---- through the real task
@@ -261,26 +373,43 @@ def test_one_that_was_agreed_to_starts(tmp_path: Path, capsys: pytest.CaptureFix
 def test_keys_that_only_describe_make_nothing_stale(project: Project) -> None:
     project.invoke("prep-data")
     config = project.path / "jobs.toml"
-    more = 'split = "80,20,0"\nlicence = "CC0"\nhomepage = "https://example.org"\ndocuments = 300\ntokens = 5\naccept_download = true\nmmap = false\n'
+    more = (
+        'split = "80,20,0"\nlicence = "CC0"\nhomepage = "https://example.org"\ndocuments ='
+        " 300\ntokens = 5\naccept_download = true\nmmap = false\n"
+    )
     config.write_text(config.read_text().replace('split = "80,20,0"\n', more))
     assert "is fresh because nothing changed" in project.invoke("prep-data").stdout
 
 
 def test_shards_that_stay_pairs(project: Project) -> None:
-    """merge = false: no merged pair; samples come from the shards, the last ones held out; a shard without text is none of them."""
+    """merge = false: no merged pair; samples come from the shards, the last ones held out; a
+    shard without text is none of them."""
     config = project.path / "jobs.toml"
-    dataset = load(project.path).dataset("lines").model_copy(update={"merge": False, "valid_files": 1})
+    dataset = (
+        load(project.path).dataset("lines").model_copy(update={"merge": False, "valid_files": 1})
+    )
     with pytest.raises(ConfigError, match="the dataset is not prepared"):
         pairs_of(project.path, dataset, "train")
     shutil.copy(project.path / "corpus/part-0.jsonl", project.path / "corpus/part-2.jsonl")
     (project.path / "corpus/part-1.jsonl").write_text("\n")
-    config.write_text(config.read_text().replace('split = "80,20,0"\n', "merge = false\nvalid_files = 1\n"))
+    config.write_text(
+        config.read_text().replace('split = "80,20,0"\n', "merge = false\nvalid_files = 1\n")
+    )
     project.invoke("prep-data")
     folder = project.path / "data/lines/bpe"
-    assert json.loads((folder / "dataset.json").read_text())["pairs"] == ["shards/00000_text_document", "shards/00002_text_document"]
+    assert json.loads((folder / "dataset.json").read_text())["pairs"] == [
+        "shards/00000_text_document",
+        "shards/00002_text_document",
+    ]
     assert not list(folder.glob("*.bin"))
-    found = {split: [pair.prefix for pair in pairs_of(project.path, dataset, split)] for split in ("train", "valid")}
-    assert found == {"train": [folder / "shards/00000_text_document"], "valid": [folder / "shards/00002_text_document"]}
+    found = {
+        split: [pair.prefix for pair in pairs_of(project.path, dataset, split)]
+        for split in ("train", "valid")
+    }
+    assert found == {
+        "train": [folder / "shards/00000_text_document"],
+        "valid": [folder / "shards/00002_text_document"],
+    }
     for prefix in (folder / "shards").glob("*.idx"):
         IndexedDataset(prefix.with_suffix(""))
 
@@ -295,14 +424,17 @@ def test_workers_do_not_change_the_bytes(project: Project) -> None:
 
 
 def test_a_unit_runs_anywhere(project: Project) -> None:
-    """`python -m trainkit.data.tokenize.shard_worker SPEC.json` alone makes the shard that the task made, and says what it holds."""
+    """`python -m trainkit.data.tokenize.shard_worker SPEC.json` alone makes the shard that the
+    task made, and says what it holds."""
     project.invoke("prep-data")
     units = project.path / "stamps/prep-data/lines--bpe.units"
     spec = json.loads((units / "tokens-00001.spec.json").read_text())
     spec["prefix"] = str(project.path / "elsewhere" / "00001")
     (project.path / "spec.json").write_text(json.dumps(spec))
     argv = [sys.executable, "-I", "-m", "trainkit.data.tokenize.shard_worker", "spec.json"]
-    done = forkserver.run(argv, cwd=project.path, capture_output=True, text=True, check=True, env=dict(os.environ))
+    done = forkserver.run(
+        argv, cwd=project.path, capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
     result = json.loads(done.stdout.splitlines()[-1])["result"]
     stamped = json.loads((units / "tokens-00001.json").read_text())["result"]
     assert result == stamped and (project.path / "elsewhere/00001.bin").stat().st_size > 100
@@ -310,28 +442,49 @@ def test_a_unit_runs_anywhere(project: Project) -> None:
 
 def test_two_workers_of_one_shard_wait_for_each_other(project: Project) -> None:
     project.invoke("prep-data")
-    spec = json.loads((project.path / "stamps/prep-data/lines--bpe.units/tokens-00000.spec.json").read_text())
+    spec = json.loads(
+        (project.path / "stamps/prep-data/lines--bpe.units/tokens-00000.spec.json").read_text()
+    )
     spec["prefix"] = str(project.path / "elsewhere" / "00000")
     (project.path / "spec.json").write_text(json.dumps(spec))
     argv = [sys.executable, "-I", "-m", "trainkit.data.tokenize.shard_worker", "spec.json"]
-    both = [forkserver.Popen(argv, cwd=project.path, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        forkserver.Popen(argv, cwd=project.path, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     results = [json.loads(process.communicate()[0].splitlines()[-1]) for process in both]
     assert results[0] == results[1] and "result" in results[0]
-    assert {p.name for p in (project.path / "elsewhere").iterdir()} <= {"00000.bin", "00000.idx", "00000.lock"}
+    assert {p.name for p in (project.path / "elsewhere").iterdir()} <= {
+        "00000.bin",
+        "00000.idx",
+        "00000.lock",
+    }
     IndexedDataset(project.path / "elsewhere/00000")
 
 
 def test_a_bad_shard_keeps_those_that_are_done(project: Project) -> None:
-    """The larger one went first; when the bad line is put right, only its shard and the merge are made."""
+    """The larger one went first; when the bad line is put right, only its shard and the merge
+    are made."""
     part = project.path / "corpus/part-1.jsonl"
     part.write_text('{"text": "fine"}\n{"text": "cut\n')
     path = project.path / "jobs.toml"
     taken = '[tokenizers.bpe]\ntype = "file"\npath = "taken.json"\n'
-    path.write_text(path.read_text().replace('[tokenizers.bpe]\ntype = "bpe"\nvocab_size = 300\n', taken))
-    train_bpe(iter(["the quick brown fox"]), 300, "<|endoftext|>").save(str(project.path / "taken.json"))
-    assert "part-1.jsonl:2: is not JSON" in project.invoke("prep-data", "--workers", "1", exit=6).stderr
+    path.write_text(
+        path.read_text().replace('[tokenizers.bpe]\ntype = "bpe"\nvocab_size = 300\n', taken)
+    )
+    train_bpe(iter(["the quick brown fox"]), 300, "<|endoftext|>").save(
+        str(project.path / "taken.json")
+    )
+    assert (
+        "part-1.jsonl:2: is not JSON"
+        in project.invoke("prep-data", "--workers", "1", exit=6).stderr
+    )
     part.write_text('{"text": "fine"}\n{"text": "whole"}\n')
-    would = [line.split()[-1] for line in project.invoke("prep-data", "--dry-run").stdout.splitlines() if "would run" in line]
+    would = [
+        line.split()[-1]
+        for line in project.invoke("prep-data", "--dry-run").stdout.splitlines()
+        if "would run" in line
+    ]
     assert would == ["tokens-00001.spec.json", "merge.spec.json"]
     project.invoke("prep-data")
     assert project.document("data-stats", "lines", "--count-only")["documents"] == 152
@@ -350,14 +503,27 @@ tokenizer = "bpe"
 
 
 def test_a_dataset_for_no_job_goes_where_it_is_said(project: Project) -> None:
-    """--cluster names the root; without it a small one goes below this folder, which is said, and a large one nowhere."""
+    """--cluster names the root; without it a small one goes below this folder, which is said,
+    and a large one nowhere."""
     config = project.path / "jobs.toml"
     config.write_text(config.read_text() + ROOTS)
     refused = project.invoke("prep-data", "--dataset", "web", exit=3).stderr
-    assert "about 895 GB" in refused and "--cluster NAME" in refused and str(project.path / "other") in refused
+    assert (
+        "about 895 GB" in refused
+        and "--cluster NAME" in refused
+        and str(project.path / "other") in refused
+    )
     done = project.invoke("prep-data", "--dataset", "lines", "--dry-run").stdout
     assert f"clusters of jobs.toml have other roots: {project.path / 'other'}" in done
     project.invoke("prep-data", "--dataset", "lines", "--cluster", "large")
-    assert (project.path / "other/data/lines/bpe/dataset.json").is_file() and not (project.path / "data").exists()
-    assert "has no cluster 'larg'" in project.invoke("prep-data", "--dataset", "lines", "--cluster", "larg", exit=3).stderr
-    assert "a job has a cluster of its own" in project.invoke("prep-data", "--job", "text", "--cluster", "large", exit=3).stderr
+    assert (project.path / "other/data/lines/bpe/dataset.json").is_file() and not (
+        project.path / "data"
+    ).exists()
+    assert (
+        "has no cluster 'larg'"
+        in project.invoke("prep-data", "--dataset", "lines", "--cluster", "larg", exit=3).stderr
+    )
+    assert (
+        "a job has a cluster of its own"
+        in project.invoke("prep-data", "--job", "text", "--cluster", "large", exit=3).stderr
+    )

@@ -1,4 +1,5 @@
-"""A project whose corpora lie on a web server of this machine: what test_prep_data_web.py and test_prep_data_killed.py share."""
+"""A project whose corpora lie on a web server of this machine: what test_prep_data_web.py and
+test_prep_data_killed.py share."""
 
 from __future__ import annotations
 
@@ -55,7 +56,22 @@ SETS = ("RedPajamaBook", "RedPajamaC4", "RedPajamaGithub")
 
 def texts(seed: int, count: int) -> list[str]:
     dice = random.Random(seed)
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "naïve", "café", "x = 1", "\n\n", "12345"]
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "lazy",
+        "dogs",
+        "and",
+        "naïve",
+        "café",
+        "x = 1",
+        "\n\n",
+        "12345",
+    ]
     return [" ".join(dice.choices(words, k=dice.randrange(1, 60))) for _ in range(count)]
 
 
@@ -64,7 +80,12 @@ def packed(rows: list[dict[str, object]]) -> bytes:
 
 
 def lines(seed: int, count: int) -> bytes:
-    return packed([{"text": text, "meta": {"redpajama_set_name": SETS[i % 3]}} for i, text in enumerate(texts(seed, count))])
+    return packed(
+        [
+            {"text": text, "meta": {"redpajama_set_name": SETS[i % 3]}}
+            for i, text in enumerate(texts(seed, count))
+        ]
+    )
 
 
 def gpt2_files(folder: Path) -> tuple[Tokenizer, dict[str, bytes]]:
@@ -73,7 +94,10 @@ def gpt2_files(folder: Path) -> tuple[Tokenizer, dict[str, bytes]]:
     folder.mkdir()
     assert isinstance(tokenizer.model, models.BPE)
     tokenizer.model.save(str(folder))
-    return tokenizer, {f"/gpt2/resolve/main/{name}": (folder / name).read_bytes() for name in ("vocab.json", "merges.txt")}
+    return tokenizer, {
+        f"/gpt2/resolve/main/{name}": (folder / name).read_bytes()
+        for name in ("vocab.json", "merges.txt")
+    }
 
 
 @contextmanager
@@ -81,13 +105,22 @@ def published(project: Project) -> Iterator[Site]:
     """The corpora's files at the paths where they are published, and jobs.toml that names them."""
     _, files = gpt2_files(project.path / "published")
     files["/data/enron_emails.jsonl.zst"] = lines(1, 61)
-    files |= {f"/public/AI/pile/train/{i:02d}.jsonl.zst": lines(10 + i, 20 + 7 * i) for i in range(5)}
+    files |= {
+        f"/public/AI/pile/train/{i:02d}.jsonl.zst": lines(10 + i, 20 + 7 * i) for i in range(5)
+    }
     front = "/datasets/cerebras/SlimPajama-627B/resolve/main/train"
-    files |= {f"{front}/chunk{c}/example_train_{i}.jsonl.zst": lines(100 * c + i, 12) for c in (1, 2) for i in range(4) if (c, i) != (2, 3)}
+    files |= {
+        f"{front}/chunk{c}/example_train_{i}.jsonl.zst": lines(100 * c + i, 12)
+        for c in (1, 2)
+        for i in range(4)
+        if (c, i) != (2, 3)
+    }
     with serve(files) as site:
         write_jobs(project, site, 1)
         yield site
 
 
 def write_jobs(project: Project, site: Site, shards: int) -> None:
-    (project.path / "jobs.toml").write_text(JOBS.replace("URL", site.url).replace("LAST", f"{shards - 1:03d}"))
+    (project.path / "jobs.toml").write_text(
+        JOBS.replace("URL", site.url).replace("LAST", f"{shards - 1:03d}")
+    )

@@ -18,28 +18,60 @@ from tests.torture.faults import Fault
 from trainkit.jobs.schema import Checkpoint, Cluster, Dataset, Job, Model, Parallelism, Training
 from trainkit.runs.folder import RunFolder
 
-LAYOUTS = {"1": (1, 1, 1), "DP2": (2, 1, 1), "TP2": (2, 2, 1), "PP2": (2, 1, 2), "TP2 x PP2": (4, 2, 2)}  # ranks, tensor, pipeline
-MODEL = Model(name="tiny", num_layers=2, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=61)
+# ranks, tensor, pipeline
+LAYOUTS = {
+    "1": (1, 1, 1),
+    "DP2": (2, 1, 1),
+    "TP2": (2, 2, 1),
+    "PP2": (2, 1, 2),
+    "TP2 x PP2": (4, 2, 2),
+}
+MODEL = Model(
+    name="tiny", num_layers=2, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=61
+)
 SAVE_INTERVAL = 3
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {},
-    # the scale falls below the last chance before the first checkpoint, grows before the last one, and falls again
+    # the scale falls below the last chance before the first checkpoint, grows before the last one,
+    # and falls again
     "fp16": {"initial_loss_scale": 2.0**22, "loss_scale_window": 3},
 }
 
 
-def job_of(layout: str, root: Path, *, keep: dict[str, Any] | None = None, precision: str = "fp32", **training: Any) -> Job:
+def job_of(
+    layout: str,
+    root: Path,
+    *,
+    keep: dict[str, Any] | None = None,
+    precision: str = "fp32",
+    **training: Any,
+) -> Job:
     """A job of 12 steps with evaluations and saves that do not fall together."""
     ranks, tensor, pipeline = LAYOUTS[layout]
-    values: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 12, "lr": 1e-2, "lr_warmup_iters": 3, "eval_iters": 2}
-    values |= {"eval_interval": 4, "save_interval": SAVE_INTERVAL, "precision": precision, **PRECISIONS[precision], **training}
+    values: dict[str, Any] = {
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "train_iters": 12,
+        "lr": 1e-2,
+        "lr_warmup_iters": 3,
+        "eval_iters": 2,
+    }
+    values |= {
+        "eval_interval": 4,
+        "save_interval": SAVE_INTERVAL,
+        "precision": precision,
+        **PRECISIONS[precision],
+        **training,
+    }
     return Job(
         name="tiny",
         cluster=Cluster(name="here", ranks_per_node=ranks, root=str(root)),
         model=MODEL,
         dataset=Dataset(name="mock", source="mock", split="90,10,0"),
-        parallelism=Parallelism(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline),
+        parallelism=Parallelism(
+            tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
+        ),
         training=Training(**values),
         checkpoint=Checkpoint(**{"keep_last": 2, "keep_every": 6, "keep_best": 1, **(keep or {})}),
     )
@@ -57,10 +89,19 @@ class Ranks:
         assert line, f"the zygote is gone: {self._process.wait()}"
         return list(next(iter(json.loads(line).values())))
 
-    def run(self, run: RunFolder, ranks: int, faults: list[Fault] | None = None, during: Callable[[list[int]], None] = lambda pids: None) -> list[int]:
-        """Exit codes of the ranks, a signal as its negative number. `during`: told their process ids as soon as they run."""
+    def run(
+        self,
+        run: RunFolder,
+        ranks: int,
+        faults: list[Fault] | None = None,
+        during: Callable[[list[int]], None] = lambda pids: None,
+    ) -> list[int]:
+        """Exit codes of the ranks, a signal as its negative number. `during`: told their process
+        ids as soon as they run."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"run": str(run.path), "ranks": ranks, "faults": faults or []}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"run": str(run.path), "ranks": ranks, "faults": faults or []}) + "\n"
+        )
         self._process.stdin.flush()
         during(self._answer())
         return self._answer()
@@ -71,7 +112,9 @@ def ranks() -> Iterator[Ranks]:
     """The zygote, shared by all tests."""
     argv = [sys.executable, "-m", "tests.torture.zygote"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = forkserver.Popen(argv, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = forkserver.Popen(
+        argv, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     yield Ranks(process)
     assert process.stdin is not None
     process.stdin.close()

@@ -1,4 +1,5 @@
-"""What goes wrong in the ranks of a torture test. Tests install it in processes of their own; no product code knows of it.
+"""What goes wrong in the ranks of a torture test. Tests install it in processes of their own; no
+product code knows of it.
 
 A fault is a table that JSON can hold:
     {"do": "kill", "at": "write", "when": "before" | "after", "call": 2, "rank": 1, "all": false}
@@ -133,7 +134,9 @@ class BrokenFile(FileIO):
 def _break_files(fault: Fault) -> None:
     real, calls = trainkit.train.checkpoint.dcp_storage.create, iter(range(1, 10**9))
     broken = range(fault["call"], fault["call"] + fault.get("calls", 1))
-    trainkit.train.checkpoint.dcp_storage.create = lambda path: BrokenFile(path, fault) if next(calls) in broken else real(path)
+    trainkit.train.checkpoint.dcp_storage.create = lambda path: (
+        BrokenFile(path, fault) if next(calls) in broken else real(path)
+    )
 
 
 def _die_deleting(fault: Fault) -> None:
@@ -175,7 +178,8 @@ class Through:
 
 
 def _fill_disk(calls: list[int]) -> None:
-    """The disk takes no metrics at these writes (counted from 1), of the first of them half a line."""
+    """The disk takes no metrics at these writes (counted from 1), of the first of them half a
+    line."""
     real, count = os.write, iter(range(1, 10**9))
 
     class Os(Through):

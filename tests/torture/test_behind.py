@@ -1,4 +1,5 @@
-"""Saves behind training: what is written are the weights of that step, however long their copy takes."""
+"""Saves behind training: what is written are the weights of that step, however long their copy
+takes."""
 
 from __future__ import annotations
 
@@ -28,17 +29,33 @@ def hashes(run: RunFolder, step: int) -> list[str]:
     return [file["xxh128"] for file in manifest["files"]]
 
 
-def test_an_update_waits_for_a_slow_copy(ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+def test_an_update_waits_for_a_slow_copy(
+    ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": True}))
-    slow = {"do": "sleep", "at": "copy", "call": 2, "when": "before", "seconds": 1.0, "mark": str(tmp_path / "mark"), "rank": 1}
+    slow = {
+        "do": "sleep",
+        "at": "copy",
+        "call": 2,
+        "when": "before",
+        "seconds": 1.0,
+        "mark": str(tmp_path / "mark"),
+        "rank": 1,
+    }
     assert ranks.run(run, 2, [slow]) == [0, 0], log_of(run)
     assert facts(run) == facts(reference) and whole_steps(run) == [3, 6, 9, 12]
-    assert [hashes(run, step) for step in (3, 6, 9, 12)] == [hashes(reference, step) for step in (3, 6, 9, 12)]
+    assert [hashes(run, step) for step in (3, 6, 9, 12)] == [
+        hashes(reference, step) for step in (3, 6, 9, 12)
+    ]
 
 
-def test_a_kill_while_it_is_copied_costs_two_intervals_at_most(ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+def test_a_kill_while_it_is_copied_costs_two_intervals_at_most(
+    ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": True}))
-    assert -signal.SIGKILL in ranks.run(run, 2, [{"do": "kill", "at": "copy", "call": 3, "when": "before", "rank": 1}])
+    assert -signal.SIGKILL in ranks.run(
+        run, 2, [{"do": "kill", "at": "copy", "call": 3, "when": "before", "rank": 1}]
+    )
     assert whole_steps(run)[:1] == [3] and whole_steps(run)[-1] in (3, 6)
     assert ranks.run(run, 2) == [0, 0], log_of(run)
     assert facts(run) == facts(reference) and whole_steps(run) == [3, 6, 9, 12]

@@ -1,4 +1,5 @@
-"""Checkpoints that were damaged after they were written: the ranks name them, go back to one that is whole, and train the same again."""
+"""Checkpoints that were damaged after they were written: the ranks name them, go back to one
+that is whole, and train the same again."""
 
 from __future__ import annotations
 
@@ -55,16 +56,37 @@ def of_an_older_step(folder: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "byte flip": (lambda folder: flip(folder / "rank-00001.bin"), "rank-00001.bin does not have the hash"),
-    "byte flip in rank 0's": (lambda folder: flip(folder / "rank-00000.bin"), "rank-00000.bin does not have the hash"),
+    "byte flip": (
+        lambda folder: flip(folder / "rank-00001.bin"),
+        "rank-00001.bin does not have the hash",
+    ),
+    "byte flip in rank 0's": (
+        lambda folder: flip(folder / "rank-00000.bin"),
+        "rank-00000.bin does not have the hash",
+    ),
     "truncation": (lambda folder: cut(folder / "rank-00001.bin"), "rank-00001.bin has "),
-    "missing file": (lambda folder: (folder / "rank-00000.bin").unlink(), "rank-00000.bin is missing"),
+    "missing file": (
+        lambda folder: (folder / "rank-00000.bin").unlink(),
+        "rank-00000.bin is missing",
+    ),
     "torn manifest": (lambda folder: cut(folder / MANIFEST), MANIFEST),
     "manifest: flip": (lambda folder: flip(folder / MANIFEST), MANIFEST),
-    "manifest: samples": (lambda folder: change(folder, '"consumed_samples":96', '"consumed_samples":16'), f"{MANIFEST} does not have the hash"),
-    "manifest: steps": (lambda folder: change(folder, '"optimizer_steps":12', '"optimizer_steps":10'), f"{MANIFEST} does not have the hash"),
-    "manifest: a tensor's name": (lambda folder: change(folder, '"model.final_norm.bias"', '"model.final_norm.bias2"'), f"{MANIFEST} does not have the hash"),
-    "files without manifest": (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST} cannot be read"),
+    "manifest: samples": (
+        lambda folder: change(folder, '"consumed_samples":96', '"consumed_samples":16'),
+        f"{MANIFEST} does not have the hash",
+    ),
+    "manifest: steps": (
+        lambda folder: change(folder, '"optimizer_steps":12', '"optimizer_steps":10'),
+        f"{MANIFEST} does not have the hash",
+    ),
+    "manifest: a tensor's name": (
+        lambda folder: change(folder, '"model.final_norm.bias"', '"model.final_norm.bias2"'),
+        f"{MANIFEST} does not have the hash",
+    ),
+    "files without manifest": (
+        lambda folder: (folder / MANIFEST).unlink(),
+        f"{MANIFEST} cannot be read",
+    ),
     "manifest without files": (lose_files, "rank-00001.bin is missing"),
     "files exchanged": (exchange, "rank-0000"),
     "files of an older step": (of_an_older_step, "does not have the hash"),
@@ -83,11 +105,17 @@ def copy_of(run: RunFolder, folder: Path) -> RunFolder:
     return RunFolder(folder / "runs/tiny/one")
 
 
-FEW = ("byte flip", "missing file", "manifest: samples", "files of an older step")  # tests/train/checkpoint/test_checkpoint.py has every kind, without ranks
+# tests/train/checkpoint/test_checkpoint.py has every kind, without ranks
+FEW = ("byte flip", "missing file", "manifest: samples", "files of an older step")
 
 
-@pytest.mark.parametrize("damage", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGES])
-def test_the_newest_is_passed_over_by_name(damage: str, ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGES],
+)
+def test_the_newest_is_passed_over_by_name(
+    damage: str, ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
     run = copy_of(reference, tmp_path)
     happen, words = DAMAGES[damage]
     happen(run.checkpoints / "step-00000012")
@@ -99,12 +127,16 @@ def test_the_newest_is_passed_over_by_name(damage: str, ranks: Ranks, tmp_path: 
     assert facts(run) == facts(reference) and whole_steps(run) == [3, 6, 9, 12]
 
 
-def test_where_none_is_whole_nothing_begins_anew(ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+def test_where_none_is_whole_nothing_begins_anew(
+    ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
     run = copy_of(reference, tmp_path)
     for folder in finished(run.checkpoints):
         flip(folder / "rank-00001.bin")
     (run.checkpoints / "step-00000014.tmp").mkdir()  # with all files, but never published
-    shutil.copy(run.checkpoints / "step-00000012/rank-00000.bin", run.checkpoints / "step-00000014.tmp")
+    shutil.copy(
+        run.checkpoints / "step-00000012/rank-00000.bin", run.checkpoints / "step-00000014.tmp"
+    )
     assert ranks.run(run, 2) == [16, 16], log_of(run)
     error = json.loads(run.attempt(1).error(1).read_text())
     assert error["exit"] == 16 and "none of the 4 checkpoints" in error["message"]
@@ -112,7 +144,8 @@ def test_where_none_is_whole_nothing_begins_anew(ranks: Ranks, tmp_path: Path, r
 
 
 def test_sizes_alone_where_that_was_asked_for(ranks: Ranks, tmp_path: Path) -> None:
-    """verify = "size" does not read the files: what was flipped is trained on with, and a person who says so knows."""
+    """verify = "size" does not read the files: what was flipped is trained on with, and a person
+    who says so knows."""
     run = new_run(job_of("1", tmp_path, keep={"keep_last": 9, "verify": "size"}, train_iters=6))
     assert ranks.run(run, 1) == [0]
     flip(run.checkpoints / "step-00000006/rank-00000.bin")

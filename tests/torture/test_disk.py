@@ -1,4 +1,5 @@
-"""Disks that fail: training goes on or stops as docs/checkpoints.md says, and nothing that was whole is lost."""
+"""Disks that fail: training goes on or stops as docs/checkpoints.md says, and nothing that was
+whole is lost."""
 
 from __future__ import annotations
 
@@ -50,29 +51,47 @@ def failing_saves() -> Iterator[Any]:
     for number, fault in enumerate(FAULTS):
         for behind in (False, True):
             marks = [] if behind == bool(number % 2) else [pytest.mark.slow]
-            yield pytest.param(fault, behind, marks=marks, id=f"{errno.errorcode[fault['do']]} at {fault['at']}-{behind}")
+            yield pytest.param(
+                fault,
+                behind,
+                marks=marks,
+                id=f"{errno.errorcode[fault['do']]} at {fault['at']}-{behind}",
+            )
 
 
 @pytest.mark.parametrize(("fault", "save_async"), list(failing_saves()))
-def test_one_save_that_fails_is_a_warning(fault: Fault, save_async: bool, ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+def test_one_save_that_fails_is_a_warning(
+    fault: Fault, save_async: bool, ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
     """The second of four saves fails; the others and the losses are as if nothing had been."""
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": save_async}))
     assert ranks.run(run, 2, [{**fault, "call": 2}]) == [0, 0], log_of(run)
     assert whole_steps(run) == [3, 9, 12]
     assert facts(run) == facts(reference)
-    name = {errno.ENOSPC: "No space left on device", errno.EIO: "Input/output error", errno.EROFS: "Read-only", errno.EDQUOT: "quota exceeded"}[fault["do"]]
+    name = {
+        errno.ENOSPC: "No space left on device",
+        errno.EIO: "Input/output error",
+        errno.EROFS: "Read-only",
+        errno.EDQUOT: "quota exceeded",
+    }[fault["do"]]
     (warning,) = [line for line in log_of(run).splitlines() if "training goes on" in line]
     assert warning.startswith("WARNING: ") and name in warning and "step-00000006" in warning
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_the_second_failure_in_a_row_ends_training(save_async: bool, ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+def test_the_second_failure_in_a_row_ends_training(
+    save_async: bool, ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": save_async}))
     full: Fault = {"do": errno.ENOSPC, "at": "byte", "byte": 9000, "call": 2, "calls": 9, "rank": 1}
     assert ranks.run(run, 2, [full]) == [10, 10], log_of(run)
     assert whole_steps(run) == [3] and steps(run)[-1] == 9
     error = json.loads(run.attempt(1).error(0).read_text())
-    assert error["exit"] == 10 and "rank 1 could not write" in error["message"] and "No space left" in error["message"]
+    assert (
+        error["exit"] == 10
+        and "rank 1 could not write" in error["message"]
+        and "No space left" in error["message"]
+    )
     assert ranks.run(run, 2) == [0, 0]  # somebody made room
     assert facts(run) == facts(reference) and whole_steps(run) == [3, 6, 9, 12]
 
@@ -85,37 +104,55 @@ def test_the_last_save_must_not_fail(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(run, 2) == [0, 0] and whole_steps(run) == [3, 6, 9, 12]
 
 
-def test_a_write_that_takes_only_a_part_is_gone_on_with(ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+def test_a_write_that_takes_only_a_part_is_gone_on_with(
+    ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9}))
     assert ranks.run(run, 2, [{"do": "short", "at": "byte", "byte": 5000, "call": 1}]) == [0, 0]
     for folder in finished(reference.checkpoints):
         files = json.loads((folder / "manifest.json").read_text())["files"]
-        assert files == json.loads((run.checkpoints / folder.name / "manifest.json").read_text())["files"]
+        assert (
+            files
+            == json.loads((run.checkpoints / folder.name / "manifest.json").read_text())["files"]
+        )
     assert whole_steps(run) == whole_steps(reference) == [3, 6, 9, 12]
 
 
-def test_saves_behind_training_write_the_same_bytes(ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+def test_saves_behind_training_write_the_same_bytes(
+    ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": True}))
     assert ranks.run(run, 2) == [0, 0], log_of(run)
     assert facts(run) == facts(reference)
     for folder in finished(reference.checkpoints):
         other = run.checkpoints / folder.name
         assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in folder.iterdir())
-        assert all((other / p.name).read_bytes() == p.read_bytes() for p in folder.iterdir() if p.suffix == ".bin")
+        assert all(
+            (other / p.name).read_bytes() == p.read_bytes()
+            for p in folder.iterdir()
+            if p.suffix == ".bin"
+        )
         mine, theirs = (json.loads((f / "manifest.json").read_text()) for f in (other, folder))
         for document in (mine, theirs):
-            del document["job"], document["xxh128"]  # which says whether it is behind training, and the hash of that
+            # which says whether it is behind training, and the hash of that
+            del document["job"], document["xxh128"]
         assert mine == theirs
 
 
 def test_no_room_is_known_before_anything_is_written(ranks: Ranks, tmp_path: Path) -> None:
     run = new_run(job_of("1", tmp_path, train_iters=3))
     codes = ranks.run(run, 1, [{"do": "full", "at": "room"}])
-    assert codes == [10] and "needs 0.000 GB, and" in log_of(run).replace("needs 0.001", "needs 0.000") and "GB free" in log_of(run)
+    assert (
+        codes == [10]
+        and "needs 0.000 GB, and" in log_of(run).replace("needs 0.001", "needs 0.000")
+        and "GB free" in log_of(run)
+    )
     assert whole_steps(run) == []
 
 
-def test_a_full_disk_keeps_the_metrics_in_memory(ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+def test_a_full_disk_keeps_the_metrics_in_memory(
+    ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
     """Half a line, then nothing, then all of it: every row is there once."""
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9}))
     assert ranks.run(run, 2, [{"at": "metrics", "calls": [3, 4, 5]}]) == [0, 0], log_of(run)
@@ -125,6 +162,9 @@ def test_a_full_disk_keeps_the_metrics_in_memory(ranks: Ranks, tmp_path: Path, r
 
 def test_the_clock_may_jump(ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9}))
-    jumps: list[dict[str, Any]] = [{"at": "clock", "seconds": -86_400.0, "rank": 0}, {"at": "clock", "seconds": 1e9, "rank": 1}]
+    jumps: list[dict[str, Any]] = [
+        {"at": "clock", "seconds": -86_400.0, "rank": 0},
+        {"at": "clock", "seconds": 1e9, "rank": 1},
+    ]
     assert ranks.run(run, 2, jumps) == [0, 0], log_of(run)
     assert facts(run) == facts(reference) and whole_steps(run) == [3, 6, 9, 12]

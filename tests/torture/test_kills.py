@@ -1,4 +1,5 @@
-"""Kills at any moment: a whole checkpoint is always there, at most one interval is lost, and the losses are those of a run that nobody touched."""
+"""Kills at any moment: a whole checkpoint is always there, at most one interval is lost, and the
+losses are those of a run that nobody touched."""
 
 from __future__ import annotations
 
@@ -20,7 +21,19 @@ from tests.train.test_resume import facts, steps
 from trainkit.runs.checkpoints import finished, newest_valid, open_checkpoint, step_of, verify
 from trainkit.runs.folder import RunFolder
 
-PLACES = ("step", "eval", "prepare", "write", "load", "byte", "manifest", "publish", "prune", "delete", "time")
+PLACES = (
+    "step",
+    "eval",
+    "prepare",
+    "write",
+    "load",
+    "byte",
+    "manifest",
+    "publish",
+    "prune",
+    "delete",
+    "time",
+)
 
 
 def fault_of(at: str, dice: random.Random, layout: str) -> Fault:
@@ -62,8 +75,23 @@ class Tally:
 class Torture:
     """Runs of one layout under fire, against one that is left alone."""
 
-    def __init__(self, layout: str, root: Path, ranks: Ranks, seed: int, *, save_async: bool = False, precision: str = "fp32") -> None:
-        self.layout, self.root, self.ranks, self.dice, self.save_async = layout, root, ranks, random.Random(seed), save_async
+    def __init__(
+        self,
+        layout: str,
+        root: Path,
+        ranks: Ranks,
+        seed: int,
+        *,
+        save_async: bool = False,
+        precision: str = "fp32",
+    ) -> None:
+        self.layout, self.root, self.ranks, self.dice, self.save_async = (
+            layout,
+            root,
+            ranks,
+            random.Random(seed),
+            save_async,
+        )
         self.precision = precision
         self.size, self.tally, self.begun = LAYOUTS[layout][0], Tally(), 0
         whole = self._new_run("whole")
@@ -71,20 +99,32 @@ class Torture:
         assert ranks.run(whole, self.size) == [0] * self.size, whole.attempt(1).log(0).read_text()
         self.seconds, self.expected = time.monotonic() - began, facts(whole)
         assert steps(whole) == list(range(1, 13))
-        chances = [open_checkpoint(p).manifest.state.get("hysteresis_tracker", 0) for p in finished(whole.checkpoints)]
+        chances = [
+            open_checkpoint(p).manifest.state.get("hysteresis_tracker", 0)
+            for p in finished(whole.checkpoints)
+        ]
         assert (min(chances) < 0) == (precision == "fp16"), chances
 
     def _new_run(self, name: str) -> RunFolder:
-        return new_run(job_of(self.layout, self.root / name, keep={"save_async": self.save_async}, precision=self.precision))
+        return new_run(
+            job_of(
+                self.layout,
+                self.root / name,
+                keep={"save_async": self.save_async},
+                precision=self.precision,
+            )
+        )
 
     def kill_at(self, places: list[str]) -> None:
-        """A run that is killed at each of these places one after the other, then left alone to end. Where a place never comes, the run ends, and the next
-        one goes on with the list."""
+        """A run that is killed at each of these places one after the other, then left alone to
+        end. Where a place never comes, the run ends, and the next one goes on with the list."""
         run = self._next_run()
         for at in places:
             if at == "time":
                 victims = self.dice.choice((slice(None), slice(0, 1), slice(-1, None)))
-                codes = self.ranks.run(run, self.size, during=kill_later(self.dice.uniform(0, self.seconds), victims))
+                codes = self.ranks.run(
+                    run, self.size, during=kill_later(self.dice.uniform(0, self.seconds), victims)
+                )
             else:
                 codes = self.ranks.run(run, self.size, [fault_of(at, self.dice, self.layout)])
             if codes == [0] * self.size:
@@ -93,7 +133,9 @@ class Torture:
                 continue
             assert -signal.SIGKILL in codes, (at, codes, run.attempt(1).log(0).read_text()[-3000:])
             self._look(run, at)
-        assert self.ranks.run(run, self.size) == [0] * self.size, run.attempt(1).log(0).read_text()[-3000:]
+        assert self.ranks.run(run, self.size) == [0] * self.size, (
+            run.attempt(1).log(0).read_text()[-3000:]
+        )
         self._check_end(run)
 
     def _next_run(self) -> RunFolder:
@@ -103,13 +145,17 @@ class Torture:
     def _check_end(self, run: RunFolder) -> None:
         assert facts(run) == self.expected
         assert not list(run.checkpoints.glob("*.tmp"))
-        assert [step_of(p) for p in finished(run.checkpoints)][-2:] == [9, 12] and all(verify(p) == [] for p in finished(run.checkpoints))
+        assert [step_of(p) for p in finished(run.checkpoints)][-2:] == [9, 12] and all(
+            verify(p) == [] for p in finished(run.checkpoints)
+        )
 
     def _look(self, run: RunFolder, at: str) -> None:
         reached = (steps(run) or [0])[-1]
         newest = newest_valid(run.checkpoints, pytest.fail)
         lost = reached - (newest.manifest.step if newest else 0)
-        assert lost <= SAVE_INTERVAL * (2 if self.save_async else 1), f"{lost} steps lost by a kill at {at}"
+        assert lost <= SAVE_INTERVAL * (2 if self.save_async else 1), (
+            f"{lost} steps lost by a kill at {at}"
+        )
         self.tally.kills[at] += 1
         self.tally.lost[at] = max(self.tally.lost[at], lost)
 
@@ -124,8 +170,12 @@ FEW = [
 
 
 @pytest.mark.parametrize(("layout", "precision", "save_async", "kills"), FEW)
-def test_kills(layout: str, precision: str, save_async: bool, kills: int, ranks: Ranks, tmp_path: Path) -> None:
-    torture = Torture(layout, tmp_path, ranks, seed=kills, save_async=save_async, precision=precision)
+def test_kills(
+    layout: str, precision: str, save_async: bool, kills: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    torture = Torture(
+        layout, tmp_path, ranks, seed=kills, save_async=save_async, precision=precision
+    )
     places = [place for place in PLACES if place != "load"]
     torture.dice.shuffle(places)
     while torture.tally.total < kills:
@@ -137,10 +187,15 @@ def test_kills(layout: str, precision: str, save_async: bool, kills: int, ranks:
 @pytest.mark.timeout(7200)  # against hanging
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_twenty_and_more_kills(layout: str, precision: str, ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two at each place in each layout and precision, three hundred in all: a row each of the table of docs/checkpoints.md."""
+def test_twenty_and_more_kills(
+    layout: str, precision: str, ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two at each place in each layout and precision, three hundred in all: a row each of the
+    table of docs/checkpoints.md."""
     number = list(LAYOUTS).index(layout) + list(PRECISIONS).index(precision)
-    torture = Torture(layout, tmp_path, ranks, seed=number, save_async=number % 2 == 1, precision=precision)
+    torture = Torture(
+        layout, tmp_path, ranks, seed=number, save_async=number % 2 == 1, precision=precision
+    )
     places = [*PLACES, *PLACES]
     while torture.tally.total < 20 or places:
         chosen, places = places[:4] or torture.dice.sample(PLACES, 4), places[4:]
@@ -149,4 +204,7 @@ def test_twenty_and_more_kills(layout: str, precision: str, ranks: Ranks, tmp_pa
     how = "behind training" if torture.save_async else "in its way"
     with capsys.disabled():
         print(f"\n| layout | precision | saves | kills | {' | '.join(PLACES)} | most steps lost |")
-        print(f"| {layout} | {precision} | {how} | {torture.tally.total} | {counts} | {max(torture.tally.lost.values())} |")
+        print(
+            f"| {layout} | {precision} | {how} | {torture.tally.total} | {counts} |"
+            f" {max(torture.tally.lost.values())} |"
+        )

@@ -1,4 +1,5 @@
-"""Told to stop at any moment: the checkpoint of that step exists, all ranks end with 12, and nothing is done twice or left out."""
+"""Told to stop at any moment: the checkpoint of that step exists, all ranks end with 12, and
+nothing is done twice or left out."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def _taken(pid: int, signal_number: signal.Signals) -> bool:
     return found is None or not int(found[1], 16) >> (signal_number - 1) & 1
 
 
-def tell(signal_number: signal.Signals, mark: Path, victims: slice = slice(None)) -> Callable[[list[int]], None]:
+def tell(
+    signal_number: signal.Signals, mark: Path, victims: slice = slice(None)
+) -> Callable[[list[int]], None]:
     """Signal these ranks while one of them sleeps in the midst of what it does."""
 
     def during(pids: list[int]) -> None:
@@ -65,7 +68,8 @@ def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> RunFold
     return run
 
 
-# where and in which call rank 0 sleeps; the step whose checkpoint must be there; USR1 comes to rank 1 alone, a scheduler's TERM to all
+# where and in which call rank 0 sleeps; the step whose checkpoint must be there; USR1 comes to rank
+# 1 alone, a scheduler's TERM to all
 FEW = [
     ("step", 5, 5, signal.SIGUSR1),
     ("write", 2, 6, signal.SIGTERM),
@@ -87,15 +91,35 @@ CASES = [
     [case if case in FEW else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
     ids=[f"{name.name} in {at} {call}" for at, call, _, name in CASES],
 )
-def test_a_stop_is_heard(at: str, call: int, step: int, signal_number: signal.Signals, ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+def test_a_stop_is_heard(
+    at: str,
+    call: int,
+    step: int,
+    signal_number: signal.Signals,
+    ranks: Ranks,
+    tmp_path: Path,
+    reference: RunFolder,
+) -> None:
     """All stop at the same step, at most one step on, and go on as if nothing had been."""
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9}))
-    sleep = {"do": "sleep", "at": at, "call": call, "when": "before", "rank": 0, **until_told(tmp_path / "mark")}
+    sleep = {
+        "do": "sleep",
+        "at": at,
+        "call": call,
+        "when": "before",
+        "rank": 0,
+        **until_told(tmp_path / "mark"),
+    }
     victim = slice(1, 2) if signal_number == signal.SIGUSR1 else slice(None)
-    sleeps = [sleep, *([{**sleep, "at": "step", "call": step + 1}] if at == "prune" else [])]  # training does not wait for what is deleted
-    assert ranks.run(run, 2, sleeps, tell(signal_number, tmp_path / "mark", victim)) == [12, 12], log_of(run)
+    # training does not wait for what is deleted
+    sleeps = [sleep, *([{**sleep, "at": "step", "call": step + 1}] if at == "prune" else [])]
+    assert ranks.run(run, 2, sleeps, tell(signal_number, tmp_path / "mark", victim)) == [
+        12,
+        12,
+    ], log_of(run)
     saved = whole_steps(run)[-1]
-    late = {"step": 1, "prune": 2}.get(at, 0)  # the told rank has given its word for this step already, or for the next
+    # the told rank has given its word for this step already, or for the next
+    late = {"step": 1, "prune": 2}.get(at, 0)
     assert step <= saved <= step + late and steps(run)[-1] == saved
     assert ranks.run(run, 2) == [0, 0], log_of(run)
     assert facts(run) == facts(reference)
@@ -104,30 +128,61 @@ def test_a_stop_is_heard(at: str, call: int, step: int, signal_number: signal.Si
         assert log_of(run).count("validation loss at iteration 12 ") == 1
 
 
-def test_a_stop_behind_a_save_behind_training(ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
+def test_a_stop_behind_a_save_behind_training(
+    ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": True}))
-    sleep = {"do": "sleep", "at": "publish", "call": 1, "when": "before", "rank": 0, **until_told(tmp_path / "mark")}
-    assert ranks.run(run, 2, [sleep], tell(signal.SIGUSR1, tmp_path / "mark")) == [12, 12], log_of(run)
+    sleep = {
+        "do": "sleep",
+        "at": "publish",
+        "call": 1,
+        "when": "before",
+        "rank": 0,
+        **until_told(tmp_path / "mark"),
+    }
+    assert ranks.run(run, 2, [sleep], tell(signal.SIGUSR1, tmp_path / "mark")) == [12, 12], log_of(
+        run
+    )
     assert whole_steps(run)[-1] == steps(run)[-1] < 12
     assert ranks.run(run, 2) == [0, 0] and facts(run) == facts(reference)
 
 
 @pytest.mark.parametrize("at", ["load", "step"])
-def test_while_there_is_nothing_new_to_save_nobody_waits(at: str, ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
-    """A first step that is compiled for minutes, a checkpoint that takes as long to load: the process leaves, and nothing is lost."""
+def test_while_there_is_nothing_new_to_save_nobody_waits(
+    at: str, ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
+    """A first step that is compiled for minutes, a checkpoint that takes as long to load: the
+    process leaves, and nothing is lost."""
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9}))
     mark = tmp_path / "mark"
-    sleep = {"do": "sleep", "at": "step", "call": 5, "when": "before", "rank": 0, **until_told(mark)}
+    sleep = {
+        "do": "sleep",
+        "at": "step",
+        "call": 5,
+        "when": "before",
+        "rank": 0,
+        **until_told(mark),
+    }
     assert ranks.run(run, 2, [sleep], tell(signal.SIGUSR1, mark)) == [12, 12], log_of(run)
     reached, mark = whole_steps(run)[-1], tmp_path / "again"
-    compiles = {"do": "sleep", "at": at, "call": 1, "when": "before", "seconds": NEVER, "mark": str(mark)}
+    compiles = {
+        "do": "sleep",
+        "at": at,
+        "call": 1,
+        "when": "before",
+        "seconds": NEVER,
+        "mark": str(mark),
+    }
     assert ranks.run(run, 2, [compiles], tell(signal.SIGTERM, mark)) == [12, 12], log_of(run)
     assert whole_steps(run)[-1] == reached
     assert ranks.run(run, 2) == [0, 0] and facts(run) == facts(reference)
 
 
-def test_a_rank_that_stands_still_for_a_while_changes_nothing(ranks: Ranks, tmp_path: Path, reference: RunFolder) -> None:
-    """Stopped and continued in a save (that it does not go on is for the launcher to see: its heartbeat is old)."""
+def test_a_rank_that_stands_still_for_a_while_changes_nothing(
+    ranks: Ranks, tmp_path: Path, reference: RunFolder
+) -> None:
+    """Stopped and continued in a save (that it does not go on is for the launcher to see: its
+    heartbeat is old)."""
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9}))
     mark = tmp_path / "mark"
 
@@ -136,7 +191,14 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(ranks: Ranks, tmp_
         time.sleep(1.5)  # for a while
         os.kill(pids[1], signal.SIGCONT)
 
-    sleep = {"do": "sleep", "at": "write", "call": 2, "when": "before", "rank": 0, **until_told(mark)}
+    sleep = {
+        "do": "sleep",
+        "at": "write",
+        "call": 2,
+        "when": "before",
+        "rank": 0,
+        **until_told(mark),
+    }
     assert ranks.run(run, 2, [sleep], stand_still) == [0, 0], log_of(run)
     assert facts(run) == facts(reference) and whole_steps(run) == [3, 6, 9, 12]
 
@@ -144,5 +206,11 @@ def test_a_rank_that_stands_still_for_a_while_changes_nothing(ranks: Ranks, tmp_
 def test_heartbeats_tell_how_long_a_save_takes(ranks: Ranks, tmp_path: Path) -> None:
     run = new_run(job_of("1", tmp_path))
     assert ranks.run(run, 1) == [0]
-    took = max(float(seconds) for seconds in re.findall(r" saved checkpoint \d+: .* in (\d+\.\d+) s", log_of(run)))
-    assert json.loads(run.attempt(1).heartbeat(0).read_text())["save_seconds"] == pytest.approx(took, abs=0.006)  # the log rounds
+    took = max(
+        float(seconds)
+        for seconds in re.findall(r" saved checkpoint \d+: .* in (\d+\.\d+) s", log_of(run))
+    )
+    # the log rounds
+    assert json.loads(run.attempt(1).heartbeat(0).read_text())["save_seconds"] == pytest.approx(
+        took, abs=0.006
+    )

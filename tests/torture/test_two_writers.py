@@ -1,4 +1,5 @@
-"""A run that two processes train: one was taken for dead, another one went on, and the first wakes up."""
+"""A run that two processes train: one was taken for dead, another one went on, and the first
+wakes up."""
 
 from __future__ import annotations
 
@@ -19,9 +20,19 @@ from tests.train.test_resume import facts
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("at", "call"), [pytest.param("step", 4, marks=pytest.mark.slow), pytest.param("step", 6, marks=pytest.mark.slow), ("write", 2)])
-def test_who_wakes_up_late_ends_and_changes_nothing(at: str, call: int, ranks: Ranks, tmp_path: Path) -> None:
-    """Stopped before it saves, it finds out at its next save; stopped in a save, it holds the lock, and the other one cannot save."""
+@pytest.mark.parametrize(
+    ("at", "call"),
+    [
+        pytest.param("step", 4, marks=pytest.mark.slow),
+        pytest.param("step", 6, marks=pytest.mark.slow),
+        ("write", 2),
+    ],
+)
+def test_who_wakes_up_late_ends_and_changes_nothing(
+    at: str, call: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Stopped before it saves, it finds out at its next save; stopped in a save, it holds the
+    lock, and the other one cannot save."""
     whole = new_run(job_of("1", tmp_path / "whole"))
     assert ranks.run(whole, 1) == [0]
     run, mark, others = new_run(job_of("1", tmp_path)), tmp_path / "mark", list[int]()
@@ -45,18 +56,32 @@ def test_who_wakes_up_late_ends_and_changes_nothing(at: str, call: int, ranks: R
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_a_metrics_file_that_somebody_replaced_costs_no_steps(save_async: bool, ranks: Ranks, tmp_path: Path) -> None:
-    """By an editor, a copy from elsewhere: what was trained is saved first, for nobody else has gone on with the run."""
-    run, mark = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": save_async})), tmp_path / "mark"
+def test_a_metrics_file_that_somebody_replaced_costs_no_steps(
+    save_async: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """By an editor, a copy from elsewhere: what was trained is saved first, for nobody else has
+    gone on with the run."""
+    run, mark = (
+        new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": save_async})),
+        tmp_path / "mark",
+    )
 
     def replace(pids: list[int]) -> None:
         wait_for(mark.exists, "the moment to come")
-        wait_for(lambda: "saved checkpoint 3" in log_of(run), "the save behind training to be over")  # its own look at the file, too
+        # its own look at the file, too
+        wait_for(lambda: "saved checkpoint 3" in log_of(run), "the save behind training to be over")
         shutil.copy(run.metrics, tmp_path / "copy")
         os.replace(tmp_path / "copy", run.metrics)
         told(mark).touch()
 
-    sleep = {"do": "sleep", "at": "step", "call": 5, "when": "before", "rank": 0, **until_told(mark)}
+    sleep = {
+        "do": "sleep",
+        "at": "step",
+        "call": 5,
+        "when": "before",
+        "rank": 0,
+        **until_told(mark),
+    }
     assert ranks.run(run, 2, [sleep], replace) == [17, 17], log_of(run)
     assert "two of them train one run" in log_of(run) and whole_steps(run)[-1] >= 6
     assert ranks.run(run, 2) == [0, 0] and whole_steps(run) == [3, 6, 9, 12]

@@ -1,15 +1,20 @@
-"""Every call of a rank that changes something on the disk below one folder, by address; and a disk that refuses one of these calls, or is full from there on.
+"""Every call of a rank that changes something on the disk below one folder, by address; and a
+disk that refuses one of these calls, or is full from there on.
 
-Installed in a process of its own, in place of the functions of `os` and of `open`: all that is written from Python goes through them, checkpoints,
-metrics, TensorBoard's files, heartbeats and lock files alike. A rank's own output is not counted: it is a pipe to its agent.
+Installed in a process of its own, in place of the functions of `os` and of `open`: all that is
+written from Python goes through them, checkpoints, metrics, TensorBoard's files, heartbeats and
+lock files alike. A rank's own output is not counted: it is a pipe to its agent.
 
-An address is "operation place n": the n-th call of this operation for this place. Threads that write elsewhere meanwhile (deletion, TensorBoard's, a save
-behind training) do not change it, so it is the same call in every run of one job. A place is a path without random parts; that of a heartbeat also says
-which phase of which step it begins, or that it only says again what goes on, which is a matter of time.
+An address is "operation place n": the n-th call of this operation for this place. Threads that
+write elsewhere meanwhile (deletion, TensorBoard's, a save behind training) do not change it, so
+it is the same call in every run of one job. A place is a path without random parts; that of a
+heartbeat also says which phase of which step it begins, or that it only says again what goes on,
+which is a matter of time.
 
-    {"at": "writes", "root": "/run", "report": "/tmp/report", "rank": 0}                              only list them
-    {..., "do": ERRNO | "short", "call": ADDRESS}                                                     refuse this one, or take half of it
-    {..., "do": ERRNO, "call": ADDRESS, "steps": 2}                                                   full from there on, until two steps have begun
+    {"at": "writes", "root": "/run", "report": "/tmp/report", "rank": 0}
+    only list them {..., "do": ERRNO | "short", "call": ADDRESS}
+    refuse this one, or take half of it {..., "do": ERRNO, "call": ADDRESS, "steps": 2}
+    full from there on, until two steps have begun
 
 Every call is a line of the report, its address, with " !" where it was refused.
 """
@@ -29,10 +34,34 @@ from trainkit.train.metrics.heartbeat import Heartbeat
 from trainkit.train.update.step import Step
 
 ON_PATH = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "truncate", "link", "symlink")
-ON_HANDLE = ("write", "pwrite", "writev", "pwritev", "ftruncate", "posix_fallocate", "fsync", "fdatasync")
-TAKES_ROOM = {"create", "mkdir", "link", "symlink", "write", "pwrite", "writev", "pwritev", "posix_fallocate"}  # what a full disk refuses
+ON_HANDLE = (
+    "write",
+    "pwrite",
+    "writev",
+    "pwritev",
+    "ftruncate",
+    "posix_fallocate",
+    "fsync",
+    "fdatasync",
+)
+# what a full disk refuses
+TAKES_ROOM = {
+    "create",
+    "mkdir",
+    "link",
+    "symlink",
+    "write",
+    "pwrite",
+    "writev",
+    "pwritev",
+    "posix_fallocate",
+}
 IN_PART = {"write", "pwrite"}  # what may be taken by half
-NAMES = [(r"(step-\d+)\.[0-9a-f]{8}", r"\1"), (r"\.tmp-[0-9a-z-]+", ".tmp"), (r"events\.out.*", "events")]
+NAMES = [
+    (r"(step-\d+)\.[0-9a-f]{8}", r"\1"),
+    (r"\.tmp-[0-9a-z-]+", ".tmp"),
+    (r"events\.out.*", "events"),
+]
 AGAIN = ":again"  # how the place of a heartbeat ends that only says again what goes on
 
 
@@ -57,7 +86,11 @@ class Disk:
     def under(self, what: Any, folder: int | None = None) -> str | None:
         """Where a path or an open file lies below the root; None: elsewhere."""
         try:
-            path = self.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fsdecode(what)
+            path = (
+                self.readlink(f"/proc/self/fd/{what}")
+                if isinstance(what, int)
+                else os.fsdecode(what)
+            )
             if folder is not None:
                 path = os.path.join(self.readlink(f"/proc/self/fd/{folder}"), path)
         except (OSError, TypeError):
@@ -66,8 +99,12 @@ class Disk:
         return path[len(self.root) + 1 :] if path.startswith(self.root + "/") else None
 
     def asks(self, operation: str, path: str) -> bool:
-        """Note the call; returns whether half of it is to be taken. Raises OSError where it is refused."""
-        do, what = self.fault.get("do", 0), f"{operation} {place_of(path)}{self.beat if 'heartbeat' in path else ''}"
+        """Note the call; returns whether half of it is to be taken. Raises OSError where it is
+        refused."""
+        do, what = (
+            self.fault.get("do", 0),
+            f"{operation} {place_of(path)}{self.beat if 'heartbeat' in path else ''}",
+        )
         with self.lock:
             self.asked[what] += 1
             address = f"{what} {self.asked[what]}"
@@ -150,7 +187,15 @@ def _os_open(disk: Disk, real: Callable[..., int]) -> Callable[..., int]:
 
 
 def _open(disk: Disk, real: Callable[..., Any]) -> Callable[..., Any]:
-    def call(file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None, newline: Any = None, closefd: bool = True) -> Any:
+    def call(
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: Any = None,
+        errors: Any = None,
+        newline: Any = None,
+        closefd: bool = True,
+    ) -> Any:
         where = disk.under(file)
         if where is None or not set(mode) & set("wax+"):
             return real(file, mode, buffering, encoding, errors, newline, closefd)
@@ -161,6 +206,12 @@ def _open(disk: Disk, real: Callable[..., Any]) -> Callable[..., Any]:
         if buffering == 0:
             return raw
         buffered = io.BufferedWriter(raw)
-        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline, line_buffering=buffering == 1)
+        return (
+            buffered
+            if "b" in mode
+            else io.TextIOWrapper(
+                buffered, encoding or "utf-8", errors, newline, line_buffering=buffering == 1
+            )
+        )
 
     return call

@@ -1,5 +1,7 @@
-"""Ranks that start in a tenth of a second: a process that has imported everything forks them. Reads {"run", "ranks", "faults"} a line on stdin, answers
-{"pids"} at once and {"codes"} when all have ended; when one ends badly the others have a second to follow. It never has threads, so forking is safe."""
+"""Ranks that start in a tenth of a second: a process that has imported everything forks them.
+Reads {"run", "ranks", "faults"} a line on stdin, answers {"pids"} at once and {"codes"} when all
+have ended; when one ends badly the others have a second to follow. It never has threads, so
+forking is safe."""
 
 from __future__ import annotations
 
@@ -24,14 +26,19 @@ from trainkit.train import trainer as loop  # noqa: F401
 GRACE = 1.0
 
 
-def _child(run: RunFolder, rank: int, leader: int, environment: dict[str, str], order: dict[str, Any]) -> None:
+def _child(
+    run: RunFolder, rank: int, leader: int, environment: dict[str, str], order: dict[str, Any]
+) -> None:
     os.setpgid(0, leader)
     attempt = run.attempt(1)
     handle = os.open(attempt.log(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.environ.update(environment)
-    os.environ |= {"TORCHELASTIC_ERROR_FILE": str(attempt.error(rank)), "TRAINKIT_HEARTBEAT_FILE": str(attempt.heartbeat(rank))}
+    os.environ |= {
+        "TORCHELASTIC_ERROR_FILE": str(attempt.error(rank)),
+        "TRAINKIT_HEARTBEAT_FILE": str(attempt.heartbeat(rank)),
+    }
     faults.install(order["faults"], rank)
     main.leave(main.run_rank(run.path))
 

@@ -1,4 +1,5 @@
-"""Hugging Face folders and models of theirs and ours, side by side: what test_huggingface*.py share."""
+"""Hugging Face folders and models of theirs and ours, side by side: what test_huggingface*.py
+share."""
 
 from __future__ import annotations
 
@@ -27,15 +28,34 @@ from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel.shards import held_parameters
 
 VOCAB = 53  # divides by nothing used here
-COMMON: dict[str, Any] = {"name": "tiny", "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "seq_length": 16}
-LLAMA: dict[str, Any] = {**COMMON, "family": "llama", "num_attention_heads": 4, "hidden_size": 32, "ffn_hidden_size": 40}
+COMMON: dict[str, Any] = {
+    "name": "tiny",
+    "num_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 3,
+    "seq_length": 16,
+}
+LLAMA: dict[str, Any] = {
+    **COMMON,
+    "family": "llama",
+    "num_attention_heads": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 40,
+}
 NEOX: dict[str, Any] = {**COMMON, "family": "gpt-neox", "hidden_size": 48}
 LLAMA3 = RopeScaling(type="llama3", factor=8.0, original_max_position_embeddings=8)
 # Our shape, and the same in transformers' words, written by hand.
 CASES: dict[str, tuple[Model, dict[str, Any]]] = {
     "gpt": (Model(**COMMON), {"n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 3}),
     "gpt-untied": (
-        Model(**COMMON, untie_embeddings_and_output_weights=True, gelu="exact", ffn_hidden_size=40, max_position_embeddings=20, layernorm_epsilon=1e-3),
+        Model(
+            **COMMON,
+            untie_embeddings_and_output_weights=True,
+            gelu="exact",
+            ffn_hidden_size=40,
+            max_position_embeddings=20,
+            layernorm_epsilon=1e-3,
+        ),
         {
             "n_positions": 20,
             "n_embd": 24,
@@ -47,9 +67,25 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
             "layer_norm_epsilon": 1e-3,
         },
     ),
-    "gpt-neox": (Model(**NEOX), {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 192, "max_position_embeddings": 16}),
+    "gpt-neox": (
+        Model(**NEOX),
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "intermediate_size": 192,
+            "max_position_embeddings": 16,
+        },
+    ),
     "gpt-neox-tied": (
-        Model(**NEOX, gpt_j_residual=False, untie_embeddings_and_output_weights=False, gelu="tanh", rotary_percent=0.5, rotary_base=500.0),
+        Model(
+            **NEOX,
+            gpt_j_residual=False,
+            untie_embeddings_and_output_weights=False,
+            gelu="tanh",
+            rotary_percent=0.5,
+            rotary_base=500.0,
+        ),
         {
             "hidden_size": 48,
             "num_hidden_layers": 2,
@@ -59,7 +95,11 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
             "use_parallel_residual": False,
             "tie_word_embeddings": True,
             "hidden_act": "gelu_fast",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
         },
     ),
     "gpt-j-tied": (
@@ -71,7 +111,11 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
             "intermediate_size": 192,
             "max_position_embeddings": 16,
             "layer_norm_eps": 1e-3,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
         },
     ),
     "llama": (
@@ -87,7 +131,12 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
         },
     ),
     "llama-tied-linear": (
-        Model(**LLAMA, num_query_groups=1, untie_embeddings_and_output_weights=False, rope_scaling=RopeScaling(type="linear", factor=4.0)),
+        Model(
+            **LLAMA,
+            num_query_groups=1,
+            untie_embeddings_and_output_weights=False,
+            rope_scaling=RopeScaling(type="linear", factor=4.0),
+        ),
         {
             "hidden_size": 32,
             "num_hidden_layers": 2,
@@ -101,7 +150,9 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
         },
     ),
     "llama-wide-llama3": (
-        Model(**LLAMA, num_query_groups=2, kv_channels=12, rope_scaling=LLAMA3, layernorm_epsilon=1e-3),
+        Model(
+            **LLAMA, num_query_groups=2, kv_channels=12, rope_scaling=LLAMA3, layernorm_epsilon=1e-3
+        ),
         {
             "hidden_size": 32,
             "num_hidden_layers": 2,
@@ -111,7 +162,13 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
             "intermediate_size": 40,
             "max_position_embeddings": 64,
             "rms_norm_eps": 1e-3,
-            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8},
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8,
+            },
         },
     ),
 }
@@ -164,7 +221,12 @@ def save(module: Transformer, folder: Path, step: int = 7) -> Checkpoint:
 
 
 def write(saved: Checkpoint, model: Model, target: Path, **more: Any) -> Any:
-    return export(saved, model, target, **{"dtype": "fp32", "shard_bytes": 10**9, "tokenizer": None, "about": {}, **more})
+    return export(
+        saved,
+        model,
+        target,
+        **{"dtype": "fp32", "shard_bytes": 10**9, "tokenizer": None, "about": {}, **more},
+    )
 
 
 def loaded(folder: Path, model: Model, rows: int = VOCAB) -> Transformer:
@@ -196,7 +258,11 @@ def copied(folders: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Pa
 
 def change_tensors(folder: Path, new: Callable[[Weights], Weights]) -> Path:
     tensors = new(load_file(folder / "model.safetensors"))
-    save_file({name: t.contiguous().clone() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: t.contiguous().clone() for name, t in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     return folder
 
 

@@ -1,4 +1,5 @@
-"""The matrix of layouts that are compared with the reference. `python -m tests.train.layout_cases [--short]` prints the table of docs/parallelism.md."""
+"""The matrix of layouts that are compared with the reference. `python -m
+tests.train.layout_cases [--short]` prints the table of docs/parallelism.md."""
 
 from __future__ import annotations
 
@@ -14,16 +15,35 @@ EXACT, SMOKE = 1e-10, 1e-5  # of fp64 and of fp32
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 COMPILE: dict[str, Any] = {"compile": True}
-# By the default, 1e-8, AdamW moves a weight by the whole rate whatever its gradient's size: of one that is 0 but for rounding, 1e-9 here and -1e-9 there, fp32
-# would make two different models after one step, and their gradients would be compared. By this it moves less than rounding does.
+# By the default, 1e-8, AdamW moves a weight by the whole rate whatever its gradient's size: of one
+# that is 0 but for rounding, 1e-9 here and -1e-9 there, fp32
+# would make two different models after one step, and their gradients would be compared. By this it
+# moves less than rounding does.
 SMOOTH: dict[str, Any] = {"adam_eps": 1e-2}
 UNNAMED = ("train_iters", "global_batch_size", *SMOOTH, *APART)  # not in a case's words
 
 
-def layout(tensor: int = 1, pipeline: int = 1, schedule: str = "1f1b", *, sp: bool = False, zero: int = 1, copies: int = 1) -> dict[str, Any]:
+def layout(
+    tensor: int = 1,
+    pipeline: int = 1,
+    schedule: str = "1f1b",
+    *,
+    sp: bool = False,
+    zero: int = 1,
+    copies: int = 1,
+) -> dict[str, Any]:
     """Keys of [jobs.X.parallelism]; schedule "interleaved": two chunks a stage."""
-    keys: dict[str, Any] = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline, "sequence_parallel": sp, "zero_stage": zero}
-    keys |= {"virtual_pipeline_model_parallel_size": 2} if schedule == "interleaved" else {"pipeline_schedule": schedule}
+    keys: dict[str, Any] = {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "sequence_parallel": sp,
+        "zero_stage": zero,
+    }
+    keys |= (
+        {"virtual_pipeline_model_parallel_size": 2}
+        if schedule == "interleaved"
+        else {"pipeline_schedule": schedule}
+    )
     return {**keys, "data_parallel_replicate_size": copies}
 
 
@@ -32,13 +52,28 @@ def words(case: Case) -> str:
     p, t = case.parallelism, case.training
     tensor, pipeline = p["tensor_model_parallel_size"], p["pipeline_model_parallel_size"]
     data = case.ranks // (tensor * pipeline)
-    schedule = "interleaved" if "virtual_pipeline_model_parallel_size" in p else {"1f1b": "1F1B", "zbv": "ZBV"}[p["pipeline_schedule"]]
+    schedule = (
+        "interleaved"
+        if "virtual_pipeline_model_parallel_size" in p
+        else {"1f1b": "1F1B", "zbv": "ZBV"}[p["pipeline_schedule"]]
+    )
     copies = p["data_parallel_replicate_size"]
     parts = [
         f"TP{tensor}{' + SP' if p['sequence_parallel'] else ''}" if tensor > 1 else "",
         f"PP{pipeline} {schedule}" if pipeline > 1 else "",
-        (f"HSDP {copies}x{data // copies}" if copies > 1 else f"DP{data}") + f" ZeRO {p['zero_stage']}" if data > 1 else "",
-        ", ".join([key if value is True else f"{key} {value}" for key, value in t.items() if key not in UNNAMED]),
+        (
+            (f"HSDP {copies}x{data // copies}" if copies > 1 else f"DP{data}")
+            + f" ZeRO {p['zero_stage']}"
+            if data > 1
+            else ""
+        ),
+        ", ".join(
+            [
+                key if value is True else f"{key} {value}"
+                for key, value in t.items()
+                if key not in UNNAMED
+            ]
+        ),
         case.data if case.data != "mock" else "",
         case.precision if case.precision != "fp64" else "",
         case.sabotage,
@@ -94,21 +129,54 @@ _FAMILIES = ("gpt", "neox", "llama")
 LONG = named(
     [
         Case("gpt", layout(), 1),
-        # two ranks: every model split and piped, all stages of ZeRO, recomputation, larger micro-batches, a batch that grows
+        # two ranks: every model split and piped, all stages of ZeRO, recomputation, larger
+        # micro-batches, a batch that grows
         *(
             Case(model, layout(2, sp=sp), 2)
-            for model in ("gpt", "gpt-untied", "neox", "neox-tied", "llama", "llama-tied", "llama-1-group")
+            for model in (
+                "gpt",
+                "gpt-untied",
+                "neox",
+                "neox-tied",
+                "llama",
+                "llama-tied",
+                "llama-1-group",
+            )
             for sp in (False, True)
         ),
-        *(Case(model, layout(1, 2, schedule), 2) for model in (*_FAMILIES, "gpt-untied", "neox-tied") for schedule in _SCHEDULES),
+        *(
+            Case(model, layout(1, 2, schedule), 2)
+            for model in (*_FAMILIES, "gpt-untied", "neox-tied")
+            for schedule in _SCHEDULES
+        ),
         *(Case(model, layout(zero=stage), 2) for model in _FAMILIES for stage in range(4)),
-        *(Case(model, layout(2, sp=True), 2, mode) for model in _FAMILIES for mode in (FULL, SELECTIVE, {**FULL, "recompute_every": 2})),
-        *(Case("gpt", layout(1, 2, schedule), 2, mode) for schedule in _SCHEDULES for mode in (FULL, SELECTIVE) if (schedule, mode) != ("zbv", SELECTIVE)),
-        *(Case("llama", each, 2, {"micro_batch_size": 2}) for each in (layout(2, sp=True), layout(1, 2), layout(zero=1))),
-        *(Case("gpt", each, 2, {"rampup_batch_size": (2, 2, 12)}) for each in (layout(2), layout(1, 2), layout(1, 2, "zbv"), layout(zero=2))),
-        # documents apart and masked labels; dropout, where random numbers begin anew at each chunk of a micro-batch, whoever computes it; compiled blocks
+        *(
+            Case(model, layout(2, sp=True), 2, mode)
+            for model in _FAMILIES
+            for mode in (FULL, SELECTIVE, {**FULL, "recompute_every": 2})
+        ),
+        *(
+            Case("gpt", layout(1, 2, schedule), 2, mode)
+            for schedule in _SCHEDULES
+            for mode in (FULL, SELECTIVE)
+            if (schedule, mode) != ("zbv", SELECTIVE)
+        ),
+        *(
+            Case("llama", each, 2, {"micro_batch_size": 2})
+            for each in (layout(2, sp=True), layout(1, 2), layout(zero=1))
+        ),
+        *(
+            Case("gpt", each, 2, {"rampup_batch_size": (2, 2, 12)})
+            for each in (layout(2), layout(1, 2), layout(1, 2, "zbv"), layout(zero=2))
+        ),
+        # documents apart and masked labels; dropout, where random numbers begin anew at each chunk
+        # of a micro-batch, whoever computes it; compiled blocks
         *(apart(model, layout(2, sp=sp), 2) for model in _FAMILIES for sp in (False, True)),
-        *(apart(model, layout(1, 2, schedule), 2) for model in _FAMILIES for schedule in _SCHEDULES),
+        *(
+            apart(model, layout(1, 2, schedule), 2)
+            for model in _FAMILIES
+            for schedule in _SCHEDULES
+        ),
         *(apart("gpt", layout(zero=stage), 2) for stage in range(4)),
         Case("gpt-dropping", layout(), 1),
         *(Case("gpt-dropping", layout(zero=stage), 2) for stage in range(4)),
@@ -116,29 +184,60 @@ LONG = named(
         *(Case("gpt-dropping", layout(1, 2, schedule), 2, FULL) for schedule in _SCHEDULES),
         Case("gpt-dropping", layout(1, 2), 2, SELECTIVE),
         Case("gpt", layout(2), 2, COMPILE),
-        *(Case(model, layout(2, sp=True), 2, {**COMPILE, **SELECTIVE}) for model in ("gpt", "llama")),
+        *(
+            Case(model, layout(2, sp=True), 2, {**COMPILE, **SELECTIVE})
+            for model in ("gpt", "llama")
+        ),
         *(Case("gpt", layout(1, 2, schedule), 2, COMPILE) for schedule in ("1f1b", "interleaved")),
         Case("neox", layout(1, 2, "interleaved"), 2, {**COMPILE, **FULL}),
         *(Case("gpt", layout(zero=stage), 2, COMPILE) for stage in range(4)),
         # four ranks: fewer key-value heads than ranks, uneven stages, HSDP, two kinds together
-        *(Case(model, layout(4, sp=sp), 4) for model in (*_FAMILIES, "llama-1-group") for sp in (False, True)),
+        *(
+            Case(model, layout(4, sp=sp), 4)
+            for model in (*_FAMILIES, "llama-1-group")
+            for sp in (False, True)
+        ),
         *(Case(model, layout(1, 4), 4) for model in ("gpt", "neox", "llama-tied")),
-        *(Case(model, layout(1, 4, schedule), 4) for model in ("gpt-deep", "llama") for schedule in ("interleaved", "zbv")),
-        *(Case(model, layout(copies=2, zero=stage), 4) for model in ("gpt", "llama") for stage in (1, 2, 3)),
+        *(
+            Case(model, layout(1, 4, schedule), 4)
+            for model in ("gpt-deep", "llama")
+            for schedule in ("interleaved", "zbv")
+        ),
+        *(
+            Case(model, layout(copies=2, zero=stage), 4)
+            for model in ("gpt", "llama")
+            for stage in (1, 2, 3)
+        ),
         *(Case("gpt", layout(2, sp=True, zero=stage), 4) for stage in range(4)),
         *(Case("neox", layout(1, 2, zero=stage), 4) for stage in (0, 1, 3)),
-        *(Case(model, layout(2, 2, schedule, sp=True), 4) for model in ("gpt", "llama-1-group") for schedule in _SCHEDULES),
+        *(
+            Case(model, layout(2, 2, schedule, sp=True), 4)
+            for model in ("gpt", "llama-1-group")
+            for schedule in _SCHEDULES
+        ),
         *(apart("llama", layout(2, 2, schedule, sp=True), 4) for schedule in _SCHEDULES),
         *(Case("gpt-dropping", layout(1, 2, schedule), 4) for schedule in _SCHEDULES),
         Case("gpt-dropping", layout(1, 4), 4),
         Case("gpt-dropping", layout(copies=2, zero=3), 4),
         Case("llama", layout(2, 2, sp=True), 4, {**COMPILE, **SELECTIVE}),
         # eight: three dimensions, and more
-        *(Case(model, layout(2, 2, schedule, sp=True), 8) for model in _FAMILIES for schedule in _SCHEDULES),
+        *(
+            Case(model, layout(2, 2, schedule, sp=True), 8)
+            for model in _FAMILIES
+            for schedule in _SCHEDULES
+        ),
         *(Case("gpt", layout(2, 2, "1f1b", zero=stage), 8) for stage in (0, 3)),
         Case("llama", layout(2, 2, "interleaved", sp=True, zero=3), 8, FULL),
         Case("llama", layout(2, 2, "zbv", sp=True), 8, FULL),
-        *(Case("gpt", each, 8) for each in (layout(2, copies=2, zero=3), layout(1, 2, copies=2, zero=1), layout(4, 2, sp=True), layout(1, 4))),
+        *(
+            Case("gpt", each, 8)
+            for each in (
+                layout(2, copies=2, zero=3),
+                layout(1, 2, copies=2, zero=1),
+                layout(4, 2, sp=True),
+                layout(1, 4),
+            )
+        ),
     ],
     global_batch_size=4,
 )
@@ -150,8 +249,16 @@ def limit(case: Case) -> float:
 
 
 def main() -> None:
-    cases = {name: case for name, case in (SHORT if "--short" in sys.argv else LONG).items() if not case.sabotage and case.precision == "fp64"}
-    print("| layout | ranks | loss | norm | gradient | fp32: loss | norm | gradient |\n|---|---|---|---|---|---|---|---|", flush=True)
+    cases = {
+        name: case
+        for name, case in (SHORT if "--short" in sys.argv else LONG).items()
+        if not case.sabotage and case.precision == "fp64"
+    }
+    print(
+        "| layout | ranks | loss | norm | gradient | fp32: loss | norm | gradient"
+        " |\n|---|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     wrong = []
     for ranks in sorted({case.ranks for case in cases.values()}):
         chosen = {name: case for name, case in cases.items() if case.ranks == ranks}
@@ -159,9 +266,17 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = compare(both, Path(folder))
         for name in chosen:
-            numbers = [f"{number:.0e}" for a in (found[name], found[f"{name}, fp32"]) for number in (a.loss, a.norm, a.gradient)]
+            numbers = [
+                f"{number:.0e}"
+                for a in (found[name], found[f"{name}, fp32"])
+                for number in (a.loss, a.norm, a.gradient)
+            ]
             print(f"| {name} | {ranks} | {' | '.join(numbers)} |", flush=True)
-        wrong += [name for name, a in found.items() if not max(a.loss, a.norm, a.gradient) <= limit(both[name])]
+        wrong += [
+            name
+            for name, a in found.items()
+            if not max(a.loss, a.norm, a.gradient) <= limit(both[name])
+        ]
     sys.exit(f"not equal: {', '.join(wrong)}" if wrong else 0)
 
 

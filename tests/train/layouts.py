@@ -1,8 +1,11 @@
-"""One model trained by one plain PyTorch loop, and by the trainer in any layout; how far apart their losses and gradients are.
+"""One model trained by one plain PyTorch loop, and by the trainer in any layout; how far apart
+their losses and gradients are.
 
-The reference knows nothing of micro-batches, shards or schedules: the same model code on the whole global batch, torch's own cross-entropy, clipping
-and AdamW. It shares with the trainer the initial weights, the samples, and two numbers that the fused optimizer takes in fp32: rate and divisor. Of a model
-that drops out it goes sample by sample and is told where chunks begin: there, and nowhere else, random numbers begin anew.
+The reference knows nothing of micro-batches, shards or schedules: the same model code on the
+whole global batch, torch's own cross-entropy, clipping and AdamW. It shares with the trainer the
+initial weights, the samples, and two numbers that the fused optimizer takes in fp32: rate and
+divisor. Of a model that drops out it goes sample by sample and is told where chunks begin:
+there, and nowhere else, random numbers begin anew.
 """
 
 from __future__ import annotations
@@ -60,17 +63,43 @@ STEPS = 10
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 VOCAB = 61  # a prime: it divides by no tensor-parallel size
 END = 7  # ends a document
-SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": VOCAB, "ffn_hidden_size": 72, "init_method_std": 0.1}
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "vocab_size": VOCAB,
+    "ffn_hidden_size": 72,
+    "init_method_std": 0.1,
+}
 MODELS = {
-    "gpt": Model(family="gpt", num_layers=5, **SIZES),  # tied; 5 layers are uneven on any number of stages
+    # tied; 5 layers are uneven on any number of stages
+    "gpt": Model(family="gpt", num_layers=5, **SIZES),
     "gpt-deep": Model(family="gpt", num_layers=9, **SIZES),
-    "gpt-untied": Model(family="gpt", num_layers=5, untie_embeddings_and_output_weights=True, **SIZES),
-    "neox": Model(family="gpt-neox", num_layers=8, **SIZES),  # untied, attention and MLP side by side
-    "neox-tied": Model(family="gpt-neox", num_layers=5, untie_embeddings_and_output_weights=False, gpt_j_tied=True, **SIZES),
-    "llama": Model(family="llama", num_layers=8, num_query_groups=2, **SIZES),  # fewer heads of keys and values than 4 tensor-parallel ranks
-    "llama-tied": Model(family="llama", num_layers=5, num_query_groups=2, untie_embeddings_and_output_weights=False, **SIZES),
+    "gpt-untied": Model(
+        family="gpt", num_layers=5, untie_embeddings_and_output_weights=True, **SIZES
+    ),
+    # untied, attention and MLP side by side
+    "neox": Model(family="gpt-neox", num_layers=8, **SIZES),
+    "neox-tied": Model(
+        family="gpt-neox",
+        num_layers=5,
+        untie_embeddings_and_output_weights=False,
+        gpt_j_tied=True,
+        **SIZES,
+    ),
+    # fewer heads of keys and values than 4 tensor-parallel ranks
+    "llama": Model(family="llama", num_layers=8, num_query_groups=2, **SIZES),
+    "llama-tied": Model(
+        family="llama",
+        num_layers=5,
+        num_query_groups=2,
+        untie_embeddings_and_output_weights=False,
+        **SIZES,
+    ),
     "llama-1-group": Model(family="llama", num_layers=4, num_query_groups=1, **SIZES),
-    "gpt-dropping": Model(family="gpt", num_layers=5, hidden_dropout=0.2, attention_dropout=0.2, **SIZES),
+    "gpt-dropping": Model(
+        family="gpt", num_layers=5, hidden_dropout=0.2, attention_dropout=0.2, **SIZES
+    ),
 }
 TRAINING: dict[str, Any] = {
     "micro_batch_size": 1,
@@ -88,8 +117,9 @@ TRAINING: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class StepFound:
-    """One step: mean cross-entropy, gradient norm, and the gradient of every parameter by name and global shape before clipping, of all losses' sum over the
-    number of all tokens; where labels are masked, loss and norm are those of the mean over the others."""
+    """One step: mean cross-entropy, gradient norm, and the gradient of every parameter by name
+    and global shape before clipping, of all losses' sum over the number of all tokens; where
+    labels are masked, loss and norm are those of the mean over the others."""
 
     loss: float
     norm: float
@@ -98,18 +128,31 @@ class StepFound:
 
 DATASETS = {
     "mock": Dataset(name="mock", source="mock", split="90,10,0"),
-    "documents": Dataset(name="documents", source="files", paths=("x",), split="1", tokenizer=Tokenizer(name="own", type="file", path="x")),
+    "documents": Dataset(
+        name="documents",
+        source="files",
+        paths=("x",),
+        split="1",
+        tokenizer=Tokenizer(name="own", type="file", path="x"),
+    ),
 }
 # Where each document is a sequence of its own, and its end has no label.
-APART: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
+APART: dict[str, Any] = {
+    "reset_attention_mask": True,
+    "reset_position_ids": True,
+    "eod_mask_loss": True,
+}
 
 
 def write_documents(root: Path) -> None:
-    """The files of the dataset `documents`: some random tokens in each, as data preparation leaves them."""
+    """The files of the dataset `documents`: some random tokens in each, as data preparation
+    leaves them."""
     folder, random = DataFolder(root, DATASETS["documents"]), np.random.default_rng(5)
     with IndexedWriter(folder.prefix, np.uint16) as writer:
         for length in random.integers(1, 12, 400):
-            writer.add_document(np.append(random.integers(END + 1, VOCAB, length), END).astype(np.uint16))
+            writer.add_document(
+                np.append(random.integers(END + 1, VOCAB, length), END).astype(np.uint16)
+            )
     words = {"<|endoftext|>" if i == END else f"word{i}": i for i in range(VOCAB)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
     tokenizer.add_special_tokens(["<|endoftext|>"])
@@ -117,7 +160,14 @@ def write_documents(root: Path) -> None:
     folder.manifest.write_text(json.dumps({"schema": "dataset/1", "vocab_size": VOCAB}))
 
 
-def job_of(model: str, ranks: int, root: Path, parallelism: dict[str, Any], data: str = "mock", **training: Any) -> Job:
+def job_of(
+    model: str,
+    ranks: int,
+    root: Path,
+    parallelism: dict[str, Any],
+    data: str = "mock",
+    **training: Any,
+) -> Job:
     """A job of one of MODELS on one of DATASETS."""
     return Job(
         name="matrix",
@@ -148,13 +198,27 @@ def whole_batches(job: Job) -> list[Batch]:
 
 
 def _joined(batches: list[Batch]) -> Batch:
-    tokens_BS, labels_BS = torch.cat([b.tokens_BS for b in batches]), torch.cat([b.labels_BS for b in batches])
+    tokens_BS, labels_BS = (
+        torch.cat([b.tokens_BS for b in batches]),
+        torch.cat([b.labels_BS for b in batches]),
+    )
     positions = [b.positions_BS for b in batches if b.positions_BS is not None]
     starts, documents = [0], None
     for found in (b.documents for b in batches if b.documents is not None):
         starts += [starts[-1] + bound for bound in found.bounds[1:]]
-        documents = Documents(tuple(starts), torch.tensor(starts, dtype=torch.int32), max(b - a for a, b in pairwise(starts)))
-    return Batch(tokens_BS, labels_BS, 0, batches[0].position, torch.cat(positions) if positions else None, documents)
+        documents = Documents(
+            tuple(starts),
+            torch.tensor(starts, dtype=torch.int32),
+            max(b - a for a, b in pairwise(starts)),
+        )
+    return Batch(
+        tokens_BS,
+        labels_BS,
+        0,
+        batches[0].position,
+        torch.cat(positions) if positions else None,
+        documents,
+    )
 
 
 def _begin_anew(seed: int, *_: Any) -> None:
@@ -162,15 +226,24 @@ def _begin_anew(seed: int, *_: Any) -> None:
 
 
 def _logits(model: Transformer, batch: Batch, job: Job, chunks: int) -> Tensor:
-    """(N, V) of a whole batch, by the plain model; of one that drops out sample by sample, random numbers beginning anew at each of `chunks` parts."""
+    """(N, V) of a whole batch, by the plain model; of one that drops out sample by sample,
+    random numbers beginning anew at each of `chunks` parts."""
     if not job.model.hidden_dropout:
-        logits_BSV: Tensor = model(batch.tokens_BS, positions_BS=batch.positions_BS, documents=batch.documents)
+        logits_BSV: Tensor = model(
+            batch.tokens_BS, positions_BS=batch.positions_BS, documents=batch.documents
+        )
         return logits_BSV.flatten(0, 1)
     sizes, rows = split_layers(job.model.num_layers, chunks), []
-    first = [model.embed_tokens, *(model.layers[str(sum(sizes[:part]))] for part in range(1, chunks))]
+    first = [
+        model.embed_tokens,
+        *(model.layers[str(sum(sizes[:part]))] for part in range(1, chunks)),
+    ]
     for position, row_S in enumerate(batch.tokens_BS, start=batch.position):
         seeds = [dropout_seed(job.training.seed, position, part) for part in range(chunks)]
-        hooks = [module.register_forward_pre_hook(partial(_begin_anew, seed)) for module, seed in zip(first, seeds, strict=True)]
+        hooks = [
+            module.register_forward_pre_hook(partial(_begin_anew, seed))
+            for module, seed in zip(first, seeds, strict=True)
+        ]
         rows.append(model(row_S[None])[0])
         for hook in hooks:
             hook.remove()
@@ -178,14 +251,22 @@ def _logits(model: Transformer, batch: Batch, job: Job, chunks: int) -> Tensor:
 
 
 def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
-    """Train `job` by the plain loop. `chunks`: in how many parts random numbers are drawn, where there are any."""
+    """Train `job` by the plain loop. `chunks`: in how many parts random numbers are drawn, where
+    there are any."""
     t, model = job.training, Transformer(job.model, VOCAB).to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(initial_value(name, tuple(p.shape), job.model, t.seed))
-    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
-    groups = [{"params": matrices, "weight_decay": t.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(t.adam_beta1, t.adam_beta2), eps=t.adam_eps, foreach=False)
+    matrices, others = (
+        [p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False)
+    )
+    groups = [
+        {"params": matrices, "weight_decay": t.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, betas=(t.adam_beta1, t.adam_beta2), eps=t.adam_eps, foreach=False
+    )
     found = []
     for step, batch in enumerate(whole_batches(job)):
         logits_NV, labels_N = _logits(model, batch, job, chunks), batch.labels_BS.flatten()
@@ -194,7 +275,11 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
         objective = entropy + t.z_loss * logits_NV[counted_N].logsumexp(-1).square().mean()
         objective.backward()  # type: ignore[no-untyped-call]
         share = float(counted_N.double().mean())
-        gradients = {name: share * p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {
+            name: share * p.grad.numpy()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
         norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
         divisor = max(1.0, float(norm + 1e-6) / t.clip_grad)
         for p in model.parameters():
@@ -208,7 +293,15 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
     return found
 
 
-WHAT_IS_TRAINED = ("global_batch_size", "rampup_batch_size", "z_loss", "train_iters", "adam_eps", *APART)  # the other keys are how
+# the other keys are how
+WHAT_IS_TRAINED = (
+    "global_batch_size",
+    "rampup_batch_size",
+    "z_loss",
+    "train_iters",
+    "adam_eps",
+    *APART,
+)
 
 
 @dataclass(frozen=True)
@@ -239,7 +332,14 @@ class Case:
 
     def alone(self, root: Path) -> Job:
         """What the reference trains: the same steps, whatever computes them."""
-        return job_of(self.model, 1, root, {}, self.data, **{key: value for key, value in self.training.items() if key in WHAT_IS_TRAINED})
+        return job_of(
+            self.model,
+            1,
+            root,
+            {},
+            self.data,
+            **{key: value for key, value in self.training.items() if key in WHAT_IS_TRAINED},
+        )
 
     @property
     def chunks(self) -> int:
@@ -260,8 +360,15 @@ SABOTAGE: dict[str, tuple[Any, str, Any]] = {
 
 
 def gathered(tensors: dict[str, Shards]) -> dict[str, NDArray[Any]]:
-    """All tensors, whole, on rank 0; nothing on the others. What no rank holds is not a number; where ranks hold different values it is infinite."""
-    mine = {name: (tuple(shards.shape), [(at, view.numpy().copy()) for at, view in shards.parts.items()]) for name, shards in tensors.items()}
+    """All tensors, whole, on rank 0; nothing on the others. What no rank holds is not a number;
+    where ranks hold different values it is infinite."""
+    mine = {
+        name: (
+            tuple(shards.shape),
+            [(at, view.numpy().copy()) for at, view in shards.parts.items()],
+        )
+        for name, shards in tensors.items()
+    }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, everyone if dist.get_rank() == 0 else None)
     whole: dict[str, NDArray[Any]] = {}
@@ -269,7 +376,9 @@ def gathered(tensors: dict[str, Shards]) -> dict[str, NDArray[Any]]:
         for name, (shape, parts) in held.items():
             tensor = whole.setdefault(name, np.full(shape, np.nan))
             for at, part in parts:
-                box = tensor[tuple(slice(start, start + n) for start, n in zip(at, part.shape, strict=True))]
+                box = tensor[
+                    tuple(slice(start, start + n) for start, n in zip(at, part.shape, strict=True))
+                ]
                 box[...] = part if np.isnan(box).all() or np.array_equal(box, part) else np.inf
     return whole
 
@@ -290,7 +399,13 @@ def rank_of_world(case: Case, root: Path) -> Iterator[Rank]:
     """Meet the others and build what the trainer builds; initial weights are there."""
     job, world = case.job(root), World.from_environment()
     device = join(world, "cpu")
-    mesh = Mesh.of(degrees_of(job), world, device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
+    mesh = Mesh.of(
+        degrees_of(job),
+        world,
+        device,
+        sequence=job.parallelism.sequence_parallel,
+        tied_at=tied_at(job),
+    )
     parts = build(job, mesh, VOCAB, DTYPES[case.precision])
     begin_weights(job, parts)
     parts.train()
@@ -304,7 +419,10 @@ def rank_of_world(case: Case, root: Path) -> Iterator[Rank]:
 
 def take_steps(rank: Rank, sizes: list[tuple[int, int]]) -> list[StepValues]:
     """So many steps by the real Step; `sizes`: of each the samples before it, and its own."""
-    return [StepValues(*rank.step.run(rank.feed.read(consumed, size), size, stop=False).tolist()) for consumed, size in sizes]
+    return [
+        StepValues(*rank.step.run(rank.feed.read(consumed, size), size, stop=False).tolist())
+        for consumed, size in sizes
+    ]
 
 
 def train_case(case: Case, root: Path) -> list[StepFound]:
@@ -324,8 +442,9 @@ def train_case(case: Case, root: Path) -> list[StepFound]:
 
 @dataclass(frozen=True)
 class Apart:
-    """How far a layout is from the reference, at most over all steps: relative for losses and norms; of gradients the largest element of the difference of a
-    tensor over the largest of that tensor, or over a thousandth of the largest of all where that is more."""
+    """How far a layout is from the reference, at most over all steps: relative for losses and
+    norms; of gradients the largest element of the difference of a tensor over the largest of
+    that tensor, or over a thousandth of the largest of all where that is more."""
 
     loss: float
     norm: float
@@ -341,27 +460,37 @@ def apart(found: list[StepFound], expected: list[StepFound], seconds: float) -> 
     norm = float(np.max([abs(f.norm / e.norm - 1) for f, e in pairs]))
     differences: dict[str, float] = {}
     for f, e in pairs:
-        assert f.gradients.keys() == e.gradients.keys(), f"not in both: {f.gradients.keys() ^ e.gradients.keys()}"
+        assert f.gradients.keys() == e.gradients.keys(), (
+            f"not in both: {f.gradients.keys() ^ e.gradients.keys()}"
+        )
         floor = 1e-3 * max(np.abs(g).max() for g in e.gradients.values())
         for name, gradient in e.gradients.items():
             assert f.gradients[name].shape == gradient.shape, name
-            difference = float(np.abs(f.gradients[name] - gradient).max() / max(floor, np.abs(gradient).max()))
-            differences[name] = max(np.inf if np.isnan(difference) else difference, differences.get(name, 0.0))
+            difference = float(
+                np.abs(f.gradients[name] - gradient).max() / max(floor, np.abs(gradient).max())
+            )
+            differences[name] = max(
+                np.inf if np.isnan(difference) else difference, differences.get(name, 0.0)
+            )
     worst = max(differences, key=lambda name: differences[name])
     return Apart(loss, norm, differences[worst], worst, seconds)
 
 
 def compare_case(case: Case, expected: Path, root: Path) -> Apart:
-    """Train a case and compare it; `expected`: a file of its reference. The answer means something on rank 0."""
+    """Train a case and compare it; `expected`: a file of its reference. The answer means
+    something on rank 0."""
     began, compiled = time.perf_counter(), case.training.get("compile", False)
     if compiled:
-        torch._dynamo.reset()  # what cases before it have compiled counts towards torch's limit of versions of a function
+        # what cases before it have compiled counts towards torch's limit of versions of a function
+        torch._dynamo.reset()
         counters.clear()
     with mock.patch.object(*SABOTAGE[case.sabotage]) if case.sabotage else contextlib.nullcontext():
         steps = train_case(case, root)
     if compiled:  # blocks on every rank, and by inductor: made or found in its cache
         made = {kind: dict(counters[kind]) for kind in ("stats", "inductor")}
-        assert made["stats"].get("unique_graphs") and any(made["inductor"].get(f"fxgraph_cache_{how}") for how in ("hit", "miss", "bypass")), made
+        assert made["stats"].get("unique_graphs") and any(
+            made["inductor"].get(f"fxgraph_cache_{how}") for how in ("hit", "miss", "bypass")
+        ), made
     reference: list[StepFound] = pickle.loads(expected.read_bytes())
     if int(os.environ["RANK"]):
         return Apart(0, 0, 0, "", 0)
@@ -383,7 +512,8 @@ def run_tasks(tasks: Tasks, ports: list[int]) -> dict[str, Any]:
 
 
 def quiet_ports() -> Iterator[int]:
-    """Ports of the loopback interface that are free, below the range from which connections take theirs: each must still be free when its task's turn comes."""
+    """Ports of the loopback interface that are free, below the range from which connections take
+    theirs: each must still be free when its task's turn comes."""
     for port in random.sample(range(12000, 20000), 2000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -392,11 +522,18 @@ def quiet_ports() -> Iterator[int]:
 
 
 def run_worlds(tasks: dict[int, Tasks]) -> dict[str, list[Any]]:
-    """Each task's results by rank. One world a number of ranks, whose tasks share its processes; larger worlds go first."""
+    """Each task's results by rank. One world a number of ranks, whose tasks share its processes;
+    larger worlds go first."""
     found: dict[str, list[Any]] = {}
     for ranks, of_world in sorted(tasks.items(), reverse=True):
         ports = list(islice(quiet_ports(), len(of_world)))
-        results = run_ranks(ranks, "tests.train.layouts:run_tasks", of_world, ports, timeout=300 + 20 * len(of_world))
+        results = run_ranks(
+            ranks,
+            "tests.train.layouts:run_tasks",
+            of_world,
+            ports,
+            timeout=300 + 20 * len(of_world),
+        )
         found |= {name: [result[name] for result in results] for name in of_world}
     return found
 
@@ -423,7 +560,10 @@ def comparisons(cases: dict[str, Case], folder: Path) -> dict[int, Tasks]:
     for number, (name, steps) in enumerate(references(cases, folder).items()):
         expected = folder / f"{number}.reference"
         expected.write_bytes(pickle.dumps(steps))
-        tasks.setdefault(cases[name].ranks, {})[name] = ("tests.train.layouts:compare_case", (cases[name], expected, folder))
+        tasks.setdefault(cases[name].ranks, {})[name] = (
+            "tests.train.layouts:compare_case",
+            (cases[name], expected, folder),
+        )
     return tasks
 
 

@@ -1,4 +1,5 @@
-"""What two ranks do when gradients go wrong on one of them: run by test_policies.py in one spawn."""
+"""What two ranks do when gradients go wrong on one of them: run by test_policies.py in one
+spawn."""
 
 from __future__ import annotations
 
@@ -29,13 +30,27 @@ from trainkit.train.trainer import Trainer
 OVERFLOWS = (2, 3, 4, 9, 10, 16)  # steps of the fp16 table
 
 
-def trainer(root: Path, model: dict[str, Any] | None = None, parallelism: dict[str, Any] | None = None, **training: Any) -> Trainer:
+def trainer(
+    root: Path,
+    model: dict[str, Any] | None = None,
+    parallelism: dict[str, Any] | None = None,
+    **training: Any,
+) -> Trainer:
     """A trainer of this rank, going on with what lies in `root`."""
     world = World.from_environment()
     job = tiny_job(world.size, root, **{"eval_iters": 0, **training})
-    more = {"second": job.dataset.model_copy(update={"split": "50,50,0"})} if job.training.eval_iters else {}
+    more = (
+        {"second": job.dataset.model_copy(update={"split": "50,50,0"})}
+        if job.training.eval_iters
+        else {}
+    )
     job = job.model_copy(update={"parallelism": Parallelism(**(parallelism or {}))})
-    job = job.model_copy(update={"model": Model.model_validate({**job.model.model_dump(), **(model or {})}), "validation": more})
+    job = job.model_copy(
+        update={
+            "model": Model.model_validate({**job.model.model_dump(), **(model or {})}),
+            "validation": more,
+        }
+    )
     run = RunFolder(root / "runs/tiny/one")
     if world.rank == 0:
         new_run(job)
@@ -43,7 +58,8 @@ def trainer(root: Path, model: dict[str, Any] | None = None, parallelism: dict[s
 
 
 def spoil(made: Trainer, wrong: Callable[[Trainer], None], steps: Iterable[int]) -> None:
-    """Call `wrong` between backward and update, on the second rank only, in the given steps of this trainer's own counting."""
+    """Call `wrong` between backward and update, on the second rank only, in the given steps of
+    this trainer's own counting."""
     backward, count, when = made.maker.backward, [made.step], set(steps)
 
     def spoilt(batches: Iterable[Batch], samples: int) -> tuple[Tensor, Tensor, int]:
@@ -68,12 +84,20 @@ def ended(made: Trainer) -> dict[str, Any]:
     except TrainkitError as raised:
         error, code = raised.message, int(raised.exit)
     weights = {name: whole(p) for name, p in made.maker.parameters.items()}
-    found = {"error": error, "code": code, "step": made.step, "consumed": made.consumed_samples, "weights": weights, "rows": read_rows(made.run.metrics)}
+    found = {
+        "error": error,
+        "code": code,
+        "step": made.step,
+        "consumed": made.consumed_samples,
+        "weights": weights,
+        "rows": read_rows(made.run.metrics),
+    }
     return found | {"saved": [folder.name for folder in finished(made.run.checkpoints)]}
 
 
 def fp16_table(root: Path) -> dict[str, Any]:
-    """Step by step, with forced overflows; stopped at step 11, saved, and gone on with by another trainer."""
+    """Step by step, with forced overflows; stopped at step 11, saved, and gone on with by
+    another trainer."""
     keys: dict[str, Any] = {
         "precision": "fp16",
         "initial_loss_scale": 1024.0,
@@ -91,15 +115,27 @@ def fp16_table(root: Path) -> dict[str, Any]:
             before = {name: whole(p) for name, p in made.maker.parameters.items()}
             made.train_step()
             made.settle(all=True)
-            changed = any((whole(p) != before[name]).any() for name, p in made.maker.parameters.items())
+            changed = any(
+                (whole(p) != before[name]).any() for name, p in made.maker.parameters.items()
+            )
             state = made.maker.scale.state()
-            table.append((made.step, state["scale"], state["growth_tracker"], state["hysteresis_tracker"], made.maker.optimizer.applied_steps(), changed))
+            table.append(
+                (
+                    made.step,
+                    state["scale"],
+                    state["growth_tracker"],
+                    state["hysteresis_tracker"],
+                    made.maker.optimizer.applied_steps(),
+                    changed,
+                )
+            )
         made.save()
     return {"table": table, "rows": read_rows(made.run.metrics)}
 
 
 def resumed(root: Path) -> dict[str, Any]:
-    """(weights after 6 steps without a break, after 3 and 3 by two trainers), for models and options whose state is more than weights."""
+    """(weights after 6 steps without a break, after 3 and 3 by two trainers), for models and
+    options whose state is more than weights."""
     found = {}
     drops = {"hidden_dropout": 0.2, "attention_dropout": 0.1}
     neox = {"family": "gpt-neox", "hidden_size": 24, "rotary_percent": 0.5, **drops}
@@ -107,12 +143,29 @@ def resumed(root: Path) -> dict[str, Any]:
     for name, model, training in (
         ("dropout", drops, {"recompute_granularity": "selective"}),
         ("fp16", neox, {"precision": "fp16", "initial_loss_scale": 64.0, "loss_scale_window": 2}),
-        ("bf16-sgd", llama, {"precision": "bf16", "optimizer": "sgd", "recompute_granularity": "full", "rampup_batch_size": (4, 4, 16)}),
+        (
+            "bf16-sgd",
+            llama,
+            {
+                "precision": "bf16",
+                "optimizer": "sgd",
+                "recompute_granularity": "full",
+                "rampup_batch_size": (4, 4, 16),
+            },
+        ),
     ):
         weights = []
         for parts, folder in (((6,), "whole"), ((3, 6), "broken")):
             for last in parts:
-                made = trainer(root / f"{name}-{folder}", model, eval_iters=1, eval_interval=3, save_interval=3, train_iters=6, **training)
+                made = trainer(
+                    root / f"{name}-{folder}",
+                    model,
+                    eval_iters=1,
+                    eval_interval=3,
+                    save_interval=3,
+                    train_iters=6,
+                    **training,
+                )
                 made.parts.train()
                 while made.step < last:
                     made.train_step()
@@ -121,12 +174,17 @@ def resumed(root: Path) -> dict[str, Any]:
                 made.save()
             weights.append({key: whole(tensor) for key, tensor in made.maker.tensors().items()})
         evaluations = [row for row in read_rows(made.run.metrics) if "eval" in row]
-        found[name] = {"weights": weights, "evaluations": evaluations, "consumed": made.consumed_samples}
+        found[name] = {
+            "weights": weights,
+            "evaluations": evaluations,
+            "consumed": made.consumed_samples,
+        }
     return found
 
 
 def unlogged(root: Path) -> dict[str, Any]:
-    """Step 2 is skipped, step 4 saved and gone on with, and step 6 rolled back to it; a row tells of every fifth step."""
+    """Step 2 is skipped, step 4 saved and gone on with, and step 6 rolled back to it; a row
+    tells of every fifth step."""
     made = trainer(root, train_iters=10, log_interval=5, on_nan="skip")
     spoil(made, infinite_gradient, [2])
     while made.step < 4:
@@ -138,8 +196,11 @@ def unlogged(root: Path) -> dict[str, Any]:
     return ended(made)
 
 
-def poisoned(root: Path, where: str, sample: int, *, backward: bool = False, **keys: Any) -> dict[str, Any]:
-    """Whenever this sample passes through a module, what it makes, or the gradient of that, is infinite."""
+def poisoned(
+    root: Path, where: str, sample: int, *, backward: bool = False, **keys: Any
+) -> dict[str, Any]:
+    """Whenever this sample passes through a module, what it makes, or the gradient of that, is
+    infinite."""
     made = trainer(root, train_iters=10, **keys)
     running: list[Batch] = []
 
@@ -178,12 +239,23 @@ def full() -> None:
 
 
 def scenarios(root: Path) -> dict[str, Any]:
-    """All of them, one after another, in one process group: the port of a former one may not be free at once."""
+    """All of them, one after another, in one process group: the port of a former one may not be
+    free at once."""
     data_parallel.join = functools.cache(data_parallel.join)
-    found: dict[str, Any] = {"fp16": fp16_table(root / "fp16"), "resumed": resumed(root / "resumed")}
+    found: dict[str, Any] = {
+        "fp16": fp16_table(root / "fp16"),
+        "resumed": resumed(root / "resumed"),
+    }
     keys = {"train_iters": 10, "save_interval": 4}
 
-    def run(name: str, wrong: Callable[[Trainer], None], steps: Iterable[int], *, lag: int = 0, **training: Any) -> None:
+    def run(
+        name: str,
+        wrong: Callable[[Trainer], None],
+        steps: Iterable[int],
+        *,
+        lag: int = 0,
+        **training: Any,
+    ) -> None:
         made = trainer(root / name, **{**keys, **training})
         made.readback.lag = lag
         spoil(made, wrong, steps)
@@ -198,14 +270,21 @@ def scenarios(root: Path) -> dict[str, Any]:
     run("stop", infinite_gradient, [6])
     found["value"] = poisoned(root / "value", "layers.1.mlp.down", 47)
     stages = {"pipeline_model_parallel_size": 2}
-    found["gradient"] = poisoned(root / "gradient", "layers.0.mlp", 45, backward=True, parallelism=stages)
+    found["gradient"] = poisoned(
+        root / "gradient", "layers.0.mlp", 45, backward=True, parallelism=stages
+    )
     run("skip", infinite_gradient, [6])
     run("skip", infinite_gradient, [6], on_nan="skip")
     run("too-many", infinite_gradient, [5, 6, 7], on_nan="skip", max_skipped_in_a_row=2)
     run("rollback", infinite_gradient, [6], on_nan="rollback")
     run("late-rollback", infinite_gradient, [6], lag=1, on_nan="rollback")
     run("late-stop", infinite_gradient, [8], lag=1)  # due to be saved at this very step
-    lowest: dict[str, Any] = {"precision": "fp16", "initial_loss_scale": 256.0, "min_loss_scale": 256.0, "loss_scale_window": 4}
+    lowest: dict[str, Any] = {
+        "precision": "fp16",
+        "initial_loss_scale": 256.0,
+        "min_loss_scale": 256.0,
+        "loss_scale_window": 4,
+    }
     run("lowest", infinite_gradient, range(1, 7), on_nan="skip", **lowest)
     run("no-checkpoint", infinite_gradient, [2], on_nan="rollback")
     run("used-up", infinite_gradient, [6, 8, 10], on_nan="rollback", max_rollbacks=2)

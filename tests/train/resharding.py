@@ -1,4 +1,5 @@
-"""What ranks do in the tests of checkpoints from any layout into any, and of an overflow that one rank has."""
+"""What ranks do in the tests of checkpoints from any layout into any, and of an overflow that
+one rank has."""
 
 from __future__ import annotations
 
@@ -31,11 +32,18 @@ def _go_on(rank: Rank) -> tuple[list[float], list[float]]:
 
 
 def save_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
-    """Train, save below `root`/checkpoints, go on; all that was saved, whole, on rank 0, and what the next steps were."""
+    """Train, save below `root`/checkpoints, go on; all that was saved, whole, on rank 0, and
+    what the next steps were."""
     with rank_of_world(case, root) as rank:
         take_steps(rank, _sizes(rank, 0, SAVED_AT))
         consumed = SAVED_AT * rank.job.global_batch_size
-        about: dict[str, Any] = {"step": SAVED_AT, "consumed_samples": consumed, "layout": {}, "job": {}, "state": rank.step.state()}
+        about: dict[str, Any] = {
+            "step": SAVED_AT,
+            "consumed_samples": consumed,
+            "layout": {},
+            "job": {},
+            "state": rank.step.state(),
+        }
         checkpoint.save(root / "checkpoints", rank.step.tensors(), **about)
         return gathered(rank.step.tensors()), *_go_on(rank)
 
@@ -51,8 +59,9 @@ def load_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
 
 
 def overflow_in(case: Case, root: Path, where: int) -> dict[str, Any]:
-    """Three fp16 steps. In the second one element of one gradient of rank `where` is infinite, after all of the step's sums: nobody else sees it but by what
-    the ranks agree on. What this rank held before and after it and at the end, the scales and what was skipped."""
+    """Three fp16 steps. In the second one element of one gradient of rank `where` is infinite,
+    after all of the step's sums: nobody else sees it but by what the ranks agree on. What this
+    rank held before and after it and at the end, the scales and what was skipped."""
     with rank_of_world(case, root) as rank:
         (first, second, third), step = _sizes(rank, 0, 3), rank.step
         values = take_steps(rank, [first])
@@ -62,7 +71,11 @@ def overflow_in(case: Case, root: Path, where: int) -> dict[str, Any]:
         def broken(*words: Any) -> Any:
             result = backward(*words)
             if rank.mesh.place == place_of_rank(rank, where):
-                gradient = next(local_part(p.grad) for p in step.parameters.values() if p.grad is not None and local_part(p.grad).numel())
+                gradient = next(
+                    local_part(p.grad)
+                    for p in step.parameters.values()
+                    if p.grad is not None and local_part(p.grad).numel()
+                )
                 gradient.view(-1)[0] = torch.inf
             return result
 
@@ -73,7 +86,9 @@ def overflow_in(case: Case, root: Path, where: int) -> dict[str, Any]:
         values += take_steps(rank, [third])
         return {
             "kept": all(np.array_equal(before[name], after[name]) for name in before),
-            "went on": any(not np.array_equal(after[name], value) for name, value in _copies(rank).items()),
+            "went on": any(
+                not np.array_equal(after[name], value) for name, value in _copies(rank).items()
+            ),
             "overflows": [v.overflow for v in values],
             "scales": [v.scale for v in values],
             "losses": [v.loss for v in values],
@@ -90,4 +105,8 @@ def place_of_rank(rank: Rank, number: int) -> Any:
 
 def _copies(rank: Rank) -> State:
     """What this rank holds of weights and moments."""
-    return {f"{name} {at}": part.numpy().copy() for name, shards in rank.step.tensors().items() for at, part in shards.parts.items()}
+    return {
+        f"{name} {at}": part.numpy().copy()
+        for name, shards in rank.step.tensors().items()
+        for at, part in shards.parts.items()
+    }

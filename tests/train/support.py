@@ -31,7 +31,10 @@ from trainkit.train.trainer import Trainer
 from trainkit.train.update.optimizer import squared_norm
 
 Arrays = dict[str, NDArray[Any]]
-MODEL = Model(name="tiny", num_layers=2, hidden_size=18, num_attention_heads=3, seq_length=16, vocab_size=301)  # 18 and 301 divide by nothing used here
+# 18 and 301 divide by nothing used here
+MODEL = Model(
+    name="tiny", num_layers=2, hidden_size=18, num_attention_heads=3, seq_length=16, vocab_size=301
+)
 TRAINING: dict[str, Any] = {
     "micro_batch_size": 2,
     "global_batch_size": 8,
@@ -59,19 +62,36 @@ def new_run(job: Job) -> RunFolder:
     """The job's run folder with job.json in it."""
     run = RunFolder(Path(str(job.cluster.root)) / "runs" / job.name / "one")
     run.path.mkdir(parents=True, exist_ok=True)
-    run.job.write_text(json.dumps({"schema": "job/1", "job": job.model_dump(mode="json"), "origins": {}}))
+    run.job.write_text(
+        json.dumps({"schema": "job/1", "job": job.model_dump(mode="json"), "origins": {}})
+    )
     return run
 
 
-def start_ranks(run: RunFolder, ranks: int, start: type[subprocess.Popen[Any]] = forkserver.Popen) -> list[subprocess.Popen[Any]]:
-    """The rank's program itself, as the launcher starts it. `start`: subprocess.Popen where the caller must be the parent."""
+def start_ranks(
+    run: RunFolder, ranks: int, start: type[subprocess.Popen[Any]] = forkserver.Popen
+) -> list[subprocess.Popen[Any]]:
+    """The rank's program itself, as the launcher starts it. `start`: subprocess.Popen where the
+    caller must be the parent."""
     attempt, children = run.attempt(1), list[subprocess.Popen[Any]]()
     for rank, environment in enumerate(rank_environments(ranks)):
         attempt.log(rank).parent.mkdir(parents=True, exist_ok=True)
-        reports = {"TORCHELASTIC_ERROR_FILE": str(attempt.error(rank)), "TRAINKIT_HEARTBEAT_FILE": str(attempt.heartbeat(rank))}
-        argv = [sys.executable, "-I", str(ROOT / "trainkit/train/main.py"), str(run.path), "--attempt", "1"]
+        reports = {
+            "TORCHELASTIC_ERROR_FILE": str(attempt.error(rank)),
+            "TRAINKIT_HEARTBEAT_FILE": str(attempt.heartbeat(rank)),
+        }
+        argv = [
+            sys.executable,
+            "-I",
+            str(ROOT / "trainkit/train/main.py"),
+            str(run.path),
+            "--attempt",
+            "1",
+        ]
         with open(attempt.log(rank), "ab") as log:
-            children.append(start(argv, env=environment | reports, stdout=log, stderr=subprocess.STDOUT))
+            children.append(
+                start(argv, env=environment | reports, stdout=log, stderr=subprocess.STDOUT)
+            )
     return children
 
 
@@ -79,11 +99,19 @@ def whole(tensor: torch.Tensor) -> NDArray[Any]:
     """A tensor gathered from all ranks."""
     if isinstance(tensor, Shards):
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, {at: view.numpy().copy() for at, view in tensor.parts.items()})
+        dist.all_gather_object(
+            everyone, {at: view.numpy().copy() for at, view in tensor.parts.items()}
+        )
         found = np.full(tuple(tensor.shape), np.nan, dtype=str(tensor.dtype).removeprefix("torch."))
         for at, part in ((at, part) for parts in everyone for at, part in parts.items()):
-            box = found[tuple(slice(start, start + size) for start, size in zip(at, part.shape, strict=True))]
-            assert np.isnan(box).all() or np.array_equal(box, part), f"ranks hold different values at {at}"
+            box = found[
+                tuple(
+                    slice(start, start + size) for start, size in zip(at, part.shape, strict=True)
+                )
+            ]
+            assert np.isnan(box).all() or np.array_equal(box, part), (
+                f"ranks hold different values at {at}"
+            )
             box[...] = part
         return found
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -103,14 +131,26 @@ def _trainer(root: Path) -> Trainer:
 
 
 def first_step_then_save(root: Path, other: Path | None) -> dict[str, Any]:
-    """Weights, gradients and norm of step 1; then three steps and a checkpoint of them, with all it should hold; then what `other`, a checkpoint, holds."""
+    """Weights, gradients and norm of step 1; then three steps and a checkpoint of them, with all
+    it should hold; then what `other`, a checkpoint, holds."""
     trainer = _trainer(root)
     maker = trainer.maker
     weights = {name: whole(p) for name, p in maker.parameters.items()}
     entropy, tokens, checksum = maker.backward(trainer.train_feed.read(0, 8), 8)
-    sums = torch.stack([entropy, tokens.double(), squared_norm(local_gradients(maker.parameters.values())), torch.tensor(checksum, dtype=torch.float64)])
+    sums = torch.stack(
+        [
+            entropy,
+            tokens.double(),
+            squared_norm(local_gradients(maker.parameters.values())),
+            torch.tensor(checksum, dtype=torch.float64),
+        ]
+    )
     dist.all_reduce(sums)
-    first = {"loss": float(sums[0] / sums[1]), "norm": float(sums[2].sqrt()), "checksum": int(sums[3])}
+    first = {
+        "loss": float(sums[0] / sums[1]),
+        "norm": float(sums[2].sqrt()),
+        "checksum": int(sums[3]),
+    }
     gradients = {name: whole(p.grad) for name, p in maker.parameters.items() if p.grad is not None}
     maker.optimizer.zero_grad()
     for _ in range(3):
@@ -120,9 +160,18 @@ def first_step_then_save(root: Path, other: Path | None) -> dict[str, Any]:
     folder = folder_of(trainer.run.checkpoints, 3)
     load(open_checkpoint(other or folder), maker.tensors())
     loaded = {name: whole(t) for name, t in maker.tensors().items()}
-    return {**first, "weights": weights, "gradients": gradients, "saved": saved, "loaded": loaded, "folder": folder}
+    return {
+        **first,
+        "weights": weights,
+        "gradients": gradients,
+        "saved": saved,
+        "loaded": loaded,
+        "folder": folder,
+    }
 
 
 def same(left: Arrays, right: Arrays) -> bool:
     """Equal names, shapes and bits."""
-    return left.keys() == right.keys() and all(left[k].shape == right[k].shape and np.array_equal(left[k], right[k]) for k in left)
+    return left.keys() == right.keys() and all(
+        left[k].shape == right[k].shape and np.array_equal(left[k], right[k]) for k in left
+    )

@@ -20,8 +20,12 @@ def _refusals(root: Path) -> dict[str, list[str]]:
     world = World.from_environment()
     join(world, "cpu")
     job = tiny_job(world.size, root)
-    other = job.model_copy(update={"training": job.training.model_copy(update={"lr": 0.5, "seed": 7})})
-    layout = job.model_copy(update={"parallelism": job.parallelism.model_copy(update={"tensor_model_parallel_size": 2})})
+    other = job.model_copy(
+        update={"training": job.training.model_copy(update={"lr": 0.5, "seed": 7})}
+    )
+    layout = job.model_copy(
+        update={"parallelism": job.parallelism.model_copy(update={"tensor_model_parallel_size": 2})}
+    )
     known, found = agree.fingerprint, {}
     for name, mine in (("same", job), ("job", other), ("layout", layout), ("torch", job)):
         if name == "torch" and world.rank == world.size - 1:
@@ -42,7 +46,10 @@ def test_a_rank_that_differs_is_named_everywhere(tmp_path: Path) -> None:
         assert len(found) == 1  # of three ranks one differs
     assert told[0]["same"] == ["agreed"]
     assert told[0]["job"][0].startswith("rank 2 was started with something else: ")
-    assert "job.training.lr is 0.5, on rank 0 0.01" in told[0]["job"][0] and "job.training.seed is 7, on rank 0 1234" in told[0]["job"][0]
+    assert (
+        "job.training.lr is 0.5, on rank 0 0.01" in told[0]["job"][0]
+        and "job.training.seed is 7, on rank 0 1234" in told[0]["job"][0]
+    )
     assert "layout is Degrees(tensor=2" in told[0]["layout"][0]
     assert f"torch is 2.0.0, on rank 0 {torch.__version__}" in told[0]["torch"][0]
 

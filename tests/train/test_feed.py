@@ -19,7 +19,16 @@ from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
 from trainkit.data.order.loader import Loader
 from trainkit.data.order.samples import MegatronSamples
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
-from trainkit.train.batches import Feed, data_folder, document_bounds, micro_batches, positions_within, train_plan, valid_plan, vocab_size
+from trainkit.train.batches import (
+    Feed,
+    data_folder,
+    document_bounds,
+    micro_batches,
+    positions_within,
+    train_plan,
+    valid_plan,
+    vocab_size,
+)
 from trainkit.train.inference.evaluate import InTextOrder
 from trainkit.train.model.head_loss import NO_LABEL
 from trainkit.train.parallel.data_parallel import World
@@ -28,8 +37,15 @@ from trainkit.train.update.schedule import global_batch_size
 CPU = torch.device("cpu")
 
 
-@given(ranks=st.integers(1, 9), micro=st.integers(1, 5), count=st.integers(1, 6), batches_before=st.integers(0, 2**40))
-def test_global_batch_is_split_as_megatron_does(ranks: int, micro: int, count: int, batches_before: int) -> None:
+@given(
+    ranks=st.integers(1, 9),
+    micro=st.integers(1, 5),
+    count=st.integers(1, 6),
+    batches_before=st.integers(0, 2**40),
+)
+def test_global_batch_is_split_as_megatron_does(
+    ranks: int, micro: int, count: int, batches_before: int
+) -> None:
     size = ranks * micro * count
     consumed = batches_before * size
     of_rank = [micro_batches(consumed, size, micro, World(rank, ranks)) for rank in range(ranks)]
@@ -42,8 +58,16 @@ def test_global_batch_is_split_as_megatron_does(ranks: int, micro: int, count: i
 def test_any_layout_reads_the_same_samples(ranks: int, micro: int, tmp_path: Path) -> None:
     def tokens(ranks: int, micro: int, consumed: int) -> tuple[list[tuple[int, ...]], int]:
         job = tiny_job(ranks, tmp_path, micro_batch_size=micro)
-        batches = [b for rank in range(ranks) for b in Feed(job, job.dataset, "train", World(rank, ranks), CPU).read(consumed, 8)]
-        rows = [tuple(row) for b in batches for row in torch.cat([b.tokens_BS, b.labels_BS[:, -1:]], 1).tolist()]
+        batches = [
+            b
+            for rank in range(ranks)
+            for b in Feed(job, job.dataset, "train", World(rank, ranks), CPU).read(consumed, 8)
+        ]
+        rows = [
+            tuple(row)
+            for b in batches
+            for row in torch.cat([b.tokens_BS, b.labels_BS[:, -1:]], 1).tolist()
+        ]
         assert all(torch.equal(b.tokens_BS[:, 1:], b.labels_BS[:, :-1]) for b in batches)
         return sorted(rows), sum(b.checksum for b in batches)
 
@@ -52,13 +76,30 @@ def test_any_layout_reads_the_same_samples(ranks: int, micro: int, tmp_path: Pat
     assert tokens(1, 4, 0) != tokens(1, 4, 24)
 
 
-def text_job(root: Path, ids: list[int], *, rows: int | None, split: str = "1,1", manifest_ids: int | None = None) -> Job:
-    dataset = Dataset(name="words", source="files", paths=("x",), split=split, tokenizer=Tokenizer(name="t", type="file", path="tokenizer.json"))
-    job = tiny_job(1, root).model_copy(update={"dataset": dataset, "model": MODEL.model_copy(update={"vocab_size": rows})})
+def text_job(
+    root: Path,
+    ids: list[int],
+    *,
+    rows: int | None,
+    split: str = "1,1",
+    manifest_ids: int | None = None,
+) -> Job:
+    dataset = Dataset(
+        name="words",
+        source="files",
+        paths=("x",),
+        split=split,
+        tokenizer=Tokenizer(name="t", type="file", path="tokenizer.json"),
+    )
+    job = tiny_job(1, root).model_copy(
+        update={"dataset": dataset, "model": MODEL.model_copy(update={"vocab_size": rows})}
+    )
     with IndexedWriter(data_folder(job).prefix, np.uint16) as writer:
         writer.add_document(np.array(ids, dtype=np.uint16))
     if manifest_ids is not None:
-        data_folder(job).manifest.write_text(json.dumps({"schema": "dataset/1", "vocab_size": manifest_ids}))
+        data_folder(job).manifest.write_text(
+            json.dumps({"schema": "dataset/1", "vocab_size": manifest_ids})
+        )
     return job
 
 
@@ -82,18 +123,25 @@ def test_an_id_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_a_split_without_a_sample_is_refused(tmp_path: Path) -> None:
     job = text_job(tmp_path, list(range(100)), rows=299, split="1,0")
-    with pytest.raises(ConfigError, match=r"valid split.*\n.*; to train without evaluations, set eval_iters = 0"):
+    with pytest.raises(
+        ConfigError, match=r"valid split.*\n.*; to train without evaluations, set eval_iters = 0"
+    ):
         Feed(job, job.dataset, "valid", World(0, 1), CPU)
-    with pytest.raises(ConfigError, match=r"test split.*\n  give it more weight or files, or shorten seq_length$"):
+    with pytest.raises(
+        ConfigError, match=r"test split.*\n  give it more weight or files, or shorten seq_length$"
+    ):
         Feed(job, job.dataset, "test", World(0, 1), CPU)
 
 
 END = 7
 
 
-@given(st.lists(st.lists(st.sampled_from([1, 2, END]), min_size=6, max_size=6), min_size=1, max_size=4))
+@given(
+    st.lists(st.lists(st.sampled_from([1, 2, END]), min_size=6, max_size=6), min_size=1, max_size=4)
+)
 def test_documents_and_positions_are_megatrons(rows: list[list[int]]) -> None:
-    """Against Megatron-LM's rule, token by token: what follows an end token is a new document whose positions begin at 0."""
+    """Against Megatron-LM's rule, token by token: what follows an end token is a new document
+    whose positions begin at 0."""
     inputs = np.array(rows)
     bounds = document_bounds(inputs, END)
     expected, begins = [], []
@@ -118,15 +166,22 @@ def test_documents_reach_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert ends.any() and ((batch.labels_BS == NO_LABEL) == ends).all()
         assert batch.documents is not None and batch.positions_BS is not None
         bounds = batch.documents.bounds
-        assert bounds[-1] == batch.tokens_BS.numel() and batch.documents.longest == max(b - a for a, b in pairwise(bounds)) <= 10
-        assert batch.documents.bounds_D.tolist() == list(bounds) and batch.documents.bounds_D.dtype == torch.int32
+        assert (
+            bounds[-1] == batch.tokens_BS.numel()
+            and batch.documents.longest == max(b - a for a, b in pairwise(bounds)) <= 10
+        )
+        assert (
+            batch.documents.bounds_D.tolist() == list(bounds)
+            and batch.documents.bounds_D.dtype == torch.int32
+        )
         starts = torch.zeros(batch.tokens_BS.numel(), dtype=torch.bool)
         starts[list(bounds[:-1])] = True
         assert ((batch.positions_BS.flatten() == 0) == starts).all()
 
 
 def test_tokens_that_are_missing_have_no_label(tmp_path: Path) -> None:
-    """A last sample that Megatron keeps though it is short, and samples without the extra token: id 0, NO_LABEL."""
+    """A last sample that Megatron keeps though it is short, and samples without the extra token:
+    id 0, NO_LABEL."""
     job = text_job(tmp_path, list(range(1, 31)), rows=299, split="1")
     dataset = IndexedDataset(data_folder(job).prefix)
     for extra, last, labels in (
@@ -160,7 +215,9 @@ def test_training_is_read_ahead_to_its_last_step_and_evaluation_to_its_own(tmp_p
     plan = train_plan(job, world)
     for _ in range(5):
         assert plan.end is not None and consumed < plan.end
-        assert plan.parts(consumed, plan.size(consumed)) == micro_batches(consumed, global_batch_size(job, consumed), 2, world)
+        assert plan.parts(consumed, plan.size(consumed)) == micro_batches(
+            consumed, global_batch_size(job, consumed), 2, world
+        )
         consumed += plan.size(consumed)
     assert consumed == plan.end
     assert (valid_plan(job, world).size(3), valid_plan(job, world).end) == (8, 8)

@@ -1,4 +1,5 @@
-"""Overflows, losses that are not numbers, and spikes: what two ranks agree to do when one of them is wrong."""
+"""Overflows, losses that are not numbers, and spikes: what two ranks agree to do when one of
+them is wrong."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from tests.distributed import run_ranks
 from tests.train.policies import OVERFLOWS
 from tests.train.support import same
 
-# Megatron's DynamicGradScaler from 1024 with window 4, hysteresis 2, minimum 256, step by step: after the step, its scale, growth tracker and hysteresis
-# tracker; how many updates were applied; whether the weights moved (the first update has the rate 0 of the warmup).
+# Megatron's DynamicGradScaler from 1024 with window 4, hysteresis 2, minimum 256, step by step:
+# after the step, its scale, growth tracker and hysteresis
+# tracker; how many updates were applied; whether the weights moved (the first update has the rate 0
+# of the warmup).
 TABLE = [
     (1, 1024.0, 1, 2, 1, False),
     (2, 1024.0, 0, 1, 1, False),  # overflow: one chance is gone
@@ -46,15 +49,18 @@ def test_fp16_follows_megatrons_rule_across_a_resume(ranks: list[dict[str, Any]]
     rows = ranks[0]["fp16"]["rows"]
     assert [r["step"] for r in rows if r["skipped_iterations"]] == list(OVERFLOWS)
     assert all(r["nan_iterations"] == 0 for r in rows)
-    assert [r["loss_scale"] for r in rows] == [1024.0, *(scale for _, scale, *_ in TABLE[:-1])]  # the scale a step was taken with
+    # the scale a step was taken with
+    assert [r["loss_scale"] for r in rows] == [1024.0, *(scale for _, scale, *_ in TABLE[:-1])]
     rates = {r["step"]: r["learning_rate"] for r in rows}
-    assert rates[2] == rates[3] == rates[4] == rates[5] == pytest.approx(1e-2 / 3)  # a skipped step takes the schedule no further
+    # a skipped step takes the schedule no further
+    assert rates[2] == rates[3] == rates[4] == rates[5] == pytest.approx(1e-2 / 3)
 
 
 def test_a_scale_that_cannot_fall_does_not_grow_on_bad_steps(ranks: list[dict[str, Any]]) -> None:
     rows = training_rows(ranks[0]["lowest"])
     assert [r["nan_iterations"] for r in rows] == [1] * 6 + [0] * 4
-    assert [r["loss_scale"] for r in rows] == [256.0] * 10  # it doubles after the fourth good step, the tenth
+    # it doubles after the fourth good step, the tenth
+    assert [r["loss_scale"] for r in rows] == [256.0] * 10
     assert ranks[0]["lowest"]["code"] == 0
 
 
@@ -73,14 +79,24 @@ def test_stop_leaves_the_weights_and_the_last_checkpoint(ranks: list[dict[str, A
 
 
 def test_a_stop_names_what_was_not_finite_first(ranks: list[dict[str, Any]]) -> None:
-    """Data parallel and in a pipeline; all ranks tell the same. A gradient that went wrong once only is finite when it is computed again."""
+    """Data parallel and in a pipeline; all ranks tell the same. A gradient that went wrong once
+    only is finite when it is computed again."""
     assert "computed again, everything is finite" in ranks[0]["stop"]["error"]
     for key, words in (
         (
             "value",
-            "the output of layers.1.mlp.down, 288 of 576 values, rank 1, micro-batch 1, sample 47 (sample 647414 of the train split of dataset 'mock'); 1 of",
+            (
+                "the output of layers.1.mlp.down, 288 of 576 values, rank 1, micro-batch 1, sample"
+                " 47 (sample 647414 of the train split of dataset 'mock'); 1 of"
+            ),
         ),
-        ("gradient", "the gradient of the output of layers.0.mlp, 288 of 576 values, rank 0, micro-batch 2, sample 45 (sample 263305 of the train split"),
+        (
+            "gradient",
+            (
+                "the gradient of the output of layers.0.mlp, 288 of 576 values, rank 0, micro-batch"
+                " 2, sample 45 (sample 263305 of the train split"
+            ),
+        ),
     ):
         first, second = (rank[key] for rank in ranks)
         assert first == second and (first["code"], first["step"]) == (9, 6)
@@ -102,20 +118,29 @@ def test_skip_passes_the_batch_over(ranks: list[dict[str, Any]]) -> None:
 def test_rollback_goes_on_after_the_bad_batch(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         found = rank["rollback"]
-        assert (found["code"], found["step"], found["consumed"]) == (0, 10, 96)  # 12 batches read for 10 steps
+        # 12 batches read for 10 steps
+        assert (found["code"], found["step"], found["consumed"]) == (0, 10, 96)
         assert all(np.isfinite(weight).all() for weight in found["weights"].values())
     rows = training_rows(ranks[0]["rollback"])
-    assert [(r["step"], r["consumed_samples"]) for r in rows] == [(k, 8 * k + (16 if k > 4 else 0)) for k in range(1, 11)]
+    assert [(r["step"], r["consumed_samples"]) for r in rows] == [
+        (k, 8 * k + (16 if k > 4 else 0)) for k in range(1, 11)
+    ]
     straight = training_rows(ranks[0]["ignored"])
     assert [r["batch_checksum"] for r in rows[:4]] == [r["batch_checksum"] for r in straight[:4]]
-    assert rows[4]["batch_checksum"] == straight[6]["batch_checksum"]  # step 5 now has the batch after the bad one
+    # step 5 now has the batch after the bad one
+    assert rows[4]["batch_checksum"] == straight[6]["batch_checksum"]
     assert "no checkpoint to roll back to" in ranks[0]["no-checkpoint"]["error"]
-    assert "max_rollbacks 2 are used up" in ranks[0]["used-up"]["error"] and ranks[0]["used-up"]["code"] == 9
+    assert (
+        "max_rollbacks 2 are used up" in ranks[0]["used-up"]["error"]
+        and ranks[0]["used-up"]["code"] == 9
+    )
 
 
 def test_a_row_tells_of_skipped_steps_whoever_writes_it(ranks: list[dict[str, Any]]) -> None:
     rows = training_rows(ranks[0]["unlogged"])
-    assert [(r["step"], r["skipped_iterations"], r["nan_iterations"], r["rollbacks"]) for r in rows] == [(5, 2, 2, 1), (10, 0, 0, 1)]
+    assert [
+        (r["step"], r["skipped_iterations"], r["nan_iterations"], r["rollbacks"]) for r in rows
+    ] == [(5, 2, 2, 1), (10, 0, 0, 1)]
 
 
 def test_a_full_disk_does_not_hide_what_ended_the_run(ranks: list[dict[str, Any]]) -> None:
@@ -124,11 +149,15 @@ def test_a_full_disk_does_not_hide_what_ended_the_run(ranks: list[dict[str, Any]
 
 
 def test_a_device_that_answers_a_step_late(ranks: list[dict[str, Any]]) -> None:
-    """As on CUDA: one more step is under way when a bad one is found. It is undone with it, and nothing bad is ever saved."""
+    """As on CUDA: one more step is under way when a bad one is found. It is undone with it, and
+    nothing bad is ever saved."""
     found = ranks[0]["late-rollback"]
     assert (found["code"], found["step"], found["consumed"]) == (0, 10, 8 * (10 + 3))
     assert [r["step"] for r in training_rows(found)] == list(range(1, 11))
-    assert [(r["step"], r["rollbacks"]) for r in training_rows(found) if r["nan_iterations"]] == [(5, 1)]  # the bad step's own row is taken back
+    # the bad step's own row is taken back
+    assert [(r["step"], r["rollbacks"]) for r in training_rows(found) if r["nan_iterations"]] == [
+        (5, 1)
+    ]
     stopped = ranks[0]["late-stop"]
     assert (stopped["code"], stopped["step"]) == (9, 8) and "step 8:" in stopped["error"]
     assert stopped["saved"] == ["step-00000004"]
@@ -136,13 +165,22 @@ def test_a_device_that_answers_a_step_late(ranks: list[dict[str, Any]]) -> None:
 
 def test_a_spike_is_undone(ranks: list[dict[str, Any]]) -> None:
     found, ignored = ranks[0]["spike"], ranks[0]["ignored"]
-    assert (found["code"], found["step"], found["consumed"]) == (0, 10, 8 * (10 + 3))  # the blow in step 6 shows in the loss of step 7
-    assert max(r["lm_loss"] for r in training_rows(found)) < 6 < max(r["lm_loss"] for r in training_rows(ignored))
+    # the blow in step 6 shows in the loss of step 7
+    assert (found["code"], found["step"], found["consumed"]) == (0, 10, 8 * (10 + 3))
+    assert (
+        max(r["lm_loss"] for r in training_rows(found))
+        < 6
+        < max(r["lm_loss"] for r in training_rows(ignored))
+    )
     assert ignored["code"] == 0 and not math.isnan(training_rows(ignored)[-1]["lm_loss"])
 
 
-@pytest.mark.parametrize(("name", "consumed"), [("dropout", 48), ("fp16", 48), ("bf16-sgd", 4 + 4 + 4 + 4 + 8 + 8)])
-def test_resume_is_exact_with_dropout_in_every_precision(ranks: list[dict[str, Any]], name: str, consumed: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "consumed"), [("dropout", 48), ("fp16", 48), ("bf16-sgd", 4 + 4 + 4 + 4 + 8 + 8)]
+)
+def test_resume_is_exact_with_dropout_in_every_precision(
+    ranks: list[dict[str, Any]], name: str, consumed: int
+) -> None:
     for rank in ranks:
         straight, broken = rank["resumed"][name]["weights"]
         assert same(straight, broken)
@@ -151,5 +189,10 @@ def test_resume_is_exact_with_dropout_in_every_precision(ranks: list[dict[str, A
 
 def test_every_validation_set_is_evaluated(ranks: list[dict[str, Any]]) -> None:
     rows = ranks[0]["resumed"]["dropout"]["evaluations"]
-    assert [(row["step"], row["eval"]) for row in rows] == [(3, "valid"), (3, "second"), (6, "valid"), (6, "second")]
+    assert [(row["step"], row["eval"]) for row in rows] == [
+        (3, "valid"),
+        (3, "second"),
+        (6, "valid"),
+        (6, "second"),
+    ]
     assert all(5 < row["lm_loss"] < 7 for row in rows)

@@ -1,4 +1,5 @@
-"""The rank's program itself: killed and started again, told to save, told to stop, and fed what it cannot train on."""
+"""The rank's program itself: killed and started again, told to save, told to stop, and fed what
+it cannot train on."""
 
 from __future__ import annotations
 
@@ -20,10 +21,22 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 
 HANGS = 600  # seconds; only against hanging
-TIMED = {"elapsed_ms", "tokens_per_second", "samples_per_second", "model_tflops", "hardware_tflops", "times_ms", "memory_bytes", "ranks", "pipeline"}
+TIMED = {
+    "elapsed_ms",
+    "tokens_per_second",
+    "samples_per_second",
+    "model_tflops",
+    "hardware_tflops",
+    "times_ms",
+    "memory_bytes",
+    "ranks",
+    "pipeline",
+}
 LOG_LINE = re.compile(
-    r" iteration +(\d+)/ +12 \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): \d+\.\d \| learning rate: \d\.\d{6}E[+-]\d\d \|"
-    r" global batch size: +8 \| lm loss: \d\.\d{6}E[+-]\d\d \| loss scale: 1\.0 \| grad norm: \d+\.\d{3} \|"
+    r" iteration +(\d+)/ +12 \| consumed samples: +\d+ \| elapsed time per iteration \(ms\):"
+    r" \d+\.\d \| learning rate: \d\.\d{6}E[+-]\d\d \|"
+    r" global batch size: +8 \| lm loss: \d\.\d{6}E[+-]\d\d \| loss scale: 1\.0 \| grad norm:"
+    r" \d+\.\d{3} \|"
     r" number of skipped iterations: +0 \| number of nan iterations: +0 \|"
 )
 
@@ -42,7 +55,8 @@ def beats(run: RunFolder, ranks: int) -> list[dict[str, Any]]:
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    """Every row, bit for bit, evaluations too; a torn line and rows of lost steps are taken back."""
+    """Every row, bit for bit, evaluations too; a torn line and rows of lost steps are taken
+    back."""
     times = {"eval_interval": 4, "save_interval": 5}
     whole = new_run(tiny_job(2, tmp_path / "whole", **times))
     assert finish(start_ranks(whole, 2), HANGS) == [0, 0]
@@ -52,7 +66,9 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert all(verify(p) == [] for p in finished(whole.checkpoints))
     log = whole.attempt(1).log(0).read_text()
     assert [int(m[1]) for m in LOG_LINE.finditer(log)] == list(range(1, 13)), log
-    assert [(b["schema"], b["phase"], b["step"]) for b in beats(whole, 2)] == [("heartbeat/1", "done", 12)] * 2
+    assert [(b["schema"], b["phase"], b["step"]) for b in beats(whole, 2)] == [
+        ("heartbeat/1", "done", 12)
+    ] * 2
 
     broken = new_run(tiny_job(2, tmp_path / "broken", **times))
     children = start_ranks(broken, 2)
@@ -93,9 +109,14 @@ def test_usr1_saves_at_the_step_and_term_from_the_parent_does_not(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("training", "code", "words"),
-    [({"lr": 1e30, "lr_warmup_iters": 0}, 9, r"step [23]: lm loss .* gradient norm"), ({"global_batch_size": 7}, 3, "7 does not divide")],
+    [
+        ({"lr": 1e30, "lr_warmup_iters": 0}, 9, r"step [23]: lm loss .* gradient norm"),
+        ({"global_batch_size": 7}, 3, "7 does not divide"),
+    ],
 )
-def test_what_cannot_be_trained_stops_with_words(tmp_path: Path, training: dict[str, Any], code: int, words: str) -> None:
+def test_what_cannot_be_trained_stops_with_words(
+    tmp_path: Path, training: dict[str, Any], code: int, words: str
+) -> None:
     run = new_run(tiny_job(1, tmp_path, **training))
     assert finish(start_ranks(run, 1), HANGS) == [code]
     error = json.loads(run.attempt(1).error(0).read_text())

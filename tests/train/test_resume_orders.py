@@ -1,4 +1,5 @@
-"""Killed and resumed on a blend of real files, in both orders of samples; and the same samples on another number of ranks."""
+"""Killed and resumed on a blend of real files, in both orders of samples; and the same samples
+on another number of ranks."""
 
 from __future__ import annotations
 
@@ -38,12 +39,21 @@ def job_of(files: Path, root: Path, ranks: int, sample_order: str) -> Job:
     parts = {
         name: Part(
             weight=weight,
-            dataset=Dataset(name=name, source="indexed", prefixes=(str(files / name),), tokenizer=TOKENIZER, split="80,20,0", mmap=name == "code"),
+            dataset=Dataset(
+                name=name,
+                source="indexed",
+                prefixes=(str(files / name),),
+                tokenizer=TOKENIZER,
+                split="80,20,0",
+                mmap=name == "code",
+            ),
         )
         for name, weight in (("prose", 0.8), ("code", 0.2))
     }
     mix = Dataset(name="mix", source="blend", blend=parts, tokenizer=TOKENIZER)
-    job = tiny_job(ranks, root, eval_interval=4, save_interval=5).model_copy(update={"dataset": mix, "sample_order": sample_order})
+    job = tiny_job(ranks, root, eval_interval=4, save_interval=5).model_copy(
+        update={"dataset": mix, "sample_order": sample_order}
+    )
     for need in Index().needs(job, root / "stamps"):
         for unit in need.units:
             work(dict(unit.spec), lambda done, total: None)
@@ -54,8 +64,13 @@ def checksums(run: RunFolder) -> list[int]:
     return [row["batch_checksum"] for row in read_rows(run.metrics) if "eval" not in row]
 
 
-@pytest.mark.parametrize("sample_order", [pytest.param("native", marks=pytest.mark.slow), "megatron"])  # native: tests/train/test_resume.py
-def test_killed_and_resumed_equals_uninterrupted(files: Path, tmp_path: Path, sample_order: str) -> None:
+# native: tests/train/test_resume.py
+@pytest.mark.parametrize(
+    "sample_order", [pytest.param("native", marks=pytest.mark.slow), "megatron"]
+)
+def test_killed_and_resumed_equals_uninterrupted(
+    files: Path, tmp_path: Path, sample_order: str
+) -> None:
     whole = new_run(job_of(files, tmp_path / "whole", 2, sample_order))
     assert finish(start_ranks(whole, 2), 600) == [0, 0], whole.attempt(1).log(0).read_text()
     assert len(set(checksums(whole))) == 12

@@ -34,34 +34,45 @@ _IS_UP = 0x1
 
 
 def own_addresses() -> list[tuple[str, str]]:
-    """(interface, address) of every interface that is up: IPv4 first, IPv6 without link-local ones."""
-    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_Interface)()
+    """(interface, address) of every interface that is up: IPv4 first, IPv6 without link-local
+    ones."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Interface)()
     if libc.getifaddrs(ctypes.byref(first)):
         raise OSError(ctypes.get_errno(), "getifaddrs")
     found: list[tuple[str, Ip]] = []
     at = first
     while at:
         if at.contents.address and at.contents.flags & _IS_UP:
-            family, data = at.contents.address.contents.family, bytes(at.contents.address.contents.data)
+            family = at.contents.address.contents.family
+            data = bytes(at.contents.address.contents.data)
             name = os.fsdecode(at.contents.name)
             if family == socket.AF_INET:
                 found.append((name, ipaddress.IPv4Address(data[2:6])))
-            elif family == socket.AF_INET6 and not (address := ipaddress.IPv6Address(data[6:22])).is_link_local:
+            elif (
+                family == socket.AF_INET6
+                and not (address := ipaddress.IPv6Address(data[6:22])).is_link_local
+            ):
                 found.append((name, address))
         at = at.contents.next
     libc.freeifaddrs(first)
-    return [(name, str(address)) for name, address in sorted(found, key=lambda pair: pair[1].version)]
+    return [
+        (name, str(address)) for name, address in sorted(found, key=lambda pair: pair[1].version)
+    ]
 
 
 def address_in(wanted: str) -> str:
-    """The one address of this host on the interface, or in the network (CIDR), that `wanted` names; of an interface, IPv4 before IPv6.
+    """The one address of this host on the interface, or in the network (CIDR), that `wanted`
+    names; of an interface, IPv4 before IPv6.
 
     Raises ConfigError (exit 7) where there is none or more than one, naming what there is.
     """
     here = own_addresses()
     with contextlib.suppress(ValueError):
         network = ipaddress.ip_network(wanted, strict=False)
-        return _only(wanted, [(name, a) for name, a in here if ipaddress.ip_address(a) in network], here)
+        return _only(
+            wanted, [(name, a) for name, a in here if ipaddress.ip_address(a) in network], here
+        )
     matching = [(name, a) for name, a in here if name == wanted]
     return _only(wanted, [pair for pair in matching if ":" not in pair[1]] or matching, here)
 
@@ -69,10 +80,18 @@ def address_in(wanted: str) -> str:
 def _only(wanted: str, matching: list[tuple[str, str]], here: list[tuple[str, str]]) -> str:
     if len({address for _, address in matching}) == 1:
         return matching[0][1]
-    said = ", ".join(f"{name} {address}" for name, address in (matching or here)) or "nothing"
+    said = ", ".join(f"{name} {address}" for name, address in matching or here) or "nothing"
     if matching:
-        raise ConfigError(f"clusters.X.interface {wanted!r} means several addresses here: {said}", exit=Exit.HEALTH, hint="name a network (CIDR) with one")
-    raise ConfigError(f"no address here is in clusters.X.interface {wanted!r}; there is {said}", exit=Exit.HEALTH, hint="name an interface or a network")
+        raise ConfigError(
+            f"clusters.X.interface {wanted!r} means several addresses here: {said}",
+            exit=Exit.HEALTH,
+            hint="name a network (CIDR) with one",
+        )
+    raise ConfigError(
+        f"no address here is in clusters.X.interface {wanted!r}; there is {said}",
+        exit=Exit.HEALTH,
+        hint="name an interface or a network",
+    )
 
 
 def toward(host: str) -> str:
@@ -86,5 +105,9 @@ def toward(host: str) -> str:
                 probe.connect(place)
                 return str(probe.getsockname()[0])
     except OSError as error:
-        raise TrainkitError(f"{host} has no address here: {error.strerror}", exit=Exit.START, hint="see the hostfile, /etc/hosts and DNS") from None
+        raise TrainkitError(
+            f"{host} has no address here: {error.strerror}",
+            exit=Exit.START,
+            hint="see the hostfile, /etc/hosts and DNS",
+        ) from None
     raise TrainkitError(f"no route leads to {host}", exit=Exit.START, hint="see `ip route`")

@@ -1,8 +1,11 @@
-"""Processes held together by a cgroup (v2): whoever is started in one stays in it with all descendants, whatever they do to their environment, and
-`cgroup.kill` ends all of them at once (Documentation/admin-guide/cgroup-v2.rst; Linux 5.14 and newer).
+"""Processes held together by a cgroup (v2): whoever is started in one stays in it with all
+descendants, whatever they do to their environment, and `cgroup.kill` ends all of them at once
+(Documentation/admin-guide/cgroup-v2.rst; Linux 5.14 and newer).
 
-A group is made below the one that this process is in, so that limits and Slurm's own tracking go on to hold. That takes a cgroup v2 file system (a mixed
-mount too) and leave to write there: root has it, others where it was delegated to them. Its name is that of a mark: a later process finds it by that.
+A group is made below the one that this process is in, so that limits and Slurm's own tracking go
+on to hold. That takes a cgroup v2 file system (a mixed mount too) and leave to write there: root
+has it, others where it was delegated to them. Its name is that of a mark: a later process finds
+it by that.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Group:
         return found
 
     def empty(self) -> bool:
-        """Whether nothing lives in it or below it: the kernel's own word. One that is gone is empty; one that cannot be read is not."""
+        """Whether nothing lives in it or below it: the kernel's own word. One that is gone is
+        empty; one that cannot be read is not."""
         try:
             return "populated 0" in (self.path / "cgroup.events").read_text()
         except FileNotFoundError:
@@ -55,8 +59,8 @@ class Group:
             return not self.path.exists()  # removed between the opening and the reading: ENODEV
 
     def kill(self, seconds: float = 0.0) -> bool:
-        """SIGKILL to all in it and below it, whatever they fork meanwhile; whether it is empty at most so many seconds later. Raises OSError where we may
-        not do that."""
+        """SIGKILL to all in it and below it, whatever they fork meanwhile; whether it is empty
+        at most so many seconds later. Raises OSError where we may not do that."""
         with contextlib.suppress(FileNotFoundError):
             (self.path / "cgroup.kill").write_text("1")
         deadline = time.monotonic() + seconds
@@ -72,7 +76,8 @@ class Group:
 
 
 def new_group(mark: str) -> Group | None:
-    """The group for all below `mark`, made below our own; None where this machine does not give us one, tried out with a process."""
+    """The group for all below `mark`, made below our own; None where this machine does not give
+    us one, tried out with a process."""
     if (own := _own()) is None:
         return None
     group = Group(own / _name(mark))
@@ -87,17 +92,23 @@ def new_group(mark: str) -> Group | None:
 
 
 def groups(mark: str) -> list[Group]:
-    """The groups of `mark` and below it, in whole parts, wherever on this machine they were made."""
+    """The groups of `mark` and below it, in whole parts, wherever on this machine they were
+    made."""
     wanted = _name(mark)
     found: dict[Path, Group] = {}
     for point, _ in _mounts():
         for folder, names, _ in os.walk(point):
-            found |= {Path(folder, name): Group(Path(folder, name)) for name in names if name == wanted or name.startswith(wanted + ".")}
+            found |= {
+                Path(folder, name): Group(Path(folder, name))
+                for name in names
+                if name == wanted or name.startswith(wanted + ".")
+            }
     return list(found.values())
 
 
 def kill_groups(mark: str, seconds: float) -> list[int]:
-    """End what lives in the groups of `mark`; the pids of those that were there. Empty groups are taken away."""
+    """End what lives in the groups of `mark`; the pids of those that were there. Empty groups
+    are taken away."""
     there = []
     for group in groups(mark):
         there += group.pids()
@@ -125,10 +136,20 @@ def _mounts() -> list[tuple[Path, str]]:
 def _own() -> Path | None:
     """The folder of the group that this process is in; None where no mount shows it."""
     with contextlib.suppress(OSError):
-        own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::/")), "..")
+        own = next(
+            (
+                line[3:]
+                for line in Path("/proc/self/cgroup").read_text().splitlines()
+                if line.startswith("0::/")
+            ),
+            "..",
+        )
         for point, seen in _mounts():
             inside = os.path.relpath(own, seen)
-            if ".." not in (*inside.split("/"), *own.split("/")) and (point / inside / "cgroup.procs").exists():
+            if (
+                ".." not in (*inside.split("/"), *own.split("/"))
+                and (point / inside / "cgroup.procs").exists()
+            ):
                 return point / inside
     return None
 

@@ -16,15 +16,23 @@ def document(schema: str, **values: Any) -> dict[str, Any]:
 
 
 def expect(value: Any, schema: str, path: Path) -> dict[str, Any]:
-    """Check that a document read from `path` is of the form `schema`. Raises ConfigError naming what it is instead."""
-    found = value.get("schema") if isinstance(value, dict) else None
+    """Check that a document read from `path` is of the form `schema`. Raises ConfigError naming
+    what it is instead."""
+    if isinstance(value, dict):
+        found = value.get("schema")
+    else:
+        found = None
     if found != schema:
-        raise ConfigError(f"{path} holds {found!r}, not {schema!r}", hint="it was written by another version of trainkit, or it is another file")
+        raise ConfigError(
+            f"{path} holds {found!r}, not {schema!r}",
+            hint="it was written by another version of trainkit, or it is another file",
+        )
     return dict(value)
 
 
 def read_form(path: Path, schema: str) -> dict[str, Any]:
-    """Read a document of the form `schema`. Raises ConfigError where the file is missing, is no JSON or is of another form."""
+    """Read a document of the form `schema`. Raises ConfigError where the file is missing, is no
+    JSON or is of another form."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -41,4 +49,8 @@ def canonical(value: Any) -> str:
 
 def utc_now() -> str:
     """Now, as ISO 8601 in UTC with milliseconds."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.datetime.now(datetime.UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )

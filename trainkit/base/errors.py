@@ -38,7 +38,9 @@ class Place:
     line: int = 0
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}" if self.line else self.file
+        if self.line:
+            return f"{self.file}:{self.line}"
+        return self.file
 
 
 class TrainkitError(Exception):
@@ -51,17 +53,27 @@ class TrainkitError(Exception):
         place: file and line the message is about.
     """
 
-    def __init__(self, message: str, *, exit: Exit, hint: str = "", place: Place | None = None) -> None:
+    def __init__(
+        self, message: str, *, exit: Exit, hint: str = "", place: Place | None = None
+    ) -> None:
         super().__init__(message)
-        self.message, self.exit, self.hint, self.place = message, exit, hint, place
+        self.message = message
+        self.exit = exit
+        self.hint = hint
+        self.place = place
 
     def problems(self) -> list[dict[str, object]]:
         """The error as data, for `--json`."""
         return [{"message": self.message, "hint": self.hint, **_place_keys(self.place)}]
 
     def __str__(self) -> str:
-        text = f"{self.place}: {self.message}" if self.place else self.message
-        return f"{text}\n  {self.hint}" if self.hint else text
+        if self.place:
+            text = f"{self.place}: {self.message}"
+        else:
+            text = self.message
+        if self.hint:
+            return f"{text}\n  {self.hint}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -73,15 +85,26 @@ class Problem:
     hint: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.place}: {self.message}" if self.place else self.message
-        return f"{text}\n  {self.hint}" if self.hint else text
+        if self.place:
+            text = f"{self.place}: {self.message}"
+        else:
+            text = self.message
+        if self.hint:
+            return f"{text}\n  {self.hint}"
+        return text
 
 
 class ConfigError(TrainkitError):
-    """Everything wrong with a jobs.toml, an override or a file of data, all at once (exit 3 unless told)."""
+    """Everything wrong with a jobs.toml, an override or a file of data, all at once (exit 3
+    unless told)."""
 
-    def __init__(self, problems: list[Problem] | str, *, exit: Exit = Exit.CONFIG, hint: str = "") -> None:
-        self.list = [Problem(problems, hint=hint)] if isinstance(problems, str) else list(problems)
+    def __init__(
+        self, problems: list[Problem] | str, *, exit: Exit = Exit.CONFIG, hint: str = ""
+    ) -> None:
+        if isinstance(problems, str):
+            self.list = [Problem(problems, hint=hint)]
+        else:
+            self.list = list(problems)
         super().__init__("\n".join(str(p) for p in self.list), exit=exit)
 
     def problems(self) -> list[dict[str, object]]:

@@ -1,4 +1,5 @@
-"""What the base installation leaves out: the error where it is missing, and the exact command that installs it for this interpreter.
+"""What the base installation leaves out: the error where it is missing, and the exact command
+that installs it for this interpreter.
 
 Never `pip install trainkit`: that name on the package index belongs to somebody else.
 """
@@ -16,11 +17,16 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def install_command(extra: str = "") -> str:
-    """The line for a shell that installs an extra (or what every installation has) beside the running interpreter.
+    """The line for a shell that installs an extra (or what every installation has) beside the
+    running interpreter.
 
     It names the checkout, or, where that is not known, the packages.
     """
-    pip, wanted = [sys.executable, "-m", "pip", "install"], f"[{extra}]" if extra else ""
+    pip = [sys.executable, "-m", "pip", "install"]
+    if extra:
+        wanted = f"[{extra}]"
+    else:
+        wanted = ""
     if (CHECKOUT / "pyproject.toml").is_file():
         return shlex.join([*pip, "-e", f"{CHECKOUT}{wanted}"])
     return shlex.join([*pip, *(_packages(extra) or [f"CHECKOUT{wanted}"])])
@@ -34,12 +40,20 @@ def _packages(extra: str) -> list[str]:
     except PackageNotFoundError:
         return []
     pairs = [line.partition(";") for line in lines]
-    wanted = f'extra == "{extra}"' if extra else ""
-    return [package.strip() for package, _, marker in pairs if marker.replace("'", '"').strip() == wanted]
+    if extra:
+        wanted = f'extra == "{extra}"'
+    else:
+        wanted = ""
+    return [
+        package.strip()
+        for package, _, marker in pairs
+        if marker.replace("'", '"').strip() == wanted
+    ]
 
 
 class MissingExtra(ConfigError):
-    """Something needs a package that only an extra of trainkit installs. `./inv` installs it and begins again.
+    """Something needs a package that only an extra of trainkit installs. `./inv` installs it and
+    begins again.
 
     Args:
         message: what needs which package.
@@ -47,6 +61,12 @@ class MissingExtra(ConfigError):
         otherwise: another way out, after the command that installs it.
     """
 
-    def __init__(self, message: str, extra: str, *, exit: Exit = Exit.CONFIG, otherwise: str = "") -> None:
+    def __init__(
+        self, message: str, extra: str, *, exit: Exit = Exit.CONFIG, otherwise: str = ""
+    ) -> None:
         self.extra = extra
-        super().__init__(message, exit=exit, hint=install_command(extra) + (f"\n  {otherwise}" if otherwise else ""))
+        super().__init__(
+            message,
+            exit=exit,
+            hint=install_command(extra) + (f"\n  {otherwise}" if otherwise else ""),
+        )

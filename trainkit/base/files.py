@@ -1,4 +1,5 @@
-"""Files that are either whole or absent: write to a temporary name beside the target, fsync, rename, fsync the folder."""
+"""Files that are either whole or absent: write to a temporary name beside the target, fsync,
+rename, fsync the folder."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ TEMPORARY = ".tmp-"  # what every unfinished file or folder has in its name
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` that no other process of any host uses; `remove_leftovers` finds it after a crash."""
+    """A name beside `path` that no other process of any host uses; `remove_leftovers` finds it
+    after a crash."""
     return path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -41,7 +43,10 @@ def atomic_open(path: Path, mode: str = "wb", permissions: int = 0o666) -> Itera
     temporary = temporary_name(path)
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, permissions)
     try:
-        encoding = None if "b" in mode else "utf-8"
+        if "b" in mode:
+            encoding = None
+        else:
+            encoding = "utf-8"
         with os.fdopen(handle, mode, encoding=encoding) as file:
             yield file
             file.flush()
@@ -63,7 +68,8 @@ def write_text(path: Path, text: str, permissions: int = 0o666) -> None:
 def write_json(path: Path, value: object, permissions: int = 0o666) -> None:
     """Write one JSON document, indented for people, whole or not at all.
 
-    Texts from the system may hold bytes that are no UTF-8 (surrogates in Python); only then everything is escaped.
+    Texts from the system may hold bytes that are no UTF-8 (surrogates in Python); only then
+    everything is escaped.
     """
     text = json.dumps(value, indent=1, ensure_ascii=False)
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
@@ -84,7 +90,8 @@ def publish_folder(temporary: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder with all that is in it, or a file; of a link only the link. Raises OSError as the disk does, not where nothing is there."""
+    """Delete a folder with all that is in it, or a file; of a link only the link. Raises OSError
+    as the disk does, not where nothing is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -92,7 +99,8 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete what crashed writers of `path` left beside it (call it under the lock of whoever writes there)."""
+    """Delete what crashed writers of `path` left beside it (call it under the lock of whoever
+    writes there)."""
     for leftover in path.parent.glob(f"{glob.escape(path.name)}{TEMPORARY}*"):
         remove(leftover)
 
@@ -103,14 +111,15 @@ def part_before(log: Path) -> Path:
 
 
 def keep_others_from_writing() -> None:
-    """Whatever the umask allows, nothing that this process and its children make from now on is for everybody to write: who can replace `code`, job.json
-    or a prolog's script runs as us. A group may write where the umask lets it."""
+    """Whatever the umask allows, nothing that this process and its children make from now on is
+    for everybody to write: who can replace `code`, job.json or a prolog's script runs as us. A
+    group may write where the umask lets it."""
     os.umask(os.umask(0o002) | 0o002)
 
 
 def who_denies(path: Path) -> tuple[Path, str]:
-    """(the file or folder on the way to `path` that another user than us owns, that user) where there is one; else (`path`, ""). Of those that can be
-    seen, it is the last."""
+    """(the file or folder on the way to `path` that another user than us owns, that user) where
+    there is one; else (`path`, ""). Of those that can be seen, it is the last."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             owner = os.lstat(place).st_uid
@@ -130,7 +139,8 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_tree(root: Path, names: Iterable[str]) -> str:
-    """Hex SHA-256 over names and contents of files below `root`, independent of times and owners."""
+    """Hex SHA-256 over names and contents of files below `root`, independent of times and
+    owners."""
     return sha256_files({name: root / name for name in names})
 
 

@@ -1,14 +1,17 @@
 """Installs this checkout into an environment, once for every change of what it is made from.
 
-`inv` runs this file by path before anything is installed (`python3 -I -S trainkit/base/install.py ensure [--extension] [EXTRA ...]`),
-setup.py loads `csrc_sha256` from it, the build stage imports `build_extension`. So it imports the standard library only, and of that little
-on the fast path.
+`inv` runs this file by path before anything is installed (`python3 -I -S
+trainkit/base/install.py ensure [--extension] [EXTRA ...]`), setup.py loads `csrc_sha256` from
+it, the build stage imports `build_extension`. So it imports the standard library only, and of
+that little on the fast path.
 
-What counts as installed is said by one file, `.venv/trainkit-install.json`: the fingerprint of everything the installation depends on.
-csrc/ is no part of it: the compiled extension says itself which source it is of, and when that changed, only the extension is compiled again.
-It is gone while pip runs and written when pip has succeeded. Who installs holds a lock on `.venv.lock` with its words in it, the environment
-it is at; an environment that is still named there when the next one gets the lock was left half done: then it is made anew. The lock is one for
-all environments of a checkout: each installation compiles the extension in the same place.
+What counts as installed is said by one file, `.venv/trainkit-install.json`: the fingerprint of
+everything the installation depends on. csrc/ is no part of it: the compiled extension says
+itself which source it is of, and when that changed, only the extension is compiled again. It is
+gone while pip runs and written when pip has succeeded. Who installs holds a lock on `.venv.lock`
+with its words in it, the environment it is at; an environment that is still named there when the
+next one gets the lock was left half done: then it is made anew. The lock is one for all
+environments of a checkout: each installation compiles the extension in the same place.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 CHECKOUT_FILES = ("pyproject.toml", "setup.py", "constraints.txt")
-EXIT_FAILED, EXIT_INTERRUPTED = 6, 130  # as trainkit.base.errors.Exit; this file cannot import it
+# as trainkit.base.errors.Exit; this file cannot import it
+EXIT_FAILED = 6
+EXIT_INTERRUPTED = 130
 TAIL = 30  # of pip's lines shown when it fails
 
 
@@ -45,7 +50,11 @@ def _hash_files(root: Path, names: Collection[str]) -> str:
 
 def csrc_sha256(root: Path) -> str:
     """Hex SHA-256 over the names and contents of all files below csrc/."""
-    names = [os.path.relpath(os.path.join(folder, name), root) for folder, _, files in os.walk(root / "csrc") for name in files]
+    names = [
+        os.path.relpath(os.path.join(folder, name), root)
+        for folder, _, files in os.walk(root / "csrc")
+        for name in files
+    ]
     return _hash_files(root, names)
 
 
@@ -57,7 +66,8 @@ def extension_path(root: Path) -> Path:
 
 
 def extension_is_current(root: Path) -> bool:
-    """Whether the compiled extension is of the source in csrc/: it holds that source's hash as a text. Nothing is loaded."""
+    """Whether the compiled extension is of the source in csrc/: it holds that source's hash as a
+    text. Nothing is loaded."""
     try:
         return csrc_sha256(root).encode() in extension_path(root).read_bytes()
     except OSError:
@@ -68,22 +78,35 @@ class Environment:
     """A folder of a checkout with a Python of its own.
 
     Args:
-        root: the checkout.
-        folder: the folder's name there.
-        pins: a file of the checkout with further packages, every one of them with its version. They are put in as they are listed, without what
-            they ask for themselves: so that packages whose bounds contradict each other may stand side by side.
+        root: the checkout. folder: the folder's name there. pins: a file of the checkout with
+        further packages, every one of them with its version. They are put in as they are listed,
+        without what
+            they ask for themselves: so that packages whose bounds contradict each other may
+            stand side by side.
     """
 
     def __init__(self, root: Path, folder: str = ".venv", pins: str = "") -> None:
-        self.root, self.folder, self.pins = root, folder, pins
+        self.root = root
+        self.folder = folder
+        self.pins = pins
         self.path = root / folder
-        self.python, self.stamp = self.path / "bin" / "python", self.path / "trainkit-install.json"
+        self.python = self.path / "bin" / "python"
+        self.stamp = self.path / "trainkit-install.json"
 
 
 def fingerprint(root: Path, extras: Collection[str], pins: str = "") -> str:
-    """What an installation depends on, as one hash: the files that describe it, this file, the folder, Python's ABI, the extras."""
-    files = _hash_files(root, [*CHECKOUT_FILES, "trainkit/base/install.py", *([pins] if pins else [])])
-    parts = [files, os.path.realpath(root), sys.implementation.cache_tag, os.uname().machine, *sorted(set(extras))]
+    """What an installation depends on, as one hash: the files that describe it, this file, the
+    folder, Python's ABI, the extras."""
+    files = _hash_files(
+        root, [*CHECKOUT_FILES, "trainkit/base/install.py", *([pins] if pins else [])]
+    )
+    parts = [
+        files,
+        os.path.realpath(root),
+        sys.implementation.cache_tag,
+        os.uname().machine,
+        *sorted(set(extras)),
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -92,7 +115,9 @@ def _recorded_extras(environment: Environment) -> set[str] | None:
     try:
         stamp = json.loads(environment.stamp.read_bytes())
         extras = {str(e) for e in stamp["extras"]}
-        return extras if stamp["fingerprint"] == fingerprint(environment.root, extras, environment.pins) else None
+        if stamp["fingerprint"] == fingerprint(environment.root, extras, environment.pins):
+            return extras
+        return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -104,7 +129,11 @@ def has_extra(root: Path, extra: str) -> bool:
 
 def _fresh(environment: Environment, extras: Collection[str]) -> bool:
     recorded = _recorded_extras(environment)
-    return recorded is not None and recorded.issuperset(extras) and os.access(environment.python, os.X_OK)
+    return (
+        recorded is not None
+        and recorded.issuperset(extras)
+        and os.access(environment.python, os.X_OK)
+    )
 
 
 def _write_stamp(path: Path, content: bytes) -> None:
@@ -118,7 +147,8 @@ def _write_stamp(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(root: Path, environment: str = "") -> Iterator[tuple[int, bool]]:
-    """Hold the lock; gives its file descriptor, and whether the former holder died while it changed the same environment.
+    """Hold the lock; gives its file descriptor, and whether the former holder died while it
+    changed the same environment.
 
     Without an environment: for what changes none of them, so that being killed in it spoils none.
     """
@@ -129,11 +159,18 @@ def _locked(root: Path, environment: str = "") -> Iterator[tuple[int, bool]]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say(f"process {_holder(handle).get('pid', '?')} is installing this checkout; waiting for it")
+            _say(
+                f"process {_holder(handle).get('pid', '?')} is installing this checkout; waiting"
+                " for it"
+            )
             fcntl.flock(handle, fcntl.LOCK_EX)
         unfinished = _unfinished(handle)
         died = environment in unfinished
-        _write_words(handle, pid=os.getpid(), unfinished=sorted(unfinished | ({environment} if environment else set())))
+        _write_words(
+            handle,
+            pid=os.getpid(),
+            unfinished=sorted(unfinished | ({environment} if environment else set())),
+        )
         try:
             yield handle, died
         except InstallError:  # pip has undone what it did
@@ -154,7 +191,9 @@ def _holder(handle: int) -> dict[str, object]:
 def _unfinished(handle: int) -> set[str]:
     """Environments whose installation was begun and not ended."""
     words = _holder(handle).get("unfinished")
-    return {str(w) for w in words} if isinstance(words, list) else set()
+    if isinstance(words, list):
+        return {str(w) for w in words}
+    return set()
 
 
 def _write_words(handle: int, **words: object) -> None:
@@ -163,42 +202,84 @@ def _write_words(handle: int, **words: object) -> None:
 
 
 def missing_tools() -> list[str]:
-    """What the extension cannot be compiled without and is not here, each with the way to get it."""
+    """What the extension cannot be compiled without and is not here, each with the way to get
+    it."""
     import shlex
     import shutil
     import sysconfig
 
     missing = []
-    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")[0]  # as setuptools chooses it
+    # as setuptools chooses it
+    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")[0]
     if shutil.which(compiler) is None:
-        missing.append(f"a C++ compiler (looked for {compiler}): apt-get install g++, or dnf install gcc-c++")
+        missing.append(
+            f"a C++ compiler (looked for {compiler}): apt-get install g++, or dnf install gcc-c++"
+        )
     folders = [sysconfig.get_path("include"), *os.environ.get("CPATH", "").split(os.pathsep)]
     if not any((Path(folder) / "Python.h").is_file() for folder in folders if folder):
-        missing.append(f"Python's headers (looked for {folders[0]}/Python.h): apt-get install python3-dev, or dnf install python3-devel")
+        missing.append(
+            f"Python's headers (looked for {folders[0]}/Python.h): apt-get install python3-dev, or"
+            " dnf install python3-devel"
+        )
     return missing
 
 
 def _require_tools() -> None:
     missing = missing_tools()
     if missing:
-        raise InstallError("the C++ extension cannot be compiled here; missing:\n" + "\n".join(f"  - {m}" for m in missing))
+        raise InstallError(
+            "the C++ extension cannot be compiled here; missing:\n"
+            + "\n".join(f"  - {m}" for m in missing)
+        )
 
 
 def pip_command(extras: Collection[str], python: Path) -> list[str]:
     """What `install` runs in the checkout's folder."""
-    target = f".[{','.join(sorted(set(extras)))}]" if extras else "."
-    return [str(python), "-P", "-m", "pip", "install", "--disable-pip-version-check", "-e", target, "-c", "constraints.txt"]
+    if extras:
+        target = f".[{','.join(sorted(set(extras)))}]"
+    else:
+        target = "."
+    return [
+        str(python),
+        "-P",
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "-e",
+        target,
+        "-c",
+        "constraints.txt",
+    ]
 
 
 def pins_command(pins: str, python: Path) -> list[str]:
     """What puts the packages of an environment's `pins` into it, run in the checkout's folder."""
-    return [str(python), "-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "-r", pins, "-c", "constraints.txt"]
+    return [
+        str(python),
+        "-P",
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "-r",
+        pins,
+        "-c",
+        "constraints.txt",
+    ]
 
 
 class _Progress:
-    """pip's output on stderr: one changing line on a terminal, else only the lines that say what takes long."""
+    """pip's output on stderr: one changing line on a terminal, else only the lines that say what
+    takes long."""
 
-    LONG = ("Installing build dependencies", "Building editable", "Installing collected packages", "Successfully")
+    LONG = (
+        "Installing build dependencies",
+        "Building editable",
+        "Installing collected packages",
+        "Successfully",
+    )
 
     def __init__(self) -> None:
         self.terminal = sys.stderr.isatty()
@@ -208,7 +289,9 @@ class _Progress:
         if self.terminal:
             width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
             print(f"\r\033[K{f'  {text}'[:width]}", end="", file=sys.stderr, flush=True)
-        elif text.startswith(self.LONG) or (text.startswith("Downloading") and text.endswith((" MB)", " GB)"))):
+        elif text.startswith(self.LONG) or (
+            text.startswith("Downloading") and text.endswith((" MB)", " GB)"))
+        ):
             print(f"  {text[:150]}", file=sys.stderr, flush=True)
 
     def end(self) -> None:
@@ -217,7 +300,8 @@ class _Progress:
 
 
 def _run(command: list[str], root: Path, lock: int) -> None:
-    """Run a step of the installation. It inherits the lock: should we be killed, nobody else begins before it has ended too.
+    """Run a step of the installation. It inherits the lock: should we be killed, nobody else
+    begins before it has ended too.
 
     Raises InstallError with its last lines if it fails.
     """
@@ -228,7 +312,13 @@ def _run(command: list[str], root: Path, lock: int) -> None:
     tail: deque[str] = deque(maxlen=TAIL)
     progress = _Progress()
     child = subprocess.Popen(
-        command, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(lock,), start_new_session=True
+        command,
+        cwd=root,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(lock,),
+        start_new_session=True,
     )
     try:
         assert child.stdout is not None
@@ -250,7 +340,8 @@ def _run(command: list[str], root: Path, lock: int) -> None:
     if code:
         lines = "\n".join(f"  | {line}" for line in tail)
         raise InstallError(
-            f"the installation failed (exit code {code}); the last lines of {' '.join(command)} in {root}:\n{lines}\n  The next ./inv tries again."
+            f"the installation failed (exit code {code}); the last lines of {' '.join(command)} in"
+            f" {root}:\n{lines}\n  The next ./inv tries again."
         )
 
 
@@ -259,16 +350,24 @@ def _install(environment: Environment, extras: Collection[str], python: Path, lo
     import time
 
     ours = os.path.realpath(python.parent) == os.path.realpath(environment.python.parent)
-    root, stamp, former = environment.root, environment.stamp, b""
+    root = environment.root
+    stamp = environment.stamp
+    former = b""
     if ours and stamp.exists():
         former = stamp.read_bytes()
         with contextlib.suppress(ValueError, KeyError, TypeError):
             extras = {*extras, *json.loads(former)["extras"]}
         stamp.unlink()
-    words = {"schema": "install/1", "fingerprint": fingerprint(root, extras, environment.pins), "extras": sorted(set(extras))}
+    words = {
+        "schema": "install/1",
+        "fingerprint": fingerprint(root, extras, environment.pins),
+        "extras": sorted(set(extras)),
+    }
     command = pip_command(extras, python)
     what = command[-3] + (f" and {environment.pins}" if environment.pins else "")
-    _say(f"installing {what} into {python.parent.parent} with pip; the first time this takes minutes")
+    _say(
+        f"installing {what} into {python.parent.parent} with pip; the first time this takes minutes"
+    )
     began = time.monotonic()
     try:
         _run(command, root, lock)
@@ -284,7 +383,8 @@ def _install(environment: Environment, extras: Collection[str], python: Path, lo
 
 
 def _compile(root: Path, python: Path, lock: int) -> None:
-    """Compile the extension beside its place, and move it there: processes that have the former one mapped keep it."""
+    """Compile the extension beside its place, and move it there: processes that have the former
+    one mapped keep it."""
     import tempfile
     import time
 
@@ -304,7 +404,8 @@ def _compile(root: Path, python: Path, lock: int) -> None:
 
 
 def build_extension(root: Path, python: Path) -> None:
-    """Compile the extension of the checkout `root` for the Python `python`, in whose environment the checkout is installed.
+    """Compile the extension of the checkout `root` for the Python `python`, in whose environment
+    the checkout is installed.
 
     Waits for another installation of the same checkout.
 
@@ -322,7 +423,13 @@ def _works(python: Path) -> bool:
 
     code = "import sys, pip; print(sys.implementation.cache_tag)"
     try:
-        done = subprocess.run([str(python), "-I", "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            [str(python), "-I", "-c", code],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except OSError:
         return False
     return done.returncode == 0 and done.stdout.strip() == sys.implementation.cache_tag
@@ -331,15 +438,27 @@ def _works(python: Path) -> bool:
 def _make_venv(environment: Environment, lock: int) -> None:
     import importlib.util
 
-    base = str(getattr(sys, "_base_executable", sys.executable))  # not the Python of the .venv that is about to be cleared
+    # not the Python of the .venv that is about to be cleared
+    base = str(getattr(sys, "_base_executable", sys.executable))
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
-        raise InstallError(f"{base} cannot make an environment; missing:\n  - its venv module: apt-get install python3-venv")
+        raise InstallError(
+            f"{base} cannot make an environment; missing:\n  - its venv module: apt-get install"
+            " python3-venv"
+        )
     _say(f"making {environment.folder} with {base} (Python {sys.version.split()[0]})")
     _run([base, "-I", "-m", "venv", "--clear", str(environment.path)], environment.root, lock)
 
 
-def ensure(root: Path, extras: Collection[str], folder: str = ".venv", pins: str = "", *, extension: bool = False) -> None:
-    """Have an environment with this checkout and at least these extras in it; does nothing if it is fresh. See `Environment`.
+def ensure(
+    root: Path,
+    extras: Collection[str],
+    folder: str = ".venv",
+    pins: str = "",
+    *,
+    extension: bool = False,
+) -> None:
+    """Have an environment with this checkout and at least these extras in it; does nothing if it
+    is fresh. See `Environment`.
 
     Args:
         extension: compile the extension too, should csrc/ have changed since.
@@ -360,7 +479,14 @@ def ensure(root: Path, extras: Collection[str], folder: str = ".venv", pins: str
             if not _fresh(environment, extras):  # else who held the lock has done it
                 if died or not _works(environment.python):
                     if environment.path.exists():
-                        _say(f"{folder} is unfinished" if died else f"{folder} has no working Python of this version with pip; it is made anew")
+                        _say(
+                            f"{folder} is unfinished"
+                            if died
+                            else (
+                                f"{folder} has no working Python of this version with pip; it is"
+                                " made anew"
+                            )
+                        )
                     _make_venv(environment, lock)
                 _install(environment, extras, environment.python, lock)
     if not compiled():
@@ -370,13 +496,17 @@ def ensure(root: Path, extras: Collection[str], folder: str = ".venv", pins: str
 
 
 def main(argv: list[str]) -> int:
-    """`ensure [--extension] [EXTRA ...]` for the checkout this file lies in; returns the exit code."""
+    """`ensure [--extension] [EXTRA ...]` for the checkout this file lies in; returns the exit
+    code."""
     if argv[:1] != ["ensure"]:
         _say("usage: install.py ensure [--extension] [EXTRA ...]")
         return 1
     try:
         if sys.version_info < (3, 11):  # noqa: UP036  .venv may be somebody's older one
-            raise InstallError(f"{sys.executable} is Python {sys.version.split()[0]}, 3.11 or newer is needed; delete .venv if it is in there")
+            raise InstallError(
+                f"{sys.executable} is Python {sys.version.split()[0]}, 3.11 or newer is needed;"
+                " delete .venv if it is in there"
+            )
         extras = [word for word in argv[1:] if word != "--extension"]
         ensure(Path(__file__).resolve().parents[2], extras, extension="--extension" in argv)
     except InstallError as error:

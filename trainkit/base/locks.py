@@ -1,4 +1,5 @@
-"""Locks between processes: flock on a file that says who holds it. The kernel frees it when the holder dies."""
+"""Locks between processes: flock on a file that says who holds it. The kernel frees it when the
+holder dies."""
 
 from __future__ import annotations
 
@@ -15,24 +16,33 @@ from typing import Any
 from trainkit.base.errors import Exit, TrainkitError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # what a file system without locks answers
+# what a file system without locks answers
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class Busy(Exception):
-    """The lock is held; `holder` is what its holder wrote about itself (empty if it wrote nothing yet)."""
+    """The lock is held; `holder` is what its holder wrote about itself (empty if it wrote
+    nothing yet)."""
 
     def __init__(self, path: Path, holder: dict[str, Any]) -> None:
         super().__init__(f"{path} is locked by {holder or 'another process'}")
-        self.path, self.holder = path, holder
+        self.path = path
+        self.holder = holder
 
 
 class NoLocks(TrainkitError):
-    """The file system has no locks (exit 3): Lustre mounted without them, NFS without its lock service."""
+    """The file system has no locks (exit 3): Lustre mounted without them, NFS without its lock
+    service."""
 
     def __init__(self, path: Path, why: OSError) -> None:
         words = f"the file system of {path.parent} cannot lock files: {why.strerror}"
         super().__init__(
-            words, exit=Exit.CONFIG, hint="mount it with locks (Lustre: -o flock; NFS: with its lock service), or set clusters.NAME.root to another"
+            words,
+            exit=Exit.CONFIG,
+            hint=(
+                "mount it with locks (Lustre: -o flock; NFS: with its lock service), or set"
+                " clusters.NAME.root to another"
+            ),
         )
 
 
@@ -50,11 +60,14 @@ def _read_holder(handle: int) -> dict[str, Any]:
         value = json.loads(os.pread(handle, 65536, 0) or b"{}")
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def _held(path: Path, *, wait: bool, on_wait: Callable[[dict[str, Any]], None] | None) -> int:
-    """A locked handle of the file that has the name now: its holder may have removed the one that was waited for."""
+    """A locked handle of the file that has the name now: its holder may have removed the one
+    that was waited for."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -79,21 +92,25 @@ def _held(path: Path, *, wait: bool, on_wait: Callable[[dict[str, Any]], None] |
 
 @contextlib.contextmanager
 def locked(
-    path: Path, holder: dict[str, Any], *, wait: bool = True, on_wait: Callable[[dict[str, Any]], None] | None = None, remove: bool = False
+    path: Path,
+    holder: dict[str, Any],
+    *,
+    wait: bool = True,
+    on_wait: Callable[[dict[str, Any]], None] | None = None,
+    remove: bool = False,
 ) -> Iterator[None]:
     """Hold an exclusive lock for the block.
 
     Args:
-        path: the lock file; it is left behind, empty.
-        holder: what a waiter is told about us, pid added.
-        wait: wait for the holder, or raise Busy.
-        on_wait: called once with the holder's words before waiting.
-        remove: delete the file at the end, however the block ends. Who waits for it then sees that it is gone, and locks the new one.
+        path: the lock file; it is left behind, empty. holder: what a waiter is told about us,
+        pid added. wait: wait for the holder, or raise Busy. on_wait: called once with the
+        holder's words before waiting. remove: delete the file at the end, however the block
+        ends. Who waits for it then sees that it is gone, and locks the new one.
 
     Raises:
-        Busy: somebody else holds it.
-        NoLocks: the file system knows no locks.
-        OSError: as the disk does, until it is held; a full one has no room for the holder's words, and locks. What it does not take of letting go is of
+        Busy: somebody else holds it. NoLocks: the file system knows no locks. OSError: as the
+        disk does, until it is held; a full one has no room for the holder's words, and locks.
+        What it does not take of letting go is of
             no account, the kernel frees the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,5 +130,6 @@ def locked(
         if remove:
             with contextlib.suppress(OSError):
                 path.unlink()
-        with contextlib.suppress(OSError):  # a remote file system may say only now that it did not take the holder's words
+        # a remote file system may say only now that it did not take the holder's words
+        with contextlib.suppress(OSError):
             os.close(handle)

@@ -1,4 +1,5 @@
-"""Processes: who one is beyond its pid, and how to start and stop ours without leaving any behind."""
+"""Processes: who one is beyond its pid, and how to start and stop ours without leaving any
+behind."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from typing import IO, Any
 
 @dataclass(frozen=True)
 class Identity:
-    """A process that cannot be confused with a later one of the same pid: start time in clock ticks, and the boot."""
+    """A process that cannot be confused with a later one of the same pid: start time in clock
+    ticks, and the boot."""
 
     host: str
     pid: int
@@ -30,13 +32,16 @@ class Identity:
 
 
 def start_time(pid: int) -> int:
-    """When a process began, in clock ticks since boot: field 22 of /proc/PID/stat (proc(5)); 0 where it is gone or a zombie."""
+    """When a process began, in clock ticks since boot: field 22 of /proc/PID/stat (proc(5)); 0
+    where it is gone or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0
     fields = text.rpartition(")")[2].split()
-    return 0 if fields[0] == "Z" else int(fields[19])
+    if fields[0] == "Z":
+        return 0
+    return int(fields[19])
 
 
 def _boot_id() -> str:
@@ -48,15 +53,21 @@ def _boot_id() -> str:
 
 def identity(pid: int | None = None) -> Identity:
     """The identity of `pid` (default: this process)."""
-    number = os.getpid() if pid is None else pid
+    if pid is None:
+        number = os.getpid()
+    else:
+        number = pid
     return Identity(os.uname().nodename, number, start_time(number), _boot_id())
 
 
 def is_alive(who: Identity) -> bool | None:
-    """Whether that very process lives. None: it is another host's, and cannot be asked from here."""
+    """Whether that very process lives. None: it is another host's, and cannot be asked from
+    here."""
     if who.host != os.uname().nodename:
         return None
-    return who.boot_id == _boot_id() and who.start_time != 0 and start_time(who.pid) == who.start_time
+    return (
+        who.boot_id == _boot_id() and who.start_time != 0 and start_time(who.pid) == who.start_time
+    )
 
 
 def _prctl(option: int, argument: int) -> None:
@@ -66,13 +77,15 @@ def _prctl(option: int, argument: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends (Linux, PR_SET_CHILD_SUBREAPER): setsid and double forks do not get away from us."""
+    """Become the parent of every descendant whose own parent ends (Linux,
+    PR_SET_CHILD_SUBREAPER): setsid and double forks do not get away from us."""
     PR_SET_CHILD_SUBREAPER = 36
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel send SIGKILL to this process when the thread that started it ends (Linux, prctl(2)).
+    """Have the kernel send SIGKILL to this process when the thread that started it ends (Linux,
+    prctl(2)).
 
     Call it first thing in a child. If the parent died before the call, exits at once.
     """
@@ -83,8 +96,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def dying_with(parent_pid: int) -> Callable[[], None]:
-    """`die_with_parent` for a child between fork and exec, of any program: the library call is looked up before the fork."""
-    prctl: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else lambda *_: 0
+    """`die_with_parent` for a child between fork and exec, of any program: the library call is
+    looked up before the fork."""
+    prctl: Callable[..., int] = (
+        ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else lambda *_: 0
+    )
     PR_SET_PDEATHSIG = 1
 
     def prepare() -> None:
@@ -96,29 +112,49 @@ def dying_with(parent_pid: int) -> Callable[[], None]:
 
 
 def retitle(title: str) -> None:
-    """Show `title` as this process's command line in ps, as far as the old one leaves room, and its first word as its name.
+    """Show `title` as this process's command line in ps, as far as the old one leaves room, and
+    its first word as its name.
 
-    Writes over the memory that holds argv (proc(5): arg_start, arg_end); Python has its own copy. Best effort.
+    Writes over the memory that holds argv (proc(5): arg_start, arg_end); Python has its own
+    copy. Best effort.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(title.partition(" ")[0])
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, room = int(fields[45]), int(fields[46]) - int(fields[45])
+        start = int(fields[45])
+        room = int(fields[46]) - int(fields[45])
         with open("/proc/self/mem", "r+b", buffering=0) as memory:
             memory.seek(start)
             memory.write(title.encode()[: room - 1].ljust(room, b"\0"))
 
 
 def allow_open_files() -> None:
-    """As many open files as this process may have at all: a blend of a thousand datasets holds some thousand."""
+    """As many open files as this process may have at all: a blend of a thousand datasets holds
+    some thousand."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def start(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: int | IO[Any], stderr: int | IO[Any]) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own: the terminal's Ctrl-C reaches us alone, and `stop` reaches all it started."""
-    return subprocess.Popen(list(argv), env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True)
+def start(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    stdout: int | IO[Any],
+    stderr: int | IO[Any],
+) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own: the terminal's Ctrl-C reaches us alone, and `stop`
+    reaches all it started."""
+    return subprocess.Popen(
+        list(argv),
+        env=dict(env),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
 
 
 def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
@@ -127,21 +163,24 @@ def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
 
 
 def running(child: subprocess.Popen[bytes]) -> bool:
-    """Whether the child still runs. Does not reap it: its pid, and so its group's number, stay ours until `reap`."""
+    """Whether the child still runs. Does not reap it: its pid, and so its group's number, stay
+    ours until `reap`."""
     if child.returncode is not None:
         return False
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 def reap(child: subprocess.Popen[bytes]) -> int:
-    """Collect an ended child after killing what it left behind in its group; returns its exit code (negative: a signal)."""
+    """Collect an ended child after killing what it left behind in its group; returns its exit
+    code (negative: a signal)."""
     if child.returncode is None:
         _signal_group(child, signal.SIGKILL)
     return child.wait()
 
 
 def stop(children: Sequence[subprocess.Popen[bytes]], grace: float = 3.0) -> list[int]:
-    """TERM to all children's groups, KILL after `grace` seconds; returns the pids that outlived even that (none, as a rule)."""
+    """TERM to all children's groups, KILL after `grace` seconds; returns the pids that outlived
+    even that (none, as a rule)."""
     for child in children:
         if running(child):
             _signal_group(child, signal.SIGTERM)

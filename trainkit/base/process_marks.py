@@ -1,8 +1,9 @@
-"""Which processes of a host belong to a run: each carries its run's mark in its environment, which children inherit, across setsid and double forks.
+"""Which processes of a host belong to a run: each carries its run's mark in its environment,
+which children inherit, across setsid and double forks.
 
-A mark is "<run id>/<attempt>/<node>/<key of the process>"; a shorter one, in whole parts, means all below it.
-What overwrites its own environment is found as a descendant instead (`descendants`), and where its ancestors are dead by a limit that it has inherited
-(`limited`).
+A mark is "<run id>/<attempt>/<node>/<key of the process>"; a shorter one, in whole parts, means
+all below it. What overwrites its own environment is found as a descendant instead
+(`descendants`), and where its ancestors are dead by a limit that it has inherited (`limited`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from trainkit.base.process import start_time
 
 MARK_VARIABLE = "TRAINKIT_RUN"
 ROUNDS = 50
-LIMITS = range(400_000, 800_000)  # bytes of POSIX message queues, of which Linux allows 819,200: nobody comes near, so that the number can be a mark
+# bytes of POSIX message queues, of which Linux allows 819,200: nobody comes near, so that the
+# number can be a mark
+LIMITS = range(400_000, 800_000)
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,20 @@ class Marked:
 
 
 def marked(prefix: str) -> list[Marked]:
-    """The living processes on this host whose mark is `prefix` or below it, zombies and this process left out.
+    """The living processes on this host whose mark is `prefix` or below it, zombies and this
+    process left out.
 
     Only those whose environment may be read: one's own user's, or all for root.
     """
     found = []
     for pid in _pids():
         mark = _mark(pid)
-        if mark and (mark == prefix or mark.startswith(prefix.rstrip("/") + "/")) and pid != os.getpid() and (process := described(pid, mark)):
+        if (
+            mark
+            and (mark == prefix or mark.startswith(prefix.rstrip("/") + "/"))
+            and pid != os.getpid()
+            and (process := described(pid, mark))
+        ):
             found.append(process)
     return found
 
@@ -50,7 +59,8 @@ def descendants(root: int) -> list[Marked]:
     children: dict[int, list[int]] = {}
     for pid in _pids():
         children.setdefault(_parent(pid), []).append(pid)
-    below, found = list(children.get(root, [])), []
+    below = list(children.get(root, []))
+    found = []
     while below:
         pid = below.pop()
         below += children.get(pid, [])
@@ -60,9 +70,12 @@ def descendants(root: int) -> list[Marked]:
 
 
 def limit_of(run: str) -> tuple[int, int] | None:
-    """RLIMIT_MSGQUEUE, soft and hard, of what a run starts: a mark that also survives a cleared environment; None where this process may not have it."""
+    """RLIMIT_MSGQUEUE, soft and hard, of what a run starts: a mark that also survives a cleared
+    environment; None where this process may not have it."""
     _, hard = resource.getrlimit(resource.RLIMIT_MSGQUEUE)
-    return (LIMITS[zlib.crc32(run.encode()) % len(LIMITS)], hard) if hard == resource.RLIM_INFINITY or hard >= LIMITS.stop else None
+    if hard == resource.RLIM_INFINITY or hard >= LIMITS.stop:
+        return (LIMITS[zlib.crc32(run.encode()) % len(LIMITS)], hard)
+    return None
 
 
 def limited(run: str) -> list[Marked]:
@@ -75,7 +88,8 @@ def limited(run: str) -> list[Marked]:
 
 
 def send(process: Marked, number: int) -> bool:
-    """Send a signal to that very process, never to a later one of its pid. Returns whether it was still there."""
+    """Send a signal to that very process, never to a later one of its pid. Returns whether it
+    was still there."""
     try:
         handle = os.pidfd_open(process.pid)
     except OSError:
@@ -100,19 +114,26 @@ def kill(processes: Iterable[Marked]) -> None:
 
 
 def kill_children() -> None:
-    """SIGKILL to this process's own children, some times in a row. Of a subreaper, what forks and ends as fast as it can is a child at any moment; a look
-    at all of /proc is too slow for it."""
+    """SIGKILL to this process's own children, some times in a row. Of a subreaper, what forks
+    and ends as fast as it can is a child at any moment; a look at all of /proc is too slow for
+    it."""
     for _ in range(ROUNDS):
-        there = [int(pid) for thread in os.listdir("/proc/self/task") for pid in _read(f"/proc/self/task/{thread}/children").split()]
+        there = [
+            int(pid)
+            for thread in os.listdir("/proc/self/task")
+            for pid in _read(f"/proc/self/task/{thread}/children").split()
+        ]
         if not there:
             return
         for pid in there:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # not reaped meanwhile, for that is ours to do: the pid is nobody else's
+                # not reaped meanwhile, for that is ours to do: the pid is nobody else's
+                os.kill(pid, signal.SIGKILL)
 
 
 def kill_marked(prefix: str, number: int = signal.SIGKILL) -> list[Marked]:
-    """Send a signal to every process below the mark; returns those it reached. One pass: who may fork meanwhile needs another."""
+    """Send a signal to every process below the mark; returns those it reached. One pass: who may
+    fork meanwhile needs another."""
     return [process for process in marked(prefix) if send(process, number)]
 
 
@@ -127,16 +148,30 @@ def _read(path: str) -> bytes:
 
 
 def _mark(pid: int) -> str:
-    _, found, rest = (b"\0" + _read(f"/proc/{pid}/environ")).partition(f"\0{MARK_VARIABLE}=".encode())
-    return os.fsdecode(rest.partition(b"\0")[0]) if found else ""
+    _, found, rest = (b"\0" + _read(f"/proc/{pid}/environ")).partition(
+        f"\0{MARK_VARIABLE}=".encode()
+    )
+    if found:
+        return os.fsdecode(rest.partition(b"\0")[0])
+    return ""
 
 
 def _parent(pid: int) -> int:
     fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    return int(fields[1]) if fields else 0
+    if fields:
+        return int(fields[1])
+    return 0
 
 
 def described(pid: int, mark: str | None = None) -> Marked | None:
-    """A living process by its pid, None for a zombie or nobody. `mark`: where it is known already."""
+    """A living process by its pid, None for a zombie or nobody. `mark`: where it is known
+    already."""
     began = start_time(pid)
-    return Marked(pid, began, _mark(pid) if mark is None else mark, os.fsdecode(_read(f"/proc/{pid}/cmdline").partition(b"\0")[0])) if began else None
+    if began:
+        return Marked(
+            pid,
+            began,
+            _mark(pid) if mark is None else mark,
+            os.fsdecode(_read(f"/proc/{pid}/cmdline").partition(b"\0")[0]),
+        )
+    return None

@@ -10,11 +10,19 @@ SHORTEST = 6  # characters; shorter values would blot out ordinary words
 
 
 class Redactor:
-    """Replaces every occurrence of the given values by ***; of a value with several lines, every line too: logs are read by lines."""
+    """Replaces every occurrence of the given values by ***; of a value with several lines, every
+    line too: logs are read by lines."""
 
     def __init__(self, values: Iterable[str]) -> None:
-        parts = {part for value in values for part in (value, *value.splitlines()) if len(part) >= SHORTEST}
-        self.values = sorted((part.encode("utf-8", "surrogateescape") for part in parts), key=len, reverse=True)
+        parts = {
+            part
+            for value in values
+            for part in (value, *value.splitlines())
+            if len(part) >= SHORTEST
+        }
+        self.values = sorted(
+            (part.encode("utf-8", "surrogateescape") for part in parts), key=len, reverse=True
+        )
 
     def bytes(self, data: bytes) -> bytes:
         for value in self.values:
@@ -22,7 +30,9 @@ class Redactor:
         return data
 
     def text(self, text: str) -> str:
-        return self.bytes(text.encode("utf-8", "surrogateescape")).decode("utf-8", "surrogateescape")
+        return self.bytes(text.encode("utf-8", "surrogateescape")).decode(
+            "utf-8", "surrogateescape"
+        )
 
     def value(self, value: Any) -> Any:
         """A JSON value with every text in it redacted."""
@@ -30,7 +40,9 @@ class Redactor:
             return self.text(value)
         if isinstance(value, list):
             return [self.value(item) for item in value]
-        return {key: self.value(item) for key, item in value.items()} if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            return {key: self.value(item) for key, item in value.items()}
+        return value
 
 
 class RedactedStream:
@@ -41,7 +53,11 @@ class RedactedStream:
 
     def __init__(self, redactor: Redactor) -> None:
         self._values = redactor.values
-        self._any = re.compile(b"|".join(re.escape(value) for value in self._values)) if self._values else None
+        self._any = (
+            re.compile(b"|".join(re.escape(value) for value in self._values))
+            if self._values
+            else None
+        )
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
@@ -49,7 +65,9 @@ class RedactedStream:
         if self._any is None:
             return data
         whole = self._held + data
-        cut, at, parts = len(whole) - self._overlap(whole), 0, []
+        cut = len(whole) - self._overlap(whole)
+        at = 0
+        parts = []
         for match in self._any.finditer(whole):
             if match.start() >= cut:
                 break
@@ -61,11 +79,15 @@ class RedactedStream:
 
     def end(self) -> bytes:
         """What was kept back: nothing follows."""
-        held, self._held = self._held, b""
-        return self._any.sub(b"***", held) if self._any else held
+        held = self._held
+        self._held = b""
+        if self._any:
+            return self._any.sub(b"***", held)
+        return held
 
     def _overlap(self, data: bytes) -> int:
-        """Bytes at the end of `data` that are the beginning, not the whole, of a secret: the most."""
+        """Bytes at the end of `data` that are the beginning, not the whole, of a secret: the
+        most."""
         for length in range(min(len(data), max(map(len, self._values)) - 1), 0, -1):
             tail = data[-length:]
             if any(len(value) > length and value.startswith(tail) for value in self._values):

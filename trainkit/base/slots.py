@@ -1,7 +1,8 @@
 """A host's slots ("cpu", "gpu0", ...) are locked by run: a second run on them is refused by name.
 
-One file a slot in a folder of the host that all its users may write to. The lock is the kernel's (flock(2)): it ends with the last process that
-holds it, so what a file says without a lock on it is the word of a dead run.
+One file a slot in a folder of the host that all its users may write to. The lock is the kernel's
+(flock(2)): it ends with the last process that holds it, so what a file says without a lock on it
+is the word of a dead run.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from typing import Any
 
 from trainkit.base.locks import NO_LOCKS, Busy
 
-PREFIX, SUFFIX = "trainkit-", ".lock"
-MOST = 4096  # slots of a host that are told, and bytes that each holder may say: anybody can write there, and all of it goes into one frame
-PATIENCE = 0.5  # seconds for all slots: `holders` tries a lock for a moment to see whether it is held
+PREFIX = "trainkit-"
+SUFFIX = ".lock"
+# slots of a host that are told, and bytes that each holder may say: anybody can write there, and
+# all of it goes into one frame
+MOST = 4096
+# seconds for all slots: `holders` tries a lock for a moment to see whether it is held
+PATIENCE = 0.5
 
 
 class Held:
@@ -33,7 +38,8 @@ class Held:
     """
 
     def __init__(self, handles: list[int], cleared: list[dict[str, Any]]) -> None:
-        self.handles, self.cleared = handles, cleared
+        self.handles = handles
+        self.cleared = cleared
 
     def release(self) -> None:
         """Free the slots, as far as no other process holds them too."""
@@ -44,7 +50,9 @@ class Held:
         self.handles = []
 
 
-def reserve(folder: Path, names: Sequence[str], holder: dict[str, Any], *, share: bool = False) -> Held:
+def reserve(
+    folder: Path, names: Sequence[str], holder: dict[str, Any], *, share: bool = False
+) -> Held:
     """Take all the slots or none; to share, those that are free.
 
     Args:
@@ -83,7 +91,8 @@ def holders(folder: Path) -> dict[str, dict[str, Any]]:
     taken = {}
     for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}"))[:MOST]:
         with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # anybody may put a pipe there, whose other end nobody opens
+            # anybody may put a pipe there, whose other end nobody opens
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -106,7 +115,8 @@ def slot_name(path: Path) -> str:
 
 
 def _open(path: Path) -> int:
-    """The lock file, made writable for everyone. Linux refuses O_CREAT on another user's file in such a folder (fs.protected_regular): so without it first."""
+    """The lock file, made writable for everyone. Linux refuses O_CREAT on another user's file in
+    such a folder (fs.protected_regular): so without it first."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     for _ in range(3):
         try:
@@ -115,7 +125,9 @@ def _open(path: Path) -> int:
         except FileNotFoundError:
             _make_folder(path.parent)
         except OSError as error:
-            raise _in_the_way(path, error.errno or errno.EINVAL, error.strerror or str(error)) from None
+            raise _in_the_way(
+                path, error.errno or errno.EINVAL, error.strerror or str(error)
+            ) from None
         with contextlib.suppress(FileExistsError):  # another made it first
             handle = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
             os.fchmod(handle, 0o666)  # whatever the umask says
@@ -129,7 +141,10 @@ def _open(path: Path) -> int:
 
 
 def _in_the_way(path: Path, number: int, why: str) -> OSError:
-    what = f"what lies there is no lock of trainkit's that may be written ({why}): remove it, or set clusters.NAME.node_folder to another folder of each node"
+    what = (
+        f"what lies there is no lock of trainkit's that may be written ({why}): remove it, or set"
+        " clusters.NAME.node_folder to another folder of each node"
+    )
     return OSError(number, what, str(path))
 
 
@@ -150,7 +165,10 @@ def _locked(handle: int, path: Path, deadline: float) -> bool:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            what = f"its file system cannot lock files ({error.strerror}); clusters.NAME.node_folder has to be on one that can, such as /dev/shm"
+            what = (
+                f"its file system cannot lock files ({error.strerror}); clusters.NAME.node_folder"
+                " has to be on one that can, such as /dev/shm"
+            )
             raise OSError(error.errno, what, str(path)) from None
         if time.monotonic() > deadline:
             return False
@@ -162,4 +180,6 @@ def _holder(handle: int) -> dict[str, Any]:
         value = json.loads(os.pread(handle, MOST, 0) or b"{}")
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}

@@ -1,4 +1,5 @@
-"""What a code snapshot holds: one rule for who takes it, on the head, and for the agents, which check that theirs is the same."""
+"""What a code snapshot holds: one rule for who takes it, on the head, and for the agents, which
+check that theirs is the same."""
 
 from __future__ import annotations
 
@@ -14,11 +15,16 @@ COPIED = (".py", ".so", ".pyi", ".typed", ".toml")
 def package_files(package: Path) -> list[str]:
     """Relative names of a package's files that a run needs, "trainkit/..."."""
     root = package.parent
-    return sorted(str(p.relative_to(root)) for p in package.rglob("*") if p.name.endswith(COPIED) and "__pycache__" not in p.parts and p.is_file())
+    return sorted(
+        str(p.relative_to(root))
+        for p in package.rglob("*")
+        if p.name.endswith(COPIED) and "__pycache__" not in p.parts and p.is_file()
+    )
 
 
 def snapshot_files(root: Path) -> list[str]:
-    """Relative names of a snapshot's files, as whoever took it listed them: what programs write beside them later is none of it.
+    """Relative names of a snapshot's files, as whoever took it listed them: what programs write
+    beside them later is none of it.
 
     Raises OSError or ValueError where the list cannot be read.
     """
@@ -27,7 +33,8 @@ def snapshot_files(root: Path) -> list[str]:
 
 
 def snapshot_hash(root: Path) -> str:
-    """The hash of the code below `root` as it is now: of a snapshot everything, of a checkout (no snapshot) the trainkit package.
+    """The hash of the code below `root` as it is now: of a snapshot everything, of a checkout
+    (no snapshot) the trainkit package.
 
     Raises OSError or ValueError, as for a file that is missing.
     """

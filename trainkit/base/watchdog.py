@@ -1,10 +1,14 @@
-"""Two processes that answer for each other: the worker, which starts programs, and its keeper, which outlives it and ends what it left.
+"""Two processes that answer for each other: the worker, which starts programs, and its keeper,
+which outlives it and ends what it left.
 
-The keeper is the parent. When the worker dies, by SIGKILL too, or does not move for as long as its lease, its descendants become the keeper's
-(PR_SET_CHILD_SUBREAPER); it kills them, all in the worker's cgroup and everything with its mark, until the kernel says that nothing is left: ECHILD from
-wait(2), which means no descendant, and an empty cgroup. Only then it lets go of the slots. When the keeper dies, the worker sees its link end and stops by
-itself. SIGKILL of both at one moment leaves what the worker's own children had started (these die by PR_SET_PDEATHSIG); whoever looks for the run next
-finds that by its cgroup (`cgroup`) or, where there is none, by its mark (`marks`).
+The keeper is the parent. When the worker dies, by SIGKILL too, or does not move for as long as
+its lease, its descendants become the keeper's (PR_SET_CHILD_SUBREAPER); it kills them, all in
+the worker's cgroup and everything with its mark, until the kernel says that nothing is left:
+ECHILD from wait(2), which means no descendant, and an empty cgroup. Only then it lets go of the
+slots. When the keeper dies, the worker sees its link end and stops by itself. SIGKILL of both at
+one moment leaves what the worker's own children had started (these die by PR_SET_PDEATHSIG);
+whoever looks for the run next finds that by its cgroup (`cgroup`) or, where there is none, by
+its mark (`marks`).
 """
 
 from __future__ import annotations
@@ -43,20 +47,32 @@ class Link:
         """Readable once the keeper is gone: it never says anything."""
         return self._line.fileno()
 
-    def guard(self, mark: str, *, lease: float, folders: Iterable[Path] = (), group: Group | None = None) -> None:
-        """From now on everything below `mark` dies with us. To be said before the first of it is started.
+    def guard(
+        self, mark: str, *, lease: float, folders: Iterable[Path] = (), group: Group | None = None
+    ) -> None:
+        """From now on everything below `mark` dies with us. To be said before the first of it is
+        started.
 
         Args:
             lease: seconds without `beat` after which we count as dead.
             folders: removed at the end.
             group: that what is started is put in; removed at the end.
         """
-        words = {"marks": [mark], "lease": lease, "folders": [str(folder) for folder in folders], "group": str(group.path) if group else None}
+        words = {
+            "marks": [mark],
+            "lease": lease,
+            "folders": [str(folder) for folder in folders],
+            "group": str(group.path) if group else None,
+        }
         self._line.send(json.dumps(words).encode())
 
     def hold(self, handles: Iterable[int], *, lease: float) -> None:
         """Keep these files open until nothing is left of us. `lease` as above."""
-        socket.send_fds(self._line, [json.dumps({"marks": [], "lease": lease, "folders": []}).encode()], list(handles)[:MANY])
+        socket.send_fds(
+            self._line,
+            [json.dumps({"marks": [], "lease": lease, "folders": []}).encode()],
+            list(handles)[:MANY],
+        )
 
     def let_go(self) -> None:
         """Close what `hold` handed over."""
@@ -64,12 +80,14 @@ class Link:
 
     def beat(self) -> None:
         """Say that we move."""
-        with contextlib.suppress(OSError):  # a keeper that does not read is stopped itself, or gone: the latter is seen by `fileno`
+        # a keeper that does not read is stopped itself, or gone: the latter is seen by `fileno`
+        with contextlib.suppress(OSError):
             self._line.send(b"beat", socket.MSG_DONTWAIT)
 
 
 def keep(work: Callable[[Link], int], title: str) -> int:
-    """Run `work` in a child process in a session of its own and keep it; returns its exit code (128 + number for a signal), nothing left behind.
+    """Run `work` in a child process in a session of its own and keep it; returns its exit code
+    (128 + number for a signal), nothing left behind.
 
     TERM, INT and HUP to the keeper reach the worker as TERM. To be called before there are threads.
     """
@@ -105,7 +123,8 @@ def _work(work: Callable[[Link], int], line: socket.socket) -> None:
 
 class _Keeper:
     def __init__(self, worker: int, line: socket.socket) -> None:
-        self.worker, self.line = worker, line
+        self.worker = worker
+        self.line = line
         self.lease = START_LEASE
         self.group: Group | None = None
         self.marks: set[str] = set()
@@ -128,7 +147,9 @@ class _Keeper:
                 os.ftruncate(handle, 0)
             os.close(handle)
         assert self.code is not None
-        return self.code if self.code >= 0 else 128 - self.code
+        if self.code >= 0:
+            return self.code
+        return 128 - self.code
 
     def _listen(self) -> bool:
         """One message of the worker; False once it is dead, or as good as."""
@@ -146,21 +167,31 @@ class _Keeper:
             self.marks |= set(message["marks"])
             self.folders |= set(message["folders"])
             self.lease = message["lease"]
-            self.group = Group(Path(message["group"])) if message.get("group") else self.group
+            if message.get("group"):
+                self.group = Group(Path(message["group"]))
         return bool(data)
 
     def _end_all(self) -> None:
-        """Kill until the kernel says that nothing is left, however long that takes: what does not die holds its slot."""
-        began, said = time.monotonic(), False
+        """Kill until the kernel says that nothing is left, however long that takes: what does
+        not die holds its slot."""
+        began = time.monotonic()
+        said = False
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.worker, signal.SIGKILL)  # it may be a hung one; of one that has ended already, the exit code stays
+            # it may be a hung one; of one that has ended already, the exit code stays
+            os.kill(self.worker, signal.SIGKILL)
         while True:
             if self.group:
                 with contextlib.suppress(OSError):
                     self.group.kill()
             marks.kill_children()
             childless = self._reap()
-            found = {p.pid: p for p in (*marks.descendants(os.getpid()), *(m for mark in self.marks for m in marks.marked(mark)))}
+            found = {
+                p.pid: p
+                for p in (
+                    *marks.descendants(os.getpid()),
+                    *(m for mark in self.marks for m in marks.marked(mark)),
+                )
+            }
             left = list(found.values())
             marks.kill(left)
             if childless and not left and (self.group is None or self.group.empty()):
@@ -174,7 +205,8 @@ class _Keeper:
             self.group.remove()
 
     def _reap(self) -> bool:
-        """Take the exit codes of those that have ended; whether we have no child any more, and so no descendant: orphans become our children."""
+        """Take the exit codes of those that have ended; whether we have no child any more, and
+        so no descendant: orphans become our children."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.worker:

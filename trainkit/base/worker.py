@@ -1,8 +1,9 @@
-"""What a stage's worker process is: `python -m MODULE SPEC.json ...`, JSON lines on stdout, an exit code.
+"""What a stage's worker process is: `python -m MODULE SPEC.json ...`, JSON lines on stdout, an
+exit code.
 
-Lines a unit prints: {"progress": done, "total": all} while it works, then {"result": {...}} or {"error": {...}}. A unit that writes tokens
-adds {"tokens": ids written so far, "text_bytes": bytes of text they stand for} to the former.
-Its log (stderr) is for people.
+Lines a unit prints: {"progress": done, "total": all} while it works, then {"result": {...}} or
+{"error": {...}}. A unit that writes tokens adds {"tokens": ids written so far, "text_bytes":
+bytes of text they stand for} to the former. Its log (stderr) is for people.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from trainkit.base.process import allow_open_files, die_with_parent
 
 DISK_HINTS = {
     errno.ENOSPC: "make room: what is finished is kept, and the same call goes on from there",
-    errno.EDQUOT: "your quota is used up: what is finished is kept, and the same call goes on from there",
+    errno.EDQUOT: (
+        "your quota is used up: what is finished is kept, and the same call goes on from there"
+    ),
     errno.EROFS: "that file system is read-only: set clusters.X.root to a folder you can write to",
     errno.EACCES: "you may not write there: set clusters.X.root to a folder you can write to",
     errno.EPERM: "you may not write there: set clusters.X.root to a folder you can write to",
@@ -51,14 +54,17 @@ class _Throttle:
 
 
 def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None:
-    """Read the specs named on the command line and do the work of each in turn; report, exit. The first failure ends it.
+    """Read the specs named on the command line and do the work of each in turn; report, exit.
+    The first failure ends it.
 
-    The first logs where the caller says; of every further one, X.spec.json, the log is X.log beside it.
+    The first logs where the caller says; of every further one, X.spec.json, the log is X.log
+    beside it.
     """
     allow_open_files()
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what the work has begun is undone
+    # so that what the work has begun is undone
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for number, path in enumerate(map(Path, sys.argv[1:])):
             if number:
@@ -71,10 +77,18 @@ def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None
         sys.exit(int(error.exit))
     except OSError as error:
         what = error.strerror or str(error)
-        where = f" {error.filename}" if error.filename else ""
+        if error.filename:
+            where = f" {error.filename}"
+        else:
+            where = ""
         _say(
             error={
-                "problems": [{"message": f"{what}:{where or ' while reading or writing'}", "hint": DISK_HINTS.get(error.errno or 0, "")}],
+                "problems": [
+                    {
+                        "message": f"{what}:{where or ' while reading or writing'}",
+                        "hint": DISK_HINTS.get(error.errno or 0, ""),
+                    }
+                ],
                 "exit": int(Exit.STAGE_FAILED),
             }
         )
@@ -82,8 +96,16 @@ def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None
 
 
 def error_from(said: dict[str, Any], who: str = "") -> TrainkitError:
-    """The error that a unit's line {"error": said} tells of, to be raised by whoever started it; `who` begins every message."""
-    problems = [Problem(who + p["message"], Place(p["file"], p["line"]) if p.get("file") else None, p.get("hint", "")) for p in said["problems"]]
+    """The error that a unit's line {"error": said} tells of, to be raised by whoever started it;
+    `who` begins every message."""
+    problems = [
+        Problem(
+            who + p["message"],
+            Place(p["file"], p["line"]) if p.get("file") else None,
+            p.get("hint", ""),
+        )
+        for p in said["problems"]
+    ]
     return ConfigError(problems, exit=Exit(said["exit"]))
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 JOB = {"job": "a job of jobs.toml"}
 RUN = {"run": "an id, a unique beginning of one, a job's name (its newest run), or last"}
 SET = {"set": "a.b=value: override a value of the resolved job; may be repeated"}
-DATASET = {"dataset": "a prepared dataset of jobs.toml", "job": "below the root of this job's cluster; by default below this folder"}
+DATASET = {
+    "dataset": "a prepared dataset of jobs.toml",
+    "job": "below the root of this job's cluster; by default below this folder",
+}
 FORCE = {"force": "do it even if it is fresh"}
 STEP = {"step": "of the checkpoint; by default the newest valid one"}
 HOSTS = {
@@ -20,4 +23,8 @@ HOSTS = {
     "existing": "slurm: on the nodes of the allocation that this is typed in (salloc)",
 }
 DEVICE = {"device": "cpu or cuda; by default what the job's cluster computes on"}
-TENSOR = {"tensor-parallel": "ranks on this machine that the model is split over, for one that no device here holds"}
+TENSOR = {
+    "tensor-parallel": (
+        "ranks on this machine that the model is split over, for one that no device here holds"
+    )
+}

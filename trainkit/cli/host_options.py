@@ -1,4 +1,5 @@
-"""The hosts that a task was given: words of the command line, the cluster's hostfile, who is in quarantine."""
+"""The hosts that a task was given: words of the command line, the cluster's hostfile, who is in
+quarantine."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from trainkit.jobs.resolved import Resolved
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import OVER_SSH, Host, find_hostfile
 from trainkit.launch.hosts.quarantine import quarantined
-from trainkit.launch.hosts.selection import HostList, choose_hosts, hosts_of_file, local_hosts, this_host
+from trainkit.launch.hosts.selection import (
+    HostList,
+    choose_hosts,
+    hosts_of_file,
+    local_hosts,
+    this_host,
+)
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.slurm.allocation import granted, hosts_of
@@ -28,7 +35,8 @@ SHOWN = 8  # hosts named in one line
 
 @dataclass(frozen=True)
 class HostWords:
-    """--cluster, --nodes, --hostfile, --include, --exclude, --existing; empty, 0 or false where not given."""
+    """--cluster, --nodes, --hostfile, --include, --exclude, --existing; empty, 0 or false where
+    not given."""
 
     cluster: str = ""
     nodes: int = 0
@@ -39,18 +47,28 @@ class HostWords:
 
     def sets(self) -> list[str]:
         """Those that are values of the job, as overrides."""
-        given = {"cluster": self.cluster, "cluster.hostfile": self.hostfile and os.path.abspath(os.path.expanduser(self.hostfile))}
+        given = {
+            "cluster": self.cluster,
+            "cluster.hostfile": (
+                self.hostfile and os.path.abspath(os.path.expanduser(self.hostfile))
+            ),
+        }
         words = [f"{key}={json.dumps(value)}" for key, value in given.items() if value]
         return [*words, *([f"nodes={self.nodes}"] if self.nodes else [])]
 
     def refuse_where_unread(self, cluster: Cluster) -> None:
-        """Raise ConfigError for words about hosts where the cluster has no hostfile: they would be ignored."""
+        """Raise ConfigError for words about hosts where the cluster has no hostfile: they would
+        be ignored."""
         if self.existing and cluster.launcher != "slurm":
-            raise ConfigError(f"--existing is for clusters whose launcher is slurm; cluster '{cluster.name}' has launcher = '{cluster.launcher}'")
+            raise ConfigError(
+                f"--existing is for clusters whose launcher is slurm; cluster '{cluster.name}' has"
+                f" launcher = '{cluster.launcher}'"
+            )
         given = [name for name in ("hostfile", "include", "exclude") if getattr(self, name)]
         if given and cluster.launcher not in OVER_SSH:
             raise ConfigError(
-                f"--{given[0]} is for clusters whose launcher is ssh or pdsh; cluster '{cluster.name}' has launcher = '{cluster.launcher}'",
+                f"--{given[0]} is for clusters whose launcher is ssh or pdsh; cluster"
+                f" '{cluster.name}' has launcher = '{cluster.launcher}'",
                 hint="name another with --cluster",
             )
 
@@ -61,14 +79,19 @@ NO_WORDS = HostWords()
 def left_out(cluster: Cluster) -> dict[str, str]:
     """Hosts in quarantine and why, by name in small letters."""
     entries = quarantined(Path(cluster.root or "."))
-    return {name: f"{entry.why} (run {entry.run}), until {entry.until}" for name, entry in entries.items()}
+    return {
+        name: f"{entry.why} (run {entry.run}), until {entry.until}"
+        for name, entry in entries.items()
+    }
 
 
 def hosts_of_job(job: Job, words: HostWords, former: HostList | None = None) -> HostList:
-    """The hosts that a job runs on. Raises ConfigError as the hostfile's reader, its filters and `choose_hosts` do.
+    """The hosts that a job runs on. Raises ConfigError as the hostfile's reader, its filters and
+    `choose_hosts` do.
 
     Args:
-        former: those that a run had, which goes on: they are taken again, as far as they are not in quarantine, where no others are asked for.
+        former: those that a run had, which goes on: they are taken again, as far as they are not
+        in quarantine, where no others are asked for.
     """
     words.refuse_where_unread(job.cluster)
     if words.existing:
@@ -80,16 +103,27 @@ def hosts_of_job(job: Job, words: HostWords, former: HostList | None = None) -> 
         usable = [host for host in former.hosts if host.name.lower() not in bad]
         if len(usable) >= job.nodes:
             passed_over = tuple(host.name for host in former.hosts if host not in usable)
-            return HostList(tuple(usable[: job.nodes + job.cluster.spares]), job.nodes, former.hostfile, passed_over)
-    before = former.hostfile if former is not None and former.hostfile else ""
+            return HostList(
+                tuple(usable[: job.nodes + job.cluster.spares]),
+                job.nodes,
+                former.hostfile,
+                passed_over,
+            )
+    if former is not None and former.hostfile:
+        before = former.hostfile
+    else:
+        before = ""
     path = find_hostfile(job.cluster, words.hostfile or before).absolute()
     return choose_hosts(job, path, include=words.include, exclude=words.exclude, bad=bad)
 
 
-def resolve_on_hosts(jobs: Jobs, name: str, sets: Sequence[str], words: HostWords) -> tuple[Resolved, HostList]:
+def resolve_on_hosts(
+    jobs: Jobs, name: str, sets: Sequence[str], words: HostWords
+) -> tuple[Resolved, HostList]:
     """A job and its hosts. The hosts' slots are its ranks a node, whatever the cluster says.
 
-    Raises ConfigError for everything that is wrong with either, and where --set asks for another number of ranks than there are slots.
+    Raises ConfigError for everything that is wrong with either, and where --set asks for another
+    number of ranks than there are slots.
     """
     given = [*words.sets(), *sets]
     resolved = jobs.resolve(name, given)
@@ -99,18 +133,35 @@ def resolve_on_hosts(jobs: Jobs, name: str, sets: Sequence[str], words: HostWord
     before = resolved.origins[RANKS]
     _refuse_other_ranks(before, hosts)
     resolved = jobs.resolve(name, [*given, f"{RANKS}={hosts.ranks_per_node}"])
-    slots = Origin(hosts.ranks_per_node, Place(str(hosts.hostfile), hosts.hosts[0].line)).over(before)
+    slots = Origin(hosts.ranks_per_node, Place(str(hosts.hostfile), hosts.hosts[0].line)).over(
+        before
+    )
     return replace(resolved, origins={**resolved.origins, RANKS: slots}), hosts
 
 
 def _refuse_other_ranks(asked: Origin, hosts: HostList) -> None:
     if asked.place == SET:
-        message = f"{RANKS} = {asked.value}, but {hosts.hosts[0].name} has {hosts.ranks_per_node} slots in {hosts.hostfile}"
-        raise ConfigError([Problem(message, SET, "a hostfile's slots are the ranks of a node: take some with --include HOST:0-3, or change the file")])
+        message = (
+            f"{RANKS} = {asked.value}, but {hosts.hosts[0].name} has {hosts.ranks_per_node} slots"
+            f" in {hosts.hostfile}"
+        )
+        raise ConfigError(
+            [
+                Problem(
+                    message,
+                    SET,
+                    "a hostfile's slots are the ranks of a node: take some with --include HOST:0-3,"
+                    " or change the file",
+                )
+            ]
+        )
 
 
-def hosts_to_ask(chosen: Cluster, hostfile: str, *, devices: bool) -> tuple[list[Host], dict[str, str], Launcher | None]:
-    """(hosts to look at, hosts that cannot be asked and why, the launcher where it is not simply the cluster's); of Slurm's nodes those that are free.
+def hosts_to_ask(
+    chosen: Cluster, hostfile: str, *, devices: bool
+) -> tuple[list[Host], dict[str, str], Launcher | None]:
+    """(hosts to look at, hosts that cannot be asked and why, the launcher where it is not simply
+    the cluster's); of Slurm's nodes those that are free.
 
     Args:
         devices: GPUs will be used, not only counted.
@@ -125,7 +176,8 @@ def hosts_to_ask(chosen: Cluster, hostfile: str, *, devices: bool) -> tuple[list
 
 
 def sets_of_hosts(job: Job, hosts: HostList, sets: Sequence[str]) -> list[str]:
-    """The override that gives a run that goes on as many ranks a node as its hosts have slots; none where it has them."""
+    """The override that gives a run that goes on as many ranks a node as its hosts have slots;
+    none where it has them."""
     if hosts.ranks_per_node == job.ranks_per_node:
         return []
     for text in sets:
@@ -144,10 +196,22 @@ def say_hosts(talk: Talk, job: Job, hosts: HostList) -> None:
     """Which hosts a run has, and which it would have had."""
     if hosts.hostfile is None:
         return
-    spares = f"; spare: {named(hosts.spares)}" if hosts.spares else ""
-    talk.say(f"hosts of {hosts.hostfile}: {named(hosts.running)}, {hosts.ranks_per_node} rank{'s' if hosts.ranks_per_node > 1 else ''} each{spares}")
+    if hosts.spares:
+        spares = f"; spare: {named(hosts.spares)}"
+    else:
+        spares = ""
+    talk.say(
+        f"hosts of {hosts.hostfile}: {named(hosts.running)}, {hosts.ranks_per_node}"
+        f" rank{'s' if hosts.ranks_per_node > 1 else ''} each{spares}"
+    )
     if len(hosts.spares) < job.cluster.spares:
         talk.say(f"{len(hosts.spares)} of {job.cluster.spares} spares: no more hosts are left")
-    why = left_out(job.cluster) if hosts.left_out else {}
+    if hosts.left_out:
+        why = left_out(job.cluster)
+    else:
+        why = {}
     for name in hosts.left_out:
-        talk.say(f"{name} is left out: {why.get(name.lower())}; {talk.command} nodes --cluster {job.cluster.name} --release {name} lets it in again")
+        talk.say(
+            f"{name} is left out: {why.get(name.lower())}; {talk.command} nodes --cluster"
+            f" {job.cluster.name} --release {name} lets it in again"
+        )

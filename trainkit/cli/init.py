@@ -19,14 +19,15 @@ TASKS = "from trainkit.cli.tasks import namespace  # noqa: F401\n"
 PEEK = 2**20  # bytes of a line that are looked at for its keys
 TEXT = """\
 #:schema {schema}
-# The experiments of this folder. `{command} jobs` lists them, `{command} plan mine` says what one needs, `{command} train mine` runs it.
+# The experiments of this folder. `{command} jobs` lists them, `{command} plan mine` says what one
+# needs, `{command} train mine` runs it.
 
 [defaults]
 job = "mine"
 
 [clusters.here]
 launcher = "local"
-device = "cpu"                # or a GPU: a100-sxm-80gb, h100-sxm-80gb, ...; a name that is not known is refused with those that are
+device = "cpu"                # or a GPU: a100-sxm-80gb, h100-sxm-80gb, ...
 ranks_per_node = 2
 
 [tokenizers.mine]
@@ -70,11 +71,24 @@ def init(talk: Talk, patterns: list[str], vocab: int) -> Answer:
     """The task `init`. Raises ConfigError where there is a jobs.toml already."""
     folder = Path.cwd()
     if (folder / JOBS_FILE).exists():
-        raise ConfigError(f"{folder / JOBS_FILE} is there already", hint=f"`{talk.command} jobs` lists its jobs; init writes the first one only")
+        raise ConfigError(
+            f"{folder / JOBS_FILE} is there already",
+            hint=f"`{talk.command} jobs` lists its jobs; init writes the first one only",
+        )
     wanted = patterns or ["corpus/*.jsonl"]
     files = [path for pattern in wanted for path in _matches(folder, pattern)]
-    values = {"command": talk.command, "schema": f"./{SCHEMA_FILE}", "vocab": vocab, "paths": ", ".join(map(json.dumps, wanted)), "key": _key_line(files)}
-    texts = {JOBS_FILE: TEXT.format(**values), SCHEMA_FILE: json.dumps(json_schema(), indent=1) + "\n", TASKS_FILE: TASKS}
+    values = {
+        "command": talk.command,
+        "schema": f"./{SCHEMA_FILE}",
+        "vocab": vocab,
+        "paths": ", ".join(map(json.dumps, wanted)),
+        "key": _key_line(files),
+    }
+    texts = {
+        JOBS_FILE: TEXT.format(**values),
+        SCHEMA_FILE: json.dumps(json_schema(), indent=1) + "\n",
+        TASKS_FILE: TASKS,
+    }
     texts = {name: text for name, text in texts.items() if not (folder / name).exists()}
     for name, text in texts.items():
         talk.say(f"{'would write' if talk.dry_run else 'wrote'} {folder / name}")
@@ -83,7 +97,10 @@ def init(talk: Talk, patterns: list[str], vocab: int) -> Answer:
     if talk.dry_run and not talk.json:
         talk.say("\n" + texts[JOBS_FILE])
     if not files:
-        talk.say(f"no file matches {' or '.join(wanted)} yet: put text there, or change datasets.mine.paths in {JOBS_FILE}")
+        talk.say(
+            f"no file matches {' or '.join(wanted)} yet: put text there, or change"
+            f" datasets.mine.paths in {JOBS_FILE}"
+        )
     talk.say(f"next:\n  {talk.command} plan mine\n  {talk.command} train mine")
     told: dict[str, Any] = {"folder": str(folder), "files": sorted(texts), "texts": len(files)}
     return Answer(document("init/1", dry_run=talk.dry_run, **told))
@@ -93,14 +110,22 @@ def _matches(folder: Path, pattern: str) -> list[Path]:
     """Files that a pattern means. Raises ConfigError for one that cannot be a pattern."""
     path = Path(pattern)
     try:
-        base, relative = (Path(path.anchor), str(path.relative_to(path.anchor))) if path.is_absolute() else (folder, pattern)
+        if path.is_absolute():
+            base = Path(path.anchor)
+            relative = str(path.relative_to(path.anchor))
+        else:
+            base = folder
+            relative = pattern
         return sorted(found for found in base.glob(relative) if found.is_file())
     except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"--text {pattern!r}: {error}", hint="for example --text 'corpus/*.jsonl.zst'") from None
+        raise ConfigError(
+            f"--text {pattern!r}: {error}", hint="for example --text 'corpus/*.jsonl.zst'"
+        ) from None
 
 
 def _key_line(files: list[Path]) -> str:
-    """The line text_key = ... where the first document has its text under another key than "text"."""
+    """The line text_key = ... where the first document has its text under another key than
+    "text"."""
     first = next((path for path in files if path.suffix in (".jsonl", ".json")), None)
     if first is None:
         return ""
@@ -109,7 +134,13 @@ def _key_line(files: list[Path]) -> str:
             value = json.loads(file.readline(PEEK))
     except (OSError, ValueError):
         return ""
-    texts = {key: text for key, text in value.items() if isinstance(text, str)} if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        texts = {key: text for key, text in value.items() if isinstance(text, str)}
+    else:
+        texts = {}
     if not texts or "text" in texts:
         return ""
-    return f"text_key = {json.dumps(max(texts, key=lambda key: len(texts[key])), ensure_ascii=False)}\n"
+    return (
+        "text_key ="
+        f" {json.dumps(max(texts, key=lambda key: len(texts[key])), ensure_ascii=False)}\n"
+    )

@@ -1,7 +1,9 @@
-"""The program `trainkit`, which `./inv` is too: Invoke with the tasks built in, a help page of its own, hints, and completion of names.
+"""The program `trainkit`, which `./inv` is too: Invoke with the tasks built in, a help page of
+its own, hints, and completion of names.
 
-Everything that `invoke` understands it understands as well. A tasks.py at or above the current folder is used as `invoke` would use it; without one
-the tasks are there all the same. Imports neither pydantic nor torch nor rich.
+Everything that `invoke` understands it understands as well. A tasks.py at or above the current
+folder is used as `invoke` would use it; without one the tasks are there all the same. Imports
+neither pydantic nor torch nor rich.
 """
 
 from __future__ import annotations
@@ -65,24 +67,33 @@ class TrainkitProgram(Program):
     def parse_collection(self) -> None:
         """As Invoke does; but the tasks are loaded before `--help`, which shows them."""
         self.load_collection()
-        self.list_root, self.list_depth, self.list_format = None, None, "flat"
+        self.list_root = None
+        self.list_depth = None
+        self.list_format = "flat"
         self.scoped_collection = self.collection
 
     # -- what the words mean
 
     def parse_tasks(self) -> None:
-        """As Invoke does, with a hint where a word means nothing, and with `train --help` for `--help train`."""
+        """As Invoke does, with a hint where a word means nothing, and with `train --help` for
+        `--help train`."""
         words = self.core.unparsed
         if len(words) > 1 and words[1] in ("--help", "-h"):
-            self.args.help.value, self.core.unparsed = words[0], []
+            self.args.help.value = words[0]
+            self.core.unparsed = []
         elif words[:1] == ["test"]:
             self.core.unparsed = _with_paths(words)
         try:
             super().parse_tasks()
         except ParseError as error:
             if error.context is not None and error.context.missing_positional_args:
-                wanted, task = " and a ".join(str(a.name).upper() for a in error.context.missing_positional_args), str(error.context.name)
-                raise ParseError(f"error: {task} needs a {wanted}\n  {self._usage(task)}", error.context) from None
+                wanted = " and a ".join(
+                    str(a.name).upper() for a in error.context.missing_positional_args
+                )
+                task = str(error.context.name)
+                raise ParseError(
+                    f"error: {task} needs a {wanted}\n  {self._usage(task)}", error.context
+                ) from None
             if not str(error).startswith(UNKNOWN):
                 raise
             raise ParseError(f"error: {self._explained(error)}", error.context) from None
@@ -90,22 +101,52 @@ class TrainkitProgram(Program):
     def _explained(self, error: ParseError) -> str:
         """What is wrong with the word that the parser stopped at, and the nearest that is known."""
         word = str(error).removeprefix(f"{UNKNOWN} ").removesuffix(" is!").strip("'\"")
-        context, folder = error.context, Path(self.config._project_prefix or os.curdir)
-        task = context.name if context is not None else None
+        context = error.context
+        folder = Path(self.config._project_prefix or os.curdir)
+        if context is not None:
+            task = context.name
+        else:
+            task = None
         if word.startswith("-"):
-            flags = list(context.flags) if context is not None else []
-            of = f"{self.command} {task}" if task else self.command
-            return f"{of} has no {word}\n  {_nearest(word, flags) or f'its flags: {self.command} --help {task or str()}'.rstrip()}"
+            if context is not None:
+                flags = list(context.flags)
+            else:
+                flags = []
+            if task:
+                of = f"{self.command} {task}"
+            else:
+                of = self.command
+            way_out = (
+                _nearest(word, flags) or f"its flags: {self.command} --help {task or ''}".rstrip()
+            )
+            return f"{of} has no {word}\n  {way_out}"
         if context is not None and task is not None:
-            if ways := [f"{self.command} {task} --{flag} {word}" for flag in _flags_for(word, context, folder)]:
+            if ways := [
+                f"{self.command} {task} --{flag} {word}"
+                for flag in _flags_for(word, context, folder)
+            ]:
                 return f"{task} takes {word!r} behind a flag\n  did you mean {' or '.join(ways)}?"
-            return f"{task} takes no word {word!r} here, and no task is called so\n  {_nearest(word, self.parser.contexts) or self._usage(task)}"
-        return f"there is no task {word!r}\n  {_nearest(word, self.parser.contexts) or f'{self.command} --help lists the tasks'}"
+            return (
+                f"{task} takes no word {word!r} here, and no task is called so\n "
+                f" {_nearest(word, self.parser.contexts) or self._usage(task)}"
+            )
+        return (
+            f"there is no task {word!r}\n "
+            f" {_nearest(word, self.parser.contexts) or f'{self.command} --help lists the tasks'}"
+        )
 
     def _usage(self, task: str) -> str:
         context = self.parser.contexts[task]
         places = [argument.name.upper() for argument in context.positional_args]
-        return " ".join(["usage:", self.command, task, *places, *(["[options]"] if context.help_tuples() else [])])
+        return " ".join(
+            [
+                "usage:",
+                self.command,
+                task,
+                *places,
+                *(["[options]"] if context.help_tuples() else []),
+            ]
+        )
 
     # -- help
 
@@ -114,12 +155,18 @@ class TrainkitProgram(Program):
         if self.args.complete.value:
             words = self.core.remainder.split(" ")[1:] or [""]
             contexts = self._make_parser().contexts
-            for candidate in candidates(words, contexts, self.initial_context, Path(self.config._project_prefix or os.curdir)):
+            for candidate in candidates(
+                words,
+                contexts,
+                self.initial_context,
+                Path(self.config._project_prefix or os.curdir),
+            ):
                 print(candidate)
             raise Leave
         halp = self.args.help.value
         if isinstance(halp, str) and halp not in self.parser.contexts:
-            raise ParseError(f"error: there is no task {halp!r}\n  {_nearest(halp, self.parser.contexts) or f'{self.command} --help lists the tasks'}")
+            known = _nearest(halp, self.parser.contexts) or f"{self.command} --help lists the tasks"
+            raise ParseError(f"error: there is no task {halp!r}\n  {known}")
         super().parse_cleanup()
 
     def parse_core(self, argv: list[str] | None) -> None:
@@ -131,7 +178,11 @@ class TrainkitProgram(Program):
             super().parse_core(self.argv)
             return
         if shell not in SCRIPTS:
-            raise Leave(f"error: there is no completion script for {shell!r}\n  one of {', '.join(SCRIPTS)}", code=1)
+            raise Leave(
+                f"error: there is no completion script for {shell!r}\n  one of"
+                f" {', '.join(SCRIPTS)}",
+                code=1,
+            )
         print(SCRIPTS[shell])
         raise Leave
 
@@ -145,20 +196,40 @@ class TrainkitProgram(Program):
 
     def print_help(self) -> None:
         """The page of bare `./inv`: the tasks by what they are for."""
-        command, width = self.command, min(WIDEST, pty_size()[0])
-        print(f"usage: {command} TASK [words and flags]\n\ntrainkit: from raw text to a trained language model, from one jobs.toml.\n")
+        command = self.command
+        width = min(WIDEST, pty_size()[0])
+        print(
+            f"usage: {command} TASK [words and flags]\n\ntrainkit: from raw text to a trained"
+            " language model, from one jobs.toml.\n"
+        )
         known = {name: _first_line(task) for name, task in self.collection.tasks.items()}
         shown = {name for names in GROUPS.values() for name in names}
-        further = {"Of this project": tuple(name for name in sorted(known) if name not in shown), "": ()}
+        further = {
+            "Of this project": tuple(name for name in sorted(known) if name not in shown),
+            "": (),
+        }
         room = max((len(name) for name in known), default=0)
         for heading, names in {**GROUPS, **further}.items():
             if there := [name for name in names if name in known]:
                 print(f"{heading}:")
                 for name in there:
-                    print(textwrap.fill(known[name], width, initial_indent=f"  {name:<{room}}  ", subsequent_indent=" " * (room + 4)))
+                    print(
+                        textwrap.fill(
+                            known[name],
+                            width,
+                            initial_indent=f"  {name:<{room}}  ",
+                            subsequent_indent=" " * (room + 4),
+                        )
+                    )
                 print()
-        print(f"{command} --help TASK says what a task takes; --list --list-format=json lists them for programs.")
-        print(f"{command} --print-completion-script bash (zsh, fish) completes tasks, jobs, runs and keys: eval it in your shell's start file.")
+        print(
+            f"{command} --help TASK says what a task takes; --list --list-format=json lists them"
+            " for programs."
+        )
+        print(
+            f"{command} --print-completion-script bash (zsh, fish) completes tasks, jobs, runs and"
+            " keys: eval it in your shell's start file."
+        )
 
     def print_task_help(self, name: str) -> None:
         """What a task takes."""
@@ -180,12 +251,18 @@ def _first_line(task: object) -> str:
 def _nearest(word: str, known: object) -> str:
     """A question that names the nearest of `known`, or nothing."""
     close = difflib.get_close_matches(word, [str(name) for name in known], 1)  # type: ignore[attr-defined]
-    return f"did you mean {close[0]}?" if close else ""
+    if close:
+        return f"did you mean {close[0]}?"
+    return ""
 
 
 def _flags_for(word: str, context: ParserContext, folder: Path) -> list[str]:
     """Flags of a task behind which `word` is a name of jobs.toml."""
-    return [flag for flag, kind in NAMES.items() if f"--{flag}" in context.flags and word in names_of(kind, folder)]
+    return [
+        flag
+        for flag, kind in NAMES.items()
+        if f"--{flag}" in context.flags and word in names_of(kind, folder)
+    ]
 
 
 def main() -> None:
@@ -194,8 +271,10 @@ def main() -> None:
 
 
 def _with_paths(words: list[str]) -> list[str]:
-    """`test tests/data -k pack` as `test --path tests/data -k pack`: Invoke knows no word that may be left out."""
-    found, value = words[:1], False
+    """`test tests/data -k pack` as `test --path tests/data -k pack`: Invoke knows no word that
+    may be left out."""
+    found = words[:1]
+    value = False
     for word in words[1:]:
         found += [word] if word.startswith("-") or value else ["--path", word]
         value = word in ("-k", "-p", "--path")

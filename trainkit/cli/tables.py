@@ -1,6 +1,8 @@
-"""Tables that pipes and narrow terminals can take: one record is one line, no word is ever broken or cut.
+"""Tables that pipes and narrow terminals can take: one record is one line, no word is ever
+broken or cut.
 
-Where the output is no terminal, every column is there, however long the line. A terminal that is too narrow gets fewer columns, and is told which are missing.
+Where the output is no terminal, every column is there, however long the line. A terminal that is
+too narrow gets fewer columns, and is told which are missing.
 """
 
 from __future__ import annotations
@@ -21,16 +23,20 @@ class Listing:
     """Headings and rows, to be given to a console's `print`. Cells are rich's markup.
 
     Args:
-        headings: one a column; without any of them visible ("" each) no line of headings is printed.
-        right: headings of columns of numbers.
-        drop: headings of columns that a narrow terminal does without; the first of them goes first.
+        headings: one a column; without any of them visible ("" each) no line of headings is
+        printed. right: headings of columns of numbers. drop: headings of columns that a narrow
+        terminal does without; the first of them goes first.
     """
 
-    def __init__(self, *headings: str, right: Collection[str] = (), drop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *headings: str, right: Collection[str] = (), drop: Sequence[str] = ()
+    ) -> None:
         unknown = {*right, *drop} - {*headings}
         if unknown:
             raise ValueError(f"no columns: {sorted(unknown)}")
-        self.headings, self.right, self.drop = headings, right, drop
+        self.headings = headings
+        self.right = right
+        self.drop = drop
         self.rows: list[list[Text]] = []
 
     def add_row(self, *cells: str) -> None:
@@ -40,11 +46,15 @@ class Listing:
         self.rows.append([Text.from_markup(cell.replace("\n", " ")) for cell in cells])
 
     def _widths(self) -> list[int]:
-        return [max([Text(heading).cell_len, *(row[i].cell_len for row in self.rows)]) for i, heading in enumerate(self.headings)]
+        return [
+            max([Text(heading).cell_len, *(row[i].cell_len for row in self.rows)])
+            for i, heading in enumerate(self.headings)
+        ]
 
     def _shown(self, room: int) -> list[int]:
         """Which columns fit."""
-        widths, shown = self._widths(), list(range(len(self.headings)))
+        widths = self._widths()
+        shown = list(range(len(self.headings)))
         widths[-1] = min(widths[-1], READABLE)
         for heading in self.drop:
             if sum(widths[i] + GAP for i in shown) - GAP <= room:
@@ -53,36 +63,61 @@ class Listing:
         return shown
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = console.width if console.is_terminal else NO_LIMIT
-        shown, widths = self._shown(room), self._widths()
-        heading = [[Text(text, style="bold") for text in self.headings]] if any(self.headings) else []
+        if console.is_terminal:
+            room = console.width
+        else:
+            room = NO_LIMIT
+        shown = self._shown(room)
+        widths = self._widths()
+        if any(self.headings):
+            heading = [[Text(text, style="bold") for text in self.headings]]
+        else:
+            heading = []
         for row in [*heading, *self.rows]:
             yield from self._lines(row, [widths[i] for i in shown], shown, room)
         if left := [text for i, text in enumerate(self.headings) if i not in shown]:
-            yield Text(f"(a wider terminal, a pipe or --json also shows: {', '.join(left)})", style="dim", no_wrap=True, overflow="ignore")
+            yield Text(
+                f"(a wider terminal, a pipe or --json also shows: {', '.join(left)})",
+                style="dim",
+                no_wrap=True,
+                overflow="ignore",
+            )
 
-    def _lines(self, row: Sequence[Text], widths: Sequence[int], shown: Sequence[int], room: int) -> Iterator[Text]:
-        """One line; where the last cell does not fit on a terminal, its further words on lines below it."""
+    def _lines(
+        self, row: Sequence[Text], widths: Sequence[int], shown: Sequence[int], room: int
+    ) -> Iterator[Text]:
+        """One line; where the last cell does not fit on a terminal, its further words on lines
+        below it."""
         line = Text(no_wrap=True, overflow="ignore")
         for i, width in zip(shown[:-1], widths, strict=False):
             blanks = Text(" " * (width - row[i].cell_len))
             for part in (blanks, row[i]) if self.headings[i] in self.right else (row[i], blanks):
                 line.append_text(part)
             line.append(" " * GAP)
-        last, before = row[shown[-1]], line.cell_len
+        last = row[shown[-1]]
+        before = line.cell_len
         if self.headings[shown[-1]] in self.right:
             line.append(" " * (widths[-1] - last.cell_len))
-        parts = last.divide(_breaks(last.plain, room - before)) if room - before >= min(READABLE, widths[-1]) else [last]
+        parts = (
+            last.divide(_breaks(last.plain, room - before))
+            if room - before >= min(READABLE, widths[-1])
+            else [last]
+        )
         for number, part in enumerate(parts or [last]):
-            whole = line if number == 0 else Text(" " * before, no_wrap=True, overflow="ignore")
+            if number == 0:
+                whole = line
+            else:
+                whole = Text(" " * before, no_wrap=True, overflow="ignore")
             whole.append_text(part)
             whole.rstrip()
             yield whole
 
 
 def _breaks(text: str, room: int) -> list[int]:
-    """Where words begin new lines of at most `room` columns; a longer word has a line of its own."""
-    breaks, start = [], 0
+    """Where words begin new lines of at most `room` columns; a longer word has a line of its
+    own."""
+    breaks = []
+    start = 0
     for word in re.finditer(r"\S+", text):
         if word.start() > start and cell_len(text[start : word.end()]) > room:
             breaks.append(word.start())

@@ -1,6 +1,8 @@
-"""The Invoke tasks. Each parses its words and calls one function; what that needs is imported only then.
+"""The Invoke tasks. Each parses its words and calls one function; what that needs is imported
+only then.
 
-A repository of your own gets them with one line in its tasks.py: `from trainkit.cli.tasks import namespace`.
+A repository of your own gets them with one line in its tasks.py: `from trainkit.cli.tasks import
+namespace`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from trainkit.cli.wrapper import Answer, Talk, make_task
 @make_task(
     iterable=["text"],
     help={
-        "text": "your text, such as 'corpus/*.jsonl.zst' (one JSON object a line) or 'books/*.txt'; may be repeated",
+        "text": (
+            "your text, such as 'corpus/*.jsonl.zst' (one JSON object a line) or 'books/*.txt'; may"
+            " be repeated"
+        ),
         "vocab-size": "ids of the tokenizer that is trained on it",
     },
     reports=True,
@@ -40,10 +45,17 @@ def jobs(talk: Talk) -> Answer:
 @make_task(
     positional=["job"],
     iterable=["set"],
-    help={**JOB, **SET, "explain": "say where this one key's value comes from", "format": "toml or json"},
+    help={
+        **JOB,
+        **SET,
+        "explain": "say where this one key's value comes from",
+        "format": "toml or json",
+    },
     reports=True,
 )
-def show(talk: Talk, job: str, explain: str = "", format: str = "toml", set: list[str] | None = None) -> Answer:
+def show(
+    talk: Talk, job: str, explain: str = "", format: str = "toml", set: list[str] | None = None
+) -> Answer:
     """Print a resolved job with the origin of every value."""
     from trainkit.cli.config import jobs as lister
 
@@ -61,12 +73,20 @@ def check(talk: Talk) -> Answer:
 @make_task(
     positional=["job"],
     iterable=["set"],
-    help={**JOB, **SET, "nodes": "on so many nodes; 0: as the job says", "cluster": "on this cluster of jobs.toml"},
+    help={
+        **JOB,
+        **SET,
+        "nodes": "on so many nodes; 0: as the job says",
+        "cluster": "on this cluster of jobs.toml",
+    },
     reports=True,
     at_least={"nodes": 0},
 )
-def plan(talk: Talk, job: str, nodes: int = 0, cluster: str = "", set: list[str] | None = None) -> Answer:
-    """Say what a job will need and what is wrong with it, before anything runs; exit 4 when it cannot."""
+def plan(
+    talk: Talk, job: str, nodes: int = 0, cluster: str = "", set: list[str] | None = None
+) -> Answer:
+    """Say what a job will need and what is wrong with it, before anything runs; exit 4 when it
+    cannot."""
     from trainkit.cli.config import plan as planner
 
     return planner.plan(talk, job, nodes, cluster, set or [])
@@ -92,7 +112,14 @@ def build(talk: Talk, force: bool = False) -> Answer:
     dry=True,
     at_least={"workers": 0},
 )
-def prep_data(talk: Talk, dataset: str = "", job: str = "", cluster: str = "", workers: int = 0, force: bool = False) -> Answer:
+def prep_data(
+    talk: Talk,
+    dataset: str = "",
+    job: str = "",
+    cluster: str = "",
+    workers: int = 0,
+    force: bool = False,
+) -> Answer:
     """Turn text into tokens; without words, for the job named in [defaults]."""
     from trainkit.cli.run import stages as prepare
 
@@ -106,21 +133,35 @@ def prep_data(talk: Talk, dataset: str = "", job: str = "", cluster: str = "", w
         "count-only": "only documents, sequences and tokens, from the index alone",
         "samples": "documents to show the beginnings of",
         "seed": "of their choice",
-        "picture": "also draw lengths and frequencies into this .svg or .png (needs the extra `report`)",
+        "picture": (
+            "also draw lengths and frequencies into this .svg or .png (needs the extra `report`)"
+        ),
     },
     reports=True,
     at_least={"samples": 0, "seed": 0},
 )
-def data_stats(talk: Talk, dataset: str, job: str = "", count_only: bool = False, samples: int = 3, seed: int = 1234, picture: str = "") -> Answer:
-    """Say what is in a prepared dataset: documents, tokens, lengths, the most frequent tokens, some documents."""
+def data_stats(
+    talk: Talk,
+    dataset: str,
+    job: str = "",
+    count_only: bool = False,
+    samples: int = 3,
+    seed: int = 1234,
+    picture: str = "",
+) -> Answer:
+    """Say what is in a prepared dataset: documents, tokens, lengths, the most frequent tokens,
+    some documents."""
     from trainkit.cli.config import data
 
-    return data.stats(talk, dataset, job, count_only=count_only, samples=samples, seed=seed, picture=picture)
+    return data.stats(
+        talk, dataset, job, count_only=count_only, samples=samples, seed=seed, picture=picture
+    )
 
 
 @make_task(positional=["dataset"], help=DATASET, reports=True)
 def data_verify(talk: Talk, dataset: str, job: str = "") -> Answer:
-    """Check a prepared dataset: index against tokens, ids, ends of documents, checksums; exit 6 with all that is wrong."""
+    """Check a prepared dataset: index against tokens, ids, ends of documents, checksums; exit 6
+    with all that is wrong."""
     from trainkit.cli.config import data
 
     return data.verify(talk, dataset, job)
@@ -153,8 +194,11 @@ def train(
     from trainkit.cli.host_options import HostWords
     from trainkit.cli.run import train as run
 
-    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude, existing), run.Following(detach, foreground)
-    return run.train(talk, job, set or [], stages=not no_stages, share=share, words=hosts, following=following)
+    hosts = HostWords(cluster, nodes, hostfile, include, exclude, existing)
+    following = run.Following(detach, foreground)
+    return run.train(
+        talk, job, set or [], stages=not no_stages, share=share, words=hosts, following=following
+    )
 
 
 @make_task(
@@ -189,8 +233,11 @@ def resume(
     from trainkit.cli.host_options import HostWords
     from trainkit.cli.run import train as runner
 
-    hosts, following = HostWords(cluster, nodes, hostfile, include, exclude, existing), runner.Following(detach, foreground)
-    return runner.resume(talk, run, set or [], share=share, words=hosts, following=following, code=code)
+    hosts = HostWords(cluster, nodes, hostfile, include, exclude, existing)
+    following = runner.Following(detach, foreground)
+    return runner.resume(
+        talk, run, set or [], share=share, words=hosts, following=following, code=code
+    )
 
 
 @make_task(positional=["run"], help=RUN, reports=True)
@@ -206,12 +253,16 @@ def attach(talk: Talk, run: str) -> Answer:
     help={
         **RUN,
         "save": "first save at the end of the step; it can go on from there",
-        "force": "where its supervisor is gone: take hosts that do not answer for gone too, so that it can be resumed",
+        "force": (
+            "where its supervisor is gone: take hosts that do not answer for gone too, so that it"
+            " can be resumed"
+        ),
     },
     reports=True,
 )
 def cancel(talk: Talk, run: str, save: bool = False, force: bool = False) -> Answer:
-    """Stop a run, and ask every node what is left of it; exit 15, 12 with --save, 13 if a node does not answer."""
+    """Stop a run, and ask every node what is left of it; exit 15, 12 with --save, 13 if a node
+    does not answer."""
     from trainkit.cli.run import cancel as canceller
 
     return canceller.cancel(talk, run, save=save, force=force)
@@ -220,8 +271,13 @@ def cancel(talk: Talk, run: str, save: bool = False, force: bool = False) -> Ans
 @make_task(
     help={
         "job": "only this job's",
-        "table": "what each achieved: nodes, tokens/s, TFLOP/s of a device (medians), memory of a rank",
-        "flops": "in the table also TFLOP/s as others count them: megatron-2021, palm-6n or gpt-neox-2022",
+        "table": (
+            "what each achieved: nodes, tokens/s, TFLOP/s of a device (medians), memory of a rank"
+        ),
+        "flops": (
+            "in the table also TFLOP/s as others count them: megatron-2021, palm-6n or"
+            " gpt-neox-2022"
+        ),
     },
     reports=True,
 )
@@ -232,7 +288,11 @@ def runs(talk: Talk, job: str = "", table: bool = False, flops: str = "") -> Ans
     return follow.runs(talk, job, table=table, flops=flops)
 
 
-@make_task(positional=["run"], help={**RUN, "watch": "again every two seconds, until the run has ended"}, reports=True)
+@make_task(
+    positional=["run"],
+    help={**RUN, "watch": "again every two seconds, until the run has ended"},
+    reports=True,
+)
 def status(talk: Talk, run: str, watch: bool = False) -> Answer:
     """Say how a run is doing, or how it ended and what to do next."""
     from trainkit.cli.inspect import runs as follow
@@ -240,7 +300,12 @@ def status(talk: Talk, run: str, watch: bool = False) -> Answer:
     return follow.status(talk, run, watch=watch)
 
 
-@make_task(positional=["run"], help={**RUN, "attempt": "of this attempt; 0: the newest that failed"}, reports=True, at_least={"attempt": 0})
+@make_task(
+    positional=["run"],
+    help={**RUN, "attempt": "of this attempt; 0: the newest that failed"},
+    reports=True,
+    at_least={"attempt": 0},
+)
 def why(talk: Talk, run: str, attempt: int = 0) -> Answer:
     """Say which rank failed first, on which host, how, and what to do about it."""
     from trainkit.cli.inspect import why as asker
@@ -261,7 +326,15 @@ def why(talk: Talk, run: str, attempt: int = 0) -> Answer:
     reports=True,
     at_least={"attempt": 0, "lines": 0},
 )
-def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0, follow: bool = False, lines: int = 50) -> Answer:
+def logs(
+    talk: Talk,
+    run: str,
+    rank: str = "",
+    node: str = "",
+    attempt: int = 0,
+    follow: bool = False,
+    lines: int = 50,
+) -> Answer:
     """Print the logs of ranks; by default that of rank 0."""
     from trainkit.cli.inspect import logs as reader
 
@@ -277,8 +350,11 @@ def logs(talk: Talk, run: str, rank: str = "", node: str = "", attempt: int = 0,
     },
     reports=True,
 )
-def nodes(talk: Talk, cluster: str = "", hostfile: str = "", release: str = "", top: bool = False) -> Answer:
-    """Say which hosts of a cluster can be reached, which runs they are busy with, and which are left out."""
+def nodes(
+    talk: Talk, cluster: str = "", hostfile: str = "", release: str = "", top: bool = False
+) -> Answer:
+    """Say which hosts of a cluster can be reached, which runs they are busy with, and which are
+    left out."""
     from trainkit.cli.hosts import nodes as looker
 
     if top:
@@ -304,11 +380,19 @@ def doctor(talk: Talk, cluster: str = "", hostfile: str = "", all_reduce: bool =
 @make_task(
     iterable=["host"],
     help={
-        "cluster": "a cluster of jobs.toml with launcher ssh or pdsh; by default that of the job in [defaults]",
+        "cluster": (
+            "a cluster of jobs.toml with launcher ssh or pdsh; by default that of the job in"
+            " [defaults]"
+        ),
         "hostfile": "the hosts of this file; with --host: the file to write",
-        "host": "[user@]host[:port] of a node, for a hostfile that is not there yet; may be repeated",
+        "host": (
+            "[user@]host[:port] of a node, for a hostfile that is not there yet; may be repeated"
+        ),
         "slots": "ranks of a node in that hostfile; 0: as the cluster says",
-        "share": "export this folder of this machine over NFS, and mount it on the hosts under the same path",
+        "share": (
+            "export this folder of this machine over NFS, and mount it on the hosts under the same"
+            " path"
+        ),
         "address": "this machine's address, as the hosts reach it",
         "perform": "do it; else it is only printed",
     },
@@ -326,7 +410,8 @@ def setup_hosts(
     address: str = "",
     perform: bool = False,
 ) -> Answer:
-    """Print what bare machines need to become a cluster (keys, NFS, hostfile), or do it; it may run again."""
+    """Print what bare machines need to become a cluster (keys, NFS, hostfile), or do it; it may
+    run again."""
     from trainkit.cli.hosts import setup_hosts as maker
 
     words = maker.SetupWords(hostfile, tuple(host or ()), slots, share, address)
@@ -345,7 +430,8 @@ def setup_hosts(
     at_least={"wait": 0},
 )
 def fleet(talk: Talk, verb: str, cluster: str = "", wait: float = 900.0) -> Answer:
-    """Start or stop the compute nodes of an AWS ParallelCluster and wait until it is done, or say how they are."""
+    """Start or stop the compute nodes of an AWS ParallelCluster and wait until it is done, or
+    say how they are."""
     from trainkit.cli.hosts import fleet as keeper
 
     return keeper.fleet(talk, verb, cluster, wait)
@@ -385,7 +471,14 @@ def report(talk: Talk, run: str, picture: str = "", flops: str = "") -> Answer:
         "no-lint": "no ruff and no mypy before pytest; nor are they run for a part of the tests",
     },
 )
-def test(talk: Talk, path: list[str] | None = None, slow: bool = False, k: str = "", last_failed: bool = False, no_lint: bool = False) -> None:
+def test(
+    talk: Talk,
+    path: list[str] | None = None,
+    slow: bool = False,
+    k: str = "",
+    last_failed: bool = False,
+    no_lint: bool = False,
+) -> None:
     """Run ruff, the type checker and the tests of this checkout."""
     from trainkit.cli.checkout import test as project
 
@@ -401,7 +494,9 @@ def test(talk: Talk, path: list[str] | None = None, slow: bool = False, k: str =
     },
     reports=True,
 )
-def bench(talk: Talk, name: str = "", list: bool = False, quick: bool = False, device: str = "") -> Answer:
+def bench(
+    talk: Talk, name: str = "", list: bool = False, quick: bool = False, device: str = ""
+) -> Answer:
     """Measure trainkit beside its peers (in .venv-bench, made at the first use)."""
     from trainkit.cli.checkout import bench as runner
 
@@ -409,7 +504,21 @@ def bench(talk: Talk, name: str = "", list: bool = False, quick: bool = False, d
 
 
 namespace = Collection(
-    *(init, jobs, show, check, plan, build, prep_data, data_stats, data_verify, train, resume, attach, cancel),
+    *(
+        init,
+        jobs,
+        show,
+        check,
+        plan,
+        build,
+        prep_data,
+        data_stats,
+        data_verify,
+        train,
+        resume,
+        attach,
+        cancel,
+    ),
     *(runs, status, why, logs, nodes, doctor, setup_hosts, fleet, checkpoints, replay),
     *(tensorboard, report, generate, evaluate, export, clean, test, bench),
 )

@@ -23,7 +23,15 @@ from trainkit.cli.wrapper import Answer, Talk, make_task
         **TENSOR,
     },
     reports=True,
-    at_least={"max_new_tokens": 1, "temperature": 0, "top_k": 0, "top_p": 0, "seed": 0, "step": 0, "tensor_parallel": 1},
+    at_least={
+        "max_new_tokens": 1,
+        "temperature": 0,
+        "top_k": 0,
+        "top_p": 0,
+        "seed": 0,
+        "step": 0,
+        "tensor_parallel": 1,
+    },
 )
 def generate(
     talk: Talk,
@@ -44,7 +52,15 @@ def generate(
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     return after.generate(
-        talk, run, prompt or [], prompts_file, sampling, max_new_tokens=max_new_tokens, step=step, device=device, tensor_parallel=tensor_parallel
+        talk,
+        run,
+        prompt or [],
+        prompts_file,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        step=step,
+        device=device,
+        tensor_parallel=tensor_parallel,
     )
 
 
@@ -64,7 +80,14 @@ def generate(
     at_least={"samples": 0, "step": 0, "tensor_parallel": 1},
 )
 def evaluate(
-    talk: Talk, run: str, dataset: str = "", split: str = "valid", samples: int = 0, step: int | None = None, device: str = "", tensor_parallel: int = 1
+    talk: Talk,
+    run: str,
+    dataset: str = "",
+    split: str = "valid",
+    samples: int = 0,
+    step: int | None = None,
+    device: str = "",
+    tensor_parallel: int = 1,
 ) -> Answer:
     """Measure a trained model's loss, perplexity and bits per byte on a dataset."""
     from trainkit.cli.model import inference as after
@@ -76,7 +99,9 @@ def evaluate(
     positional=["run"],
     help={
         **RUN,
-        "format": "hf: safetensors, config and tokenizer, as transformers' from_pretrained loads them",
+        "format": (
+            "hf: safetensors, config and tokenizer, as transformers' from_pretrained loads them"
+        ),
         "to": "the folder to write; it must not be there yet",
         "dtype": "of the weights: fp32, bf16 or fp16",
         "shard-gb": "tensors of one file at most, in GB",
@@ -85,7 +110,15 @@ def evaluate(
     reports=True,
     at_least={"step": 0, "shard_gb": 1e-6},
 )
-def export(talk: Talk, run: str, format: str = "hf", to: str = "", step: int | None = None, dtype: str = "fp32", shard_gb: float = 5.0) -> Answer:
+def export(
+    talk: Talk,
+    run: str,
+    format: str = "hf",
+    to: str = "",
+    step: int | None = None,
+    dtype: str = "fp32",
+    shard_gb: float = 5.0,
+) -> Answer:
     """Write a run's weights for other programs."""
     from trainkit.cli.model import export as exporter
 
@@ -103,8 +136,11 @@ def export(talk: Talk, run: str, format: str = "hf", to: str = "", step: int | N
     reports=True,
     at_least={"pin": 0, "unpin": 0},
 )
-def checkpoints(talk: Talk, run: str, verify: bool = False, pin: int | None = None, unpin: int | None = None) -> Answer:
-    """List a run's checkpoints: size, layout, whether they are whole and why they are kept; exit 16 when none is whole."""
+def checkpoints(
+    talk: Talk, run: str, verify: bool = False, pin: int | None = None, unpin: int | None = None
+) -> Answer:
+    """List a run's checkpoints: size, layout, whether they are whole and why they are kept; exit
+    16 when none is whole."""
     from trainkit.cli.inspect import checkpoints as keeper
 
     return keeper.checkpoints(talk, run, hashes=verify, pinned=pin, unpinned=unpin)
@@ -113,7 +149,10 @@ def checkpoints(talk: Talk, run: str, verify: bool = False, pin: int | None = No
 @make_task(
     help={
         "run": "only this run",
-        "keep": "so many of a run's newest checkpoints stay, with those that its job keeps for another reason",
+        "keep": (
+            "so many of a run's newest checkpoints stay, with those that its job keeps for another"
+            " reason"
+        ),
         "damaged": "those that were set aside as damaged go too",
         "perform": "delete; else it is only said what would go",
     },
@@ -121,8 +160,11 @@ def checkpoints(talk: Talk, run: str, verify: bool = False, pin: int | None = No
     dry=True,
     at_least={"keep": 1},
 )
-def clean(talk: Talk, run: str = "", keep: int = 1, damaged: bool = False, perform: bool = False) -> Answer:
-    """Say which checkpoints of ended runs are not needed to go on with them, and their size, or delete them."""
+def clean(
+    talk: Talk, run: str = "", keep: int = 1, damaged: bool = False, perform: bool = False
+) -> Answer:
+    """Say which checkpoints of ended runs are not needed to go on with them, and their size, or
+    delete them."""
     from trainkit.cli.inspect import clean as cleaner
 
     return cleaner.clean(talk, run, keep, damaged=damaged, performing=perform)

@@ -1,4 +1,5 @@
-"""One wrapper makes every Invoke task: `--json`, `--dry-run`, errors, exit codes and Ctrl-C behave the same everywhere.
+"""One wrapper makes every Invoke task: `--json`, `--dry-run`, errors, exit codes and Ctrl-C
+behave the same everywhere.
 
 Imports neither pydantic nor torch nor rich: `invoke --list` must be quick.
 """
@@ -31,12 +32,16 @@ from trainkit.base.files import keep_others_from_writing, who_denies
 if TYPE_CHECKING:
     from rich.console import Console
 
-COMMON_HELP = {"json": "print one JSON document on stdout, prose on stderr", "dry-run": "change nothing, print exactly what would be done"}
+COMMON_HELP = {
+    "json": "print one JSON document on stdout, prose on stderr",
+    "dry-run": "change nothing, print exactly what would be done",
+}
 
 
 @dataclass(frozen=True)
 class Talk:
-    """How a task speaks: what it was asked for, and where its words go. `folder` is that of tasks.py."""
+    """How a task speaks: what it was asked for, and where its words go. `folder` is that of
+    tasks.py."""
 
     json: bool
     dry_run: bool
@@ -54,8 +59,16 @@ class Talk:
 
         from trainkit.cli.tables import NO_LIMIT
 
-        stream = sys.stderr if self.json else sys.stdout
-        return Console(stderr=self.json, highlight=False, soft_wrap=True, width=None if stream.isatty() else NO_LIMIT)
+        if self.json:
+            stream = sys.stderr
+        else:
+            stream = sys.stdout
+        return Console(
+            stderr=self.json,
+            highlight=False,
+            soft_wrap=True,
+            width=None if stream.isatty() else NO_LIMIT,
+        )
 
     def say(self, text: str = "") -> None:
         """One line of plain prose."""
@@ -63,11 +76,14 @@ class Talk:
 
 
 def command_in(folder: Path) -> str:
-    """How the person runs tasks: by the wrapper of the checkout `folder` with its own .venv, by `trainkit`, or by `invoke`."""
+    """How the person runs tasks: by the wrapper of the checkout `folder` with its own .venv, by
+    `trainkit`, or by `invoke`."""
     if Path(sys.prefix) == folder.resolve() / ".venv" and (folder / "inv").is_file():
         return "./inv"
     program = Path(sys.argv[0])
-    return "trainkit" if "trainkit" in (program.name, program.parent.name) else "invoke"
+    if "trainkit" in (program.name, program.parent.name):
+        return "trainkit"
+    return "invoke"
 
 
 @dataclass(frozen=True)
@@ -116,13 +132,32 @@ def make_task(
             given = _numbers({n: values[n] for n in words}, own, at_least or {})
             _call(talk, lambda: body(talk, **given))
 
+        run.__doc__ = _unwrapped(inspect.getdoc(body) or "")
         keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [inspect.Parameter("context", keyword), *map(_as_word, own), *(inspect.Parameter(n, keyword, default=False) for n in extra)]
+        parameters = [
+            inspect.Parameter("context", keyword),
+            *map(_as_word, own),
+            *(inspect.Parameter(n, keyword, default=False) for n in extra),
+        ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Invoke reads
-        texts = {**{n.replace("_", "-"): COMMON_HELP[n.replace("_", "-")] for n in extra}, **(help or {})}
-        return Task(run, positional=list(positional), iterable=list(iterable), help=texts, auto_shortflags=False)
+        texts = {
+            **{n.replace("_", "-"): COMMON_HELP[n.replace("_", "-")] for n in extra},
+            **(help or {}),
+        }
+        return Task(
+            run,
+            positional=list(positional),
+            iterable=list(iterable),
+            help=texts,
+            auto_shortflags=False,
+        )
 
     return decorate
+
+
+def _unwrapped(text: str) -> str:
+    """Each paragraph as one line: Invoke shows the first line as a task's summary."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def _refuse_flag_words(body: Body, words: dict[str, str]) -> None:
@@ -130,26 +165,37 @@ def _refuse_flag_words(body: Body, words: dict[str, str]) -> None:
     for name, word in words.items():
         if word.startswith("-"):
             verb = body.__name__.replace("_", "-")
-            raise Leave(f"error: {verb} needs a {name.upper()} before {word!r}\n  for its help: invoke --help {verb}", code=Exit.USAGE)
+            raise Leave(
+                f"error: {verb} needs a {name.upper()} before {word!r}\n  for its help: invoke"
+                f" --help {verb}",
+                code=Exit.USAGE,
+            )
 
 
 def _as_word(parameter: inspect.Parameter) -> inspect.Parameter:
     """A number flag as Invoke is shown it: a word."""
     if _is_optional_count(parameter):
         return parameter.replace(default="")
-    return parameter.replace(default=str(parameter.default)) if type(parameter.default) in (int, float) else parameter
+    if type(parameter.default) in (int, float):
+        return parameter.replace(default=str(parameter.default))
+    return parameter
 
 
 def _is_optional_count(parameter: inspect.Parameter) -> bool:
-    """A whole number that may be left out, and then is None: 0 is a step like any other. (A module's annotations are text.)"""
+    """A whole number that may be left out, and then is None: 0 is a step like any other. (A
+    module's annotations are text.)"""
     return parameter.default is None and parameter.annotation == "int | None"
 
 
-def _numbers(values: dict[str, Any], parameters: Iterable[inspect.Parameter], at_least: Mapping[str, float]) -> dict[str, Any]:
+def _numbers(
+    values: dict[str, Any], parameters: Iterable[inspect.Parameter], at_least: Mapping[str, float]
+) -> dict[str, Any]:
     """Words of number flags as numbers: Invoke's own conversion ends in a traceback."""
     found = dict(values)
     for parameter in parameters:
-        kind, word, flag = type(parameter.default), values[parameter.name], f"--{parameter.name.replace('_', '-')}"
+        kind = type(parameter.default)
+        word = values[parameter.name]
+        flag = f"--{parameter.name.replace('_', '-')}"
         if _is_optional_count(parameter):
             if word == "":
                 found[parameter.name] = None
@@ -160,18 +206,28 @@ def _numbers(values: dict[str, Any], parameters: Iterable[inspect.Parameter], at
         try:
             found[parameter.name] = number = kind(word)
         except ValueError:
-            raise Leave(f"error: {flag} takes a {'whole ' if kind is int else ''}number, not {word!r}", code=Exit.USAGE) from None
+            raise Leave(
+                f"error: {flag} takes a {'whole ' if kind is int else ''}number, not {word!r}",
+                code=Exit.USAGE,
+            ) from None
         if isinstance(number, float) and not math.isfinite(number):
             raise Leave(f"error: {flag} takes a finite number, not {word!r}", code=Exit.USAGE)
         if number >= 2**63:
-            raise Leave(f"error: {flag} {word} is too large: it must be below 2**63", code=Exit.USAGE)
+            raise Leave(
+                f"error: {flag} {word} is too large: it must be below 2**63", code=Exit.USAGE
+            )
         if number < at_least.get(parameter.name, number):
-            raise Leave(f"error: {flag} {word}: the lowest is {at_least[parameter.name]}", code=Exit.USAGE)
+            raise Leave(
+                f"error: {flag} {word}: the lowest is {at_least[parameter.name]}", code=Exit.USAGE
+            )
     return found
 
 
-def _say_error(talk: Talk, message: str, exit: Exit, problems: list[dict[str, object]] | None = None) -> Leave:
-    """The exception that ends the task with this message; under `--json` the document is printed as well."""
+def _say_error(
+    talk: Talk, message: str, exit: Exit, problems: list[dict[str, object]] | None = None
+) -> Leave:
+    """The exception that ends the task with this message; under `--json` the document is printed
+    as well."""
     if talk.json:
         plain = [{"message": message, "hint": "", "file": None, "line": None}]
         print(json.dumps({"schema": "error/1", "exit": int(exit), "problems": problems or plain}))
@@ -184,15 +240,19 @@ def _as_typed(talk: Talk, text: str) -> str:
 
 
 def _install_and_begin_again(talk: Talk, error: MissingExtra) -> None:
-    """In the checkout's own .venv, which `./inv` keeps: install the extra and run the same command again. Returns where that is not for us to do."""
+    """In the checkout's own .venv, which `./inv` keeps: install the extra and run the same
+    command again. Returns where that is not for us to do."""
     if talk.command != "./inv" or talk.dry_run:
         return
     from trainkit.base.install import InstallError, ensure, has_extra
 
     root = talk.folder.resolve()
-    if has_extra(root, error.extra):  # and its package is missing all the same: a second time would not help
+    # and its package is missing all the same: a second time would not help
+    if has_extra(root, error.extra):
         return
-    print(f"{error.list[0].message}: installing the extra {error.extra}", file=sys.stderr, flush=True)
+    print(
+        f"{error.list[0].message}: installing the extra {error.extra}", file=sys.stderr, flush=True
+    )
     try:
         ensure(root, [error.extra])
     except InstallError as failed:
@@ -201,43 +261,64 @@ def _install_and_begin_again(talk: Talk, error: MissingExtra) -> None:
 
 
 def _denied(error: PermissionError) -> TrainkitError:
-    """The error for a file that this person may not touch; whose it is tells why, where it is another's."""
+    """The error for a file that this person may not touch; whose it is tells why, where it is
+    another's."""
     stops, owner = who_denies(Path(os.fsdecode(error.filename)))
     message = f"{error.strerror}: {error.filename}"
     if not owner:
         return TrainkitError(message, exit=Exit.STAGE_FAILED)
-    hint = f"{stops} belongs to {owner}; clusters.NAME.root is one person's folder, or a group's that may write all of it: "
-    return TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hint + 'root = "FOLDER/${host:USER}" gives each their own')
+    hint = (
+        f"{stops} belongs to {owner}; clusters.NAME.root is one person's folder, or a group's that"
+        " may write all of it: "
+    )
+    return TrainkitError(
+        message,
+        exit=Exit.STAGE_FAILED,
+        hint=hint + 'root = "FOLDER/${host:USER}" gives each their own',
+    )
 
 
 def _call(talk: Talk, body: Callable[[], Answer | None]) -> None:
     keep_others_from_writing()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 still gets all that it can show
+            # a terminal that is not UTF-8 still gets all that it can show
+            stream.reconfigure(errors="backslashreplace")
     try:
         answer = body()
     except MissingExtra as error:
         _install_and_begin_again(talk, error)
         raise _say_error(talk, f"error: {error}", error.exit, error.problems()) from None
     except TrainkitError as error:
-        raise _say_error(talk, _as_typed(talk, f"error: {error}"), error.exit, error.problems()) from None
+        raise _say_error(
+            talk, _as_typed(talk, f"error: {error}"), error.exit, error.problems()
+        ) from None
     except KeyboardInterrupt:
         raise _say_error(talk, "interrupted; what was finished is kept", Exit.INTERRUPTED) from None
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: `invoke runs | head`
+        # the reader has gone: `invoke runs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise Leave(code=128 + signal.SIGPIPE) from None
     except OSError as error:
         if isinstance(error, PermissionError) and isinstance(error.filename, str | bytes):
             denied = _denied(error)
             raise _say_error(talk, f"error: {denied}", denied.exit, denied.problems()) from None
-        where = f": {error.filename}" if error.filename else ""
-        raise _say_error(talk, f"error: {error.strerror or error}{where}", Exit.STAGE_FAILED) from None
+        if error.filename:
+            where = f": {error.filename}"
+        else:
+            where = ""
+        raise _say_error(
+            talk, f"error: {error.strerror or error}{where}", Exit.STAGE_FAILED
+        ) from None
     except Leave:
         raise
     except Exception:
         traceback.print_exc()
-        raise _say_error(talk, "error: this is a bug in trainkit; please report it with the lines above", Exit.BUG) from None
+        raise _say_error(
+            talk,
+            "error: this is a bug in trainkit; please report it with the lines above",
+            Exit.BUG,
+        ) from None
     if answer is None:
         return
     if talk.json:

@@ -1,4 +1,5 @@
-"""Data: text, tokens, samples. For any program that has numpy: `from trainkit.data import IndexedDataset` reads a .bin/.idx pair."""
+"""Data: text, tokens, samples. For any program that has numpy: `from trainkit.data import
+IndexedDataset` reads a .bin/.idx pair."""
 
 from __future__ import annotations
 

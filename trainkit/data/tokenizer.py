@@ -1,4 +1,5 @@
-"""A dataset's tokenizer.json: trained on its corpus, or taken from a file, or made of GPT-2's two. As a program: the unit that makes it."""
+"""A dataset's tokenizer.json: trained on its corpus, or taken from a file, or made of GPT-2's
+two. As a program: the unit that makes it."""
 
 from __future__ import annotations
 
@@ -19,13 +20,19 @@ from trainkit.data.text.corpus import filter_of, reading_of
 from trainkit.data.text.formats import Bad, Record, open_documents
 from trainkit.data.text.rejects import raise_bad
 
-MOST_SUMMED = 2**32  # bytes of a file whose sum is taken: of a larger one that a BPE is trained on only a start is read
+# bytes of a file whose sum is taken: of a larger one that a BPE is trained on only a start is read
+MOST_SUMMED = 2**32
 
 
 def plain(error: Exception) -> str:
-    """What a library written in Rust says of a file, without the names and places of its own source."""
+    """What a library written in Rust says of a file, without the names and places of its own
+    source."""
     words = str(error).strip().partition("\n")[0].partition(" (os error")[0]
-    kind = re.match(r"data did not match any variant of untagged enum (\w+?)(?:Untagged|Wrapper)?( at line .*)?$", words)
+    kind = re.match(
+        r"data did not match any variant of untagged enum (\w+?)(?:Untagged|Wrapper)?( at line"
+        r" .*)?$",
+        words,
+    )
     if kind is None:
         return re.sub(r", expected struct \w+", "", words)
     part = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind[1]).lower()
@@ -33,7 +40,8 @@ def plain(error: Exception) -> str:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json. Special tokens written in a text are text: no document can end another.
+    """Read a tokenizer.json. Special tokens written in a text are text: no document can end
+    another.
 
     Raises ConfigError (exit 6) where the file is missing or is no tokenizer.
     """
@@ -41,43 +49,70 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for every failure
         hint = "give the tokenizer.json of the `tokenizers` library, whole"
-        raise ConfigError(f"{path} cannot be read as a tokenizer.json: {plain(error)}", exit=Exit.STAGE_FAILED, hint=hint) from None
+        raise ConfigError(
+            f"{path} cannot be read as a tokenizer.json: {plain(error)}",
+            exit=Exit.STAGE_FAILED,
+            hint=hint,
+        ) from None
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def end_of_document(tokenizer: Tokenizer, eod_token: str, path: Path) -> int:
-    """The id of the end-of-document token. Raises ConfigError (exit 6) where the vocabulary lacks it."""
+    """The id of the end-of-document token. Raises ConfigError (exit 6) where the vocabulary
+    lacks it."""
     eod = tokenizer.token_to_id(eod_token)
     if eod is None:
-        raise ConfigError(f"{path} has no token {eod_token!r}", exit=Exit.STAGE_FAILED, hint="set tokenizers.X.eod_token to the token that ends a document")
+        raise ConfigError(
+            f"{path} has no token {eod_token!r}",
+            exit=Exit.STAGE_FAILED,
+            hint="set tokenizers.X.eod_token to the token that ends a document",
+        )
     return int(eod)
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> Tokenizer:
-    """Train a byte-level BPE as GPT-2's (every byte is in the alphabet, so every text can be encoded)."""
+    """Train a byte-level BPE as GPT-2's (every byte is in the alphabet, so every text can be
+    encoded)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[eod_token], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[eod_token],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
 def gpt2_bpe(vocab_file: Path, merge_file: Path, eod_token: str) -> Tokenizer:
-    """GPT-2's tokenizer from its two files: the vocabulary (vocab.json, encoder.json) and the merges (merges.txt, vocab.bpe).
+    """GPT-2's tokenizer from its two files: the vocabulary (vocab.json, encoder.json) and the
+    merges (merges.txt, vocab.bpe).
 
-    Raises ConfigError (exit 6): one cannot be read or is not what its name says, or the vocabulary lacks `eod_token`.
+    Raises ConfigError (exit 6): one cannot be read or is not what its name says, or the
+    vocabulary lacks `eod_token`.
     """
     try:
         vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))
         lines = merge_file.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         hint = "give GPT-2's vocab.json and merges.txt"
-        raise ConfigError(f"{vocab_file} and {merge_file} cannot be read as GPT-2's files: {error}", exit=Exit.STAGE_FAILED, hint=hint) from None
-    if not isinstance(vocabulary, dict) or not all(isinstance(number, int) for number in vocabulary.values()):
-        raise ConfigError(f"{vocab_file} is no object of tokens and ids", exit=Exit.STAGE_FAILED, hint="give GPT-2's vocab.json")
+        raise ConfigError(
+            f"{vocab_file} and {merge_file} cannot be read as GPT-2's files: {error}",
+            exit=Exit.STAGE_FAILED,
+            hint=hint,
+        ) from None
+    if not isinstance(vocabulary, dict) or not all(
+        isinstance(number, int) for number in vocabulary.values()
+    ):
+        raise ConfigError(
+            f"{vocab_file} is no object of tokens and ids",
+            exit=Exit.STAGE_FAILED,
+            hint="give GPT-2's vocab.json",
+        )
     merges: list[tuple[str, str]] = []
     for line in lines:
         if not line or line.startswith("#version"):
@@ -85,8 +120,15 @@ def gpt2_bpe(vocab_file: Path, merge_file: Path, eod_token: str) -> Tokenizer:
         left, _, right = line.partition(" ")
         # looked up here: the library panics on a merge that the vocabulary does not have
         if not right or " " in right or not {left, right, left + right} <= vocabulary.keys():
-            message = f"{merge_file}: merge {len(merges) + 1} is {line[:80]!r}, which is not two tokens of {vocab_file} that make a third"
-            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="give GPT-2's vocab.json and merges.txt, which belong together")
+            message = (
+                f"{merge_file}: merge {len(merges) + 1} is {line[:80]!r}, which is not two tokens"
+                f" of {vocab_file} that make a third"
+            )
+            raise ConfigError(
+                message,
+                exit=Exit.STAGE_FAILED,
+                hint="give GPT-2's vocab.json and merges.txt, which belong together",
+            )
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     if eod_token not in vocabulary:
@@ -98,10 +140,13 @@ def gpt2_bpe(vocab_file: Path, merge_file: Path, eod_token: str) -> Tokenizer:
 
 
 def _texts(spec: dict[str, Any], progress: Progress) -> Iterator[str]:
-    """Texts of all shards in order until `training_bytes` are read: those that will be tokenized."""
-    done, limit = 0, int(spec["training_bytes"])
+    """Texts of all shards in order until `training_bytes` are read: those that will be
+    tokenized."""
+    done = 0
+    limit = int(spec["training_bytes"])
     total = min(limit, int(spec["total_bytes"]))
-    reading, wanted = reading_of(spec), filter_of(spec)
+    reading = reading_of(spec)
+    wanted = filter_of(spec)
     for shard in map(Path, spec["shards"]):
         with open(shard, "rb") as file:
             documents = open_documents(shard.name, file, reading, str(shard))
@@ -118,18 +163,26 @@ def _texts(spec: dict[str, Any], progress: Progress) -> Iterator[str]:
 
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Make tokenizer.json. Returns {"vocab_size", "read": [[path, size, mtime in ns, xxh128 or None], ..] of the files it is made from}."""
+    """Make tokenizer.json. Returns {"vocab_size", "read": [[path, size, mtime in ns, xxh128 or
+    None], ..] of the files it is made from}."""
     given = [identity_of(Path(path)) for path in spec["given"] if Path(path).is_file()]
-    target, eod = Path(spec["tokenizer"]), spec["eod_token"]
+    target = Path(spec["tokenizer"])
+    eod = spec["eod_token"]
     if spec["type"] == "bpe":
-        tokenizer, made_of = train_bpe(_texts(spec, progress), spec["vocab_size"], eod), target
+        tokenizer = train_bpe(_texts(spec, progress), spec["vocab_size"], eod)
+        made_of = target
     elif spec["type"] == "gpt2":
-        tokenizer, made_of = gpt2_bpe(Path(spec["vocab_file"]), Path(spec["merge_file"]), eod), Path(spec["vocab_file"])
+        tokenizer = gpt2_bpe(Path(spec["vocab_file"]), Path(spec["merge_file"]), eod)
+        made_of = Path(spec["vocab_file"])
     else:
-        tokenizer, made_of = load_tokenizer(Path(spec["path"])), Path(spec["path"])
+        tokenizer = load_tokenizer(Path(spec["path"]))
+        made_of = Path(spec["path"])
     end_of_document(tokenizer, eod, made_of)
     write_text(target, tokenizer.to_str(pretty=True))
-    read = [[*identity, file_sum(Path(identity[0])) if identity[1] <= MOST_SUMMED else None] for identity in given]
+    read = [
+        [*identity, file_sum(Path(identity[0])) if identity[1] <= MOST_SUMMED else None]
+        for identity in given
+    ]
     return {"vocab_size": tokenizer.get_vocab_size(), "read": read}
 
 

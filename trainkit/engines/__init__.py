@@ -9,10 +9,17 @@ ENGINES: dict[str, Engine] = {"native": Native()}
 
 
 def refuse_unlaunchable(job: Job) -> None:
-    """Raise ConfigError (exit 3) with everything in `job` that this version plans for but cannot launch."""
+    """Raise ConfigError (exit 3) with everything in `job` that this version plans for but cannot
+    launch."""
     if job.engine not in ENGINES:
-        hint = f"`invoke plan {job.name}` plans it; --set engine=native trains it with trainkit's own trainer"
-        raise ConfigError(f"engine = '{job.engine}' is planned for, but not launched by this version of trainkit", hint=hint)
+        hint = (
+            f"`invoke plan {job.name}` plans it; --set engine=native trains it with trainkit's own"
+            " trainer"
+        )
+        raise ConfigError(
+            f"engine = '{job.engine}' is planned for, but not launched by this version of trainkit",
+            hint=hint,
+        )
     if problems := ENGINES[job.engine].problems(job):
         raise ConfigError(problems)
 

@@ -17,13 +17,11 @@ class Command:
     """What is to be executed. It travels in launch/world.json, never through a shell.
 
     Args:
-        argv: the program and its words, the same on every rank.
-        env: environment variables the engine adds.
-        secret_names: variables whose values come from the caller's environment and are written nowhere.
-        cwd: the working folder.
-        files: small files to write below the run folder before the start, by relative name.
-        ranks_per_node: processes a node.
-        spawn: who starts the ranks of a node: the agent ("per_rank") or the program itself ("per_node").
+        argv: the program and its words, the same on every rank. env: environment variables the
+        engine adds. secret_names: variables whose values come from the caller's environment and
+        are written nowhere. cwd: the working folder. files: small files to write below the run
+        folder before the start, by relative name. ranks_per_node: processes a node. spawn: who
+        starts the ranks of a node: the agent ("per_rank") or the program itself ("per_node").
     """
 
     argv: tuple[str, ...]
@@ -50,7 +48,8 @@ class Engine(Protocol):
     """One value of `jobs.X.engine`."""
 
     def problems(self, job: Job) -> list[Problem]:
-        """Why this version cannot launch `job`, though it can be planned; an empty list if it can."""
+        """Why this version cannot launch `job`, though it can be planned; an empty list if it
+        can."""
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         """The command of one attempt."""

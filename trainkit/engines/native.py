@@ -13,17 +13,22 @@ from trainkit.runs.folder import RunFolder
 
 
 def cpu_sharing(ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What CPU ranks must have before they load torch, to share this machine's cores with each other and with everybody else.
+    """What CPU ranks must have before they load torch, to share this machine's cores with each
+    other and with everybody else.
 
-    Threads of OpenMP that wait for the next operation sleep (OMP_WAIT_POLICY, OpenMP 5.2, 21.7). By default they spin, also while the rank waits for a peer,
-    and take the cores from whoever could make them go on: on a busy machine a step of 0.2 s took 45 s.
+    Threads of OpenMP that wait for the next operation sleep (OMP_WAIT_POLICY, OpenMP 5.2, 21.7).
+    By default they spin, also while the rank waits for a peer, and take the cores from whoever
+    could make them go on: on a busy machine a step of 0.2 s took 45 s.
 
     Args:
         ranks: how many share the cores.
         environment: the caller's. Its own OMP_WAIT_POLICY stays.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": environment.get("OMP_WAIT_POLICY", "PASSIVE")}
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": environment.get("OMP_WAIT_POLICY", "PASSIVE"),
+    }
 
 
 class Native:
@@ -31,27 +36,62 @@ class Native:
 
     def problems(self, job: Job) -> list[Problem]:
         """What is planned for, and not launched yet."""
-        sets, container = "--set ", job.container
+        sets = "--set "
+        container = job.container
         asked = {
-            f"nodes = {job.nodes} with launcher = 'local'": job.nodes > 1 and job.cluster.launcher == "local",
+            f"nodes = {job.nodes} with launcher = 'local'": (
+                job.nodes > 1 and job.cluster.launcher == "local"
+            ),
             f"cluster.device = '{job.cluster.device.name}'": job.cluster.device_type == "neuron",
         }
-        hint = f"`invoke plan {job.name}` plans it; to try it here: {sets}cluster=here and smaller degrees"
-        found = [Problem(f"{what} is planned for, but not launched by this version of trainkit", hint=hint) for what, there in asked.items() if there]
-        if container is not None and container.runtime == "pyxis" and job.cluster.launcher != "slurm":
-            message = (
-                f"containers.{container.name}.runtime = 'pyxis' is a part of srun, and launcher = '{job.cluster.launcher}' of cluster '{job.cluster.name}'"
+        hint = (
+            f"`invoke plan {job.name}` plans it; to try it here: {sets}cluster=here and smaller"
+            " degrees"
+        )
+        found = [
+            Problem(
+                f"{what} is planned for, but not launched by this version of trainkit", hint=hint
             )
-            found.append(Problem(f"{message} runs none", hint=f"docker, podman, apptainer and enroot run anywhere; {sets}container=none runs without"))
+            for what, there in asked.items()
+            if there
+        ]
+        if (
+            container is not None
+            and container.runtime == "pyxis"
+            and job.cluster.launcher != "slurm"
+        ):
+            message = (
+                f"containers.{container.name}.runtime = 'pyxis' is a part of srun, and launcher ="
+                f" '{job.cluster.launcher}' of cluster '{job.cluster.name}'"
+            )
+            found.append(
+                Problem(
+                    f"{message} runs none",
+                    hint=(
+                        f"docker, podman, apptainer and enroot run anywhere; {sets}container=none"
+                        " runs without"
+                    ),
+                )
+            )
         return found
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         cpu = job.cluster.device_type == "cpu"
-        sharing = cpu_sharing(job.ranks_per_node, os.environ) if cpu else {"OMP_NUM_THREADS": "1"}
+        if cpu:
+            sharing = cpu_sharing(job.ranks_per_node, os.environ)
+        else:
+            sharing = {"OMP_NUM_THREADS": "1"}
         if job.training.deterministic and not cpu:
-            sharing["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what torch's deterministic mode demands (cuBLAS, "Results reproducibility")
-        here = sys.executable if job.cluster.launcher == "local" else job.cluster.python or sys.executable
-        python = job.container.python if job.container else here
+            # what torch's deterministic mode demands (cuBLAS, "Results reproducibility")
+            sharing["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        if job.cluster.launcher == "local":
+            here = sys.executable
+        else:
+            here = job.cluster.python or sys.executable
+        if job.container:
+            python = job.container.python
+        else:
+            python = here
         main = run.code / "trainkit" / "train" / "main.py"
         return Command(
             # -I: neither the working folder nor PYTHON* variables decide which code runs

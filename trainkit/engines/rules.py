@@ -1,7 +1,9 @@
-"""Each engine's rules for `trainkit.plan`: which layouts it takes, and how many bytes a parameter it holds and writes.
+"""Each engine's rules for `trainkit.plan`: which layouts it takes, and how many bytes a
+parameter it holds and writes.
 
-Sources: [mlm] Megatron-LM: docs of its distributed optimizer (bytes a parameter), arguments.py validate_args (divisibility); [ds] DeepSpeed: Rajbhandari et al.
-2020, arXiv:1910.02054, section 3 (16 bytes); its pipeline partitions `type:transformer|mlp` unevenly.
+Sources: [mlm] Megatron-LM: docs of its distributed optimizer (bytes a parameter), arguments.py
+validate_args (divisibility); [ds] DeepSpeed: Rajbhandari et al. 2020, arXiv:1910.02054, section
+3 (16 bytes); its pipeline partitions `type:transformer|mlp` unevenly.
 """
 
 from __future__ import annotations
@@ -12,25 +14,34 @@ from trainkit.jobs.devices import Precision
 from trainkit.plan.rules import Rules, StateBytes
 
 _FP32 = StateBytes(weights=4, gradients=4, master=0, moment=4)
-# 16-bit weights 2, fp32 master 4, Adam's moments 8: 14 bytes. GPT-NeoX-20B 268 GiB, BLOOM-176B 2.244 TiB as published.
+# 16-bit weights 2, fp32 master 4, Adam's moments 8: 14 bytes. GPT-NeoX-20B 268 GiB, BLOOM-176B
+# 2.244 TiB as published.
 _WRITTEN: dict[Precision, int] = {"fp32": 4, "bf16": 6, "fp16": 6}
 # What the native trainer has and no published engine does.
-_PUBLISHED: dict[str, Any] = {"zero_bubble": False, "uneven_shares": False, "repeats_groups": False, "replicates": False}
+_PUBLISHED: dict[str, Any] = {
+    "zero_bubble": False,
+    "uneven_shares": False,
+    "repeats_groups": False,
+    "replicates": False,
+}
 
 _MEGATRON = Rules(
     engine="megatron-lm",
     **_PUBLISHED,
-    uneven_stages=False,  # "Number of layers should be divisible by the pipeline-model-parallel size"
+    # "Number of layers should be divisible by the pipeline-model-parallel size"
+    uneven_stages=False,
     whole_rounds=True,
     zero_stages=(0, 1),  # its distributed optimizer
     zero_in_pipeline=(0, 1),
     pads_weights=True,
-    # [mlm] fp16: 20 bytes, the optimizer has an fp32 copy of gradients too; bf16: 18, gradients are accumulated in fp32
+    # [mlm] fp16: 20 bytes, the optimizer has an fp32 copy of gradients too; bf16: 18, gradients are
+    # accumulated in fp32
     states={"fp16": StateBytes(2, 2, 8, 4), "bf16": StateBytes(2, 4, 4, 4), "fp32": _FP32},
     logit_bytes=10,  # 16-bit logits, the fp32 copy that softmax works in, its gradient
     checkpoint_weights=_WRITTEN,
     deletes_old=False,
-    # 42 runs of 1.3B to 205B with Megatron-DeepSpeed on V100 and A100 (bigscience at 9e64edec2ad1, chronicles); median 1.17, BLOOM itself 1.39
+    # 42 runs of 1.3B to 205B with Megatron-DeepSpeed on V100 and A100 (bigscience at 9e64edec2ad1,
+    # chronicles); median 1.17, BLOOM itself 1.39
     memory_band=(1.07, 1.42),
 )
 
@@ -43,7 +54,8 @@ _NEMO = Rules(
     zero_stages=(0, 1),
     zero_in_pipeline=(0, 1),
     pads_weights=True,
-    # Gradients in 16 bits: its 5B runs at micro-batch 2 on one node of A100-80GB without recomputation (22.09's table of throughput), which 18 bytes
+    # Gradients in 16 bits: its 5B runs at micro-batch 2 on one node of A100-80GB without
+    # recomputation (22.09's table of throughput), which 18 bytes
     # a parameter would not leave room for.
     states={"fp16": StateBytes(2, 2, 4, 4), "bf16": StateBytes(2, 2, 4, 4), "fp32": _FP32},
     saves_scores=True,  # 22.09 has no fused attention
@@ -59,12 +71,15 @@ RULES: dict[str, Rules] = {
         virtual_stages=False,  # DeepSpeed's pipeline has none
         zero_in_pipeline=(0, 1),
         pads_weights=True,
-        states={"fp16": StateBytes(2, 2, 4, 4), "bf16": StateBytes(2, 2, 4, 4), "fp32": _FP32},  # [ds]
+        # [ds]
+        states={"fp16": StateBytes(2, 2, 4, 4), "bf16": StateBytes(2, 2, 4, 4), "fp32": _FP32},
         saves_scores=True,
-        logit_bytes=20,  # fp16 logits and gradient, four fp32 copies: 2 GiB of the 20B's 27 GB on 24 A100-40GB
+        # fp16 logits and gradient, four fp32 copies: 2 GiB of the 20B's 27 GB on 24 A100-40GB
+        logit_bytes=20,
         bucket_elements=5 * 10**8,  # [ds] reduce_bucket_size; a job's own stands in engine_args
         checkpoint_weights=_WRITTEN,
-        memory_band=(0.94, 1.47),  # the same runs; median 1.18, BLOOM itself 1.47; the 20B of Lambda Labs 1.05
+        # the same runs; median 1.18, BLOOM itself 1.47; the 20B of Lambda Labs 1.05
+        memory_band=(0.94, 1.47),
     ),
     "megatron-lm": _MEGATRON,
     "nemo": _NEMO,
@@ -76,9 +91,11 @@ RULES: dict[str, Rules] = {
         zero_stages=(0, 1),  # wrap_with_zero
         zero_in_pipeline=(0, 1),
         pads_weights=True,
-        states={"fp16": StateBytes(2, 2, 0, 2), "bf16": StateBytes(2, 2, 0, 2), "fp32": _FP32},  # XLA_USE_BF16: all tensors are bf16 on the device
+        # XLA_USE_BF16: all tensors are bf16 on the device
+        states={"fp16": StateBytes(2, 2, 0, 2), "bf16": StateBytes(2, 2, 0, 2), "fp32": _FP32},
         saves_scores=True,
         logit_bytes=10,
-        checkpoint_weights=_WRITTEN,  # as NeMo, which it is made from; no size of its own is published
+        # as NeMo, which it is made from; no size of its own is published
+        checkpoint_weights=_WRITTEN,
     ),
 }

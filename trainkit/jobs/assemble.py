@@ -1,4 +1,5 @@
-"""Putting one table together: its layers, its references replaced by the tables they name, its paths made absolute."""
+"""Putting one table together: its layers, its references replaced by the tables they name, its
+paths made absolute."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from trainkit.base.errors import Place, Problem
 from trainkit.jobs.layers import Findings, compose, interpolate, overlay
 from trainkit.jobs.messages import NAME_RULE, choices, complaints, in_words, key_of
 from trainkit.jobs.provenance import BUILT_IN, SET, Origin, Section
-from trainkit.jobs.schema import BLENDS, BUILT_IN_TABLES, NAME, REFERENCES, TABLES, TABLES_OF_REFERENCES, Defaults, Table
+from trainkit.jobs.schema import (
+    BLENDS,
+    BUILT_IN_TABLES,
+    NAME,
+    REFERENCES,
+    TABLES,
+    TABLES_OF_REFERENCES,
+    Defaults,
+    Table,
+)
 from trainkit.jobs.toml_positions import KeyPath
 
 _PATHS = {  # keys that hold paths, relative to the folder of jobs.toml
@@ -33,7 +43,10 @@ def _built_in(path: tuple[str, ...], values: Mapping[str, Any]) -> Section:
     """A table that comes with trainkit."""
     entries: dict[str, Section | Origin] = {}
     for key, value in values.items():
-        entries[key] = _built_in((*path, key), value) if isinstance(value, dict) else Origin(value, BUILT_IN, (*path, key))
+        if isinstance(value, dict):
+            entries[key] = _built_in((*path, key), value)
+        else:
+            entries[key] = Origin(value, BUILT_IN, (*path, key))
     return Section(BUILT_IN, path, entries)
 
 
@@ -59,10 +72,20 @@ class Builder:
     def tables(self, kind: str) -> dict[str, Section]:
         """The tables of a kind, as written."""
         group = self.document.entries.get(kind)
-        return dict(group.sections()) if isinstance(group, Section) else {}
+        if isinstance(group, Section):
+            return dict(group.sections())
+        return {}
 
-    def build(self, kind: str, name: str, sets: Sequence[tuple[tuple[str, ...], Origin]], findings: Findings, at: KeyPath = ()) -> Section:
-        """A table as the schema's model of it wants it. What is wrong is added to `findings`; the result may then be incomplete.
+    def build(
+        self,
+        kind: str,
+        name: str,
+        sets: Sequence[tuple[tuple[str, ...], Origin]],
+        findings: Findings,
+        at: KeyPath = (),
+    ) -> Section:
+        """A table as the schema's model of it wants it. What is wrong is added to `findings`;
+        the result may then be incomplete.
 
         Args:
             kind: "clusters", "jobs", ...
@@ -72,69 +95,120 @@ class Builder:
             at: where the table will be in the job.
         """
         tables = self._referable(kind)
-        references, groups = REFERENCES.get(kind, {}), TABLES_OF_REFERENCES.get(kind, {})
+        references = REFERENCES.get(kind, {})
+        groups = TABLES_OF_REFERENCES.get(kind, {})
         if not re.fullmatch(NAME, name):
             findings.add(f"'{name}' cannot name a table of [{kind}]", tables[name].place, NAME_RULE)
             findings.settled.add((*at, "name"))
         section = self._filled_in(kind, compose(tables, name, findings, at))
         for path, origin in sets:
-            if len(path) == 1 or (path[0] not in references and (path[0] not in groups or len(path) == 2)):
+            if len(path) == 1 or (
+                path[0] not in references and (path[0] not in groups or len(path) == 2)
+            ):
                 section = overlay(section, path, origin)
         if "name" in section.entries:
-            findings.add(f"'{key_of(section.entries['name'])}' cannot be set: a table is named by its header", section.entries["name"].place, "remove it")
-        section = interpolate(section, self.environ, findings, at).with_entry("name", Origin(name, section.place, (*section.path, "name")))
+            findings.add(
+                f"'{key_of(section.entries['name'])}' cannot be set: a table is named by its"
+                " header",
+                section.entries["name"].place,
+                "remove it",
+            )
+        section = interpolate(section, self.environ, findings, at).with_entry(
+            "name", Origin(name, section.place, (*section.path, "name"))
+        )
         for key in _PATHS.get(kind, ()):
             section = self._absolute(section, key)
         if kind == "jobs" and _says_none(section.entries.get("container")):
             section = section.without("container")
         for key, other in references.items():
-            below = [(path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 1]
+            below = [
+                (path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 1
+            ]
             section = self._refer(section, key, other, below, findings, (*at, key))
         for key, other in groups.items():
-            below = [(path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 2]
+            below = [
+                (path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 2
+            ]
             section = self._refer_all(section, key, other, below, findings, (*at, key))
         for key in BLENDS if kind == "datasets" else ():
             section = self._refer_blend(section, key, findings, (*at, key))
         return section
 
     def _refer_blend(self, section: Section, key: str, findings: Findings, at: KeyPath) -> Section:
-        """`section` with { NAME = weight } or [NAME] under `key` as the tables of a blend: { NAME = { weight, dataset } }. A blend takes its parts' tokenizer
-        where it names none."""
+        """`section` with { NAME = weight } or [NAME] under `key` as the tables of a blend: {
+        NAME = { weight, dataset } }. A blend takes its parts' tokenizer where it names none."""
         node = section.entries.get(key)
-        if isinstance(node, Origin) and isinstance(node.value, list) and all(isinstance(name, str) for name in node.value):
-            entries: dict[str, Section | Origin] = {name: replace(node, value=None) for name in node.value}
+        if (
+            isinstance(node, Origin)
+            and isinstance(node.value, list)
+            and all(isinstance(name, str) for name in node.value)
+        ):
+            entries: dict[str, Section | Origin] = {
+                name: replace(node, value=None) for name in node.value
+            }
             if len(entries) < len(node.value):
-                findings.add(f"{key_of(node)} names a dataset twice", node.place, "name it once, with its whole weight")
+                findings.add(
+                    f"{key_of(node)} names a dataset twice",
+                    node.place,
+                    "name it once, with its whole weight",
+                )
         elif isinstance(node, Section):
             entries = node.entries
         else:
             return section  # not there, or for the schema to refuse
         if any(step in BLENDS for step in at[:-1]):
-            findings.add(f"{key_of(node)}: a blend cannot be a part of a blend", node.place, "name the datasets themselves")
+            findings.add(
+                f"{key_of(node)}: a blend cannot be a part of a blend",
+                node.place,
+                "name the datasets themselves",
+            )
             findings.settled.add(at)
             findings.partial.add(at[:-1])
             return section.without(key)
         blend = Section(node.place, node.path)
         for name, weight in entries.items():
             place = weight.place
-            part = Section(place, (*node.path, name), {"dataset": Origin(name, place, (*node.path, name))})
+            part = Section(
+                place, (*node.path, name), {"dataset": Origin(name, place, (*node.path, name))}
+            )
             if not isinstance(weight, Origin) or weight.value is not None:
                 part = part.with_entry("weight", weight)
-            blend = blend.with_entry(name, self._refer(part, "dataset", "datasets", [], findings, (*at, name, "dataset")))
+            blend = blend.with_entry(
+                name, self._refer(part, "dataset", "datasets", [], findings, (*at, name, "dataset"))
+            )
         section = section.with_entry(key, blend)
         first = next((part.entries["dataset"] for _, part in blend.sections()), None)
-        if "tokenizer" not in section.entries and isinstance(first, Section) and "tokenizer" in first.entries:
+        if (
+            "tokenizer" not in section.entries
+            and isinstance(first, Section)
+            and "tokenizer" in first.entries
+        ):
             section = section.with_entry("tokenizer", first.entries["tokenizer"])
         return section
 
-    def _refer_all(self, section: Section, key: str, kind: str, sets: list[tuple[tuple[str, ...], Origin]], findings: Findings, at: KeyPath) -> Section:
+    def _refer_all(
+        self,
+        section: Section,
+        key: str,
+        kind: str,
+        sets: list[tuple[tuple[str, ...], Origin]],
+        findings: Findings,
+        at: KeyPath,
+    ) -> Section:
         """`section` with every name in the table under `key` replaced by the table it names."""
         group = section.entries.get(key)
-        known = set(group.entries) if isinstance(group, Section) else set()
+        if isinstance(group, Section):
+            known = set(group.entries)
+        else:
+            known = set()
         for path, origin in sets:
             if path[0] not in known:
                 table = ".".join(map(str, (*at, path[0])))
-                findings.add(f"{key_of(origin)} has no table to go to: {table} is not given", SET, f"add --set {table}=NAME")
+                findings.add(
+                    f"{key_of(origin)} has no table to go to: {table} is not given",
+                    SET,
+                    f"add --set {table}=NAME",
+                )
         if not isinstance(group, Section):
             return section
         for name in list(group.entries):
@@ -144,9 +218,16 @@ class Builder:
 
     def _referable(self, kind: str) -> dict[str, Section]:
         tables = self.tables(kind)
-        given = {name: _built_in((kind, name), values) for name, values in BUILT_IN_TABLES.get(kind, {}).items()}
-        # a row of the same name lies over the one that comes with trainkit; a dataset called mock is one's own
-        own = {name: table.over(given[name]) if kind == "devices" and name in given else table for name, table in tables.items()}
+        given = {
+            name: _built_in((kind, name), values)
+            for name, values in BUILT_IN_TABLES.get(kind, {}).items()
+        }
+        # a row of the same name lies over the one that comes with trainkit; a dataset called mock
+        # is one's own
+        own = {
+            name: table.over(given[name]) if kind == "devices" and name in given else table
+            for name, table in tables.items()
+        }
         return {**given, **own}
 
     def _filled_in(self, kind: str, section: Section) -> Section:
@@ -156,20 +237,45 @@ class Builder:
         defaults = {"root": str(self.root), "device": "cpu"}
         return section.over(_built_in(section.path, defaults))
 
-    def _refer(self, section: Section, key: str, kind: str, sets: list[tuple[tuple[str, ...], Origin]], findings: Findings, at: KeyPath) -> Section:
+    def _refer(
+        self,
+        section: Section,
+        key: str,
+        kind: str,
+        sets: list[tuple[tuple[str, ...], Origin]],
+        findings: Findings,
+        at: KeyPath,
+    ) -> Section:
         """`section` with the name under `key` replaced by the table it names."""
         node = section.entries.get(key)
         if node is None:
             for _, origin in sets:
-                findings.add(f"{key_of(origin)} has no table to go to: {'.'.join(map(str, at))} is not given", SET, f"add --set {'.'.join(map(str, at))}=NAME")
+                findings.add(
+                    f"{key_of(origin)} has no table to go to: {'.'.join(map(str, at))} is not"
+                    " given",
+                    SET,
+                    f"add --set {'.'.join(map(str, at))}=NAME",
+                )
             return section
-        name, known = (node.value if isinstance(node, Origin) else {}), self._referable(kind)
+        if isinstance(node, Origin):
+            name = node.value
+        else:
+            name = {}
+        known = self._referable(kind)
         if at in findings.settled:
             return section
         if not isinstance(node, Origin) or not isinstance(name, str):
-            findings.add(f"{key_of(node)}: expected the name of a [{kind}.X] table, got {in_words(name)}", node.place, choices("", known))
+            findings.add(
+                f"{key_of(node)}: expected the name of a [{kind}.X] table, got {in_words(name)}",
+                node.place,
+                choices("", known),
+            )
         elif name not in known:
-            findings.add(f"{key_of(node)} = '{name}' names no [{kind}.X] table", node.place, choices(name, known))
+            findings.add(
+                f"{key_of(node)} = '{name}' names no [{kind}.X] table",
+                node.place,
+                choices(name, known),
+            )
         else:
             table = self.build(kind, name, sets, findings, at)
             return section.with_entry(key, table.with_entry("name", node))
@@ -177,16 +283,20 @@ class Builder:
         return section
 
     def _absolute(self, section: Section, key: str) -> Section:
-        """`section` with the path or paths under `key` made absolute; what is no path is left to the schema."""
+        """`section` with the path or paths under `key` made absolute; what is no path is left to
+        the schema."""
         node = section.entries.get(key)
         if not isinstance(node, Origin):
             return section
         if isinstance(node.value, list):
-            return section.with_entry(key, replace(node, value=[self._pattern(item) for item in node.value]))
+            return section.with_entry(
+                key, replace(node, value=[self._pattern(item) for item in node.value])
+            )
         return section.with_entry(key, replace(node, value=self._path(node.value)))
 
     def _path(self, value: object) -> object:
-        if not isinstance(value, str) or not value or value.startswith("hf:"):  # a model of the hub, in jobs.X.init_from
+        # a model of the hub, in jobs.X.init_from
+        if not isinstance(value, str) or not value or value.startswith("hf:"):
             return value
         return os.path.abspath(self.root / os.path.expanduser(value))
 
@@ -194,39 +304,68 @@ class Builder:
         """A glob pattern made absolute: brackets in the folder's own name are no pattern."""
         if not isinstance(value, str) or not value:
             return value
-        return os.path.normpath(os.path.join(glob.escape(str(self.root)), os.path.expanduser(value)))
+        return os.path.normpath(
+            os.path.join(glob.escape(str(self.root)), os.path.expanduser(value))
+        )
 
     def outline_problems(self) -> list[Problem]:
         """What is wrong at the top level: unknown tables, and [defaults]."""
         findings = Findings()
         for key, node in self.document.entries.items():
             if key not in TABLES and key != "defaults":
-                what = f"table [{key}]" if isinstance(node, Section) else f"key '{key}' at the top level"
+                if isinstance(node, Section):
+                    what = f"table [{key}]"
+                else:
+                    what = f"key '{key}' at the top level"
                 findings.add(f"unknown {what}", node.place, choices(key, [*TABLES, "defaults"]))
             elif not isinstance(node, Section):
-                findings.add(f"{key}: expected tables such as [{key}.NAME], got {in_words(node.value)}", node.place)
+                findings.add(
+                    f"{key}: expected tables such as [{key}.NAME], got {in_words(node.value)}",
+                    node.place,
+                )
         if taken := self.tables("containers").get("none"):
-            findings.add("[containers.none]: container = 'none' is what a job says that runs without one", taken.place, "give the table another name")
+            findings.add(
+                "[containers.none]: container = 'none' is what a job says that runs without one",
+                taken.place,
+                "give the table another name",
+            )
         defaults = self.document.entries.get("defaults")
         if isinstance(defaults, Section):
             validate(Defaults, defaults, findings)
             job = defaults.entries.get("job")
-            if isinstance(job, Origin) and isinstance(job.value, str) and job.value not in self.tables("jobs"):
-                findings.add(f"defaults.job = '{job.value}' names no [jobs.X] table", job.place, choices(job.value, self.tables("jobs")))
+            if (
+                isinstance(job, Origin)
+                and isinstance(job.value, str)
+                and job.value not in self.tables("jobs")
+            ):
+                findings.add(
+                    f"defaults.job = '{job.value}' names no [jobs.X] table",
+                    job.place,
+                    choices(job.value, self.tables("jobs")),
+                )
         return findings.problems
 
     def stray_problems(self) -> list[Problem]:
         """Values where a table of a kind should be: jobs.demo = 3."""
         groups = [group for kind, group in self.document.sections() if kind in TABLES]
-        strays = [node for group in groups for node in group.entries.values() if isinstance(node, Origin)]
-        return [Problem(f"{key_of(node)}: expected a table, got {in_words(node.value)}", node.place) for node in strays]
+        strays = [
+            node for group in groups for node in group.entries.values() if isinstance(node, Origin)
+        ]
+        return [
+            Problem(f"{key_of(node)}: expected a table, got {in_words(node.value)}", node.place)
+            for node in strays
+        ]
 
     def extended(self, kind: str) -> set[str]:
         """The tables of a kind that others extend: they need not be complete."""
         names: set[str] = set()
         for section in self.tables(kind).values():
             value = section.value("extends")
-            names |= {name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)}
+            names |= {
+                name
+                for name in (value if isinstance(value, list) else [value])
+                if isinstance(name, str)
+            }
         return names
 
 
@@ -237,7 +376,9 @@ def validate(model: type[T], section: Section, findings: Findings) -> T | None:
     except ValidationError as error:
         for loc, kind, problem in complaints(error, model, section):
             prefixes = {loc[:depth] for depth in range(len(loc) + 1)}
-            settled = prefixes & findings.settled or (kind in ("missing", "needs") and prefixes & findings.partial)
+            settled = prefixes & findings.settled or (
+                kind in ("missing", "needs") and prefixes & findings.partial
+            )
             if not settled:
                 findings.problems.append(problem)
         return None

@@ -16,8 +16,12 @@ SlurmOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | i
 
 
 def refuse_unknown_options(options: SlurmOptions) -> SlurmOptions:
-    """The options themselves, once sbatch would know them all and each fits on a line; all objections are said at once."""
-    found = {name: sbatch.objection(name) or sbatch.wrong_value(name, value) for name, value in options.items()}
+    """The options themselves, once sbatch would know them all and each fits on a line; all
+    objections are said at once."""
+    found = {
+        name: sbatch.objection(name) or sbatch.wrong_value(name, value)
+        for name, value in options.items()
+    }
     for name, value in options.items():
         if isinstance(value, str) and not value.isprintable() and not found[name]:
             found[name] = f"slurm.{name} = {value!r} does not fit on one line of a batch script"
@@ -32,8 +36,15 @@ class StagePlace(Table):
     partition: str | None = Field(None, description="Slurm partition; by default the cluster's")
     nodes: int = Field(1, ge=1, description="nodes the units are spread over")
     tasks_per_node: int = Field(1, ge=1, description="units that run side by side on a node")
-    time: str | None = Field(None, pattern=TIME, description="time limit of one unit, as Slurm writes it")
-    slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch for its arrays, over those of the cluster; false takes one away")
+    time: str | None = Field(
+        None, pattern=TIME, description="time limit of one unit, as Slurm writes it"
+    )
+    slurm: SlurmOptions = Field(
+        default_factory=dict,
+        description=(
+            "long options of sbatch for its arrays, over those of the cluster; false takes one away"
+        ),
+    )
 
     @field_validator("slurm")
     @classmethod
@@ -41,9 +52,20 @@ class StagePlace(Table):
         for name in ("partition", "time"):
             if name in value:
                 raise wrong(f"slurm.{name}", f"slurm.{name} is a key of the stage itself: {name}")
-        for name in ("job-name", "ntasks-per-node", "output", "open-mode", "export", "dependency", "kill-on-invalid-dep"):
+        for name in (
+            "job-name",
+            "ntasks-per-node",
+            "output",
+            "open-mode",
+            "export",
+            "dependency",
+            "kill-on-invalid-dep",
+        ):
             if name in value:
-                raise wrong(f"slurm.{name}", f"slurm.{name} cannot be set for a stage: trainkit does, for every array of it")
+                raise wrong(
+                    f"slurm.{name}",
+                    f"slurm.{name} cannot be set for a stage: trainkit does, for every array of it",
+                )
         return refuse_unknown_options(value)
 
 
@@ -56,28 +78,57 @@ def refuse_unknown_stages(places: dict[str, StagePlace]) -> dict[str, StagePlace
     for name in places:
         known = ", ".join(STAGES)
         if name in PLANNED_STAGES:
-            raise wrong(f"stages.{name}", f"stages.{name}: stage {name!r} is planned, but not in this version of trainkit; remove the table. Stages: {known}")
+            raise wrong(
+                f"stages.{name}",
+                f"stages.{name}: stage {name!r} is planned, but not in this version of trainkit;"
+                f" remove the table. Stages: {known}",
+            )
         if name == "build":
-            raise wrong("stages.build", "stages.build: the stage 'build' always runs where you type, since it compiles for that interpreter; remove the table")
+            raise wrong(
+                "stages.build",
+                "stages.build: the stage 'build' always runs where you type, since it compiles for"
+                " that interpreter; remove the table",
+            )
         if name not in STAGES:
-            raise wrong(f"stages.{name}", f"stages.{name}: there is no stage {name!r}; stages: {known}")
+            raise wrong(
+                f"stages.{name}", f"stages.{name}: there is no stage {name!r}; stages: {known}"
+            )
     return places
 
 
 class Filesystem(Table):
     """A file system that nodes share."""
 
-    path: str | None = Field(None, pattern="^/", description="where it is mounted: the file system of a root below it, where a job names none")
+    path: str | None = Field(
+        None,
+        pattern="^/",
+        description=(
+            "where it is mounted: the file system of a root below it, where a job names none"
+        ),
+    )
     capacity_bytes: int | None = Field(None, ge=1, description="its size, or this project's quota")
-    write_gib_per_second: float | None = Field(None, gt=0, description="aggregate bandwidth of writing, 2**30 bytes a second")
-    read_gib_per_second: float | None = Field(None, gt=0, description="aggregate bandwidth of reading, 2**30 bytes a second")
+    write_gib_per_second: float | None = Field(
+        None, gt=0, description="aggregate bandwidth of writing, 2**30 bytes a second"
+    )
+    read_gib_per_second: float | None = Field(
+        None, gt=0, description="aggregate bandwidth of reading, 2**30 bytes a second"
+    )
 
 
 class FailureRule(Table):
-    """What a failure is whose message or last lines match a regular expression; these rules come before the built-in ones."""
+    """What a failure is whose message or last lines match a regular expression; these rules come
+    before the built-in ones."""
 
-    match: str = Field(min_length=1, description="regular expression (Python's) that is searched in a failed rank's message and last lines")
-    failure_class: Literal["user", "infra", "hang", "preempted"] = Field(description="what such a failure is: it decides which retry budget it uses up")
+    match: str = Field(
+        min_length=1,
+        description=(
+            "regular expression (Python's) that is searched in a failed rank's message and last"
+            " lines"
+        ),
+    )
+    failure_class: Literal["user", "infra", "hang", "preempted"] = Field(
+        description="what such a failure is: it decides which retry budget it uses up"
+    )
     suspect: bool = Field(False, description="leave the host out for a while (quarantine_seconds)")
     advice: str = Field("", description="what `why` tells the person who asks")
 
@@ -95,11 +146,27 @@ class WatchLimits(Table):
     """How long is waited for what, in seconds."""
 
     connect: float | None = Field(
-        None, gt=0, description="until the agents of all hosts have answered; by default 30, on Slurm 300, and 900 where each starts a container first"
+        None,
+        gt=0,
+        description=(
+            "until the agents of all hosts have answered; by default 30, on Slurm 300, and 900"
+            " where each starts a container first"
+        ),
     )
-    start: float = Field(1800, gt=0, description="from the start of the ranks to the first step; longer is a hang")
-    heartbeat: float = Field(600, gt=0, description="without a sign of progress of any rank; longer is a hang")
-    lease: float = Field(15, gt=0, description="of silence between supervisor and agent; longer is a lost contact, and the host stops its ranks")
+    start: float = Field(
+        1800, gt=0, description="from the start of the ranks to the first step; longer is a hang"
+    )
+    heartbeat: float = Field(
+        600, gt=0, description="without a sign of progress of any rank; longer is a hang"
+    )
+    lease: float = Field(
+        15,
+        gt=0,
+        description=(
+            "of silence between supervisor and agent; longer is a lost contact, and the host stops"
+            " its ranks"
+        ),
+    )
     grace: float = Field(10, ge=0, description="from TERM to KILL of ranks that are stopped")
     clock: float = Field(30, gt=0, description="that the clocks of two hosts may differ")
 
@@ -107,46 +174,133 @@ class WatchLimits(Table):
 class Fleet(Table):
     """The compute nodes of an AWS ParallelCluster, which `fleet` starts and stops."""
 
-    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9-]*$", description="the cluster's name, as pcluster knows it")
-    region: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="its AWS region; by default that of your AWS configuration")
+    name: str = Field(
+        pattern=r"^[A-Za-z][A-Za-z0-9-]*$", description="the cluster's name, as pcluster knows it"
+    )
+    region: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9-]+$",
+        description="its AWS region; by default that of your AWS configuration",
+    )
 
 
 class Cluster(Table):
     """Where jobs run."""
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    launcher: Literal["local", "ssh", "pdsh", "slurm"] = Field("local", description="how ranks are started")
-    device: Device = Field(
-        default_factory=lambda: built_in_device("cpu"), description="name of a row of the device table: cpu, cuda (any GPU), h100-sxm-80gb, ..."
+    launcher: Literal["local", "ssh", "pdsh", "slurm"] = Field(
+        "local", description="how ranks are started"
     )
-    hostfile: str | None = Field(None, description="ssh, pdsh: the file that lists hosts and their slots; by default /job/hostfile")
-    spares: int = Field(0, ge=0, description="ssh, pdsh: hosts of the hostfile beyond `nodes` that are kept to replace bad ones")
-    interface: str | None = Field(None, min_length=1, description="ssh, pdsh: the network that ranks talk over: an interface (eth0) or a CIDR (10.0.0.0/8)")
+    device: Device = Field(
+        default_factory=lambda: built_in_device("cpu"),
+        description="name of a row of the device table: cpu, cuda (any GPU), h100-sxm-80gb, ...",
+    )
+    hostfile: str | None = Field(
+        None,
+        description=(
+            "ssh, pdsh: the file that lists hosts and their slots; by default /job/hostfile"
+        ),
+    )
+    spares: int = Field(
+        0,
+        ge=0,
+        description=(
+            "ssh, pdsh: hosts of the hostfile beyond `nodes` that are kept to replace bad ones"
+        ),
+    )
+    interface: str | None = Field(
+        None,
+        min_length=1,
+        description=(
+            "ssh, pdsh: the network that ranks talk over: an interface (eth0) or a CIDR"
+            " (10.0.0.0/8)"
+        ),
+    )
     ssh_args: Strings = Field((), description="ssh, pdsh: more arguments of ssh")
-    srun_args: Strings = Field((), description="slurm: more arguments of the srun that starts an agent on each node, --network=... say")
-    python: str | None = Field(None, pattern="^/", description="ssh, pdsh: the Python interpreter on the nodes; by default the path of the one on the head")
-    node_folder: str = Field("/dev/shm", pattern="^/", description="a folder of each node's own, for heartbeats and the locks of its slots")
+    srun_args: Strings = Field(
+        (),
+        description=(
+            "slurm: more arguments of the srun that starts an agent on each node, --network=... say"
+        ),
+    )
+    python: str | None = Field(
+        None,
+        pattern="^/",
+        description=(
+            "ssh, pdsh: the Python interpreter on the nodes; by default the path of the one on the"
+            " head"
+        ),
+    )
+    node_folder: str = Field(
+        "/dev/shm",
+        pattern="^/",
+        description="a folder of each node's own, for heartbeats and the locks of its slots",
+    )
     watch: WatchLimits = Field(default_factory=WatchLimits)
     failures: dict[Annotated[str, Field(pattern=NAME)], FailureRule] = Field(
-        default_factory=dict, description="what failures mean, by names of your own; tried in order, before the rules that come with trainkit"
+        default_factory=dict,
+        description=(
+            "what failures mean, by names of your own; tried in order, before the rules that come"
+            " with trainkit"
+        ),
     )
-    quarantine_seconds: float = Field(3600, ge=0, description="ssh, pdsh: how long a host that is suspected of a failure is left out")
-    prolog: Strings = Field((), description="shell lines that a node must run before anything else (modules, venv)")
+    quarantine_seconds: float = Field(
+        3600,
+        ge=0,
+        description="ssh, pdsh: how long a host that is suspected of a failure is left out",
+    )
+    prolog: Strings = Field(
+        (), description="shell lines that a node must run before anything else (modules, venv)"
+    )
     slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch")
-    stages: dict[Annotated[str, Field(pattern=NAME)], StagePlace] = Field(default_factory=dict, description="where stages run: prep-data, index, weights")
-    filesystems: dict[Annotated[str, Field(pattern=NAME)], Filesystem] = Field(default_factory=dict, description="shared file systems, by names of your own")
+    stages: dict[Annotated[str, Field(pattern=NAME)], StagePlace] = Field(
+        default_factory=dict, description="where stages run: prep-data, index, weights"
+    )
+    filesystems: dict[Annotated[str, Field(pattern=NAME)], Filesystem] = Field(
+        default_factory=dict, description="shared file systems, by names of your own"
+    )
     fleet: Fleet | None = Field(None, description="its nodes are an AWS ParallelCluster's")
-    gpus_per_node: int = Field(0, ge=0, description="GPUs (or cores of another accelerator) of one node")
+    gpus_per_node: int = Field(
+        0, ge=0, description="GPUs (or cores of another accelerator) of one node"
+    )
     memory_bytes: int | None = Field(
-        None, ge=1, description="memory of one node; not given: unknown, but for launcher = 'local' on CPUs, which is this machine"
+        None,
+        ge=1,
+        description=(
+            "memory of one node; not given: unknown, but for launcher = 'local' on CPUs, which is"
+            " this machine"
+        ),
     )
     max_nodes: int | None = Field(None, ge=1, description="nodes there are")
-    ranks_per_node: int | None = Field(None, ge=1, description="processes a node; by default gpus_per_node, at least 1; slots of a hostfile override it")
-    network_gb_per_second: float | None = Field(None, gt=0, description="of one node to the others, one way, 1e9 bytes a second")
-    root: str | None = Field(None, description="folder for runs, code snapshots and data; by default that of jobs.toml")
-    hub_endpoint: str | None = Field(None, pattern=r"^https?://[^@\s]+$", description="where hf:NAME is fetched from; by default the public hub")
-    env: Environment = Field(default_factory=dict, description="environment variables of every rank")
-    secrets: SecretNames = Field((), description="names of secret variables taken from the caller's environment; '?' at the end: optional")
+    ranks_per_node: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "processes a node; by default gpus_per_node, at least 1; slots of a hostfile"
+            " override it"
+        ),
+    )
+    network_gb_per_second: float | None = Field(
+        None, gt=0, description="of one node to the others, one way, 1e9 bytes a second"
+    )
+    root: str | None = Field(
+        None, description="folder for runs, code snapshots and data; by default that of jobs.toml"
+    )
+    hub_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^@\s]+$",
+        description="where hf:NAME is fetched from; by default the public hub",
+    )
+    env: Environment = Field(
+        default_factory=dict, description="environment variables of every rank"
+    )
+    secrets: SecretNames = Field(
+        (),
+        description=(
+            "names of secret variables taken from the caller's environment; '?' at the end:"
+            " optional"
+        ),
+    )
 
     @field_validator("slurm")
     @classmethod
@@ -154,9 +308,12 @@ class Cluster(Table):
         return refuse_unknown_options(value)
 
     def connect_seconds(self, *, container: bool = False) -> float:
-        """watch.connect, or what it is by default. Slurm runs its own prologs and starts all nodes of a large job before the first word of any; an image
-        of 23 GiB took 74 to 200 s on 64 nodes (Azure, docs/containers.md)."""
-        return self.watch.connect or (900.0 if container else 300.0 if self.launcher == "slurm" else 30.0)
+        """watch.connect, or what it is by default. Slurm runs its own prologs and starts all
+        nodes of a large job before the first word of any; an image of 23 GiB took 74 to 200 s on
+        64 nodes (Azure, docs/containers.md)."""
+        return self.watch.connect or (
+            900.0 if container else 300.0 if self.launcher == "slurm" else 30.0
+        )
 
     @field_validator("stages")
     @classmethod

@@ -16,9 +16,18 @@ IMAGES: dict[str, tuple[str, str]] = {  # what each runtime takes for an image, 
         r"/\S+\.(sqsh|squashfs)|([a-z]+://)?([^\s/#@]+@)?([^\s/#]+#)?[^\s#:./]+(/[^\s#:]+)*(:[\w.-]+)?",
         "a path to a .sqsh or .squashfs file, or [REGISTRY#]IMAGE[:TAG]",
     ),
-    "enroot": (r"/\S+\.(sqsh|squashfs)", "a path to a .sqsh or .squashfs file, which `enroot import` makes"),
-    "apptainer": (r"/\S+(\.sif|/)|[a-z]+://\S+", "a path to a .sif file, a sandbox folder with / at its end, or a URI such as docker://NAME"),
-    "docker": (r"(?!.*://)[a-z0-9][\w./:@-]*(?<!\.sqsh)(?<!\.sif)", "a name, [REGISTRY/]IMAGE[:TAG]"),
+    "enroot": (
+        r"/\S+\.(sqsh|squashfs)",
+        "a path to a .sqsh or .squashfs file, which `enroot import` makes",
+    ),
+    "apptainer": (
+        r"/\S+(\.sif|/)|[a-z]+://\S+",
+        "a path to a .sif file, a sandbox folder with / at its end, or a URI such as docker://NAME",
+    ),
+    "docker": (
+        r"(?!.*://)[a-z0-9][\w./:@-]*(?<!\.sqsh)(?<!\.sif)",
+        "a name, [REGISTRY/]IMAGE[:TAG]",
+    ),
 }
 IMAGES["podman"] = IMAGES["docker"]
 
@@ -29,18 +38,53 @@ class Container(Table):
     planned = ("dockerfile",)
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    image: str = Field(min_length=1, description="an image of a registry, or a file (.sqsh, .sif), as the runtime names it")
-    runtime: Literal["pyxis", "enroot", "apptainer", "docker", "podman"] = Field("pyxis", description="what starts it")
-    mounts: Annotated[tuple[Annotated[str, Field(pattern=MOUNT)], ...], Field(strict=False)] = Field(
-        (), description="HOST:CONTAINER[:ro], beside the cluster's root and what the job reads, which are always there under their own names"
+    image: str = Field(
+        min_length=1,
+        description="an image of a registry, or a file (.sqsh, .sif), as the runtime names it",
     )
-    env: Environment = Field(default_factory=dict, description="environment variables of every rank, over the cluster's and the image's, below the job's")
+    runtime: Literal["pyxis", "enroot", "apptainer", "docker", "podman"] = Field(
+        "pyxis", description="what starts it"
+    )
+    mounts: Annotated[tuple[Annotated[str, Field(pattern=MOUNT)], ...], Field(strict=False)] = (
+        Field(
+            (),
+            description=(
+                "HOST:CONTAINER[:ro], beside the cluster's root and what the job reads, which are"
+                " always there under their own names"
+            ),
+        )
+    )
+    env: Environment = Field(
+        default_factory=dict,
+        description=(
+            "environment variables of every rank, over the cluster's and the image's, below the"
+            " job's"
+        ),
+    )
     python: str = Field(
-        "python3", pattern=r"^[\w./+-]+$", description="the Python interpreter in the image: a path, or a name that is looked for after the prolog"
+        "python3",
+        pattern=r"^[\w./+-]+$",
+        description=(
+            "the Python interpreter in the image: a path, or a name that is looked for after the"
+            " prolog"
+        ),
     )
-    prolog: Strings = Field((), description="shell lines that are run in the image before anything else")
-    args: Strings = Field((), description="more words for the runtime, each by itself: of srun for pyxis, else before the image")
-    writable: bool = Field(False, description="pyxis, enroot, apptainer: the image's own file system may be written to; that is lost at the end")
+    prolog: Strings = Field(
+        (), description="shell lines that are run in the image before anything else"
+    )
+    args: Strings = Field(
+        (),
+        description=(
+            "more words for the runtime, each by itself: of srun for pyxis, else before the image"
+        ),
+    )
+    writable: bool = Field(
+        False,
+        description=(
+            "pyxis, enroot, apptainer: the image's own file system may be written to; that is lost"
+            " at the end"
+        ),
+    )
 
     @model_validator(mode="after")
     def _names_an_image(self) -> Container:

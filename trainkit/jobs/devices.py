@@ -13,22 +13,34 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class Device(Table):
-    """One kind of device. Figures are the makers' data sheets: dense, without sparsity; memory as the maker counts it, in GiB or 1e9 bytes."""
+    """One kind of device. Figures are the makers' data sheets: dense, without sparsity; memory
+    as the maker counts it, in GiB or 1e9 bytes."""
 
     planned = ("memory_gb_per_second", "link_gb_per_second")
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    kind: Literal["cpu", "cuda", "neuron"] = Field("cuda", description="torch's name for it; neuron: AWS Trainium, for engines that run there")
+    kind: Literal["cpu", "cuda", "neuron"] = Field(
+        "cuda", description="torch's name for it; neuron: AWS Trainium, for engines that run there"
+    )
     label: str = Field("", description="what people call it")
-    reported_as: Strings = Field((), description="ends of the names that torch.cuda.get_device_name gives it")
-    memory_bytes: int | None = Field(None, ge=1, description="its memory; not given: unknown, and nothing is said of what fits")
-    peak_tflops: dict[Precision, float] = Field(default_factory=dict, description="matmul TFLOP/s by precision; not given: no MFU")
+    reported_as: Strings = Field(
+        (), description="ends of the names that torch.cuda.get_device_name gives it"
+    )
+    memory_bytes: int | None = Field(
+        None, ge=1, description="its memory; not given: unknown, and nothing is said of what fits"
+    )
+    peak_tflops: dict[Precision, float] = Field(
+        default_factory=dict, description="matmul TFLOP/s by precision; not given: no MFU"
+    )
 
 
-GIB, GB = 2**30, 10**9
+GIB = 2**30
+GB = 10**9
 
 
-def _gpu(label: str, reported: str, memory: int, half: float, single: float, *, bf16: bool = True) -> dict[str, Any]:
+def _gpu(
+    label: str, reported: str, memory: int, half: float, single: float, *, bf16: bool = True
+) -> dict[str, Any]:
     peaks = {"fp16": half, "fp32": single} | ({"bf16": half} if bf16 else {})
     return {
         "label": label,
@@ -38,7 +50,8 @@ def _gpu(label: str, reported: str, memory: int, half: float, single: float, *, 
     }
 
 
-# The rows that come with trainkit, as a jobs.toml would write them. cuda is any GPU: of it nothing is known before torch has named it.
+# The rows that come with trainkit, as a jobs.toml would write them. cuda is any GPU: of it nothing
+# is known before torch has named it.
 BUILT_IN_DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"kind": "cpu", "label": "CPU"},
     "cuda": {"label": "a CUDA GPU"},
@@ -66,11 +79,15 @@ def built_in_device(name: str) -> Device:
 
 
 def reported_device(name: str) -> Device | None:
-    """The row that comes with trainkit of a GPU by the name torch gives it; None for one that is not in the table, never a guess.
+    """The row that comes with trainkit of a GPU by the name torch gives it; None for one that is
+    not in the table, never a guess.
 
-    The whole end of a name must agree: a GH200 or an H200 NVL is no H200, a slice of a GPU (MIG) has not its peak.
+    The whole end of a name must agree: a GH200 or an H200 NVL is no H200, a slice of a GPU (MIG)
+    has not its peak.
     """
-    return next((row for row in map(built_in_device, BUILT_IN_DEVICES) if is_reported_as(row, name)), None)
+    return next(
+        (row for row in map(built_in_device, BUILT_IN_DEVICES) if is_reported_as(row, name)), None
+    )
 
 
 def is_reported_as(device: Device, name: str) -> bool:

@@ -1,7 +1,8 @@
-"""The JSON schema of a jobs.toml, for editors: `python -m trainkit.jobs.json_schema > docs/jobs.schema.json`.
+"""The JSON schema of a jobs.toml, for editors: `python -m trainkit.jobs.json_schema >
+docs/jobs.schema.json`.
 
-It differs from the resolved Job's: references are names, tables may extend others, and nothing is required, because a
-base or jobs.local.toml may give it. `invoke check` knows what is missing.
+It differs from the resolved Job's: references are names, tables may extend others, and nothing
+is required, because a base or jobs.local.toml may give it. `invoke check` knows what is missing.
 """
 
 from __future__ import annotations
@@ -11,19 +12,37 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from trainkit.jobs.schema import BLENDS, NAME, REFERENCES, TABLES, TABLES_OF_REFERENCES, Defaults, Table
+from trainkit.jobs.schema import (
+    BLENDS,
+    NAME,
+    REFERENCES,
+    TABLES,
+    TABLES_OF_REFERENCES,
+    Defaults,
+    Table,
+)
 
 _REF = "#/definitions/"
 _STRING_LIST = {"type": "array", "items": {"type": "string"}}
-_INCLUDE = {"description": "file patterns: the tables of these files belong to this one", **_STRING_LIST}
-_EXTENDS = {"description": "tables of the same kind that lie below this one", "anyOf": [{"type": "string"}, _STRING_LIST]}
+_INCLUDE = {
+    "description": "file patterns: the tables of these files belong to this one",
+    **_STRING_LIST,
+}
+_EXTENDS = {
+    "description": "tables of the same kind that lie below this one",
+    "anyOf": [{"type": "string"}, _STRING_LIST],
+}
 
 
 def json_schema() -> dict[str, Any]:
     """The schema, in JSON Schema draft 7, which editors' TOML plugins know."""
     models: list[type[Table]] = [*TABLES.values(), Defaults]
-    _, whole = models_json_schema([(model, "validation") for model in models], ref_template=_REF + "{model}")
-    definitions = {name: _for_toml(definition) for name, definition in whole["$defs"].items() if name != "Part"}
+    _, whole = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_REF + "{model}"
+    )
+    definitions = {
+        name: _for_toml(definition) for name, definition in whole["$defs"].items() if name != "Part"
+    }
     for kind, model in TABLES.items():
         properties = definitions[model.__name__]["properties"]
         del properties["name"]
@@ -31,26 +50,47 @@ def json_schema() -> dict[str, Any]:
             properties[key] = {"description": properties[key]["description"], "type": "string"}
         for key in TABLES_OF_REFERENCES.get(kind, {}):
             names = {"propertyNames": {"pattern": NAME}, "additionalProperties": {"type": "string"}}
-            properties[key] = {"description": properties[key]["description"], "type": "object", **names}
+            properties[key] = {
+                "description": properties[key]["description"],
+                "type": "object",
+                **names,
+            }
         for key in BLENDS if kind == "datasets" else ():
-            weights = {"type": "object", "propertyNames": {"pattern": NAME}, "additionalProperties": {"type": "number"}}
-            properties[key] = {"description": properties[key]["description"], "anyOf": [weights, _STRING_LIST]}
+            weights = {
+                "type": "object",
+                "propertyNames": {"pattern": NAME},
+                "additionalProperties": {"type": "number"},
+            }
+            properties[key] = {
+                "description": properties[key]["description"],
+                "anyOf": [weights, _STRING_LIST],
+            }
         properties["extends"] = _EXTENDS
     groups: dict[str, Any] = {
-        kind: {"type": "object", "propertyNames": {"pattern": NAME}, "additionalProperties": {"$ref": _REF + model.__name__}} for kind, model in TABLES.items()
+        kind: {
+            "type": "object",
+            "propertyNames": {"pattern": NAME},
+            "additionalProperties": {"$ref": _REF + model.__name__},
+        }
+        for kind, model in TABLES.items()
     }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "jobs.toml of trainkit",
         "type": "object",
         "additionalProperties": False,
-        "properties": {"include": _INCLUDE, "defaults": {"$ref": _REF + Defaults.__name__}, **groups},
+        "properties": {
+            "include": _INCLUDE,
+            "defaults": {"$ref": _REF + Defaults.__name__},
+            **groups,
+        },
         "definitions": definitions,
     }
 
 
 def _for_toml(value: Any, names: bool = False) -> Any:
-    """pydantic's schema without what TOML or an editor has no use for: null, generated titles, required keys.
+    """pydantic's schema without what TOML or an editor has no use for: null, generated titles,
+    required keys.
 
     Args:
         value: a schema, or a part of one.
@@ -62,12 +102,19 @@ def _for_toml(value: Any, names: bool = False) -> Any:
         return value
     if names:
         return {key: _for_toml(item) for key, item in value.items()}
-    left = {key: item for key, item in value.items() if key not in ("title", "required") and not (key == "default" and item is None)}
+    left = {
+        key: item
+        for key, item in value.items()
+        if key not in ("title", "required") and not (key == "default" and item is None)
+    }
     options = [option for option in left.get("anyOf", []) if option != {"type": "null"}]
     if len(options) == 1:
         del left["anyOf"]
         left |= options[0]
-    return {key: _for_toml(item, names=key in ("properties", "patternProperties")) for key, item in left.items()}
+    return {
+        key: _for_toml(item, names=key in ("properties", "patternProperties"))
+        for key, item in left.items()
+    }
 
 
 def main() -> None:

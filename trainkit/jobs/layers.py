@@ -1,4 +1,5 @@
-"""The layers a table is made of: jobs.toml, jobs.local.toml over it, `extends` below it, --set on top, ${...} last."""
+"""The layers a table is made of: jobs.toml, jobs.local.toml over it, `extends` below it, --set
+on top, ${...} last."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ class Findings:
     """Problems found while a table is put together, and what need not be complained about again.
 
     Args:
-        problems: what was found.
-        settled: places in the table (key paths) below which the schema's complaints only repeat a problem.
-        partial: places below which missing keys are not complained about.
+        problems: what was found. settled: places in the table (key paths) below which the
+        schema's complaints only repeat a problem. partial: places below which missing keys are
+        not complained about.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -38,7 +39,8 @@ class Findings:
 
 
 def read(root: Path) -> Section:
-    """jobs.toml of `root` with the files it includes, and jobs.local.toml, where there is one, laid over them. Raises ConfigError."""
+    """jobs.toml of `root` with the files it includes, and jobs.local.toml, where there is one,
+    laid over them. Raises ConfigError."""
     document = _included(root, _read_file(root / JOBS_FILE))
     if (root / LOCAL_FILE).exists():
         document = _read_file(root / LOCAL_FILE).over(document, keep_place=True)
@@ -46,15 +48,31 @@ def read(root: Path) -> Section:
 
 
 def _included(root: Path, document: Section) -> Section:
-    """`document` with the tables of the files that its `include` matches; each table stands in one file only."""
+    """`document` with the tables of the files that its `include` matches; each table stands in
+    one file only."""
     include = document.entries.get("include")
     if include is None:
         return document
-    given = include.value if isinstance(include, Origin) else None
-    patterns = [item for item in given if isinstance(item, str)] if isinstance(given, list) else []
+    if isinstance(include, Origin):
+        given = include.value
+    else:
+        given = None
+    if isinstance(given, list):
+        patterns = [item for item in given if isinstance(item, str)]
+    else:
+        patterns = []
     if not isinstance(given, list) or len(patterns) != len(given):
-        raise ConfigError([Problem("include: expected an array of file patterns", include.place, 'for example include = ["jobs/*.toml"]')])
-    document, problems = document.without("include"), []
+        raise ConfigError(
+            [
+                Problem(
+                    "include: expected an array of file patterns",
+                    include.place,
+                    'for example include = ["jobs/*.toml"]',
+                )
+            ]
+        )
+    document = document.without("include")
+    problems = []
     for pattern in patterns:
         paths = sorted(path for path in root.glob(pattern) if path.is_file())
         if not paths:
@@ -62,7 +80,8 @@ def _included(root: Path, document: Section) -> Section:
         for path in paths:
             part = _read_file(path, str(path.relative_to(root)))
             problems += _twice(document, part)
-            document = part.over(document, keep_place=True)  # no table is in both: only the order of the listing hangs on it
+            # no table is in both: only the order of the listing hangs on it
+            document = part.over(document, keep_place=True)
     if problems:
         raise ConfigError(problems)
     return document
@@ -70,9 +89,17 @@ def _included(root: Path, document: Section) -> Section:
 
 def _twice(document: Section, part: Section) -> list[Problem]:
     """Tables of `part` that `document` has already."""
-    known = {(kind, name): node.place for kind, group in document.sections() for name, node in group.entries.items()}
+    known = {
+        (kind, name): node.place
+        for kind, group in document.sections()
+        for name, node in group.entries.items()
+    }
     return [
-        Problem(f"[{kind}.{name}] is at {known[kind, name]} already", node.place, "define each table in one file only; to build on another table, use extends")
+        Problem(
+            f"[{kind}.{name}] is at {known[kind, name]} already",
+            node.place,
+            "define each table in one file only; to build on another table, use extends",
+        )
         for kind, group in part.sections()
         for name, node in group.entries.items()
         if (kind, name) in known
@@ -83,7 +110,8 @@ def _read_file(path: Path, shown: str = "") -> Section:
     shown = shown or path.name
     try:
         data = path.read_bytes()
-        values, spots = parse(data.decode("utf-8-sig"), shown)  # some editors begin a file with a byte order mark
+        # some editors begin a file with a byte order mark
+        values, spots = parse(data.decode("utf-8-sig"), shown)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -101,7 +129,10 @@ def _too_large(section: Section) -> Iterator[Problem]:
         if isinstance(node, Section):
             yield from _too_large(node)
         elif _has_large(node.value):
-            yield Problem(f"{'.'.join(node.path)}: an integer of TOML has 64 bits, from -2^63 to 2^63 - 1", node.place)
+            yield Problem(
+                f"{'.'.join(node.path)}: an integer of TOML has 64 bits, from -2^63 to 2^63 - 1",
+                node.place,
+            )
 
 
 def _has_large(value: Any) -> bool:
@@ -112,19 +143,26 @@ def _has_large(value: Any) -> bool:
     return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
-def _section(values: Mapping[str, Any], path: tuple[str, ...], spots: Mapping[KeyPath, Spot], file: str) -> Section:
-    """A parsed table with places. A table without a line of its own (the document itself) stands at line 1."""
+def _section(
+    values: Mapping[str, Any], path: tuple[str, ...], spots: Mapping[KeyPath, Spot], file: str
+) -> Section:
+    """A parsed table with places. A table without a line of its own (the document itself) stands
+    at line 1."""
     entries: dict[str, Section | Origin] = {}
     for key, value in values.items():
         inner = (*path, key)
-        entries[key] = _section(value, inner, spots, file) if isinstance(value, dict) else Origin(value, Place(file, spots[inner].line), inner)
+        if isinstance(value, dict):
+            entries[key] = _section(value, inner, spots, file)
+        else:
+            entries[key] = Origin(value, Place(file, spots[inner].line), inner)
     return Section(Place(file, spots[path].line if path else 1), path, entries)
 
 
 def compose(tables: Mapping[str, Section], name: str, findings: Findings, at: KeyPath) -> Section:
     """A table with what it extends below it.
 
-    Each table of the chain is laid down once, after all that it extends; of several bases a later one lies over an earlier.
+    Each table of the chain is laid down once, after all that it extends; of several bases a
+    later one lies over an earlier.
 
     Args:
         tables: the tables of that kind.
@@ -139,7 +177,9 @@ def compose(tables: Mapping[str, Section], name: str, findings: Findings, at: Ke
     return whole
 
 
-def _bases_first(tables: Mapping[str, Section], name: str, findings: Findings, at: KeyPath) -> list[str]:
+def _bases_first(
+    tables: Mapping[str, Section], name: str, findings: Findings, at: KeyPath
+) -> list[str]:
     order: list[str] = []
 
     def fail(message: str, place: Place, hint: str = "") -> None:
@@ -150,19 +190,34 @@ def _bases_first(tables: Mapping[str, Section], name: str, findings: Findings, a
         extends = tables[current].entries.get("extends")
         header = f"[{'.'.join(tables[current].path)}]"
         if isinstance(extends, Section):
-            fail(f"{header} extends: expected a table's name or an array of names, got a table", extends.place)
+            fail(
+                f"{header} extends: expected a table's name or an array of names, got a table",
+                extends.place,
+            )
             extends = None
         for base in _names(extends):
             assert extends
             if not isinstance(base, str):
-                fail(f"{header} extends: expected a table's name or an array of names, got {in_words(base)}", extends.place)
+                fail(
+                    f"{header} extends: expected a table's name or an array of names, got"
+                    f" {in_words(base)}",
+                    extends.place,
+                )
             elif base not in tables:
-                fail(f"{header} extends '{base}', which names no [{tables[current].path[0]}.X] table", extends.place, choices(base, tables))
+                fail(
+                    f"{header} extends '{base}', which names no [{tables[current].path[0]}.X]"
+                    " table",
+                    extends.place,
+                    choices(base, tables),
+                )
             elif base in (*chain, current):
                 circle = (*chain, current)[(*chain, current).index(base) :]
                 first = circle.index(min(circle))  # the same words wherever one enters the circle
                 words = " -> ".join([*circle[first:], *circle[: first + 1]])
-                fail(f"extends goes round in a circle: {words}", min(tables[t].entries["extends"].place for t in circle))
+                fail(
+                    f"extends goes round in a circle: {words}",
+                    min(tables[t].entries["extends"].place for t in circle),
+                )
             elif base not in order:
                 visit(base, (*chain, current))
         order.append(current)
@@ -174,21 +229,33 @@ def _bases_first(tables: Mapping[str, Section], name: str, findings: Findings, a
 def _names(extends: Origin | None) -> list[Any]:
     if extends is None:
         return []
-    return extends.value if isinstance(extends.value, list) else [extends.value]
+    if isinstance(extends.value, list):
+        return extends.value
+    return [extends.value]
 
 
 def parse_sets(words: Sequence[str]) -> list[Origin]:
-    """`--set a.b=value` as origins: the value as TOML reads it, else as a string. Raises ConfigError for all malformed ones."""
-    origins, problems = [], []
+    """`--set a.b=value` as origins: the value as TOML reads it, else as a string. Raises
+    ConfigError for all malformed ones."""
+    origins = []
+    problems = []
     for word in words:
         key, equals, text = word.partition("=")
         path = tuple(part.strip() for part in key.split("."))
         if not equals or not all(path):
-            problems.append(Problem(f"expected KEY=VALUE, got '{word}'", SET, "for example --set training.lr=1e-4"))
+            problems.append(
+                Problem(
+                    f"expected KEY=VALUE, got '{word}'", SET, "for example --set training.lr=1e-4"
+                )
+            )
             continue
         value = _parse_value(text)
         if _has_large(value):
-            problems.append(Problem(f"{key.strip()}: an integer of TOML has 64 bits, from -2^63 to 2^63 - 1", SET))
+            problems.append(
+                Problem(
+                    f"{key.strip()}: an integer of TOML has 64 bits, from -2^63 to 2^63 - 1", SET
+                )
+            )
             continue
         origins.append(Origin(value, SET, path))
     if problems:
@@ -201,12 +268,18 @@ def _parse_value(text: str) -> Any:
         values = tomli.loads(f"value = {text}")
     except (tomli.TOMLDecodeError, RecursionError):
         return text
-    return values["value"] if len(values) == 1 else text
+    if len(values) == 1:
+        return values["value"]
+    return text
 
 
 def overlay(section: Section, path: tuple[str, ...], origin: Origin) -> Section:
     """`section` with `origin` laid over it at `path`."""
-    node: Section | Origin = _as_section(origin, origin.path) if isinstance(origin.value, dict) else origin
+    node: Section | Origin
+    if isinstance(origin.value, dict):
+        node = _as_section(origin, origin.path)
+    else:
+        node = origin
     for depth in range(len(path) - 1, -1, -1):
         above = origin.path[: len(origin.path) - len(path) + depth]
         node = Section(origin.place, above, {path[depth]: node})
@@ -218,7 +291,10 @@ def _as_section(origin: Origin, path: tuple[str, ...]) -> Section:
     entries: dict[str, Section | Origin] = {}
     for key, value in origin.value.items():
         inner = Origin(value, origin.place, (*path, key))
-        entries[key] = _as_section(inner, inner.path) if isinstance(value, dict) else inner
+        if isinstance(value, dict):
+            entries[key] = _as_section(inner, inner.path)
+        else:
+            entries[key] = inner
     return Section(origin.place, path, entries)
 
 
@@ -227,21 +303,28 @@ _HOST = re.compile(r"host:([A-Za-z_][A-Za-z0-9_]*)")
 _NODE = re.compile(r"node:[A-Za-z_][A-Za-z0-9_]*")
 
 
-def interpolate(section: Section, environ: Mapping[str, str], findings: Findings, at: KeyPath) -> Section:
-    """`section` with every ${host:VAR} replaced from `environ`; ${node:VAR} stays, and only inside `env`."""
+def interpolate(
+    section: Section, environ: Mapping[str, str], findings: Findings, at: KeyPath
+) -> Section:
+    """`section` with every ${host:VAR} replaced from `environ`; ${node:VAR} stays, and only
+    inside `env`."""
     entries: dict[str, Section | Origin] = {}
     for key, node in section.entries.items():
         if isinstance(node, Section):
             entries[key] = interpolate(node, environ, findings, (*at, key))
             continue
         known = len(findings.problems)
-        entries[key] = replace(node, value=_filled(node.value, node, environ, findings, in_env=at[-1:] == ("env",)))
+        entries[key] = replace(
+            node, value=_filled(node.value, node, environ, findings, in_env=at[-1:] == ("env",))
+        )
         if len(findings.problems) > known:
             findings.settled.add((*at, key))
     return replace(section, entries=entries)
 
 
-def _filled(value: Any, origin: Origin, environ: Mapping[str, str], findings: Findings, in_env: bool) -> Any:
+def _filled(
+    value: Any, origin: Origin, environ: Mapping[str, str], findings: Findings, in_env: bool
+) -> Any:
     if isinstance(value, list):
         return [_filled(item, origin, environ, findings, in_env) for item in value]
     if not isinstance(value, str):
@@ -253,11 +336,23 @@ def _filled(value: Any, origin: Origin, environ: Mapping[str, str], findings: Fi
         if host and host[1] in environ:
             return environ[host[1]]
         if host:
-            findings.add(f"{key}: the environment has no variable {host[1]} for {match[0]}", origin.place, f"export {host[1]}=... first")
+            findings.add(
+                f"{key}: the environment has no variable {host[1]} for {match[0]}",
+                origin.place,
+                f"export {host[1]}=... first",
+            )
         elif not _NODE.fullmatch(match[1]):
-            findings.add(f"{key}: '{match[0]}' is neither ${{host:VAR}} (filled in here) nor ${{node:VAR}} (left for the node)", origin.place)
+            findings.add(
+                f"{key}: '{match[0]}' is neither ${{host:VAR}} (filled in here) nor ${{node:VAR}}"
+                " (left for the node)",
+                origin.place,
+            )
         elif not in_env:
-            findings.add(f"{key}: '{match[0]}' may stand in env only; here nothing replaces it", origin.place, "${host:VAR} is filled in where you type")
+            findings.add(
+                f"{key}: '{match[0]}' may stand in env only; here nothing replaces it",
+                origin.place,
+                "${host:VAR} is filled in where you type",
+            )
         return match[0]
 
     return _VARIABLE.sub(fill, value)

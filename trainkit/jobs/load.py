@@ -47,13 +47,25 @@ class Jobs:
     def default_job(self) -> str | None:
         """The job that tasks without one serve: [defaults] job."""
         defaults = dict(self._builder.document.sections()).get("defaults")
-        name = defaults.value("job") if defaults else None
-        return name if isinstance(name, str) else None
+        if defaults:
+            name = defaults.value("job")
+        else:
+            name = None
+        if isinstance(name, str):
+            return name
+        return None
 
     def roots(self) -> list[Path]:
         """Folders that runs may lie in: that of jobs.toml first, then every cluster's root."""
-        clusters = [self._builder.build("clusters", name, (), Findings()) for name in self._builder.tables("clusters")]
-        given = [Path(root) for root in (cluster.value("root") for cluster in clusters) if isinstance(root, str)]
+        clusters = [
+            self._builder.build("clusters", name, (), Findings())
+            for name in self._builder.tables("clusters")
+        ]
+        given = [
+            Path(root)
+            for root in (cluster.value("root") for cluster in clusters)
+            if isinstance(root, str)
+        ]
         return list(dict.fromkeys([self.root, *given]))
 
     def describe(self) -> list[Row]:
@@ -62,7 +74,8 @@ class Jobs:
         return [_row(name, compose(tables, name, Findings(), ())) for name in tables]
 
     def check(self) -> list[Problem]:
-        """Everything that is wrong in any table of any kind, by file and line. A table that others extend may be incomplete."""
+        """Everything that is wrong in any table of any kind, by file and line. A table that
+        others extend may be incomplete."""
         problems = self._builder.outline_problems() + self._builder.stray_problems()
         for kind, model in TABLES.items():
             extended = self._builder.extended(kind)
@@ -73,21 +86,28 @@ class Jobs:
         return in_order(problems)
 
     def dataset(self, name: str) -> Dataset:
-        """A dataset with its tokenizer, apart from any job. Raises ConfigError with everything that is wrong with it."""
+        """A dataset with its tokenizer, apart from any job. Raises ConfigError with everything
+        that is wrong with it."""
         return self._apart("datasets", Dataset, name)
 
     def cluster(self, name: str) -> Cluster:
-        """A cluster apart from any job. Raises ConfigError with everything that is wrong with it."""
+        """A cluster apart from any job. Raises ConfigError with everything that is wrong with
+        it."""
         return self._apart("clusters", Cluster, name)
 
     def engine(self, name: str) -> Engine | None:
-        """Where an engine comes from; None where no [engines.X] table says it. Raises ConfigError with everything that is wrong with the table."""
-        return self._apart("engines", Engine, name) if name in self._builder.tables("engines") else None
+        """Where an engine comes from; None where no [engines.X] table says it. Raises
+        ConfigError with everything that is wrong with the table."""
+        if name in self._builder.tables("engines"):
+            return self._apart("engines", Engine, name)
+        return None
 
     def _apart(self, kind: str, model: type[T], name: str) -> T:
         known = self._builder.tables(kind)
         if name not in known:
-            raise ConfigError(f"{JOBS_FILE} in {self.root} has no {kind[:-1]} '{name}'", hint=choices(name, known))
+            raise ConfigError(
+                f"{JOBS_FILE} in {self.root} has no {kind[:-1]} '{name}'", hint=choices(name, known)
+            )
         findings = Findings(self._builder.outline_problems())
         table = validate(model, self._builder.build(kind, name, (), findings), findings)
         if findings.problems or table is None:
@@ -101,10 +121,13 @@ class Jobs:
             name: a [jobs.X] table.
             sets: overrides, "training.lr=1e-4"; the highest layer.
 
-        Raises ConfigError with everything that is wrong with that job or with the top level of the file.
+        Raises ConfigError with everything that is wrong with that job or with the top level of
+        the file.
         """
         if name not in self.names():
-            raise ConfigError(f"{JOBS_FILE} in {self.root} has no job '{name}'", hint=choices(name, self.names()))
+            raise ConfigError(
+                f"{JOBS_FILE} in {self.root} has no job '{name}'", hint=choices(name, self.names())
+            )
         overrides = [(origin.path, origin) for origin in parse_sets(sets)]
         findings = Findings(self._builder.outline_problems())
         section = self._builder.build("jobs", name, overrides, findings)
@@ -117,7 +140,9 @@ class Jobs:
 def _row(name: str, job: Section) -> Row:
     def given(key: str) -> str:
         value = job.value(key)
-        return "" if value is None else str(value)
+        if value is None:
+            return ""
+        return str(value)
 
     nodes = job.value("nodes")
     return Row(
@@ -126,7 +151,9 @@ def _row(name: str, job: Section) -> Row:
         cluster=given("cluster"),
         model=given("model"),
         dataset=given("dataset"),
-        nodes=nodes if isinstance(nodes, int) else given("nodes") or Job.model_fields["nodes"].default,
+        nodes=(
+            nodes if isinstance(nodes, int) else given("nodes") or Job.model_fields["nodes"].default
+        ),
         description=given("description"),
     )
 
@@ -137,7 +164,10 @@ def find_root(start: Path) -> Path:
     for folder in (start, *start.parents):
         if (folder / JOBS_FILE).is_file():
             return folder
-    raise ConfigError(f"no {JOBS_FILE} in {start} or any folder above it", hint="cd to a folder with a jobs.toml, or write a first one there: trainkit init")
+    raise ConfigError(
+        f"no {JOBS_FILE} in {start} or any folder above it",
+        hint="cd to a folder with a jobs.toml, or write a first one there: trainkit init",
+    )
 
 
 def load(root: Path, environ: Mapping[str, str] = os.environ) -> Jobs:

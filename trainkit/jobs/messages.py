@@ -1,4 +1,5 @@
-"""The schema's complaints in the words of the person who wrote the TOML: which key, what it holds, what it may hold."""
+"""The schema's complaints in the words of the person who wrote the TOML: which key, what it
+holds, what it may hold."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ SYNONYMS = {
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` probably means: the same in another spelling, what other programs call it, the most similar, else the only one that begins
-    with it."""
+    """The known word that `word` probably means: the same in another spelling, what other
+    programs call it, the most similar, else the only one that begins with it."""
     words = list(known)
     plain = word.lower().replace("-", "_")
     if same := next((each for each in words if plain in (each, each.replace("-", "_"))), None):
@@ -97,7 +98,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     if len(beginning) > 1:
         return None  # which of them?
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6) or beginning
-    return close[0] if close else None
+    if close:
+        return close[0]
+    return None
 
 
 def choices(word: str, known: Iterable[str], prefix: str = "") -> str:
@@ -106,9 +109,14 @@ def choices(word: str, known: Iterable[str], prefix: str = "") -> str:
     close = nearest(word, words)
     if close:
         return f"did you mean '{prefix}{close}'?"
-    if word and len(beginning := [f"'{prefix}{each}'" for each in words if each.startswith(word)]) > 1:
+    if (
+        word
+        and len(beginning := [f"'{prefix}{each}'" for each in words if each.startswith(word)]) > 1
+    ):
         return f"did you mean {', '.join(beginning[:-1])} or {beginning[-1]}?"
-    return f"known: {', '.join(words)}" if words else "no such table is defined"
+    if words:
+        return f"known: {', '.join(words)}"
+    return "no such table is defined"
 
 
 def in_words(value: Any) -> str:
@@ -134,8 +142,11 @@ def key_of(node: Section | Origin) -> str:
     return ".".join(node.path)
 
 
-def complaints(error: ValidationError, model: type[Table], section: Section) -> Iterator[tuple[tuple[str | int, ...], str, Problem]]:
-    """Everything pydantic found wrong with a table: (where in the table, pydantic's type of error, the problem).
+def complaints(
+    error: ValidationError, model: type[Table], section: Section
+) -> Iterator[tuple[tuple[str | int, ...], str, Problem]]:
+    """Everything pydantic found wrong with a table: (where in the table, pydantic's type of
+    error, the problem).
 
     Args:
         error: what validating `section.plain()` raised.
@@ -144,7 +155,8 @@ def complaints(error: ValidationError, model: type[Table], section: Section) -> 
     """
     errors = error.errors(include_url=False)
     missing = {found["loc"] for found in errors if found["type"] == "missing"}
-    explained: set[tuple[str | int, ...]] = set()  # missing keys that a typo or a dotted name explains
+    # missing keys that a typo or a dotted name explains
+    explained: set[tuple[str | int, ...]] = set()
     told = []
     for found in errors:
         spot = _Spot(model, section, found["loc"])
@@ -158,25 +170,35 @@ def complaints(error: ValidationError, model: type[Table], section: Section) -> 
 
 
 class _Spot:
-    """Where in a table an error is: the innermost table around it, that table's model, the key, and what was written."""
+    """Where in a table an error is: the innermost table around it, that table's model, the key,
+    and what was written."""
 
     def __init__(self, model: type[Table], section: Section, loc: tuple[str | int, ...]) -> None:
-        self.model, self.section = model, section
+        self.model = model
+        self.section = section
         self.field: FieldInfo | None = None
         self.node: Section | Origin | None = section
         self.key = ""
         self.above: tuple[str | int, ...] = ()
         for depth, part in enumerate(loc):
             if isinstance(part, int) or part == "[key]" or not isinstance(self.node, Section):
-                break  # inside an array, or about a key of `env`: the whole value is as near as it gets
-            inner = _table_of(self.field) if self.field else self.model
+                # inside an array, or about a key of `env`: the whole value is as near as it gets
+                break
+            if self.field:
+                inner = _table_of(self.field)
+            else:
+                inner = self.model
             named = _named_tables(self.field)
-            self.section, self.key, self.above = self.node, part, loc[:depth]
+            self.section = self.node
+            self.key = part
+            self.above = loc[:depth]
             self.node = self.section.entries.get(part)
             if named:
-                self.model, self.field = named, None
+                self.model = named
+                self.field = None
             elif inner:
-                self.model, self.field = inner, inner.model_fields.get(part)
+                self.model = inner
+                self.field = inner.model_fields.get(part)
 
     @property
     def place(self) -> Place:
@@ -188,13 +210,24 @@ class _Spot:
 
     def is_dotted_name(self) -> bool:
         """Whether this is what TOML makes of [jobs.a.b]: a table b where job a has no such key."""
-        return isinstance(self.node, Section) and len(self.node.path) == 3 and self.node.path[0] in TABLES and self.node.place != SET
+        return (
+            isinstance(self.node, Section)
+            and len(self.node.path) == 3
+            and self.node.path[0] in TABLES
+            and self.node.place != SET
+        )
 
 
 def _table_of(field: FieldInfo) -> type[Table] | None:
     """The model of a key that holds a table."""
-    options = typing.get_args(field.annotation) if isinstance(field.annotation, types.UnionType) else (field.annotation,)
-    return next((option for option in options if isinstance(option, type) and issubclass(option, Table)), None)
+    if isinstance(field.annotation, types.UnionType):
+        options = typing.get_args(field.annotation)
+    else:
+        options = (field.annotation,)
+    return next(
+        (option for option in options if isinstance(option, type) and issubclass(option, Table)),
+        None,
+    )
 
 
 def _named_tables(field: FieldInfo | None) -> type[Table] | None:
@@ -202,40 +235,61 @@ def _named_tables(field: FieldInfo | None) -> type[Table] | None:
     if field is None or typing.get_origin(field.annotation) is not dict:
         return None
     _, kind = typing.get_args(field.annotation)
-    return kind if isinstance(kind, type) and issubclass(kind, Table) else None
+    if isinstance(kind, type) and issubclass(kind, Table):
+        return kind
+    return None
 
 
 def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
-    kind, value, context = found["type"], found["input"], found.get("ctx", {})
+    kind = found["type"]
+    value = found["input"]
+    context = found.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(spot)
     if kind == "missing":
         return _missing_key(spot)
-    if kind in ("rule", "needs"):  # of the schema's own: about the key it names, in the table it is at
+    # of the schema's own: about the key it names, in the table it is at
+    if kind in ("rule", "needs"):
         node: Section | Origin | None = spot.node
         for part in str(context["key"]).split("."):
-            node = node.entries.get(part) if isinstance(node, Section) else None
+            if isinstance(node, Section):
+                node = node.entries.get(part)
+            else:
+                node = None
         about = key_of(spot.node or spot.section)
         return Problem(f"{about}: {context['message']}", (node or spot.node or spot.section).place)
-    key = key_of(spot.node) if spot.node else ".".join(str(part) for part in found["loc"])
+    if spot.node:
+        key = key_of(spot.node)
+    else:
+        key = ".".join(str(part) for part in found["loc"])
     allowed = _allowed(spot.field)
-    hint = spot.field.description or "" if spot.field else ""
+    if spot.field:
+        hint = spot.field.description or ""
+    else:
+        hint = ""
     if kind in _EXPECTED:
         return _wrong_type(key, kind, value, spot, hint)
     if kind == "literal_error":
         return Problem(f"{key}: expected {allowed}, got {in_words(value)}", spot.place)
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
-        return Problem(f"{key} = {value} must be {words} {_short(context[bound])}", spot.place, hint)
+        return Problem(
+            f"{key} = {value} must be {words} {_short(context[bound])}", spot.place, hint
+        )
     if kind == "string_pattern_mismatch":
-        return Problem(f"{key}: {_toml(value)} does not match {context['pattern']}", spot.place, hint)
+        return Problem(
+            f"{key}: {_toml(value)} does not match {context['pattern']}", spot.place, hint
+        )
     if kind == "string_too_short":
         return Problem(f"{key} is empty", spot.place, hint)
     return Problem(f"{key}: {found['msg']}, got {in_words(value)}", spot.place, hint)
 
 
 def _unknown_key(spot: _Spot) -> Problem:
-    key = key_of(spot.node) if spot.node else spot.key
+    if spot.node:
+        key = key_of(spot.node)
+    else:
+        key = spot.key
     if spot.key in spot.model.planned:
         return Problem(f"{key} {NOT_YET}", spot.place, "remove it")
     known = [name for name in spot.model.model_fields if name != "name"]
@@ -243,50 +297,94 @@ def _unknown_key(spot: _Spot) -> Problem:
         known.append("extends")
     table = key.rpartition(".")[0]
     if spot.place == SET:  # its paths are those of the resolved job
-        return Problem(f"unknown key '{key}'", SET, choices(spot.key, known, prefix=f"{table}." if table else ""))
+        return Problem(
+            f"unknown key '{key}'",
+            SET,
+            choices(spot.key, known, prefix=f"{table}." if table else ""),
+        )
     message = f"unknown key '{spot.key}' in [{table}]"
     if (inside := _inner_table(spot)) and not nearest(spot.key, known):
         return Problem(message, spot.place, f"'{inside[1]}' belongs into [{table}.{inside[0]}]")
     if spot.is_dotted_name() and not nearest(spot.key, known):
-        return Problem(message, spot.place, f"if [{key}] was meant as a name: {NAME_RULE}, without dots; for example [{table}-{spot.key}]")
+        return Problem(
+            message,
+            spot.place,
+            f"if [{key}] was meant as a name: {NAME_RULE}, without dots; for example"
+            f" [{table}-{spot.key}]",
+        )
     return Problem(message, spot.place, choices(spot.key, known))
 
 
 def _inner_table(spot: _Spot) -> tuple[str, str] | None:
-    """(table, key) where a table inside this one has a key of that name, or of what other programs call by it."""
+    """(table, key) where a table inside this one has a key of that name, or of what other
+    programs call by it."""
     for name, field in spot.model.model_fields.items():
         inner = _table_of(field)
         if inner and not any(name in references for references in REFERENCES.values()):
-            found = next((key for key in (spot.key, spot.key.lower(), SYNONYMS.get(spot.key.lower())) if key in inner.model_fields), None)
+            found = next(
+                (
+                    key
+                    for key in (spot.key, spot.key.lower(), SYNONYMS.get(spot.key.lower()))
+                    if key in inner.model_fields
+                ),
+                None,
+            )
             if found:
                 return name, found
     return None
 
 
 def _missing_key(spot: _Spot) -> Problem:
-    if spot.field and _table_of(spot.field) and not any(spot.key in references for references in REFERENCES.values()):
+    if (
+        spot.field
+        and _table_of(spot.field)
+        and not any(spot.key in references for references in REFERENCES.values())
+    ):
         return Problem(f"missing table [{key_of(spot.section)}.{spot.key}]", spot.place)
-    return Problem(f"missing key '{spot.key}' in {spot.header}", spot.place, f"{spot.key}: {spot.field.description}" if spot.field else "")
+    return Problem(
+        f"missing key '{spot.key}' in {spot.header}",
+        spot.place,
+        f"{spot.key}: {spot.field.description}" if spot.field else "",
+    )
 
 
 def _wrong_type(key: str, kind: str, value: Any, spot: _Spot, hint: str) -> Problem:
     if spot.place == SET and kind == "string_type" and not isinstance(value, (dict, list)):
         hint = f"for a string: --set '{key}=\"{_toml(value)}\"'"
-    item = " in the array" if isinstance(spot.node, Origin) and isinstance(spot.node.value, list) and not isinstance(value, list) else ""
-    return Problem(f"{key}: expected {_EXPECTED[kind]}{item}, got {in_words(value)}", spot.place, hint)
+    if (
+        isinstance(spot.node, Origin)
+        and isinstance(spot.node.value, list)
+        and not isinstance(value, list)
+    ):
+        item = " in the array"
+    else:
+        item = ""
+    return Problem(
+        f"{key}: expected {_EXPECTED[kind]}{item}, got {in_words(value)}", spot.place, hint
+    )
 
 
 def _allowed(field: FieldInfo | None) -> str:
     """The values of a key, where they can be listed."""
     if field is None or typing.get_origin(field.annotation) is not typing.Literal:
-        return _toml(field.default) if field else ""
+        if field:
+            return _toml(field.default)
+        return ""
     values = [_toml(value) for value in typing.get_args(field.annotation)]
-    return " or ".join([", ".join(values[:-1]), values[-1]]) if len(values) > 1 else values[0]
+    if len(values) > 1:
+        return " or ".join([", ".join(values[:-1]), values[-1]])
+    return values[0]
 
 
 def _short(bound: Any) -> str:
-    return f"{bound:g}" if isinstance(bound, float) else str(bound)
+    if isinstance(bound, float):
+        return f"{bound:g}"
+    return str(bound)
 
 
 def _toml(value: Any) -> str:
-    return f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, str):
+        return f"'{value}'"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -10,18 +10,41 @@ from trainkit.jobs.table import NAME, Table, wrong
 
 
 class RopeScaling(Table):
-    """How rotary positions are stretched beyond the length a model was first trained on. Keys are Hugging Face's."""
+    """How rotary positions are stretched beyond the length a model was first trained on. Keys
+    are Hugging Face's."""
 
-    type: Literal["linear", "llama3"] = Field(description="linear: every position divided by factor; llama3: only low frequencies (Llama 3.1)")
+    type: Literal["linear", "llama3"] = Field(
+        description=(
+            "linear: every position divided by factor; llama3: only low frequencies (Llama 3.1)"
+        )
+    )
     factor: float = Field(gt=1, description="how many times longer")
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3: wavelengths above original_max_position_embeddings / this are divided in full")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below original_max_position_embeddings / this stay as they are")
-    original_max_position_embeddings: int = Field(8192, ge=1, description="llama3: the length before stretching")
+    low_freq_factor: float = Field(
+        1.0,
+        gt=0,
+        description=(
+            "llama3: wavelengths above original_max_position_embeddings / this are divided in full"
+        ),
+    )
+    high_freq_factor: float = Field(
+        4.0,
+        gt=0,
+        description=(
+            "llama3: wavelengths below original_max_position_embeddings / this stay as they are"
+        ),
+    )
+    original_max_position_embeddings: int = Field(
+        8192, ge=1, description="llama3: the length before stretching"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> RopeScaling:
         if self.high_freq_factor <= self.low_freq_factor:
-            raise wrong("high_freq_factor", f"high_freq_factor {self.high_freq_factor} is not above low_freq_factor {self.low_freq_factor}")
+            raise wrong(
+                "high_freq_factor",
+                f"high_freq_factor {self.high_freq_factor} is not above low_freq_factor"
+                f" {self.low_freq_factor}",
+            )
         return self
 
 
@@ -29,7 +52,8 @@ InitMethod = Literal["normal", "scaled", "small_init", "wang_init"]
 
 
 class Model(Table):
-    """The shape of a model. What is left out has its family's usual value, which the properties below give."""
+    """The shape of a model. What is left out has its family's usual value, which the properties
+    below give."""
 
     FAMILY_KEYS: ClassVar[dict[str, tuple[str, ...]]] = {
         "num_query_groups": ("llama",),
@@ -43,51 +67,138 @@ class Model(Table):
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     family: Literal["gpt", "gpt-neox", "llama"] = Field(
-        "gpt", description="gpt: learned positions, tied; gpt-neox: rotary, parallel residual; llama: RMSNorm, SwiGLU, grouped queries"
+        "gpt",
+        description=(
+            "gpt: learned positions, tied; gpt-neox: rotary, parallel residual; llama: RMSNorm,"
+            " SwiGLU, grouped queries"
+        ),
     )
     num_layers: int = Field(ge=1, description="transformer blocks")
     hidden_size: int = Field(ge=1, description="width of the residual stream")
-    num_attention_heads: int = Field(ge=1, description="attention heads; must divide hidden_size unless kv_channels is given")
-    num_query_groups: int | None = Field(None, ge=1, description="heads of keys and values (llama); by default num_attention_heads")
-    kv_channels: int | None = Field(None, ge=1, description="channels of a head; by default hidden_size / num_attention_heads")
-    ffn_hidden_size: int | None = Field(None, ge=1, description="width of the MLP; by default 4 * hidden_size, llama: two thirds of it in steps of 64")
+    num_attention_heads: int = Field(
+        ge=1, description="attention heads; must divide hidden_size unless kv_channels is given"
+    )
+    num_query_groups: int | None = Field(
+        None, ge=1, description="heads of keys and values (llama); by default num_attention_heads"
+    )
+    kv_channels: int | None = Field(
+        None, ge=1, description="channels of a head; by default hidden_size / num_attention_heads"
+    )
+    ffn_hidden_size: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "width of the MLP; by default 4 * hidden_size, llama: two thirds of it in steps of 64"
+        ),
+    )
     seq_length: int = Field(ge=1, description="tokens of one sample")
-    max_position_embeddings: int | None = Field(None, ge=1, description="learned positions, or the longest text rotary ones are for; by default seq_length")
-    vocab_size: int | None = Field(None, ge=2, description="by default that of the dataset's tokenizer")
+    max_position_embeddings: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "learned positions, or the longest text rotary ones are for; by default seq_length"
+        ),
+    )
+    vocab_size: int | None = Field(
+        None, ge=2, description="by default that of the dataset's tokenizer"
+    )
     make_vocab_size_divisible_by: int = Field(
-        128, ge=1, description="the head's product is padded to such a multiple; padding is never sampled, saved or in the loss"
+        128,
+        ge=1,
+        description=(
+            "the head's product is padded to such a multiple; padding is never sampled, saved or in"
+            " the loss"
+        ),
     )
-    untie_embeddings_and_output_weights: bool | None = Field(None, description="a head of its own; by default false for gpt, true for the others")
-    rotary_percent: float | None = Field(None, gt=0, le=1, description="part of a head's channels that is rotated (gpt-neox); by default 0.25")
-    rotary_base: float | None = Field(None, gt=1, description="theta of rotary positions; by default 10000")
-    rope_scaling: RopeScaling | None = Field(None, description="stretching of rotary positions (llama)")
-    gpt_j_residual: bool | None = Field(None, description="attention and MLP side by side (gpt-neox); by default true")
-    gpt_j_tied: bool = Field(False, description="attention and MLP share one norm (gpt-neox with gpt_j_residual)")
-    gelu: Literal["tanh", "exact"] | None = Field(None, description="form of GELU; by default tanh for gpt, exact for gpt-neox (20B was trained with tanh)")
+    untie_embeddings_and_output_weights: bool | None = Field(
+        None, description="a head of its own; by default false for gpt, true for the others"
+    )
+    rotary_percent: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="part of a head's channels that is rotated (gpt-neox); by default 0.25",
+    )
+    rotary_base: float | None = Field(
+        None, gt=1, description="theta of rotary positions; by default 10000"
+    )
+    rope_scaling: RopeScaling | None = Field(
+        None, description="stretching of rotary positions (llama)"
+    )
+    gpt_j_residual: bool | None = Field(
+        None, description="attention and MLP side by side (gpt-neox); by default true"
+    )
+    gpt_j_tied: bool = Field(
+        False, description="attention and MLP share one norm (gpt-neox with gpt_j_residual)"
+    )
+    gelu: Literal["tanh", "exact"] | None = Field(
+        None,
+        description=(
+            "form of GELU; by default tanh for gpt, exact for gpt-neox (20B was trained with tanh)"
+        ),
+    )
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout of attention weights")
-    hidden_dropout: float = Field(0.0, ge=0, lt=1, description="dropout of embeddings and of what is added to the residual stream")
-    init_method: InitMethod = Field("normal", description="normal: init_method_std; small_init: sqrt(2 / (5 * hidden_size))")
-    output_layer_init_method: InitMethod = Field(
-        "scaled", description="of output projections; scaled: init_method_std / sqrt(2 * num_layers); wang_init: 2 / (num_layers * sqrt(hidden_size))"
+    hidden_dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="dropout of embeddings and of what is added to the residual stream",
     )
-    init_method_std: float = Field(0.02, gt=0, description="standard deviation of initial weights under normal and scaled")
+    init_method: InitMethod = Field(
+        "normal", description="normal: init_method_std; small_init: sqrt(2 / (5 * hidden_size))"
+    )
+    output_layer_init_method: InitMethod = Field(
+        "scaled",
+        description=(
+            "of output projections; scaled: init_method_std / sqrt(2 * num_layers); wang_init: 2 /"
+            " (num_layers * sqrt(hidden_size))"
+        ),
+    )
+    init_method_std: float = Field(
+        0.02, gt=0, description="standard deviation of initial weights under normal and scaled"
+    )
     layernorm_epsilon: float = Field(1e-5, gt=0, description="epsilon of LayerNorm and RMSNorm")
 
     @model_validator(mode="after")
     def _fits(self) -> Model:
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            raise wrong("num_attention_heads", f"hidden_size {self.hidden_size} does not divide by num_attention_heads {self.num_attention_heads}")
+            raise wrong(
+                "num_attention_heads",
+                f"hidden_size {self.hidden_size} does not divide by num_attention_heads"
+                f" {self.num_attention_heads}",
+            )
         if self.num_attention_heads % self.query_groups:
-            raise wrong("num_query_groups", f"num_attention_heads {self.num_attention_heads} does not divide by num_query_groups {self.num_query_groups}")
-        if self.max_position_embeddings is not None and self.max_position_embeddings < self.seq_length:
-            raise wrong("max_position_embeddings", f"max_position_embeddings {self.max_position_embeddings} is below seq_length {self.seq_length}")
+            raise wrong(
+                "num_query_groups",
+                f"num_attention_heads {self.num_attention_heads} does not divide by"
+                f" num_query_groups {self.num_query_groups}",
+            )
+        if (
+            self.max_position_embeddings is not None
+            and self.max_position_embeddings < self.seq_length
+        ):
+            raise wrong(
+                "max_position_embeddings",
+                f"max_position_embeddings {self.max_position_embeddings} is below seq_length"
+                f" {self.seq_length}",
+            )
         for key, families in self.FAMILY_KEYS.items():
             if getattr(self, key) and self.family not in families:
-                raise wrong(key, f"{key} is for family {' and '.join(families)}, not {self.family!r}")
+                raise wrong(
+                    key, f"{key} is for family {' and '.join(families)}, not {self.family!r}"
+                )
         if self.gpt_j_tied and not self.parallel_residual:
-            raise wrong("gpt_j_tied", "gpt_j_tied needs gpt_j_residual: one after the other, attention and MLP see different inputs")
+            raise wrong(
+                "gpt_j_tied",
+                "gpt_j_tied needs gpt_j_residual: one after the other, attention and MLP see"
+                " different inputs",
+            )
         if self.family != "gpt" and (self.rotary_channels % 2 or not self.rotary_channels):
-            raise wrong("rotary_percent", f"{self.rotary_channels} of {self.head_size} channels would be rotated; rotary positions turn pairs of channels")
+            raise wrong(
+                "rotary_percent",
+                f"{self.rotary_channels} of {self.head_size} channels would be rotated; rotary"
+                " positions turn pairs of channels",
+            )
         return self
 
     @property
@@ -102,10 +213,13 @@ class Model(Table):
 
     @property
     def ffn_width(self) -> int:
-        """Width of the MLP. Llama's default is Megatron's for SwiGLU: two thirds of 4 * hidden_size, rounded down to a multiple of 64."""
+        """Width of the MLP. Llama's default is Megatron's for SwiGLU: two thirds of 4 *
+        hidden_size, rounded down to a multiple of 64."""
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
-        return max(64, 8 * self.hidden_size // 3 // 64 * 64) if self.family == "llama" else 4 * self.hidden_size
+        if self.family == "llama":
+            return max(64, 8 * self.hidden_size // 3 // 64 * 64)
+        return 4 * self.hidden_size
 
     @property
     def positions(self) -> int:
@@ -116,7 +230,9 @@ class Model(Table):
     def untied(self) -> bool:
         """Whether the head has a weight of its own."""
         given = self.untie_embeddings_and_output_weights
-        return self.family != "gpt" if given is None else given
+        if given is None:
+            return self.family != "gpt"
+        return given
 
     @property
     def parallel_residual(self) -> bool:
@@ -125,7 +241,10 @@ class Model(Table):
 
     @property
     def rotary_channels(self) -> int:
-        """Channels of a head that are rotated; 0 for learned positions. Rounded down as GPT-NeoX does: int(head_size * rotary_percent)."""
+        """Channels of a head that are rotated; 0 for learned positions. Rounded down as GPT-NeoX
+        does: int(head_size * rotary_percent)."""
         if self.family == "gpt":
             return 0
-        return int(self.head_size * (self.rotary_percent or 0.25)) if self.family == "gpt-neox" else self.head_size
+        if self.family == "gpt-neox":
+            return int(self.head_size * (self.rotary_percent or 0.25))
+        return self.head_size

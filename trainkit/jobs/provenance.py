@@ -17,9 +17,8 @@ class Origin:
     """One value (a scalar or a whole array) and where it comes from.
 
     Args:
-        value: the value.
-        place: file and line of its key, or BUILT_IN, or SET.
-        path: its key as written there, ("jobs", "demo", "nodes"); for --set the path of the resolved job.
+        value: the value. place: file and line of its key, or BUILT_IN, or SET. path: its key as
+        written there, ("jobs", "demo", "nodes"); for --set the path of the resolved job.
         overrode: what it replaced, newest first.
     """
 
@@ -30,7 +29,9 @@ class Origin:
 
     def over(self, older: Origin) -> Origin:
         """This value, having replaced `older`."""
-        return replace(self, overrode=(*self.overrode, replace(older, overrode=()), *older.overrode))
+        return replace(
+            self, overrode=(*self.overrode, replace(older, overrode=()), *older.overrode)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As kept in job.json, newest first."""
@@ -51,7 +52,10 @@ class Section:
 
     def plain(self) -> dict[str, Any]:
         """The values alone."""
-        return {key: node.plain() if isinstance(node, Section) else node.value for key, node in self.entries.items()}
+        return {
+            key: node.plain() if isinstance(node, Section) else node.value
+            for key, node in self.entries.items()
+        }
 
     def with_entry(self, key: str, node: Section | Origin) -> Section:
         """This table with one entry more, or another in its place."""
@@ -68,7 +72,9 @@ class Section:
     def value(self, key: str) -> Any:
         """The value of a leaf; None where there is none."""
         node = self.entries.get(key)
-        return node.value if isinstance(node, Origin) else None
+        if isinstance(node, Origin):
+            return node.value
+        return None
 
     def over(self, older: Section, *, keep_place: bool = False) -> Section:
         """This table laid over `older`: tables merge, scalars and arrays replace.
@@ -86,5 +92,8 @@ class Section:
                 merged[key] = node.over(below)
             else:
                 merged[key] = node
-        home = older if keep_place else self
+        if keep_place:
+            home = older
+        else:
+            home = self
         return Section(home.place, home.path, merged)

@@ -1,4 +1,5 @@
-"""Which rank does what: one pure order of ranks, and how widths that need not divide are shared over tensor-parallel ranks."""
+"""Which rank does what: one pure order of ranks, and how widths that need not divide are shared
+over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -52,14 +53,25 @@ class Place:
 
 
 def degrees_of(job: Job) -> Degrees:
-    """The degrees a job asks for; ZeRO 0 is a whole copy on every data-parallel rank. Where they do not divide the world, of the ranks that fit in."""
-    p, data = job.parallelism, job.data_parallel_size
-    replicate = data if p.zero_stage == 0 else p.data_parallel_replicate_size
-    return Degrees(p.tensor_model_parallel_size, p.pipeline_model_parallel_size, replicate, max(1, data // replicate))
+    """The degrees a job asks for; ZeRO 0 is a whole copy on every data-parallel rank. Where they
+    do not divide the world, of the ranks that fit in."""
+    p = job.parallelism
+    data = job.data_parallel_size
+    if p.zero_stage == 0:
+        replicate = data
+    else:
+        replicate = p.data_parallel_replicate_size
+    return Degrees(
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        replicate,
+        max(1, data // replicate),
+    )
 
 
 def rank_of(place: Place, degrees: Degrees) -> int:
-    """rank = (pp * DP + dp) * TP + tp: tensor-parallel neighbours are neighbours, stages lie far apart (as Megatron-LM and DeepSpeed have it)."""
+    """rank = (pp * DP + dp) * TP + tp: tensor-parallel neighbours are neighbours, stages lie far
+    apart (as Megatron-LM and DeepSpeed have it)."""
     return (place.pipeline * degrees.data + place.data(degrees)) * degrees.tensor + place.tensor
 
 
@@ -71,8 +83,13 @@ def place_of(rank: int, degrees: Degrees) -> Place:
 
 
 def share(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, length) of part `index` of `size` rows: whole multiples of the largest of UNITS that leaves them about equal; nothing is padded."""
-    fits = (unit for unit in UNITS if size >= unit * parts and unit * -(-size // (unit * parts)) * parts <= UNEVEN * size)
+    """(start, length) of part `index` of `size` rows: whole multiples of the largest of UNITS
+    that leaves them about equal; nothing is padded."""
+    fits = (
+        unit
+        for unit in UNITS
+        if size >= unit * parts and unit * -(-size // (unit * parts)) * parts <= UNEVEN * size
+    )
     unit = next(fits, 1)
     units = -(-size // unit)
     start, end = (min(size, units * i // parts * unit) for i in (index, index + 1))
@@ -80,7 +97,10 @@ def share(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def key_value_heads(model: Model, tensor: int, index: int) -> tuple[int, int]:
-    """(first, count) of the key-value heads on tensor-parallel rank `index`: its share of them, or, where there are fewer than ranks, the one that its
-    query heads read, which tensor / query_groups ranks hold alike."""
+    """(first, count) of the key-value heads on tensor-parallel rank `index`: its share of them,
+    or, where there are fewer than ranks, the one that its query heads read, which tensor /
+    query_groups ranks hold alike."""
     groups = model.query_groups
-    return (index * groups // tensor, 1) if groups < tensor else (index * (groups // tensor), groups // tensor)
+    if groups < tensor:
+        return (index * groups // tensor, 1)
+    return (index * (groups // tensor), groups // tensor)

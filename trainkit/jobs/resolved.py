@@ -1,4 +1,5 @@
-"""The resolved job: complete, frozen, each value with its origin; and as job.json, the file that travels to the ranks."""
+"""The resolved job: complete, frozen, each value with its origin; and as job.json, the file that
+travels to the ranks."""
 
 from __future__ import annotations
 
@@ -37,10 +38,16 @@ class Resolved:
 
 
 def origins_of(table: Table, section: Section, above: str = "") -> Iterator[tuple[str, Origin]]:
-    """The origin of every value of `table`, which was made from `section`; built-in defaults included."""
+    """The origin of every value of `table`, which was made from `section`; built-in defaults
+    included."""
     for key, field in type(table).model_fields.items():
-        value, node, path = getattr(table, key), section.entries.get(key), above + key
-        inner = node if isinstance(node, Section) else Section(section.place)
+        value = getattr(table, key)
+        node = section.entries.get(key)
+        path = above + key
+        if isinstance(node, Section):
+            inner = node
+        else:
+            inner = Section(section.place)
         if isinstance(value, Table):
             yield from origins_of(value, inner, f"{path}.")
         elif isinstance(value, dict) and any(isinstance(item, Table) for item in value.values()):
@@ -49,9 +56,16 @@ def origins_of(table: Table, section: Section, above: str = "") -> Iterator[tupl
                 assert isinstance(node, Section)
                 yield from origins_of(item, node, f"{path}.{name}.")
         elif isinstance(value, dict):
-            yield from ((f"{path}.{name}", origin) for name, origin in inner.entries.items() if isinstance(origin, Origin))
+            yield from (
+                (f"{path}.{name}", origin)
+                for name, origin in inner.entries.items()
+                if isinstance(origin, Origin)
+            )
         else:
-            default = None if field.is_required() or key == "name" else Origin(field.get_default(call_default_factory=True), BUILT_IN)
+            if field.is_required() or key == "name":
+                default = None
+            else:
+                default = Origin(field.get_default(call_default_factory=True), BUILT_IN)
             yield path, _origin(value, node if isinstance(node, Origin) else None, default)
 
 
@@ -62,7 +76,9 @@ def _origin(value: Any, written: Origin | None, default: Origin | None) -> Origi
         return default
     origin = replace(written, value=value)
     known = any(each.place == BUILT_IN for each in (written, *written.overrode))
-    return origin if known or default is None else origin.over(default)
+    if known or default is None:
+        return origin
+    return origin.over(default)
 
 
 def write_job(path: Path, resolved: Resolved) -> None:
@@ -71,11 +87,17 @@ def write_job(path: Path, resolved: Resolved) -> None:
 
 
 def read_job(path: Path) -> Job:
-    """Read job.json; needs neither jobs.toml nor the environment. Raises ConfigError where it is no job of this version."""
+    """Read job.json; needs neither jobs.toml nor the environment. Raises ConfigError where it is
+    no job of this version."""
     value = read_form(path, SCHEMA)
     try:
         return Job.model_validate(value.get("job"))
     except ValidationError as error:
-        wrong = [(".".join(map(str, found["loc"])) or "job", found["msg"]) for found in error.errors(include_url=False)]
+        wrong = [
+            (".".join(map(str, found["loc"])) or "job", found["msg"])
+            for found in error.errors(include_url=False)
+        ]
     hint = "it was written by another version of trainkit, or by hand"
-    raise ConfigError([Problem(f"{key}: {message}", Place(str(path)), hint) for key, message in wrong])
+    raise ConfigError(
+        [Problem(f"{key}: {message}", Place(str(path)), hint) for key, message in wrong]
+    )

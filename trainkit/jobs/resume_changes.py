@@ -1,4 +1,5 @@
-"""What may be changed when a run goes on: where it runs, how it is laid out, reported and kept, how long it lasts; never which samples it sees."""
+"""What may be changed when a run goes on: where it runs, how it is laid out, reported and kept,
+how long it lasts; never which samples it sees."""
 
 from __future__ import annotations
 
@@ -46,14 +47,20 @@ CHANGEABLE = (
     "training.eval_interval",
     "training.eval_iters",
     "training.save_interval",
-    *(f"checkpoint.{name}" for name in ("keep_last", "keep_every", "keep_best", "verify", "save_async", "save_first")),
+    *(
+        f"checkpoint.{name}"
+        for name in ("keep_last", "keep_every", "keep_best", "verify", "save_async", "save_first")
+    ),
     "generate.prompt",
     "generate.max_new_tokens",
 )
-FIXED_BY_MEGATRON = ("training.train_iters", "training.eval_interval", "training.eval_iters")  # Megatron's shuffles depend on how many samples are asked for
+# Megatron's shuffles depend on how many samples are asked for
+FIXED_BY_MEGATRON = ("training.train_iters", "training.eval_interval", "training.eval_iters")
 
 
-def changed_job(path: Path, sets: Sequence[str], moved: Resolved | None = None) -> tuple[dict[str, Any], Job]:
+def changed_job(
+    path: Path, sets: Sequence[str], moved: Resolved | None = None
+) -> tuple[dict[str, Any], Job]:
     """The job of job.json with overrides laid over it: (document job/1, job). Nothing is written.
 
     Args:
@@ -61,18 +68,24 @@ def changed_job(path: Path, sets: Sequence[str], moved: Resolved | None = None) 
         sets: overrides, "nodes=2".
         moved: the job on another cluster, whose table the run takes over.
 
-    The global batch stays what it was, even where it was derived from the number of ranks. So does the end of the learning rate's decay where it
-    was train_iters, unless training.lr_decay_iters is given: the rate must not jump because training lasts longer.
+    The global batch stays what it was, even where it was derived from the number of ranks. So
+    does the end of the learning rate's decay where it was train_iters, unless
+    training.lr_decay_iters is given: the rate must not jump because training lasts longer.
 
-    Raises ConfigError for a key that may not change once a run has begun, for a value the schema refuses, and for a cluster with another root.
+    Raises ConfigError for a key that may not change once a run has begun, for a value the schema
+    refuses, and for a cluster with another root.
     """
     job = read_job(path)
     document = read_form(path, SCHEMA)
     if moved is not None:
         _move(document, job, moved)
-    values, origins = document["job"], document["origins"]
+    values = document["job"]
+    origins = document["origins"]
     if sets or moved is not None:
-        values["training"] |= {"global_batch_size": job.global_batch_size, "gradient_accumulation_steps": None}
+        values["training"] |= {
+            "global_batch_size": job.global_batch_size,
+            "gradient_accumulation_steps": None,
+        }
     given = parse_sets(sets)
     if any(origin.path == ("training", "train_iters") for origin in given):
         values["training"]["lr_decay_iters"] = job.training.decay_iters
@@ -80,15 +93,29 @@ def changed_job(path: Path, sets: Sequence[str], moved: Resolved | None = None) 
     for origin in given:
         key = ".".join(origin.path)
         if key not in CHANGEABLE:
-            problems.append(Problem(f"{key} cannot change once a run has begun", SET, choices(key, CHANGEABLE)))
+            problems.append(
+                Problem(f"{key} cannot change once a run has begun", SET, choices(key, CHANGEABLE))
+            )
             continue
         if job.sample_order == "megatron" and key in FIXED_BY_MEGATRON:
-            why = "Megatron's order of samples depends on how many are asked for, so other samples would follow"
-            problems.append(Problem(f"{key} cannot change in a run with sample_order = 'megatron': {why}", SET, "a run with sample_order = 'native' can"))
+            why = (
+                "Megatron's order of samples depends on how many are asked for, so other samples"
+                " would follow"
+            )
+            problems.append(
+                Problem(
+                    f"{key} cannot change in a run with sample_order = 'megatron': {why}",
+                    SET,
+                    "a run with sample_order = 'native' can",
+                )
+            )
             continue
         _put(values, origin.path, origin.value)
         former = origins.get(key)  # none of retry.infra, where the job had no table `retry`
-        overrode = [{"value": former["value"], "place": former["place"]}, *former["overrode"]] if former else []
+        if former:
+            overrode = [{"value": former["value"], "place": former["place"]}, *former["overrode"]]
+        else:
+            overrode = []
         origins[key] = {"value": origin.value, "place": str(SET), "overrode": overrode}
         if origin.path[0] != key:
             origins.pop(origin.path[0], None)  # "retry is not set" is no longer true
@@ -97,7 +124,12 @@ def changed_job(path: Path, sets: Sequence[str], moved: Resolved | None = None) 
     try:
         return document, Job.model_validate(values)
     except ValidationError as error:
-        raise ConfigError([Problem(f"{'.'.join(map(str, e['loc']))}: {e['msg']}", SET) for e in error.errors(include_url=False)]) from None
+        raise ConfigError(
+            [
+                Problem(f"{'.'.join(map(str, e['loc']))}: {e['msg']}", SET)
+                for e in error.errors(include_url=False)
+            ]
+        ) from None
 
 
 def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
@@ -110,15 +142,20 @@ def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 def _move(document: dict[str, Any], job: Job, moved: Resolved) -> None:
     """Put another cluster's table, and where its values come from, into the document of a job."""
-    before, after = job.cluster, moved.job.cluster
+    before = job.cluster
+    after = moved.job.cluster
     if after.root != before.root:
         raise ConfigError(
             f"cluster '{after.name}' has the root {after.root}, and the run lies in {before.root}",
             hint=f"a run stays where it is; give clusters.{after.name} that root",
         )
     document["job"]["cluster"] = after.model_dump(mode="json")
-    origins = {key: origin for key, origin in document["origins"].items() if not key.startswith("cluster.")}
-    document["origins"] = origins | {key: origin.to_json() for key, origin in moved.origins.items() if key.startswith("cluster.")}
+    origins = {
+        key: origin for key, origin in document["origins"].items() if not key.startswith("cluster.")
+    }
+    document["origins"] = origins | {
+        key: origin.to_json() for key, origin in moved.origins.items() if key.startswith("cluster.")
+    }
 
 
 def write_changed_job(path: Path, document: dict[str, Any]) -> None:

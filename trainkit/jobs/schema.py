@@ -1,8 +1,8 @@
 """What an experiment is: the tables of jobs.toml and the resolved Job, as frozen pydantic models.
 
-Key names are Megatron's for models and training and Slurm's for clusters. Every field has one line of help: it becomes
-the JSON schema that editors use. Keys that are still to come stand in `planned`: using one is refused
-with words, never ignored.
+Key names are Megatron's for models and training and Slurm's for clusters. Every field has one
+line of help: it becomes the JSON schema that editors use. Keys that are still to come stand in
+`planned`: using one is refused with words, never ignored.
 """
 
 from __future__ import annotations
@@ -46,26 +46,57 @@ class Parallelism(Table):
 
     tensor_model_parallel_size: int = Field(1, ge=1, description="tensor-parallel size")
     pipeline_model_parallel_size: int = Field(1, ge=1, description="pipeline stages")
-    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2, description="model chunks of each stage under an interleaved schedule")
+    virtual_pipeline_model_parallel_size: int | None = Field(
+        None, ge=2, description="model chunks of each stage under an interleaved schedule"
+    )
     pipeline_schedule: Literal["1f1b", "zbv"] = Field(
         "1f1b",
-        description="1f1b: one forward, one backward, interleaved where virtual_pipeline_model_parallel_size is given; zbv: zero bubble, without compile",
+        description=(
+            "1f1b: one forward, one backward, interleaved where"
+            " virtual_pipeline_model_parallel_size is given; zbv: zero bubble, without compile"
+        ),
     )
-    sequence_parallel: bool = Field(False, description="activations between blocks split over the tensor-parallel ranks")
-    zero_stage: int = Field(1, ge=0, le=3, description="0: replicated; 1: optimizer state sharded; 2: gradients too; 3: parameters too")
+    sequence_parallel: bool = Field(
+        False, description="activations between blocks split over the tensor-parallel ranks"
+    )
+    zero_stage: int = Field(
+        1,
+        ge=0,
+        le=3,
+        description=(
+            "0: replicated; 1: optimizer state sharded; 2: gradients too; 3: parameters too"
+        ),
+    )
     data_parallel_replicate_size: int = Field(
-        1, ge=1, description="HSDP: whole copies of the model; each is sharded over data-parallel size / this many ranks, and gradients are summed over copies"
+        1,
+        ge=1,
+        description=(
+            "HSDP: whole copies of the model; each is sharded over data-parallel size / this many"
+            " ranks, and gradients are summed over copies"
+        ),
     )
 
     @model_validator(mode="after")
     def _fits(self) -> Parallelism:
         if self.data_parallel_replicate_size > 1 and self.zero_stage == 0:
-            raise wrong("data_parallel_replicate_size", "data_parallel_replicate_size is for zero_stage 1 to 3: with 0 every rank holds a whole copy")
-        if self.pipeline_schedule == "zbv" and (self.pipeline_model_parallel_size == 1 or self.virtual_pipeline_model_parallel_size):
-            needs_what = "pipeline_model_parallel_size above 1 and no virtual_pipeline_model_parallel_size: it has two chunks on each stage by itself"
+            raise wrong(
+                "data_parallel_replicate_size",
+                "data_parallel_replicate_size is for zero_stage 1 to 3: with 0 every rank holds a"
+                " whole copy",
+            )
+        if self.pipeline_schedule == "zbv" and (
+            self.pipeline_model_parallel_size == 1 or self.virtual_pipeline_model_parallel_size
+        ):
+            needs_what = (
+                "pipeline_model_parallel_size above 1 and no virtual_pipeline_model_parallel_size:"
+                " it has two chunks on each stage by itself"
+            )
             raise wrong("pipeline_schedule", f"pipeline_schedule = 'zbv' needs {needs_what}")
         if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
-            raise wrong("virtual_pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1")
+            raise wrong(
+                "virtual_pipeline_model_parallel_size",
+                "virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1",
+            )
         return self
 
 
@@ -74,7 +105,11 @@ class Engine(Table):
 
     NAMES: ClassVar[tuple[str, ...]] = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
 
-    name: str = Field("", pattern=NAME, description="the table's name, filled in: gpt-neox, megatron-lm, nemo or neuronx-nemo")
+    name: str = Field(
+        "",
+        pattern=NAME,
+        description="the table's name, filled in: gpt-neox, megatron-lm, nemo or neuronx-nemo",
+    )
     source: str = Field(min_length=1, description="a git URL, or a folder")
     revision: str | None = Field(None, description="commit, tag or branch")
     container: str | None = Field(None, description="the [containers.X] table it runs in")
@@ -82,28 +117,66 @@ class Engine(Table):
     @model_validator(mode="after")
     def _is_an_engine(self) -> Engine:
         if self.name and self.name not in self.NAMES:
-            raise wrong("name", f"there is no engine {self.name!r}; engines: {', '.join(self.NAMES)}")
+            raise wrong(
+                "name", f"there is no engine {self.name!r}; engines: {', '.join(self.NAMES)}"
+            )
         return self
 
 
 class Checkpoint(Table):
     """What is kept on disk."""
 
-    keep_last: int = Field(2, ge=1, description="newest checkpoints kept; older ones are deleted after a save, but for those that the next two keys keep")
-    keep_every: int | None = Field(None, ge=1, description="checkpoints of steps that are a multiple of this are kept for ever")
-    keep_best: int = Field(0, ge=0, description="so many with the lowest validation loss are kept; only those of steps with an evaluation have one")
-    verify: Literal["size", "sample", "full"] = Field(
-        "full", description="what is looked at before one is read: sizes always; sample: the hash of one file in 8; full: of every file, each by one rank"
+    keep_last: int = Field(
+        2,
+        ge=1,
+        description=(
+            "newest checkpoints kept; older ones are deleted after a save, but for those that the"
+            " next two keys keep"
+        ),
     )
-    save_async: bool = Field(False, description="write while training goes on, from a copy in host memory: 12 bytes for every parameter that a rank holds")
-    save_first: bool = Field(False, description="write one of step 0 before a new run's first step: a disk that does not take it ends the run then (exit 10)")
-    filesystem: str | None = Field(None, description="which of the cluster's filesystems they go to; by default its only one")
+    keep_every: int | None = Field(
+        None, ge=1, description="checkpoints of steps that are a multiple of this are kept for ever"
+    )
+    keep_best: int = Field(
+        0,
+        ge=0,
+        description=(
+            "so many with the lowest validation loss are kept; only those of steps with an"
+            " evaluation have one"
+        ),
+    )
+    verify: Literal["size", "sample", "full"] = Field(
+        "full",
+        description=(
+            "what is looked at before one is read: sizes always; sample: the hash of one file in 8;"
+            " full: of every file, each by one rank"
+        ),
+    )
+    save_async: bool = Field(
+        False,
+        description=(
+            "write while training goes on, from a copy in host memory: 12 bytes for every parameter"
+            " that a rank holds"
+        ),
+    )
+    save_first: bool = Field(
+        False,
+        description=(
+            "write one of step 0 before a new run's first step: a disk that does not take it ends"
+            " the run then (exit 10)"
+        ),
+    )
+    filesystem: str | None = Field(
+        None, description="which of the cluster's filesystems they go to; by default its only one"
+    )
 
 
 class Generate(Table):
     """The sample printed when training ends."""
 
-    prompt: str = Field("", description="text the sample goes on from; empty: from the end-of-document token")
+    prompt: str = Field(
+        "", description="text the sample goes on from; empty: from the end-of-document token"
+    )
     max_new_tokens: int = Field(64, ge=1, description="tokens of the sample")
 
 
@@ -112,7 +185,9 @@ class Profile(Table):
 
     start: int = Field(ge=1, description="first step that is profiled")
     stop: int = Field(ge=1, description="last step that is profiled")
-    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field((0,), description="ranks that are profiled")
+    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field(
+        (0,), description="ranks that are profiled"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Profile:
@@ -122,41 +197,68 @@ class Profile(Table):
 
 
 class Wandb(Table):
-    """Metrics to Weights & Biases as well (needs the extra `wandb`); the run's id there is its id here, so a resumed run goes on."""
+    """Metrics to Weights & Biases as well (needs the extra `wandb`); the run's id there is its
+    id here, so a resumed run goes on."""
 
     project: str = Field(min_length=1, description="the W&B project")
     entity: str | None = Field(None, description="the W&B team or user; by default that of the key")
     group: str | None = Field(None, description="the W&B group")
-    mode: Literal["online", "offline"] = Field("online", description="offline: only files, for `wandb sync` later")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: only files, for `wandb sync` later"
+    )
 
 
 class Retry(Table):
-    """How often a run goes on by itself after a failure, by the failure's class: one kind does not eat the budget of another."""
+    """How often a run goes on by itself after a failure, by the failure's class: one kind does
+    not eat the budget of another."""
 
     infra: int = Field(3, ge=0, description="after a rank or host failed without fault of the job")
     hang: int = Field(2, ge=0, description="after a hang")
     user: int = Field(0, ge=0, description="after an error of the job's own code or data")
     preempted: int = Field(0, ge=0, description="after it was told to save and stop")
-    preemption: int = Field(100, ge=0, description="slurm: after Slurm took its nodes away: a job of higher priority, scontrol requeue")
+    preemption: int = Field(
+        100,
+        ge=0,
+        description=(
+            "slurm: after Slurm took its nodes away: a job of higher priority, scontrol requeue"
+        ),
+    )
     time_limit: int = Field(1000, ge=0, description="slurm: after its time limit")
-    same_step: int = Field(3, ge=1, description="identical failures at one step, with no progress between them, that end the run for good (exit 14)")
-    shrink: bool = Field(True, description="go on with fewer nodes where too few are left and the plan allows it")
+    same_step: int = Field(
+        3,
+        ge=1,
+        description=(
+            "identical failures at one step, with no progress between them, that end the run for"
+            " good (exit 14)"
+        ),
+    )
+    shrink: bool = Field(
+        True, description="go on with fewer nodes where too few are left and the plan allows it"
+    )
 
 
 class Job(Table):
-    """One experiment, complete: after `trainkit.jobs` nobody reads jobs.toml or the environment again."""
+    """One experiment, complete: after `trainkit.jobs` nobody reads jobs.toml or the environment
+    again."""
 
     planned = ("kernels", "precompile")
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     description: str = Field("", description="one line: what it is and where it comes from")
     engine: Literal["native", "gpt-neox", "megatron-lm", "nemo", "neuronx-nemo"] = Field(
-        "native", description="what is executed; this version plans for all of them and launches native"
+        "native",
+        description="what is executed; this version plans for all of them and launches native",
     )
     engine_args: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="further options of an engine that is not native, by its own names; native has none and reads none"
+        default_factory=dict,
+        description=(
+            "further options of an engine that is not native, by its own names; native has none and"
+            " reads none"
+        ),
     )
-    container: Container | None = Field(None, description="name of a [containers.X] table; none: without, where a base has one")
+    container: Container | None = Field(
+        None, description="name of a [containers.X] table; none: without, where a base has one"
+    )
     cluster: Cluster = Field(description="name of a [clusters.X] table")
     model: Model = Field(description="name of a [models.X] table")
     dataset: Dataset = Field(description="name of a [datasets.X] table, or 'mock'")
@@ -166,20 +268,46 @@ class Job(Table):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     generate: Generate = Field(default_factory=Generate)
     validation: dict[Annotated[str, Field(pattern=NAME)], Dataset] = Field(
-        default_factory=dict, description="more validation sets: a name for each, and the [datasets.X] table whose valid split it is"
+        default_factory=dict,
+        description=(
+            "more validation sets: a name for each, and the [datasets.X] table whose valid split"
+            " it is"
+        ),
     )
     sample_order: Literal["native", "megatron"] = Field(
-        "native", description="native: nothing is built before the run; megatron: Megatron's own order of samples, whose index the stage `index` builds"
+        "native",
+        description=(
+            "native: nothing is built before the run; megatron: Megatron's own order of samples,"
+            " whose index the stage `index` builds"
+        ),
     )
-    init_from: str | None = Field(None, min_length=1, description="weights to begin with: hf:NAME of the hub, hf:NAME@REVISION, or a Hugging Face folder")
+    init_from: str | None = Field(
+        None,
+        min_length=1,
+        description=(
+            "weights to begin with: hf:NAME of the hub, hf:NAME@REVISION, or a Hugging Face folder"
+        ),
+    )
     profile: Profile | None = Field(None, description="profile a range of steps")
     wandb: Wandb | None = Field(None, description="report to Weights & Biases as well")
-    retry: Retry | None = Field(None, description="how often it goes on by itself after a failure; by default not at all on this machine")
-    env: Environment = Field(default_factory=dict, description="environment variables of every rank, over the cluster's")
-    slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch, over the cluster's")
+    retry: Retry | None = Field(
+        None,
+        description=(
+            "how often it goes on by itself after a failure; by default not at all on this machine"
+        ),
+    )
+    env: Environment = Field(
+        default_factory=dict, description="environment variables of every rank, over the cluster's"
+    )
+    slurm: SlurmOptions = Field(
+        default_factory=dict, description="long options of sbatch, over the cluster's"
+    )
     resume: Literal["requeue", "chain", "never"] = Field(
         "requeue",
-        description="slurm: how a run goes on after a time limit, a preemption or a lost node: the same job again, a successor that waits, not at all",
+        description=(
+            "slurm: how a run goes on after a time limit, a preemption or a lost node: the same job"
+            " again, a successor that waits, not at all"
+        ),
     )
 
     @field_validator("slurm")
@@ -191,48 +319,96 @@ class Job(Table):
     def _validation_sets_share_the_tokenizer(self) -> Job:
         for name, dataset in self.validation.items():
             if name == "valid":
-                raise wrong("validation.valid", "validation.valid: that name is taken by the job's own dataset")
-            if dataset.tokenizer != self.dataset.tokenizer:
-                ours, theirs = (d.tokenizer.name if d.tokenizer else "none" for d in (self.dataset, dataset))
                 raise wrong(
-                    f"validation.{name}", f"validation.{name}: tokenizer {theirs}, but dataset '{self.dataset.name}' has {ours}; losses cannot be compared"
+                    "validation.valid",
+                    "validation.valid: that name is taken by the job's own dataset",
                 )
-            if dataset.tokenizer and dataset.tokenizer.type == "bpe" and dataset.name != self.dataset.name:
+            if dataset.tokenizer != self.dataset.tokenizer:
+                ours, theirs = (
+                    d.tokenizer.name if d.tokenizer else "none" for d in (self.dataset, dataset)
+                )
                 raise wrong(
                     f"validation.{name}",
-                    f"validation.{name}: its tokenizer is trained on each dataset anew (type = 'bpe'); several datasets need type = 'file'",
+                    f"validation.{name}: tokenizer {theirs}, but dataset '{self.dataset.name}' has"
+                    f" {ours}; losses cannot be compared",
+                )
+            if (
+                dataset.tokenizer
+                and dataset.tokenizer.type == "bpe"
+                and dataset.name != self.dataset.name
+            ):
+                raise wrong(
+                    f"validation.{name}",
+                    f"validation.{name}: its tokenizer is trained on each dataset anew (type ="
+                    " 'bpe'); several datasets need type = 'file'",
                 )
         return self
 
     @model_validator(mode="after")
     def _order_lasts(self) -> Job:
-        """Megatron's order ends with training; a rollback goes on with later samples, so it would run out of them at the very end."""
+        """Megatron's order ends with training; a rollback goes on with later samples, so it
+        would run out of them at the very end."""
         for key in ("on_nan", "on_spike") if self.sample_order == "megatron" else ():
             if getattr(self.training, key) == "rollback":
-                message = f"training.{key} = 'rollback' needs samples beyond those that sample_order = 'megatron' builds; use 'skip', or the native order"
+                message = (
+                    f"training.{key} = 'rollback' needs samples beyond those that sample_order ="
+                    " 'megatron' builds; use 'skip', or the native order"
+                )
                 raise wrong(f"training.{key}", message)
         if self.sample_order == "megatron" and self.training.seed >= 2**32:
             raise wrong(
-                "training.seed", f"training.seed {self.training.seed} is 2^32 or more, which numpy's RandomState, and so sample_order = 'megatron', cannot take"
+                "training.seed",
+                f"training.seed {self.training.seed} is 2^32 or more, which numpy's RandomState,"
+                " and so sample_order = 'megatron', cannot take",
             )
         return self
 
     @model_validator(mode="after")
     def _compiles(self) -> Job:
         t = self.training
-        kernel = self.cluster.device_type == "cuda" and t.precision != "fp32" and self.model.attention_dropout == 0
+        kernel = (
+            self.cluster.device_type == "cuda"
+            and t.precision != "fp32"
+            and self.model.attention_dropout == 0
+        )
         p = self.parallelism
         if t.compile and p.pipeline_schedule == "zbv":
-            raise wrong("training.compile", "training.compile and pipeline_schedule = 'zbv' exclude each other: a compiled backward cannot be split in two")
-        if t.compile and self.model.attention_dropout > 0 and p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
-            message = "training.compile with attention_dropout and tensor parallelism needs sequence_parallel: without it two kinds of random numbers are drawn"
-            raise wrong("training.compile", f"{message} by turns, between which a compiled block cannot change")
+            raise wrong(
+                "training.compile",
+                "training.compile and pipeline_schedule = 'zbv' exclude each other: a compiled"
+                " backward cannot be split in two",
+            )
+        if (
+            t.compile
+            and self.model.attention_dropout > 0
+            and p.tensor_model_parallel_size > 1
+            and not p.sequence_parallel
+        ):
+            message = (
+                "training.compile with attention_dropout and tensor parallelism needs"
+                " sequence_parallel: without it two kinds of random numbers are drawn"
+            )
+            raise wrong(
+                "training.compile",
+                f"{message} by turns, between which a compiled block cannot change",
+            )
         if t.recompute_granularity == "selective" and p.pipeline_schedule == "zbv":
-            message = "'selective' keeps what backward reads once, and pipeline_schedule = 'zbv' goes through it twice; use 'full' or 'none'"
-            raise wrong("training.recompute_granularity", f"training.recompute_granularity = {message}")
+            message = (
+                "'selective' keeps what backward reads once, and pipeline_schedule = 'zbv' goes"
+                " through it twice; use 'full' or 'none'"
+            )
+            raise wrong(
+                "training.recompute_granularity", f"training.recompute_granularity = {message}"
+            )
         if t.compile and t.reset_attention_mask and not kernel:
-            message = "training.compile with reset_attention_mask needs the variable-length kernel: a CUDA device, 16 bits and no attention_dropout"
-            raise wrong("training.compile", f"{message}; document by document, every batch would be compiled anew")
+            message = (
+                "training.compile with reset_attention_mask needs the variable-length kernel: a"
+                " CUDA device, 16 bits and no attention_dropout"
+            )
+            raise wrong(
+                "training.compile",
+                f"{message}; document by document, every batch would be compiled anew",
+            )
         return self
 
     @model_validator(mode="after")
@@ -243,11 +419,20 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _has_vocabulary(self) -> Job:
-        tokenizer, vocab_size = self.dataset.tokenizer, self.model.vocab_size
+        tokenizer = self.dataset.tokenizer
+        vocab_size = self.model.vocab_size
         if tokenizer is None and vocab_size is None:
-            raise needs("dataset.name", f"dataset '{self.dataset.name}' has no tokenizer, so model '{self.model.name}' needs vocab_size")
+            raise needs(
+                "dataset.name",
+                f"dataset '{self.dataset.name}' has no tokenizer, so model '{self.model.name}'"
+                " needs vocab_size",
+            )
         if tokenizer and tokenizer.vocab_size and vocab_size and vocab_size < tokenizer.vocab_size:
-            raise wrong("model.vocab_size", f"model.vocab_size {vocab_size} is below dataset.tokenizer.vocab_size {tokenizer.vocab_size}")
+            raise wrong(
+                "model.vocab_size",
+                f"model.vocab_size {vocab_size} is below dataset.tokenizer.vocab_size"
+                f" {tokenizer.vocab_size}",
+            )
         return self
 
     @property
@@ -257,15 +442,19 @@ class Job(Table):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What jobs.toml puts into every rank's environment: the cluster's, the container's over it, the job's over that."""
+        """What jobs.toml puts into every rank's environment: the cluster's, the container's over
+        it, the job's over that."""
         return {**self.cluster.env, **(self.container.env if self.container else {}), **self.env}
 
     @property
     def retries(self) -> Retry:
-        """Budgets of retries: as given; by default none where the ranks run on this machine only."""
+        """Budgets of retries: as given; by default none where the ranks run on this machine
+        only."""
         if self.retry is not None:
             return self.retry
-        return Retry() if self.cluster.launcher != "local" else Retry(infra=0, hang=0)
+        if self.cluster.launcher != "local":
+            return Retry()
+        return Retry(infra=0, hang=0)
 
     @property
     def sbatch_options(self) -> SlurmOptions:
@@ -279,9 +468,12 @@ class Job(Table):
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks over tensor and pipeline degrees (at least 1, rounded down where the plan objects)."""
+        """Ranks over tensor and pipeline degrees (at least 1, rounded down where the plan
+        objects)."""
         p = self.parallelism
-        return max(1, self.world_size // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size))
+        return max(
+            1, self.world_size // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
+        )
 
     @property
     def global_batch_size(self) -> int:
@@ -294,7 +486,9 @@ class Job(Table):
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one step on one rank (rounded down where the plan objects)."""
-        return max(1, self.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size))
+        return max(
+            1, self.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size)
+        )
 
 
 class Defaults(Table):
@@ -314,10 +508,20 @@ TABLES: dict[str, type[Table]] = {
     "jobs": Job,
 }
 REFERENCES = {
-    "jobs": {"cluster": "clusters", "model": "models", "dataset": "datasets", "container": "containers"},
+    "jobs": {
+        "cluster": "clusters",
+        "model": "models",
+        "dataset": "datasets",
+        "container": "containers",
+    },
     "clusters": {"device": "devices"},
     "datasets": {"tokenizer": "tokenizers"},
 }
-BLENDS = ("blend", "valid_blend", "test_blend")  # keys of a dataset that hold { NAME = weight } or [NAME] of other datasets
-TABLES_OF_REFERENCES = {"jobs": {"validation": "datasets"}}  # keys that hold tables whose values are such names
-BUILT_IN_TABLES: dict[str, dict[str, dict[str, Any]]] = {"datasets": {"mock": {"source": "mock", "split": "90,10,0"}}, "devices": BUILT_IN_DEVICES}
+# keys of a dataset that hold { NAME = weight } or [NAME] of other datasets
+BLENDS = ("blend", "valid_blend", "test_blend")
+# keys that hold tables whose values are such names
+TABLES_OF_REFERENCES = {"jobs": {"validation": "datasets"}}
+BUILT_IN_TABLES: dict[str, dict[str, dict[str, Any]]] = {
+    "datasets": {"mock": {"source": "mock", "split": "90,10,0"}},
+    "devices": BUILT_IN_DEVICES,
+}

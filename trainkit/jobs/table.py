@@ -1,4 +1,5 @@
-"""What all tables of jobs.toml share: the base model, errors of rules between keys, kinds of values."""
+"""What all tables of jobs.toml share: the base model, errors of rules between keys, kinds of
+values."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ NAME = r"^[a-z0-9][a-z0-9_-]*$"
 
 
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*"
-Strings = Annotated[tuple[str, ...], Field(strict=False)]  # not strict: TOML and JSON have lists, not tuples
-SecretNames = Annotated[tuple[Annotated[str, Field(pattern=VARIABLE + r"\??$")], ...], Field(strict=False)]
+# not strict: TOML and JSON have lists, not tuples
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+SecretNames = Annotated[
+    tuple[Annotated[str, Field(pattern=VARIABLE + r"\??$")], ...], Field(strict=False)
+]
 Environment = dict[Annotated[str, Field(pattern=VARIABLE + "$")], str]
 
 

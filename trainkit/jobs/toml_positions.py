@@ -1,4 +1,5 @@
-"""Where things stand in a TOML document. tomli gives values without positions; this gives positions without values."""
+"""Where things stand in a TOML document. tomli gives values without positions; this gives
+positions without values."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def parse(text: str, file: str) -> tuple[dict[str, Any], dict[KeyPath, Spot]]:
 
 
 def _explained(text: str, error: tomli.TOMLDecodeError, file: str) -> Problem:
-    """A TOML error in words that help: what is twice and where it was first, and how TOML writes a value."""
+    """A TOML error in words that help: what is twice and where it was first, and how TOML writes
+    a value."""
     here = Place(file, error.lineno)
     if error.msg.startswith(("Cannot overwrite", "Cannot declare", "Cannot mutate", "Duplicate")):
         text = text.replace("\r\n", "\n")
@@ -48,7 +50,11 @@ def _explained(text: str, error: tomli.TOMLDecodeError, file: str) -> Problem:
         if (twice := _Scanner(text if end < 0 else text[:end]).twice()) is not None:
             path, first = twice
             name = ".".join(map(str, path))
-            return Problem(f"not TOML: {name} is given twice, first in line {first.line}", here, "keep one of the two")
+            return Problem(
+                f"not TOML: {name} is given twice, first in line {first.line}",
+                here,
+                "keep one of the two",
+            )
         return Problem(f"not TOML: {error.msg}", here, "a key or table can be given once only")
     said = f"not TOML: {error.msg} (column {error.colno})"
     word = (re.compile(r"[^\s,\]}#]*").match(text, error.pos) or [""])[0]
@@ -59,12 +65,21 @@ def _explained(text: str, error: tomli.TOMLDecodeError, file: str) -> Problem:
     if word.lower() in ("none", "null", "nil"):
         return Problem(f"{said}: {word}", here, "TOML has no such value: leave the key out")
     if re.fullmatch(r"[+-]?\.\d+.*", word):
-        return Problem(f"{said}: {word}", here, f"TOML wants a digit before the point: {word.replace('.', '0.', 1)}")
-    return Problem(f"{said}: {word}", here, f'a string needs quotes: "{word}"' if word and '"' not in word and "'" not in word else "")
+        return Problem(
+            f"{said}: {word}",
+            here,
+            f"TOML wants a digit before the point: {word.replace('.', '0.', 1)}",
+        )
+    return Problem(
+        f"{said}: {word}",
+        here,
+        f'a string needs quotes: "{word}"' if word and '"' not in word and "'" not in word else "",
+    )
 
 
 def locate(text: str) -> dict[KeyPath, Spot]:
-    """Map each key path of a valid document to where its key (of an array element: its value) begins.
+    """Map each key path of a valid document to where its key (of an array element: its value)
+    begins.
 
     A table has the spot of its own header, or of its first mention where it has none.
     """
@@ -89,7 +104,8 @@ class _Scanner:
     """One pass over a document that tomli has accepted; so nothing is checked twice."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text = text
+        self.at = 0
         self.newlines = [match.start() for match in re.finditer("\n", text)]
         self.spots: dict[KeyPath, Spot] = {}
         self.elements: dict[KeyPath, int] = {}  # the newest element of each array of tables
@@ -97,7 +113,8 @@ class _Scanner:
         self.last_twice: tuple[KeyPath, Spot] | None = None
 
     def twice(self) -> tuple[KeyPath, Spot] | None:
-        """What the document gives a second time, and where it is first; None where that cannot be said. For text that ends with that second time."""
+        """What the document gives a second time, and where it is first; None where that cannot
+        be said. For text that ends with that second time."""
         with contextlib.suppress(IndexError, AssertionError):
             self.document()
         return self.last_twice
@@ -139,7 +156,8 @@ class _Scanner:
 
     def _header(self) -> KeyPath:
         """[a.b] or [[a.b]]: returns the path that the keys below it have."""
-        start, double = self.at, self.text.startswith("[[", self.at)
+        start = self.at
+        double = self.text.startswith("[[", self.at)
         self.at += 2 if double else 1
         parts = self._key()
         self.at += 2 if double else 1
@@ -165,7 +183,9 @@ class _Scanner:
         """The path of a table that is passed through; of an array of tables, its newest element."""
         path = (*path, name)
         self.spots.setdefault(path, self._spot(offset))
-        return (*path, self.elements[path]) if path in self.elements else path
+        if path in self.elements:
+            return (*path, self.elements[path])
+        return path
 
     def _pair(self, path: KeyPath) -> None:
         known = False

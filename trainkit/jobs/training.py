@@ -1,4 +1,5 @@
-"""How a model is trained: batches, schedule, precision, guards. Key names are Megatron's, where it has one."""
+"""How a model is trained: batches, schedule, precision, guards. Key names are Megatron's, where
+it has one."""
 
 from __future__ import annotations
 
@@ -12,92 +13,201 @@ from trainkit.jobs.table import Table, needs, wrong
 class Training(Table):
     """How long, how fast, how exact."""
 
-    micro_batch_size: int = Field(1, ge=1, description="samples of one forward pass on one data-parallel rank")
-    global_batch_size: int | None = Field(None, ge=1, description="samples of one optimizer step over all ranks")
-    gradient_accumulation_steps: int | None = Field(None, ge=1, description="micro-batches of one step; give this or global_batch_size, not both")
+    micro_batch_size: int = Field(
+        1, ge=1, description="samples of one forward pass on one data-parallel rank"
+    )
+    global_batch_size: int | None = Field(
+        None, ge=1, description="samples of one optimizer step over all ranks"
+    )
+    gradient_accumulation_steps: int | None = Field(
+        None,
+        ge=1,
+        description="micro-batches of one step; give this or global_batch_size, not both",
+    )
     rampup_batch_size: Annotated[tuple[int, int, int] | None, Field(strict=False)] = Field(
-        None, description="[start, increment, samples]: the global batch grows from start in equal steps over so many samples, as Megatron's"
+        None,
+        description=(
+            "[start, increment, samples]: the global batch grows from start in equal steps over so"
+            " many samples, as Megatron's"
+        ),
     )
     train_iters: int = Field(ge=1, le=10**12, description="optimizer steps")
-    optimizer: Literal["adam", "sgd"] = Field("adam", description="adam: AdamW; sgd: with sgd_momentum")
+    optimizer: Literal["adam", "sgd"] = Field(
+        "adam", description="adam: AdamW; sgd: with sgd_momentum"
+    )
     lr: float = Field(ge=0, description="highest learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = Field("cosine", description="shape of the decay")
-    lr_decay_iters: int | None = Field(None, ge=1, description="steps until min_lr is reached; by default train_iters")
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = Field(
+        "cosine", description="shape of the decay"
+    )
+    lr_decay_iters: int | None = Field(
+        None, ge=1, description="steps until min_lr is reached; by default train_iters"
+    )
     lr_warmup_iters: int = Field(0, ge=0, description="steps of linear warmup")
-    lr_warmup_fraction: float | None = Field(None, ge=0, lt=1, description="warmup as a part of lr_decay_iters, instead of lr_warmup_iters")
+    lr_warmup_fraction: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="warmup as a part of lr_decay_iters, instead of lr_warmup_iters",
+    )
     lr_warmup_init: float = Field(0.0, ge=0, description="learning rate at which the warmup begins")
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = Field("exponential", description="WSD: shape of the last part")
-    lr_wsd_decay_iters: int | None = Field(None, ge=1, description="WSD: steps of the last part, in which the rate falls")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay; not on biases and norms")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = Field(
+        "exponential", description="WSD: shape of the last part"
+    )
+    lr_wsd_decay_iters: int | None = Field(
+        None, ge=1, description="WSD: steps of the last part, in which the rate falls"
+    )
+    weight_decay: float = Field(
+        0.01, ge=0, description="decoupled weight decay; not on biases and norms"
+    )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
     adam_eps: float = Field(1e-8, gt=0, description="epsilon of Adam")
     sgd_momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
     clip_grad: float = Field(1.0, ge=0, description="highest global gradient norm; 0: no clipping")
-    z_loss: float = Field(0.0, ge=0, description="weight of the mean square of log(sum(exp(logits))) added to the loss (PaLM: 1e-4)")
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="arithmetic; weights and optimizer state are fp32 in all of them")
-    loss_scale: float | None = Field(None, gt=0, description="fp16: a fixed loss scale instead of a dynamic one")
-    initial_loss_scale: float = Field(2.0**32, gt=0, description="fp16: the dynamic loss scale at the start (2**initial_scale_power)")
-    min_loss_scale: float = Field(1.0, gt=0, description="fp16: the dynamic loss scale falls no lower")
-    loss_scale_window: int = Field(1000, ge=1, description="fp16: steps without overflow after which the scale doubles")
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description=(
+            "weight of the mean square of log(sum(exp(logits))) added to the loss (PaLM: 1e-4)"
+        ),
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="arithmetic; weights and optimizer state are fp32 in all of them"
+    )
+    loss_scale: float | None = Field(
+        None, gt=0, description="fp16: a fixed loss scale instead of a dynamic one"
+    )
+    initial_loss_scale: float = Field(
+        2.0**32,
+        gt=0,
+        description="fp16: the dynamic loss scale at the start (2**initial_scale_power)",
+    )
+    min_loss_scale: float = Field(
+        1.0, gt=0, description="fp16: the dynamic loss scale falls no lower"
+    )
+    loss_scale_window: int = Field(
+        1000, ge=1, description="fp16: steps without overflow after which the scale doubles"
+    )
     hysteresis: int = Field(2, ge=1, description="fp16: overflows before the scale halves")
     on_nan: Literal["stop", "skip", "rollback"] = Field(
-        "stop", description="after a loss or gradient norm that is not finite; the weights are never touched by it"
+        "stop",
+        description=(
+            "after a loss or gradient norm that is not finite; the weights are never touched by it"
+        ),
     )
-    on_spike: Literal["ignore", "stop", "skip", "rollback"] = Field("ignore", description="after a loss above spike_factor times its running mean")
+    on_spike: Literal["ignore", "stop", "skip", "rollback"] = Field(
+        "ignore", description="after a loss above spike_factor times its running mean"
+    )
     spike_factor: float = Field(2.0, gt=1, description="how many times the running mean is a spike")
-    spike_window: int = Field(128, ge=2, description="steps the running mean looks back; none is a spike before it is full")
-    max_skipped_in_a_row: int = Field(50, ge=1, description="steps skipped one after another until training stops all the same")
+    spike_window: int = Field(
+        128,
+        ge=2,
+        description="steps the running mean looks back; none is a spike before it is full",
+    )
+    max_skipped_in_a_row: int = Field(
+        50, ge=1, description="steps skipped one after another until training stops all the same"
+    )
     max_rollbacks: int = Field(3, ge=1, description="rollbacks until training stops all the same")
     recompute_granularity: Literal["none", "full", "selective"] = Field(
-        "none", description="activations computed anew in backward: of whole blocks, or all but matrix products and attention"
+        "none",
+        description=(
+            "activations computed anew in backward: of whole blocks, or all but matrix products and"
+            " attention"
+        ),
     )
     recompute_every: int = Field(1, ge=1, description="recompute every n-th block only")
     compile: bool = Field(False, description="torch.compile every block; for GPUs")
     deterministic: bool = Field(
-        False, description="on GPUs: only kernels that give the same bits every time, slower; an operation that has none ends the run. On CPUs it always is so"
+        False,
+        description=(
+            "on GPUs: only kernels that give the same bits every time, slower; an operation that"
+            " has none ends the run. On CPUs it always is so"
+        ),
     )
-    reset_attention_mask: bool = Field(False, description="tokens attend within their own document only")
+    reset_attention_mask: bool = Field(
+        False, description="tokens attend within their own document only"
+    )
     reset_position_ids: bool = Field(False, description="positions begin anew in every document")
-    eod_mask_loss: bool = Field(False, description="the end-of-document token as input gives no loss")
-    seed: int = Field(1234, ge=0, lt=2**63, description="seeds initial weights, dropout and the order of samples")
-    log_interval: int = Field(1, ge=1, description="steps between log lines and rows of metrics.jsonl")
-    eval_interval: int | None = Field(None, ge=1, description="steps between evaluations; one is always made at the end")
+    eod_mask_loss: bool = Field(
+        False, description="the end-of-document token as input gives no loss"
+    )
+    seed: int = Field(
+        1234, ge=0, lt=2**63, description="seeds initial weights, dropout and the order of samples"
+    )
+    log_interval: int = Field(
+        1, ge=1, description="steps between log lines and rows of metrics.jsonl"
+    )
+    eval_interval: int | None = Field(
+        None, ge=1, description="steps between evaluations; one is always made at the end"
+    )
     eval_iters: int = Field(10, ge=0, description="global batches of one evaluation; 0: none")
-    save_interval: int | None = Field(None, ge=1, description="steps between checkpoints; one is always written at the end")
+    save_interval: int | None = Field(
+        None, ge=1, description="steps between checkpoints; one is always written at the end"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Training:
         if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
-            raise wrong("gradient_accumulation_steps", "global_batch_size and gradient_accumulation_steps are both given; one is derived from the other")
+            raise wrong(
+                "gradient_accumulation_steps",
+                "global_batch_size and gradient_accumulation_steps are both given; one is derived"
+                " from the other",
+            )
         if self.min_lr > self.lr:
             raise wrong("min_lr", f"min_lr {self.min_lr} is above lr {self.lr}")
         if self.lr_warmup_init > self.lr:
-            raise wrong("lr_warmup_init", f"lr_warmup_init {self.lr_warmup_init} is above lr {self.lr}")
+            raise wrong(
+                "lr_warmup_init", f"lr_warmup_init {self.lr_warmup_init} is above lr {self.lr}"
+            )
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
-            raise wrong("lr_warmup_fraction", "lr_warmup_iters and lr_warmup_fraction are both given; one is derived from the other")
-        if self.lr_decay_style == "WSD" and (self.lr_wsd_decay_iters is None or self.lr_wsd_decay_iters > self.decay_iters - self.warmup_iters):
-            raise needs("lr_wsd_decay_iters", f"lr_decay_style = 'WSD' needs lr_wsd_decay_iters, up to {self.decay_iters - self.warmup_iters}")
+            raise wrong(
+                "lr_warmup_fraction",
+                "lr_warmup_iters and lr_warmup_fraction are both given; one is derived from the"
+                " other",
+            )
+        if self.lr_decay_style == "WSD" and (
+            self.lr_wsd_decay_iters is None
+            or self.lr_wsd_decay_iters > self.decay_iters - self.warmup_iters
+        ):
+            raise needs(
+                "lr_wsd_decay_iters",
+                "lr_decay_style = 'WSD' needs lr_wsd_decay_iters, up to"
+                f" {self.decay_iters - self.warmup_iters}",
+            )
         if self.recompute_every > 1 and self.recompute_granularity != "full":
             raise wrong("recompute_every", "recompute_every is for recompute_granularity = 'full'")
         if self.loss_scale is not None and self.precision != "fp16":
-            raise wrong("loss_scale", f"loss_scale is for precision = 'fp16', not {self.precision!r}")
+            raise wrong(
+                "loss_scale", f"loss_scale is for precision = 'fp16', not {self.precision!r}"
+            )
         if self.min_loss_scale > self.initial_loss_scale:
-            raise wrong("min_loss_scale", f"min_loss_scale {self.min_loss_scale} is above initial_loss_scale {self.initial_loss_scale}")
+            raise wrong(
+                "min_loss_scale",
+                f"min_loss_scale {self.min_loss_scale} is above initial_loss_scale"
+                f" {self.initial_loss_scale}",
+            )
         self._check_rampup()
         return self
 
     def _check_rampup(self) -> None:
-        """Megatron-LM, core/num_microbatches_calculator.py RampupBatchsizeNumMicroBatchesCalculator: what it asserts."""
+        """Megatron-LM, core/num_microbatches_calculator.py
+        RampupBatchsizeNumMicroBatchesCalculator: what it asserts."""
         if self.rampup_batch_size is None:
             return
         start, increment, samples = self.rampup_batch_size
         total = self.global_batch_size
         if total is None:
-            raise needs("rampup_batch_size", "rampup_batch_size needs global_batch_size, the batch it grows to")
+            raise needs(
+                "rampup_batch_size",
+                "rampup_batch_size needs global_batch_size, the batch it grows to",
+            )
         if min(start, increment) < 1 or samples < 0 or start > total or (total - start) % increment:
-            raise wrong("rampup_batch_size", f"rampup_batch_size: {start} does not grow to global_batch_size {total} in steps of {increment}")
+            raise wrong(
+                "rampup_batch_size",
+                f"rampup_batch_size: {start} does not grow to global_batch_size {total} in steps of"
+                f" {increment}",
+            )
 
     @property
     def decay_iters(self) -> int:
@@ -107,4 +217,6 @@ class Training(Table):
     @property
     def warmup_iters(self) -> int | float:
         """Steps of warmup; a fraction of lr_decay_iters need not be whole, as in Megatron."""
-        return self.lr_warmup_iters if self.lr_warmup_fraction is None else self.lr_warmup_fraction * self.decay_iters
+        if self.lr_warmup_fraction is None:
+            return self.lr_warmup_iters
+        return self.lr_warmup_fraction * self.decay_iters

@@ -1,4 +1,5 @@
-"""A few ranks on this machine that do one task together and go: a model that one device does not hold is sharded over them. No run, no record."""
+"""A few ranks on this machine that do one task together and go: a model that one device does not
+hold is sharded over them. No run, no record."""
 
 from __future__ import annotations
 
@@ -22,13 +23,21 @@ from trainkit.engines.native import cpu_sharing
 from trainkit.launch.supervise.rank_environment import port_candidates
 
 POLL_SECONDS = 0.05
-ECHO_SECONDS = 0.5  # how long peers of a failed rank have to say what they saw: theirs may be the true reason
+# how long peers of a failed rank have to say what they saw: theirs may be the true reason
+ECHO_SECONDS = 0.5
 GRACE_SECONDS = 3.0
 Progress = Callable[[int, int], None]
 
 
-def run_together(argv: Sequence[str], spec: Mapping[str, Any], ranks: int, device_type: str, progress: Progress = lambda done, total: None) -> dict[str, Any]:
-    """The result of rank 0 of so many processes, each of them a unit (see base.unit) with torch's variables.
+def run_together(
+    argv: Sequence[str],
+    spec: Mapping[str, Any],
+    ranks: int,
+    device_type: str,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """The result of rank 0 of so many processes, each of them a unit (see base.unit) with
+    torch's variables.
 
     Args:
         argv: the program; the path of the spec's JSON file is appended.
@@ -38,7 +47,8 @@ def run_together(argv: Sequence[str], spec: Mapping[str, Any], ranks: int, devic
         progress: told what rank 0 tells.
 
     Raises:
-        TrainkitError: what a rank raised; exit 10, one ended by a signal. No process is left behind, on Ctrl-C neither.
+        TrainkitError: what a rank raised; exit 10, one ended by a signal. No process is left
+        behind, on Ctrl-C neither.
     """
     with tempfile.TemporaryDirectory(prefix="trainkit-") as name:
         folder = Path(name)
@@ -55,7 +65,8 @@ def run_together(argv: Sequence[str], spec: Mapping[str, Any], ranks: int, devic
 
 
 def _free_port(seed: str, address: str) -> int:
-    """A port of this machine that nobody listens on, below those that the kernel gives to outgoing connections."""
+    """A port of this machine that nobody listens on, below those that the kernel gives to
+    outgoing connections."""
     for port in port_candidates(seed):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,25 +77,48 @@ def _free_port(seed: str, address: str) -> int:
 
 def _environment(ranks: int, device_type: str, folder: Path) -> dict[str, str]:
     """What all ranks have of torch's variables (PyTorch documentation, "torchrun")."""
-    sharing = cpu_sharing(ranks, os.environ) if device_type == "cpu" else {}
+    if device_type == "cpu":
+        sharing = cpu_sharing(ranks, os.environ)
+    else:
+        sharing = {}
     address = "127.0.0.1"
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(_free_port(str(folder), address)), "GLOO_SOCKET_IFNAME": "lo"}
-    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    meeting = {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(_free_port(str(folder), address)),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    sizes = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }
     return {**os.environ, **sharing, **meeting, **sizes, PARENT_VARIABLE: str(os.getpid())}
 
 
 class _Team:
     """The processes, and what they have said."""
 
-    def __init__(self, folder: Path, argv: Sequence[str], ranks: int, environment: Mapping[str, str]) -> None:
-        self.folder, self.children = folder, list[subprocess.Popen[bytes]]()
+    def __init__(
+        self, folder: Path, argv: Sequence[str], ranks: int, environment: Mapping[str, str]
+    ) -> None:
+        self.folder = folder
+        self.children = list[subprocess.Popen[bytes]]()
         self.heard: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
         self.read = [0] * ranks  # bytes of each rank's output that were heard
         self.failed_at: float | None = None
         for rank in range(ranks):
             with open(self._output(rank), "wb") as output, open(self._log(rank), "wb") as log:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                self.children.append(start([*argv, str(folder / "spec.json")], env={**environment, **own}, cwd=folder, stdout=output, stderr=log))
+                self.children.append(
+                    start(
+                        [*argv, str(folder / "spec.json")],
+                        env={**environment, **own},
+                        cwd=folder,
+                        stdout=output,
+                        stderr=log,
+                    )
+                )
 
     def _output(self, rank: int) -> Path:
         return self.folder / f"{rank}.out"
@@ -100,7 +134,8 @@ class _Team:
         self.read[rank] += len(whole + end)
         new = []
         for line in whole.split(b"\n"):
-            with contextlib.suppress(ValueError):  # some library's print; the rank's own lines are all JSON
+            # some library's print; the rank's own lines are all JSON
+            with contextlib.suppress(ValueError):
                 said = json.loads(line)
                 new += [said] if isinstance(said, dict) else []
         self.heard[rank] += new
@@ -110,12 +145,17 @@ class _Team:
         """Wait a moment; returns whether any goes on that should."""
         time.sleep(POLL_SECONDS)
         going = [child for child in self.children if running(child)]
-        if self.failed_at is None and any(not running(child) and _code(child) for child in self.children):
+        if self.failed_at is None and any(
+            not running(child) and _code(child) for child in self.children
+        ):
             self.failed_at = time.monotonic()
-        return bool(going) and (self.failed_at is None or time.monotonic() < self.failed_at + ECHO_SECONDS)
+        return bool(going) and (
+            self.failed_at is None or time.monotonic() < self.failed_at + ECHO_SECONDS
+        )
 
     def result(self) -> dict[str, Any]:
-        """Rank 0's. Raises the error of the first rank that told of one, else tells how one ended."""
+        """Rank 0's. Raises the error of the first rank that told of one, else tells how one
+        ended."""
         ended = [0 if running(child) else reap(child) for child in self.children]
         for rank in range(len(ended)):
             self.hear(rank)
@@ -125,18 +165,34 @@ class _Team:
             for line in lines:
                 if "error" in line:
                     raise error_from(line["error"])
-        code = min(ended) if min(ended) < 0 else max(ended)  # one ended by a signal makes its peers fail
+        # one ended by a signal makes its peers fail
+        if min(ended) < 0:
+            code = min(ended)
+        else:
+            code = max(ended)
         raise self._failure(ended.index(code), code)
 
     def _failure(self, rank: int, code: int) -> TrainkitError:
-        how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
+        if code < 0:
+            how = f"was ended by signal {-code}"
+        else:
+            how = f"exited with {code}"
         if code == -signal.SIGKILL:
             how += ", as the kernel does when memory runs out (dmesg tells)"
         last = self._log(rank).read_text(errors="replace").splitlines()[-8:]
-        return TrainkitError(f"rank {rank} of {len(self.children)} {how}", exit=Exit.RANK_INFRA if code < 0 else Exit.RANK_USER, hint="\n  ".join(last))
+        return TrainkitError(
+            f"rank {rank} of {len(self.children)} {how}",
+            exit=Exit.RANK_INFRA if code < 0 else Exit.RANK_USER,
+            hint="\n  ".join(last),
+        )
 
 
 def _code(child: subprocess.Popen[bytes]) -> int:
     """The exit code of an ended child, which stays to be reaped; anything but 0 for a signal."""
-    info = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) if child.returncode is None else None
-    return child.returncode or 0 if info is None else info.si_status
+    if child.returncode is None:
+        info = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    else:
+        info = None
+    if info is None:
+        return child.returncode or 0
+    return info.si_status

@@ -1,4 +1,5 @@
-"""The program that supervises one run: python -I RUN/code/trainkit/launch/main.py RUN_FOLDER [--share], in a session of its own.
+"""The program that supervises one run: python -I RUN/code/trainkit/launch/main.py RUN_FOLDER
+[--share], in a session of its own.
 
 docs/dispatch.md says what dies when.
 """
@@ -11,7 +12,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
-    os.umask(os.umask(0o002) | 0o002)  # before an import writes bytecode: files.keep_others_from_writing says why
+    # before an import writes bytecode: files.keep_others_from_writing says why
+    os.umask(os.umask(0o002) | 0o002)
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from trainkit.base.errors import TrainkitError
@@ -27,8 +29,16 @@ def main() -> None:
     """The program."""
     parser = argparse.ArgumentParser(description="The supervisor of one run.")
     parser.add_argument("run_folder", type=Path)
-    parser.add_argument("--share", action="store_true", help="run beside other runs on the same slots")
-    parser.add_argument("--prolog-failed", type=int, default=0, metavar="CODE", help="of a batch script, here; the other nodes may be good")
+    parser.add_argument(
+        "--share", action="store_true", help="run beside other runs on the same slots"
+    )
+    parser.add_argument(
+        "--prolog-failed",
+        type=int,
+        default=0,
+        metavar="CODE",
+        help="of a batch script, here; the other nodes may be good",
+    )
     words = parser.parse_args()
     run = RunFolder(words.run_folder)
     try:

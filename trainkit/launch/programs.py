@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 Name = Literal["supervisor", "agent", "preflight", "bandwidth_rank"]
-# Below the package: today's place, and that of versions before 2026-11-22, whose runs go on with their own code.
+# Below the package: today's place, and that of versions before 2026-11-22, whose runs go on with
+# their own code.
 PLACES: dict[Name, tuple[str, str]] = {
     "supervisor": ("launch/main.py", "launch/supervisor.py"),
     "agent": ("launch/agent/main.py", "launch/agent.py"),
@@ -16,6 +17,9 @@ PLACES: dict[Name, tuple[str, str]] = {
 
 
 def program_path(code: Path, name: Name) -> Path:
-    """The file of a program in a run's code. Of code that is not there yet, as in a dry run: where it will be."""
+    """The file of a program in a run's code. Of code that is not there yet, as in a dry run:
+    where it will be."""
     today, before = (code / "trainkit" / place for place in PLACES[name])
-    return before if before.is_file() and not today.is_file() else today
+    if before.is_file() and not today.is_file():
+        return before
+    return today

@@ -1,7 +1,8 @@
-"""Runs the units of a stage over hosts: the same units, in the same order and with the same words as `execute_here`, on the agents of
-clusters.X.stages.STAGE.
+"""Runs the units of a stage over hosts: the same units, in the same order and with the same
+words as `execute_here`, on the agents of clusters.X.stages.STAGE.
 
-Units that wait for the network stay on this machine: it has the credentials and the way out, which compute nodes often have not.
+Units that wait for the network stay on this machine: it has the credentials and the way out,
+which compute nodes often have not.
 """
 
 from __future__ import annotations
@@ -32,11 +33,16 @@ from trainkit.stages.local import GRACE_SECONDS, POLL_SECONDS, LocalBatch, most_
 from trainkit.stages.unit_process import Batch, Counted, Ledger
 
 GONE_SECONDS = 5.0  # beyond the grace, until an agent has nothing left of what it stopped
-SEEN_SECONDS = 60.0  # for what a host has written to be seen here: network file systems remember for a while that a file is not there
+# for what a host has written to be seen here: network file systems remember for a while that a file
+# is not there
+SEEN_SECONDS = 60.0
 TRIES = 3  # hosts that a unit may lose: then it is suspected of being the reason
 ALWAYS_HERE = ("build",)  # it compiles for the interpreter that asks
 # Like `python -m MODULE`, but from the code snapshot whatever else is installed on the node.
-RUN_MODULE = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+RUN_MODULE = (
+    "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1),"
+    " run_name='__main__', alter_sys=True)"
+)
 
 
 @dataclass(frozen=True)
@@ -44,11 +50,9 @@ class Place:
     """Where the units of a stage run.
 
     Args:
-        job: on whose behalf; its cluster says how hosts are reached, and how long is waited for what.
-        hosts: those of the hostfile that the stage may use.
-        tasks: units side by side on a host.
-        root: the folder that all hosts share.
-        notice: told what a person should know.
+        job: on whose behalf; its cluster says how hosts are reached, and how long is waited for
+        what. hosts: those of the hostfile that the stage may use. tasks: units side by side on a
+        host. root: the folder that all hosts share. notice: told what a person should know.
     """
 
     job: Job
@@ -59,7 +63,8 @@ class Place:
 
 
 def place_of(job: Job, stage: str, notice: Callable[[str], None]) -> Place | None:
-    """Where the units of a stage of `job` run; None: here, as always without clusters.X.stages.STAGE, or without ssh or pdsh to go elsewhere.
+    """Where the units of a stage of `job` run; None: here, as always without
+    clusters.X.stages.STAGE, or without ssh or pdsh to go elsewhere.
 
     Raises ConfigError where the hostfile has fewer hosts than the stage asks for.
     """
@@ -67,27 +72,43 @@ def place_of(job: Job, stage: str, notice: Callable[[str], None]) -> Place | Non
     asked = cluster.stages.get(stage)
     if asked is None or cluster.launcher not in ("ssh", "pdsh") or stage in ALWAYS_HERE:
         return None
-    path, root = find_hostfile(cluster), Path(cluster.root or ".")
+    path = find_hostfile(cluster)
+    root = Path(cluster.root or ".")
     bad = quarantined(root)
     hosts = tuple(host for host in hosts_of_file(path) if host.name.lower() not in bad)
     if len(hosts) < asked.nodes:
-        left_out = f", without {', '.join(sorted(bad))}, left out as suspected of failures" if bad else ""
-        message = f"clusters.{cluster.name}.stages.{stage}.nodes = {asked.nodes}, and {path} has {len(hosts)} hosts{left_out}"
+        if bad:
+            left_out = f", without {', '.join(sorted(bad))}, left out as suspected of failures"
+        else:
+            left_out = ""
+        message = (
+            f"clusters.{cluster.name}.stages.{stage}.nodes = {asked.nodes}, and {path} has"
+            f" {len(hosts)} hosts{left_out}"
+        )
         raise ConfigError(message, hint=f"--set cluster.stages.{stage}.nodes={max(1, len(hosts))}")
     return Place(job, hosts[: asked.nodes], asked.tasks_per_node, root, notice)
 
 
 def execute_on(
-    place: Place, need: Need, units: Sequence[Unit], stamps: Path, reporter: Reporter, *, workers: int | None = None, counted: Counted | None = None
+    place: Place,
+    need: Need,
+    units: Sequence[Unit],
+    stamps: Path,
+    reporter: Reporter,
+    *,
+    workers: int | None = None,
+    counted: Counted | None = None,
 ) -> None:
-    """Run `units` over the hosts of `place`. The first failure, or Ctrl-C, stops the others and leaves finished ones stamped; of a host that is
-    lost, what it had not finished is done by others, once the host has stopped itself.
+    """Run `units` over the hosts of `place`. The first failure, or Ctrl-C, stops the others and
+    leaves finished ones stamped; of a host that is lost, what it had not finished is done by
+    others, once the host has stopped itself.
 
     Args:
         workers: units side by side on a host instead of `place.tasks`.
         counted: told what units have written.
 
-    Raises TrainkitError: a unit's own; 8 if agents did not come, 7 if they disagree, 13 if all hosts are lost.
+    Raises TrainkitError: a unit's own; 8 if agents did not come, 7 if they disagree, 13 if all
+    hosts are lost.
     """
     ledger = Ledger(need, units, stamps, reporter, counted)
     former = signal.getsignal(signal.SIGTERM)
@@ -105,7 +126,9 @@ async def _execute(place: Place, ledger: Ledger, tasks: int) -> None:
     assert task is not None
     with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with open_crew(place.job.cluster, place.hosts, place.root, f"{ledger.need.stage}-{ledger.need.name}") as crew:
+    async with open_crew(
+        place.job.cluster, place.hosts, place.root, f"{ledger.need.stage}-{ledger.need.name}"
+    ) as crew:
         await agreed(crew)
         spread = _Spread(place, ledger, crew, tasks)
         try:
@@ -129,7 +152,8 @@ class _RemoteBatch(Batch):
 
     def __init__(self, units: Sequence[Unit], folder: Path, node: int, host: str) -> None:
         super().__init__(units, folder, host)
-        self.node, self.unseen_since = node, 0.0
+        self.node = node
+        self.unseen_since = 0.0
         for unit in units:
             self.log(unit).unlink(missing_ok=True)
 
@@ -138,11 +162,24 @@ class _RemoteBatch(Batch):
         argv = argv_there(self.units[0].argv, crew.session.python, crew.session.code)
         env = dict(crew.session.cluster.env)
         words = [*argv, *map(str, self.specs)]
-        return {"key": key, "argv": words, "env": env, "cwd": str(self.folder), "log": None, "error": None, "heartbeat": False, "whole": True, "output": True}
+        return {
+            "key": key,
+            "argv": words,
+            "env": env,
+            "cwd": str(self.folder),
+            "log": None,
+            "error": None,
+            "heartbeat": False,
+            "whole": True,
+            "output": True,
+        }
 
     def unseen(self) -> Path | None:
-        """An output of a unit that has succeeded and cannot be seen from here yet. Raises TrainkitError after SEEN_SECONDS of that."""
-        path = next((path for unit, _ in self.results for path in unit.outputs if not path.exists()), None)
+        """An output of a unit that has succeeded and cannot be seen from here yet. Raises
+        TrainkitError after SEEN_SECONDS of that."""
+        path = next(
+            (path for unit, _ in self.results for path in unit.outputs if not path.exists()), None
+        )
         if path is None:
             self.unseen_since = 0.0
             return None
@@ -151,7 +188,11 @@ class _RemoteBatch(Batch):
         self.unseen_since = self.unseen_since or time.monotonic()
         if time.monotonic() - self.unseen_since > SEEN_SECONDS:
             hint = "is it on a file system that all hosts share?"
-            raise TrainkitError(f"{self.host} has made {path}, which cannot be seen here after {SEEN_SECONDS:g} s", exit=Exit.STAGE_FAILED, hint=hint)
+            raise TrainkitError(
+                f"{self.host} has made {path}, which cannot be seen here after {SEEN_SECONDS:g} s",
+                exit=Exit.STAGE_FAILED,
+                hint=hint,
+            )
         return path
 
     def say(self, data: bytes) -> None:
@@ -166,11 +207,15 @@ class _Spread:
     """Units on their way over the hosts of a crew."""
 
     def __init__(self, place: Place, ledger: Ledger, crew: Crew, tasks: int) -> None:
-        self.place, self.ledger, self.crew, self.tasks = place, ledger, crew, tasks
+        self.place = place
+        self.ledger = ledger
+        self.crew = crew
+        self.tasks = tasks
         self.remote: dict[str, _RemoteBatch] = {}
         self.ended: list[_RemoteBatch] = []  # whose outputs are not all seen here yet
         self.local: list[LocalBatch] = []
-        self.again: list[tuple[float, Unit]] = []  # what lost hosts had not finished, and when they have surely stopped
+        # what lost hosts had not finished, and when they have surely stopped
+        self.again: list[tuple[float, Unit]] = []
         self.lost_hosts: dict[str, list[str]] = {}  # by unit
         self.begun = 0
 
@@ -191,7 +236,8 @@ class _Spread:
         self.ledger.close()
 
     def _begin(self) -> None:
-        now, queue = time.monotonic(), self.ledger.queue
+        now = time.monotonic()
+        queue = self.ledger.queue
         for unit in [unit for when, unit in self.again if when <= now]:
             queue.again(unit)
         self.again = [(when, unit) for when, unit in self.again if when > now]
@@ -199,9 +245,15 @@ class _Spread:
         for batch in self.remote.values():
             free[batch.node] -= 1
         if not free and (queue or self.again):
-            raise TrainkitError(f"all {len(self.place.hosts)} hosts are lost: {self._losses()}", exit=Exit.CONTACT_LOST, hint="what is finished is kept")
+            raise TrainkitError(
+                f"all {len(self.place.hosts)} hosts are lost: {self._losses()}",
+                exit=Exit.CONTACT_LOST,
+                hint="what is finished is kept",
+            )
         most = {False: self.tasks * len(free), True: most_here(None)[True]}
-        for begun in list(queue.take({False: sum(free.values()), True: most[True] - len(self.local)}, most)):
+        for begun in list(
+            queue.take({False: sum(free.values()), True: most[True] - len(self.local)}, most)
+        ):
             if begun[0].network:
                 self.local.append(LocalBatch(begun, self.ledger.folder))
                 continue
@@ -209,11 +261,19 @@ class _Spread:
             free[node] -= 1
             self.begun += 1
             key = str(self.begun)
-            self.remote[key] = batch = _RemoteBatch(begun, self.ledger.folder, node, self.crew.host(node))
-            self.crew.send(node, {"type": "go", "processes": [batch.process(key, self.crew)], "secret_names": []})
+            self.remote[key] = batch = _RemoteBatch(
+                begun, self.ledger.folder, node, self.crew.host(node)
+            )
+            self.crew.send(
+                node,
+                {"type": "go", "processes": [batch.process(key, self.crew)], "secret_names": []},
+            )
 
     def _losses(self) -> str:
-        return "; ".join(f"{self.crew.host(node)}: {frame['why']}" for node, frame in sorted(self.crew.lost.items()))
+        return "; ".join(
+            f"{self.crew.host(node)}: {frame['why']}"
+            for node, frame in sorted(self.crew.lost.items())
+        )
 
     def _take(self, node: int, frame: Frame) -> None:
         """What an agent says."""
@@ -230,7 +290,10 @@ class _Spread:
             else:
                 batch.say(data)
         elif kind == "start_failed":
-            raise TrainkitError(f"{batch.units[0].name} could not be started on {batch.host}: {frame['error']}", exit=Exit.STAGE_FAILED)
+            raise TrainkitError(
+                f"{batch.units[0].name} could not be started on {batch.host}: {frame['error']}",
+                exit=Exit.STAGE_FAILED,
+            )
         elif kind == "ended":
             self.ended.append(self.remote.pop(frame["key"]))
             if batch.unseen() is None:
@@ -239,19 +302,27 @@ class _Spread:
         return None
 
     def _lose(self, node: int, frame: Frame) -> None:
-        """Let others do what a lost host had not finished; not before it has stopped itself, so that nobody writes the same files meanwhile."""
-        watch, host = self.place.job.cluster.watch, self.crew.host(node)
+        """Let others do what a lost host had not finished; not before it has stopped itself, so
+        that nobody writes the same files meanwhile."""
+        watch = self.place.job.cluster.watch
+        host = self.crew.host(node)
         when = time.monotonic() + watch.lease + watch.grace + GONE_SECONDS
         left = [key for key, batch in self.remote.items() if batch.node == node]
         batches = [self.remote.pop(key) for key in left]
         self.ended += batches  # what they have finished counts
         units = [unit for batch in batches for unit in batch.waiting]
-        self.place.notice(f"{host} is lost ({frame['why']}): its {len(units)} unfinished units go to the other {len(self.crew.present)} hosts")
+        self.place.notice(
+            f"{host} is lost ({frame['why']}): its {len(units)} unfinished units go to the other"
+            f" {len(self.crew.present)} hosts"
+        )
         for unit in units:
             hosts = self.lost_hosts.setdefault(unit.name, [])
             hosts.append(host)
             if len(hosts) >= TRIES:
-                raise TrainkitError(f"{unit.name} was on {', '.join(hosts)} when they were lost, one after another", exit=Exit.STAGE_FAILED)
+                raise TrainkitError(
+                    f"{unit.name} was on {', '.join(hosts)} when they were lost, one after another",
+                    exit=Exit.STAGE_FAILED,
+                )
             self.again.append((when, unit))
 
     def _settle(self) -> None:
@@ -273,7 +344,9 @@ class _Spread:
     async def stop(self) -> None:
         """End what still runs, here and on every host; bounded."""
         nodes = {batch.node for batch in self.remote.values()}
-        frames: dict[int, Frame] = {node: {"type": "stop", "grace": GRACE_SECONDS, "keys": None} for node in nodes}
+        frames: dict[int, Frame] = {
+            node: {"type": "stop", "grace": GRACE_SECONDS, "keys": None} for node in nodes
+        }
         children = [batch.child for batch in self.local]
         await asyncio.gather(
             self.crew.ask(frames, {"stopped"}, GRACE_SECONDS + GONE_SECONDS),

@@ -1,4 +1,5 @@
-"""launch/inputs.json: which files a run's samples come from, so that nobody resumes it on others."""
+"""launch/inputs.json: which files a run's samples come from, so that nobody resumes it on
+others."""
 
 from __future__ import annotations
 
@@ -14,26 +15,42 @@ from trainkit.stages.stamps import file_identity
 
 
 def inputs_path(run: RunFolder) -> Path:
-    """launch/inputs.json: the files that a run's samples come from. There once the run's stages are made."""
+    """launch/inputs.json: the files that a run's samples come from. There once the run's stages
+    are made."""
     return run.path / "launch" / "inputs.json"
 
 
 def write_inputs(run: RunFolder, needs: Sequence[Need]) -> None:
     """Write inputs.json. `needs` are up to date."""
     made = [path for need in needs if need.stage != "build" for path in need.outputs]
-    ready = [path for need in needs for path in need.inputs if path.suffix in (".bin", ".idx")]  # pairs that nobody made here: the run reads them itself
+    # pairs that nobody made here: the run reads them itself
+    ready = [path for need in needs for path in need.inputs if path.suffix in (".bin", ".idx")]
     files = [file_identity(path) for path in dict.fromkeys([*made, *ready])]
     write_json(inputs_path(run), document("inputs/1", files=files))
 
 
 def refuse_other_inputs(run: RunFolder) -> None:
-    """Raise (exit 5) if a file that the run's samples come from is not the one it began with: its losses would jump."""
+    """Raise (exit 5) if a file that the run's samples come from is not the one it began with:
+    its losses would jump."""
     path = inputs_path(run)
     if not path.is_file():
-        raise TrainkitError(f"run {run.id} has no samples: its stages were never made", exit=Exit.STAGE_STALE, hint=f"invoke train {run.job_name}")
+        raise TrainkitError(
+            f"run {run.id} has no samples: its stages were never made",
+            exit=Exit.STAGE_STALE,
+            hint=f"invoke train {run.job_name}",
+        )
     for old in read_form(path, "inputs/1")["files"]:
         new = file_identity(Path(old[0]))
         if new != old:
-            what = "is missing" if new is None else "has changed"
-            message = f"{old[0]} {what} since run {run.id} began; its samples would no longer be the same"
-            raise TrainkitError(message, exit=Exit.STAGE_STALE, hint="put the file back, or start a new run with invoke train")
+            if new is None:
+                what = "is missing"
+            else:
+                what = "has changed"
+            message = (
+                f"{old[0]} {what} since run {run.id} began; its samples would no longer be the same"
+            )
+            raise TrainkitError(
+                message,
+                exit=Exit.STAGE_STALE,
+                hint="put the file back, or start a new run with invoke train",
+            )

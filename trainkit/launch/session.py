@@ -1,8 +1,10 @@
-"""A session: the folder on the shared root by which agents and supervisor find and prove themselves to each other.
+"""A session: the folder on the shared root by which agents and supervisor find and prove
+themselves to each other.
 
-`session.json` says where the supervisor listens, `token` (0600) proves who may speak, `secrets.json` (0600) has the values of secrets while ranks need
-them, and `node.sh` is all that a transport has to run: the words on an ssh or pdsh line are safe ones, whatever the job contains.
-With a container around the agent node.sh starts that, and it runs `inside.sh`.
+`session.json` says where the supervisor listens, `token` (0600) proves who may speak,
+`secrets.json` (0600) has the values of secrets while ranks need them, and `node.sh` is all that
+a transport has to run: the words on an ssh or pdsh line are safe ones, whatever the job
+contains. With a container around the agent node.sh starts that, and it runs `inside.sh`.
 """
 
 from __future__ import annotations
@@ -40,18 +42,14 @@ class Session:
     """One session as its supervisor knows it.
 
     Args:
-        folder: on the shared root.
-        run: the run's id, or a name of its own where there is no run.
-        attempt: its number, 0 where there is no run.
-        hosts: nodes in order.
-        cluster: limits, prolog, interpreter, ssh's arguments.
-        code: the folder of the code snapshot, <root>/code/<sha256>.
-        logs: where the transports' output goes, a file a host.
-        token: what both sides prove to know.
-        nonce: what only who sees this folder can know.
-        local: the agents run on this machine with nothing but `environment` and what the prolog adds to it.
-        environment: what local agents get to see of the caller's environment.
-        around: the container that agents, and so all that they start, run in.
+        folder: on the shared root. run: the run's id, or a name of its own where there is no
+        run. attempt: its number, 0 where there is no run. hosts: nodes in order. cluster:
+        limits, prolog, interpreter, ssh's arguments. code: the folder of the code snapshot,
+        <root>/code/<sha256>. logs: where the transports' output goes, a file a host. token: what
+        both sides prove to know. nonce: what only who sees this folder can know. local: the
+        agents run on this machine with nothing but `environment` and what the prolog adds to it.
+        environment: what local agents get to see of the caller's environment. around: the
+        container that agents, and so all that they start, run in.
     """
 
     folder: Path
@@ -70,12 +68,17 @@ class Session:
     @property
     def python(self) -> str:
         """The interpreter on the nodes."""
-        return sys.executable if self.local else self.cluster.python or sys.executable
+        if self.local:
+            return sys.executable
+        return self.cluster.python or sys.executable
 
     @property
     def lease(self) -> float:
-        """Seconds of silence that are a lost contact. On one machine an end is always heard, and a stopped terminal (Ctrl-Z) is no loss."""
-        return LOCAL_LEASE if self.local else self.cluster.watch.lease
+        """Seconds of silence that are a lost contact. On one machine an end is always heard, and
+        a stopped terminal (Ctrl-Z) is no loss."""
+        if self.local:
+            return LOCAL_LEASE
+        return self.cluster.watch.lease
 
     @property
     def script(self) -> Path:
@@ -84,7 +87,8 @@ class Session:
 
     @property
     def agent_mark(self) -> str:
-        """TRAINKIT_RUN of this session's agents and their keepers: found with the run, and not with what they started. A line of bash adds the node."""
+        """TRAINKIT_RUN of this session's agents and their keepers: found with the run, and not
+        with what they started. A line of bash adds the node."""
         return f"{self.run}/{self.attempt}/agents/"
 
     @property
@@ -101,7 +105,10 @@ class Session:
         cluster, watch = self.cluster, self.cluster.watch
         if not self.local and not SAFE_PATH.fullmatch(str(self.folder)):
             hint = "ssh lines carry this path unquoted: letters, digits and _ . / + = : @ , - only"
-            raise ConfigError(f"clusters.{cluster.name}.root: {self.folder} does not fit on an ssh line", hint=hint)
+            raise ConfigError(
+                f"clusters.{cluster.name}.root: {self.folder} does not fit on an ssh line",
+                hint=hint,
+            )
         self.folder.mkdir(parents=True, mode=0o700)
         self.logs.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / "token", self.token.hex() + "\n", 0o600)
@@ -124,7 +131,8 @@ class Session:
             folder=str(self.folder.parent.parent),
             python_paths=[],
             term="save" if cluster.launcher == "slurm" else "stop",
-            stdin="none" if cluster.launcher == "slurm" else "held",  # with --input=none a task's is a pipe that slurmstepd soon closes
+            # with --input=none a task's is a pipe that slurmstepd soon closes
+            stdin="none" if cluster.launcher == "slurm" else "held",
         )
         write_json(self.folder / "session.json", value)
         for name, text in self.scripts().items():
@@ -134,10 +142,23 @@ class Session:
         """What nodes run, by its name in the folder."""
         agent = ["-I", "-S", str(program_path(self.code, "agent")), str(self.folder)]
         marked = f'export {MARK_VARIABLE}={shlex.quote(self.agent_mark)}"$1"'
-        head = ["#!/bin/bash", "# What every node of this session runs: node.sh NODE", "set -e", *self.cluster.prolog]
+        head = [
+            "#!/bin/bash",
+            "# What every node of this session runs: node.sh NODE",
+            "set -e",
+            *self.cluster.prolog,
+        ]
         if self.around is None:
-            return {self.script.name: "\n".join([*head, marked, f'exec {shlex.join([self.python, *agent])} "$1"']) + "\n"}
-        inside = {self.around.script.name: inside_text(self.around, agent, marked), **further_files(self.around)}
+            return {
+                self.script.name: (
+                    "\n".join([*head, marked, f'exec {shlex.join([self.python, *agent])} "$1"'])
+                    + "\n"
+                )
+            }
+        inside = {
+            self.around.script.name: inside_text(self.around, agent, marked),
+            **further_files(self.around),
+        }
         if self.around.container.runtime == "pyxis":
             return inside  # srun's task is in the container from its start
         return {self.script.name: "\n".join([*head, *start_lines(self.around)]) + "\n", **inside}
@@ -164,18 +185,38 @@ def new_session(
     around: Around | None = None,
 ) -> Session:
     """A session that nobody knows of yet; `write` makes its folder."""
-    token, nonce = secrets.token_bytes(32), secrets.token_hex(16)
+    token = secrets.token_bytes(32)
+    nonce = secrets.token_hex(16)
     local = cluster.launcher == "local"
-    return Session(folder, run, attempt, tuple(hosts), cluster, code.resolve(), logs, token, nonce, local, environment, around)
+    return Session(
+        folder,
+        run,
+        attempt,
+        tuple(hosts),
+        cluster,
+        code.resolve(),
+        logs,
+        token,
+        nonce,
+        local,
+        environment,
+        around,
+    )
 
 
 def log_of(session: Session, node: int) -> Path:
-    """Where the output of a node's transport goes. Hosts are named by others, so a name cannot leave the folder."""
+    """Where the output of a node's transport goes. Hosts are named by others, so a name cannot
+    leave the folder."""
     return session.logs / f"{session.hosts[node].name.replace(os.sep, '_')}.log"
 
 
 def is_here(host: Host) -> bool:
-    """Whether a host of the hostfile is this very machine, so that nothing needs to carry its agent."""
-    return host.name in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.gethostname().partition(".")[0]) or host.name in {
-        address for _, address in own_addresses()
-    }
+    """Whether a host of the hostfile is this very machine, so that nothing needs to carry its
+    agent."""
+    return host.name in (
+        "localhost",
+        "127.0.0.1",
+        "::1",
+        socket.gethostname(),
+        socket.gethostname().partition(".")[0],
+    ) or host.name in {address for _, address in own_addresses()}

@@ -33,26 +33,32 @@ from trainkit.stages.contract import Need
 
 __all__ = ["Watch", "resume_run", "spawn_supervisor", "start_run"]
 
-SPAWN_SECONDS = 60.0  # a shared file system under load may take that long to give Python its modules
+# a shared file system under load may take that long to give Python its modules
+SPAWN_SECONDS = 60.0
 PACKAGE = Path(trainkit.__file__).parent
 
 
 def start_run(
-    resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Path, watch: Watch, *, hosts: HostList, share: bool, background: bool
+    resolved: Resolved,
+    plan: Plan,
+    needs: Sequence[Need],
+    project: Path,
+    watch: Watch,
+    *,
+    hosts: HostList,
+    share: bool,
+    background: bool,
 ) -> tuple[RunFolder, Outcome | None]:
     """Make a run and supervise it to its end, or have a process of its own do that.
 
     Args:
-        resolved: the job.
-        plan: its plan.
-        needs: what it reads, up to date.
-        project: the folder of jobs.toml.
-        watch: how a person follows; not used in the background.
-        hosts: where it runs, and spares.
-        share: run beside other runs on the same slots.
-        background: return as soon as a supervisor that outlives this process has taken over; then the outcome is None.
+        resolved: the job. plan: its plan. needs: what it reads, up to date. project: the folder
+        of jobs.toml. watch: how a person follows; not used in the background. hosts: where it
+        runs, and spares. share: run beside other runs on the same slots. background: return as
+        soon as a supervisor that outlives this process has taken over; then the outcome is None.
 
-    Raises TrainkitError: 17 if the slots are taken, 3 if a secret is missing; then nothing is left behind.
+    Raises TrainkitError: 17 if the slots are taken, 3 if a secret is missing; then nothing is
+    left behind.
     """
     job = resolved.job
     secrets = secret_values(job.cluster.secrets, os.environ)
@@ -86,14 +92,17 @@ def resume_run(
     code: bool = False,
     project: Path | None = None,
 ) -> Outcome | None:
-    """Go on with a run, as `start_run`. `document` is the job.json it goes on with; `code`: with a new snapshot of `project` instead of its own code.
+    """Go on with a run, as `start_run`. `document` is the job.json it goes on with; `code`: with
+    a new snapshot of `project` instead of its own code.
 
     Raises TrainkitError (exit 17) if somebody else is just doing that, or if the slots are taken.
     """
     secrets = secret_values(job.cluster.secrets, os.environ)
     with locked_run(run):
         if code:
-            link_code(take_snapshot(PACKAGE, run.root / "code", project or run.root).folder, run.code)
+            link_code(
+                take_snapshot(PACKAGE, run.root / "code", project or run.root).folder, run.code
+            )
         write_changed_job(run.job, document)
         write_hosts(run, hosts)
         write_maker(run)
@@ -111,44 +120,86 @@ def resume_run(
 
 
 def _never_began(run: RunFolder, before: int, outcome: Outcome) -> bool:
-    """Whether a supervisor found the slots taken at its very first try, so that what it has written tells nothing. After any attempt that ran there is
-    something to keep, however the last one ended."""
+    """Whether a supervisor found the slots taken at its very first try, so that what it has
+    written tells nothing. After any attempt that ran there is something to keep, however the
+    last one ended."""
     attempts = run.attempts()[before:]
-    return outcome.exit == Exit.HOSTS_BUSY and len(attempts) == 1 and all(event["event"] != "go" for event in read_events(attempts[0]))
+    return (
+        outcome.exit == Exit.HOSTS_BUSY
+        and len(attempts) == 1
+        and all(event["event"] != "go" for event in read_events(attempts[0]))
+    )
 
 
 def _busy(outcome: Outcome) -> TrainkitError:
     cause = outcome.root_cause or {}
-    return TrainkitError(str(cause.get("message")), exit=Exit.HOSTS_BUSY, hint=str(cause.get("advice", "")))
+    return TrainkitError(
+        str(cause.get("message")), exit=Exit.HOSTS_BUSY, hint=str(cause.get("advice", ""))
+    )
 
 
 def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
-    """Start the run's supervisor in a session of its own, from the run's own code; it lives on when this process and its terminal are gone.
+    """Start the run's supervisor in a session of its own, from the run's own code; it lives on
+    when this process and its terminal are gone.
 
-    Returns when launch/supervisor.json says that it is there. Raises TrainkitError with its own words where it ended before.
+    Returns when launch/supervisor.json says that it is there. Raises TrainkitError with its own
+    words where it ended before.
     """
     program = program_path(run.code.resolve(), "supervisor")
-    argv = [sys.executable, "-I", str(program), str(run.path.resolve()), *(["--share"] if share else [])]
+    argv = [
+        sys.executable,
+        "-I",
+        str(program),
+        str(run.path.resolve()),
+        *(["--share"] if share else []),
+    ]
     log = run.path / "launch" / "supervisor.log"
     with open(log, "ab") as output:
-        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd="/", start_new_session=True)
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd="/",
+            start_new_session=True,
+        )
     deadline = time.monotonic() + SPAWN_SECONDS
     while (sign := read_supervisor(run)) is None or sign.identity.pid != child.pid:
         if (code := child.poll()) is not None:
             said = log.read_text(errors="replace").strip().splitlines()[-1:]
             if code < 0:  # as `status` says of the run that it leaves
-                words, hint = f"the supervisor was ended by {signal_name(-code)} before it had begun", f"invoke resume {run.id}"
+                words = f"the supervisor was ended by {signal_name(-code)} before it had begun"
+                hint = f"invoke resume {run.id}"
                 raise TrainkitError(words, exit=Exit.RANK_INFRA, hint=hint)
-            known = Exit(code) if code in {e.value for e in Exit} else Exit.BUG
-            raise TrainkitError(f"the supervisor ended at once: {said[0] if said else f'exit code {code}'}", exit=known, hint=f"see {log}")
+            if code in {e.value for e in Exit}:
+                known = Exit(code)
+            else:
+                known = Exit.BUG
+            raise TrainkitError(
+                f"the supervisor ended at once: {said[0] if said else f'exit code {code}'}",
+                exit=known,
+                hint=f"see {log}",
+            )
         if time.monotonic() > deadline:
             child.kill()
-            raise TrainkitError(f"the supervisor did not begin within {SPAWN_SECONDS:g} s", exit=Exit.START, hint=f"see {log}")
+            raise TrainkitError(
+                f"the supervisor did not begin within {SPAWN_SECONDS:g} s",
+                exit=Exit.START,
+                hint=f"see {log}",
+            )
         time.sleep(0.02)
 
 
-def fill_run(run: RunFolder, resolved: Resolved, plan: Plan, needs: Sequence[Need] | None, project: Path, secrets: Mapping[str, str]) -> None:
-    """Snapshot, plan, origin, inputs, and last job.json, which makes the folder a run. `needs` are None while they are still to be made: no inputs then."""
+def fill_run(
+    run: RunFolder,
+    resolved: Resolved,
+    plan: Plan,
+    needs: Sequence[Need] | None,
+    project: Path,
+    secrets: Mapping[str, str],
+) -> None:
+    """Snapshot, plan, origin, inputs, and last job.json, which makes the folder a run. `needs`
+    are None while they are still to be made: no inputs then."""
     snapshot = take_snapshot(PACKAGE, run.root / "code", project)
     link_code(snapshot.folder, run.code)
     write_json(run.plan, plan.to_json())

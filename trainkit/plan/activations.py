@@ -1,11 +1,14 @@
 """Bytes that forward leaves for backward, on one rank of a stage.
 
-The formulas are those of Korthikanti et al. 2022 (arXiv:2205.05198, section 4), taken apart into what tensor parallelism divides and what only sequence
-parallelism does, for any family. Per token and layer of a gpt with F = 4H they give sequence by sequence their sbh(10 + 24/t + 5as/(ht)), with sequence
-parallelism sbh/t (34 + 5as/h), 2sbh under full recomputation; without dropout 34 becomes 32 and 5as/h becomes 2as/h.
+The formulas are those of Korthikanti et al. 2022 (arXiv:2205.05198, section 4), taken apart into
+what tensor parallelism divides and what only sequence parallelism does, for any family. Per
+token and layer of a gpt with F = 4H they give sequence by sequence their sbh(10 + 24/t +
+5as/(ht)), with sequence parallelism sbh/t (34 + 5as/h), 2sbh under full recomputation; without
+dropout 34 becomes 32 and 5as/h becomes 2as/h.
 
-Symbols as in arithmetic.py; w bytes of an activation (2, in fp32 4), t tensor-parallel size. The native trainer's blocks were read with
-torch.autograd.graph.saved_tensors_hooks; torch.compile may leave less.
+Symbols as in arithmetic.py; w bytes of an activation (2, in fp32 4), t tensor-parallel size. The
+native trainer's blocks were read with torch.autograd.graph.saved_tensors_hooks; torch.compile
+may leave less.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ ID_BYTES = 8
 
 @dataclass(frozen=True)
 class PerToken:
-    """Bytes a token: `whole` that every tensor-parallel rank has unless the sequence is split, `divided` that tensor parallelism divides, `gathered` that every
-    rank has, split or not."""
+    """Bytes a token: `whole` that every tensor-parallel rank has unless the sequence is split,
+    `divided` that tensor parallelism divides, `gathered` that every rank has, split or not."""
 
     whole: float = 0.0
     divided: float = 0.0
@@ -31,17 +34,25 @@ class PerToken:
 
     def on_rank(self, layout: Layout) -> float:
         """On one tensor-parallel rank."""
-        return self.whole / (layout.tensor if layout.sequence else 1) + self.divided / layout.tensor + self.gathered
+        return (
+            self.whole / (layout.tensor if layout.sequence else 1)
+            + self.divided / layout.tensor
+            + self.gathered
+        )
 
 
 def width(job: Job) -> int:
     """w: bytes of an activation."""
-    return 4 if job.training.precision == "fp32" else 2
+    if job.training.precision == "fp32":
+        return 4
+    return 2
 
 
 def mask_width(job: Job, rules: Rules) -> int:
     """Bytes of a dropout mask's element: a boolean; on the CPU torch keeps the scaled mask."""
-    return width(job) if _on_cpu(job, rules) else 1
+    if _on_cpu(job, rules):
+        return width(job)
+    return 1
 
 
 def _on_cpu(job: Job, rules: Rules) -> bool:
@@ -49,51 +60,74 @@ def _on_cpu(job: Job, rules: Rules) -> bool:
 
 
 def _gathers(job: Job, rules: Rules) -> bool:
-    """With sequence parallelism the native trainer keeps what a split projection reads, all tokens of it, where Megatron-LM keeps this rank's and gathers
-    it again in backward."""
-    return rules.states is None and job.parallelism.sequence_parallel and job.parallelism.tensor_model_parallel_size > 1
+    """With sequence parallelism the native trainer keeps what a split projection reads, all
+    tokens of it, where Megatron-LM keeps this rank's and gathers it again in backward."""
+    return (
+        rules.states is None
+        and job.parallelism.sequence_parallel
+        and job.parallelism.tensor_model_parallel_size > 1
+    )
 
 
 def _norm_width(job: Job, rules: Rules) -> int:
-    """Bytes a channel that a norm keeps besides its input in w. LayerNorm and fused RMSNorm keep statistics alone; on the CPU torch's RMSNorm is put
-    together from products: it keeps the normalized input, both of them in fp32."""
+    """Bytes a channel that a norm keeps besides its input in w. LayerNorm and fused RMSNorm keep
+    statistics alone; on the CPU torch's RMSNorm is put together from products: it keeps the
+    normalized input, both of them in fp32."""
     if job.model.family != "llama" or not _on_cpu(job, rules):
         return 0
-    return 4 if job.training.precision == "fp32" else 8 - width(job)
+    if job.training.precision == "fp32":
+        return 4
+    return 8 - width(job)
 
 
 def _key_heads(job: Job) -> int:
-    """Heads of keys and values on all tensor-parallel ranks of a group together: no rank has less than one."""
+    """Heads of keys and values on all tensor-parallel ranks of a group together: no rank has
+    less than one."""
     return max(job.model.query_groups, job.parallelism.tensor_model_parallel_size)
 
 
 def _attention(job: Job, rules: Rules) -> float:
-    """Bytes of queries, keys and values, the result and what rotary positions add: 2Q + 2K, turned queries and keys beside the projection that values keep
-    alive. Where only a part of each head turns, attention's result is laid out otherwise and copied for the projection after it."""
+    """Bytes of queries, keys and values, the result and what rotary positions add: 2Q + 2K,
+    turned queries and keys beside the projection that values keep alive. Where only a part of
+    each head turns, attention's result is laid out otherwise and copied for the projection after
+    it."""
     model = job.model
-    q, k = model.num_attention_heads * model.head_size, _key_heads(job) * model.head_size
-    turned = q + k if model.rotary_channels else 0
-    copied = q if rules.states is None and 0 < model.rotary_channels < model.head_size else 0
+    q = model.num_attention_heads * model.head_size
+    k = _key_heads(job) * model.head_size
+    if model.rotary_channels:
+        turned = q + k
+    else:
+        turned = 0
+    if rules.states is None and 0 < model.rotary_channels < model.head_size:
+        copied = q
+    else:
+        copied = 0
     return width(job) * (2 * q + 2 * k + turned + copied)
 
 
 def _scores(job: Job, rules: Rules) -> float:
-    """Bytes of attention weights: softmax's result, and under dropout a mask and the dropped result; fused attention keeps one fp32 number of them."""
+    """Bytes of attention weights: softmax's result, and under dropout a mask and the dropped
+    result; fused attention keeps one fp32 number of them."""
     model = job.model
-    heads, dropped = model.num_attention_heads, model.attention_dropout > 0
+    heads = model.num_attention_heads
+    dropped = model.attention_dropout > 0
     row = heads * model.seq_length
     if rules.saves_scores:
         return row * (5 if dropped else 2) * width(job) / 2
-    return row * 3 * width(job) if _unfused(job, rules) else 4 * heads
+    if _unfused(job, rules):
+        return row * 3 * width(job)
+    return 4 * heads
 
 
 def _unfused(job: Job, rules: Rules) -> bool:
-    """torch's attention kernel for the CPU has no dropout: products and softmax one after another."""
+    """torch's attention kernel for the CPU has no dropout: products and softmax one after
+    another."""
     return _on_cpu(job, rules) and job.model.attention_dropout > 0
 
 
 def _mlp(model: Model, rules: Rules) -> int:
-    """Channels of the MLP: what goes into GELU and what comes out; SwiGLU keeps gate, value and product, and unless it is fused silu(gate)."""
+    """Channels of the MLP: what goes into GELU and what comes out; SwiGLU keeps gate, value and
+    product, and unless it is fused silu(gate)."""
     if model.family != "llama":
         return 2 * model.ffn_width
     return (4 if rules.states is None else 3) * model.ffn_width
@@ -102,26 +136,58 @@ def _mlp(model: Model, rules: Rules) -> int:
 def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
     """One block under a mode of recomputation.
 
-    none: inputs and results of norms, attention, MLP, dropout masks. selective: of the published engines attention weights are computed anew; of the native
-    trainer all but the results of matrix products, attention and sums over ranks: of split layers both the parts of a sum and the sum. full: the block's
-    input alone.
+    none: inputs and results of norms, attention, MLP, dropout masks. selective: of the published
+    engines attention weights are computed anew; of the native trainer all but the results of
+    matrix products, attention and sums over ranks: of split layers both the parts of a sum and
+    the sum. full: the block's input alone.
     """
     model, w, h = job.model, width(job), job.model.hidden_size
     if mode == "full":
         return PerToken(whole=w * h)
-    q, k, f = model.num_attention_heads * model.head_size, _key_heads(job) * model.head_size, model.ffn_width
+    q = model.num_attention_heads * model.head_size
+    k = _key_heads(job) * model.head_size
+    f = model.ffn_width
     if mode == "selective" and rules.states is None:
-        up = 2 * f if model.family == "llama" else f
-        scores = w * model.num_attention_heads * model.seq_length if _unfused(job, rules) else 4 * model.num_attention_heads
-        parts = 2 * w * h if job.parallelism.tensor_model_parallel_size > 1 else 0
+        if model.family == "llama":
+            up = 2 * f
+        else:
+            up = f
+        if _unfused(job, rules):
+            scores = w * model.num_attention_heads * model.seq_length
+        else:
+            scores = 4 * model.num_attention_heads
+        if job.parallelism.tensor_model_parallel_size > 1:
+            parts = 2 * w * h
+        else:
+            parts = 0
         return PerToken(whole=w * 3 * h, divided=w * (2 * q + 2 * k + up) + scores, gathered=parts)
-    norms = 1 if model.gpt_j_tied else 2
-    inputs = 1 if model.parallel_residual else 2
-    gathered = 2 * w * h if _gathers(job, rules) else 0
-    masks = 2 * h * mask_width(job, rules) if model.hidden_dropout > 0 else 0
+    if model.gpt_j_tied:
+        norms = 1
+    else:
+        norms = 2
+    if model.parallel_residual:
+        inputs = 1
+    else:
+        inputs = 2
+    if _gathers(job, rules):
+        gathered = 2 * w * h
+    else:
+        gathered = 0
+    if model.hidden_dropout > 0:
+        masks = 2 * h * mask_width(job, rules)
+    else:
+        masks = 0
     statistics = 4 * norms * (1 if model.family == "llama" else 2)
-    whole = w * h * (inputs + (0 if gathered else norms)) + h * norms * _norm_width(job, rules) + masks + statistics
-    weights = 0.0 if mode == "selective" and rules.saves_scores else _scores(job, rules)
+    whole = (
+        w * h * (inputs + (0 if gathered else norms))
+        + h * norms * _norm_width(job, rules)
+        + masks
+        + statistics
+    )
+    if mode == "selective" and rules.saves_scores:
+        weights = 0.0
+    else:
+        weights = _scores(job, rules)
     return PerToken(whole, _attention(job, rules) + w * _mlp(model, rules) + weights, gathered)
 
 
@@ -130,27 +196,41 @@ def _micro_batch_tokens(job: Job) -> int:
 
 
 def saved_bytes(job: Job, layout: Layout, rules: Rules, stage: int) -> int:
-    """Bytes that a stage holds for backward when most micro-batches are in flight: its blocks, ids and mask of the embedding, the final norm's input and
-    the gradient of its result. The head's own are in `logit_bytes`."""
-    t, model, w = job.training, job.model, width(job)
-    every = t.recompute_every if t.recompute_granularity == "full" else 1
+    """Bytes that a stage holds for backward when most micro-batches are in flight: its blocks,
+    ids and mask of the embedding, the final norm's input and the gradient of its result. The
+    head's own are in `logit_bytes`."""
+    t = job.training
+    model = job.model
+    w = width(job)
+    if t.recompute_granularity == "full":
+        every = t.recompute_every
+    else:
+        every = 1
     layers = layout.stage_layers(stage)
     again = sum(layer % every == 0 for layer in layers)
     per_token = again * block_bytes(job, rules, t.recompute_granularity).on_rank(layout)
     if again < len(layers):
         per_token += (len(layers) - again) * block_bytes(job, rules, "none").on_rank(layout)
     if stage == 0:
-        mask = mask_width(job, rules) * model.hidden_size if model.hidden_dropout > 0 else 0
+        if model.hidden_dropout > 0:
+            mask = mask_width(job, rules) * model.hidden_size
+        else:
+            mask = 0
         per_token += ID_BYTES + PerToken(whole=mask).on_rank(layout)
     if rules.states is None:  # cosines and sines in fp32, once for all samples of a micro-batch
         per_token += 8 * model.rotary_channels / t.micro_batch_size
     flying = layout.in_flight(stage) * per_token
     if rules.states is None:
-        flying += layout.sent_in_flight(stage) * PerToken(whole=w * model.hidden_size).on_rank(layout)
+        flying += layout.sent_in_flight(stage) * PerToken(whole=w * model.hidden_size).on_rank(
+            layout
+        )
     if stage == layout.last_stage:  # one micro-batch at a time is at its end
-        result, gathers = w * model.hidden_size, _gathers(job, rules)
+        result = w * model.hidden_size
+        gathers = _gathers(job, rules)
         norm = model.hidden_size * (w + _norm_width(job, rules))
-        flying += PerToken(whole=norm + (0 if gathers else result), gathered=result if gathers else 0).on_rank(layout)
+        flying += PerToken(
+            whole=norm + (0 if gathers else result), gathered=result if gathers else 0
+        ).on_rank(layout)
     return round(flying * _micro_batch_tokens(job))
 
 
@@ -166,10 +246,13 @@ def live_bytes(job: Job, layout: Layout, rules: Rules) -> int:
 def logit_bytes(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int) -> int:
     """Logits and their gradients on the last stage.
 
-    Published engines: all tokens of a micro-batch at once, so many bytes a logit. Native: chunks of CHUNK_BYTES in fp32 (16-bit logits and gradients beside
-    them), and the head's gradient, which is made in forward: summed in fp32, then rounded to w.
+    Published engines: all tokens of a micro-batch at once, so many bytes a logit. Native: chunks
+    of CHUNK_BYTES in fp32 (16-bit logits and gradients beside them), and the head's gradient,
+    which is made in forward: summed in fp32, then rounded to w.
     """
-    columns, tokens, w = -(-padded // layout.tensor), _micro_batch_tokens(job), width(job)
+    columns = -(-padded // layout.tensor)
+    tokens = _micro_batch_tokens(job)
+    w = width(job)
     if rules.logit_bytes:
         return tokens * columns * rules.logit_bytes
     most = max(1, CHUNK_BYTES // (4 * columns))
@@ -177,10 +260,16 @@ def logit_bytes(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded:
     chunk += -chunk % 256 if chunk > 256 else 0
     logits = min(chunk, tokens) * columns * (4 if w == 4 else 8)
     summed = columns * job.model.hidden_size * 4
-    return summed + max(logits, head_gradient_bytes(job, layout, vocab_size, padded) if w == 2 else 0)
+    return summed + max(
+        logits, head_gradient_bytes(job, layout, vocab_size, padded) if w == 2 else 0
+    )
 
 
 def head_gradient_bytes(job: Job, layout: Layout, vocab_size: int, padded: int) -> int:
-    """The native head's gradient, saved for backward in w; in fp32 it is the sum itself, which has the padded rows."""
-    rows = padded if width(job) == 4 else vocab_size
+    """The native head's gradient, saved for backward in w; in fp32 it is the sum itself, which
+    has the padded rows."""
+    if width(job) == 4:
+        rows = padded
+    else:
+        rows = vocab_size
     return -(-rows // layout.tensor) * job.model.hidden_size * width(job)

@@ -10,11 +10,14 @@ from trainkit.jobs.schema import Job
 def global_batch_size(job: Job, consumed_samples: int) -> int:
     """Samples of the step that begins after `consumed_samples`.
 
-    With rampup_batch_size = [start, increment, samples]: start, grown by increment as often as whole (samples / number of increments) were
-    consumed; beyond samples the whole global batch. In Megatron-LM's floating-point arithmetic, so that the change comes at its step
-    (core/num_microbatches_calculator.py, RampupBatchsizeNumMicroBatchesCalculator.update). A ramp over 0 samples, or from the whole batch, is none.
+    With rampup_batch_size = [start, increment, samples]: start, grown by increment as often as
+    whole (samples / number of increments) were consumed; beyond samples the whole global batch.
+    In Megatron-LM's floating-point arithmetic, so that the change comes at its step
+    (core/num_microbatches_calculator.py, RampupBatchsizeNumMicroBatchesCalculator.update). A
+    ramp over 0 samples, or from the whole batch, is none.
     """
-    whole, ramp = job.global_batch_size, job.training.rampup_batch_size
+    whole = job.global_batch_size
+    ramp = job.training.rampup_batch_size
     if ramp is None:
         return whole
     start, increment, samples = ramp
@@ -25,20 +28,30 @@ def global_batch_size(job: Job, consumed_samples: int) -> int:
 
 
 def batch_sizes(job: Job) -> list[int]:
-    """Every size that the global batch can have, rising. Each must divide by micro_batch_size x data-parallel size before the first step:
-    after data was passed over, a ramp may stop at sizes that it jumps over otherwise."""
-    whole, ramp = job.global_batch_size, job.training.rampup_batch_size
+    """Every size that the global batch can have, rising. Each must divide by micro_batch_size x
+    data-parallel size before the first step: after data was passed over, a ramp may stop at
+    sizes that it jumps over otherwise."""
+    whole = job.global_batch_size
+    ramp = job.training.rampup_batch_size
     if ramp is None or ramp[2] == 0:
         return [whole]
     return list(range(ramp[0], whole + 1, ramp[1]))
 
 
 def consumed_after(job: Job, steps: int, consumed_samples: int = 0) -> int:
-    """Consumed samples once `steps` more global batches were read. Takes no time for long runs: all steps of one size are found at once."""
+    """Consumed samples once `steps` more global batches were read. Takes no time for long runs:
+    all steps of one size are found at once."""
     whole = job.global_batch_size
     while steps > 0:
         size = global_batch_size(job, consumed_samples)
-        same = steps if size == whole else bisect_right(range(steps), size, key=lambda n: global_batch_size(job, consumed_samples + n * size))
+        if size == whole:
+            same = steps
+        else:
+            same = bisect_right(
+                range(steps),
+                size,
+                key=lambda n: global_batch_size(job, consumed_samples + n * size),
+            )
         consumed_samples += same * size
         steps -= same
     return consumed_samples

@@ -18,7 +18,8 @@ LESS = 0.75  # a change that leaves more of the bubble is not worth a word
 
 def _interleaved(job: Job) -> Iterator[Change]:
     """More chunks of each stage, the most first: the bubble gets shorter, transfers more."""
-    parallelism, layers = job.parallelism, job.model.num_layers
+    parallelism = job.parallelism
+    layers = job.model.num_layers
     now = parallelism.virtual_pipeline_model_parallel_size or 1
     for virtual in range(layers // parallelism.pipeline_model_parallel_size, now, -1):
         yield {VIRTUAL: virtual, SCHEDULE: "1f1b"} if now > 1 else {VIRTUAL: virtual}
@@ -50,19 +51,23 @@ def bubble_notes(job: Job, sizes: Sizes, duration: Duration | None) -> Iterator[
     if now < LARGE:
         return
     raised = sizes.codes(job)
-    best, found = LESS * now, None
+    best = LESS * now
+    found = None
     for kind in (_interleaved, _zero_bubble, _smaller):
         for change in kind(job):
             tried = try_change(job, change)
             if tried is None or not sizes.codes(tried) <= raised or not sizes.fits(tried):
                 continue
             if (bubble := layout_of(tried).bubble_fraction) < best:
-                best, found = bubble, change
+                best = bubble
+                found = change
             break  # the first of a kind that can be is its best
     message = f"{now:.1%} of each step is pipeline bubble"
     if found is None:
         more = "only more micro-batches a step (training.global_batch_size) would cut it"
-        yield Objection("large-bubble", "parallelism.pipeline_model_parallel_size", f"{message}; {more}")
+        yield Objection(
+            "large-bubble", "parallelism.pipeline_model_parallel_size", f"{message}; {more}"
+        )
         return
     words = " with ".join(f"{path} = {value}" for path, value in found.items())
     message += f"; {words} leaves {best:.1%}"

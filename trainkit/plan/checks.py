@@ -1,4 +1,5 @@
-"""What is wrong with a job before anything runs, all at once. Each check yields objections with changes that may settle them; `make` keeps those that do."""
+"""What is wrong with a job before anything runs, all at once. Each check yields objections with
+changes that may settle them; `make` keeps those that do."""
 
 from __future__ import annotations
 
@@ -14,9 +15,13 @@ from trainkit.plan.split import EMBEDDING, LOSS, split_of
 
 MANY = 4  # batch sizes named in one message
 ENDS_COUNTED: Change = {f"engine_args.{EMBEDDING}": True, f"engine_args.{LOSS}": True}
-TP, PP = "parallelism.tensor_model_parallel_size", "parallelism.pipeline_model_parallel_size"
-VIRTUAL, ZERO, BATCH = "parallelism.virtual_pipeline_model_parallel_size", "parallelism.zero_stage", "training.global_batch_size"
-SCHEDULE, REPLICAS = "parallelism.pipeline_schedule", "parallelism.data_parallel_replicate_size"
+TP = "parallelism.tensor_model_parallel_size"
+PP = "parallelism.pipeline_model_parallel_size"
+VIRTUAL = "parallelism.virtual_pipeline_model_parallel_size"
+ZERO = "parallelism.zero_stage"
+BATCH = "training.global_batch_size"
+SCHEDULE = "parallelism.pipeline_schedule"
+REPLICAS = "parallelism.data_parallel_replicate_size"
 
 
 def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objection]:
@@ -44,30 +49,52 @@ def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objec
 
 def _world(job: Job, layout: Layout) -> Iterator[Objection]:
     """The degrees divide the world; there are as many nodes."""
-    rest, most = layout.tensor * layout.pipeline, job.cluster.max_nodes
+    rest = layout.tensor * layout.pipeline
+    most = job.cluster.max_nodes
     if layout.world % rest:
-        there = f"{job.nodes} node{'s' if job.nodes > 1 else ''} of {layout.ranks_per_node} ranks are {layout.world}"
-        message = f"{there}, which tensor-parallel {layout.tensor} x pipeline-parallel {layout.pipeline} = {rest} does not divide"
+        there = (
+            f"{job.nodes} node{'s' if job.nodes > 1 else ''} of {layout.ranks_per_node} ranks are"
+            f" {layout.world}"
+        )
+        message = (
+            f"{there}, which tensor-parallel {layout.tensor} x pipeline-parallel {layout.pipeline}"
+            f" = {rest} does not divide"
+        )
         step = rest // math.gcd(rest, layout.ranks_per_node)
-        nodes = nearest(job.nodes, lambda n: n % step == 0, most=most if most is not None else job.nodes + step)
+        nodes = nearest(
+            job.nodes, lambda n: n % step == 0, most=most if most is not None else job.nodes + step
+        )
         pipelines = nearest(layout.pipeline, lambda p: layout.world % (layout.tensor * p) == 0)
-        yield Objection("world-not-divisible", "nodes", message, (*({"nodes": n} for n in nodes), *({PP: p} for p in pipelines)))
+        yield Objection(
+            "world-not-divisible",
+            "nodes",
+            message,
+            (*({"nodes": n} for n in nodes), *({PP: p} for p in pipelines)),
+        )
     if most is not None and job.nodes > most:
-        yield Objection("too-many-nodes", "nodes", f"{job.nodes} nodes, but cluster {job.cluster.name} has {most} (cluster.max_nodes)", ({"nodes": most},))
+        yield Objection(
+            "too-many-nodes",
+            "nodes",
+            f"{job.nodes} nodes, but cluster {job.cluster.name} has {most} (cluster.max_nodes)",
+            ({"nodes": most},),
+        )
 
 
 def _launcher(job: Job) -> Iterator[Objection]:
     """launcher = "local" is one machine."""
     if job.nodes > 1 and job.cluster.launcher == "local":
         message = (
-            f"{job.nodes} nodes, but launcher = 'local' of cluster {job.cluster.name} starts ranks on one machine only; use launcher = 'ssh', 'pdsh' or 'slurm'"
+            f"{job.nodes} nodes, but launcher = 'local' of cluster {job.cluster.name} starts ranks"
+            " on one machine only; use launcher = 'ssh', 'pdsh' or 'slurm'"
         )
         yield Objection("local-is-one-node", "nodes", message, ({"nodes": 1},))
 
 
 def indivisible(model: Model, rules: Rules, tensor: int) -> dict[str, tuple[str, int]]:
     """What tensor parallelism of this size cannot split: code, key and size of each."""
-    heads, groups, width = model.num_attention_heads, model.query_groups, model.ffn_width
+    heads = model.num_attention_heads
+    groups = model.query_groups
+    width = model.ffn_width
     found = {}
     if heads % tensor:
         found["heads-not-divisible"] = ("num_attention_heads", heads)
@@ -82,31 +109,54 @@ def indivisible(model: Model, rules: Rules, tensor: int) -> dict[str, tuple[str,
 
 def _tensor(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
     """Tensor parallelism stays in a node, and divides what it splits."""
-    t, model = layout.tensor, job.model
-    fitting = [n for n in range(1, layout.ranks_per_node + 1) if layout.ranks_per_node % n == 0 and not indivisible(model, rules, n)]
+    t = layout.tensor
+    model = job.model
+    fitting = [
+        n
+        for n in range(1, layout.ranks_per_node + 1)
+        if layout.ranks_per_node % n == 0 and not indivisible(model, rules, n)
+    ]
     changes: tuple[Change, ...] = tuple({TP: n} for n in nearest(t, lambda n: n in fitting))
     if layout.ranks_per_node % t and job.nodes > 1:
-        message = f"tensor-parallel groups of {t} would reach across nodes of {layout.ranks_per_node} ranks: every layer would wait for the network"
+        message = (
+            f"tensor-parallel groups of {t} would reach across nodes of {layout.ranks_per_node}"
+            " ranks: every layer would wait for the network"
+        )
         yield Objection("tensor-parallel-across-nodes", TP, message, changes)
     for code, (name, size) in indivisible(model, rules, t).items():
-        yield Objection(code, TP, f"{name} {size} does not divide by tensor-parallel size {t}", changes)
+        yield Objection(
+            code, TP, f"{name} {size} does not divide by tensor-parallel size {t}", changes
+        )
     if layout.sequence and model.seq_length % t:
-        message = f"sequence_parallel: seq_length {model.seq_length} does not divide by tensor-parallel size {t}"
-        yield Objection("sequence-not-divisible", "parallelism.sequence_parallel", message, ({"parallelism.sequence_parallel": False},))
+        message = (
+            f"sequence_parallel: seq_length {model.seq_length} does not divide by tensor-parallel"
+            f" size {t}"
+        )
+        yield Objection(
+            "sequence-not-divisible",
+            "parallelism.sequence_parallel",
+            message,
+            ({"parallelism.sequence_parallel": False},),
+        )
 
 
 def _pipeline_change(job: Job, layout: Layout, pipeline: int) -> Change:
-    """Another number of stages, with the number of nodes that then keeps the data-parallel size, where the present one would not divide."""
+    """Another number of stages, with the number of nodes that then keeps the data-parallel size,
+    where the present one would not divide."""
     ranks = layout.tensor * pipeline
     if layout.world % ranks == 0:
         return {PP: pipeline}
     step = ranks // math.gcd(ranks, layout.ranks_per_node)
-    return {PP: pipeline, "nodes": max(1, round(ranks * layout.data / layout.ranks_per_node / step)) * step}
+    return {
+        PP: pipeline,
+        "nodes": max(1, round(ranks * layout.data / layout.ranks_per_node / step)) * step,
+    }
 
 
 def _stages(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
     """Every chunk of a pipeline has layers, equally many where the engine wants that."""
-    layers, parts = job.model.num_layers, len(layout.chunks)
+    layers = job.model.num_layers
+    parts = len(layout.chunks)
     v = parts // layout.pipeline
     chunks = f"{layout.pipeline} pipeline stages" + (f" of {v} chunks" if v > 1 else "")
     split = split_of(job, layout.pipeline, v)
@@ -115,110 +165,214 @@ def _stages(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
     if split.key:
         return
     if parts > layers:
-        fewer = nearest(layout.pipeline, lambda p: p * v <= layers and (rules.uneven_stages or layers % (p * v) == 0))
+        fewer = nearest(
+            layout.pipeline,
+            lambda p: p * v <= layers and (rules.uneven_stages or layers % (p * v) == 0),
+        )
         changes = tuple(_pipeline_change(job, layout, p) for p in fewer)
         yield Objection("more-stages-than-layers", PP, f"{layers} layers for {chunks}", changes)
     elif layers % parts and not rules.uneven_stages:
-        whole = [_pipeline_change(job, layout, p) for p in nearest(layout.pipeline, lambda p: layers % (p * v) == 0)]
-        deeper: list[Change] = [{"model.num_layers": n} for n in (layers // parts * parts, -(-layers // parts) * parts)]
+        whole = [
+            _pipeline_change(job, layout, p)
+            for p in nearest(layout.pipeline, lambda p: layers % (p * v) == 0)
+        ]
+        deeper: list[Change] = [
+            {"model.num_layers": n} for n in (layers // parts * parts, -(-layers // parts) * parts)
+        ]
         message = f"{layers} layers do not divide over {chunks}, as {rules.engine} wants it"
-        counted: list[Change] = [ENDS_COUNTED] if rules.engine == "megatron-lm" and (layers + 2) % parts == 0 else []
+        counted: list[Change]
+        if rules.engine == "megatron-lm" and (layers + 2) % parts == 0:
+            counted = [ENDS_COUNTED]
+        else:
+            counted = []
         yield Objection("layers-not-divisible", PP, message, (*counted, *whole, *deeper))
 
 
 def _schedule(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
-    """A schedule that the engine has; an interleaved one over a whole number of rounds, in every batch that a step may have."""
-    stages, quantum = layout.pipeline, job.training.micro_batch_size * layout.data
+    """A schedule that the engine has; an interleaved one over a whole number of rounds, in every
+    batch that a step may have."""
+    stages = layout.pipeline
+    quantum = job.training.micro_batch_size * layout.data
     if layout.v_shaped and not rules.zero_bubble:
-        yield Objection("no-zero-bubble", SCHEDULE, f"engine {rules.engine} has no zero-bubble schedule", ({SCHEDULE: "1f1b"},))
+        yield Objection(
+            "no-zero-bubble",
+            SCHEDULE,
+            f"engine {rules.engine} has no zero-bubble schedule",
+            ({SCHEDULE: "1f1b"},),
+        )
         return
     if layout.virtual > 1 and not rules.virtual_stages:
-        yield Objection("no-virtual-stages", VIRTUAL, f"engine {rules.engine} has no interleaved schedule; remove virtual_pipeline_model_parallel_size")
+        yield Objection(
+            "no-virtual-stages",
+            VIRTUAL,
+            f"engine {rules.engine} has no interleaved schedule; remove"
+            " virtual_pipeline_model_parallel_size",
+        )
         return
 
     if layout.virtual == 1:
         return
 
     def fits(micro_batches: int) -> bool:
-        return micro_batches % (stages if rules.whole_rounds else max(1, micro_batches // stages)) == 0
+        return (
+            micro_batches % (stages if rules.whole_rounds else max(1, micro_batches // stages)) == 0
+        )
 
     sizes = [size for size in batch_sizes(job) if size % quantum == 0 and not fits(size // quantum)]
     if not sizes:
         return
-    demand = f"micro-batches in multiples of {stages} stages" if rules.whole_rounds else f"equally many micro-batches in every round of {stages} or more"
-    message = f"an interleaved schedule needs {demand}; a step has {', '.join(str(size // quantum) for size in sizes[:MANY])}"
+    if rules.whole_rounds:
+        demand = f"micro-batches in multiples of {stages} stages"
+    else:
+        demand = f"equally many micro-batches in every round of {stages} or more"
+    message = (
+        f"an interleaved schedule needs {demand}; a step has"
+        f" {', '.join(str(size // quantum) for size in sizes[:MANY])}"
+    )
     if sizes[-1] != job.global_batch_size:
-        yield Objection("micro-batches-not-divisible", "training.rampup_batch_size", f"{message} while the batch grows")
+        yield Objection(
+            "micro-batches-not-divisible",
+            "training.rampup_batch_size",
+            f"{message} while the batch grows",
+        )
         return
-    wanted = nearest(sizes[-1], lambda b: b % quantum == 0 and fits(b // quantum), most=sizes[-1] + quantum * stages)
-    yield Objection("micro-batches-not-divisible", BATCH, message, tuple({BATCH: b} for b in wanted))
+    wanted = nearest(
+        sizes[-1],
+        lambda b: b % quantum == 0 and fits(b // quantum),
+        most=sizes[-1] + quantum * stages,
+    )
+    yield Objection(
+        "micro-batches-not-divisible", BATCH, message, tuple({BATCH: b} for b in wanted)
+    )
 
 
 def _zero(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
     """A stage of ZeRO that the engine has."""
-    asked, piped = job.parallelism.zero_stage, layout.pipeline > 1
-    known = rules.zero_in_bubble if layout.v_shaped else rules.zero_in_pipeline if piped else rules.zero_stages
+    asked = job.parallelism.zero_stage
+    piped = layout.pipeline > 1
+    if layout.v_shaped:
+        known = rules.zero_in_bubble
+    elif piped:
+        known = rules.zero_in_pipeline
+    else:
+        known = rules.zero_stages
     if asked not in known:
-        under = "" if asked not in rules.zero_stages else " under a zero-bubble pipeline" if layout.v_shaped else " under a pipeline"
+        if asked not in rules.zero_stages:
+            under = ""
+        elif layout.v_shaped:
+            under = " under a zero-bubble pipeline"
+        else:
+            under = " under a pipeline"
         message = f"engine {rules.engine} has no ZeRO stage {asked}{under}"
-        yield Objection("no-such-zero-stage", ZERO, message, tuple({ZERO: stage} for stage in reversed(known) if stage < asked)[:1])
+        yield Objection(
+            "no-such-zero-stage",
+            ZERO,
+            message,
+            tuple({ZERO: stage} for stage in reversed(known) if stage < asked)[:1],
+        )
 
 
 def _replicas(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
     """HSDP: whole copies divide the data-parallel ranks."""
     asked = job.parallelism.data_parallel_replicate_size
     if asked > 1 and not rules.replicates:
-        yield Objection("no-replicas", REPLICAS, f"engine {rules.engine} shards over all data-parallel ranks only", ({REPLICAS: 1},))
+        yield Objection(
+            "no-replicas",
+            REPLICAS,
+            f"engine {rules.engine} shards over all data-parallel ranks only",
+            ({REPLICAS: 1},),
+        )
     elif layout.data % asked:
-        message = f"data_parallel_replicate_size {asked} does not divide data-parallel size {layout.data}"
-        yield Objection("replicas-not-divisible", REPLICAS, message, tuple({REPLICAS: n} for n in nearest(asked, lambda n: layout.data % n == 0)))
+        message = (
+            f"data_parallel_replicate_size {asked} does not divide data-parallel size {layout.data}"
+        )
+        yield Objection(
+            "replicas-not-divisible",
+            REPLICAS,
+            message,
+            tuple({REPLICAS: n} for n in nearest(asked, lambda n: layout.data % n == 0)),
+        )
 
 
 def _batches(job: Job) -> Iterator[Objection]:
     """Every batch that a step may have must divide; of a ramp each size that does not is named."""
-    micro, dp = job.training.micro_batch_size, job.data_parallel_size
+    micro = job.training.micro_batch_size
+    dp = job.data_parallel_size
     quantum = micro * dp
     product = f"micro_batch_size {micro} x data-parallel size {dp}"
     *growing, whole = batch_sizes(job)
     if whole % quantum:
         below = whole // quantum * quantum
         changes = tuple({BATCH: b} for b in (below, below + quantum) if b)
-        yield Objection("batch-not-divisible", BATCH, f"global_batch_size {whole} does not divide by {product}", changes)
+        yield Objection(
+            "batch-not-divisible",
+            BATCH,
+            f"global_batch_size {whole} does not divide by {product}",
+            changes,
+        )
     if wrong := [size for size in growing if size % quantum]:
-        sizes = ", ".join(map(str, wrong[:MANY])) + (f" and {len(wrong) - MANY} more" if len(wrong) > MANY else "")
-        message = f"rampup_batch_size passes through {sizes}, which {product} does not divide; start and increment must be multiples of {quantum}"
+        sizes = ", ".join(map(str, wrong[:MANY])) + (
+            f" and {len(wrong) - MANY} more" if len(wrong) > MANY else ""
+        )
+        message = (
+            f"rampup_batch_size passes through {sizes}, which {product} does not divide; start and"
+            f" increment must be multiples of {quantum}"
+        )
         yield Objection("ramp-not-divisible", "training.rampup_batch_size", message)
 
 
 def _family(job: Job, rules: Rules) -> Iterator[Objection]:
     """A family of models that the engine has."""
     if rules.families is not None and job.model.family not in rules.families:
-        message = f"engine {rules.engine} has no models of family {job.model.family!r}, only {', '.join(rules.families)}"
+        message = (
+            f"engine {rules.engine} has no models of family {job.model.family!r}, only"
+            f" {', '.join(rules.families)}"
+        )
         yield Objection("no-such-family", "model.family", message)
 
 
 def _vocabulary(job: Job, tokenizer_size: int | None) -> Iterator[Objection]:
     rows = job.model.vocab_size
     if rows and tokenizer_size and tokenizer_size > rows:
-        message = f"the prepared tokenizer has {tokenizer_size} ids, model {job.model.name!r} only {rows}"
-        yield Objection("vocabulary-too-small", "model.vocab_size", message, ({"model.vocab_size": tokenizer_size},))
+        message = (
+            f"the prepared tokenizer has {tokenizer_size} ids, model {job.model.name!r} only {rows}"
+        )
+        yield Objection(
+            "vocabulary-too-small",
+            "model.vocab_size",
+            message,
+            ({"model.vocab_size": tokenizer_size},),
+        )
 
 
 def _devices(job: Job) -> Iterator[Objection]:
-    kind, there = job.cluster.device_type, job.cluster.gpus_per_node
+    kind = job.cluster.device_type
+    there = job.cluster.gpus_per_node
     if kind != "cpu" and job.ranks_per_node > there:
-        what = "GPUs" if kind == "cuda" else "devices"
+        if kind == "cuda":
+            what = "GPUs"
+        else:
+            what = "devices"
         message = f"{job.ranks_per_node} ranks a node for {there} {what} (cluster.gpus_per_node)"
-        yield Objection("more-ranks-than-gpus", "cluster.ranks_per_node", message, ({"cluster.ranks_per_node": there},) if there else ())
+        yield Objection(
+            "more-ranks-than-gpus",
+            "cluster.ranks_per_node",
+            message,
+            ({"cluster.ranks_per_node": there},) if there else (),
+        )
 
 
 def _precision(job: Job) -> Iterator[Objection]:
     """A device whose row has one of the 16-bit formats and not the job's does not compute in it."""
-    device, wanted = job.cluster.device, job.training.precision
+    device = job.cluster.device
+    wanted = job.training.precision
     halves = [kind for kind in ("bf16", "fp16") if kind in device.peak_tflops]
     if wanted == "fp32" or wanted in device.peak_tflops or not halves:
         return
-    message = f"{device.label or device.name} has no arithmetic in {wanted} by the device table (devices.{device.name}.peak_tflops)"
+    message = (
+        f"{device.label or device.name} has no arithmetic in {wanted} by the device table"
+        f" (devices.{device.name}.peak_tflops)"
+    )
     changes = tuple({"training.precision": kind} for kind in (*halves, "fp32"))
     yield Objection("no-such-precision", "training.precision", message, changes)
 
@@ -228,7 +382,14 @@ def _profile(job: Job) -> Iterator[Objection]:
     if job.profile is None:
         return
     if job.profile.start > job.training.train_iters:
-        message = f"profile.start {job.profile.start} is beyond train_iters {job.training.train_iters}"
+        message = (
+            f"profile.start {job.profile.start} is beyond train_iters {job.training.train_iters}"
+        )
         yield Objection("profile-beyond-end", "profile.start", message)
     if beyond := [rank for rank in job.profile.ranks if rank >= job.world_size]:
-        yield Objection("profile-of-no-rank", "profile.ranks", f"profile.ranks {', '.join(map(str, beyond))}: the world has ranks 0 to {job.world_size - 1}")
+        yield Objection(
+            "profile-of-no-rank",
+            "profile.ranks",
+            f"profile.ranks {', '.join(map(str, beyond))}: the world has ranks 0 to"
+            f" {job.world_size - 1}",
+        )

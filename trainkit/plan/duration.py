@@ -1,4 +1,5 @@
-"""How long a run takes and where the time goes, what it costs, what failures and time limits do to it."""
+"""How long a run takes and where the time goes, what it costs, what failures and time limits do
+to it."""
 
 from __future__ import annotations
 
@@ -10,23 +11,31 @@ from trainkit.jobs import sbatch
 from trainkit.jobs.schema import Dataset, Job
 
 DAY = 86400
-# Part of the peak that the hardware reaches outside of the bubble, recomputation counted. Megatron-LM reaches 41 to 49 % on H100 (its README's table, 1.7B to
-# 462B), BLOOM 48 % on A100; slow networks make it far less: 17 % of the 20B on 24 A100 without InfiniBand. No network is in it.
+# Part of the peak that the hardware reaches outside of the bubble, recomputation counted.
+# Megatron-LM reaches 41 to 49 % on H100 (its README's table, 1.7B to
+# 462B), BLOOM 48 % on A100; slow networks make it far less: 17 % of the 20B on 24 A100 without
+# InfiniBand. No network is in it.
 ASSUMED_UTILIZATION = 0.4
-# Unexpected interruptions a GPU-hour: 419 in 54 days of 16,384 H100 (Llama 3, arXiv:2407.21783, section 3.3.4).
+# Unexpected interruptions a GPU-hour: 419 in 54 days of 16,384 H100 (Llama 3, arXiv:2407.21783,
+# section 3.3.4).
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
 BYTES_PER_TOKEN = 4.0  # of text, where a dataset's tokens are not known; assumed
-# From the start of the ranks to the first step (imports, communicators, the first step itself), and for an image of a container besides; assumed. Published
+# From the start of the ranks to the first step (imports, communicators, the first step itself), and
+# for an image of a container besides; assumed. Published
 # starts of images from a shared file system take 74 to 200 s.
 START_SECONDS = {"cpu": 10.0, "cuda": 60.0, "neuron": 60.0}
 IMAGE_SECONDS = 120.0
-COPY_GIB_PER_SECOND = 4.0  # from a device to the host's memory, before training goes on under checkpoint.save_async; assumed
-SIGNAL_SECONDS, SIGNAL_PART = 300.0, 0.25  # before a time limit, when the run is told to save: so many, or that part of a short limit
+# from a device to the host's memory, before training goes on under checkpoint.save_async; assumed
+COPY_GIB_PER_SECOND = 4.0
+# before a time limit, when the run is told to save: so many, or that part of a short limit
+SIGNAL_SECONDS = 300.0
+SIGNAL_PART = 0.25
 FORWARD = 1 / 3  # of a step's arithmetic without recomputation
 
 
 def young_interval(mean_time_between: float, cost: float) -> float:
-    """Time between checkpoints that loses least, sqrt(2 M C) (Young 1974, doi:10.1145/361147.361115; Daly 2006, doi:10.1016/j.future.2004.11.016, first order).
+    """Time between checkpoints that loses least, sqrt(2 M C) (Young 1974,
+    doi:10.1145/361147.361115; Daly 2006, doi:10.1016/j.future.2004.11.016, first order).
 
     Args:
         mean_time_between: M, between failures.
@@ -53,16 +62,26 @@ class Speed:
         return asdict(self)
 
 
-def assumed_speed(job: Job, model_flops: int, hardware_flops: int, bubble: float, utilization: float = ASSUMED_UTILIZATION) -> Speed | None:
-    """Speed at an assumed utilization of the peak; None where the device's peak at the job's precision is unknown.
+def assumed_speed(
+    job: Job,
+    model_flops: int,
+    hardware_flops: int,
+    bubble: float,
+    utilization: float = ASSUMED_UTILIZATION,
+) -> Speed | None:
+    """Speed at an assumed utilization of the peak; None where the device's peak at the job's
+    precision is unknown.
 
-    tokens/s = world x peak x utilization x (1 - bubble) / hardware FLOPs a token; MFU is of the model's FLOPs.
+    tokens/s = world x peak x utilization x (1 - bubble) / hardware FLOPs a token; MFU is of the
+    model's FLOPs.
     """
     peak = job.cluster.device.peak_tflops.get(job.training.precision)
     if peak is None:
         return None
     tokens = job.world_size * peak * 1e12 * utilization * (1 - bubble) / hardware_flops
-    source = f"assumed: {utilization:.0%} of {peak:g} TFLOP/s outside of the bubble, no network in it"
+    source = (
+        f"assumed: {utilization:.0%} of {peak:g} TFLOP/s outside of the bubble, no network in it"
+    )
     return Speed(tokens, tokens * model_flops / (job.world_size * peak * 1e12), source)
 
 
@@ -106,7 +125,10 @@ class Parts:
     @property
     def total(self) -> float:
         """The sum of what is known."""
-        return sum(part or 0.0 for part in (self.steps, self.evaluations, self.saves, self.starts, self.repeated))
+        return sum(
+            part or 0.0
+            for part in (self.steps, self.evaluations, self.saves, self.starts, self.repeated)
+        )
 
     def to_json(self) -> dict[str, float | None]:
         """`parts` of plan/1's `duration`."""
@@ -118,16 +140,13 @@ class Duration:
     """How long, at one speed. Time in a queue is not in it.
 
     Args:
-        step_seconds: a step of the whole global batch.
-        parts: where the time goes.
-        evaluations: how many.
-        start_seconds: one start, until its first step.
-        days: all parts together.
-        device_hours: of all devices together.
-        failures: interruptions to expect; None: not of this kind of device.
-        checkpoint_seconds: interval that loses least, `checkpoint_steps` the same in steps; None: what a checkpoint costs is unknown.
-        lost_fraction: part of the time lost at that interval; `lost_as_asked`: at save_interval.
-        requeues: how often a time limit ends the job; None: there is none, or it leaves no time for a step.
+        step_seconds: a step of the whole global batch. parts: where the time goes. evaluations:
+        how many. start_seconds: one start, until its first step. days: all parts together.
+        device_hours: of all devices together. failures: interruptions to expect; None: not of
+        this kind of device. checkpoint_seconds: interval that loses least, `checkpoint_steps`
+        the same in steps; None: what a checkpoint costs is unknown. lost_fraction: part of the
+        time lost at that interval; `lost_as_asked`: at save_interval. requeues: how often a time
+        limit ends the job; None: there is none, or it leaves no time for a step.
     """
 
     speed: Speed
@@ -151,11 +170,14 @@ class Duration:
 
 def time_limit(job: Job) -> int | None:
     """Seconds that Slurm gives the job at a time; None where jobs.toml sets no limit."""
-    return sbatch.limit_seconds(job.sbatch_options) if job.cluster.launcher == "slurm" else None
+    if job.cluster.launcher == "slurm":
+        return sbatch.limit_seconds(job.sbatch_options)
+    return None
 
 
 def evaluations_of(job: Job, *, before: bool = True) -> int:
-    """Evaluations of a whole run: before the first step (`before`), every eval_interval, at the end."""
+    """Evaluations of a whole run: before the first step (`before`), every eval_interval, at the
+    end."""
     training = job.training
     if not training.eval_iters:
         return 0
@@ -168,7 +190,8 @@ def start_seconds(job: Job) -> float:
 
 
 def _stall(job: Job, step: float, costs: Costs) -> float | None:
-    """Seconds that one checkpoint stops training. Under save_async it is copied, and the next one waits until it is written."""
+    """Seconds that one checkpoint stops training. Under save_async it is copied, and the next
+    one waits until it is written."""
     if not job.checkpoint.save_async or costs.write is None:
         return costs.write
     interval = (job.training.save_interval or job.training.train_iters) * step
@@ -181,38 +204,61 @@ def _saves(job: Job, stall: float | None, costs: Costs) -> float | None:
         return None
     training = job.training
     written = -(-training.train_iters // (training.save_interval or training.train_iters))
-    return (written - 1) * stall + costs.write * (1 + job.checkpoint.save_first)  # the last one is waited for
+    # the last one is waited for
+    return (written - 1) * stall + costs.write * (1 + job.checkpoint.save_first)
 
 
 def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
     """How long `tokens` take, and what is done besides.
 
-    A time limit ends a run that has used it but for `spare_seconds`; every end costs a save, a start and the reading of the checkpoint.
+    A time limit ends a run that has used it but for `spare_seconds`; every end costs a save, a
+    start and the reading of the checkpoint.
     """
-    training, steps = job.training, tokens / speed.tokens_per_second
+    training = job.training
+    steps = tokens / speed.tokens_per_second
     step = job.global_batch_size * job.model.seq_length / speed.tokens_per_second
     evaluated = evaluations_of(job, before=costs.first_evaluation)
     sets = 1 + len(job.validation)
     evaluations = evaluated * sets * training.eval_iters * step * costs.forward
-    stall, start = _stall(job, step, costs), start_seconds(job)
-    saves, again = _saves(job, stall, costs), start + (costs.read or 0.0)
+    stall = _stall(job, step, costs)
+    start = start_seconds(job)
+    saves = _saves(job, stall, costs)
+    again = start + (costs.read or 0.0)
     busy = steps + evaluations + (saves or 0.0)
 
-    rate = FAILURES_PER_GPU_HOUR * job.world_size / 3600 if job.cluster.device_type != "cpu" else None
-    failures = rate * busy if rate else None
+    if job.cluster.device_type != "cpu":
+        rate = FAILURES_PER_GPU_HOUR * job.world_size / 3600
+    else:
+        rate = None
+    if rate:
+        failures = rate * busy
+    else:
+        failures = None
     interval = min((training.save_interval or training.train_iters) * step, steps)
     repeated = (failures or 0.0) * interval / 2
 
     requeues = _requeues(busy + repeated, time_limit(job), again, costs.write or 0.0)
-    saves = saves + (requeues or 0) * (costs.write or 0.0) if saves is not None else None
-    parts = Parts(steps, evaluations, saves, start + ((requeues or 0) + (failures or 0.0)) * again, repeated)
+    if saves is not None:
+        saves = saves + (requeues or 0) * (costs.write or 0.0)
+    else:
+        saves = None
+    parts = Parts(
+        steps, evaluations, saves, start + ((requeues or 0) + (failures or 0.0)) * again, repeated
+    )
 
     best = lost = asked = None
     if rate and stall and costs.write:
-        cost = costs.copy if job.checkpoint.save_async else costs.write
-        best = max(young_interval(1 / rate, cost), costs.write if job.checkpoint.save_async else 0.0)
+        if job.checkpoint.save_async:
+            cost = costs.copy
+        else:
+            cost = costs.write
+        best = max(
+            young_interval(1 / rate, cost), costs.write if job.checkpoint.save_async else 0.0
+        )
         lost = lost_fraction(best, 1 / rate, cost)
-        asked = lost_fraction((training.save_interval or training.train_iters) * step, 1 / rate, stall)
+        asked = lost_fraction(
+            (training.save_interval or training.train_iters) * step, 1 / rate, stall
+        )
     return Duration(
         speed=speed,
         step_seconds=step,
@@ -231,7 +277,8 @@ def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
 
 
 def spare_seconds(limit: int, write: float) -> float:
-    """Of a time limit, what is left for the save at its end: what a checkpoint takes, and no less than SIGNAL_SECONDS or SIGNAL_PART of the limit."""
+    """Of a time limit, what is left for the save at its end: what a checkpoint takes, and no
+    less than SIGNAL_SECONDS or SIGNAL_PART of the limit."""
     return max(write, min(SIGNAL_SECONDS, SIGNAL_PART * limit))
 
 
@@ -240,12 +287,15 @@ def _requeues(busy: float, limit: int | None, again: float, write: float) -> int
     if limit is None:
         return None
     useful = limit - spare_seconds(limit, write) - again
-    return max(0, math.ceil(busy / useful) - 1) if useful > 0 else None
+    if useful > 0:
+        return max(0, math.ceil(busy / useful) - 1)
+    return None
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """How often the training part of a dataset is read. `estimated`: its tokens are reckoned from its text, BYTES_PER_TOKEN to one."""
+    """How often the training part of a dataset is read. `estimated`: its tokens are reckoned
+    from its text, BYTES_PER_TOKEN to one."""
 
     dataset_tokens: int
     epochs: float

@@ -13,7 +13,8 @@ from trainkit.plan.memory import Memory
 from trainkit.plan.rules import Rules
 
 GIB = 2**30
-# Of the host's memory, one rank on another device than the CPU: interpreter, libraries, the driver's
+# Of the host's memory, one rank on another device than the CPU: interpreter, libraries, the
+# driver's
 # part, batches on their way; assumed.
 RANK_BYTES = 3 * GIB
 _UNITS = {"": 2**20, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -67,7 +68,10 @@ def available_bytes(job: Job, here: int | None) -> tuple[int | None, str | None]
     known = []
     if job.cluster.memory_bytes:
         known.append((job.cluster.memory_bytes, f"cluster {job.cluster.name} (memory_bytes)"))
-    asked = job.sbatch_options.get("mem") if job.cluster.launcher == "slurm" else None
+    if job.cluster.launcher == "slurm":
+        asked = job.sbatch_options.get("mem")
+    else:
+        asked = None
     if asked is not None and not isinstance(asked, bool) and (size := slurm_bytes(asked)):
         known.append((size, f"the Slurm job (mem = {asked})"))
     if here:
@@ -84,7 +88,9 @@ def _of_rank(job: Job, rules: Rules, memory: Memory, stage: int) -> int:
     return RANK_BYTES + (rank.parameter_bytes + rank.optimizer_bytes if staged else 0)
 
 
-def host_memory_of(job: Job, layout: Layout, rules: Rules, memory: Memory, here: int | None = None) -> HostMemory:
+def host_memory_of(
+    job: Job, layout: Layout, rules: Rules, memory: Memory, here: int | None = None
+) -> HostMemory:
     """The node whose ranks need most. Ranks lie as `trainkit.jobs.ranks.rank_of` says: a stage's
     are neighbours.
 
@@ -93,8 +99,10 @@ def host_memory_of(job: Job, layout: Layout, rules: Rules, memory: Memory, here:
         here: memory of this machine, where the ranks run on it.
     """
     each = [_of_rank(job, rules, memory, stage) for stage in range(layout.pipeline)]
-    stage_ranks, node_ranks = layout.data * layout.tensor, layout.ranks_per_node
-    most, fullest = 0, 0
+    stage_ranks = layout.data * layout.tensor
+    node_ranks = layout.ranks_per_node
+    most = 0
+    fullest = 0
     for node in range(-(-layout.world // node_ranks)):
         first = node * node_ranks
         last = min(first + node_ranks, stage_ranks * layout.pipeline)
@@ -105,6 +113,7 @@ def host_memory_of(job: Job, layout: Layout, rules: Rules, memory: Memory, here:
                 break
             needed += inside * each[stage]
         if needed > most:
-            most, fullest = needed, node
+            most = needed
+            fullest = node
     room, source = available_bytes(job, here)
     return HostMemory(fullest, most, room, source)

@@ -1,4 +1,5 @@
-"""How a job's ranks share its model: degrees, stages, micro-batches in flight, the padded vocabulary."""
+"""How a job's ranks share its model: degrees, stages, micro-batches in flight, the padded
+vocabulary."""
 
 from __future__ import annotations
 
@@ -14,21 +15,24 @@ __all__ = ["Layout", "layout_of", "nearest", "padded_vocab_size", "split_layers"
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tensor: int) -> int:
-    """V rounded up to a multiple of make_vocab_size_divisible_by x tensor-parallel size (Megatron-LM, tokenizer `_vocab_size_with_padding`)."""
+    """V rounded up to a multiple of make_vocab_size_divisible_by x tensor-parallel size
+    (Megatron-LM, tokenizer `_vocab_size_with_padding`)."""
     return vocab_size + -vocab_size % (divisor * tensor)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees and stages of a job. Where the degrees do not divide the world, as if by one data-parallel rank or more; the plan objects then.
+    """Degrees and stages of a job. Where the degrees do not divide the world, as if by one
+    data-parallel rank or more; the plan objects then.
 
     Args:
-        tensor, pipeline, virtual, data: degrees; virtual: chunks of the model on each stage under an interleaved schedule.
-        replicate: whole copies of the model among the data-parallel ranks; each is sharded over data / replicate of them.
-        v_shaped: the zero-bubble schedule ZB-V, which has two chunks on each stage, the first and the last of the model on the first stage.
-        chunks: layers of each chunk in the model's order.
-        sequence: activations between blocks are split over tensor-parallel ranks (off where there is one, as Megatron-LM has it).
-        micro_batches: of one step, on one rank.
+        tensor, pipeline, virtual, data: degrees; virtual: chunks of the model on each stage
+        under an interleaved schedule. replicate: whole copies of the model among the
+        data-parallel ranks; each is sharded over data / replicate of them. v_shaped: the
+        zero-bubble schedule ZB-V, which has two chunks on each stage, the first and the last of
+        the model on the first stage. chunks: layers of each chunk in the model's order.
+        sequence: activations between blocks are split over tensor-parallel ranks (off where
+        there is one, as Megatron-LM has it). micro_batches: of one step, on one rank.
     """
 
     world: int
@@ -50,7 +54,9 @@ class Layout:
 
     def stage_of(self, chunk: int) -> int:
         """Which stage a chunk is on: round and round, or down and up again."""
-        return 2 * self.pipeline - 1 - chunk if self.v_shaped and chunk >= self.pipeline else chunk % self.pipeline
+        if self.v_shaped and chunk >= self.pipeline:
+            return 2 * self.pipeline - 1 - chunk
+        return chunk % self.pipeline
 
     def chunks_of(self, stage: int) -> list[int]:
         """Numbers of the chunks on a stage."""
@@ -69,17 +75,24 @@ class Layout:
     @property
     def layers_by_stage(self) -> tuple[int, ...]:
         """How many layers each stage has."""
-        return tuple(sum(self.chunks[i] for i in self.chunks_of(stage)) for stage in range(self.pipeline))
+        return tuple(
+            sum(self.chunks[i] for i in self.chunks_of(stage)) for stage in range(self.pipeline)
+        )
 
     def in_flight(self, stage: int) -> float:
         """Micro-batches whose activations a stage holds at once, for all of its layers.
 
-        1F1B: min(p - stage, m) (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1). Interleaved: 2 (p - stage - 1) + (v - 1) p + 1 chunks of 1 / v
-        (Megatron-LM, core/pipeline_parallel/schedules.py); on the first stage 1 + (p - 1) / (p v) times L layers (Korthikanti et al. 2022, arXiv:2205.05198,
-        section 4.2.3). ZB-V: 2p chunks of half a stage, the 1F1B of the first stage on all of them (Qi et al. 2023, arXiv:2401.10241, section 6); m + 1 + stage
-        where there are few micro-batches, as read off torch's schedule.
+        1F1B: min(p - stage, m) (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
+        Interleaved: 2 (p - stage - 1) + (v - 1) p + 1 chunks of 1 / v (Megatron-LM,
+        core/pipeline_parallel/schedules.py); on the first stage 1 + (p - 1) / (p v) times L
+        layers (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3). ZB-V: 2p chunks of
+        half a stage, the 1F1B of the first stage on all of them (Qi et al. 2023,
+        arXiv:2401.10241, section 6); m + 1 + stage where there are few micro-batches, as read
+        off torch's schedule.
         """
-        p, v, m = self.pipeline, self.virtual, self.micro_batches
+        p = self.pipeline
+        v = self.virtual
+        m = self.micro_batches
         if self.v_shaped:
             return min(2 * p, 2 * m, m + 1 + stage) / 2
         if v == 1:
@@ -88,31 +101,42 @@ class Layout:
         return min(2 * (p - stage - 1) + (v - 1) * together + 1, m * v) / v
 
     def sent_in_flight(self, stage: int) -> float:
-        """Results of chunks that a stage still has of micro-batches in flight, beside what its blocks keep: torch.distributed.pipelining keeps what it has
-        sent, which is all but the model's last. Under ZB-V, at a stage's fullest moment: the first stage's is where its first micro-batch is at the model's
-        end. On the last stage, where the V turns, a result is the next chunk's input too and is there once: so are those of p - 1 micro-batches after the
-        first backward, and of all of them where none comes in after it. (As read off torch's stages and counted in its order of operations.)
+        """Results of chunks that a stage still has of micro-batches in flight, beside what its
+        blocks keep: torch.distributed.pipelining keeps what it has sent, which is all but the
+        model's last. Under ZB-V, at a stage's fullest moment: the first stage's is where its
+        first micro-batch is at the model's end. On the last stage, where the V turns, a result
+        is the next chunk's input too and is there once: so are those of p - 1 micro-batches
+        after the first backward, and of all of them where none comes in after it. (As read off
+        torch's stages and counted in its order of operations.)
         """
         if self.v_shaped:
-            p, m = self.pipeline, self.micro_batches
-            there_once = {0: 1, p - 1: p - 1 if m > p else m}  # of the first stage's, one is the model's last
+            p = self.pipeline
+            m = self.micro_batches
+            # of the first stage's, one is the model's last
+            there_once = {0: 1, p - 1: p - 1 if m > p else m}
             return 2 * self.in_flight(stage) - there_once.get(stage, 0)
         return self.in_flight(stage) * sum(i < len(self.chunks) - 1 for i in self.chunks_of(stage))
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of a step in which a stage waits: (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2; there of the ideal time, (p - 1) / (v m)).
+        """Part of a step in which a stage waits: (p - 1) / (v m + p - 1) (Narayanan et al. 2021,
+        section 2.2; there of the ideal time, (p - 1) / (v m)).
 
-        ZB-V: (p - 1) / (6 m + p - 1): what is left of it is p - 1 forwards of half a stage, where forward, backward for the input and backward for the
-        weights take equally long; from 2p micro-batches on, with fewer it is more (torch's order of operations, played through).
+        ZB-V: (p - 1) / (6 m + p - 1): what is left of it is p - 1 forwards of half a stage,
+        where forward, backward for the input and backward for the weights take equally long;
+        from 2p micro-batches on, with fewer it is more (torch's order of operations, played
+        through).
         """
-        return (self.pipeline - 1) / ((6 if self.v_shaped else self.virtual) * self.micro_batches + self.pipeline - 1)
+        return (self.pipeline - 1) / (
+            (6 if self.v_shaped else self.virtual) * self.micro_batches + self.pipeline - 1
+        )
 
 
 def layout_of(job: Job) -> Layout:
     """The layout that a job asks for."""
     p = job.parallelism
-    virtual, v_shaped = p.virtual_pipeline_model_parallel_size or 1, p.pipeline_schedule == "zbv"
+    virtual = p.virtual_pipeline_model_parallel_size or 1
+    v_shaped = p.pipeline_schedule == "zbv"
     return Layout(
         world=job.world_size,
         ranks_per_node=job.ranks_per_node,
@@ -129,8 +153,12 @@ def layout_of(job: Job) -> Layout:
 
 
 def nearest(wanted: int, fits: Callable[[int], bool], *, most: int | None = None) -> list[int]:
-    """The nearest number below and the nearest above `wanted` that fit, from 1 to `most` (4 x wanted without one)."""
-    highest = 4 * wanted if most is None else most
+    """The nearest number below and the nearest above `wanted` that fit, from 1 to `most` (4 x
+    wanted without one)."""
+    if most is None:
+        highest = 4 * wanted
+    else:
+        highest = most
     below = next((n for n in range(min(wanted - 1, highest), 0, -1) if fits(n)), None)
     above = next((n for n in range(wanted + 1, highest + 1) if fits(n)), None)
     return [n for n in (below, above) if n is not None]

@@ -67,8 +67,11 @@ class Sizes:
         return {objection.code for objection in checks(job, self.rules, self.tokenizer_size)}
 
 
-def memory_objections(job: Job, sizes: Sizes, memory: Memory, host: HostMemory) -> Iterator[Objection]:
-    """The fullest rank needs more than its device has, or the ranks of a node more than the node."""
+def memory_objections(
+    job: Job, sizes: Sizes, memory: Memory, host: HostMemory
+) -> Iterator[Objection]:
+    """The fullest rank needs more than its device has, or the ranks of a node more than the
+    node."""
 
     def way_out() -> tuple[str, tuple[Change, ...]]:
         raised = sizes.codes(job)
@@ -82,16 +85,31 @@ def memory_objections(job: Job, sizes: Sizes, memory: Memory, host: HostMemory) 
         yield _device_objection(job, memory, memory.device_bytes, way_out)
     if host.fits is False and host.available_bytes is not None:
         ranks = f"{job.ranks_per_node} rank{'s' if job.ranks_per_node > 1 else ''}"
-        node = f" of node {host.node}" if job.nodes > 1 else ""
-        message = f"{ranks}{node} together need {host.needed_bytes / GIB:.1f} GiB of main memory, {host.source} has {host.available_bytes / GIB:.1f} GiB"
+        if job.nodes > 1:
+            node = f" of node {host.node}"
+        else:
+            node = ""
+        message = (
+            f"{ranks}{node} together need {host.needed_bytes / GIB:.1f} GiB of main memory,"
+            f" {host.source} has {host.available_bytes / GIB:.1f} GiB"
+        )
         words, changes = ("", ()) if memory.fits is False else way_out()
-        text = f"{message}; {words}" if words else message
+        if words:
+            text = f"{message}; {words}"
+        else:
+            text = message
         yield Objection("host-memory", "cluster.memory_bytes", text, changes)
 
 
-def _device_objection(job: Job, memory: Memory, room: int, way_out: Callable[[], tuple[str, tuple[Change, ...]]]) -> Objection:
-    fullest, device = memory.fullest, job.cluster.device
-    stage = f" of stage {fullest.stage}" if len(memory.stages) > 1 else ""
+def _device_objection(
+    job: Job, memory: Memory, room: int, way_out: Callable[[], tuple[str, tuple[Change, ...]]]
+) -> Objection:
+    fullest = memory.fullest
+    device = job.cluster.device
+    if len(memory.stages) > 1:
+        stage = f" of stage {fullest.stage}"
+    else:
+        stage = ""
     need = f"a rank{stage} needs {fullest.total_bytes / GIB:.1f} GiB"
     message = f"{need}, {device.label or device.name} has {room / GIB:.1f} GiB"
     words, changes = way_out()
@@ -99,7 +117,9 @@ def _device_objection(job: Job, memory: Memory, room: int, way_out: Callable[[],
 
 
 def _value(value: str | int | bool) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def storage_objections(job: Job, storage: Storage) -> Iterator[Objection]:
@@ -112,17 +132,27 @@ def storage_objections(job: Job, storage: Storage) -> Iterator[Objection]:
     room = storage.capacity_bytes
     if room is None or storage.on_disk_bytes <= room:
         return
-    where = f"file system {storage.filesystem}" if storage.filesystem else "the disk here"
-    many = f"{storage.on_disk} checkpoints of" if storage.on_disk > 1 else "a checkpoint of"
+    if storage.filesystem:
+        where = f"file system {storage.filesystem}"
+    else:
+        where = "the disk here"
+    if storage.on_disk > 1:
+        many = f"{storage.on_disk} checkpoints of"
+    else:
+        many = "a checkpoint of"
     size = f"{storage.checkpoint_bytes / GIB:,.1f} GiB"
     message = f"{many} {size} on disk at once, {where} has {room / GIB:,.1f} GiB"
     if storage.on_disk > job.checkpoint.keep_last + 1:
         out = "the engine deletes none: save less often, or delete old ones as it runs"
         yield Objection("disk-too-small", "training.save_interval", f"{message}; {out}")
         return
-    key, fewer = "checkpoint.keep_last", room // storage.checkpoint_bytes - 1
+    key = "checkpoint.keep_last"
+    fewer = room // storage.checkpoint_bytes - 1
     changes = ({key: fewer},) if fewer >= 1 else ()
-    nearest = f"; nearest: {fewer}" if changes else ""
+    if changes:
+        nearest = f"; nearest: {fewer}"
+    else:
+        nearest = ""
     yield Objection("disk-too-small", key, f"{message}{nearest}", changes)
 
 
@@ -143,5 +173,8 @@ def time_objections(job: Job, duration: Duration, storage: Storage | None) -> It
     parts = f"a start takes about {duration.start_seconds + read:,.0f} s"
     parts += f", a step {duration.step_seconds:,.1f} s"
     parts += f", a checkpoint {save:,.0f} s" if save else ""
-    message = f"no step would be kept: the time limit is {limit:,} s, of which {spare:,.0f} s are left for the save at its end; {parts}; nearest: {time}"
+    message = (
+        f"no step would be kept: the time limit is {limit:,} s, of which {spare:,.0f} s are left"
+        f" for the save at its end; {parts}; nearest: {time}"
+    )
     yield Objection("time-limit-too-short", "slurm.time", message, ({"slurm.time": time},))

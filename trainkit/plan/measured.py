@@ -1,4 +1,5 @@
-"""What a run took, beside what was planned: errors are shown, and the speed of the same layout takes the place of the assumed one, by name."""
+"""What a run took, beside what was planned: errors are shown, and the speed of the same layout
+takes the place of the assumed one, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from trainkit.plan.duration import Speed
 
 # What decides speed and memory of a run, by paths of the resolved job.
 LAYOUT_KEYS = ("engine", "model", "parallelism", "nodes", "ranks_per_node", "device", "training")
-TRAINING_KEYS = ("micro_batch_size", "precision", "optimizer", "sgd_momentum", "recompute_granularity", "recompute_every", "compile")
+TRAINING_KEYS = (
+    "micro_batch_size",
+    "precision",
+    "optimizer",
+    "sgd_momentum",
+    "recompute_granularity",
+    "recompute_every",
+    "compile",
+)
 
 
 def layout_key(job: Job) -> dict[str, Any]:
@@ -29,14 +38,14 @@ def layout_key(job: Job) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run in figures, with what its own plan had said. None where nothing was measured or planned.
+    """A run in figures, with what its own plan had said. None where nothing was measured or
+    planned.
 
     Args:
-        run: its id.
-        same_layout: it ran as the job is laid out now.
-        tokens_per_second: median over its steps.
-        peak_bytes: the most that any logged step saw on rank 0: reserved by the allocator, on the CPU resident in the process.
-        checkpoint_bytes: tensors of its newest checkpoint.
+        run: its id. same_layout: it ran as the job is laid out now. tokens_per_second: median
+        over its steps. peak_bytes: the most that any logged step saw on rank 0: reserved by the
+        allocator, on the CPU resident in the process. checkpoint_bytes: tensors of its newest
+        checkpoint.
     """
 
     run: str
@@ -56,7 +65,10 @@ class Measured:
             "peak_bytes": (self.planned_peak_bytes, self.peak_bytes),
             "checkpoint_bytes": (self.planned_checkpoint_bytes, self.checkpoint_bytes),
         }
-        return {name: planned / seen - 1 if planned and seen else None for name, (planned, seen) in pairs.items()}
+        return {
+            name: planned / seen - 1 if planned and seen else None
+            for name, (planned, seen) in pairs.items()
+        }
 
     def to_json(self) -> dict[str, Any]:
         """plan/1's `measured`."""
@@ -68,5 +80,8 @@ def measured_speed(job: Job, measured: Measured, model_flops: int) -> Speed | No
     if not measured.same_layout or not measured.tokens_per_second:
         return None
     peak = job.cluster.device.peak_tflops.get(job.training.precision)
-    mfu = measured.tokens_per_second * model_flops / (job.world_size * peak * 1e12) if peak else None
+    if peak:
+        mfu = measured.tokens_per_second * model_flops / (job.world_size * peak * 1e12)
+    else:
+        mfu = None
     return Speed(measured.tokens_per_second, mfu, f"measured: run {measured.run}")

@@ -1,12 +1,16 @@
 """Memory of the ranks, stage by stage, in parts; the fullest rank decides.
 
-n parameters of a rank's stage, d data-parallel size. Published engines (bytes a parameter from their rules; Rajbhandari et al. 2020, arXiv:1910.02054,
-section 3; Megatron-LM's distributed optimizer): weights, gradients from ZeRO 2 on and the optimizer from ZeRO 1 on a d-th, weights from ZeRO 3 on.
+n parameters of a rank's stage, d data-parallel size. Published engines (bytes a parameter from
+their rules; Rajbhandari et al. 2020, arXiv:1910.02054, section 3; Megatron-LM's distributed
+optimizer): weights, gradients from ZeRO 2 on and the optimizer from ZeRO 1 on a d-th, weights
+from ZeRO 3 on.
 
-The native trainer: fp32 weights at rest are the optimizer's masters, 4n, a d-th from ZeRO 1 on; what computes is a gathered copy in 2 or 4 bytes, under
-ZeRO 3 of two blocks and of what is around them; gradients accumulate whole in fp32 (on the CPU in fp64) under ZeRO 0 and 1 while there are several
-micro-batches, else as fp32 shards. In a pipeline ZeRO 3 shards weights and moments at rest alone: torch's stages (PipelineStage.backward_maybe_with_nosync)
-neither free gathered weights after a backward nor reduce gradients before the last.
+The native trainer: fp32 weights at rest are the optimizer's masters, 4n, a d-th from ZeRO 1 on;
+what computes is a gathered copy in 2 or 4 bytes, under ZeRO 3 of two blocks and of what is
+around them; gradients accumulate whole in fp32 (on the CPU in fp64) under ZeRO 0 and 1 while
+there are several micro-batches, else as fp32 shards. In a pipeline ZeRO 3 shards weights and
+moments at rest alone: torch's stages (PipelineStage.backward_maybe_with_nosync) neither free
+gathered weights after a backward nor reduce gradients before the last.
 """
 
 from __future__ import annotations
@@ -18,11 +22,20 @@ from typing import Any
 from trainkit.jobs.schema import Job
 from trainkit.plan.activations import live_bytes, logit_bytes, saved_bytes, width
 from trainkit.plan.layout import Layout
-from trainkit.plan.parameter_shapes import Unit, gathered_at_once, largest, numbers, shard, stage_chunks
+from trainkit.plan.parameter_shapes import (
+    Unit,
+    gathered_at_once,
+    largest,
+    numbers,
+    shard,
+    stage_chunks,
+)
 from trainkit.plan.rules import Rules, StateBytes, moments_of
 
-# What is neither of the parts: context, communication and matmul workspaces, what the allocator cannot use. Assumed; two published runs measured 27 GB where
-# the parts are 22.5 GiB (GPT-NeoX-20B on 24 A100-40GB) and 14.3 GiB where they are 9.6 GiB (7.5B on V100-16GB, an older trainer with copies of its own).
+# What is neither of the parts: context, communication and matmul workspaces, what the allocator
+# cannot use. Assumed; two published runs measured 27 GB where
+# the parts are 22.5 GiB (GPT-NeoX-20B on 24 A100-40GB) and 14.3 GiB where they are 9.6 GiB (7.5B on
+# V100-16GB, an older trainer with copies of its own).
 RESERVE_BYTES = {"cpu": 7 * 2**26, "cuda": 2**30, "neuron": 2**30}
 RESERVE_PART = {"cpu": 0.0, "cuda": 0.1, "neuron": 0.1}
 TIGHT = 0.9  # of the device: above, what fits may still not run
@@ -33,16 +46,14 @@ class RankMemory:
     """Bytes of a rank of one stage (of the tensor- and data-parallel rank that holds most).
 
     Args:
-        stage: the pipeline stage, from 0.
-        parameter_bytes: weights at rest, this rank's shard of them.
-        gathered_bytes: whole weights to compute with, beside the shards.
-        gradient_bytes: gradients.
-        optimizer_bytes: moments, and a published engine's master weights.
+        stage: the pipeline stage, from 0. parameter_bytes: weights at rest, this rank's shard of
+        them. gathered_bytes: whole weights to compute with, beside the shards. gradient_bytes:
+        gradients. optimizer_bytes: moments, and a published engine's master weights.
         activation_bytes: what forward leaves for backward, and the block that is computed again.
-        logit_bytes: logits of the last stage and their gradients.
-        buffer_bytes: buffers of communication.
-        staging_bytes: the copy that a save behind training is written from; it lies in the host's memory, so it is 0 on other devices than the CPU.
-        reserve_bytes: assumed, for all the rest.
+        logit_bytes: logits of the last stage and their gradients. buffer_bytes: buffers of
+        communication. staging_bytes: the copy that a save behind training is written from; it
+        lies in the host's memory, so it is 0 on other devices than the CPU. reserve_bytes:
+        assumed, for all the rest.
     """
 
     stage: int
@@ -59,11 +70,14 @@ class RankMemory:
     @property
     def parts(self) -> dict[str, int]:
         """The parts by name; they sum to the total."""
-        return {part.name: getattr(self, part.name) for part in fields(self) if part.name != "stage"}
+        return {
+            part.name: getattr(self, part.name) for part in fields(self) if part.name != "stage"
+        }
 
     @property
     def total_bytes(self) -> int:
-        """All parts together. The block that is computed again and the logits are not there at one time: an upper bound."""
+        """All parts together. The block that is computed again and the logits are not there at
+        one time: an upper bound."""
         return sum(self.parts.values())
 
     def to_json(self) -> dict[str, int]:
@@ -73,7 +87,8 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """All stages, what the device has (None: unknown), and what published runs took over what is planned (None: not known)."""
+    """All stages, what the device has (None: unknown), and what published runs took over what is
+    planned (None: not known)."""
 
     stages: tuple[RankMemory, ...]
     device_bytes: int | None
@@ -87,47 +102,89 @@ class Memory:
     @property
     def fits(self) -> bool | None:
         """Whether the fullest rank fits; None where the device's memory is unknown."""
-        return None if self.device_bytes is None else self.fullest.total_bytes <= self.device_bytes
+        if self.device_bytes is None:
+            return None
+        return self.fullest.total_bytes <= self.device_bytes
 
     @property
     def band_bytes(self) -> tuple[int, int] | None:
-        """Between what the fullest rank may be found to take, by published runs; None where there are none."""
-        return None if self.band is None else (round(self.band[0] * self.fullest.total_bytes), round(self.band[1] * self.fullest.total_bytes))
+        """Between what the fullest rank may be found to take, by published runs; None where
+        there are none."""
+        if self.band is None:
+            return None
+        return (
+            round(self.band[0] * self.fullest.total_bytes),
+            round(self.band[1] * self.fullest.total_bytes),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """plan/1's `memory`."""
         stages = [rank.to_json() for rank in self.stages]
-        band = list(self.band_bytes) if self.band_bytes else None
-        return {"fullest_rank": self.fullest.to_json(), "device_bytes": self.device_bytes, "fits": self.fits, "band_bytes": band, "stages": stages}
+        if self.band_bytes:
+            band = list(self.band_bytes)
+        else:
+            band = None
+        return {
+            "fullest_rank": self.fullest.to_json(),
+            "device_bytes": self.device_bytes,
+            "fits": self.fits,
+            "band_bytes": band,
+            "stages": stages,
+        }
 
 
 def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[str, int]:
-    zero, moments, w, t = job.parallelism.zero_stage, moments_of(job.training), width(job), layout.tensor
-    reduced, units = 8 if job.cluster.device_type == "cpu" else 4, [unit for chunk in chunks for unit in chunk]
+    zero = job.parallelism.zero_stage
+    moments = moments_of(job.training)
+    w = width(job)
+    t = layout.tensor
+    if job.cluster.device_type == "cpu":
+        reduced = 8
+    else:
+        reduced = 4
+    units = [unit for chunk in chunks for unit in chunk]
     whole, rank = max((numbers(units, t, rank), rank) for rank in range(t))
-    unit, mine = largest(units, t, rank), shard(units, t, rank, layout.shard)
-    in_rounds = layout.pipeline > 1  # torch's stages reduce gradients and free gathered weights once a step, whatever zero_stage
-    accumulated = reduced * whole if (zero < 2 or in_rounds) and layout.micro_batches > 1 else 0
+    unit = largest(units, t, rank)
+    mine = shard(units, t, rank, layout.shard)
+    # torch's stages reduce gradients and free gathered weights once a step, whatever zero_stage
+    in_rounds = layout.pipeline > 1
+    if (zero < 2 or in_rounds) and layout.micro_batches > 1:
+        accumulated = reduced * whole
+    else:
+        accumulated = 0
     alone = job.cluster.device_type == "cpu" and layout.data == 1 and layout.micro_batches > 1
-    kept = reduced * whole if alone else 0  # of one rank the memory that it "reduces" into stays (trainkit.train.parallel.data_parallel.OneRank)
+    # of one rank the memory that it "reduces" into stays
+    # (trainkit.train.parallel.data_parallel.OneRank)
+    if alone:
+        kept = reduced * whole
+    else:
+        kept = 0
     return {
         "parameter_bytes": 4 * mine,
-        "gathered_bytes": w * (gathered_at_once(chunks, t, rank) if zero == 3 and not in_rounds else whole),
+        "gathered_bytes": (
+            w * (gathered_at_once(chunks, t, rank) if zero == 3 and not in_rounds else whole)
+        ),
         "gradient_bytes": max(accumulated, 4 * mine),
         "optimizer_bytes": 4 * moments * mine,
-        "buffer_bytes": (reduced + w) * unit + kept,  # a unit's gradients as computed and as they are reduced
+        # a unit's gradients as computed and as they are reduced
+        "buffer_bytes": (reduced + w) * unit + kept,
     }
 
 
-def _states(job: Job, layout: Layout, chunks: list[list[Unit]], held: StateBytes, buckets: int) -> dict[str, int]:
-    n, zero = numbers([unit for chunk in chunks for unit in chunk], layout.tensor), job.parallelism.zero_stage
+def _states(
+    job: Job, layout: Layout, chunks: list[list[Unit]], held: StateBytes, buckets: int
+) -> dict[str, int]:
+    n = numbers([unit for chunk in chunks for unit in chunk], layout.tensor)
+    zero = job.parallelism.zero_stage
 
     def kept(size: int, from_stage: int) -> int:
         return size * -(-n // (layout.data if zero >= from_stage else 1))
 
     return {
         "parameter_bytes": kept(held.weights, 3),
-        "gathered_bytes": held.weights * gathered_at_once(chunks, layout.tensor) if zero == 3 else 0,
+        "gathered_bytes": (
+            held.weights * gathered_at_once(chunks, layout.tensor) if zero == 3 else 0
+        ),
         "gradient_bytes": kept(held.gradients, 2),
         "optimizer_bytes": kept(held.master + moments_of(job.training) * held.moment, 1),
         "buffer_bytes": width(job) * buckets,
@@ -136,11 +193,17 @@ def _states(job: Job, layout: Layout, chunks: list[list[Unit]], held: StateBytes
 
 def _buckets(rules: Rules, arguments: Mapping[str, str | int | float | bool]) -> int:
     """Elements of the reduction's buffer: the engine's own, or what engine_args says."""
-    given = arguments.get("reduce_bucket_size", arguments.get("zero_optimization.reduce_bucket_size"))
-    return int(given) if isinstance(given, int | float) else rules.bucket_elements
+    given = arguments.get(
+        "reduce_bucket_size", arguments.get("zero_optimization.reduce_bucket_size")
+    )
+    if isinstance(given, int | float):
+        return int(given)
+    return rules.bucket_elements
 
 
-def stage_memory(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int, stage: int) -> RankMemory:
+def stage_memory(
+    job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int, stage: int
+) -> RankMemory:
     """Memory of a rank of `stage`.
 
     Args:
@@ -152,22 +215,47 @@ def stage_memory(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded
     if rules.states is None:
         parts = _native_states(job, layout, chunks)
     else:
-        parts = _states(job, layout, chunks, rules.states[job.training.precision], _buckets(rules, job.engine_args))
-    parts["activation_bytes"] = saved_bytes(job, layout, rules, stage) + live_bytes(job, layout, rules)
-    parts["logit_bytes"] = logit_bytes(job, layout, rules, vocab_size, padded) if last else 0
+        parts = _states(
+            job,
+            layout,
+            chunks,
+            rules.states[job.training.precision],
+            _buckets(rules, job.engine_args),
+        )
+    parts["activation_bytes"] = saved_bytes(job, layout, rules, stage) + live_bytes(
+        job, layout, rules
+    )
+    if last:
+        parts["logit_bytes"] = logit_bytes(job, layout, rules, vocab_size, padded)
+    else:
+        parts["logit_bytes"] = 0
     kind = job.cluster.device_type
     staged = job.checkpoint.save_async and rules.states is None and kind == "cpu"
-    parts["staging_bytes"] = parts["parameter_bytes"] + parts["optimizer_bytes"] if staged else 0
-    return RankMemory(stage=stage, reserve_bytes=RESERVE_BYTES[kind] + round(RESERVE_PART[kind] * sum(parts.values())), **parts)
+    if staged:
+        parts["staging_bytes"] = parts["parameter_bytes"] + parts["optimizer_bytes"]
+    else:
+        parts["staging_bytes"] = 0
+    return RankMemory(
+        stage=stage,
+        reserve_bytes=RESERVE_BYTES[kind] + round(RESERVE_PART[kind] * sum(parts.values())),
+        **parts,
+    )
 
 
 def memory_of(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int) -> Memory:
     """Memory of every stage."""
-    stages = tuple(stage_memory(job, layout, rules, vocab_size, padded, stage) for stage in range(layout.pipeline))
+    stages = tuple(
+        stage_memory(job, layout, rules, vocab_size, padded, stage)
+        for stage in range(layout.pipeline)
+    )
     return Memory(stages, job.cluster.device.memory_bytes, rules.memory_band)
 
 
 def fits(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int) -> bool:
-    """Whether every stage fits the device as far as its memory is known: `Memory.fits` that ends at the first that does not."""
+    """Whether every stage fits the device as far as its memory is known: `Memory.fits` that ends
+    at the first that does not."""
     room = job.cluster.device.memory_bytes
-    return room is None or all(stage_memory(job, layout, rules, vocab_size, padded, stage).total_bytes <= room for stage in range(layout.pipeline))
+    return room is None or all(
+        stage_memory(job, layout, rules, vocab_size, padded, stage).total_bytes <= room
+        for stage in range(layout.pipeline)
+    )

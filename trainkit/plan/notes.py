@@ -10,41 +10,97 @@ from trainkit.plan.memory import TIGHT, Memory
 from trainkit.plan.objection import Objection
 from trainkit.plan.storage import Storage, elsewhere
 
-MANY_EPOCHS = 4  # up to four, repeated text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv:2305.16264)
+# up to four, repeated text is worth nearly as much as new text (Muennighoff et al. 2023,
+# arXiv:2305.16264)
+MANY_EPOCHS = 4
 MUCH = 0.1  # of the steps' time, for checkpoints
 LOST = 0.01  # of the time: below, the interval of checkpoints is not worth a word
 
 
-def notes(job: Job, memory: Memory | None, storage: Storage | None, duration: Duration | None, epochs: Epochs | None) -> Iterator[Objection]:
+def notes(
+    job: Job,
+    memory: Memory | None,
+    storage: Storage | None,
+    duration: Duration | None,
+    epochs: Epochs | None,
+) -> Iterator[Objection]:
     """Notes of a plan, in the form of objections."""
-    parallelism, device = job.parallelism, job.cluster.device
+    parallelism = job.parallelism
+    device = job.cluster.device
     if parallelism.sequence_parallel and parallelism.tensor_model_parallel_size == 1:
-        yield Objection("sequence-parallel-off", "parallelism.sequence_parallel", "sequence_parallel is off at tensor-parallel size 1, as in Megatron-LM")
+        yield Objection(
+            "sequence-parallel-off",
+            "parallelism.sequence_parallel",
+            "sequence_parallel is off at tensor-parallel size 1, as in Megatron-LM",
+        )
     training = job.training
     if training.warmup_iters > training.train_iters:
-        message = f"warmup lasts {training.warmup_iters:,.0f} steps, training {training.train_iters:,}: the learning rate never reaches {training.lr:g}"
+        message = (
+            f"warmup lasts {training.warmup_iters:,.0f} steps, training {training.train_iters:,}:"
+            f" the learning rate never reaches {training.lr:g}"
+        )
         yield Objection("warmup-beyond-end", "training.lr_warmup_iters", message)
     if device.peak_tflops and job.training.precision not in device.peak_tflops:
-        yield Objection("no-peak", "training.precision", f"the device table knows no {job.training.precision} of {device.label or device.name}")
+        yield Objection(
+            "no-peak",
+            "training.precision",
+            f"the device table knows no {job.training.precision} of {device.label or device.name}",
+        )
     if memory is None:
-        yield Objection("vocabulary-unknown", "model.vocab_size", "the vocabulary is known once the tokenizer is prepared; sizes and memory then too")
+        yield Objection(
+            "vocabulary-unknown",
+            "model.vocab_size",
+            "the vocabulary is known once the tokenizer is prepared; sizes and memory then too",
+        )
     elif memory.device_bytes is None and job.cluster.device_type != "cpu":
-        yield Objection("device-memory-unknown", "cluster.device", f"the device table knows no memory of {device.name}: nothing is said of what fits")
-    elif memory.fits and memory.device_bytes and memory.fullest.total_bytes > TIGHT * memory.device_bytes:
+        yield Objection(
+            "device-memory-unknown",
+            "cluster.device",
+            f"the device table knows no memory of {device.name}: nothing is said of what fits",
+        )
+    elif (
+        memory.fits
+        and memory.device_bytes
+        and memory.fullest.total_bytes > TIGHT * memory.device_bytes
+    ):
         part = memory.fullest.total_bytes / memory.device_bytes
-        yield Objection("memory-tight", "cluster.device", f"the fullest rank takes {part:.0%} of its device, of which the reserve is assumed: it may not fit")
-    elif memory.fits and memory.device_bytes and memory.band_bytes and memory.band_bytes[1] > memory.device_bytes:
+        yield Objection(
+            "memory-tight",
+            "cluster.device",
+            f"the fullest rank takes {part:.0%} of its device, of which the reserve is assumed: it"
+            " may not fit",
+        )
+    elif (
+        memory.fits
+        and memory.device_bytes
+        and memory.band_bytes
+        and memory.band_bytes[1] > memory.device_bytes
+    ):
         low, high = (size / 2**30 for size in memory.band_bytes)
-        message = f"published runs of engine {job.engine} took {low:.0f} to {high:.0f} GiB where this plan says {memory.fullest.total_bytes / 2**30:.0f}"
+        message = (
+            f"published runs of engine {job.engine} took {low:.0f} to {high:.0f} GiB where this"
+            f" plan says {memory.fullest.total_bytes / 2**30:.0f}"
+        )
         yield Objection("memory-band", "cluster.device", f"{message}: it may not fit")
     if storage is not None and storage.filesystem is None and len(job.cluster.filesystems) > 1:
         names = ", ".join(job.cluster.filesystems)
-        yield Objection("filesystem-not-named", "checkpoint.filesystem", f"checkpoint.filesystem names none of {names}: time to write and room are not known")
+        yield Objection(
+            "filesystem-not-named",
+            "checkpoint.filesystem",
+            f"checkpoint.filesystem names none of {names}: time to write and room are not known",
+        )
     if storage is not None and (path := elsewhere(job)) is not None:
-        message = f"file system {storage.filesystem} is mounted at {path}, and the cluster's root {job.cluster.root}, where checkpoints go, is not below it"
+        message = (
+            f"file system {storage.filesystem} is mounted at {path}, and the cluster's root"
+            f" {job.cluster.root}, where checkpoints go, is not below it"
+        )
         yield Objection("root-elsewhere", "checkpoint.filesystem", message)
     if epochs is not None and epochs.epochs > MANY_EPOCHS:
-        yield Objection("many-epochs", "training.train_iters", f"dataset {job.dataset.name} is read {epochs.epochs:,.1f} times")
+        yield Objection(
+            "many-epochs",
+            "training.train_iters",
+            f"dataset {job.dataset.name} is read {epochs.epochs:,.1f} times",
+        )
     yield from _interval(job, duration)
 
 
@@ -52,20 +108,26 @@ def _interval(job: Job, duration: Duration | None) -> Iterator[Objection]:
     """Checkpoints much too often or too seldom."""
     if duration is None:
         return
-    training, parts = job.training, duration.parts
+    training = job.training
+    parts = duration.parts
     every = training.save_interval or training.train_iters
     best = min(duration.checkpoint_steps or training.train_iters, training.train_iters)
     if (parts.saves or 0.0) > MUCH * parts.steps and every < best:
         message = (
-            f"a checkpoint every {every:,} steps: training waits {(parts.saves or 0.0) / parts.steps:.0%} of "
-            f"the steps' time for them; every {best:,} steps loses least"
+            f"a checkpoint every {every:,} steps: training waits"
+            f" {(parts.saves or 0.0) / parts.steps:.0%} of the steps' time for them; every {best:,}"
+            " steps loses least"
         )
         changes = ({"training.save_interval": best},)
         yield Objection("save-interval", "training.save_interval", message, changes)
         return
-    asked, least = duration.lost_as_asked, duration.lost_fraction
+    asked = duration.lost_as_asked
+    least = duration.lost_fraction
     if asked is None or least is None or parts.steps <= (duration.checkpoint_seconds or 0):
         return
     if asked > max(LOST, 2 * least):
-        message = f"a checkpoint every {every:,} steps loses {asked:.1%} of the time to writing and to failures; every {best:,} loses least, {least:.1%}"
+        message = (
+            f"a checkpoint every {every:,} steps loses {asked:.1%} of the time to writing and to"
+            f" failures; every {best:,} loses least, {least:.1%}"
+        )
         yield Objection("save-interval", "training.save_interval", message)

@@ -10,7 +10,8 @@ from trainkit.jobs.schema import Job, Table
 
 T = TypeVar("T", bound=Table)
 Value = str | int | bool
-Change = Mapping[str, Value]  # paths of the resolved job, "parallelism.zero_stage", and their new values
+# paths of the resolved job, "parallelism.zero_stage", and their new values
+Change = Mapping[str, Value]
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,17 @@ class Objection:
 
     def to_json(self) -> dict[str, Any]:
         """An entry of plan/1's `objections` and `notes`."""
-        return {"code": self.code, "key": self.key, "message": self.message, "changes": [dict(change) for change in self.changes]}
+        return {
+            "code": self.code,
+            "key": self.key,
+            "message": self.message,
+            "changes": [dict(change) for change in self.changes],
+        }
 
 
 def with_change(job: Job, change: Change) -> Job:
-    """`job` with the values of `change`. Raises pydantic's ValidationError, a ValueError, where the schema refuses them together."""
+    """`job` with the values of `change`. Raises pydantic's ValidationError, a ValueError, where
+    the schema refuses them together."""
     tables: dict[str, dict[str, Value]] = {}
     for path, value in change.items():
         table, _, key = path.rpartition(".")
@@ -63,9 +70,13 @@ def try_change(job: Job, change: Change) -> Job | None:
 
 
 def in_words(changes: Sequence[Change], key: str) -> str:
-    """The way out: "nearest: 12 or 18" where all change `key` alone, "nearest: nodes 30 with pipeline_model_parallel_size 30" else."""
+    """The way out: "nearest: 12 or 18" where all change `key` alone, "nearest: nodes 30 with
+    pipeline_model_parallel_size 30" else."""
     if not changes:
         return ""
     if all(list(change) == [key] for change in changes):
         return "nearest: " + " or ".join(str(change[key]) for change in changes)
-    return "nearest: " + ", or ".join(" with ".join(f"{path.rpartition('.')[2]} {value}" for path, value in change.items()) for change in changes)
+    return "nearest: " + ", or ".join(
+        " with ".join(f"{path.rpartition('.')[2]} {value}" for path, value in change.items())
+        for change in changes
+    )

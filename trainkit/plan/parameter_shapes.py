@@ -1,8 +1,11 @@
-"""The parameters of a model one by one, as units of sharding: what a stage of a pipeline holds, and what of it one rank.
+"""The parameters of a model one by one, as units of sharding: what a stage of a pipeline holds,
+and what of it one rank.
 
-Symbols as in arithmetic.py. Tensor parallelism splits the rows of what comes first in attention and MLP, with its biases, the columns of what comes
-second, and the vocabulary's rows; norms, positions and the second's biases are whole on every rank (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
-Where there are fewer heads of keys and values than ranks, several ranks have the same one.
+Symbols as in arithmetic.py. Tensor parallelism splits the rows of what comes first in attention
+and MLP, with its biases, the columns of what comes second, and the vocabulary's rows; norms,
+positions and the second's biases are whole on every rank (Shoeybi et al. 2019, arXiv:1909.08053,
+section 3). Where there are fewer heads of keys and values than ranks, several ranks have the
+same one.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ class Weight:
     """One parameter: rows x columns, and which of the two tensor parallelism splits.
 
     Args:
-        split: what is split.
-        parts: where several matrices lie behind one another in the split dimension, their sizes: each is split by itself.
-        head: what is split are whole heads of so many channels; no rank has less than one of any part.
+        split: what is split. parts: where several matrices lie behind one another in the split
+        dimension, their sizes: each is split by itself. head: what is split are whole heads of
+        so many channels; no rank has less than one of any part.
     """
 
     rows: int
@@ -33,12 +36,15 @@ class Weight:
     head: int = 0
 
     def local(self, tensor: int, rank: int | None = None) -> tuple[int, int]:
-        """(rows, columns) on a tensor-parallel rank of the native trainer, which may split unevenly; without `rank` equal parts, as other engines have."""
+        """(rows, columns) on a tensor-parallel rank of the native trainer, which may split
+        unevenly; without `rank` equal parts, as other engines have."""
         if self.split == "none":
             return self.rows, self.columns
         parts = self.parts or (self.rows if self.split == "rows" else self.columns,)
         size = sum(self._local(part, tensor, rank) for part in parts)
-        return (size, self.columns) if self.split == "rows" else (self.rows, size)
+        if self.split == "rows":
+            return (size, self.columns)
+        return (self.rows, size)
 
     def _local(self, part: int, tensor: int, rank: int | None) -> int:
         if self.head or rank is None:
@@ -51,7 +57,8 @@ class Weight:
         return rows * columns
 
     def shard(self, tensor: int, rank: int | None, data: int) -> int:
-        """Elements of the largest shard where fully_shard splits the first dimension over `data` ranks."""
+        """Elements of the largest shard where fully_shard splits the first dimension over `data`
+        ranks."""
         rows, columns = self.local(tensor, rank)
         return -(-rows // data) * columns
 
@@ -60,46 +67,68 @@ Unit = tuple[Weight, ...]
 
 
 def _norm(model: Model) -> Unit:
-    return (Weight(model.hidden_size),) if model.family == "llama" else (Weight(model.hidden_size),) * 2
+    if model.family == "llama":
+        return (Weight(model.hidden_size),)
+    return (Weight(model.hidden_size),) * 2
 
 
 def block_unit(model: Model) -> Unit:
     """The parameters of one block."""
-    h, f = model.hidden_size, model.ffn_width
-    d, q, k = model.head_size, model.num_attention_heads * model.head_size, model.query_groups * model.head_size
+    h = model.hidden_size
+    f = model.ffn_width
+    d = model.head_size
+    q = model.num_attention_heads * model.head_size
+    k = model.query_groups * model.head_size
     gated = model.family == "llama"
-    qkv, up = (q, k, k), (f, f) if gated else (f,)
+    qkv = (q, k, k)
+    up = (f, f) if gated else (f,)
 
     def before(columns: int) -> Unit:
         return Weight(sum(qkv), columns, "rows", qkv, d), Weight(sum(up), columns, "rows", up)
 
     after = Weight(h, q, "columns", head=d), Weight(h, f, "columns")
-    products, biases = (*before(h), *after), () if gated else (*before(1), Weight(h), Weight(h))
+    products = (*before(h), *after)
+    biases = () if gated else (*before(1), Weight(h), Weight(h))
     return products + biases + _norm(model) * (1 if model.gpt_j_tied else 2)
 
 
 def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Unit:
-    """What a stage holds besides blocks: embeddings on the first; final norm and head on the last, a copy of the embedding where the head is tied."""
+    """What a stage holds besides blocks: embeddings on the first; final norm and head on the
+    last, a copy of the embedding where the head is tied."""
     h = model.hidden_size
     vocabulary = Weight(vocab_size, h, "rows")
-    begin: Unit = (vocabulary,) if first else ()
+    begin: Unit
+    if first:
+        begin = (vocabulary,)
+    else:
+        begin = ()
     if first and model.family == "gpt":
         begin += (Weight(model.positions, h),)
     if not last:
         return begin
-    head: Unit = (vocabulary,) if model.untied or not first else ()
+    head: Unit
+    if model.untied or not first:
+        head = (vocabulary,)
+    else:
+        head = ()
     return begin + _norm(model) + head
 
 
-def chunk_units(model: Model, vocab_size: int, layers: int, *, first: bool = True, last: bool = True) -> list[Unit]:
-    """The units of a chunk of `layers` blocks, what is around them last; a whole model without further words. Each is gathered and reduced at once."""
+def chunk_units(
+    model: Model, vocab_size: int, layers: int, *, first: bool = True, last: bool = True
+) -> list[Unit]:
+    """The units of a chunk of `layers` blocks, what is around them last; a whole model without
+    further words. Each is gathered and reduced at once."""
     return [*([block_unit(model)] * layers), outer_unit(model, vocab_size, first=first, last=last)]
 
 
 def stage_chunks(model: Model, vocab_size: int, layout: Layout, stage: int) -> list[list[Unit]]:
     """The units of each chunk on a stage of a pipeline."""
     end = len(layout.chunks) - 1
-    return [chunk_units(model, vocab_size, layout.chunks[i], first=i == 0, last=i == end) for i in layout.chunks_of(stage)]
+    return [
+        chunk_units(model, vocab_size, layout.chunks[i], first=i == 0, last=i == end)
+        for i in layout.chunks_of(stage)
+    ]
 
 
 def _each(units: Sequence[Unit], size: Callable[[Weight], int]) -> list[int]:
@@ -118,8 +147,11 @@ def largest(units: Sequence[Unit], tensor: int = 1, rank: int | None = None) -> 
     return max(_each(units, lambda weight: weight.numbers(tensor, rank)))
 
 
-def gathered_at_once(chunks: Sequence[Sequence[Unit]], tensor: int = 1, rank: int | None = None) -> int:
-    """Parameters on one tensor-parallel rank where blocks are gathered one after another, the next one ahead; what is around them stays."""
+def gathered_at_once(
+    chunks: Sequence[Sequence[Unit]], tensor: int = 1, rank: int | None = None
+) -> int:
+    """Parameters on one tensor-parallel rank where blocks are gathered one after another, the
+    next one ahead; what is around them stays."""
     blocks = [unit for chunk in chunks for unit in chunk[:-1]]
     return numbers([*blocks[:2], *(chunk[-1] for chunk in chunks)], tensor, rank)
 

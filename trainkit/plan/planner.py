@@ -1,4 +1,5 @@
-"""What a job will need, worked out before anything runs: pure functions, every objection at once."""
+"""What a job will need, worked out before anything runs: pure functions, every objection at
+once."""
 
 from __future__ import annotations
 
@@ -8,11 +9,24 @@ from typing import Any
 
 from trainkit.base.documents import document
 from trainkit.jobs.schema import Job
-from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of, parameters_of
+from trainkit.plan.arithmetic import (
+    hardware_flops_per_token_of,
+    model_flops_per_token_of,
+    parameters_of,
+)
 from trainkit.plan.batch import consumed_after
 from trainkit.plan.bubble import bubble_notes
 from trainkit.plan.checks import checks
-from trainkit.plan.duration import COPY_GIB_PER_SECOND, FORWARD, Costs, Duration, Epochs, assumed_speed, duration_of, epochs_of
+from trainkit.plan.duration import (
+    COPY_GIB_PER_SECOND,
+    FORWARD,
+    Costs,
+    Duration,
+    Epochs,
+    assumed_speed,
+    duration_of,
+    epochs_of,
+)
 from trainkit.plan.host import HostMemory
 from trainkit.plan.layout import Layout, layout_of, padded_vocab_size
 from trainkit.plan.limits import Sizes, memory_objections, storage_objections, time_objections
@@ -31,10 +45,10 @@ class Prepared:
     """What is known of this machine and of data that is there already.
 
     Args:
-        vocab_size: ids of the prepared tokenizer: a BPE trained on little text stays below what its table asks for.
-        dataset_tokens: tokens of the prepared dataset.
-        free_bytes: what is free where a cluster without file systems of its own keeps runs.
-        host_bytes: memory of this machine, where the ranks run on it.
+        vocab_size: ids of the prepared tokenizer: a BPE trained on little text stays below what
+        its table asks for. dataset_tokens: tokens of the prepared dataset. free_bytes: what is
+        free where a cluster without file systems of its own keeps runs. host_bytes: memory of
+        this machine, where the ranks run on it.
     """
 
     vocab_size: int | None = None
@@ -45,10 +59,13 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a job. `parameters` and what follows from it are None while the vocabulary is unknown.
+    """The plan of a job. `parameters` and what follows from it are None while the vocabulary is
+    unknown.
 
-    `global_batch_size` is that of a step after the ramp-up, if there is one; `tokens` counts the smaller batches before. `parameters` are the native
-    model's; `engine_parameters` count the padded vocabulary where the engine keeps it. `duration` is None where no speed is known or assumed.
+    `global_batch_size` is that of a step after the ramp-up, if there is one; `tokens` counts the
+    smaller batches before. `parameters` are the native model's; `engine_parameters` count the
+    padded vocabulary where the engine keeps it. `duration` is None where no speed is known or
+    assumed.
     """
 
     job: str
@@ -87,18 +104,40 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> int | None:
         """Of one checkpoint."""
-        return self.storage.checkpoint_bytes if self.storage else None
+        if self.storage:
+            return self.storage.checkpoint_bytes
+        return None
 
     @property
     def days(self) -> float | None:
-        """Of the whole run: steps, evaluations, checkpoints, starts, what failures repeat. None where no speed is known."""
-        return self.duration.days if self.duration else None
+        """Of the whole run: steps, evaluations, checkpoints, starts, what failures repeat. None
+        where no speed is known."""
+        if self.duration:
+            return self.duration.days
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """The form plan/1."""
-        sizes = ("vocab_size", "padded_vocab_size", "parameters", "engine_parameters", "model_flops_per_token", "hardware_flops_per_token", "checkpoint_bytes")
-        batch = ("world_size", "data_parallel_size", "gradient_accumulation_steps", "global_batch_size", "tokens")
-        parts = {key: getattr(self, key) for key in ("memory", "host_memory", "storage", "duration", "epochs", "measured")}
+        sizes = (
+            "vocab_size",
+            "padded_vocab_size",
+            "parameters",
+            "engine_parameters",
+            "model_flops_per_token",
+            "hardware_flops_per_token",
+            "checkpoint_bytes",
+        )
+        batch = (
+            "world_size",
+            "data_parallel_size",
+            "gradient_accumulation_steps",
+            "global_batch_size",
+            "tokens",
+        )
+        parts = {
+            key: getattr(self, key)
+            for key in ("memory", "host_memory", "storage", "duration", "epochs", "measured")
+        }
         return document(
             "plan/1",
             **{key: getattr(self, key) for key in ("job", "engine", "feasible", *batch, *sizes)},
@@ -111,8 +150,11 @@ class Plan:
         )
 
 
-def _settled(job: Job, rules: Rules, tokenizer_size: int | None, sizes: Sizes | None) -> Iterator[Objection]:
-    """Objections of `checks`, each with the changes that settle it and raise no other, nor one of memory."""
+def _settled(
+    job: Job, rules: Rules, tokenizer_size: int | None, sizes: Sizes | None
+) -> Iterator[Objection]:
+    """Objections of `checks`, each with the changes that settle it and raise no other, nor one
+    of memory."""
     found = list(checks(job, rules, tokenizer_size))
     codes = {objection.code for objection in found}
     fitted = sizes is not None and sizes.fits(job)
@@ -122,10 +164,17 @@ def _settled(job: Job, rules: Rules, tokenizer_size: int | None, sizes: Sizes | 
             if (tried := try_change(job, change)) is None:
                 continue
             left = {other.code for other in checks(tried, rules, tokenizer_size)}
-            if left <= codes - {objection.code} and (sizes is None or not fitted or sizes.fits(tried)):
+            if left <= codes - {objection.code} and (
+                sizes is None or not fitted or sizes.fits(tried)
+            ):
                 kept.append(change)
         way_out = in_words(kept, objection.key)
-        yield Objection(objection.code, objection.key, objection.message + (f"; {way_out}" if way_out else ""), tuple(kept))
+        yield Objection(
+            objection.code,
+            objection.key,
+            objection.message + (f"; {way_out}" if way_out else ""),
+            tuple(kept),
+        )
 
 
 def make_plan(
@@ -147,19 +196,35 @@ def make_plan(
     Raises ValueError for the rules of another engine.
     """
     if rules.engine != job.engine:
-        raise ValueError(f"job {job.name} is for engine {job.engine}, these are the rules of {rules.engine}")
+        raise ValueError(
+            f"job {job.name} is for engine {job.engine}, these are the rules of {rules.engine}"
+        )
     there = prepared or Prepared()
-    trained, tokenizer = vocab_size or there.vocab_size, job.dataset.tokenizer
+    trained = vocab_size or there.vocab_size
+    tokenizer = job.dataset.tokenizer
     vocab = job.model.vocab_size or trained or (tokenizer.vocab_size if tokenizer else None)
     tokens = consumed_after(job, job.training.train_iters) * job.model.seq_length
-    sizes = Sizes(rules, vocab, trained, there.host_bytes) if vocab else None
+    if vocab:
+        sizes = Sizes(rules, vocab, trained, there.host_bytes)
+    else:
+        sizes = None
     epochs = epochs_of(job.dataset, tokens, there.dataset_tokens)
-    memory, objections = sizes.memory(job) if sizes else None, list(_settled(job, rules, trained, sizes))
-    host = sizes.host(job, memory) if sizes and memory else None
+    if sizes:
+        memory = sizes.memory(job)
+    else:
+        memory = None
+    objections = list(_settled(job, rules, trained, sizes))
+    if sizes and memory:
+        host = sizes.host(job, memory)
+    else:
+        host = None
     if sizes and memory and host:
         objections += memory_objections(job, sizes, memory, host)
     counts = _counts(job, rules, vocab)
-    storage = storage_of(job, rules, counts["engine_parameters"], there.free_bytes) if counts["engine_parameters"] else None
+    if counts["engine_parameters"]:
+        storage = storage_of(job, rules, counts["engine_parameters"], there.free_bytes)
+    else:
+        storage = None
     if storage:
         objections += storage_objections(job, storage)
     duration = _duration(job, counts, tokens, _costs(job, rules, counts, storage, memory), measured)
@@ -181,28 +246,57 @@ def make_plan(
         epochs=epochs,
         measured=measured,
         objections=tuple(objections),
-        notes=(*notes(job, memory, storage, duration, epochs), *(bubble_notes(job, sizes, duration) if sizes else ())),
+        notes=(
+            *notes(job, memory, storage, duration, epochs),
+            *(bubble_notes(job, sizes, duration) if sizes else ()),
+        ),
     )
 
 
 def _counts(job: Job, rules: Rules, vocab_size: int | None) -> dict[str, int | None]:
     """Parameters and FLOPs, each None while the vocabulary is unknown."""
     if not vocab_size:
-        return dict.fromkeys(("padded_vocab_size", "parameters", "engine_parameters", "model_flops_per_token", "hardware_flops_per_token"))
-    padded = padded_vocab_size(vocab_size, job.model.make_vocab_size_divisible_by, job.parallelism.tensor_model_parallel_size)
+        return dict.fromkeys(
+            (
+                "padded_vocab_size",
+                "parameters",
+                "engine_parameters",
+                "model_flops_per_token",
+                "hardware_flops_per_token",
+            )
+        )
+    padded = padded_vocab_size(
+        vocab_size,
+        job.model.make_vocab_size_divisible_by,
+        job.parallelism.tensor_model_parallel_size,
+    )
     return {
         "padded_vocab_size": padded,
         "parameters": parameters_of(job.model, vocab_size),
         "engine_parameters": parameters_of(job.model, padded if rules.pads_weights else vocab_size),
         "model_flops_per_token": model_flops_per_token_of(job.model, vocab_size),
-        "hardware_flops_per_token": hardware_flops_per_token_of(job.model, vocab_size, job.training, native=rules.states is None),
+        "hardware_flops_per_token": hardware_flops_per_token_of(
+            job.model, vocab_size, job.training, native=rules.states is None
+        ),
     }
 
 
-def _costs(job: Job, rules: Rules, counts: dict[str, int | None], storage: Storage | None, memory: Memory | None) -> Costs:
+def _costs(
+    job: Job,
+    rules: Rules,
+    counts: dict[str, int | None],
+    storage: Storage | None,
+    memory: Memory | None,
+) -> Costs:
     """What is done besides steps."""
-    model_flops, hardware = counts["model_flops_per_token"], counts["hardware_flops_per_token"]
-    held = max((rank.parameter_bytes + rank.optimizer_bytes for rank in memory.stages), default=0) if memory else 0
+    model_flops = counts["model_flops_per_token"]
+    hardware = counts["hardware_flops_per_token"]
+    if memory:
+        held = max(
+            (rank.parameter_bytes + rank.optimizer_bytes for rank in memory.stages), default=0
+        )
+    else:
+        held = 0
     return Costs(
         write=storage.write_seconds if storage else None,
         read=storage.read_seconds if storage else None,
@@ -212,11 +306,19 @@ def _costs(job: Job, rules: Rules, counts: dict[str, int | None], storage: Stora
     )
 
 
-def _duration(job: Job, counts: dict[str, int | None], tokens: int, costs: Costs, measured: Measured | None) -> Duration | None:
+def _duration(
+    job: Job, counts: dict[str, int | None], tokens: int, costs: Costs, measured: Measured | None
+) -> Duration | None:
     """At the speed of a run of the same layout, else at the assumed one."""
-    model_flops, hardware = counts["model_flops_per_token"], counts["hardware_flops_per_token"]
+    model_flops = counts["model_flops_per_token"]
+    hardware = counts["hardware_flops_per_token"]
     if not model_flops or not hardware:
         return None
-    speed = measured_speed(job, measured, model_flops) if measured else None
+    if measured:
+        speed = measured_speed(job, measured, model_flops)
+    else:
+        speed = None
     speed = speed or assumed_speed(job, model_flops, hardware, layout_of(job).bubble_fraction)
-    return duration_of(job, speed, tokens, costs) if speed else None
+    if speed:
+        return duration_of(job, speed, tokens, costs)
+    return None

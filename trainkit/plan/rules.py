@@ -1,4 +1,5 @@
-"""What an engine demands of a layout and what it holds in memory and on disk, as data. The engines' own values come from `trainkit.engines.rules`."""
+"""What an engine demands of a layout and what it holds in memory and on disk, as data. The
+engines' own values come from `trainkit.engines.rules`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ ALL_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes a parameter of one precision: weights as they compute, gradients, and what the optimizer holds besides its moments and of each moment."""
+    """Bytes a parameter of one precision: weights as they compute, gradients, and what the
+    optimizer holds besides its moments and of each moment."""
 
     weights: int
     gradients: int
@@ -26,25 +28,25 @@ class Rules:
     """One engine. Without further words, trainkit's own.
 
     Args:
-        engine: its name in jobs.toml.
-        families: of models that it has; None: all.
-        uneven_stages: pipeline stages may hold different numbers of layers.
-        virtual_stages: it has an interleaved schedule.
-        whole_rounds: under that schedule the micro-batches of a step must be a multiple of the stages; False: torch.distributed.pipelining's own demand, a
+        engine: its name in jobs.toml. families: of models that it has; None: all. uneven_stages:
+        pipeline stages may hold different numbers of layers. virtual_stages: it has an
+        interleaved schedule. whole_rounds: under that schedule the micro-batches of a step must
+        be a multiple of the stages; False: torch.distributed.pipelining's own demand, a
             multiple of the rounds that the stages make.
-        zero_bubble: it has ZB-V, `zero_in_bubble` with these values of zero_stage: where parameters are resharded, backward would gather them twice.
-        uneven_shares: the MLP's width need not divide by tensor-parallel size.
-        repeats_groups: heads of keys and values may be fewer than tensor-parallel ranks, which then hold the same ones.
-        replicates: it has HSDP.
-        zero_stages: values of zero_stage it has; `zero_in_pipeline`: with more than one stage.
-        pads_weights: embedding and head have the padded vocabulary in memory and in checkpoints too.
-        states: bytes a parameter by precision; None: the native trainer's, fp32 masters and gathered copies.
-        saves_scores: attention scores are kept for backward unless they are recomputed; False: attention is fused.
-        logit_bytes: a logit of the last stage, all copies and gradients of it; 0: the native trainer's chunks.
-        bucket_elements: elements of the buffer that gradients are reduced through.
-        checkpoint_weights: bytes a parameter of a checkpoint without moments, by precision.
-        deletes_old: it keeps only the newest checkpoints.
-        memory_band: what published runs took over what this plan says of them: a tenth of them less than the first, a tenth more than the second.
+        zero_bubble: it has ZB-V, `zero_in_bubble` with these values of zero_stage: where
+        parameters are resharded, backward would gather them twice. uneven_shares: the MLP's
+        width need not divide by tensor-parallel size. repeats_groups: heads of keys and values
+        may be fewer than tensor-parallel ranks, which then hold the same ones. replicates: it
+        has HSDP. zero_stages: values of zero_stage it has; `zero_in_pipeline`: with more than
+        one stage. pads_weights: embedding and head have the padded vocabulary in memory and in
+        checkpoints too. states: bytes a parameter by precision; None: the native trainer's, fp32
+        masters and gathered copies. saves_scores: attention scores are kept for backward unless
+        they are recomputed; False: attention is fused. logit_bytes: a logit of the last stage,
+        all copies and gradients of it; 0: the native trainer's chunks. bucket_elements: elements
+        of the buffer that gradients are reduced through. checkpoint_weights: bytes a parameter
+        of a checkpoint without moments, by precision. deletes_old: it keeps only the newest
+        checkpoints. memory_band: what published runs took over what this plan says of them: a
+        tenth of them less than the first, a tenth more than the second.
             None: nothing was published, or measured.
     """
 
@@ -65,11 +67,18 @@ class Rules:
     saves_scores: bool = False
     logit_bytes: int = 0
     bucket_elements: int = 0
-    checkpoint_weights: Mapping[Precision, int] = field(default_factory=lambda: {"fp32": 4, "bf16": 4, "fp16": 4})
+    checkpoint_weights: Mapping[Precision, int] = field(
+        default_factory=lambda: {"fp32": 4, "bf16": 4, "fp16": 4}
+    )
     deletes_old: bool = True
     memory_band: tuple[float, float] | None = None
 
 
 def moments_of(training: Training) -> int:
-    """Numbers that the optimizer keeps of every parameter: two of Adam, one of SGD with momentum."""
-    return 2 if training.optimizer == "adam" else 1 if training.sgd_momentum else 0
+    """Numbers that the optimizer keeps of every parameter: two of Adam, one of SGD with
+    momentum."""
+    if training.optimizer == "adam":
+        return 2
+    if training.sgd_momentum:
+        return 1
+    return 0

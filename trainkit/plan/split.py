@@ -1,11 +1,12 @@
 """How the layers of a model are split into the chunks of a pipeline's stages.
 
-Megatron-LM has three ways beside equal chunks, which jobs ask for by its own names in `engine_args`
-(megatron/training/arguments.py; core/transformer/pipeline_parallel_layer_layout.py):
-account-for-embedding-in-pipeline-split and account-for-loss-in-pipeline-split count the embedding and
-the loss as a layer each (Llama 3 405B: 126 layers on 16 stages; BLOOM: 70 on 12);
-decoder-first-pipeline-num-layers and decoder-last-pipeline-num-layers give the ends' numbers;
-pipeline-model-parallel-layout spells every chunk: "Et*3|(tt|)*29L".
+Megatron-LM has three ways beside equal chunks, which jobs ask for by its own names in
+`engine_args` (megatron/training/arguments.py;
+core/transformer/pipeline_parallel_layer_layout.py): account-for-embedding-in-pipeline-split and
+account-for-loss-in-pipeline-split count the embedding and the loss as a layer each (Llama 3
+405B: 126 layers on 16 stages; BLOOM: 70 on 12); decoder-first-pipeline-num-layers and
+decoder-last-pipeline-num-layers give the ends' numbers; pipeline-model-parallel-layout spells
+every chunk: "Et*3|(tt|)*29L".
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from trainkit.jobs.schema import Job
 
 EMBEDDING = "account-for-embedding-in-pipeline-split"
 LOSS = "account-for-loss-in-pipeline-split"
-FIRST, LAST = "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"
+FIRST = "decoder-first-pipeline-num-layers"
+LAST = "decoder-last-pipeline-num-layers"
 LAYOUT = "pipeline-model-parallel-layout"
 MOST = 2**16  # symbols of a layout
 
@@ -51,17 +53,26 @@ def split_of(job: Job, pipeline: int, virtual: int) -> Split:
         pipeline: stages.
         virtual: chunks of each stage.
     """
-    layers, given = job.model.num_layers, job.engine_args if job.engine == "megatron-lm" else {}
+    layers = job.model.num_layers
+    if job.engine == "megatron-lm":
+        given = job.engine_args
+    else:
+        given = {}
     equal = tuple(split_layers(layers, pipeline * virtual))
     try:
         if text := given.get(LAYOUT):
             return Split(_spelled(str(text), layers, pipeline, virtual), LAYOUT)
         if FIRST in given or LAST in given:
-            first, last = given.get(FIRST), given.get(LAST)
-            return Split(_ends(first, last, layers, pipeline, virtual), FIRST if FIRST in given else LAST)
+            first = given.get(FIRST)
+            last = given.get(LAST)
+            return Split(
+                _ends(first, last, layers, pipeline, virtual), FIRST if FIRST in given else LAST
+            )
         if given.get(EMBEDDING) or given.get(LOSS):
             ends = bool(given.get(EMBEDDING)), bool(given.get(LOSS))
-            return Split(_counted(*ends, layers, pipeline * virtual), EMBEDDING if ends[0] else LOSS)
+            return Split(
+                _counted(*ends, layers, pipeline * virtual), EMBEDDING if ends[0] else LOSS
+            )
     except _Impossible as error:
         return Split(equal, error.key, str(error))
     return Split(equal)
@@ -79,8 +90,13 @@ def _counted(embedding: bool, loss: bool, layers: int, parts: int) -> tuple[int,
     """Equal chunks of layers, embedding and loss."""
     each, rest = divmod(layers + embedding + loss, parts)
     if rest or each < embedding + loss * (parts == 1):
-        what = " and ".join(word for word, there in (("embedding", embedding), ("loss", loss)) if there)
-        key = EMBEDDING if embedding else LOSS
+        what = " and ".join(
+            word for word, there in (("embedding", embedding), ("loss", loss)) if there
+        )
+        if embedding:
+            key = EMBEDDING
+        else:
+            key = LOSS
         raise _Impossible(key, f"{layers} layers with {what} do not divide over {parts} chunks")
     chunks = [each] * parts
     chunks[0] -= embedding
@@ -90,20 +106,32 @@ def _counted(embedding: bool, loss: bool, layers: int, parts: int) -> tuple[int,
 
 def _ends(first: object, last: object, layers: int, pipeline: int, virtual: int) -> tuple[int, ...]:
     """So many layers on the first and last stage, the others equal."""
-    key = LAST if first is None else FIRST
+    if first is None:
+        key = LAST
+    else:
+        key = FIRST
     for name, value in ((FIRST, first), (LAST, last)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
             raise _Impossible(name, f"{name} = {value!r} is not a number of layers")
     left = layers - sum(value for value in (first, last) if isinstance(value, int))
     inner = pipeline - (first is not None) - (last is not None)
     if inner < 0 or left < 0 or (left % inner if inner else left):
-        message = f"{left} layers are left for {inner} of {pipeline} stages, which they do not divide"
+        message = (
+            f"{left} layers are left for {inner} of {pipeline} stages, which they do not divide"
+        )
         raise _Impossible(key, message)
-    stages = [left // inner] * inner if inner else []
+    if inner:
+        stages = [left // inner] * inner
+    else:
+        stages = []
     stages = ([first] if isinstance(first, int) else []) + stages
     stages += [last] if isinstance(last, int) else []
     if any(stage % virtual for stage in stages):
-        raise _Impossible(key, f"stages of {stages} layers do not divide into {virtual} chunks each")
+        raise _Impossible(
+            key, f"stages of {stages} layers do not divide into {virtual} chunks each"
+        )
     return tuple(stage // virtual for _ in range(virtual) for stage in stages)
 
 
@@ -112,7 +140,8 @@ def _spelled(text: str, layers: int, pipeline: int, virtual: int) -> tuple[int, 
     (xy)*n repeat, commas mean nothing."""
     plain = re.sub(r"[,\s]", "", text)
     while found := re.search(r"\(([^()]*)\)\*(\d+)|([EtLm|])\*(\d+)", plain):
-        part, times = (found[1] or found[3] or ""), int(found[2] or found[4])
+        part = found[1] or found[3] or ""
+        times = int(found[2] or found[4])
         if len(plain) + len(part) * times > MOST:
             raise _Impossible(LAYOUT, f"{LAYOUT} has more than {MOST} parts")
         plain = plain[: found.start()] + part * times + plain[found.end() :]
@@ -124,7 +153,10 @@ def _spelled(text: str, layers: int, pipeline: int, virtual: int) -> tuple[int, 
     if marks != "EL" or not chunks[0].startswith("E") or not chunks[-1].endswith("L"):
         raise _Impossible(LAYOUT, f"{LAYOUT} needs one E, at its beginning, and one L, at its end")
     if len(chunks) != pipeline * virtual:
-        message = f"{LAYOUT} has {len(chunks)} chunks, {pipeline} stages of {virtual} are {pipeline * virtual}"
+        message = (
+            f"{LAYOUT} has {len(chunks)} chunks, {pipeline} stages of {virtual} are"
+            f" {pipeline * virtual}"
+        )
         raise _Impossible(LAYOUT, message)
     if plain.count("t") != layers:
         raise _Impossible(LAYOUT, f"{LAYOUT} has {plain.count('t')} layers, the model {layers}")

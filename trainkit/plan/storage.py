@@ -16,19 +16,24 @@ NATIVE = Rules()
 
 
 def checkpoint_bytes_per_parameter(training: Training, rules: Rules = NATIVE) -> int:
-    """Bytes a parameter: native 12, the fp32 weight and Adam's two moments; Megatron-LM, GPT-NeoX and NeMo 14, with the 16-bit weight (BLOOM-176B: 2.244 TiB,
-    GPT-NeoX-20B: 268.0 GiB, as published). SGD's one momentum makes 4 less, none 8 less."""
+    """Bytes a parameter: native 12, the fp32 weight and Adam's two moments; Megatron-LM,
+    GPT-NeoX and NeMo 14, with the 16-bit weight (BLOOM-176B: 2.244 TiB, GPT-NeoX-20B: 268.0 GiB,
+    as published). SGD's one momentum makes 4 less, none 8 less."""
     return rules.checkpoint_weights[training.precision] + 4 * moments_of(training)
 
 
 def read_seconds(size: float, tier: Filesystem | None) -> float | None:
-    """Seconds to read a checkpoint that all ranks read at once, at the file system's bandwidth; as fast as it is written where nobody says more."""
+    """Seconds to read a checkpoint that all ranks read at once, at the file system's bandwidth;
+    as fast as it is written where nobody says more."""
     bandwidth = tier and (tier.read_gib_per_second or tier.write_gib_per_second)
-    return write_seconds(size, bandwidth) if bandwidth else None
+    if bandwidth:
+        return write_seconds(size, bandwidth)
+    return None
 
 
 def write_seconds(size: float, gib_per_second: float) -> float:
-    """Seconds to write so many bytes. Published tables of file systems count in GiB/s: 2.3 TiB take 2.04 minutes at 19.2, 0.15 at 256."""
+    """Seconds to write so many bytes. Published tables of file systems count in GiB/s: 2.3 TiB
+    take 2.04 minutes at 19.2, 0.15 at 256."""
     return size / (gib_per_second * GIB)
 
 
@@ -39,18 +44,30 @@ def checkpoints_written(training: Training) -> int:
 
 
 def checkpoints_on_disk(job: Job, rules: Rules) -> int:
-    """The most that lie there at once: what checkpoint.keep_* keep and the one being written; all of them where the engine deletes none."""
-    written, keep = checkpoints_written(job.training), job.checkpoint
-    for_ever = job.training.train_iters // math.lcm(keep.keep_every, job.training.save_interval or 1) if keep.keep_every else 0
-    return min(written + keep.save_first, keep.keep_last + 1 + keep.keep_best + for_ever) if rules.deletes_old else written
+    """The most that lie there at once: what checkpoint.keep_* keep and the one being written;
+    all of them where the engine deletes none."""
+    written = checkpoints_written(job.training)
+    keep = job.checkpoint
+    if keep.keep_every:
+        for_ever = job.training.train_iters // math.lcm(
+            keep.keep_every, job.training.save_interval or 1
+        )
+    else:
+        for_ever = 0
+    if rules.deletes_old:
+        return min(written + keep.save_first, keep.keep_last + 1 + keep.keep_best + for_ever)
+    return written
 
 
 def filesystem_of(job: Job) -> tuple[str, Filesystem] | None:
-    """Where checkpoints go, by name: as the job says, else the cluster's only one, else that whose path holds the cluster's root; None without any."""
+    """Where checkpoints go, by name: as the job says, else the cluster's only one, else that
+    whose path holds the cluster's root; None without any."""
     tiers = job.cluster.filesystems
     if job.checkpoint.filesystem is not None:
         found = tiers.get(job.checkpoint.filesystem)
-        return (job.checkpoint.filesystem, found) if found else None
+        if found:
+            return (job.checkpoint.filesystem, found)
+        return None
     if len(tiers) == 1:
         return next(iter(tiers.items()))
     around = [(name, tier) for name, tier in tiers.items() if tier.path and _holds(tier.path, job)]
@@ -63,10 +80,16 @@ def _holds(path: str, job: Job) -> bool:
 
 
 def elsewhere(job: Job) -> str | None:
-    """The path of the file system that checkpoint.filesystem names, where runs do not lie below it."""
+    """The path of the file system that checkpoint.filesystem names, where runs do not lie below
+    it."""
     found = filesystem_of(job)
-    path = found[1].path if found else None
-    return path if path and job.cluster.root and not _holds(path, job) else None
+    if found:
+        path = found[1].path
+    else:
+        path = None
+    if path and job.cluster.root and not _holds(path, job):
+        return path
+    return None
 
 
 @dataclass(frozen=True)
@@ -74,12 +97,10 @@ class Storage:
     """What a run writes.
 
     Args:
-        checkpoint_bytes: one checkpoint.
-        checkpoints: written over the run; `on_disk`: at once, at most.
-        on_disk_bytes: of those.
-        capacity_bytes: of the file system, or what is free on this machine's; None: unknown.
-        filesystem: its name; None: none is named.
-        write_seconds: one checkpoint at the file system's bandwidth, `read_seconds` the same; None: unknown.
+        checkpoint_bytes: one checkpoint. checkpoints: written over the run; `on_disk`: at once,
+        at most. on_disk_bytes: of those. capacity_bytes: of the file system, or what is free on
+        this machine's; None: unknown. filesystem: its name; None: none is named. write_seconds:
+        one checkpoint at the file system's bandwidth, `read_seconds` the same; None: unknown.
     """
 
     checkpoint_bytes: int
@@ -104,14 +125,20 @@ def storage_of(job: Job, rules: Rules, parameters: int, free_bytes: int | None =
         free_bytes: what is free where a cluster without file systems of its own keeps runs.
     """
     size = checkpoint_bytes_per_parameter(job.training, rules) * parameters
-    tier, at_once = filesystem_of(job), checkpoints_on_disk(job, rules)
-    bandwidth = tier[1].write_gib_per_second if tier else None
+    tier = filesystem_of(job)
+    at_once = checkpoints_on_disk(job, rules)
+    if tier:
+        bandwidth = tier[1].write_gib_per_second
+    else:
+        bandwidth = None
     return Storage(
         checkpoint_bytes=size,
         checkpoints=checkpoints_written(job.training),
         on_disk=at_once,
         on_disk_bytes=at_once * size,
-        capacity_bytes=tier[1].capacity_bytes if tier else None if job.cluster.filesystems else free_bytes,
+        capacity_bytes=(
+            tier[1].capacity_bytes if tier else None if job.cluster.filesystems else free_bytes
+        ),
         filesystem=tier[0] if tier else None,
         write_seconds=write_seconds(size, bandwidth) if bandwidth else None,
         read_seconds=read_seconds(size, tier[1] if tier else None),

@@ -8,7 +8,8 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.checks import BATCH, PP, TP, ZERO
 from trainkit.plan.objection import Change, try_change, with_change
 
-RECOMPUTE, MICRO = "training.recompute_granularity", "training.micro_batch_size"
+RECOMPUTE = "training.recompute_granularity"
+MICRO = "training.micro_batch_size"
 SEQUENCE = "parallelism.sequence_parallel"
 MOST_NODES = 64  # times the nodes asked for, where the cluster does not say how many there are
 
@@ -30,14 +31,18 @@ def _selective(job: Job) -> Iterator[Change]:
 
 
 def _same_batch(job: Job, change: Change) -> Iterator[Change]:
-    """`change` with what keeps the global batch where that is derived; nothing where it cannot be kept."""
-    training, tried = job.training, try_change(job, change)
+    """`change` with what keeps the global batch where that is derived; nothing where it cannot
+    be kept."""
+    training = job.training
+    tried = try_change(job, change)
     if tried is None or tried.global_batch_size == job.global_batch_size:
         yield change
     elif training.gradient_accumulation_steps is None:
         yield {**change, BATCH: job.global_batch_size}
     else:
-        steps, rest = divmod(job.global_batch_size, tried.training.micro_batch_size * tried.data_parallel_size)
+        steps, rest = divmod(
+            job.global_batch_size, tried.training.micro_batch_size * tried.data_parallel_size
+        )
         if not rest:
             yield {**change, "training.gradient_accumulation_steps": steps}
 
@@ -65,7 +70,8 @@ def _sharded(job: Job) -> Iterator[Change]:
 
 def _split(job: Job) -> Iterator[Change]:
     """More model parallelism on as many devices: smaller products, a longer bubble."""
-    tensor, pipeline = job.parallelism.tensor_model_parallel_size, job.parallelism.pipeline_model_parallel_size
+    tensor = job.parallelism.tensor_model_parallel_size
+    pipeline = job.parallelism.pipeline_model_parallel_size
     for n in range(tensor + 1, job.ranks_per_node + 1):
         if job.ranks_per_node % n == 0:
             yield from _same_batch(job, {TP: n})
@@ -75,8 +81,10 @@ def _split(job: Job) -> Iterator[Change]:
 
 
 def _more_nodes(job: Job) -> Iterator[Change]:
-    """More devices: for data parallelism, or for stages at the same data-parallel size; few before many."""
-    pipeline, most = job.parallelism.pipeline_model_parallel_size, job.cluster.max_nodes or job.nodes * MOST_NODES
+    """More devices: for data parallelism, or for stages at the same data-parallel size; few
+    before many."""
+    pipeline = job.parallelism.pipeline_model_parallel_size
+    most = job.cluster.max_nodes or job.nodes * MOST_NODES
     found: list[tuple[int, Change]] = []
     for factor in (2, 4, 8, 16, 32, 64):
         found.append((job.nodes * factor, {"nodes": job.nodes * factor}))
@@ -84,15 +92,28 @@ def _more_nodes(job: Job) -> Iterator[Change]:
         nodes, rest = divmod(job.nodes * stages, pipeline)
         if not rest:
             found.append((nodes, {PP: stages, "nodes": nodes}))
-    yield from (change for nodes, change in sorted(found, key=lambda each: each[0]) if nodes <= most)
+    yield from (
+        change for nodes, change in sorted(found, key=lambda each: each[0]) if nodes <= most
+    )
 
 
-STEPS: tuple[Callable[[Job], Iterator[Change]], ...] = (_free, _selective, _smaller, _full, _sharded, _split)  # on as many nodes, by their cost
+# on as many nodes, by their cost
+STEPS: tuple[Callable[[Job], Iterator[Change]], ...] = (
+    _free,
+    _selective,
+    _smaller,
+    _full,
+    _sharded,
+    _split,
+)
 
 
-def cheapest_change(job: Job, fits: Callable[[Job], bool], allowed: Callable[[Job], bool]) -> Change | None:
-    """What makes the job fit: the first change of STEPS alone, else several of them together, none of which could be left out, else more nodes, else more
-    nodes with all of them. None where nothing helps.
+def cheapest_change(
+    job: Job, fits: Callable[[Job], bool], allowed: Callable[[Job], bool]
+) -> Change | None:
+    """What makes the job fit: the first change of STEPS alone, else several of them together,
+    none of which could be left out, else more nodes, else more nodes with all of them. None
+    where nothing helps.
 
     Args:
         fits: whether a job fits its devices.
@@ -110,10 +131,15 @@ def cheapest_change(job: Job, fits: Callable[[Job], bool], allowed: Callable[[Jo
             return alone
     together: Change = {}
     for step in STEPS:
-        usable = [{**together, **change} for change in step(with_change(job, together)) if permitted({**together, **change})]
+        usable = [
+            {**together, **change}
+            for change in step(with_change(job, together))
+            if permitted({**together, **change})
+        ]
         if enough := next(filter(good, usable), None):
             return _without_needless(enough, good)
-        together = usable[-1] if usable else together
+        if usable:
+            together = usable[-1]
     for already in ({}, together):
         larger = ({**already, **change} for change in _more_nodes(with_change(job, already)))
         if more := next(filter(good, larger), None):

@@ -1,6 +1,8 @@
-"""Checkpoints of a run as files: which are there, which are whole, which stay. Nothing here needs torch, and nothing in a checkpoint is ever executed.
+"""Checkpoints of a run as files: which are there, which are whole, which stay. Nothing here
+needs torch, and nothing in a checkpoint is ever executed.
 
-A folder step-NNNNNNNN whose manifest.json fits its files is a checkpoint; nothing else is, and there is no pointer file that could go stale.
+A folder step-NNNNNNNN whose manifest.json fits its files is a checkpoint; nothing else is, and
+there is no pointer file that could go stale.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ FINISHED = re.compile(r"step-(\d{8,})")
 UNFINISHED = ".tmp"
 MISSING = " is missing"
 ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
-WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}  # bytes of an element by dtype
-PAUSES = (0.5, 2.0)  # seconds between looks at what may only seem to be gone: a stale handle, too many open files, a remote folder as it was
+# bytes of an element by dtype
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+# seconds between looks at what may only seem to be gone: a stale handle, too many open files, a
+# remote folder as it was
+PAUSES = (0.5, 2.0)
 SAMPLED = 8  # verify = "sample" hashes one file of so many
 Numbers = tuple[NonNegativeInt, ...]
 Verify = Literal["size", "sample", "full"]
 Seen = TypeVar("Seen")
-WHOLE = {"hysteresis_tracker"}  # whole numbers of `state`; Megatron-LM's chances go on below 0 while the loss scale falls
+# whole numbers of `state`; Megatron-LM's chances go on below 0 while the loss scale falls
+WHOLE = {"hysteresis_tracker"}
 COUNTS = {  # those that are never less than 0
     "optimizer_steps",
     "growth_tracker",
@@ -53,7 +59,8 @@ COUNTS = {  # those that are never less than 0
 
 
 class Form(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")  # what is not known may matter
+    # what is not known may matter
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
 class DataFile(Form):
@@ -85,10 +92,11 @@ class TensorEntry(Form):
 class Manifest(Form):
     """The form checkpoint/1: what a checkpoint holds and where it comes from.
 
-    `tensors`: model.NAME, optimizer.exp_avg.NAME and optimizer.exp_avg_sq.NAME for every parameter, by global shape.
-    `state`: what else the next step depends on, as numbers.
-    `validation`: losses by validation set, where they were measured at this very step.
-    `xxh128`: of all the file's bytes before this field, which is the last one. Manifests of older versions have none and are read without.
+    `tensors`: model.NAME, optimizer.exp_avg.NAME and optimizer.exp_avg_sq.NAME for every
+    parameter, by global shape. `state`: what else the next step depends on, as numbers.
+    `validation`: losses by validation set, where they were measured at this very step. `xxh128`:
+    of all the file's bytes before this field, which is the last one. Manifests of older versions
+    have none and are read without.
     """
 
     form: Literal["checkpoint/1"] = Field("checkpoint/1", alias="schema")
@@ -105,7 +113,9 @@ class Manifest(Form):
 
     def write(self, folder: Path) -> None:
         """Into a checkpoint's folder, whole or not at all, durable."""
-        text = json.dumps(self.model_dump(mode="json", by_alias=True, exclude={"xxh128"}), separators=(",", ":"))[:-1]
+        text = json.dumps(
+            self.model_dump(mode="json", by_alias=True, exclude={"xxh128"}), separators=(",", ":")
+        )[:-1]
         write_text(folder / MANIFEST, text + _seal(text.encode()))
 
 
@@ -137,12 +147,14 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def unfinished(folder: Path) -> Path:
-    """A name for what will be a checkpoint's folder, or was one, that no other process uses: two writers never share a file."""
+    """A name for what will be a checkpoint's folder, or was one, that no other process uses: two
+    writers never share a file."""
     return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename what is damaged, so that nobody takes it for a checkpoint again; returns where it is now. To be called under the lock of writers.
+    """Rename what is damaged, so that nobody takes it for a checkpoint again; returns where it
+    is now. To be called under the lock of writers.
 
     Raises OSError as the disk does.
     """
@@ -153,7 +165,14 @@ def set_aside(folder: Path) -> Path:
 
 def set_aside_in(checkpoints: Path) -> list[Path]:
     """What was set aside, oldest step first."""
-    return sorted((p for p in checkpoints.glob(f"step-*{ASIDE}") if FINISHED.fullmatch(p.name.partition(".")[0])), key=step_of)
+    return sorted(
+        (
+            p
+            for p in checkpoints.glob(f"step-*{ASIDE}")
+            if FINISHED.fullmatch(p.name.partition(".")[0])
+        ),
+        key=step_of,
+    )
 
 
 def step_of(folder: Path) -> int:
@@ -162,13 +181,18 @@ def step_of(folder: Path) -> int:
 
 
 def finished(checkpoints: Path) -> list[Path]:
-    """Folders that were published, oldest first. Whether they are whole is for `open_checkpoint` to say."""
-    found = [(int(m[1]), p) for p in checkpoints.iterdir() if (m := FINISHED.fullmatch(p.name))] if checkpoints.is_dir() else []
+    """Folders that were published, oldest first. Whether they are whole is for `open_checkpoint`
+    to say."""
+    if checkpoints.is_dir():
+        found = [(int(m[1]), p) for p in checkpoints.iterdir() if (m := FINISHED.fullmatch(p.name))]
+    else:
+        found = []
     return [path for _, path in sorted(found)]
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read and check a checkpoint's manifest, and its files' sizes, in one look. Raises Damaged with all that is wrong, Newer."""
+    """Read and check a checkpoint's manifest, and its files' sizes, in one look. Raises Damaged
+    with all that is wrong, Newer."""
     try:
         return checked(folder, read_manifest(folder))
     except OSError as error:
@@ -176,7 +200,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def look_at(folder: Path) -> bytes:
-    """The content of a manifest that is right and fits its files' sizes. Raises Damaged with all that is wrong, after some pauses where it may pass; Newer."""
+    """The content of a manifest that is right and fits its files' sizes. Raises Damaged with all
+    that is wrong, after some pauses where it may pass; Newer."""
 
     def look() -> bytes:
         content = read_manifest(folder)
@@ -200,7 +225,8 @@ def _patiently(look: Callable[[], Seen]) -> Seen:
 
 
 def _hidden(path: Path) -> bool:
-    """Whether its folder lists it, and it cannot be found nevertheless. A remote file system is asked anew for a list."""
+    """Whether its folder lists it, and it cannot be found nevertheless. A remote file system is
+    asked anew for a list."""
     return not os.path.lexists(path) and path.name in os.listdir(path.parent)
 
 
@@ -219,19 +245,30 @@ def read_manifest(folder: Path) -> bytes:
 
 
 def checked(folder: Path, content: bytes, name: str = "") -> Checkpoint:
-    """A folder whose manifest has this content and fits its files' sizes. Raises Damaged with all that is wrong, Newer, and OSError as the disk does.
+    """A folder whose manifest has this content and fits its files' sizes. Raises Damaged with
+    all that is wrong, Newer, and OSError as the disk does.
 
     `name`: what the folder will be called, where it has another name so far.
     """
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        problems = [f"{MANIFEST}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
-        unknown = any(e["type"] == "extra_forbidden" or e["loc"] == ("schema",) for e in error.errors())
+        problems = [
+            f"{MANIFEST}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]
+        ]
+        unknown = any(
+            e["type"] == "extra_forbidden" or e["loc"] == ("schema",) for e in error.errors()
+        )
         raise (Newer if unknown and sealed(content) else Damaged)(folder, problems) from None
-    problems = [*_manifest_problems(name or folder.name, manifest, content), *file_problems(folder, manifest), *_tensor_problems(manifest)]
+    problems = [
+        *_manifest_problems(name or folder.name, manifest, content),
+        *file_problems(folder, manifest),
+        *_tensor_problems(manifest),
+    ]
     if problems:
-        raise (Missing if any(problem.endswith(MISSING) for problem in problems) else Damaged)(folder, problems)
+        raise (Missing if any(problem.endswith(MISSING) for problem in problems) else Damaged)(
+            folder, problems
+        )
     return Checkpoint(folder, manifest)
 
 
@@ -254,7 +291,8 @@ def _manifest_problems(name: str, manifest: Manifest, content: bytes) -> Iterato
 
 
 def file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Which of a manifest's files are not in a folder, or have other sizes. Raises OSError as the disk does."""
+    """Which of a manifest's files are not in a folder, or have other sizes. Raises OSError as
+    the disk does."""
     for file in manifest.files:
         if file.path != Path(file.path).name or file.path in ("", ".", ".."):
             yield f"{file.path!r} is no plain file name"
@@ -269,7 +307,8 @@ def file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _size(path: Path, expected: int) -> int:
-    """In bytes. A remote file system may remember another size; it asks again when a file is opened."""
+    """In bytes. A remote file system may remember another size; it asks again when a file is
+    opened."""
     if path.stat().st_size == expected:
         return expected
     with open(path, "rb", buffering=0) as file:
@@ -277,7 +316,8 @@ def _size(path: Path, expected: int) -> int:
 
 
 def _tensor_problems(manifest: Manifest) -> Iterator[str]:
-    """Every part lies inside its file and its tensor, no two share an element, and together they have the tensor's volume: they cover it."""
+    """Every part lies inside its file and its tensor, no two share an element, and together they
+    have the tensor's volume: they cover it."""
     size_of = {file.path: file.bytes for file in manifest.files}
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in WIDTHS:
@@ -285,40 +325,62 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
             continue
         fits = True
         for c in tensor.chunks:
-            inside = len(c.offsets) == len(c.sizes) == len(tensor.shape) and all(o + n <= t for o, n, t in zip(c.offsets, c.sizes, tensor.shape, strict=True))
-            stored = c.bytes == math.prod(c.sizes) * WIDTHS[tensor.dtype] and c.start % ALIGNMENT == 0 and c.start + c.bytes <= size_of.get(c.file, -1)
+            inside = len(c.offsets) == len(c.sizes) == len(tensor.shape) and all(
+                o + n <= t for o, n, t in zip(c.offsets, c.sizes, tensor.shape, strict=True)
+            )
+            stored = (
+                c.bytes == math.prod(c.sizes) * WIDTHS[tensor.dtype]
+                and c.start % ALIGNMENT == 0
+                and c.start + c.bytes <= size_of.get(c.file, -1)
+            )
             if not (inside and stored):
                 fits = False
                 yield f"{name}: the part at {list(c.offsets)} does not fit its tensor or file"
         if sum(math.prod(c.sizes) for c in tensor.chunks) != math.prod(tensor.shape):
             yield f"{name}: its parts do not make up its shape {list(tensor.shape)}"
         elif fits and (twice := _overlap(tensor.chunks)):
-            yield f"{name}: its parts at {list(twice[0].offsets)} and {list(twice[1].offsets)} overlap"
+            yield (
+                f"{name}: its parts at {list(twice[0].offsets)} and {list(twice[1].offsets)}"
+                " overlap"
+            )
 
 
 def _overlap(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
     """Two parts of a tensor that share an element."""
-    beside: list[Chunk] = []  # those that reach the rows of the next one: as many as the tensor is cut into columns
+    # those that reach the rows of the next one: as many as the tensor is cut into columns
+    beside: list[Chunk] = []
     for chunk in sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: c.offsets):
-        beside = [b for b in beside if b.offsets[:1] == chunk.offsets[:1] or b.offsets[0] + b.sizes[0] > chunk.offsets[0]]
+        beside = [
+            b
+            for b in beside
+            if b.offsets[:1] == chunk.offsets[:1] or b.offsets[0] + b.sizes[0] > chunk.offsets[0]
+        ]
         for b in beside:
             sides = zip(b.offsets, b.sizes, chunk.offsets, chunk.sizes, strict=True)
-            if all(max(at, other) < min(at + size, other + more) for at, size, other, more in sides):
+            if all(
+                max(at, other) < min(at + size, other + more) for at, size, other, more in sides
+            ):
                 return b, chunk
         beside.append(chunk)
     return None
 
 
 def files_to_hash(manifest: Manifest, how: Verify) -> list[DataFile]:
-    """Which files `verify` = how reads: all, one of every SAMPLED (by the step, so that every reader looks at the same), or none."""
+    """Which files `verify` = how reads: all, one of every SAMPLED (by the step, so that every
+    reader looks at the same), or none."""
     if how == "size":
         return []
-    chosen = random.Random(manifest.step).sample(manifest.files, -(-len(manifest.files) // SAMPLED)) if how == "sample" else manifest.files
+    chosen = (
+        random.Random(manifest.step).sample(manifest.files, -(-len(manifest.files) // SAMPLED))
+        if how == "sample"
+        else manifest.files
+    )
     return sorted(chosen, key=lambda file: file.path)
 
 
 def wrong_hashes(folder: Path, files: Iterable[DataFile]) -> tuple[list[str], list[str]]:
-    """Reads these files of a checkpoint and names (those that are not what their writer wrote; the first that could not be read, where it ends)."""
+    """Reads these files of a checkpoint and names (those that are not what their writer wrote;
+    the first that could not be read, where it ends)."""
     problems: list[str] = []
     for file in files:
         try:
@@ -339,7 +401,8 @@ def _xxh128(path: Path) -> str:
 
 
 def open_whole(folder: Path, how: Verify = "full") -> Checkpoint:
-    """A checkpoint whose manifest and sizes are right, and the hashes that `how` asks for. Raises Damaged with all that is wrong, and Newer."""
+    """A checkpoint whose manifest and sizes are right, and the hashes that `how` asks for.
+    Raises Damaged with all that is wrong, and Newer."""
     manifest = Manifest.model_validate_json(look_at(folder))
     refuse_damaged(folder, *wrong_hashes(folder, files_to_hash(manifest, how)))
     return Checkpoint(folder, manifest)
@@ -363,7 +426,10 @@ def verify(folder: Path, how: Verify = "full") -> list[str]:
 
 
 def newest_valid(
-    checkpoints: Path, on_damage: Callable[[str], None], opened: Callable[[Path], Checkpoint] = open_whole, folders: list[Path] | None = None
+    checkpoints: Path,
+    on_damage: Callable[[str], None],
+    opened: Callable[[Path], Checkpoint] = open_whole,
+    folders: list[Path] | None = None,
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, None where there is none at all.
 
@@ -374,12 +440,15 @@ def newest_valid(
         folders: which there are, oldest first; by default all that are finished.
 
     Raises:
-        Unreadable: exit 10, for one a disk may be to blame; the second that could not be read shows that it is the way to all of them. Also where no other
+        Unreadable: exit 10, for one a disk may be to blame; the second that could not be read
+        shows that it is the way to all of them. Also where no other
             is whole.
-        Newer: exit 3, the newest is of a form that is not known here.
-        TrainkitError: exit 16, there are checkpoints but none is valid.
+        Newer: exit 3, the newest is of a form that is not known here. TrainkitError: exit 16,
+        there are checkpoints but none is valid.
     """
-    folders, unreadable = finished(checkpoints) if folders is None else folders, list[Unreadable]()
+    if folders is None:
+        folders = finished(checkpoints)
+    unreadable = list[Unreadable]()
     for folder in reversed(folders):
         try:
             return opened(folder)
@@ -395,15 +464,20 @@ def newest_valid(
         raise TrainkitError(
             f"none of the {len(folders)} checkpoints in {checkpoints} is valid",
             exit=Exit.NO_CHECKPOINT,
-            hint="restore one from a copy, or start a new run; removing the folder's checkpoints makes this run start from step 0",
+            hint=(
+                "restore one from a copy, or start a new run; removing the folder's checkpoints"
+                " makes this run start from step 0"
+            ),
         )
     return None
 
 
 def valid_by_size(checkpoints: Path) -> list[Checkpoint]:
-    """Those whose manifest and sizes are right, oldest first: what retention goes by. Hashes would cost reading everything.
+    """Those whose manifest and sizes are right, oldest first: what retention goes by. Hashes
+    would cost reading everything.
 
-    One that cannot be looked at neither counts nor goes: else retention would end with it, and the disk be full some day.
+    One that cannot be looked at neither counts nor goes: else retention would end with it, and
+    the disk be full some day.
     """
     found = []
     for folder in finished(checkpoints):
@@ -417,19 +491,26 @@ def valid_by_size(checkpoints: Path) -> list[Checkpoint]:
 def why_kept(found: list[Checkpoint], keep: Keep, newest: int) -> dict[int, list[str]]:
     """Why each of these checkpoints stays, by step; an empty list: it goes.
 
-    Only those up to step `newest`, which was saved last, are judged. Later ones neither count nor go: training went on from an earlier one because
-    they were found damaged, perhaps by their hashes alone; counted, they would push out what is whole.
+    Only those up to step `newest`, which was saved last, are judged. Later ones neither count
+    nor go: training went on from an earlier one because they were found damaged, perhaps by
+    their hashes alone; counted, they would push out what is whole.
     """
     judged = [c for c in found if c.manifest.step <= newest]
     last = {c.manifest.step for c in judged[-keep.keep_last :]}
-    measured = sorted((c.manifest.validation["valid"], c.manifest.step) for c in judged if "valid" in c.manifest.validation)
+    measured = sorted(
+        (c.manifest.validation["valid"], c.manifest.step)
+        for c in judged
+        if "valid" in c.manifest.validation
+    )
     best = {step: loss for loss, step in measured[: keep.keep_best]}
     reasons = {}
     for c in found:
         step = c.manifest.step
         told = {
             f"newest {keep.keep_last}": step in last,
-            f"every {keep.keep_every}": bool(keep.keep_every and step % keep.keep_every == 0 and step),
+            f"every {keep.keep_every}": bool(
+                keep.keep_every and step % keep.keep_every == 0 and step
+            ),
             f"validation loss {best.get(step, math.nan):.4f}": step in best,
             "pinned": c.pinned,
             f"after step {newest}": step > newest,
@@ -438,19 +519,30 @@ def why_kept(found: list[Checkpoint], keep: Keep, newest: int) -> dict[int, list
     return reasons
 
 
-def prune(checkpoints: Path, keep: Keep, newest: int, alone: contextlib.AbstractContextManager[object] | None = None) -> list[int]:
-    """Delete what `why_kept` gives no reason for; returns those steps. The checkpoint of step `newest` was just saved and stays.
+def prune(
+    checkpoints: Path,
+    keep: Keep,
+    newest: int,
+    alone: contextlib.AbstractContextManager[object] | None = None,
+) -> list[int]:
+    """Delete what `why_kept` gives no reason for; returns those steps. The checkpoint of step
+    `newest` was just saved and stays.
 
-    Damaged ones neither count nor go: a person may want to look. Those that go are renamed first, within `alone` (the lock of writers), so that none is ever
-    half there. Where the newest is not there any more, others have gone on with the run, perhaps from what would go: nothing is deleted.
-    Raises OSError where one cannot be deleted; all others that go are gone then.
+    Damaged ones neither count nor go: a person may want to look. Those that go are renamed
+    first, within `alone` (the lock of writers), so that none is ever half there. Where the
+    newest is not there any more, others have gone on with the run, perhaps from what would go:
+    nothing is deleted. Raises OSError where one cannot be deleted; all others that go are gone
+    then.
     """
     gone: list[int] = []
     failures: list[OSError] = []
     going: list[tuple[int, Path]] = []
     with alone or contextlib.nullcontext():
         found = valid_by_size(checkpoints)
-        reasons = why_kept(found, keep, newest) if any(c.manifest.step == newest for c in found) else {}
+        if any(c.manifest.step == newest for c in found):
+            reasons = why_kept(found, keep, newest)
+        else:
+            reasons = {}
         for c in found:
             if reasons.get(c.manifest.step, ["stays"]) or c.manifest.step == newest:
                 continue
@@ -475,22 +567,31 @@ def prune(checkpoints: Path, keep: Keep, newest: int, alone: contextlib.Abstract
 
 
 def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) -> None:
-    """The manifest of this step's checkpoint said that its evaluation is due; say that it was made, and what losses it found.
+    """The manifest of this step's checkpoint said that its evaluation is due; say that it was
+    made, and what losses it found.
 
-    What lies behind a link is not this run's and stays as it is. To be called under the lock of writers. Raises Damaged, and OSError as the disk does.
+    What lies behind a link is not this run's and stays as it is. To be called under the lock of
+    writers. Raises Damaged, and OSError as the disk does.
     """
     folder = folder_of(checkpoints, step)
     if not folder.is_symlink():
         manifest = open_checkpoint(folder).manifest
-        manifest.model_copy(update={"state": {**manifest.state, "evaluation_due": False}, "validation": validation}).write(folder)
+        manifest.model_copy(
+            update={"state": {**manifest.state, "evaluation_due": False}, "validation": validation}
+        ).write(folder)
 
 
 def pin(checkpoints: Path, step: int, *, pinned: bool) -> None:
-    """Let the checkpoint of `step` stay for ever, or no longer. Raises TrainkitError (exit 16) where there is none."""
+    """Let the checkpoint of `step` stay for ever, or no longer. Raises TrainkitError (exit 16)
+    where there is none."""
     folder = folder_of(checkpoints, step)
     try:
         (folder / PINNED).touch() if pinned else (folder / PINNED).unlink(missing_ok=True)
         fsync_folder(folder)
     except (FileNotFoundError, NotADirectoryError):
         there = ", ".join(str(step_of(f)) for f in finished(checkpoints)) or "none"
-        raise TrainkitError(f"there is no checkpoint of step {step} in {checkpoints}", exit=Exit.NO_CHECKPOINT, hint=f"those of steps: {there}") from None
+        raise TrainkitError(
+            f"there is no checkpoint of step {step} in {checkpoints}",
+            exit=Exit.NO_CHECKPOINT,
+            hint=f"those of steps: {there}",
+        ) from None

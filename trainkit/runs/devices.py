@@ -1,4 +1,5 @@
-"""What the ranks of a running run do to this host: processor, threads and memory by psutil, GPUs by nvidia-smi."""
+"""What the ranks of a running run do to this host: processor, threads and memory by psutil, GPUs
+by nvidia-smi."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from trainkit.runs.record import read_events
 SAMPLE_SECONDS = 0.2  # over which the processor's load is taken
 QUERY_SECONDS = 20.0  # nvidia-smi takes long where drivers are not kept loaded
 MIB = 2**20
-GPU_FIELDS = ("index", "uuid", "name", "utilization.gpu", "memory.used", "memory.total", "power.draw", "temperature.gpu")
+GPU_FIELDS = (
+    "index",
+    "uuid",
+    "name",
+    "utilization.gpu",
+    "memory.used",
+    "memory.total",
+    "power.draw",
+    "temperature.gpu",
+)
 APP_FIELDS = ("pid", "gpu_uuid", "used_memory")
 
 
@@ -40,9 +50,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class RankUse:
-    """One rank's process. `cpu_percent` is of one core; `process_gpu_bytes` what nvidia-smi says that it holds.
+    """One rank's process. `cpu_percent` is of one core; `process_gpu_bytes` what nvidia-smi says
+    that it holds.
 
-    `gpu_by` is how its GPU was found: nvidia-smi lists the pid, or, where a container hides pids from it, cuda:LOCAL_RANK by its place.
+    `gpu_by` is how its GPU was found: nvidia-smi lists the pid, or, where a container hides pids
+    from it, cuda:LOCAL_RANK by its place.
     """
 
     rank: int
@@ -67,7 +79,13 @@ class DeviceView:
         return {"devices": [asdict(rank) for rank in self.ranks], "devices_note": self.note}
 
 
-def look_at_devices(run: RunFolder, device_type: Literal["cpu", "cuda"], *, seconds: float = SAMPLE_SECONDS, path: str | None = None) -> DeviceView:
+def look_at_devices(
+    run: RunFolder,
+    device_type: Literal["cpu", "cuda"],
+    *,
+    seconds: float = SAMPLE_SECONDS,
+    path: str | None = None,
+) -> DeviceView:
     """Look at the ranks of a running run. Takes `seconds`, on CUDA also as long as nvidia-smi.
 
     Args:
@@ -76,10 +94,14 @@ def look_at_devices(run: RunFolder, device_type: Literal["cpu", "cuda"], *, seco
         seconds: time over which the processor's load is taken.
         path: where nvidia-smi is looked for; by default PATH.
     """
-    here, pids, elsewhere = os.uname().nodename, {}, set()
+    here = os.uname().nodename
+    pids = {}
+    elsewhere = set()
     events = read_events(run.attempts()[-1])
     ended = {event["rank"] for event in events if event["event"] == "rank_ended"}
-    supervisor = next((event["supervisor"]["pid"] for event in events if event["event"] == "started"), None)
+    supervisor = next(
+        (event["supervisor"]["pid"] for event in events if event["event"] == "started"), None
+    )
     for event in events:
         if event["event"] != "rank_started" or event["rank"] in ended:
             continue
@@ -88,7 +110,10 @@ def look_at_devices(run: RunFolder, device_type: Literal["cpu", "cuda"], *, seco
         else:
             elsewhere.add(event["host"])
     ranks = list(_processes(pids, supervisor, seconds))
-    note = f"ranks on {', '.join(sorted(elsewhere))} are not seen from here" if elsewhere else None
+    if elsewhere:
+        note = f"ranks on {', '.join(sorted(elsewhere))} are not seen from here"
+    else:
+        note = None
     if device_type != "cuda":
         return DeviceView(ranks, note)
     program = shutil.which("nvidia-smi", path=path)
@@ -101,7 +126,8 @@ def look_at_devices(run: RunFolder, device_type: Literal["cpu", "cuda"], *, seco
 
 
 def _processes(pids: dict[int, int], parent: int | None, seconds: float) -> Iterator[RankUse]:
-    """Those of the ranks' processes that live: children of the supervisor, so never another process that got the number of a dead one."""
+    """Those of the ranks' processes that live: children of the supervisor, so never another
+    process that got the number of a dead one."""
     found: dict[int, psutil.Process] = {}
     for rank, pid in pids.items():
         try:
@@ -117,14 +143,27 @@ def _processes(pids: dict[int, int], parent: int | None, seconds: float) -> Iter
     for rank, process in found.items():
         try:
             with process.oneshot():
-                yield RankUse(rank, process.pid, process.cpu_percent(), process.num_threads(), process.memory_info().rss)
+                yield RankUse(
+                    rank,
+                    process.pid,
+                    process.cpu_percent(),
+                    process.num_threads(),
+                    process.memory_info().rss,
+                )
         except psutil.Error:
             continue
 
 
 def _query(program: str, what: str, fields: Sequence[str]) -> list[list[str]]:
     argv = [program, f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
-    text = subprocess.run(argv, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True, stdin=subprocess.DEVNULL).stdout
+    text = subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=QUERY_SECONDS,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    ).stdout
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
     return [row for row in rows if len(row) == len(fields)]
 
@@ -139,21 +178,38 @@ def _number(cell: str) -> float | None:
 
 def _memory(cell: str) -> int | None:
     number = _number(cell)
-    return None if number is None else int(number * MIB)
+    if number is None:
+        return None
+    return int(number * MIB)
 
 
 def _gpus(program: str) -> list[Gpu]:
     rows = _query(program, "gpu", GPU_FIELDS)
     return [
-        Gpu(int(i), uuid, name, _number(use), _memory(held), _memory(all_), _number(watt), _number(heat)) for i, uuid, name, use, held, all_, watt, heat in rows
+        Gpu(
+            int(i),
+            uuid,
+            name,
+            _number(use),
+            _memory(held),
+            _memory(all_),
+            _number(watt),
+            _number(heat),
+        )
+        for i, uuid, name, use, held, all_, watt, heat in rows
     ]
 
 
 def _with_gpus(run: RunFolder, ranks: list[RankUse], program: str) -> list[RankUse]:
-    """The ranks and their GPUs. Raises OSError, SubprocessError or ValueError where nvidia-smi does not say what it should."""
+    """The ranks and their GPUs. Raises OSError, SubprocessError or ValueError where nvidia-smi
+    does not say what it should."""
     gpus = _gpus(program)
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
-    apps = {int(pid): (by_uuid.get(uuid), _memory(held)) for pid, uuid, held in _query(program, "compute-apps", APP_FIELDS) if pid.isdigit()}
+    apps = {
+        int(pid): (by_uuid.get(uuid), _memory(held))
+        for pid, uuid, held in _query(program, "compute-apps", APP_FIELDS)
+        if pid.isdigit()
+    }
     world = read_form(run.world, "world/1")
     wanted = {**world["passed_on"], **world["command"]["env"]}.get("CUDA_VISIBLE_DEVICES")
     visible = _visible(gpus, wanted)
@@ -163,20 +219,36 @@ def _with_gpus(run: RunFolder, ranks: list[RankUse], program: str) -> list[RankU
         if gpu is not None:
             found.append(replace(rank, gpu=gpu, gpu_by="pid", process_gpu_bytes=held))
             continue
-        places = [node["ranks"].index(rank.rank) for node in world["nodes"] if rank.rank in node["ranks"]]
-        place = places[0] if places else len(visible)
-        found.append(replace(rank, gpu=visible[place], gpu_by="local rank") if place < len(visible) else rank)
+        places = [
+            node["ranks"].index(rank.rank) for node in world["nodes"] if rank.rank in node["ranks"]
+        ]
+        if places:
+            place = places[0]
+        else:
+            place = len(visible)
+        found.append(
+            replace(rank, gpu=visible[place], gpu_by="local rank") if place < len(visible) else rank
+        )
     return found
 
 
 def _visible(gpus: list[Gpu], wanted: str | None) -> list[Gpu]:
-    """The GPUs as CUDA numbers them: all, or those that CUDA_VISIBLE_DEVICES lists by number or by the beginning of a UUID, up to the first
-    that is not there (CUDA C++ programming guide, "CUDA environment variables")."""
+    """The GPUs as CUDA numbers them: all, or those that CUDA_VISIBLE_DEVICES lists by number or
+    by the beginning of a UUID, up to the first that is not there (CUDA C++ programming guide,
+    "CUDA environment variables")."""
     if wanted is None:
         return gpus
     found = []
     for word in wanted.split(","):
-        gpu = next((g for g in gpus if word.strip() == str(g.index) or (word.strip() and g.uuid.startswith(word.strip()))), None)
+        gpu = next(
+            (
+                g
+                for g in gpus
+                if word.strip() == str(g.index)
+                or (word.strip() and g.uuid.startswith(word.strip()))
+            ),
+            None,
+        )
         if gpu is None:
             break
         found.append(gpu)

@@ -46,4 +46,6 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         event = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    if isinstance(event, dict) and "event" in event:
+        return event
+    return None

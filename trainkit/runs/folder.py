@@ -1,4 +1,5 @@
-"""The run folder: where everything about one run lies. Paths only; who writes what is said beside each."""
+"""The run folder: where everything about one run lies. Paths only; who writes what is said
+beside each."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ class RunFolder:
 
     @property
     def supervisor(self) -> Path:
-        """Who the supervisor is, where it listens, and when it was last there; rewritten every few seconds while it lives."""
+        """Who the supervisor is, where it listens, and when it was last there; rewritten every
+        few seconds while it lives."""
         return self.path / "launch" / "supervisor.json"
 
     @property
@@ -127,14 +129,18 @@ class RunFolder:
     def attempts(self) -> list[AttemptFolder]:
         """Attempts in order."""
         folder = self.path / "attempts"
-        numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+        if folder.is_dir():
+            numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+        else:
+            numbers = []
         return [self.attempt(n) for n in numbers]
 
 
 def new_run_folder(root: Path, job: str) -> RunFolder:
     """Make an empty run folder with an id that sorts by time, `20261120-104500-3fa9`.
 
-    Within one second the random part decides, so a second run of the job waits for the next second where its own is the lesser.
+    Within one second the random part decides, so a second run of the job waits for the next
+    second where its own is the lesser.
     """
     above = root / "runs" / job
     above.mkdir(parents=True, exist_ok=True)

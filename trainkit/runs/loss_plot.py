@@ -16,7 +16,8 @@ FORMATS = (".svg", ".png", ".pdf")
 def draw_losses(run: RunFolder, path: Path) -> None:
     """Draw training and validation loss over consumed samples into `path` (.svg, .png or .pdf).
 
-    Raises ConfigError (exit 3) for another ending, without matplotlib, and for a run that has logged nothing.
+    Raises ConfigError (exit 3) for another ending, without matplotlib, and for a run that has
+    logged nothing.
     """
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path} does not end in {', '.join(FORMATS)}")
@@ -31,12 +32,28 @@ def draw_losses(run: RunFolder, path: Path) -> None:
     with rc_context({"svg.hashsalt": run.id, "svg.fonttype": "none", "font.size": 10}):
         figure = Figure(figsize=(7, 3.6), layout="constrained")
         axes = figure.subplots()
-        axes.plot([r["step"] for r in summary.training], [r["lm_loss"] for r in summary.training], linewidth=1.2, label="training")
+        axes.plot(
+            [r["step"] for r in summary.training],
+            [r["lm_loss"] for r in summary.training],
+            linewidth=1.2,
+            label="training",
+        )
         evaluations = summary.evaluations()
         if evaluations:
-            axes.plot([r["step"] for r in evaluations], [r["lm_loss"] for r in evaluations], "o", label="validation")
-        axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"{run.job_name}, run {run.id}")
+            axes.plot(
+                [r["step"] for r in evaluations],
+                [r["lm_loss"] for r in evaluations],
+                "o",
+                label="validation",
+            )
+        axes.set(
+            xlabel="step", ylabel="loss (nats per token)", title=f"{run.job_name}, run {run.id}"
+        )
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
         with atomic_open(path) as file:
-            figure.savefig(file, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(
+                file,
+                format=path.suffix[1:],
+                metadata={"Date": None} if path.suffix == ".svg" else None,
+            )

@@ -1,4 +1,5 @@
-"""metrics.jsonl: one JSON object a line, appended by rank 0. A last line without its newline is torn and does not count."""
+"""metrics.jsonl: one JSON object a line, appended by rank 0. A last line without its newline is
+torn and does not count."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def _parse(line: bytes) -> Row | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if isinstance(row, dict) and isinstance(row.get("step"), int):
+        return row
+    return None
 
 
 def _whole_lines(path: Path) -> list[bytes]:
@@ -29,23 +32,31 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows, in order; training rows, and rows of evaluations with the key `eval`. Empty where there is no file."""
+    """All rows, in order; training rows, and rows of evaluations with the key `eval`. Empty
+    where there is no file."""
     return [row for line in _whole_lines(path) if (row := _parse(line)) is not None]
 
 
 def cut(path: Path, step: int) -> None:
-    """Take back the rows of steps after `step`, and what is torn, so that a resumed run writes them anew. Whole or not at all.
+    """Take back the rows of steps after `step`, and what is torn, so that a resumed run writes
+    them anew. Whole or not at all.
 
-    It is another file then, even where nothing is taken back: what an attempt that was taken for dead still writes goes to nobody.
+    It is another file then, even where nothing is taken back: what an attempt that was taken for
+    dead still writes goes to nobody.
     """
-    kept = [line + b"\n" for line in _whole_lines(path) if (row := _parse(line)) is not None and row["step"] <= step]
+    kept = [
+        line + b"\n"
+        for line in _whole_lines(path)
+        if (row := _parse(line)) is not None and row["step"] <= step
+    ]
     if path.exists():
         with atomic_open(path) as file:
             file.write(b"".join(kept))
 
 
 class MetricsTail:
-    """Follows the file while it grows, by polling. Where it was cut in between, steps that were told and written anew are told again."""
+    """Follows the file while it grows, by polling. Where it was cut in between, steps that were
+    told and written anew are told again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,14 +78,18 @@ class MetricsTail:
         return [row for line in whole if (row := _parse(line)) is not None]
 
     def _find_place(self, file: IO[bytes]) -> None:
-        """Go behind the last row that was told and is still there. `cut` puts another file in place, which may have outgrown the old one since."""
+        """Go behind the last row that was told and is still there. `cut` puts another file in
+        place, which may have outgrown the old one since."""
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
         if identity != self._file or status.st_size < self._offset:
-            self._file, self._offset, kept = identity, 0, 0
+            self._file = identity
+            self._offset = 0
+            kept = 0
             for told, line in zip(self._told, file, strict=False):
                 if hash(line) != told:
                     break
-                self._offset, kept = self._offset + len(line), kept + 1
+                self._offset = self._offset + len(line)
+                kept = kept + 1
             del self._told[kept:]
         file.seek(self._offset)

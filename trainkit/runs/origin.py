@@ -1,4 +1,5 @@
-"""Where a run comes from: commit, uncommitted changes, versions, environment. Secrets by name only."""
+"""Where a run comes from: commit, uncommitted changes, versions, environment. Secrets by name
+only."""
 
 from __future__ import annotations
 
@@ -23,27 +24,55 @@ HIDDEN = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH", 
 def _git(folder: Path, *words: str) -> str | None:
     """What git prints, or None where there is no git or no repository."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, timeout=30, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            timeout=30,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+    if done.returncode == 0:
+        return done.stdout.decode(errors="replace")
+    return None
 
 
 def package_versions() -> dict[str, str]:
     """Every installed distribution and its version."""
-    return dict(sorted((d.metadata["Name"], d.version) for d in importlib.metadata.distributions() if d.metadata["Name"]))
+    return dict(
+        sorted(
+            (d.metadata["Name"], d.version)
+            for d in importlib.metadata.distributions()
+            if d.metadata["Name"]
+        )
+    )
 
 
-def printable_environment(environment: Mapping[str, str], secret_names: Iterable[str]) -> dict[str, str | None]:
-    """The environment with values of secrets, named ones and what looks like one, left out (None)."""
+def printable_environment(
+    environment: Mapping[str, str], secret_names: Iterable[str]
+) -> dict[str, str | None]:
+    """The environment with values of secrets, named ones and what looks like one, left out
+    (None)."""
     names = set(secret_names)
-    return {k: None if k in names or any(word in k.upper() for word in HIDDEN) else v for k, v in sorted(environment.items())}
+    return {
+        k: None if k in names or any(word in k.upper() for word in HIDDEN) else v
+        for k, v in sorted(environment.items())
+    }
 
 
-def write_origin(run: RunFolder, project: Path, code_sha256: str, secrets: Mapping[str, str], left_out: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Write origin.json and, where the project is a git checkout with uncommitted changes, origin.diff. `left_out`: its files that the snapshot lacks.
+def write_origin(
+    run: RunFolder,
+    project: Path,
+    code_sha256: str,
+    secrets: Mapping[str, str],
+    left_out: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Write origin.json and, where the project is a git checkout with uncommitted changes,
+    origin.diff. `left_out`: its files that the snapshot lacks.
 
-    `secrets` are names and values; the values are written nowhere, not even where the diff holds them.
+    `secrets` are names and values; the values are written nowhere, not even where the diff holds
+    them.
     """
     redactor = Redactor(secrets.values())
     diff = _git(project, "diff", "HEAD", "--no-color", "--no-ext-diff")
@@ -67,6 +96,8 @@ def write_origin(run: RunFolder, project: Path, code_sha256: str, secrets: Mappi
         python=sys.version.split()[0],
         executable=sys.executable,
         packages=package_versions(),
-        environment={k: v and redactor.text(v) for k, v in printable_environment(os.environ, secrets).items()},
+        environment={
+            k: v and redactor.text(v) for k, v in printable_environment(os.environ, secrets).items()
+        },
     )
     write_json(run.origin, value, permissions=0o600)

@@ -1,4 +1,5 @@
-"""What happened to a run: events are appended by the supervisor, the state is read from them and from the supervisor's sign of life."""
+"""What happened to a run: events are appended by the supervisor, the state is read from them and
+from the supervisor's sign of life."""
 
 from __future__ import annotations
 
@@ -19,11 +20,19 @@ from trainkit.base.process import Identity, identity, is_alive
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.slurm import read_slurm_jobs
 
-State = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"]
+State = Literal[
+    "queued", "starting", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"
+]
 FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
-CAUSE = ("message", "unit", "host", "log", "advice")  # what slurm.json tells of a job that ended before there were ranks
-SILENCE_SECONDS = 60.0  # of another host's supervisor, which writes its sign of life every 5 s; longer and nobody knows
-_STATE_OF_CLASS: dict[str, State] = {"success": "succeeded", "cancelled": "cancelled", "preempted": "preempted"}
+# what slurm.json tells of a job that ended before there were ranks
+CAUSE = ("message", "unit", "host", "log", "advice")
+# of another host's supervisor, which writes its sign of life every 5 s; longer and nobody knows
+SILENCE_SECONDS = 60.0
+_STATE_OF_CLASS: dict[str, State] = {
+    "success": "succeeded",
+    "cancelled": "cancelled",
+    "preempted": "preempted",
+}
 
 
 class EventLog:
@@ -31,9 +40,12 @@ class EventLog:
 
     def __init__(self, attempt: AttemptFolder) -> None:
         attempt.path.mkdir(parents=True, exist_ok=True)
-        self._handle = os.open(attempt.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._handle = os.open(
+            attempt.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+        )
         size = os.fstat(self._handle).st_size
-        self._torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"  # by who wrote here before, and died or had no room
+        # by who wrote here before, and died or had no room
+        self._torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
 
     def write(self, event: str, **values: Any) -> None:
         """Append an event; it and all before it are durable before the call returns."""
@@ -54,8 +66,10 @@ class EventLog:
         self._torn = False
 
     def close(self) -> None:
-        """End the log; what comes later goes nowhere, and never to another file that has its number by then."""
-        handle, self._handle = self._handle, -1
+        """End the log; what comes later goes nowhere, and never to another file that has its
+        number by then."""
+        handle = self._handle
+        self._handle = -1
         if handle >= 0:
             os.close(handle)
 
@@ -102,35 +116,58 @@ class SupervisorSign:
         if self.ended:
             return False
         here = is_alive(self.identity)
-        return here if here is not None else True if now - self.time <= SILENCE_SECONDS else None
+        if here is not None:
+            return here
+        if now - self.time <= SILENCE_SECONDS:
+            return True
+        return None
 
 
 def read_supervisor(run: RunFolder) -> SupervisorSign | None:
-    """The supervisor's sign of life; None where there is none (yet). Raises ConfigError for a file of another form."""
+    """The supervisor's sign of life; None where there is none (yet). Raises ConfigError for a
+    file of another form."""
     if not run.supervisor.is_file():
         return None
     value = read_form(run.supervisor, "supervisor/1")
     try:
         who = Identity(**value["identity"])
-        at, attempt, port = float(value["time"]), int(value["attempt"]), int(value["port"] or 0)
-        return SupervisorSign(who, str(value["host"]), at, attempt, str(value["address"]), port, bool(value["ended"]))
+        at = float(value["time"])
+        attempt = int(value["attempt"])
+        port = int(value["port"] or 0)
+        return SupervisorSign(
+            who, str(value["host"]), at, attempt, str(value["address"]), port, bool(value["ended"])
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{run.supervisor} is not as a supervisor writes it: {error}") from None
 
 
 def write_maker(run: RunFolder) -> None:
-    """Write launch/maker.json, the form maker/1: this process is about to supervise the run, or to have it supervised."""
-    write_json(run.maker, document("maker/1", identity=identity().as_dict(), time=time.time(), former=_signature(read_supervisor(run))))
+    """Write launch/maker.json, the form maker/1: this process is about to supervise the run, or
+    to have it supervised."""
+    write_json(
+        run.maker,
+        document(
+            "maker/1",
+            identity=identity().as_dict(),
+            time=time.time(),
+            former=_signature(read_supervisor(run)),
+        ),
+    )
 
 
 def read_maker(run: RunFolder) -> Identity | None:
     """The process that began the run, or began it again, last; None where none has said so."""
-    return Identity(**read_form(run.maker, "maker/1")["identity"]) if run.maker.is_file() else None
+    if run.maker.is_file():
+        return Identity(**read_form(run.maker, "maker/1")["identity"])
+    return None
 
 
 def _signature(sign: SupervisorSign | None) -> list[Any] | None:
-    """Tells one sign of life from another without comparing clocks, which are those of two hosts."""
-    return [sign.identity.as_dict(), sign.time] if sign is not None else None
+    """Tells one sign of life from another without comparing clocks, which are those of two
+    hosts."""
+    if sign is not None:
+        return [sign.identity.as_dict(), sign.time]
+    return None
 
 
 def _starting(run: RunFolder, sign: SupervisorSign | None) -> bool:
@@ -141,12 +178,15 @@ def _starting(run: RunFolder, sign: SupervisorSign | None) -> bool:
     if _signature(sign) != value["former"]:  # a supervisor has signed since
         return False
     alive = is_alive(Identity(**value["identity"]))
-    return alive if alive is not None else time.time() - value["time"] <= SILENCE_SECONDS
+    if alive is not None:
+        return alive
+    return time.time() - float(value["time"]) <= SILENCE_SECONDS
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run as its folder tells it. `lost`: its supervisor left no word, or has long been silent; who else may know how it ended can be asked."""
+    """A run as its folder tells it. `lost`: its supervisor left no word, or has long been
+    silent; who else may know how it ended can be asked."""
 
     run: RunFolder
     state: State
@@ -173,7 +213,10 @@ class Record:
         """Tasks worth trying now, likeliest first."""
         run = self.run.id
         if self.state == "succeeded":
-            writes = [f'invoke generate {run} --prompt "..."'] if _has_tokenizer(self.run) else []
+            if _has_tokenizer(self.run):
+                writes = [f'invoke generate {run} --prompt "..."']
+            else:
+                writes = []
             return [*writes, f"invoke report {run}", "invoke tensorboard"]
         if self.state in ("failed", "cancelled") and _was_not_prepared(self.run):
             return [f"invoke why {run}", f"invoke train {self.run.job_name}"]
@@ -202,7 +245,9 @@ class Record:
 
 def _was_not_prepared(run: RunFolder) -> bool:
     """Whether a run of Slurm's ended before its stages were made: there is nothing to resume."""
-    return (run.path / "launch" / "stages").is_dir() and not (run.path / "launch" / "inputs.json").is_file()
+    return (run.path / "launch" / "stages").is_dir() and not (
+        run.path / "launch" / "inputs.json"
+    ).is_file()
 
 
 def _has_tokenizer(run: RunFolder) -> bool:
@@ -229,47 +274,102 @@ def last_step(run: RunFolder) -> int:
 
 
 def read_record(run: RunFolder) -> Record:
-    """The state of a run now. Until its supervisor has said that it is there it is starting, between two attempts it is running. A run whose supervisor
-    is gone without a word is failed, class infra; one whose supervisor is on another host and silent is unknown (exit 13)."""
+    """The state of a run now. Until its supervisor has said that it is there it is starting,
+    between two attempts it is running. A run whose supervisor is gone without a word is failed,
+    class infra; one whose supervisor is on another host and silent is unknown (exit 13)."""
     attempts = run.attempts()
-    number = attempts[-1].number if attempts else 0
-    events = read_events(attempts[-1]) if attempts else []
+    if attempts:
+        number = attempts[-1].number
+    else:
+        number = 0
+    if attempts:
+        events = read_events(attempts[-1])
+    else:
+        events = []
     step = last_step(run)
     started = next((e for e in events if e["event"] == "started"), None)
     ended = next((e for e in reversed(events) if e["event"] == "ended"), None)
     sign = read_supervisor(run)
-    alive = sign.alive(time.time()) if sign is not None else None
+    if sign is not None:
+        alive = sign.alive(time.time())
+    else:
+        alive = None
     if (queued := _queued(run, step, number)) is not None and not alive:
         return queued
     if not alive and _starting(run, sign):
         return Record(run, "starting", step, number, None, None, None, [])
     if ended is not None and not alive:
         state = _STATE_OF_CLASS.get(ended["class"], "failed")
-        return Record(run, state, step, number, ended["exit"], ended["class"], ended["root_cause"], ended["survivors"])
+        return Record(
+            run,
+            state,
+            step,
+            number,
+            ended["exit"],
+            ended["class"],
+            ended["root_cause"],
+            ended["survivors"],
+        )
     if sign is None and started is not None:
         alive = is_alive(Identity(**started["supervisor"]))
     if alive:
         return Record(run, "running", step, number, None, None, None, [])
     if alive is None and (sign is not None or started is not None):
-        host, since = (sign.host, sign.time) if sign else (started["supervisor"]["host"] if started else "?", attempts[-1].events.stat().st_mtime)
-        message = f"the supervisor on {host} has given no sign of life since {_iso(since)}, and that host cannot be asked from here"
-        return Record(run, "unknown", step, number, int(Exit.CONTACT_LOST), None, {"message": message, "host": host, "since": _iso(since)}, [], True)
+        if sign:
+            host = sign.host
+            since = sign.time
+        else:
+            host = started["supervisor"]["host"] if started else "?"
+            since = attempts[-1].events.stat().st_mtime
+        message = (
+            f"the supervisor on {host} has given no sign of life since {_iso(since)}, and that host"
+            " cannot be asked from here"
+        )
+        return Record(
+            run,
+            "unknown",
+            step,
+            number,
+            int(Exit.CONTACT_LOST),
+            None,
+            {"message": message, "host": host, "since": _iso(since)},
+            [],
+            True,
+        )
     if sign is not None:
-        message = f"the supervisor (pid {sign.identity.pid} on {sign.host}) is gone and left no word"
+        message = (
+            f"the supervisor (pid {sign.identity.pid} on {sign.host}) is gone and left no word"
+        )
     elif started is not None:
-        message = f"the supervisor (pid {started['supervisor']['pid']} on {started['supervisor']['host']}) is gone and left no word"
+        message = (
+            f"the supervisor (pid {started['supervisor']['pid']} on"
+            f" {started['supervisor']['host']}) is gone and left no word"
+        )
     else:
         message = "it never started: whoever made it is gone"
-    return Record(run, "failed", step, number, int(Exit.RANK_INFRA), "infra", {"message": message}, [], sign is not None or started is not None)
+    return Record(
+        run,
+        "failed",
+        step,
+        number,
+        int(Exit.RANK_INFRA),
+        "infra",
+        {"message": message},
+        [],
+        sign is not None or started is not None,
+    )
 
 
 def _queued(run: RunFolder, step: int, number: int) -> Record | None:
-    """The record of a run whose newest Slurm job waits, or was over before a supervisor began; None for any other."""
+    """The record of a run whose newest Slurm job waits, or was over before a supervisor began;
+    None for any other."""
     newest = next(reversed(read_slurm_jobs(run)), None)
     if newest is None or (newest.began is not None and newest.ended is None):
         return None
     waiting = Record(run, "queued", step, number, None, None, None, [])
-    return waiting if newest.ended is None else record_of_end(waiting, newest.id, newest.ended)
+    if newest.ended is None:
+        return waiting
+    return record_of_end(waiting, newest.id, newest.ended)
 
 
 def record_of_end(record: Record, job: str, ended: Mapping[str, Any]) -> Record:
@@ -280,18 +380,36 @@ def record_of_end(record: Record, job: str, ended: Mapping[str, Any]) -> Record:
         job: Slurm's number of it.
         ended: {"state": Slurm's word, "message", "exit", ...}, as SlurmJob.ended.
     """
-    code, cause = (
-        int(ended.get("exit", Exit.START)),
-        {**(record.root_cause or {}), **{key: ended[key] for key in CAUSE if ended.get(key)}, "slurm_job": job, "slurm_state": ended["state"]},
-    )
+    code = int(ended.get("exit", Exit.START))
+    cause = {
+        **(record.root_cause or {}),
+        **{key: ended[key] for key in CAUSE if ended.get(key)},
+        "slurm_job": job,
+        "slurm_state": ended["state"],
+    }
     if ended["state"].startswith("CANCELLED"):
-        return replace(record, state="cancelled", exit=int(Exit.CANCELLED), failure_class="cancelled", root_cause=cause, lost=False)
-    kind: FailureClass = ended.get("class") or ("no-progress" if code == Exit.NO_PROGRESS else "infra")
-    return replace(record, state="failed", exit=code, failure_class=kind, root_cause=cause, lost=False)
+        return replace(
+            record,
+            state="cancelled",
+            exit=int(Exit.CANCELLED),
+            failure_class="cancelled",
+            root_cause=cause,
+            lost=False,
+        )
+    kind: FailureClass = ended.get("class") or (
+        "no-progress" if code == Exit.NO_PROGRESS else "infra"
+    )
+    return replace(
+        record, state="failed", exit=code, failure_class=kind, root_cause=cause, lost=False
+    )
 
 
 def _iso(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return (
+        datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+        .isoformat(timespec="seconds")
+        .replace("+00:00", "Z")
+    )
 
 
 def _warn(text: str) -> None:
@@ -299,13 +417,15 @@ def _warn(text: str) -> None:
 
 
 def all_runs(roots: Iterable[Path], warn: Callable[[str], None] = _warn) -> list[RunFolder]:
-    """Every run below ROOT/runs of any root, oldest first. `warn` is told of what cannot be read."""
+    """Every run below ROOT/runs of any root, oldest first. `warn` is told of what cannot be
+    read."""
     found = [run for root in roots for run in _runs_below(root, warn)]
     return sorted(found, key=lambda run: run.id)
 
 
 def _runs_below(root: Path, warn: Callable[[str], None]) -> list[RunFolder]:
-    """Runs of one root; those that can be seen where parts of it are not to be read from here (another cluster's root, a dead mount)."""
+    """Runs of one root; those that can be seen where parts of it are not to be read from here
+    (another cluster's root, a dead mount)."""
     found = []
     for job in _folders(root / "runs", warn):
         for run in _folders(job, warn):
@@ -327,23 +447,37 @@ def _folders(path: Path, warn: Callable[[str], None]) -> list[Path]:
 
 
 def find_run(roots: Sequence[Path], words: str) -> RunFolder:
-    """The run `words` means: an id, a unique prefix of one, a job's name (its newest run), Slurm's number of its job, or "last".
+    """The run `words` means: an id, a unique prefix of one, a job's name (its newest run),
+    Slurm's number of its job, or "last".
 
     Raises ConfigError (exit 3) where there is none or more than one.
     """
     runs = all_runs(roots)
     if not runs:
-        raise ConfigError(f"there are no runs in {' or '.join(str(root / 'runs') for root in roots)}", hint="start one: invoke train JOB")
+        raise ConfigError(
+            f"there are no runs in {' or '.join(str(root / 'runs') for root in roots)}",
+            hint="start one: invoke train JOB",
+        )
     if words == "last":
         return runs[-1]
     matches = (
         [run for run in runs if run.id == words]
         or [run for run in runs if run.job_name == words][-1:]
-        or [run for run in runs if words.isdigit() and any(job.id == words for job in read_slurm_jobs(run))][-1:]
+        or [
+            run
+            for run in runs
+            if words.isdigit() and any(job.id == words for job in read_slurm_jobs(run))
+        ][-1:]
         or [run for run in runs if run.id.startswith(words)]
     )
     if len(matches) > 1:
-        raise ConfigError(f"{words!r} is the beginning of {len(matches)} runs: {', '.join(run.id for run in matches[:8])}")
+        raise ConfigError(
+            f"{words!r} is the beginning of {len(matches)} runs:"
+            f" {', '.join(run.id for run in matches[:8])}"
+        )
     if not matches:
-        raise ConfigError(f"no run and no job with runs is called {words!r}", hint="invoke runs lists them; `last` is the newest")
+        raise ConfigError(
+            f"no run and no job with runs is called {words!r}",
+            hint="invoke runs lists them; `last` is the newest",
+        )
     return matches[0]

@@ -1,7 +1,9 @@
-"""windows.bin: which stretch of the order of samples each of the last steps took, noted before the step begins, so that the step that ends a run is there.
+"""windows.bin: which stretch of the order of samples each of the last steps took, noted before
+the step begins, so that the step that ends a run is there.
 
-A ring of records of three int64 (step, first position, samples); that of step n lies at n modulo SLOTS. What is written survives the process, though not a
-loss of power; the metrics tell of logged steps for ever.
+A ring of records of three int64 (step, first position, samples); that of step n lies at n modulo
+SLOTS. What is written survives the process, though not a loss of power; the metrics tell of
+logged steps for ever.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ class Windows:
     """Notes windows; rank 0's."""
 
     def __init__(self, run: RunFolder) -> None:
-        self._path, self._handle = path_of(run), -1
+        self._path = path_of(run)
+        self._handle = -1
 
     def note(self, window: Window) -> None:
-        """A step begins. Costs a few microseconds; raises OSError as the disk does, and the next one tries again."""
+        """A step begins. Costs a few microseconds; raises OSError as the disk does, and the next
+        one tries again."""
         if self._handle < 0:
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         os.pwrite(self._handle, RECORD.pack(*window), window.step % SLOTS * RECORD.size)
@@ -49,16 +53,23 @@ class Windows:
 
 
 def find_window(run: RunFolder, step: int) -> Window | None:
-    """What `step` took, the last time it was made: from the ring, else from the metrics; None where neither knows."""
+    """What `step` took, the last time it was made: from the ring, else from the metrics; None
+    where neither knows."""
     try:
         with open(path_of(run), "rb") as file:
             file.seek(step % SLOTS * RECORD.size)
             record = file.read(RECORD.size)
     except FileNotFoundError:
         record = b""
-    if len(record) == RECORD.size and (found := Window(*RECORD.unpack(record))).step == step and found.samples > 0:
+    if (
+        len(record) == RECORD.size
+        and (found := Window(*RECORD.unpack(record))).step == step
+        and found.samples > 0
+    ):
         return found
     for row in reversed(read_rows(run.metrics)):
         if row["step"] == step and "global_batch_size" in row:
-            return Window(step, row["consumed_samples"] - row["global_batch_size"], row["global_batch_size"])
+            return Window(
+                step, row["consumed_samples"] - row["global_batch_size"], row["global_batch_size"]
+            )
     return None

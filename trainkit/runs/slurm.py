@@ -1,4 +1,5 @@
-"""launch/slurm.json: the Slurm jobs of a run, oldest first. A run has more than one where a successor or `resume` goes on with it."""
+"""launch/slurm.json: the Slurm jobs of a run, oldest first. A run has more than one where a
+successor or `resume` goes on with it."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ class SlurmJob:
     """One submission.
 
     Args:
-        id: Slurm's number of the job.
-        submitted: when, ISO 8601.
-        first_attempt: the first attempt that came from a person's word (`train`, `resume`); budgets of retries count from there.
-        began: the newest attempt that its supervisor began; None while the job waits in the queue, again too.
-        ended: how it ended where no supervisor could tell: {"state", "message"}, and where it was for its stages {"exit", "class", "unit", "host", ...}.
+        id: Slurm's number of the job. submitted: when, ISO 8601. first_attempt: the first
+        attempt that came from a person's word (`train`, `resume`); budgets of retries count from
+        there. began: the newest attempt that its supervisor began; None while the job waits in
+        the queue, again too. ended: how it ended where no supervisor could tell: {"state",
+        "message"}, and where it was for its stages {"exit", "class", "unit", "host", ...}.
         follows: the job whose successor this is (resume = "chain").
     """
 
@@ -40,7 +41,8 @@ class SlurmJob:
 
 
 def read_slurm_jobs(run: RunFolder) -> list[SlurmJob]:
-    """All submissions of a run; none where it is not one of Slurm's. Raises ConfigError for a file of another form."""
+    """All submissions of a run; none where it is not one of Slurm's. Raises ConfigError for a
+    file of another form."""
     if not run.slurm.is_file():
         return []
     return [SlurmJob(**job) for job in read_form(run.slurm, FORM)["jobs"]]
@@ -51,14 +53,20 @@ def write_slurm_jobs(run: RunFolder, jobs: Sequence[SlurmJob]) -> None:
     write_json(run.slurm, document(FORM, jobs=[asdict(job) for job in jobs]))
 
 
-def add_slurm_job(run: RunFolder, id: str, *, first_attempt: int, follows: str | None = None) -> None:
+def add_slurm_job(
+    run: RunFolder, id: str, *, first_attempt: int, follows: str | None = None
+) -> None:
     """Note a submission."""
-    write_slurm_jobs(run, [*read_slurm_jobs(run), SlurmJob(id, utc_now(), first_attempt, follows=follows)])
+    write_slurm_jobs(
+        run, [*read_slurm_jobs(run), SlurmJob(id, utc_now(), first_attempt, follows=follows)]
+    )
 
 
 def change_slurm_job(run: RunFolder, id: str, **changed: Any) -> None:
     """Change what is noted about a submission."""
-    write_slurm_jobs(run, [replace(job, **changed) if job.id == id else job for job in read_slurm_jobs(run)])
+    write_slurm_jobs(
+        run, [replace(job, **changed) if job.id == id else job for job in read_slurm_jobs(run)]
+    )
 
 
 def drop_slurm_job(run: RunFolder, id: str) -> None:

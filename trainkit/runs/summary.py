@@ -36,18 +36,25 @@ class Summary:
     def median(self, key: str) -> float | None:
         """Median over the logged steps that have a number there."""
         values = [float(r[key]) for r in self.training if r.get(key) is not None]
-        return statistics.median(values) if values else None
+        if values:
+            return statistics.median(values)
+        return None
 
     @property
     def training_seconds(self) -> float:
-        """Time of all steps up to the last row: each row has the mean of the steps since the row before."""
+        """Time of all steps up to the last row: each row has the mean of the steps since the row
+        before."""
         before = [0, *(r["step"] for r in self.training)]
-        milliseconds: float = sum(r["elapsed_ms"] * (r["step"] - last) for r, last in zip(self.training, before, strict=False))
+        milliseconds: float = sum(
+            r["elapsed_ms"] * (r["step"] - last)
+            for r, last in zip(self.training, before, strict=False)
+        )
         return milliseconds / 1000
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most memory that rank 0 has held: what CUDA's allocator reserved, on the CPU the process; None where no row says it."""
+        """The most memory that rank 0 has held: what CUDA's allocator reserved, on the CPU the
+        process; None where no row says it."""
         kinds = [row.get("memory_bytes") or {} for row in self.training]
         peaks = [kind.get("max_reserved", kind.get("max_resident")) for kind in kinds]
         return max((int(peak) for peak in peaks if peak is not None), default=None)
@@ -58,15 +65,20 @@ class Summary:
         return next((r["peak"] for r in reversed(self.training) if r.get("peak")), None)
 
     def training_loss(self) -> tuple[float, float] | None:
-        """(first, last): the first logged step's, and the mean of the last tenth of them: single batches are noisy. Losses that are not finite
-        (null in the metrics) do not count."""
+        """(first, last): the first logged step's, and the mean of the last tenth of them: single
+        batches are noisy. Losses that are not finite (null in the metrics) do not count."""
         losses = [r["lm_loss"] for r in self.training if r["lm_loss"] is not None]
-        return (losses[0], statistics.fmean(losses[-max(1, len(losses) // 10) :])) if losses else None
+        if losses:
+            return (losses[0], statistics.fmean(losses[-max(1, len(losses) // 10) :]))
+        return None
 
     def validation_loss(self, name: str = "valid") -> tuple[float, float] | None:
-        """(first, last) evaluation on a validation set, by default the valid split of the job's own dataset."""
+        """(first, last) evaluation on a validation set, by default the valid split of the job's
+        own dataset."""
         losses = [r["lm_loss"] for r in self.evaluations(name) if r["lm_loss"] is not None]
-        return (losses[0], losses[-1]) if losses else None
+        if losses:
+            return (losses[0], losses[-1])
+        return None
 
     def further_validation_losses(self) -> dict[str, tuple[float, float]]:
         """(first, last) evaluation on every set that the job names in `validation`."""
@@ -75,7 +87,8 @@ class Summary:
 
     @property
     def skipped_iterations(self) -> int:
-        """Steps that left the weights as they were; rows that a rollback took back are not among them."""
+        """Steps that left the weights as they were; rows that a rollback took back are not among
+        them."""
         return sum(r.get("skipped_iterations", 0) for r in self.training)
 
     @property
@@ -86,13 +99,17 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         """The form report/1."""
         first_and_last = ("first", "last")
-        training, validation = self.training_loss(), self.validation_loss()
+        training = self.training_loss()
+        validation = self.validation_loss()
         return document(
             "report/1",
             **read_record(self.run).row(),
             training_loss=training and dict(zip(first_and_last, training, strict=True)),
             validation_loss=validation and dict(zip(first_and_last, validation, strict=True)),
-            further_validation_losses={name: dict(zip(first_and_last, losses, strict=True)) for name, losses in self.further_validation_losses().items()},
+            further_validation_losses={
+                name: dict(zip(first_and_last, losses, strict=True))
+                for name, losses in self.further_validation_losses().items()
+            },
             tokens_per_second=self.tokens_per_second,
             model_tflops=self.median("model_tflops"),
             mfu=self.median("mfu"),

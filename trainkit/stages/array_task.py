@@ -1,7 +1,10 @@
-"""One task of a Slurm array: does its share of the units of a level, one after another, and stamps each that succeeds.
+"""One task of a Slurm array: does its share of the units of a level, one after another, and
+stamps each that succeeds.
 
-`python -m trainkit.stages.array_task LEVEL.json` on a node; SLURM_ARRAY_TASK_ID and SLURM_PROCID say which share is its. The units after these may begin as
-soon as Slurm sees this one end well, so what they read of it has to be there by then: the stamps are written here and not by whoever waits on the head.
+`python -m trainkit.stages.array_task LEVEL.json` on a node; SLURM_ARRAY_TASK_ID and SLURM_PROCID
+say which share is its. The units after these may begin as soon as Slurm sees this one end well,
+so what they read of it has to be there by then: the stamps are written here and not by whoever
+waits on the head.
 """
 
 from __future__ import annotations
@@ -27,23 +30,39 @@ TRIES = 3  # nodes that a unit may lose, as on hosts of a hostfile
 
 def share(level: Mapping[str, Any], environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """The units of this task; none where there are more tasks than shares."""
-    number = int(environment["SLURM_ARRAY_TASK_ID"]) * int(level["tasks"]) + int(environment["SLURM_PROCID"])
-    return list(level["shares"][number]) if number < len(level["shares"]) else []
+    number = int(environment["SLURM_ARRAY_TASK_ID"]) * int(level["tasks"]) + int(
+        environment["SLURM_PROCID"]
+    )
+    if number < len(level["shares"]):
+        return list(level["shares"][number])
+    return []
 
 
 def do(unit: Mapping[str, Any]) -> int:
-    """Run one unit: its lines of JSON go to NAME.out, at last {"ended": code, "host": name}; what it says to people to NAME.log. Returns its exit code.
+    """Run one unit: its lines of JSON go to NAME.out, at last {"ended": code, "host": name};
+    what it says to people to NAME.log. Returns its exit code.
 
-    One that is made is not made again: Slurm starts a task anew whose node failed or was taken back. One under which node after node fails is not begun again.
+    One that is made is not made again: Slurm starts a task anew whose node failed or was taken
+    back. One under which node after node fails is not begun again.
     """
     if stamp_holds(Path(unit["stamp"]), unit["digest"], tuple(map(Path, unit["outputs"]))):
         return 0
-    out, begun = Path(unit["out"]), Path(f"{unit['out']}.begun")
-    here, nodes = os.uname().nodename, _lost(begun)
+    out = Path(unit["out"])
+    begun = Path(f"{unit['out']}.begun")
+    here = os.uname().nodename
+    nodes = _lost(begun)
     if len(nodes) >= TRIES:
-        message = f"its node failed under it {len(nodes)} times ({', '.join(nodes)}): it may be the reason, by the memory that it takes"
-        error = {"problems": [{"message": message, "hint": f"what it said last: {unit['log']}"}], "exit": int(Exit.STAGE_FAILED)}
-        out.write_text(f"{json.dumps({'error': error})}\n{json.dumps({'ended': 1, 'host': here})}\n")
+        message = (
+            f"its node failed under it {len(nodes)} times ({', '.join(nodes)}): it may be the"
+            " reason, by the memory that it takes"
+        )
+        error = {
+            "problems": [{"message": message, "hint": f"what it said last: {unit['log']}"}],
+            "exit": int(Exit.STAGE_FAILED),
+        }
+        out.write_text(
+            f"{json.dumps({'error': error})}\n{json.dumps({'ended': 1, 'host': here})}\n"
+        )
         return 1
     write_json(begun, {"job": os.environ.get("SLURM_JOB_ID", ""), "nodes": [*nodes, here]})
     try:
@@ -53,20 +72,33 @@ def do(unit: Mapping[str, Any]) -> int:
 
 
 def _lost(begun: Path) -> list[str]:
-    """The nodes on which this very element of an array has begun the unit and never came to an end."""
+    """The nodes on which this very element of an array has begun the unit and never came to an
+    end."""
     if not int(os.environ.get("SLURM_RESTART_COUNT") or 0) or not begun.is_file():
         return []
     value = read_json(begun)
-    return list(map(str, value["nodes"])) if value["job"] == os.environ.get("SLURM_JOB_ID") else []
+    if value["job"] == os.environ.get("SLURM_JOB_ID"):
+        return list(map(str, value["nodes"]))
+    return []
 
 
 def _run(unit: Mapping[str, Any], out: Path) -> int:
     with open(out, "wb") as said, open(unit["log"], "wb") as log:
         environment = {**os.environ, **unit["env"], PARENT_VARIABLE: str(os.getpid())}
-        code = subprocess.run(unit["argv"], cwd=out.parent, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=log, check=False).returncode
+        code = subprocess.run(
+            unit["argv"],
+            cwd=out.parent,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=log,
+            check=False,
+        ).returncode
     result = _result(out)
     if code == 0 and result is not None:
-        stamp_unit(Path(unit["stamp"]), unit["name"], unit["digest"], map(Path, unit["outputs"]), result)
+        stamp_unit(
+            Path(unit["stamp"]), unit["name"], unit["digest"], map(Path, unit["outputs"]), result
+        )
     with open(out, "ab") as said:
         said.write(json.dumps({"ended": code, "host": os.uname().nodename}).encode() + b"\n")
     return code
@@ -84,7 +116,8 @@ def _result(out: Path) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """One that fails does not keep the others of this share from being done: a second call then has little to do."""
+    """One that fails does not keep the others of this share from being done: a second call then
+    has little to do."""
     keep_others_from_writing()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     level = read_form(Path(sys.argv[1]), FORM)

@@ -1,7 +1,8 @@
-"""The stage build: the C++ extension is the one its source says. As a program: the unit that compiles it.
+"""The stage build: the C++ extension is the one its source says. As a program: the unit that
+compiles it.
 
-In a checkout the hash of csrc/ is compared with the one compiled into `trainkit._index`; in an installed package there is
-nothing to compile, only to check.
+In a checkout the hash of csrc/ is compared with the one compiled into `trainkit._index`; in an
+installed package there is nothing to compile, only to check.
 """
 
 from __future__ import annotations
@@ -27,15 +28,27 @@ def compiled_sha256() -> str:
     Asked of another process: this one must not map a file that is about to be replaced.
     """
     code = "import trainkit._index as i; print(i.csrc_sha256)"
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    if done.returncode == 0:
+        return done.stdout.strip()
+    return ""
 
 
 def _evidence() -> tuple[bool, str]:
     compiled = compiled_sha256()
     if compiled == csrc_sha256(CHECKOUT):
         return True, f"the extension was compiled from this source ({compiled[:12]})"
-    return False, "the source in csrc/ changed since the extension was compiled" if compiled else "the extension was never compiled"
+    return False, (
+        "the source in csrc/ changed since the extension was compiled"
+        if compiled
+        else "the extension was never compiled"
+    )
 
 
 class Build:
@@ -49,11 +62,30 @@ class Build:
                 raise TrainkitError(
                     "the installed trainkit has no working C++ extension",
                     exit=Exit.STAGE_FAILED,
-                    hint=f"install it again from its checkout: {sys.executable} -m pip install --force-reinstall --no-deps CHECKOUT",
+                    hint=(
+                        f"install it again from its checkout: {sys.executable} -m pip install"
+                        " --force-reinstall --no-deps CHECKOUT"
+                    ),
                 )
             return []
-        unit = Unit("compile", (sys.executable, "-I", "-m", "trainkit.stages.build"), {"root": str(CHECKOUT), "csrc": csrc_sha256(CHECKOUT)})
-        return [Need(self.name, "index", "index", 1, {"csrc": unit.spec["csrc"]}, (), (), (unit,), evidence=_evidence)]
+        unit = Unit(
+            "compile",
+            (sys.executable, "-I", "-m", "trainkit.stages.build"),
+            {"root": str(CHECKOUT), "csrc": csrc_sha256(CHECKOUT)},
+        )
+        return [
+            Need(
+                self.name,
+                "index",
+                "index",
+                1,
+                {"csrc": unit.spec["csrc"]},
+                (),
+                (),
+                (unit,),
+                evidence=_evidence,
+            )
+        ]
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
         return ()
@@ -66,7 +98,9 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     except InstallError as error:
         raise TrainkitError(str(error), exit=Exit.STAGE_FAILED) from None
     if compiled_sha256() != csrc_sha256(Path(spec["root"])):
-        raise TrainkitError("the extension was built but does not load as built from csrc/", exit=Exit.STAGE_FAILED)
+        raise TrainkitError(
+            "the extension was built but does not load as built from csrc/", exit=Exit.STAGE_FAILED
+        )
     return {}
 
 

@@ -1,4 +1,5 @@
-"""What a stage is: something that must be done before training, and knows when it need not be done again."""
+"""What a stage is: something that must be done before training, and knows when it need not be
+done again."""
 
 from __future__ import annotations
 
@@ -13,19 +14,20 @@ from trainkit.jobs.schema import Job
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker does: a shard, a build, a graph. The same unit runs here, on a host of a run, or as a task of a Slurm array.
+    """What one worker does: a shard, a build, a graph. The same unit runs here, on a host of a
+    run, or as a task of a Slurm array.
 
     Args:
-        name: unique in its stage; file-name safe.
-        argv: the program; the path of the spec's JSON file is appended.
-        spec: everything the work depends on but what is in files. A unit is fresh while its spec, its outputs and the files that its result says were
+        name: unique in its stage; file-name safe. argv: the program; the path of the spec's JSON
+        file is appended. spec: everything the work depends on but what is in files. A unit is
+        fresh while its spec, its outputs and the files that its result says were
             "read" ([path, size, mtime in ns, XXH128] each) are those of its last success.
-        outputs: files it leaves behind.
-        after: names of units that must have succeeded before.
-        size: relative cost, for balance and progress.
-        several: its program takes several specs, one after another: small units share a process, whose start would cost more than they do.
-        kept: what its outputs held is there elsewhere, in what the stage made before: without them it is as fresh as with them.
-        network: it mostly waits for another machine: it runs beside those that compute, and counts as none of them.
+        outputs: files it leaves behind. after: names of units that must have succeeded before.
+        size: relative cost, for balance and progress. several: its program takes several specs,
+        one after another: small units share a process, whose start would cost more than they do.
+        kept: what its outputs held is there elsewhere, in what the stage made before: without
+        them it is as fresh as with them. network: it mostly waits for another machine: it runs
+        beside those that compute, and counts as none of them.
     """
 
     name: str
@@ -44,18 +46,18 @@ class Need:
     """A stage as one job needs it, worked out once.
 
     Args:
-        stage: "build", "prep-data", ...
-        name: what it makes; with `stage` it names the stamp.
-        lock: held while it is made; the same for all that write into the same folders.
-        version: trainkit's own version of the stage: raised when its outputs change for the same settings.
-        settings: flat, printable; a difference makes the stage stale, and the first one is the *because*.
-        inputs: files read from outside the stage, judged by size and time; where only the time differs, by the sum that a unit's result gives ("read").
-        outputs: files it makes.
-        units: the work, in an order that respects `after`.
-        scratch: outputs of units that nobody needs once the stage has succeeded; deleted then.
-        announcement: a large download that its units begin with: somebody has to agree to it.
-        memory: kept in the stamp, finished or not, for the next time somebody asks what is needed.
-        evidence: for outputs that say themselves what they were made from: (fresh, because), instead of the stamp.
+        stage: "build", "prep-data", ... name: what it makes; with `stage` it names the stamp.
+        lock: held while it is made; the same for all that write into the same folders. version:
+        trainkit's own version of the stage: raised when its outputs change for the same
+        settings. settings: flat, printable; a difference makes the stage stale, and the first
+        one is the *because*. inputs: files read from outside the stage, judged by size and time;
+        where only the time differs, by the sum that a unit's result gives ("read"). outputs:
+        files it makes. units: the work, in an order that respects `after`. scratch: outputs of
+        units that nobody needs once the stage has succeeded; deleted then. announcement: a large
+        download that its units begin with: somebody has to agree to it. memory: kept in the
+        stamp, finished or not, for the next time somebody asks what is needed. evidence: for
+        outputs that say themselves what they were made from: (fresh, because), instead of the
+        stamp.
     """
 
     stage: str
@@ -78,10 +80,13 @@ class Stage(Protocol):
     name: str
 
     def needs(self, job: Job, stamps: Path) -> list[Need]:
-        """What `job` needs of this stage. Reads only; raises ConfigError (exit 6) where that is already hopeless.
+        """What `job` needs of this stage. Reads only; raises ConfigError (exit 6) where that is
+        already hopeless.
 
-        `stamps` is the folder of this stage's stamps: a unit may read the result another unit left there.
+        `stamps` is the folder of this stage's stamps: a unit may read the result another unit
+        left there.
         """
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
-        """Stages whose outputs decide what `job` needs of this one: until they are made nobody can say."""
+        """Stages whose outputs decide what `job` needs of this one: until they are made nobody
+        can say."""

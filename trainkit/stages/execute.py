@@ -30,7 +30,10 @@ from trainkit.stages.stamps import (
     write_unfinished,
 )
 
-WAIT_SECONDS, LONGEST_WAIT, GROWTH = 1.0, 30.0, 1.4  # between two questions whether Slurm's jobs of another run are done: ever more rarely
+# between two questions whether Slurm's jobs of another run are done: ever more rarely
+WAIT_SECONDS = 1.0
+LONGEST_WAIT = 30.0
+GROWTH = 1.4
 
 
 class Reporter(Protocol):
@@ -52,7 +55,8 @@ class Reporter(Protocol):
         """All units of the stage have succeeded, or it was given up."""
 
 
-# Runs units in the order their `after` asks for and stamps each that succeeds; raises TrainkitError on the first failure.
+# Runs units in the order their `after` asks for and stamps each that succeeds; raises TrainkitError
+# on the first failure.
 Executor = Callable[[Need, Sequence[Unit], Path, Reporter], None]
 
 
@@ -68,23 +72,39 @@ def needs_of(job: Job, stages: Sequence[Stage]) -> list[Need]:
 
 
 def needs_in_turn(job: Job, stages: Sequence[Stage]) -> Iterator[Need]:
-    """As `needs_of`, each stage asked when those before it are done: what it needs may depend on their outputs."""
+    """As `needs_of`, each stage asked when those before it are done: what it needs may depend on
+    their outputs."""
     root = Path(job.cluster.root or ".")
     for stage in stages:
         yield from stage.needs(job, stamps_folder(root, stage.name))
 
 
 def missing_units(need: Need, stamps: Path, *, force: bool) -> list[Unit]:
-    """Units to run: stale ones, and those that come after one that is run. Of a stage that goes by evidence all: they see for themselves what is there."""
+    """Units to run: stale ones, and those that come after one that is run. Of a stage that goes
+    by evidence all: they see for themselves what is there."""
     missing: dict[str, Unit] = {}
     for unit in need.units:
-        if force or need.evidence or any(name in missing for name in unit.after) or not unit_is_fresh(need, unit, stamps):
+        if (
+            force
+            or need.evidence
+            or any(name in missing for name in unit.after)
+            or not unit_is_fresh(need, unit, stamps)
+        ):
             missing[unit.name] = unit
     return list(missing.values())
 
 
-def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *, force: bool = False, going: Going = cannot_tell) -> Verdict:
-    """Bring one stage up to date and return what was found before. Two callers at once: the second waits and finds it fresh.
+def make_fresh(
+    need: Need,
+    root: Path,
+    execute: Executor,
+    reporter: Reporter,
+    *,
+    force: bool = False,
+    going: Going = cannot_tell,
+) -> Verdict:
+    """Bring one stage up to date and return what was found before. Two callers at once: the
+    second waits and finds it fresh.
 
     `going`: asked whether Slurm's jobs of a run are still making it; while they are, this waits.
     """
@@ -95,15 +115,24 @@ def make_fresh(need: Need, root: Path, execute: Executor, reporter: Reporter, *,
 
     inputs = input_identities(need)
     verdict = judge(need, stamps, force=force)
-    if verdict.fresh and not any(folder.is_dir() for folder in {path.parent for path in need.scratch}):
+    if verdict.fresh and not any(
+        folder.is_dir() for folder in {path.parent for path in need.scratch}
+    ):
         reporter.verdict(verdict)
-        with contextlib.suppress(Busy), locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, wait=False):
+        with (
+            contextlib.suppress(Busy),
+            locked(
+                stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, wait=False
+            ),
+        ):
             remove_leftovers(stamp_path(stamps, need))
             write_times(need, stamps, inputs)
         return verdict
     said = False
     while True:
-        with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, on_wait=waits):
+        with locked(
+            stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, on_wait=waits
+        ):
             making = still_made(stamps, need.lock, going)
             if making is None:
                 verdict = judge(need, stamps, force=force)
@@ -130,7 +159,9 @@ def wait_while(making: Making, going: Going) -> None:
         gap = min(LONGEST_WAIT, gap * GROWTH)
 
 
-def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, verdict: Verdict, force: bool) -> None:
+def _run(
+    need: Need, stamps: Path, execute: Executor, reporter: Reporter, verdict: Verdict, force: bool
+) -> None:
     units, inputs = begin(need, stamps, verdict, force=force)
     reporter.started(need, units)
     try:
@@ -138,30 +169,41 @@ def _run(need: Need, stamps: Path, execute: Executor, reporter: Reporter, verdic
     except TrainkitError as error:
         former = read_stamp(stamp_path(stamps, need)) or {}
         with contextlib.suppress(OSError):  # a full disk, say: what failed counts more
-            write_unfinished(need, stamps, str(former.get("unfinished", verdict.because)), failed=error.message)
+            write_unfinished(
+                need, stamps, str(former.get("unfinished", verdict.because)), failed=error.message
+            )
         raise
     finally:
         reporter.finished(need)
     complete(need, stamps, inputs)
 
 
-def begin(need: Need, stamps: Path, verdict: Verdict, *, force: bool = False) -> tuple[list[Unit], list[Any]]:
-    """Get ready to make what is stale: (units to run, identities of the inputs as they are now). Nothing of it counts as fresh until `complete`.
+def begin(
+    need: Need, stamps: Path, verdict: Verdict, *, force: bool = False
+) -> tuple[list[Unit], list[Any]]:
+    """Get ready to make what is stale: (units to run, identities of the inputs as they are now).
+    Nothing of it counts as fresh until `complete`.
 
     The caller holds the stage's lock.
     """
     if not need.units:
-        message = f"{need.stage} {need.name} was fresh a moment ago and is not any more: somebody made or deleted something meanwhile"
+        message = (
+            f"{need.stage} {need.name} was fresh a moment ago and is not any more: somebody made or"
+            " deleted something meanwhile"
+        )
         raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint="run it again")
     former = read_stamp(stamp_path(stamps, need)) or {}
-    write_unfinished(need, stamps, str(former.get("unfinished", verdict.because)))  # the first reason, however often it was interrupted
+    # the first reason, however often it was interrupted
+    write_unfinished(need, stamps, str(former.get("unfinished", verdict.because)))
     remove_leftovers(stamp_path(stamps, need))
     _remove_leftovers(path for unit in need.units for path in unit.outputs)
     inputs = input_identities(need)
     units = missing_units(need, stamps, force=force)
     folder = unit_folder(stamps, need.name)
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder / f"{unit.name}{ending}" for unit in need.units for ending in (".json", ".spec.json"))
+    _remove_leftovers(
+        folder / f"{unit.name}{ending}" for unit in need.units for ending in (".json", ".spec.json")
+    )
     for unit in units:  # one that is cut short must not leave those after it looking fresh
         unit_stamp_path(stamps, need.name, unit.name).unlink(missing_ok=True)
     return units, inputs
@@ -174,7 +216,8 @@ def complete(need: Need, stamps: Path, inputs: list[Any]) -> None:
 
 
 def _remove_leftovers(paths: Iterable[Path]) -> None:
-    """Delete what crashed writers of `paths` left beside them; each folder is read once, however many there are."""
+    """Delete what crashed writers of `paths` left beside them; each folder is read once, however
+    many there are."""
     names: dict[Path, set[str]] = {}
     for path in paths:
         names.setdefault(path.parent, set()).add(path.name)
@@ -196,8 +239,12 @@ def sweep(need: Need) -> None:
 
 def refuse_stale(needs: Sequence[Need], root: Path) -> None:
     """`--no-stages`: raise (exit 5) naming every stage that is stale and why."""
-    stale = [v for v in (judge(need, stamps_folder(root, need.stage)) for need in needs) if not v.fresh]
+    stale = [
+        v for v in (judge(need, stamps_folder(root, need.stage)) for need in needs) if not v.fresh
+    ]
     if stale:
         raise TrainkitError(
-            "; ".join(map(str, stale)), exit=Exit.STAGE_STALE, hint="run it without --no-stages, or `invoke prep-data` and `invoke build` first"
+            "; ".join(map(str, stale)),
+            exit=Exit.STAGE_STALE,
+            hint="run it without --no-stages, or `invoke prep-data` and `invoke build` first",
         )

@@ -1,4 +1,5 @@
-"""What a run's Slurm jobs are making: a record beside the stamps, for as long as no process is there to hold the stage's lock.
+"""What a run's Slurm jobs are making: a record beside the stamps, for as long as no process is
+there to hold the stage's lock.
 
 Whoever holds the lock reads and writes it.
 """
@@ -25,13 +26,12 @@ class Making:
     """Arrays on their way.
 
     Args:
-        lock: of the need: others with the same lock write into the same folders.
-        name: of the need.
-        digest: what exactly is made, see `need_digest`.
-        jobs: Slurm's numbers of the arrays, in order.
-        levels: for each array the file that its tasks read.
-        runs: folders of the runs that wait for them, the first has submitted them; none where they are not a graph's, or are being taken out.
-        owner: the process that has submitted them and waits for them itself, for people; "" where a run has.
+        lock: of the need: others with the same lock write into the same folders. name: of the
+        need. digest: what exactly is made, see `need_digest`. jobs: Slurm's numbers of the
+        arrays, in order. levels: for each array the file that its tasks read. runs: folders of
+        the runs that wait for them, the first has submitted them; none where they are not a
+        graph's, or are being taken out. owner: the process that has submitted them and waits for
+        them itself, for people; "" where a run has.
     """
 
     lock: str
@@ -44,7 +44,12 @@ class Making:
 
     def words(self) -> str:
         """Who makes it, for people."""
-        whose = f" of run {Path(self.runs[0]).name}" if self.runs else f" of {self.owner}" if self.owner else ", which are being taken out,"
+        if self.runs:
+            whose = f" of run {Path(self.runs[0]).name}"
+        elif self.owner:
+            whose = f" of {self.owner}"
+        else:
+            whose = ", which are being taken out,"
         return f"Slurm's jobs {', '.join(self.jobs)}{whose}"
 
 
@@ -53,23 +58,38 @@ Going = Callable[[Making], bool]
 
 
 def need_digest(need: Need, inputs: list[Any]) -> str:
-    """Equal for two runs that need the very same: settings, version, and identities of the inputs."""
-    return hashlib.sha256(canonical([need.stage, need.name, need.version, dict(need.settings), inputs]).encode()).hexdigest()
+    """Equal for two runs that need the very same: settings, version, and identities of the
+    inputs."""
+    return hashlib.sha256(
+        canonical([need.stage, need.name, need.version, dict(need.settings), inputs]).encode()
+    ).hexdigest()
 
 
 def read_making(stamps: Path, name: str) -> Making | None:
-    """The record of a need below `stamps`; None where no arrays are known to be on their way. Raises ConfigError for a file of another form."""
+    """The record of a need below `stamps`; None where no arrays are known to be on their way.
+    Raises ConfigError for a file of another form."""
     path = stamps / f"{name}{SUFFIX}"
     if not path.is_file():
         return None
     value = read_form(path, FORM)
     jobs, levels, runs = (tuple(map(str, value[key])) for key in ("jobs", "levels", "runs"))
-    return Making(str(value["lock"]), str(value["name"]), str(value["digest"]), jobs, levels, runs, str(value["owner"]))
+    return Making(
+        str(value["lock"]),
+        str(value["name"]),
+        str(value["digest"]),
+        jobs,
+        levels,
+        runs,
+        str(value["owner"]),
+    )
 
 
 def makings(stamps: Path, lock: str) -> list[Making]:
     """The records of all needs with this lock."""
-    found = (read_making(stamps, path.name.removesuffix(SUFFIX)) for path in sorted(stamps.glob(f"*{SUFFIX}")))
+    found = (
+        read_making(stamps, path.name.removesuffix(SUFFIX))
+        for path in sorted(stamps.glob(f"*{SUFFIX}"))
+    )
     return [making for making in found if making is not None and making.lock == lock]
 
 
@@ -101,4 +121,8 @@ def still_made(stamps: Path, lock: str, going: Going) -> Making | None:
 
 def cannot_tell(making: Making) -> bool:
     """The `Going` of callers that cannot ask Slurm: raises TrainkitError (exit 17)."""
-    raise TrainkitError(f"{making.name} is being made by {making.words()}", exit=Exit.HOSTS_BUSY, hint="wait for that run, or cancel it")
+    raise TrainkitError(
+        f"{making.name} is being made by {making.words()}",
+        exit=Exit.HOSTS_BUSY,
+        hint="wait for that run, or cancel it",
+    )

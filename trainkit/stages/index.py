@@ -1,4 +1,5 @@
-"""The stage index: Megatron's sample order, built on a CPU before any node is held. The native order needs none."""
+"""The stage index: Megatron's sample order, built on a CPU before any node is held. The native
+order needs none."""
 
 from __future__ import annotations
 
@@ -31,10 +32,16 @@ class Index:
         for dataset in (job.dataset, *job.validation.values()) if job.training.eval_iters else ():
             datasets[dataset.name] = dataset
             splits.setdefault(dataset.name, []).append("valid")
-        return [need for name, dataset in datasets.items() if (need := _need(job, dataset, splits[name]))]
+        return [
+            need
+            for name, dataset in datasets.items()
+            if (need := _need(job, dataset, splits[name]))
+        ]
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
-        return ("prep-data",) if job.sample_order == "megatron" else ()
+        if job.sample_order == "megatron":
+            return ("prep-data",)
+        return ()
 
 
 def _need(job: Job, dataset: Dataset, splits: list[SplitName]) -> Need | None:
@@ -42,13 +49,27 @@ def _need(job: Job, dataset: Dataset, splits: list[SplitName]) -> Need | None:
         return None
     root = Path(job.cluster.root or ".")
     try:
-        asked = [asked_of(job, dataset, split, pairs_of(root, dataset, split)) for split in dict.fromkeys(splits)]
+        asked = [
+            asked_of(job, dataset, split, pairs_of(root, dataset, split))
+            for split in dict.fromkeys(splits)
+        ]
     except ConfigError:
         if DataFolder(root, dataset).manifest.is_file():
             raise
-        return None  # which files there are is known when prep-data has made them: this is asked again then
+        # which files there are is known when prep-data has made them: this is asked again then
+        return None
     name = f"{dataset.name}--{dataset.tokenizer.name}"
-    return Need(Index.name, name, dataset.name, VERSION, {}, (), (), tuple(_unit(part) for part in asked), evidence=lambda: _evidence(asked))
+    return Need(
+        Index.name,
+        name,
+        dataset.name,
+        VERSION,
+        {},
+        (),
+        (),
+        tuple(_unit(part) for part in asked),
+        evidence=lambda: _evidence(asked),
+    )
 
 
 def _evidence(asked: list[Asked]) -> tuple[bool, str]:
@@ -63,4 +84,9 @@ def _evidence(asked: list[Asked]) -> tuple[bool, str]:
 
 def _unit(asked: Asked) -> Unit:
     spec: dict[str, Any] = {"asked": asked.to_json(), "threads": len(os.sched_getaffinity(0))}
-    return Unit(f"order-{asked.split}", (sys.executable, "-I", "-m", "trainkit.data.order.megatron_worker"), spec, size=max(1, asked.samples))
+    return Unit(
+        f"order-{asked.split}",
+        (sys.executable, "-I", "-m", "trainkit.data.order.megatron_worker"),
+        spec,
+        size=max(1, asked.samples),
+    )

@@ -27,7 +27,13 @@ class LocalBatch(Batch):
         super().__init__(units, folder)
         with open(self.log(units[0]), "wb") as log:
             env = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
-            self.child = start([*units[0].argv, *map(str, self.specs)], env=env, cwd=folder, stdout=subprocess.PIPE, stderr=log)
+            self.child = start(
+                [*units[0].argv, *map(str, self.specs)],
+                env=env,
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
         assert self.child.stdout is not None
         self.pipe = self.child.stdout
         os.set_blocking(self.pipe.fileno(), False)
@@ -55,20 +61,34 @@ def most_here(workers: int | None) -> dict[bool, int]:
     return {False: computing, True: max(FETCHES, computing)}
 
 
-def execute_here(need: Need, units: Sequence[Unit], stamps: Path, reporter: Reporter, *, workers: int | None = None, counted: Counted | None = None) -> None:
-    """Run `units` in the order their `after` asks for. The first failure, or Ctrl-C, stops the others and leaves finished ones stamped.
+def execute_here(
+    need: Need,
+    units: Sequence[Unit],
+    stamps: Path,
+    reporter: Reporter,
+    *,
+    workers: int | None = None,
+    counted: Counted | None = None,
+) -> None:
+    """Run `units` in the order their `after` asks for. The first failure, or Ctrl-C, stops the
+    others and leaves finished ones stamped.
 
     Args:
-        workers: processes that compute at once; by default one a core. As many again, and at least 4, may fetch beside them.
-        counted: told what units have written.
+        workers: processes that compute at once; by default one a core. As many again, and at
+        least 4, may fetch beside them. counted: told what units have written.
     """
-    ledger, most = Ledger(need, units, stamps, reporter, counted), most_here(workers)
+    ledger = Ledger(need, units, stamps, reporter, counted)
+    most = most_here(workers)
     at_work: list[LocalBatch] = []
     with selectors.DefaultSelector() as selector:
         try:
             while ledger.queue or at_work:
                 busy = sum(batch.units[0].network for batch in at_work)
-                for begun in list(ledger.queue.take({False: most[False] - len(at_work) + busy, True: most[True] - busy}, most)):
+                for begun in list(
+                    ledger.queue.take(
+                        {False: most[False] - len(at_work) + busy, True: most[True] - busy}, most
+                    )
+                ):
                     at_work.append(batch := LocalBatch(begun, ledger.folder))
                     selector.register(batch.pipe, selectors.EVENT_READ, batch)
                 for key, _ in selector.select(POLL_SECONDS):

@@ -7,11 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from trainkit.stages.contract import Unit
 
-SMALL, BATCH, TURNS = 2**26, 16, 4  # bytes of units that share a process, how many do at most, and turns that are left for each process then
+# bytes of units that share a process, how many do at most, and turns that are left for each process
+# then
+SMALL = 2**26
+BATCH = 16
+TURNS = 4
 
 
 class UnitQueue:
-    """Units in the order their `after` asks for; of those that could begin, the largest first, so that none is left for the end."""
+    """Units in the order their `after` asks for; of those that could begin, the largest first,
+    so that none is left for the end."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         names = {unit.name for unit in units}
@@ -29,16 +34,25 @@ class UnitQueue:
             heapq.heappush(self._ready[unit.network], (-unit.size, self._number[unit.name], unit))
 
     def take(self, free: Mapping[bool, int], most: Mapping[bool, int]) -> Iterator[list[Unit]]:
-        """Units to begin now, those of a list in one process: at most free[network] processes of either kind, of most[network] there may be."""
+        """Units to begin now, those of a list in one process: at most free[network] processes of
+        either kind, of most[network] there may be."""
         for network, slots in free.items():
             ready = self._ready[network]
             for _ in range(min(slots, len(ready))):
                 if not ready:
                     break
                 batch = [heapq.heappop(ready)[2]]
-                # as many as leave all processes several turns: nobody is to wait for one long list at the end
-                length = min(BATCH, len(ready) // (TURNS * most[network])) if batch[0].several and batch[0].size <= SMALL else 0
-                while len(batch) <= length and ready[0][2].several and ready[0][2].argv == batch[0].argv:
+                # as many as leave all processes several turns: nobody is to wait for one long list
+                # at the end
+                if batch[0].several and batch[0].size <= SMALL:
+                    length = min(BATCH, len(ready) // (TURNS * most[network]))
+                else:
+                    length = 0
+                while (
+                    len(batch) <= length
+                    and ready[0][2].several
+                    and ready[0][2].argv == batch[0].argv
+                ):
                     batch.append(heapq.heappop(ready)[2])
                 yield batch
 

@@ -1,4 +1,5 @@
-"""Freshness: stamps/<stage>/<name>.json says what an output was made from, and every verdict says because of what."""
+"""Freshness: stamps/<stage>/<name>.json says what an output was made from, and every verdict
+says because of what."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from trainkit.data.sums import file_sum
 from trainkit.stages.contract import Need, Unit
 
 SCHEMA = "stamp/1"
-SINCE_EVER = {  # programs by the names that stamps know: a module that moved has not changed what it makes
+# programs by the names that stamps know: a module that moved has not changed what it makes
+SINCE_EVER = {
     "trainkit.data.fetch.worker": "trainkit.data.fetch",
     "trainkit.data.tokenize.check_worker": "trainkit.data.ready",
     "trainkit.data.tokenize.merge_worker": "trainkit.data.merge",
@@ -34,7 +36,9 @@ class Verdict:
     because: str
 
     def __str__(self) -> str:
-        return f"{self.stage} {self.name}: {'fresh' if self.fresh else 'stale'} because {self.because}"
+        return (
+            f"{self.stage} {self.name}: {'fresh' if self.fresh else 'stale'} because {self.because}"
+        )
 
 
 def stamp_path(stamps: Path, need: Need) -> Path:
@@ -71,11 +75,14 @@ def read_stamp(path: Path) -> dict[str, Any] | None:
         value = read_json(path)
     except (OSError, ValueError):
         return None
-    return value if isinstance(value, dict) and value.get("schema") == SCHEMA else None
+    if isinstance(value, dict) and value.get("schema") == SCHEMA:
+        return value
+    return None
 
 
 def _same_file(old: list[Any] | None, new: list[Any] | None, digest: str | None) -> bool:
-    """Whether a file is what it was: same size and time, or another time and the sum that was taken then."""
+    """Whether a file is what it was: same size and time, or another time and the sum that was
+    taken then."""
     if new is None or old is None or new[:2] != old[:2]:
         return False
     return new[2] == old[2] or (digest is not None and file_sum(Path(new[0])) == digest)
@@ -85,15 +92,32 @@ def _some(paths: Sequence[str]) -> str:
     return paths[0] + (f" and {len(paths) - 1:,} more" if len(paths) > 1 else "")
 
 
-def _changed_file(kind: str, paths: Iterable[Path], recorded: object, digests: Mapping[str, str] | None = None) -> str | None:
-    """In what files differ from those recorded, by name: one more, one less, another content, another order. `digests`: sums of those recorded."""
+def _changed_file(
+    kind: str, paths: Iterable[Path], recorded: object, digests: Mapping[str, str] | None = None
+) -> str | None:
+    """In what files differ from those recorded, by name: one more, one less, another content,
+    another order. `digests`: sums of those recorded."""
     if not isinstance(recorded, list):
         return "its stamp cannot be read"
     before = {old[0]: old for old in recorded if old}
     names = [str(path) for path in paths]
-    gone, more = [name for name in before if name not in set(names)], [name for name in names if name not in before]
-    words = [f"{kind} {_some(more)} is new"] if more else []
-    words += [f"{kind} {_some(gone)} is gone" if kind == "input" else f"{kind} {_some(gone)} is not made any more"] if gone else []
+    gone = [name for name in before if name not in set(names)]
+    more = [name for name in names if name not in before]
+    if more:
+        words = [f"{kind} {_some(more)} is new"]
+    else:
+        words = []
+    words += (
+        [
+            (
+                f"{kind} {_some(gone)} is gone"
+                if kind == "input"
+                else f"{kind} {_some(gone)} is not made any more"
+            )
+        ]
+        if gone
+        else []
+    )
     if words:
         return ", ".join(words)
     for name in names:
@@ -102,7 +126,9 @@ def _changed_file(kind: str, paths: Iterable[Path], recorded: object, digests: M
             return f"{kind} {name} is missing"
         if not _same_file(before[name], new, (digests or {}).get(name)):
             return f"{kind} {name} changed"
-    return None if names == list(before) else f"the order of the {kind}s changed"
+    if names == list(before):
+        return None
+    return f"the order of the {kind}s changed"
 
 
 def _changed_setting(old: object, new: Mapping[str, Any]) -> str | None:
@@ -116,7 +142,13 @@ def _changed_setting(old: object, new: Mapping[str, Any]) -> str | None:
 
 def judge(need: Need, stamps: Path, *, force: bool = False) -> Verdict:
     """Whether the stage's outputs are those of the settings and inputs at hand."""
-    fresh, because = (False, "--force was given") if force else need.evidence() if need.evidence else _judge_stamp(need, read_stamp(stamp_path(stamps, need)))
+    if force:
+        fresh = False
+        because = "--force was given"
+    elif need.evidence:
+        fresh, because = need.evidence()
+    else:
+        fresh, because = _judge_stamp(need, read_stamp(stamp_path(stamps, need)))
     return Verdict(need.stage, need.name, fresh, because)
 
 
@@ -124,34 +156,56 @@ def _judge_stamp(need: Need, stamp: dict[str, Any] | None) -> tuple[bool, str]:
     if stamp is None:
         return False, "it was never made here"
     if "unfinished" in stamp and stamp.get("failed"):
-        return False, f"its last making failed: {str(stamp['failed']).partition(chr(10))[0]} (then it was stale because {stamp['unfinished']})"
+        return (
+            False,
+            (
+                f"its last making failed: {str(stamp['failed']).partition(chr(10))[0]} (then it was"
+                f" stale because {stamp['unfinished']})"
+            ),
+        )
     if "unfinished" in stamp:
-        return False, f"its making was interrupted (then it was stale because {stamp['unfinished']})"
+        return (
+            False,
+            f"its making was interrupted (then it was stale because {stamp['unfinished']})",
+        )
     if stamp.get("version") != need.version:
-        return False, f"trainkit's version of it changed from {stamp.get('version')} to {need.version}"
+        return (
+            False,
+            f"trainkit's version of it changed from {stamp.get('version')} to {need.version}",
+        )
     because = (
         _changed_setting(stamp.get("settings"), need.settings)
         or _changed_file("input", need.inputs, stamp.get("inputs"), stamp.get("digests"))
         or _changed_file("output", need.outputs, stamp.get("outputs"))
     )
-    return (False, because) if because else (True, f"nothing changed since {stamp.get('made')}")
+    if because:
+        return (False, because)
+    return (True, f"nothing changed since {stamp.get('made')}")
 
 
 def write_unfinished(need: Need, stamps: Path, because: str, failed: str = "") -> None:
-    """Record that the stage's outputs are being made: until `write_stamp`, nothing there counts as fresh.
+    """Record that the stage's outputs are being made: until `write_stamp`, nothing there counts
+    as fresh.
 
-    What was made before is remembered ("made_before"): the identities of outputs that are still there, from which the new ones may be taken.
-    `failed`: what ended the making, where it is known.
+    What was made before is remembered ("made_before"): the identities of outputs that are still
+    there, from which the new ones may be taken. `failed`: what ended the making, where it is
+    known.
     """
     path = stamp_path(stamps, need)
     former = read_stamp(path) or {}
     before = former.get("outputs", former.get("made_before", []))
-    words = {"unfinished": because, "memory": dict(need.memory), "made_before": before, **({"failed": failed} if failed else {})}
+    words = {
+        "unfinished": because,
+        "memory": dict(need.memory),
+        "made_before": before,
+        **({"failed": failed} if failed else {}),
+    }
     write_json(path, document(SCHEMA, stage=need.stage, name=need.name, **words))
 
 
 def write_stamp(need: Need, stamps: Path, inputs: list[Any]) -> None:
-    """Record success. `inputs` are the identities seen before the work began: a file changed meanwhile makes it stale."""
+    """Record success. `inputs` are the identities seen before the work began: a file changed
+    meanwhile makes it stale."""
     value = document(
         SCHEMA,
         stage=need.stage,
@@ -168,7 +222,8 @@ def write_stamp(need: Need, stamps: Path, inputs: list[Any]) -> None:
 
 
 def write_times(need: Need, stamps: Path, inputs: list[Any]) -> None:
-    """Record other times of inputs of a stage that is fresh, as `input_identities` saw them before it was judged: they need not be read again."""
+    """Record other times of inputs of a stage that is fresh, as `input_identities` saw them
+    before it was judged: they need not be read again."""
     stamp = read_stamp(stamp_path(stamps, need))
     if stamp is not None and "outputs" in stamp and stamp.get("inputs") != inputs:
         write_json(stamp_path(stamps, need), {**stamp, "inputs": inputs})
@@ -179,7 +234,9 @@ def _digests(need: Need, stamps: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for unit in need.units if need.inputs else ():
         stamp = read_stamp(unit_stamp_path(stamps, need.name, unit.name)) or {}
-        found |= {path: digest for path, _, _, digest in stamp.get("result", {}).get("read", []) if digest}
+        found |= {
+            path: digest for path, _, _, digest in stamp.get("result", {}).get("read", []) if digest
+        }
     names = {str(path) for path in need.inputs}
     return {path: digest for path, digest in found.items() if path in names}
 
@@ -190,32 +247,61 @@ def input_identities(need: Need) -> list[Any]:
 
 
 def spec_digest(need: Need, unit: Unit) -> str:
-    """What a unit's freshness hangs on, besides its outputs: its words, and the trainkit version of the stage."""
+    """What a unit's freshness hangs on, besides its outputs: its words, and the trainkit version
+    of the stage."""
     words = [SINCE_EVER.get(word, word) for word in unit.argv[1:]]
     return hashlib.sha256(canonical([need.version, words, dict(unit.spec)]).encode()).hexdigest()
 
 
 def unit_is_fresh(need: Need, unit: Unit, stamps: Path) -> bool:
     """Whether the unit's last success was with this very spec and its outputs are untouched."""
-    return stamp_holds(unit_stamp_path(stamps, need.name, unit.name), spec_digest(need, unit), () if unit.kept else unit.outputs, kept=unit.kept)
+    return stamp_holds(
+        unit_stamp_path(stamps, need.name, unit.name),
+        spec_digest(need, unit),
+        () if unit.kept else unit.outputs,
+        kept=unit.kept,
+    )
 
 
 def stamp_holds(path: Path, digest: str, outputs: tuple[Path, ...], *, kept: bool = False) -> bool:
-    """The same where only these are known: on the node where the unit runs. `kept`: the outputs may be gone."""
+    """The same where only these are known: on the node where the unit runs. `kept`: the outputs
+    may be gone."""
     stamp = read_stamp(path)
     if stamp is None or stamp.get("spec") != digest:
         return False
     read = stamp.get("result", {}).get("read", [])
-    if not all(_same_file([name, size, time], file_identity(Path(name)), digest) for name, size, time, digest in read):
+    if not all(
+        _same_file([name, size, time], file_identity(Path(name)), digest)
+        for name, size, time, digest in read
+    ):
         return False
     return kept or _changed_file("output", outputs, stamp.get("outputs")) is None
 
 
 def write_unit_stamp(need: Need, unit: Unit, stamps: Path, result: dict[str, Any]) -> None:
     """Record a unit's success and what it reported."""
-    stamp_unit(unit_stamp_path(stamps, need.name, unit.name), unit.name, spec_digest(need, unit), unit.outputs, result)
+    stamp_unit(
+        unit_stamp_path(stamps, need.name, unit.name),
+        unit.name,
+        spec_digest(need, unit),
+        unit.outputs,
+        result,
+    )
 
 
-def stamp_unit(path: Path, name: str, digest: str, outputs: Iterable[Path], result: dict[str, Any]) -> None:
-    """The same where only these are known: on the node where the unit ran. `digest`: spec_digest of need and unit."""
-    write_json(path, document(SCHEMA, unit=name, spec=digest, outputs=_identities(outputs), result=result, made=utc_now()))
+def stamp_unit(
+    path: Path, name: str, digest: str, outputs: Iterable[Path], result: dict[str, Any]
+) -> None:
+    """The same where only these are known: on the node where the unit ran. `digest`: spec_digest
+    of need and unit."""
+    write_json(
+        path,
+        document(
+            SCHEMA,
+            unit=name,
+            spec=digest,
+            outputs=_identities(outputs),
+            result=result,
+            made=utc_now(),
+        ),
+    )

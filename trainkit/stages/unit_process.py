@@ -1,4 +1,5 @@
-"""What the process of one or several units has said, wherever it runs, and what becomes of it: stamps, progress, the error to raise."""
+"""What the process of one or several units has said, wherever it runs, and what becomes of it:
+stamps, progress, the error to raise."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ Counted = Callable[[Unit, Mapping[str, int]], None]
 
 
 class Batch:
-    """A process that does one unit, or several small ones in turn: its lines of JSON are taken in as they come, the rest goes to each unit's log.
+    """A process that does one unit, or several small ones in turn: its lines of JSON are taken
+    in as they come, the rest goes to each unit's log.
 
     Args:
         units: in the order in which it does them.
@@ -36,14 +38,20 @@ class Batch:
         self.specs = [folder / f"{unit.name}.spec.json" for unit in units]
         for unit, spec in zip(units, self.specs, strict=True):
             write_json(spec, dict(unit.spec))
-        self.folder, self.units, self.host, self._rest = folder, list(units), host, b""
+        self.folder = folder
+        self.units = list(units)
+        self.host = host
+        self._rest = b""
         self.waiting = list(units)  # for their result, in this order
-        self.fraction, self.counts = 0.0, dict[str, int]()  # of the unit at hand
+        # of the unit at hand
+        self.fraction = 0.0
+        self.counts = dict[str, int]()
         self.results: list[tuple[Unit, dict[str, Any]]] = []  # that nobody has taken yet
         self.error: dict[str, Any] | None = None
 
     def log(self, unit: Unit) -> Path:
-        """What a unit says to people; of the first one, whoever starts the process has to write it."""
+        """What a unit says to people; of the first one, whoever starts the process has to write
+        it."""
         return self.folder / f"{unit.name}.log"
 
     def hear(self, data: bytes) -> None:
@@ -64,10 +72,12 @@ class Batch:
             self.counts = {name: said[name] for name in COUNTS if name in said}
         if "result" in said and self.waiting:
             self.results.append((self.waiting.pop(0), said["result"]))
-            self.fraction, self.counts = 0.0, {}
+            self.fraction = 0.0
+            self.counts = {}
 
     def end(self, code: int) -> None:
-        """The process has ended with `code` (negative: a signal). Raises TrainkitError if it failed or did not do all of its units."""
+        """The process has ended with `code` (negative: a signal). Raises TrainkitError if it
+        failed or did not do all of its units."""
         if code != 0 or self.waiting:
             raise self._failure(code)
 
@@ -80,10 +90,18 @@ class Batch:
     def _failure(self, code: int) -> TrainkitError:
         """The error to raise for a process that ended without a result."""
         unit = (self.waiting or self.units)[0]
-        return failure_of(unit.name if self.waiting or self.error is None else "", self.host, code, self.error, self.log(unit))
+        return failure_of(
+            unit.name if self.waiting or self.error is None else "",
+            self.host,
+            code,
+            self.error,
+            self.log(unit),
+        )
 
 
-def failure_of(unit: str, host: str | None, code: int, error: dict[str, Any] | None, log: Path) -> TrainkitError:
+def failure_of(
+    unit: str, host: str | None, code: int, error: dict[str, Any] | None, log: Path
+) -> TrainkitError:
     """What to raise for a unit that failed.
 
     Args:
@@ -93,18 +111,32 @@ def failure_of(unit: str, host: str | None, code: int, error: dict[str, Any] | N
         error: its own words, if it left any.
         log: what it said to people.
     """
-    where = f" on {host}" if host else ""
+    if host:
+        where = f" on {host}"
+    else:
+        where = ""
     if error is not None:
         return error_from(error, f"{unit}{where}: " if where and unit else "")
-    how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
+    if code < 0:
+        how = f"was ended by signal {-code}"
+    else:
+        how = f"exited with {code}"
     if code == -signal.SIGKILL:
         how += ", as the kernel does when memory runs out (dmesg tells)"
-    lines = log.read_text(errors="replace").splitlines()[-8:] if log.exists() else []
-    return TrainkitError(f"{unit}{where} {how}", exit=Exit.STAGE_FAILED, hint="\n  ".join([f"its log is {log}", *lines]))
+    if log.exists():
+        lines = log.read_text(errors="replace").splitlines()[-8:]
+    else:
+        lines = []
+    return TrainkitError(
+        f"{unit}{where} {how}",
+        exit=Exit.STAGE_FAILED,
+        hint="\n  ".join([f"its log is {log}", *lines]),
+    )
 
 
 class Ledger:
-    """What has been done of a need: stamps what succeeded, lets begin what waited for it, tells whoever watches.
+    """What has been done of a need: stamps what succeeded, lets begin what waited for it, tells
+    whoever watches.
 
     Args:
         need: whose units they are.
@@ -114,9 +146,20 @@ class Ledger:
         counted: told what units have written.
     """
 
-    def __init__(self, need: Need, units: Sequence[Unit], stamps: Path, reporter: Reporter, counted: Counted | None) -> None:
-        self.need, self.stamps, self.reporter, self.counted = need, stamps, reporter, counted
-        self.queue, self.folder = UnitQueue(units), unit_folder(stamps, need.name)
+    def __init__(
+        self,
+        need: Need,
+        units: Sequence[Unit],
+        stamps: Path,
+        reporter: Reporter,
+        counted: Counted | None,
+    ) -> None:
+        self.need = need
+        self.stamps = stamps
+        self.reporter = reporter
+        self.counted = counted
+        self.queue = UnitQueue(units)
+        self.folder = unit_folder(stamps, need.name)
 
     def take_results(self, batch: Batch) -> None:
         """Stamp what a batch has finished, and let begin what waited for it."""

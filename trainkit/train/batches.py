@@ -1,4 +1,5 @@
-"""Which samples a rank reads, and the tokens in them. Positions in the order of samples are all there is to remember.
+"""Which samples a rank reads, and the tokens in them. Positions in the order of samples are all
+there is to remember.
 
 Shapes: B samples of a micro-batch, S tokens of a sample.
 """
@@ -36,59 +37,85 @@ def data_folder(job: Job, dataset: Dataset | None = None) -> DataFolder:
 
 
 def vocab_size(job: Job) -> int:
-    """Rows of the embedding: the model's vocab_size, else the tokenizer's, else what data preparation counted.
+    """Rows of the embedding: the model's vocab_size, else the tokenizer's, else what data
+    preparation counted.
 
     Raises ConfigError where none is known, or the tokenizer has more ids than the model.
     """
-    known = job.dataset.tokenizer.vocab_size if job.dataset.tokenizer else None
+    if job.dataset.tokenizer:
+        known = job.dataset.tokenizer.vocab_size
+    else:
+        known = None
     if job.dataset.tokenizer and (manifest := data_folder(job).manifest).is_file():
         known = int(read_form(manifest, "dataset/1")["vocab_size"])
     rows = job.model.vocab_size or known
     if rows is None:
-        raise ConfigError(f"nobody says how large the vocabulary of model {job.model.name!r} is", hint=f"set models.{job.model.name}.vocab_size")
+        raise ConfigError(
+            f"nobody says how large the vocabulary of model {job.model.name!r} is",
+            hint=f"set models.{job.model.name}.vocab_size",
+        )
     if known is not None and known > rows:
-        raise ConfigError(f"tokenizer has {known} ids, model {job.model.name!r} only {rows}", hint="raise model.vocab_size, or leave it out")
+        raise ConfigError(
+            f"tokenizer has {known} ids, model {job.model.name!r} only {rows}",
+            hint="raise model.vocab_size, or leave it out",
+        )
     return rows
 
 
 def micro_batches(consumed: int, global_batch: int, micro_batch: int, world: World) -> list[range]:
-    """Positions of each micro-batch of this rank in the global batch that begins after `consumed` samples.
+    """Positions of each micro-batch of this rank in the global batch that begins after
+    `consumed` samples.
 
-    Micro-batch m of data-parallel rank r holds consumed + m * (micro_batch * dp) + r * micro_batch + [0, micro_batch), as
-    in Megatron-LM, legacy/data/data_samplers.py MegatronPretrainingSampler. `global_batch` is a multiple of micro_batch * dp.
+    Micro-batch m of data-parallel rank r holds consumed + m * (micro_batch * dp) + r *
+    micro_batch + [0, micro_batch), as in Megatron-LM, legacy/data/data_samplers.py
+    MegatronPretrainingSampler. `global_batch` is a multiple of micro_batch * dp.
     """
-    starts = range(consumed + world.rank * micro_batch, consumed + global_batch, micro_batch * world.size)
+    starts = range(
+        consumed + world.rank * micro_batch, consumed + global_batch, micro_batch * world.size
+    )
     return [range(start, start + micro_batch) for start in starts]
 
 
 def document_bounds(inputs_BS: NDArray[np.int64], end: int) -> NDArray[np.int64]:
-    """0, where every further sample or document begins, and B * S: a document ends with its end-of-document token `end`."""
+    """0, where every further sample or document begins, and B * S: a document ends with its
+    end-of-document token `end`."""
     after = inputs_BS.ravel() == end
-    after[inputs_BS.shape[1] - 1 :: inputs_BS.shape[1]] = True  # a sample begins something new whatever it ends with
+    # a sample begins something new whatever it ends with
+    after[inputs_BS.shape[1] - 1 :: inputs_BS.shape[1]] = True
     return np.concatenate([[0], np.flatnonzero(after) + 1])
 
 
 def positions_within(bounds: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """Position of every token in its document (as Megatron-LM's reset_position_ids: the end token is its document's last)."""
+    """Position of every token in its document (as Megatron-LM's reset_position_ids: the end
+    token is its document's last)."""
     starts = np.repeat(bounds[:-1], np.diff(bounds))
     positions: NDArray[np.int64] = (np.arange(bounds[-1]) - starts).reshape(shape)
     return positions
 
 
 def _end_token(job: Job, dataset: Dataset) -> int | None:
-    """The id that ends a document, where an option of the job needs it. Raises ConfigError for data without documents."""
+    """The id that ends a document, where an option of the job needs it. Raises ConfigError for
+    data without documents."""
     t = job.training
-    asked = [key for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(t, key)]
+    asked = [
+        key
+        for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+        if getattr(t, key)
+    ]
     if not asked:
         return None
     if dataset.tokenizer is None:
-        raise ConfigError(f"training.{asked[0]} needs documents; dataset {dataset.name!r} is random tokens without any")
+        raise ConfigError(
+            f"training.{asked[0]} needs documents; dataset {dataset.name!r} is random tokens"
+            " without any"
+        )
     path = data_folder(job, dataset).tokenizer
     return end_of_document(load_tokenizer(path), dataset.tokenizer.eod_token, path)
 
 
 def _pinned_memory(shape: tuple[int, int]) -> Numbers:
-    """Page-locked memory, from which a copy to the device waits for nothing; torch keeps it until the copy is done, and uses it again."""
+    """Page-locked memory, from which a copy to the device waits for nothing; torch keeps it
+    until the copy is done, and uses it again."""
     values: Numbers = torch.empty(shape, dtype=torch.int64, pin_memory=True).numpy()
     return values
 
@@ -97,14 +124,21 @@ def train_plan(job: Job, world: World) -> Plan:
     """Global batches as training takes them, growing where it says so, to its last step."""
     micro = job.training.micro_batch_size
     return Plan(
-        lambda consumed, n: micro_batches(consumed, n, micro, world), lambda at: global_batch_size(job, at), consumed_after(job, job.training.train_iters)
+        lambda consumed, n: micro_batches(consumed, n, micro, world),
+        lambda at: global_batch_size(job, at),
+        consumed_after(job, job.training.train_iters),
     )
 
 
 def valid_plan(job: Job, world: World) -> Plan:
     """The global batches of one evaluation."""
-    micro, whole = job.training.micro_batch_size, job.global_batch_size
-    return Plan(lambda consumed, n: micro_batches(consumed, n, micro, world), lambda at: whole, job.training.eval_iters * whole)
+    micro = job.training.micro_batch_size
+    whole = job.global_batch_size
+    return Plan(
+        lambda consumed, n: micro_batches(consumed, n, micro, world),
+        lambda at: whole,
+        job.training.eval_iters * whole,
+    )
 
 
 class Feed:
@@ -118,23 +152,40 @@ class Feed:
         device: where they go.
 
     Raises:
-        ConfigError: the split has no sample (exit 3), the data or Megatron's index is missing or damaged (exit 5 or 6).
+        ConfigError: the split has no sample (exit 3), the data or Megatron's index is missing or
+        damaged (exit 5 or 6).
     """
 
-    def __init__(self, job: Job, dataset: Dataset, split: SplitName, world: World, device: torch.device) -> None:
-        self.device, self.split, self.training, self.name = device, split, job.training, dataset.name
-        self.length, self.vocab = job.model.seq_length, vocab_size(job)
+    def __init__(
+        self, job: Job, dataset: Dataset, split: SplitName, world: World, device: torch.device
+    ) -> None:
+        self.device = device
+        self.split = split
+        self.training = job.training
+        self.name = dataset.name
+        self.length = job.model.seq_length
+        self.vocab = vocab_size(job)
         self.mixture = open_mixture(job, dataset, split, self.vocab)
         self.end = _end_token(job, dataset)
-        self.loader = self._loader(self.mixture.order, (train_plan if split == "train" else valid_plan)(job, world))
+        self.loader = self._loader(
+            self.mixture.order, (train_plan if split == "train" else valid_plan)(job, world)
+        )
 
     def _loader(self, order: SampleOrder, plan: Plan) -> Loader:
-        return Loader(order, self.mixture.samples, self.length, plan, allocate=_pinned_memory if self.device.type == "cuda" else plain_memory)
+        return Loader(
+            order,
+            self.mixture.samples,
+            self.length,
+            plan,
+            allocate=_pinned_memory if self.device.type == "cuda" else plain_memory,
+        )
 
     def read(self, consumed: int, global_batch: int) -> Iterator[Batch]:
-        """This rank's micro-batches of the global batch of so many samples that begins after `consumed`.
+        """This rank's micro-batches of the global batch of so many samples that begins after
+        `consumed`.
 
-        Raises ConfigError for an id beyond the vocabulary (exit 3), and where a file cannot be read (exit 6).
+        Raises ConfigError for an id beyond the vocabulary (exit 3), and where a file cannot be
+        read (exit 6).
         """
         for batch in self.loader.read(consumed, global_batch):
             if batch.ids.highest >= self.vocab or batch.ids.lowest < 0:
@@ -144,18 +195,24 @@ class Feed:
     def where(self, position: int) -> str:
         """Which sample stands at a position, in words."""
         dataset, number = self.loader.at(position)
-        return f"sample {number} of the {self.split} split of dataset {self.mixture.names[dataset]!r}"
+        return (
+            f"sample {number} of the {self.split} split of dataset {self.mixture.names[dataset]!r}"
+        )
 
     def close(self) -> None:
         """End the threads that read; twice does no harm."""
         self.loader.close()
 
     def _foreign_id(self, batch: MicroBatch) -> ConfigError:
-        wrong = batch.ids.highest if batch.ids.highest >= self.vocab else batch.ids.lowest
+        if batch.ids.highest >= self.vocab:
+            wrong = batch.ids.highest
+        else:
+            wrong = batch.ids.lowest
         row = int(np.flatnonzero((batch.tokens == wrong).any(1))[0])
         where = self.where(batch.positions[row])
         return ConfigError(
-            f"token id {wrong} in {where}, but the model's vocabulary has {self.vocab}", hint="it was prepared with another tokenizer: run prep-data anew"
+            f"token id {wrong} in {where}, but the model's vocabulary has {self.vocab}",
+            hint="it was prepared with another tokenizer: run prep-data anew",
         )
 
     def _batch(self, batch: MicroBatch) -> Batch:
@@ -164,18 +221,26 @@ class Feed:
         if self.end is None and not batch.ids.missing:  # one copy to the device for both
             rows = to_device(torch.from_numpy(samples), self.device)
             return Batch(rows[:, :-1], rows[:, 1:], checksum, batch.positions.start)
-        inputs, labels = samples[:, :-1], samples[:, 1:]
+        inputs = samples[:, :-1]
+        labels = samples[:, 1:]
         if batch.ids.missing:
-            inputs, labels = np.where(inputs == NO_TOKEN, 0, inputs), np.where(labels == NO_TOKEN, NO_LABEL, labels)
-        positions, documents = None, None
+            inputs = np.where(inputs == NO_TOKEN, 0, inputs)
+            labels = np.where(labels == NO_TOKEN, NO_LABEL, labels)
+        positions = None
+        documents = None
         if self.end is not None:
             bounds = document_bounds(inputs, self.end)
             if self.training.reset_position_ids:
-                positions = to_device(torch.from_numpy(positions_within(bounds, inputs.shape)), self.device)
+                positions = to_device(
+                    torch.from_numpy(positions_within(bounds, inputs.shape)), self.device
+                )
             if self.training.reset_attention_mask:
                 bounds_D = to_device(torch.from_numpy(bounds.astype(np.int32)), self.device)
                 documents = Documents(tuple(bounds.tolist()), bounds_D, int(np.diff(bounds).max()))
             if self.training.eod_mask_loss:
                 labels = np.where(inputs == self.end, NO_LABEL, labels)
-        tokens_BS, labels_BS = (to_device(torch.from_numpy(np.ascontiguousarray(part)), self.device) for part in (inputs, labels))
+        tokens_BS, labels_BS = (
+            to_device(torch.from_numpy(np.ascontiguousarray(part)), self.device)
+            for part in (inputs, labels)
+        )
         return Batch(tokens_BS, labels_BS, checksum, batch.positions.start, positions, documents)

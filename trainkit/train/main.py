@@ -1,7 +1,8 @@
 """The program of one rank: python -I <snapshot>/trainkit/train/main.py RUN_FOLDER --attempt N.
 
-Who it is comes in torch's standard variables; TORCHELASTIC_ERROR_FILE and TRAINKIT_HEARTBEAT_FILE say where to report. Exit
-codes: 0; 12 told to stop, and saved; a TrainkitError's own; 10 for a full or failing disk and the like; 9 for any other exception.
+Who it is comes in torch's standard variables; TORCHELASTIC_ERROR_FILE and
+TRAINKIT_HEARTBEAT_FILE say where to report. Exit codes: 0; 12 told to stop, and saved; a
+TrainkitError's own; 10 for a full or failing disk and the like; 9 for any other exception.
 """
 
 from __future__ import annotations
@@ -19,19 +20,32 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-MACHINE_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EADDRINUSE, errno.ENOMEM}
+MACHINE_FAULTS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.EADDRINUSE,
+    errno.ENOMEM,
+}
 TOLD = {signal.SIGTERM, signal.SIGUSR1}
 
 
-PATIENCE = 2.0  # seconds that a rank without anything to save waits before it leaves: the others must have been told as well
+# seconds that a rank without anything to save waits before it leaves: the others must have been
+# told as well
+PATIENCE = 2.0
 
 
 def listen(stop: threading.Event, leaves: Callable[[], bool] = lambda: False) -> None:
-    """Take TERM and USR1 in a thread of their own. Must run before torch starts threads: they inherit the blocked signals.
+    """Take TERM and USR1 in a thread of their own. Must run before torch starts threads: they
+    inherit the blocked signals.
 
-    TERM from our parent, which knows what it does, ends the process at once. Any other TERM (a scheduler's) and USR1 ask for a checkpoint at the end of
-    the step. While there is nothing new to save (starting, loading, compiling the first step, which may take longer than anyone's grace) the process leaves.
-    USR2 prints all threads' stacks on stderr, from C: where Python hangs in a library it still answers.
+    TERM from our parent, which knows what it does, ends the process at once. Any other TERM (a
+    scheduler's) and USR1 ask for a checkpoint at the end of the step. While there is nothing new
+    to save (starting, loading, compiling the first step, which may take longer than anyone's
+    grace) the process leaves. USR2 prints all threads' stacks on stderr, from C: where Python
+    hangs in a library it still answers.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -53,25 +67,43 @@ def listen(stop: threading.Event, leaves: Callable[[], bool] = lambda: False) ->
 
 
 def record_error(error: BaseException, code: int, step: int) -> None:
-    """Write why this rank fails, where its starter asked for it. torchelastic reads `message` and `timestamp` of the same file."""
+    """Write why this rank fails, where its starter asked for it. torchelastic reads `message`
+    and `timestamp` of the same file."""
     from trainkit.base.documents import document, utc_now
     from trainkit.base.files import write_json
 
-    words = {"type": type(error).__name__, "message": str(error), "traceback": "".join(traceback.format_exception(error))}
+    words = {
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
     where = {"rank": int(os.environ.get("RANK", "0")), "host": os.uname().nodename, "step": step}
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
-    with contextlib.suppress(OSError):  # a full disk must not hide the error itself, which is on stderr
-        write_json(Path(path), document("rank-error/1", **where, time=utc_now(), timestamp=int(time.time()), exit=code, **words))
+    # a full disk must not hide the error itself, which is on stderr
+    with contextlib.suppress(OSError):
+        write_json(
+            Path(path),
+            document(
+                "rank-error/1",
+                **where,
+                time=utc_now(),
+                timestamp=int(time.time()),
+                exit=code,
+                **words,
+            ),
+        )
 
 
 def run_rank(run_folder: Path) -> int:
-    """Train as this rank; returns the exit code. A failure is on stderr and in the error file by then."""
+    """Train as this rank; returns the exit code. A failure is on stderr and in the error file by
+    then."""
     from trainkit.base.errors import Exit, TrainkitError
     from trainkit.train.metrics.heartbeat import Heartbeat
 
     watched = os.environ.get("TRAINKIT_HEARTBEAT_FILE")
-    heartbeat, stop = Heartbeat(Path(watched) if watched else None, int(os.environ["RANK"])), threading.Event()
+    heartbeat = Heartbeat(Path(watched) if watched else None, int(os.environ["RANK"]))
+    stop = threading.Event()
     listen(stop, lambda: heartbeat.leaves)
     try:
         heartbeat.beat("start", 0)
@@ -94,13 +126,17 @@ def run_rank(run_folder: Path) -> int:
         traceback.print_exc()
         if stop.is_set() and heartbeat.nothing_new:  # a peer that was told as well has left already
             return int(Exit.PREEMPTED)
-        code = Exit.RANK_INFRA if isinstance(error, OSError) and error.errno in MACHINE_FAULTS else Exit.RANK_USER
+        if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
+            code = Exit.RANK_INFRA
+        else:
+            code = Exit.RANK_USER
         record_error(error, int(code), heartbeat.step)
         return int(code)
 
 
 def leave(code: int) -> None:
-    """End the process. Gloo's threads may abort a finalizing interpreter after all work is done, so the interpreter is not finalized."""
+    """End the process. Gloo's threads may abort a finalizing interpreter after all work is done,
+    so the interpreter is not finalized."""
     if code in (0, 12):
         import torch.distributed as dist
 
@@ -111,7 +147,8 @@ def leave(code: int) -> None:
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the snapshot this file is part of
+    # the snapshot this file is part of
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from trainkit.base.process import allow_open_files, die_with_parent
     from trainkit.base.worker import PARENT_VARIABLE
 

@@ -1,4 +1,5 @@
-"""Before the first step: what cannot be trained is refused with all its reasons at once, and weights begin somewhere."""
+"""Before the first step: what cannot be trained is refused with all its reasons at once, and
+weights begin somewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MANY = 20  # tensors named in one message
 
 
 def refuse_what_cannot_run(job: Job, world: World, *, begins: bool) -> None:
-    """Refuse a world, batches, a vocabulary or beginning weights that do not fit the job. Raises ConfigError with all that is wrong.
+    """Refuse a world, batches, a vocabulary or beginning weights that do not fit the job. Raises
+    ConfigError with all that is wrong.
 
     `begins`: there is no checkpoint to go on from, so that init_from is needed.
     """
@@ -50,53 +52,94 @@ def _check_init(job: Job) -> None:
 
 def layout_problems(job: Job, world: World) -> Iterator[Problem]:
     """What is wrong with how the ranks would share the work."""
-    p, degrees = job.parallelism, degrees_of(job)
+    p = job.parallelism
+    degrees = degrees_of(job)
     if world.size != job.world_size:
-        yield Problem(f"job {job.name!r} is for {job.world_size} ranks and was started with {world.size}")
+        yield Problem(
+            f"job {job.name!r} is for {job.world_size} ranks and was started with {world.size}"
+        )
     if job.world_size % (degrees.tensor * degrees.pipeline):
-        yield Problem(f"{job.world_size} ranks do not divide by tensor-parallel {degrees.tensor} x pipeline-parallel {degrees.pipeline}")
+        yield Problem(
+            f"{job.world_size} ranks do not divide by tensor-parallel {degrees.tensor} x"
+            f" pipeline-parallel {degrees.pipeline}"
+        )
     elif degrees.world != job.world_size:
-        yield Problem(f"data-parallel size {job.data_parallel_size} does not divide by data_parallel_replicate_size {p.data_parallel_replicate_size}")
+        yield Problem(
+            f"data-parallel size {job.data_parallel_size} does not divide by"
+            f" data_parallel_replicate_size {p.data_parallel_replicate_size}"
+        )
     yield from _tensor_problems(job, degrees.tensor)
     yield from _pipeline_problems(job)
     quantum = job.training.micro_batch_size * job.data_parallel_size
     for samples in batch_sizes(job):
-        grown = "" if samples == job.global_batch_size else " (rampup_batch_size passes through it)"
+        if samples == job.global_batch_size:
+            grown = ""
+        else:
+            grown = " (rampup_batch_size passes through it)"
         if samples % quantum:
-            yield Problem(f"global_batch_size {samples}{grown} does not divide by micro_batch_size x data-parallel size = {quantum}")
+            yield Problem(
+                f"global_batch_size {samples}{grown} does not divide by micro_batch_size x"
+                f" data-parallel size = {quantum}"
+            )
         elif why := schedule_problem(p, samples // quantum):
-            yield Problem(f"global_batch_size {samples}{grown} is {samples // quantum} micro-batches: {why}")
+            yield Problem(
+                f"global_batch_size {samples}{grown} is {samples // quantum} micro-batches: {why}"
+            )
 
 
 def _tensor_problems(job: Job, tensor: int) -> Iterator[Problem]:
-    """Heads divide; the sequence does where it is split. Vocabulary and MLP may be split unevenly, as long as every rank has some."""
+    """Heads divide; the sequence does where it is split. Vocabulary and MLP may be split
+    unevenly, as long as every rank has some."""
     model = job.model
     if model.num_attention_heads % tensor:
-        yield Problem(f"num_attention_heads {model.num_attention_heads} does not divide by tensor-parallel size {tensor}")
+        yield Problem(
+            f"num_attention_heads {model.num_attention_heads} does not divide by tensor-parallel"
+            f" size {tensor}"
+        )
     elif model.query_groups % tensor and tensor % model.query_groups:
-        yield Problem(f"num_query_groups {model.query_groups} is no multiple of tensor-parallel size {tensor}, nor it of them")
-    for key, size in (("ffn_hidden_size", model.ffn_width), ("vocab_size", model.vocab_size or tensor)):
+        yield Problem(
+            f"num_query_groups {model.query_groups} is no multiple of tensor-parallel size"
+            f" {tensor}, nor it of them"
+        )
+    for key, size in (
+        ("ffn_hidden_size", model.ffn_width),
+        ("vocab_size", model.vocab_size or tensor),
+    ):
         if size < tensor:
             yield Problem(f"{key} {size} is less than tensor-parallel size {tensor}")
     if job.parallelism.sequence_parallel and model.seq_length % tensor:
-        yield Problem(f"sequence_parallel: seq_length {model.seq_length} does not divide by tensor-parallel size {tensor}")
+        yield Problem(
+            f"sequence_parallel: seq_length {model.seq_length} does not divide by tensor-parallel"
+            f" size {tensor}"
+        )
 
 
 def _pipeline_problems(job: Job) -> Iterator[Problem]:
-    """Every chunk has a layer; ZeRO 2 and schedules exclude each other: these add whole gradients up and reduce them once."""
+    """Every chunk has a layer; ZeRO 2 and schedules exclude each other: these add whole
+    gradients up and reduce them once."""
     p = job.parallelism
     chunks = p.pipeline_model_parallel_size * chunks_per_stage(p)
     if job.model.num_layers < chunks:
-        yield Problem(f"{job.model.num_layers} layers for {p.pipeline_model_parallel_size} pipeline stages of {chunks_per_stage(p)} chunks")
+        yield Problem(
+            f"{job.model.num_layers} layers for {p.pipeline_model_parallel_size} pipeline stages of"
+            f" {chunks_per_stage(p)} chunks"
+        )
     if p.pipeline_model_parallel_size > 1 and p.zero_stage == 2:
-        yield Problem("zero_stage 2 does not go with a pipeline, whose schedules reduce gradients once; use 1 or 3")
+        yield Problem(
+            "zero_stage 2 does not go with a pipeline, whose schedules reduce gradients once; use 1"
+            " or 3"
+        )
     if p.pipeline_schedule == "zbv" and p.zero_stage == 3:
-        yield Problem("zero_stage 3 does not go with pipeline_schedule = 'zbv', which needs the weights of a backward twice; use 1")
+        yield Problem(
+            "zero_stage 3 does not go with pipeline_schedule = 'zbv', which needs the weights of a"
+            " backward twice; use 1"
+        )
 
 
 @torch.no_grad()
 def begin_weights(job: Job, parts: Parts) -> None:
-    """Fill a new model: from `init_from`, else by the seed. Called by all ranks together. Raises ConfigError for weights that are not finite."""
+    """Fill a new model: from `init_from`, else by the seed. Called by all ranks together. Raises
+    ConfigError for weights that are not finite."""
     if job.init_from is None:
         for module in parts.modules:
             initialize(module, job.model, job.training.seed)
@@ -107,5 +150,10 @@ def begin_weights(job: Job, parts: Parts) -> None:
         bad[held.name] += int((~torch.isfinite(local_part(held.parameter))).sum())
     counts = torch.tensor(list(bad.values()))
     dist.all_reduce(counts)
-    if wrong := [f"{name} ({count})" for name, count in zip(bad, counts.tolist(), strict=True) if count]:
-        raise ConfigError(f"init_from = {job.init_from!r}: weights that are not finite in {len(wrong)} tensors: {', '.join(wrong[:MANY])}")
+    if wrong := [
+        f"{name} ({count})" for name, count in zip(bad, counts.tolist(), strict=True) if count
+    ]:
+        raise ConfigError(
+            f"init_from = {job.init_from!r}: weights that are not finite in {len(wrong)} tensors:"
+            f" {', '.join(wrong[:MANY])}"
+        )

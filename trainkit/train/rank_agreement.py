@@ -1,4 +1,5 @@
-"""All ranks agree on what they are about to do before they do it: a rank of another job, layout or version would train something else in silence."""
+"""All ranks agree on what they are about to do before they do it: a rank of another job, layout
+or version would train something else in silence."""
 
 from __future__ import annotations
 
@@ -21,9 +22,18 @@ ROOM = 1024  # bytes that a rank has to say how it differs
 
 
 def fingerprint(job: Job) -> dict[str, str]:
-    """What must be the same on all ranks, by the words it is named with: every value of the job, the layout that follows from it, and versions."""
-    versions = {"torch": torch.__version__, "trainkit": trainkit.__version__, "python": platform.python_version()}
-    return {**versions, "layout": str(degrees_of(job)), **dict(_leaves("job", job.model_dump(mode="json")))}
+    """What must be the same on all ranks, by the words it is named with: every value of the job,
+    the layout that follows from it, and versions."""
+    versions = {
+        "torch": torch.__version__,
+        "trainkit": trainkit.__version__,
+        "python": platform.python_version(),
+    }
+    return {
+        **versions,
+        "layout": str(degrees_of(job)),
+        **dict(_leaves("job", job.model_dump(mode="json"))),
+    }
 
 
 def _leaves(path: str, value: Any) -> list[tuple[str, str]]:
@@ -34,11 +44,16 @@ def _leaves(path: str, value: Any) -> list[tuple[str, str]]:
 
 def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """How `other` differs from the first rank's."""
-    return [f"{key} is {other.get(key, 'missing')}, on rank 0 {first.get(key, 'missing')}" for key in {**first, **other} if first.get(key) != other.get(key)]
+    return [
+        f"{key} is {other.get(key, 'missing')}, on rank 0 {first.get(key, 'missing')}"
+        for key in {**first, **other}
+        if first.get(key) != other.get(key)
+    ]
 
 
 def agree(job: Job, world: World) -> None:
-    """Called by all ranks together right after they met. Raises ConfigError on all of them, which names each rank that differs from rank 0, and in what."""
+    """Called by all ranks together right after they met. Raises ConfigError on all of them,
+    which names each rank that differs from rank 0, and in what."""
     mine = fingerprint(job)
     size = torch.tensor([len(text := json.dumps(mine).encode())])
     dist.broadcast(size, 0)
@@ -47,7 +62,9 @@ def agree(job: Job, world: World) -> None:
         told = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     dist.broadcast(told, 0)
     found = differences(json.loads(bytes(told.tolist())), mine)
-    words = "; ".join(found[:MANY]) + (f"; and {len(found) - MANY} more" if len(found) > MANY else "")
+    words = "; ".join(found[:MANY]) + (
+        f"; and {len(found) - MANY} more" if len(found) > MANY else ""
+    )
     own = torch.zeros(ROOM, dtype=torch.uint8)
     said = words.encode()[:ROOM]
     if said:
@@ -55,5 +72,9 @@ def agree(job: Job, world: World) -> None:
     everyone = [torch.zeros_like(own) for _ in range(world.size)]
     dist.all_gather(everyone, own)
     texts = [bytes(said.tolist()).rstrip(b"\0").decode(errors="replace") for said in everyone]
-    if wrong := [Problem(f"rank {rank} was started with something else: {text}") for rank, text in enumerate(texts) if text]:
+    if wrong := [
+        Problem(f"rank {rank} was started with something else: {text}")
+        for rank, text in enumerate(texts)
+        if text
+    ]:
         raise ConfigError(wrong)

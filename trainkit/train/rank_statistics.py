@@ -1,4 +1,5 @@
-"""How the ranks of a run compare: the slowest of them, what pipelines wait, and the memory of every stage."""
+"""How the ranks of a run compare: the slowest of them, what pipelines wait, and the memory of
+every stage."""
 
 from __future__ import annotations
 
@@ -16,14 +17,20 @@ from trainkit.train.parallel.mesh import Mesh
 PEAKS = ("max_allocated", "max_resident")  # of memory, on a GPU and without one
 
 
-def across_ranks(job: Job, mesh: Mesh, times: Mapping[str, float], memory: Mapping[str, int], samples: int) -> dict[str, dict[str, float]]:
-    """Two further tables of a row of metrics (docs/run-folder.md), nothing for one rank. Called by all ranks together, for steps whose numbers are known.
+def across_ranks(
+    job: Job, mesh: Mesh, times: Mapping[str, float], memory: Mapping[str, int], samples: int
+) -> dict[str, dict[str, float]]:
+    """Two further tables of a row of metrics (docs/run-folder.md), nothing for one rank. Called
+    by all ranks together, for steps whose numbers are known.
 
-    `ranks`: least, mean and most milliseconds of `forward` and `backward`, the rank that took most, and the mean of `communication`. Ranks of a
-    tensor-parallel group wait for each other within these, so there a slow one shows as a slow group.
+    `ranks`: least, mean and most milliseconds of `forward` and `backward`, the rank that took
+    most, and the mean of `communication`. Ranks of a tensor-parallel group wait for each other
+    within these, so there a slow one shows as a slow group.
 
-    `pipeline`, where there is one: `idle`, the part of forward, backward and what lies between that stages wait, mean of all ranks; `predicted_idle`, the
-    schedule's bubble where all stages take equally long (plan.layout.Layout.bubble_fraction); `memory_stage_K`, the highest peak of the stage's ranks.
+    `pipeline`, where there is one: `idle`, the part of forward, backward and what lies between
+    that stages wait, mean of all ranks; `predicted_idle`, the schedule's bubble where all stages
+    take equally long (plan.layout.Layout.bubble_fraction); `memory_stage_K`, the highest peak of
+    the stage's ranks.
 
     Args:
         times: this rank's, a step.
@@ -32,7 +39,11 @@ def across_ranks(job: Job, mesh: Mesh, times: Mapping[str, float], memory: Mappi
     """
     if mesh.degrees.world == 1:
         return {}
-    own = [times.get("forward", 0.0) + times.get("backward", 0.0), times.get("communication", 0.0), times.get("pipeline", 0.0)]
+    own = [
+        times.get("forward", 0.0) + times.get("backward", 0.0),
+        times.get("communication", 0.0),
+        times.get("pipeline", 0.0),
+    ]
     peak = next((memory[kind] for kind in PEAKS if kind in memory), 0)
     everyone = [torch.zeros(4, dtype=torch.float64) for _ in range(mesh.degrees.world)]
     dist.all_gather(everyone, torch.tensor([*own, peak], dtype=torch.float64))
@@ -47,9 +58,21 @@ def across_ranks(job: Job, mesh: Mesh, times: Mapping[str, float], memory: Mappi
         }
     }
     if mesh.degrees.pipeline > 1:
-        layout = replace(layout_of(job), micro_batches=samples // (job.training.micro_batch_size * mesh.degrees.data))
+        layout = replace(
+            layout_of(job),
+            micro_batches=samples // (job.training.micro_batch_size * mesh.degrees.data),
+        )
         stages = [place_of(rank, mesh.degrees).pipeline for rank in range(mesh.degrees.world)]
-        memories = {f"memory_stage_{stage}": max(int(peak) for peak, at in zip(peaks, stages, strict=True) if at == stage) for stage in sorted(set(stages))}
+        memories = {
+            f"memory_stage_{stage}": max(
+                int(peak) for peak, at in zip(peaks, stages, strict=True) if at == stage
+            )
+            for stage in sorted(set(stages))
+        }
         whole = float((compute + waiting).sum())
-        found["pipeline"] = {"idle": float(waiting.sum()) / whole if whole else 0.0, "predicted_idle": layout.bubble_fraction, **memories}
+        found["pipeline"] = {
+            "idle": float(waiting.sum()) / whole if whole else 0.0,
+            "predicted_idle": layout.bubble_fraction,
+            **memories,
+        }
     return found

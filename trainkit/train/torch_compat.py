@@ -1,4 +1,5 @@
-"""The private and the moving names of torch that the trainer leans on, in one place. Works with 2.11 to 2.13."""
+"""The private and the moving names of torch that the trainer leans on, in one place. Works with
+2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # registers the operations below and their gradients
+
+# registers the operations below and their gradients
+import torch.distributed._functional_collectives
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -16,25 +19,34 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The elements this rank holds, sharing storage: the local shard of a DTensor, else the tensor itself."""
+    """The elements this rank holds, sharing storage: the local shard of a DTensor, else the
+    tensor itself."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Where `local_part` lies in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, n) for n in tensor.shape)
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(slice(start, start + n) for start, n in zip(offsets, sizes, strict=True))
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """`local`, a tensor over what this rank holds of `parameter`, as a tensor of the parameter's global shape, sharing storage."""
+    """`local`, a tensor over what this rank holds of `parameter`, as a tensor of the parameter's
+    global shape, sharing storage."""
     if not isinstance(parameter, DTensor):
         return local
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    mesh = parameter.device_mesh
+    placements = parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 Outlined = TypeVar("Outlined", bound=Tensor)
@@ -46,7 +58,8 @@ def outline(kind: type[Outlined], shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def name_group(name: str, group: dist.ProcessGroup) -> None:
-    """Let this process find `group` by `name` too. The name of a group is a constant in compiled graphs, and torch's own differs from rank to rank."""
+    """Let this process find `group` by `name` too. The name of a group is a constant in compiled
+    graphs, and torch's own differs from rank to rank."""
     from torch._C import _distributed_c10d as c10d
 
     with contextlib.suppress(RuntimeError):  # there is none of that name
@@ -55,16 +68,20 @@ def name_group(name: str, group: dist.ProcessGroup) -> None:
 
 
 def gathered(x: Tensor, size: int, group: str) -> Tensor:
-    """What the ranks of a group hold, one after another along the first dimension; the gradient is `scattered`'s. torch's public functions return a
-    subclass of Tensor that finishes when it is used, which leaks into what follows; these operations return plain tensors."""
+    """What the ranks of a group hold, one after another along the first dimension; the gradient
+    is `scattered`'s. torch's public functions return a subclass of Tensor that finishes when it
+    is used, which leaks into what follows; these operations return plain tensors."""
     ops = torch.ops._c10d_functional
     return cast(Tensor, ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), size, group)))
 
 
 def scattered(x: Tensor, size: int, group: str) -> Tensor:
-    """This rank's part, along the first dimension, of the sum over a group; the gradient is `gathered`'s."""
+    """This rank's part, along the first dimension, of the sum over a group; the gradient is
+    `gathered`'s."""
     ops = torch.ops._c10d_functional
-    return cast(Tensor, ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group)))
+    return cast(
+        Tensor, ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
+    )
 
 
 def summed(x: Tensor, group: str, operation: str = "sum") -> Tensor:
@@ -74,10 +91,14 @@ def summed(x: Tensor, group: str, operation: str = "sum") -> Tensor:
 
 
 def widen_gradients(module: nn.Module) -> None:
-    """Add what backward left in `.grad` of fully_shard's units to their sums in `reduce_dtype`, as they do themselves when the gradient of what a unit was
-    given is made: for a backward that makes those of its weights later."""
+    """Add what backward left in `.grad` of fully_shard's units to their sums in `reduce_dtype`,
+    as they do themselves when the gradient of what a unit was given is made: for a backward that
+    makes those of its weights later."""
     for unit in module.modules():
-        if isinstance(unit, FSDPModule) and (group := unit._get_fsdp_state()._fsdp_param_group) is not None:
+        if (
+            isinstance(unit, FSDPModule)
+            and (group := unit._get_fsdp_state()._fsdp_param_group) is not None
+        ):
             for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()  # the first: there is no sum yet
@@ -90,29 +111,41 @@ def group_operations() -> list[object]:
 
 
 def fused_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """2-norms in fp64, few kernels for all tensors: on CUDA torch.linalg.vector_norm would first make an fp64 copy of each."""
+    """2-norms in fp64, few kernels for all tensors: on CUDA torch.linalg.vector_norm would first
+    make an fp64 copy of each."""
     return cast(list[Tensor], torch._foreach_norm(tensors, 2, dtype=torch.float64))
 
 
 def scale_in_place(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply all tensors by one number, shape (), in few kernels and without waiting for the device."""
+    """Multiply all tensors by one number, shape (), in few kernels and without waiting for the
+    device."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
 
-def causal_varlen_attention(q_NAD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bounds_D: Tensor, longest: int) -> Tensor:
-    """Causal attention within the documents between `bounds_D` (int32, CUDA): torch's variable-length kernel, whose words for "causal" and
-    for grouped queries changed between versions."""
+def causal_varlen_attention(
+    q_NAD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bounds_D: Tensor, longest: int
+) -> Tensor:
+    """Causal attention within the documents between `bounds_D` (int32, CUDA): torch's
+    variable-length kernel, whose words for "causal" and for grouped queries changed between
+    versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
-    words: dict[str, object] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    words: dict[str, object]
+    if "window_size" in known:
+        words = {"window_size": (-1, 0)}
+    else:
+        words = {"is_causal": True}
     if k_NGD.shape[1] != q_NAD.shape[1]:
         if "enable_gqa" in known:
             words["enable_gqa"] = True
         else:
-            k_NGD, v_NGD = (t.repeat_interleave(q_NAD.shape[1] // t.shape[1], dim=1) for t in (k_NGD, v_NGD))
-    return cast(Tensor, varlen_attn(q_NAD, k_NGD, v_NGD, bounds_D, bounds_D, longest, longest, **words))  # type: ignore[arg-type]
+            k_NGD, v_NGD = (
+                t.repeat_interleave(q_NAD.shape[1] // t.shape[1], dim=1) for t in (k_NGD, v_NGD)
+            )
+    bounds = (bounds_D, bounds_D, longest, longest)
+    return cast(Tensor, varlen_attn(q_NAD, k_NGD, v_NGD, *bounds, **words))  # type: ignore[arg-type]
 
 
 def varlen_operations() -> list[object]:
@@ -121,7 +154,9 @@ def varlen_operations() -> list[object]:
 
     operations = getattr(torch.ops, "torch_attn", None)
     operation = getattr(operations, "_varlen_attn", None)
-    return [operation.default] if operation is not None else []
+    if operation is not None:
+        return [operation.default]
+    return []
 
 
 def compile_cache_counts() -> str:
@@ -130,15 +165,19 @@ def compile_cache_counts() -> str:
 
     wanted = {"fxgraph_cache_hit": "graph hits", "fxgraph_cache_miss": "graph misses"}
     counted = [f"{words} {counters['inductor'][key]}" for key, words in wanted.items()]
-    counted += [f"autograd {what} {counters['aot_autograd'][f'autograd_cache_{what}']}" for what in ("hit", "miss")]
+    counted += [
+        f"autograd {what} {counters['aot_autograd'][f'autograd_cache_{what}']}"
+        for what in ("hit", "miss")
+    ]
     return ", ".join(counted)
 
 
 def be_deterministic() -> None:
-    """Let this process take only kernels that give the same bits every time; an operation that has none raises RuntimeError (torch's notes, Reproducibility).
+    """Let this process take only kernels that give the same bits every time; an operation that
+    has none raises RuntimeError (torch's notes, Reproducibility).
 
-    cuBLAS asks for CUBLAS_WORKSPACE_CONFIG besides, which is set where the rank's environment is made. torch would fill new memory with NaN too, which only
-    finds mistakes.
+    cuBLAS asks for CUBLAS_WORKSPACE_CONFIG besides, which is set where the rank's environment is
+    made. torch would fill new memory with NaN too, which only finds mistakes.
     """
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

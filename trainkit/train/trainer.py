@@ -1,4 +1,5 @@
-"""The training loop of one rank: from a job to a trained model, or to the step where it was told to stop."""
+"""The training loop of one rank: from a job to a trained model, or to the step where it was told
+to stop."""
 
 from __future__ import annotations
 
@@ -64,15 +65,18 @@ class SinceLog:
 
 
 class RollBack(Exception):
-    """A step asks to go back to the last checkpoint; the words say why, `nan` whether it was not finite (else a spike), `cause` finds out where."""
+    """A step asks to go back to the last checkpoint; the words say why, `nan` whether it was not
+    finite (else a spike), `cause` finds out where."""
 
     def __init__(self, words: str, *, nan: bool, cause: Callable[[], str]) -> None:
         super().__init__(words)
-        self.nan, self.cause = nan, cause
+        self.nan = nan
+        self.cause = cause
 
 
 class Trainer:
-    """Model, optimizer, data and reports of one rank. Afterwards `step` is the number of completed optimizer steps, skipped ones included.
+    """Model, optimizer, data and reports of one rank. Afterwards `step` is the number of
+    completed optimizer steps, skipped ones included.
 
     Args:
         job: what to train.
@@ -81,26 +85,45 @@ class Trainer:
         stop: set when the rank was told to save and stop.
     """
 
-    def __init__(self, job: Job, run: RunFolder, world: World, heartbeat: Heartbeat, stop: threading.Event) -> None:
+    def __init__(
+        self, job: Job, run: RunFolder, world: World, heartbeat: Heartbeat, stop: threading.Event
+    ) -> None:
         heartbeat.beat("load", 0)
         refuse_what_cannot_run(job, world, begins=not finished(run.checkpoints))
-        self.job, self.run, self.world, self.heartbeat, self.stop = job, run, world, heartbeat, stop
+        self.job = job
+        self.run = run
+        self.world = world
+        self.heartbeat = heartbeat
+        self.stop = stop
         self.device = data_parallel.join(world, job.cluster.device_type)
         agree(job, world)
         if job.training.deterministic:
             be_deterministic()
-        self.mesh = mesh = Mesh.of(degrees_of(job), world, self.device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
+        self.mesh = mesh = Mesh.of(
+            degrees_of(job),
+            world,
+            self.device,
+            sequence=job.parallelism.sequence_parallel,
+            tied_at=tied_at(job),
+        )
         vocab = vocab_size(job)
         self.parts = build(job, mesh, vocab)
         self.timers = Timers(self.device)
         self.maker = Step(job, self.parts, mesh, self.timers)
         self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)
-        datasets = {"valid": job.dataset, **job.validation} if job.training.eval_iters else {}
-        self.valid_feeds = {name: Feed(job, dataset, "valid", mesh.data_world, self.device) for name, dataset in datasets.items()}
+        if job.training.eval_iters:
+            datasets = {"valid": job.dataset, **job.validation}
+        else:
+            datasets = {}
+        self.valid_feeds = {
+            name: Feed(job, dataset, "valid", mesh.data_world, self.device)
+            for name, dataset in datasets.items()
+        }
         self.step = self.consumed_samples = self.rollbacks = 0
         self.evaluation_due = True  # the next thing to do at this step
         self.validation: dict[str, float] = {}  # losses measured at this step (rank 0)
-        self.since, self.said_compiled = SinceLog(), False
+        self.since = SinceLog()
+        self.said_compiled = False
         self.saver = Saver(job.checkpoint, run.checkpoints, heartbeat.saved, heartbeat.again)
         self.begins = not self._load_newest()
         if self.begins:
@@ -108,9 +131,15 @@ class Trainer:
         self.readback: Readback[StepFacts] = Readback(self.device)
         self.utilization = Utilization(job, vocab, self.device)
         states = self.maker.optimizer.state_tensors().values()
-        self.memory = Memory(self.parts.held, states, self.device, accumulates=data_parallel.accumulates_whole(job))
+        self.memory = Memory(
+            self.parts.held, states, self.device, accumulates=data_parallel.accumulates_whole(job)
+        )
         self.profiler = StepProfiler(job.profile, world.rank, run.path / "profile")
-        self.reporter = Reporter(run, job, self.step or -1, evaluated=not self.evaluation_due) if world.rank == 0 else None
+        self.reporter = (
+            Reporter(run, job, self.step or -1, evaluated=not self.evaluation_due)
+            if world.rank == 0
+            else None
+        )
 
     def _load_newest(self) -> bool:
         """Go on from the newest valid checkpoint; returns whether there is one."""
@@ -120,14 +149,19 @@ class Trainer:
         checkpoint.load(saved, self.maker.tensors(), self.maker.expected())
         self.maker.after_loading()
         self.maker.load_state(saved.manifest.state)
-        self.step, self.consumed_samples = saved.manifest.step, saved.manifest.consumed_samples
+        self.step = saved.manifest.step
+        self.consumed_samples = saved.manifest.consumed_samples
         self.evaluation_due = bool(saved.manifest.state.get("evaluation_due", False))
         self.rollbacks = int(saved.manifest.state.get("rollbacks", 0))
-        self.since = SinceLog(skipped=int(saved.manifest.state.get("unlogged_skipped", 0)), nan=int(saved.manifest.state.get("unlogged_nan", 0)))
+        self.since = SinceLog(
+            skipped=int(saved.manifest.state.get("unlogged_skipped", 0)),
+            nan=int(saved.manifest.state.get("unlogged_nan", 0)),
+        )
         return True
 
     def train(self) -> Exit:
-        """Train to the last step. Returns DONE, or PREEMPTED when told to stop: then the checkpoint of the step reached exists."""
+        """Train to the last step. Returns DONE, or PREEMPTED when told to stop: then the
+        checkpoint of the step reached exists."""
         failed = True
         try:
             self.since.began = time.perf_counter()
@@ -140,7 +174,9 @@ class Trainer:
             self.profiler.close()
             if self.reporter:
                 self.reporter.close(failed=failed)
-        return Exit.DONE if self.step >= self.job.training.train_iters and not self.evaluation_due else Exit.PREEMPTED
+        if self.step >= self.job.training.train_iters and not self.evaluation_due:
+            return Exit.DONE
+        return Exit.PREEMPTED
 
     def _train(self) -> None:
         """Steps, evaluations and checkpoints, to the last step or until told to stop."""
@@ -157,13 +193,16 @@ class Trainer:
             saving = last or bool(t.save_interval and self.step % t.save_interval == 0)
             try:
                 stopping = self.settle(all=evaluating or saving)
-                stopping = (stopping and self.settle(all=True)) or stopping  # what is saved must have been judged
+                # what is saved must have been judged
+                stopping = (stopping and self.settle(all=True)) or stopping
             except RollBack as why:
                 self._roll_back(why)
                 stopping = False  # who asked is heard again at the next step
                 continue
             self.evaluation_due = evaluating
-            if evaluating and not stopping:  # before the save: whoever resumes from it finds this evaluation made, or told to make it
+            # before the save: whoever resumes from it finds this evaluation made, or told to make
+            # it
+            if evaluating and not stopping:
                 stopping = not self.evaluate()
             if stopping:
                 self.saver.hurry()
@@ -175,15 +214,17 @@ class Trainer:
         self.saver.finish(last=True)
 
     def _save_first(self) -> bool:
-        """Where the job wants it, the checkpoint that a run begins with: before the first evaluation, for that may be the first to compile. Returns whether
-        any rank was told to stop meanwhile. Raises NotSaved: on such a disk it would be in vain to train."""
+        """Where the job wants it, the checkpoint that a run begins with: before the first
+        evaluation, for that may be the first to compile. Returns whether any rank was told to
+        stop meanwhile. Raises NotSaved: on such a disk it would be in vain to train."""
         if not (self.begins and self.job.checkpoint.save_first):
             return False
         self.save(last=True)
         return self.told()
 
     def told(self) -> bool:
-        """Whether any rank was told to stop, asked by all together where the next step is far. Nothing waits for the device."""
+        """Whether any rank was told to stop, asked by all together where the next step is far.
+        Nothing waits for the device."""
         ranks = torch.tensor(int(self.stop.is_set()))
         dist.all_reduce(ranks)
         return bool(ranks)
@@ -197,7 +238,12 @@ class Trainer:
         samples = global_batch_size(self.job, self.consumed_samples)
         if self.reporter:
             self.reporter.begins(Window(self.step + 1, self.consumed_samples, samples))
-        values = self.maker.run(self.train_feed.read(self.consumed_samples, samples), samples, self.stop.is_set(), self._before_update)
+        values = self.maker.run(
+            self.train_feed.read(self.consumed_samples, samples),
+            samples,
+            self.stop.is_set(),
+            self._before_update,
+        )
         if self.job.training.compile and self.reporter and not self.said_compiled:
             print(f"compiled: {compile_cache_counts()}", flush=True)
             self.said_compiled = True
@@ -207,13 +253,15 @@ class Trainer:
         self.readback.push(StepFacts(self.step, self.consumed_samples, samples), values)
 
     def _before_update(self) -> None:
-        """What is saved behind training was copied beside forward and backward so far, and may not be any more when the weights change."""
+        """What is saved behind training was copied beside forward and backward so far, and may
+        not be any more when the weights change."""
         if self.saver.copying:
             with self.timers("checkpoint"):
                 self.saver.taken()
 
     def settle(self, *, all: bool = False) -> bool:
-        """Log and judge the steps whose numbers are due; with `all` every one. Returns whether any rank was told to stop.
+        """Log and judge the steps whose numbers are due; with `all` every one. Returns whether
+        any rank was told to stop.
 
         Raises TrainkitError (exit 9) or RollBack where on_nan or on_spike says so.
         """
@@ -231,26 +279,43 @@ class Trainer:
         if not (values.nan or values.spike):
             return
         policy = t.on_nan if values.nan else t.on_spike
-        jump = f", a spike above {t.spike_factor} x its mean" if values.spike else ""
+        if values.spike:
+            jump = f", a spike above {t.spike_factor} x its mean"
+        else:
+            jump = ""
         what = f"step {facts.step}: lm loss {values.loss}, gradient norm {values.norm}{jump}"
         if policy == "rollback":
-            raise RollBack(what, nan=bool(values.nan), cause=lambda: f"; {self._cause(facts, values)}" if values.nan else "")
+            raise RollBack(
+                what,
+                nan=bool(values.nan),
+                cause=lambda: f"; {self._cause(facts, values)}" if values.nan else "",
+            )
         if policy == "skip" and values.skipped_in_a_row <= t.max_skipped_in_a_row:
             if self.reporter:
                 print(f"WARNING: {what}; skipped", file=sys.stderr, flush=True)
             return
         why = f"{what}; training stops, this step has not touched the weights"
         if policy == "skip":
-            why = f"{what}; {values.skipped_in_a_row:.0f} steps in a row were skipped (max_skipped_in_a_row {t.max_skipped_in_a_row})"
-        further = "`resume` goes on from the last checkpoint" if finished(self.run.checkpoints) else "no checkpoint was written yet"
+            why = (
+                f"{what}; {values.skipped_in_a_row:.0f} steps in a row were skipped"
+                f" (max_skipped_in_a_row {t.max_skipped_in_a_row})"
+            )
+        if finished(self.run.checkpoints):
+            further = "`resume` goes on from the last checkpoint"
+        else:
+            further = "no checkpoint was written yet"
         hint = f"lower training.lr or lengthen lr_warmup_iters; {further}"
         if values.nan:
-            why, hint = f"{why}; {self._cause(facts, values)}", f"{hint}; `replay {self.run.id} --step {facts.step}` shows the samples of the step"
+            why = f"{why}; {self._cause(facts, values)}"
+            hint = (
+                f"{hint}; `replay {self.run.id} --step {facts.step}` shows the samples of the step"
+            )
         raise TrainkitError(why, exit=Exit.RANK_USER, hint=hint)
 
     def _cause(self, facts: StepFacts, values: StepValues) -> str:
-        """What is not finite first when the step is computed once more, in words; all ranks ask together. On CUDA a step's numbers come one step late: the
-        weights may have gone one step on."""
+        """What is not finite first when the step is computed once more, in words; all ranks ask
+        together. On CUDA a step's numbers come one step late: the weights may have gone one step
+        on."""
         self.heartbeat.beat("train", facts.step)
         self.readback.forget()
         first = facts.consumed_samples - facts.samples
@@ -258,15 +323,23 @@ class Trainer:
         try:
             self.parts.train()
             found = compute_again(self.maker, batches, facts.samples, values.scale, self.world.rank)
-        except (RuntimeError, TrainkitError) as error:  # the step's own error must be told whatever comes of this
+        except (RuntimeError, TrainkitError) as error:
+            # the step's own error must be told whatever comes of this
             return f"where it begins is not known, for it could not be computed again: {error}"
         return in_words(found, self.world.size, self.train_feed.where)
 
     def _roll_back(self, why: RollBack) -> None:
-        """Go back to the last checkpoint and on with the samples after the bad ones (as PaLM did, arXiv:2204.02311, section 5.1)."""
-        position, rollbacks, t = self.consumed_samples, self.rollbacks, self.job.training
+        """Go back to the last checkpoint and on with the samples after the bad ones (as PaLM
+        did, arXiv:2204.02311, section 5.1)."""
+        position = self.consumed_samples
+        rollbacks = self.rollbacks
+        t = self.job.training
         if rollbacks >= t.max_rollbacks:
-            raise TrainkitError(f"{why}; max_rollbacks {t.max_rollbacks} are used up{why.cause()}", exit=Exit.RANK_USER, hint="lower training.lr")
+            raise TrainkitError(
+                f"{why}; max_rollbacks {t.max_rollbacks} are used up{why.cause()}",
+                exit=Exit.RANK_USER,
+                hint="lower training.lr",
+            )
         self.readback.forget()
         self.timers.forget()
         self.heartbeat.beat("load", self.step)
@@ -275,24 +348,37 @@ class Trainer:
             self.reporter = None
         if not self._load_newest():
             raise TrainkitError(
-                f"{why}; there is no checkpoint to roll back to{why.cause()}", exit=Exit.RANK_USER, hint="set training.save_interval, or on_nan = 'skip'"
+                f"{why}; there is no checkpoint to roll back to{why.cause()}",
+                exit=Exit.RANK_USER,
+                hint="set training.save_interval, or on_nan = 'skip'",
             )
-        self.consumed_samples, self.rollbacks, self.evaluation_due = position, rollbacks + 1, False
+        self.consumed_samples = position
+        self.rollbacks = rollbacks + 1
+        self.evaluation_due = False
         if self.world.rank == 0:
-            print(f"WARNING: {why}; rolled back to step {self.step}, going on with sample {position}", file=sys.stderr, flush=True)
+            print(
+                f"WARNING: {why}; rolled back to step {self.step}, going on with sample {position}",
+                file=sys.stderr,
+                flush=True,
+            )
             self.reporter = Reporter(self.run, self.job, self.step)
         self.since.began = time.perf_counter()
-        self.since.skipped, self.since.nan = self.since.skipped + 1, self.since.nan + why.nan  # the next row tells of it: its own is taken back
+        # the next row tells of it: its own is taken back
+        self.since.skipped = self.since.skipped + 1
+        self.since.nan = self.since.nan + why.nan
 
     def _log(self, facts: StepFacts, values: StepValues) -> None:
         """Add a step up, and report it where the interval says so."""
-        since, t = self.since, self.job.training
-        since.steps, since.samples = since.steps + 1, since.samples + facts.samples
+        since = self.since
+        t = self.job.training
+        since.steps = since.steps + 1
+        since.samples = since.samples + facts.samples
         since.skipped += bool(values.overflow or values.nan or values.spike)
         since.nan += bool(values.nan)
         if facts.step % t.log_interval and facts.step != t.train_iters:
             return
-        times, now = self.timers.take(since.steps), time.perf_counter()
+        times = self.timers.take(since.steps)
+        now = time.perf_counter()
         seconds = now - since.began
         self.since = SinceLog(began=now)
         memory = self.memory.now()
@@ -324,9 +410,11 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> bool:
-        """Mean loss over the same eval_iters global batches of every validation set, every time. Returns False where a rank was told to stop before the
-        end: then nothing is reported, and it is still due."""
-        began, rows = time.perf_counter(), []
+        """Mean loss over the same eval_iters global batches of every validation set, every time.
+        Returns False where a rank was told to stop before the end: then nothing is reported, and
+        it is still due."""
+        began = time.perf_counter()
+        rows = []
         self.parts.train(False)
         for name, feed in self.valid_feeds.items():
             self.heartbeat.beat("eval", self.step)
@@ -336,7 +424,14 @@ class Trainer:
                 break
             if self.reporter:
                 entropy, tokens = sums.tolist()
-                rows.append({"step": self.step, "consumed_samples": self.consumed_samples, "eval": name, "lm_loss": entropy / max(1, tokens)})
+                rows.append(
+                    {
+                        "step": self.step,
+                        "consumed_samples": self.consumed_samples,
+                        "eval": name,
+                        "lm_loss": entropy / max(1, tokens),
+                    }
+                )
         else:
             self.evaluation_due = False
         self.parts.release()
@@ -349,17 +444,24 @@ class Trainer:
         return not self.evaluation_due
 
     def _note_evaluation(self) -> None:
-        """The checkpoint that training went on from said that this evaluation is due: whoever goes on from it again finds it made."""
+        """The checkpoint that training went on from said that this evaluation is due: whoever
+        goes on from it again finds it made."""
         if self.reporter and self.step:
             try:
                 self.reporter.sync()
                 checkpoint.note_evaluation(self.run.checkpoints, self.step, self.validation)
             except (OSError, TrainkitError) as error:
-                print(f"WARNING: the next `resume` from step {self.step} repeats its evaluation: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"WARNING: the next `resume` from step {self.step} repeats its evaluation:"
+                    f" {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _evaluate(self, feed: Feed) -> torch.Tensor | None:
         """(summed cross-entropy, tokens) over all ranks; None where one was told to stop."""
-        sums, batch_size = torch.zeros(2, dtype=torch.float64, device=self.device), self.job.global_batch_size
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        batch_size = self.job.global_batch_size
         for i in range(self.job.training.eval_iters):
             if self.told():
                 return None
@@ -369,21 +471,50 @@ class Trainer:
         return sums
 
     def save(self, *, last: bool = True) -> None:
-        """Publish the checkpoint of this step, then delete what is too old. `last`: it must be there when this returns."""
+        """Publish the checkpoint of this step, then delete what is too old. `last`: it must be
+        there when this returns."""
         began = time.perf_counter()
         self.heartbeat.beat("save", self.step)
-        degrees = {key: value if isinstance(value, str) else int(value) for key, value in self.job.parallelism.model_dump(exclude_none=True).items()}
-        layout = {"world_size": self.world.size, "data_parallel_size": self.job.data_parallel_size, **degrees}
-        unlogged = {"unlogged_skipped": self.since.skipped, "unlogged_nan": self.since.nan}  # the next row tells of them, whoever writes it
-        state = {**self.maker.state(), **unlogged, "rollbacks": self.rollbacks, "evaluation_due": self.evaluation_due}
-        about = {"step": self.step, "consumed_samples": self.consumed_samples, "layout": layout, "job": self.job.model_dump(mode="json")}
-        after = self.reporter.metrics.refuse_another if self.reporter else lambda: None  # what was trained is saved by then
+        degrees = {
+            key: value if isinstance(value, str) else int(value)
+            for key, value in self.job.parallelism.model_dump(exclude_none=True).items()
+        }
+        layout = {
+            "world_size": self.world.size,
+            "data_parallel_size": self.job.data_parallel_size,
+            **degrees,
+        }
+        # the next row tells of them, whoever writes it
+        unlogged = {"unlogged_skipped": self.since.skipped, "unlogged_nan": self.since.nan}
+        state = {
+            **self.maker.state(),
+            **unlogged,
+            "rollbacks": self.rollbacks,
+            "evaluation_due": self.evaluation_due,
+        }
+        about = {
+            "step": self.step,
+            "consumed_samples": self.consumed_samples,
+            "layout": layout,
+            "job": self.job.model_dump(mode="json"),
+        }
+        # what was trained is saved by then
+        after = self.reporter.metrics.refuse_another if self.reporter else lambda: None
         with self.timers("checkpoint"):
-            self.saver.save(self.maker.tensors(), before=self._before_save, after=after, last=last, state=state, validation=self.validation, **about)
+            self.saver.save(
+                self.maker.tensors(),
+                before=self._before_save,
+                after=after,
+                last=last,
+                state=state,
+                validation=self.validation,
+                **about,
+            )
         self.since.began += time.perf_counter() - began
 
     def _before_save(self) -> None:
-        """On rank 0. Raises OSError as the disk does; TrainkitError (exit 17) where another attempt has gone on and saved: then it is the one that counts."""
+        """On rank 0. Raises OSError as the disk does; TrainkitError (exit 17) where another
+        attempt has gone on and saved: then it is the one that counts."""
         if self.reporter:
             if self.saver.others():
                 self.reporter.metrics.refuse_another()

@@ -1,4 +1,5 @@
-"""The task bench: which files it runs, with which options, in which environment; and what benchmarks/train_step.py makes of its contenders' seconds."""
+"""The task bench: which files it runs, with which options, in which environment; and what
+benchmarks/train_step.py makes of its contenders' seconds."""
 
 from __future__ import annotations
 
@@ -28,31 +29,45 @@ FOLDER, PINS = bench.FOLDER, bench.PINS
 TALK = Talk(json=False, dry_run=False, folder=ROOT)
 
 
-# -- what is run -------------------------------------------------------------------------------------------------------
+# -- what is run
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_every_benchmark_says_what_it_shows(project: Project) -> None:
     listed = project.document("bench", "--list")
     assert listed["schema"] == "benchmarks/1"
-    assert [b["name"] for b in listed["benchmarks"]] == sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py"))
+    assert [b["name"] for b in listed["benchmarks"]] == sorted(
+        p.stem for p in (ROOT / "benchmarks").glob("*.py")
+    )
     assert {"demo", "permutation", "train_step"} <= {b["name"] for b in listed["benchmarks"]}
     assert all(len(b["claim"]) > 20 for b in listed["benchmarks"])
 
 
-def test_an_unknown_benchmark_or_option_is_refused_before_anything_is_installed(project: Project) -> None:
+def test_an_unknown_benchmark_or_option_is_refused_before_anything_is_installed(
+    project: Project,
+) -> None:
     assert (
-        "there are: checkpoint, data_prep, demo, fetching, launch, layouts, mutations, permutation, plan, sample_order, train_step"
+        "there are: checkpoint, data_prep, demo, fetching, launch, layouts, mutations, permutation,"
+        " plan, sample_order, train_step"
         in project.invoke("bench", "--name", "nope", exit=3).stderr
     )
-    assert "benchmarks/demo.py has no --quick" in project.invoke("bench", "--name", "demo", "--quick", exit=3).stderr
+    assert (
+        "benchmarks/demo.py has no --quick"
+        in project.invoke("bench", "--name", "demo", "--quick", exit=3).stderr
+    )
 
 
 def test_who_does_not_take_an_option_is_left_out_by_name(tmp_path: Path) -> None:
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "slow.py").write_text('"""Claim: slow."""\n')
-    (tmp_path / "benchmarks" / "both.py").write_text('"""Claim: both.\n\nMore."""\nparser.add_argument("--quick")\n')
+    (tmp_path / "benchmarks" / "both.py").write_text(
+        '"""Claim: both.\n\nMore."""\nparser.add_argument("--quick")\n'
+    )
     found = bench.benchmarks(tmp_path)
-    assert [(b.name, b.claim) for b in found] == [("both", "Claim: both."), ("slow", "Claim: slow.")]
+    assert [(b.name, b.claim) for b in found] == [
+        ("both", "Claim: both."),
+        ("slow", "Claim: slow."),
+    ]
     run, left_out = bench.chosen(found, "", {"--quick": ""})
     assert [b.name for b in run] == ["both"] and left_out == ["slow is left out: it has no --quick"]
     assert len(bench.chosen(found, "", {})[0]) == 2
@@ -62,43 +77,64 @@ def test_who_does_not_take_an_option_is_left_out_by_name(tmp_path: Path) -> None
 
 
 def test_lines_and_rows_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    body = 'import json, sys\nprint(sys.argv[1:3])\nopen(sys.argv[sys.argv.index("--rows") + 1], "w").write(json.dumps([{"ratio": 2}]))\nsys.exit(5)\n'
+    body = (
+        'import json, sys\nprint(sys.argv[1:3])\nopen(sys.argv[sys.argv.index("--rows") + 1],'
+        ' "w").write(json.dumps([{"ratio": 2}]))\nsys.exit(5)\n'
+    )
     path = tmp_path / "one.py"
     path.write_text(f'"""Claim: one."""\n{body}')
     done = bench._run(TALK, Path(sys.executable), bench.read_benchmark(path), ["--device", "cuda"])
     assert done["output"] == ["['--device', 'cuda']"] == capsys.readouterr().out.splitlines()
     assert (done["exit"], done["rows"], done["claim"]) == (5, [{"ratio": 2}], "Claim: one.")
-    path.write_text('"""Claim: one."""\nimport sys\nassert len(sys.argv) == 1\n')  # takes no --rows and is given none
+    # takes no --rows and is given none
+    path.write_text('"""Claim: one."""\nimport sys\nassert len(sys.argv) == 1\n')
     assert bench._run(TALK, Path(sys.executable), bench.read_benchmark(path), [])["exit"] == 0
 
 
 def test_the_machine_is_described() -> None:
     machine = bench.machine()
     json.dumps(machine)
-    assert machine["cores"] == len(os.sched_getaffinity(0)) and machine["versions"]["torch"] and re.fullmatch(r"\d{4}-\d\d-\d\d", machine["date"])
+    assert (
+        machine["cores"] == len(os.sched_getaffinity(0))
+        and machine["versions"]["torch"]
+        and re.fullmatch(r"\d{4}-\d\d-\d\d", machine["date"])
+    )
     text = bench.describe({**machine, "cpu": "A CPU", "gpus": ["A GPU", "A GPU"]})
-    assert text.startswith(f"A CPU, {machine['cores']} cores; A GPU; A GPU; ") and f"torch {machine['versions']['torch']}" in text
+    assert (
+        text.startswith(f"A CPU, {machine['cores']} cores; A GPU; A GPU; ")
+        and f"torch {machine['versions']['torch']}" in text
+    )
 
 
-# -- the environment of peers ------------------------------------------------------------------------------------------
+# -- the environment of peers
+# ------------------------------------------------------------------------------------------
 
 
 def test_peers_are_pinned_and_agree_with_the_constraints() -> None:
-    """They are installed without what they ask for, next to what trainkit asks for: a second version of anything would replace the tested one."""
+    """They are installed without what they ask for, next to what trainkit asks for: a second
+    version of anything would replace the tested one."""
 
     def pins(path: Path) -> dict[str, str]:
-        lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+        lines = [
+            line for line in path.read_text().splitlines() if line and not line.startswith("#")
+        ]
         assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
-        return {re.sub("[-_.]+", "-", name).lower(): version for name, version in (line.split("==") for line in lines)}
+        return {
+            re.sub("[-_.]+", "-", name).lower(): version
+            for name, version in (line.split("==") for line in lines)
+        }
 
     peers, constraints = pins(ROOT / PINS), pins(ROOT / "constraints.txt")
     assert {"litgpt", "transformers"} <= peers.keys() and "torch" not in peers
-    assert {name: peers[name] for name in peers.keys() & constraints.keys()} == {name: constraints[name] for name in peers.keys() & constraints.keys()}
+    assert {name: peers[name] for name in peers.keys() & constraints.keys()} == {
+        name: constraints[name] for name in peers.keys() & constraints.keys()
+    }
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A checkout whose pip is a list of what it was told; `fail` is the word of a command that fails, `die` that of one its process dies at."""
+    """A checkout whose pip is a list of what it was told; `fail` is the word of a command that
+    fails, `die` that of one its process dies at."""
     root = tmp_path / "clone"
     for name in (*installer.CHECKOUT_FILES, "csrc/a.cpp", PINS):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +173,9 @@ def test_peers_come_after_trainkit_into_a_folder_of_their_own(checkout: SimpleNa
     assert not any("-r" in command for command in checkout.commands[3:])
 
 
-def test_only_the_environment_that_reads_the_pins_depends_on_them(checkout: SimpleNamespace) -> None:
+def test_only_the_environment_that_reads_the_pins_depends_on_them(
+    checkout: SimpleNamespace,
+) -> None:
     ensure(checkout.root, [])
     ensure(checkout.root, [], FOLDER, PINS)
     before = len(checkout.commands)
@@ -145,11 +183,16 @@ def test_only_the_environment_that_reads_the_pins_depends_on_them(checkout: Simp
     ensure(checkout.root, [])
     assert len(checkout.commands) == before
     ensure(checkout.root, [], FOLDER, PINS)
-    assert [("-e" in c, "-r" in c) for c in checkout.commands[before:]] == [(True, False), (False, True)]
+    assert [("-e" in c, "-r" in c) for c in checkout.commands[before:]] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 @pytest.mark.parametrize("at", ["-e", "-r"])
-def test_an_interrupted_installation_is_never_taken_for_whole(at: str, checkout: SimpleNamespace, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_installation_is_never_taken_for_whole(
+    at: str, checkout: SimpleNamespace, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Not even when the other environment of the checkout was installed in between."""
     checkout.die = at
     with pytest.raises(RuntimeError):
@@ -158,7 +201,9 @@ def test_an_interrupted_installation_is_never_taken_for_whole(at: str, checkout:
     ensure(checkout.root, [])
     before = len(checkout.commands)
     ensure(checkout.root, [], FOLDER, PINS)
-    assert "venv" in checkout.commands[before] and f"{FOLDER} is unfinished" in capfd.readouterr().err
+    assert (
+        "venv" in checkout.commands[before] and f"{FOLDER} is unfinished" in capfd.readouterr().err
+    )
     ensure(checkout.root, [])
     assert len(checkout.commands) == before + 3
 
@@ -170,12 +215,29 @@ def test_peers_that_cannot_be_had_leave_nothing_fresh(checkout: SimpleNamespace)
     checkout.fail = ""
     before = len(checkout.commands)
     ensure(checkout.root, [], FOLDER, PINS)
-    assert [("-e" in c, "-r" in c) for c in checkout.commands[before:]] == [(True, False), (False, True)]  # pip has undone its own: no new venv
+    # pip has undone its own: no new venv
+    assert [("-e" in c, "-r" in c) for c in checkout.commands[before:]] == [
+        (True, False),
+        (False, True),
+    ]
 
 
-# -- train_step --------------------------------------------------------------------------------------------------------
+# -- train_step
+# --------------------------------------------------------------------------------------------------------
 
-TINY = train_step.Case({"family": "gpt", "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8, "vocab_size": 50}, 2, 2, 3)
+TINY = train_step.Case(
+    {
+        "family": "gpt",
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "seq_length": 8,
+        "vocab_size": 50,
+    },
+    2,
+    2,
+    3,
+)
 
 
 def _worker(name: str, seconds: list[float], flops: int = 100, peak: int = 2**30) -> Any:
@@ -184,8 +246,11 @@ def _worker(name: str, seconds: list[float], flops: int = 100, peak: int = 2**30
     return SimpleNamespace(name=name, seconds=seconds, cpu_seconds=cpu, peak=peak, about=about)
 
 
-def test_ratios_are_paired_by_round(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A machine that was three times slower in one round: ratios of medians would see it, the median of ratios does not."""
+def test_ratios_are_paired_by_round(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that was three times slower in one round: ratios of medians would see it, the
+    median of ratios does not."""
     monkeypatch.setitem(train_step.CASES["cpu"], "tiny", TINY)
     workers = [
         _worker("trainkit", [1.0, 3.0, 1.0]),
@@ -197,12 +262,19 @@ def test_ratios_are_paired_by_round(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     rows = {row["contender"]: row for row in train_step.rows_of(workers, "tiny", "bf16", "cpu")}
     assert [row["ratio"] for row in rows.values()] == pytest.approx([1.0, 1.5, 0.9, 0.5])
     assert rows["trainkit"]["tokens_per_second"] == 32
-    assert rows["trainkit"]["share"] == pytest.approx(0.5) and rows["trainkit"]["limit_tokens_per_second"] == pytest.approx(64)
+    assert rows["trainkit"]["share"] == pytest.approx(0.5) and rows["trainkit"][
+        "limit_tokens_per_second"
+    ] == pytest.approx(64)
     train_step.show(list(rows.values()), "cpu")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and "50%" in lines[1] and "1.50" in lines[2] and "1.00 GiB" in lines[1]
-    assert train_step.verdict(list(rows.values())) == "lowest ratio 0.90 (litgpt at tiny in bf16): the claim does NOT hold here"
-    assert "holds here" in train_step.verdict([rows["trainkit"], rows["transformers"], rows["litgpt, bf16 weights"]])
+    assert (
+        train_step.verdict(list(rows.values()))
+        == "lowest ratio 0.90 (litgpt at tiny in bf16): the claim does NOT hold here"
+    )
+    assert "holds here" in train_step.verdict(
+        [rows["trainkit"], rows["transformers"], rows["litgpt, bf16 weights"]]
+    )
 
 
 CONTENDER = """
@@ -216,7 +288,9 @@ for line in sys.stdin:
 """
 
 
-def test_a_contender_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_contender_that_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     program = tmp_path / "contender.py"
     program.write_text(CONTENDER)
     monkeypatch.setattr(train_step, "CONTENDERS", program)
@@ -224,7 +298,11 @@ def test_a_contender_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatc
         field = run(["a", "b", "c"], (TINY, "fp32", "cpu", 1), 3)
         assert [w.name for w in field.workers] == ["a", "c"]
         assert [w.seconds for w in field.workers] == [[2.0] * 3] * 2
-        assert len(field.failures) == 1 and "b failed" in field.failures[0] and "out of memory" in field.failures[0]
+        assert (
+            len(field.failures) == 1
+            and "b failed" in field.failures[0]
+            and "out of memory" in field.failures[0]
+        )
 
 
 def test_names_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,21 +310,44 @@ def test_names_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert bench._gpu_names() == []
     for code, names in ((0, ["NVIDIA H100", "NVIDIA H200"]), (9, [])):
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho NVIDIA H100; echo NVIDIA H200; exit {code}\n")
+        (tmp_path / "nvidia-smi").write_text(
+            f"#!/bin/sh\necho NVIDIA H100; echo NVIDIA H200; exit {code}\n"
+        )
         (tmp_path / "nvidia-smi").chmod(0o755)
         assert bench._gpu_names() == names
 
 
-SLOW = pytest.mark.slow  # they try peers, and import transformers for it: what trainkit claims hangs on the first case
+# they try peers, and import transformers for it: what trainkit claims hangs on the first case
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["trainkit", pytest.param("transformers", marks=SLOW), pytest.param("products", marks=SLOW)])
+@pytest.mark.parametrize(
+    "name",
+    ["trainkit", pytest.param("transformers", marks=SLOW), pytest.param("products", marks=SLOW)],
+)
 def test_contenders_step_when_told(name: str) -> None:
-    """The real program on a tiny shape: the loss of random weights is log of the vocabulary, a step takes time, and nothing else is on stdout."""
+    """The real program on a tiny shape: the loss of random weights is log of the vocabulary, a
+    step takes time, and nothing else is on stdout."""
     argv = [sys.executable, "-P", str(train_step.CONTENDERS), name, TINY.words, "bf16", "cpu", "1"]
-    done = subprocess.run(argv, input="1\n2\n", capture_output=True, text=True, timeout=600, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        argv,
+        input="1\n2\n",
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     about, one, two = (json.loads(line) for line in done.stdout.splitlines())
-    assert about["flops_per_token"] > 0 and one["seconds"] > 0 and two["seconds"] > 0 and two["peak_bytes"] > 0
+    assert (
+        about["flops_per_token"] > 0
+        and one["seconds"] > 0
+        and two["seconds"] > 0
+        and two["peak_bytes"] > 0
+    )
     if name != "products":
-        assert about["first_loss"] == pytest.approx(math.log(50), rel=0.1) and about["parameters"] == 12 * 16**2 + 13 * 16 + (50 + 8 + 2) * 16
+        assert (
+            about["first_loss"] == pytest.approx(math.log(50), rel=0.1)
+            and about["parameters"] == 12 * 16**2 + 13 * 16 + (50 + 8 + 2) * 16
+        )

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from trainkit.base.errors import ConfigError
-from trainkit.cli.config.render_job import explain, explain_text, jobs_document, print_jobs, show_document, show_toml
+from trainkit.cli.config.render_job import (
+    explain,
+    explain_text,
+    jobs_document,
+    print_jobs,
+    show_document,
+    show_toml,
+)
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.resolved import Resolved
 
@@ -44,15 +51,32 @@ def jobs(tmp_path: Path) -> Jobs:
 
 
 def test_the_listing(jobs: Jobs) -> None:
-    row = {"name": "demo", "engine": "native", "cluster": "here", "model": "tiny", "dataset": "mock", "nodes": 1, "description": "a [small] one"}
-    assert jobs_document(jobs) == {"schema": "jobs/1", "root": str(jobs.root), "default": "demo", "jobs": [row]}
+    row = {
+        "name": "demo",
+        "engine": "native",
+        "cluster": "here",
+        "model": "tiny",
+        "dataset": "mock",
+        "nodes": 1,
+        "description": "a [small] one",
+    }
+    assert jobs_document(jobs) == {
+        "schema": "jobs/1",
+        "root": str(jobs.root),
+        "default": "demo",
+        "jobs": [row],
+    }
     screen = io.StringIO()
     print_jobs(jobs, Console(file=screen, width=120))
     assert "demo *" in screen.getvalue() and "a [small] one" in screen.getvalue()
 
 
 def without_none(value: object) -> object:
-    return {key: without_none(item) for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+    return (
+        {key: without_none(item) for key, item in value.items() if item is not None}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def test_toml_carries_origins(jobs: Jobs) -> None:
@@ -65,12 +89,18 @@ def test_toml_carries_origins(jobs: Jobs) -> None:
     assert found["# lr_decay_iters is not set"] == "built-in default"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50
+)
 @given(lr=st.floats(0, 1e300), prompt=st.text())
 def test_toml_can_be_read_again(lr: float, prompt: str, jobs: Jobs) -> None:
     resolved = jobs.resolve("demo", [f"training.lr={lr!r}"])
-    job = resolved.job.model_copy(update={"generate": resolved.job.generate.model_copy(update={"prompt": prompt})})
-    assert tomli.loads(show_toml(Resolved(job, resolved.origins))) == without_none(job.model_dump(mode="json"))
+    job = resolved.job.model_copy(
+        update={"generate": resolved.job.generate.model_copy(update={"prompt": prompt})}
+    )
+    assert tomli.loads(show_toml(Resolved(job, resolved.origins))) == without_none(
+        job.model_dump(mode="json")
+    )
 
 
 def test_json_is_the_job_document(jobs: Jobs) -> None:
@@ -88,9 +118,18 @@ def test_explain(jobs: Jobs) -> None:
         "place": "--set",
         "overrode": [{"value": 1234, "place": "built-in default"}],
     }
-    assert explain_text(resolved, "training.seed") == "training.seed = 7     --set\ntraining.seed = 1234  built-in default  overridden"
-    assert explain_text(resolved, "cluster") == 'cluster = "here"  --set\ncluster = "here"  jobs.toml:13  overridden'
-    assert explain_text(resolved, "model.ffn_hidden_size") == "model.ffn_hidden_size is not set  built-in default"
+    assert (
+        explain_text(resolved, "training.seed")
+        == "training.seed = 7     --set\ntraining.seed = 1234  built-in default  overridden"
+    )
+    assert (
+        explain_text(resolved, "cluster")
+        == 'cluster = "here"  --set\ncluster = "here"  jobs.toml:13  overridden'
+    )
+    assert (
+        explain_text(resolved, "model.ffn_hidden_size")
+        == "model.ffn_hidden_size is not set  built-in default"
+    )
     assert explain_text(resolved, "cluster.env.A") == 'cluster.env.A = "1"  jobs.toml:4'
 
 

@@ -1,4 +1,5 @@
-"""The task `plan`: one page or one document, exit 4 with every objection at once, the last run beside it."""
+"""The task `plan`: one page or one document, exit 4 with every objection at once, the last run
+beside it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,14 @@ training = { micro_batch_size = 1, global_batch_size = 64, train_iters = 100_000
 """
 
 
-def document(capsys: pytest.CaptureFixture[str], folder: Path, name: str, *sets: str, nodes: int = 0, cluster: str = "") -> tuple[dict[str, Any], Exit]:
+def document(
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    name: str,
+    *sets: str,
+    nodes: int = 0,
+    cluster: str = "",
+) -> tuple[dict[str, Any], Exit]:
     """What `plan --json` answers."""
     answer = plan(Talk(json=True, dry_run=False, folder=folder), name, nodes, cluster, sets)
     assert capsys.readouterr().out == ""
@@ -66,37 +74,66 @@ def page(folder: Path, name: str, *sets: str, width: int = 200) -> str:
 def test_all_objections_at_once_with_exit_4(project: Project) -> None:
     (project.path / "jobs.toml").open("a").write(GPUS)
     done = project.invoke("plan", "large", exit=4)
-    assert "16, which tensor-parallel 4 x pipeline-parallel 3 = 12 does not divide; nearest: nodes 3, or pipeline_model_parallel_size 2" in done.stdout
+    assert (
+        "16, which tensor-parallel 4 x pipeline-parallel 3 = 12 does not divide; nearest: nodes 3,"
+        " or pipeline_model_parallel_size 2" in done.stdout
+    )
     assert "not feasible: " in done.stdout and "a [large] one" in done.stdout
     found = project.document("plan", "large", "--set", "nodes=8", exit=4)
     assert found["schema"] == "plan/1" and not found["feasible"]
-    assert [entry["code"] for entry in found["objections"]] == ["world-not-divisible", "too-many-nodes", "batch-not-divisible"]
+    assert [entry["code"] for entry in found["objections"]] == [
+        "world-not-divisible",
+        "too-many-nodes",
+        "batch-not-divisible",
+    ]
     assert project.document("plan", "large", "--nodes", "3")["feasible"]
 
 
 def test_what_is_no_plan(project: Project) -> None:
     (project.path / "jobs.toml").open("a").write(GPUS)
     assert "no job 'larg'" in project.invoke("plan", "larg", exit=3).stderr
-    assert "names no [clusters.X] table" in project.invoke("plan", "large", "--cluster", "gpu", exit=3).stderr
-    assert "--nodes takes a whole number" in project.invoke("plan", "large", "--nodes", "two", exit=1).stderr
-    beyond = project.invoke("plan", "large", "--set", "model.max_position_embeddings=2048", "--set", "model.seq_length=4096", exit=3).stderr
-    assert "max_position_embeddings 2048 is below seq_length 4096" in beyond  # trap 19 of the published set-ups
+    assert (
+        "names no [clusters.X] table"
+        in project.invoke("plan", "large", "--cluster", "gpu", exit=3).stderr
+    )
+    assert (
+        "--nodes takes a whole number"
+        in project.invoke("plan", "large", "--nodes", "two", exit=1).stderr
+    )
+    beyond = project.invoke(
+        "plan",
+        "large",
+        "--set",
+        "model.max_position_embeddings=2048",
+        "--set",
+        "model.seq_length=4096",
+        exit=3,
+    ).stderr
+    # trap 19 of the published set-ups
+    assert "max_position_embeddings 2048 is below seq_length 4096" in beyond
     unknown = project.invoke("plan", "large", "--set", 'cluster.device="h100"', exit=3).stderr
     assert "names no [devices.X] table" in unknown
 
 
 def test_a_merges_file_that_is_a_vocabulary(project: Project) -> None:
     """Trap 11: MERGE_FILE of Azure's script is vocab.json."""
-    text = '[tokenizers.wrong]\ntype = "gpt2"\nvocab_file = "vocab.json"\nmerge_file = "vocab.json"\n'
+    text = (
+        '[tokenizers.wrong]\ntype = "gpt2"\nvocab_file = "vocab.json"\nmerge_file = "vocab.json"\n'
+    )
     (project.path / "jobs.toml").open("a").write(text + GPUS)
-    assert "not a file of merges" in project.invoke("plan", "text", "--set", "dataset.tokenizer=wrong", exit=3).stderr
+    assert (
+        "not a file of merges"
+        in project.invoke("plan", "text", "--set", "dataset.tokenizer=wrong", exit=3).stderr
+    )
 
 
 def test_nodes_cluster_and_sets(capsys: pytest.CaptureFixture[str]) -> None:
     found, exit = document(capsys, CHECKOUT, "gpt-neox-20b-lambda", nodes=6)
     assert (found["world_size"], found["data_parallel_size"], exit) == (48, 2, Exit.DONE)
     found, exit = document(capsys, CHECKOUT, "gpt-neox-20b-lambda", "engine=megatron-lm")
-    assert exit is Exit.PLAN and [entry["code"] for entry in found["objections"]] == ["layers-not-divisible"]
+    assert exit is Exit.PLAN and [entry["code"] for entry in found["objections"]] == [
+        "layers-not-divisible"
+    ]
     found, _ = document(capsys, CHECKOUT, "llama-8b", cluster="here")
     assert found["world_size"] == 2 and found["memory"]["device_bytes"] is None
     found, exit = document(capsys, CHECKOUT, "jean-zay-76b")
@@ -119,7 +156,9 @@ def test_the_page() -> None:
     many = page(CHECKOUT, "jean-zay-76b")
     assert "stages 1 to " in many and "does not fit" in many and many.count("\nobjection ") == 2
     assert "Speed unknown for this device" in page(CHECKOUT, "mock")
-    assert all(len(line) <= 100 for line in page(CHECKOUT, "nemo-gpt3-175b", width=100).splitlines())
+    assert all(
+        len(line) <= 100 for line in page(CHECKOUT, "nemo-gpt3-175b", width=100).splitlines()
+    )
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -127,14 +166,19 @@ def test_no_figure_is_cut_on_a_narrow_page(width: int) -> None:
     for name in ("gpt-neox-20b-lambda", "azure-gpt3-175b", "jean-zay-76b"):
         text = page(CHECKOUT, name, width=width)
         assert "…" not in text and text.count(" GiB") > 10
-        assert all(len(line) <= width for line in text.splitlines() if line.startswith("        ")), name
+        assert all(
+            len(line) <= width for line in text.splitlines() if line.startswith("        ")
+        ), name
 
 
 def test_where_an_engine_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Talk(json=False, dry_run=False, folder=CHECKOUT)
     plan(folder, "azure-gpt3-175b", 0, "", [])
     text = " ".join(capsys.readouterr().out.split())
-    assert "engine megatron-lm: https://github.com/NVIDIA/Megatron-LM at e958b2ca, container pytorch-25-03" in text
+    assert (
+        "engine megatron-lm: https://github.com/NVIDIA/Megatron-LM at e958b2ca, container"
+        " pytorch-25-03" in text
+    )
     assert "engine megatron-lm can be planned but not launched; use --set engine=native" in text
 
 
@@ -142,45 +186,90 @@ def test_where_an_engine_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_figure_is_cut_on_a_narrow_terminal(width: int) -> None:
     text = page(CHECKOUT, "gpt-neox-20b-lambda", width=width)
     assert "…" not in text and max(map(len, text.splitlines()[1:])) <= width
-    assert all(f" {name} " in text for name in ("weights", "gathered copies", "gradients", "optimizer", "buffers", "assumed reserve"))
+    assert all(
+        f" {name} " in text
+        for name in (
+            "weights",
+            "gathered copies",
+            "gradients",
+            "optimizer",
+            "buffers",
+            "assumed reserve",
+        )
+    )
 
 
 def test_bars_show_the_parts_and_the_device() -> None:
-    """A colourless bar has a letter for each part, a line where the device ends, dots for what stays free."""
-    bars = [line.split("GiB ")[1].rstrip() for line in page(CHECKOUT, "gpt-neox-20b-lambda").splitlines() if line.startswith("        stage ")]
+    """A colourless bar has a letter for each part, a line where the device ends, dots for what
+    stays free."""
+    bars = [
+        line.split("GiB ")[1].rstrip()
+        for line in page(CHECKOUT, "gpt-neox-20b-lambda").splitlines()
+        if line.startswith("        stage ")
+    ]
     for bar in bars:
         letters = [letter for i, letter in enumerate(bar) if i == 0 or bar[i - 1] != letter]
-        assert bar.endswith("·|") and letters == [letter for letter in "WCGOALBr·|" if letter in letters]
+        assert bar.endswith("·|") and letters == [
+            letter for letter in "WCGOALBr·|" if letter in letters
+        ]
 
 
-def make_run(folder: Path, name: str, *sets: str, id: str, tokens_per_second: float, peak: int) -> None:
+def make_run(
+    folder: Path, name: str, *sets: str, id: str, tokens_per_second: float, peak: int
+) -> None:
     """A run folder as a finished run leaves it."""
     resolved: Resolved = load(folder).resolve(name, sets)
     run = folder / "runs" / name / id
     (run / "checkpoints" / "step-00000020").mkdir(parents=True)
     write_job(run / "job.json", resolved)
     (run / "plan.json").write_text(json.dumps(plan_of(resolved.job).to_json()))
-    row = {"step": 20, "elapsed_ms": 1.0, "lm_loss": 1.0, "tokens_per_second": tokens_per_second, "memory_bytes": {"max_resident": peak}}
+    row = {
+        "step": 20,
+        "elapsed_ms": 1.0,
+        "lm_loss": 1.0,
+        "tokens_per_second": tokens_per_second,
+        "memory_bytes": {"max_resident": peak},
+    }
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     chunks = [{"bytes": 700}, {"bytes": 68}]
     manifest = {"schema": "checkpoint/1", "tensors": {"model.a": {"chunks": chunks}}}
     (run / "checkpoints" / "step-00000020" / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_the_last_run_is_shown_with_the_errors_of_its_plan(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_run_is_shown_with_the_errors_of_its_plan(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = load(project.path).resolve("random").job
     assert last_measured(job) is None
     predicted = plan_of(job)
     assert predicted.memory is not None and predicted.checkpoint_bytes and predicted.days is None
-    make_run(project.path, "random", id="1", tokens_per_second=400.0, peak=2 * predicted.memory.fullest.total_bytes)
+    make_run(
+        project.path,
+        "random",
+        id="1",
+        tokens_per_second=400.0,
+        peak=2 * predicted.memory.fullest.total_bytes,
+    )
     found, _ = document(capsys, project.path, "random")
     errors = found["measured"]["errors"]
-    assert errors["peak_bytes"] == pytest.approx(-0.5) and errors["checkpoint_bytes"] == pytest.approx(predicted.checkpoint_bytes / 768 - 1)
-    assert found["duration"]["speed"]["source"] == "measured: run 1" and found["duration"]["parts"]["steps"] == pytest.approx(predicted.tokens / 400)
+    assert errors["peak_bytes"] == pytest.approx(-0.5) and errors[
+        "checkpoint_bytes"
+    ] == pytest.approx(predicted.checkpoint_bytes / 768 - 1)
+    assert found["duration"]["speed"]["source"] == "measured: run 1" and found["duration"]["parts"][
+        "steps"
+    ] == pytest.approx(predicted.tokens / 400)
     text = page(project.path, "random")
     assert "run 1: 400 tokens/s" in text and "(plan -50.0%)" in text and "measured: run 1" in text
-    # A newer run of another layout does not hide it; for that other layout it is the one that counts.
-    make_run(project.path, "random", "training.micro_batch_size=1", id="2", tokens_per_second=300.0, peak=10**9)
+    # A newer run of another layout does not hide it; for that other layout it is the one that
+    # counts.
+    make_run(
+        project.path,
+        "random",
+        "training.micro_batch_size=1",
+        id="2",
+        tokens_per_second=300.0,
+        peak=10**9,
+    )
     measured = last_measured(job)
     assert measured is not None and (measured.run, measured.same_layout) == ("1", True)
     other = last_measured(load(project.path).resolve("random", ["training.micro_batch_size=4"]).job)
@@ -196,7 +285,9 @@ def test_runs_that_cannot_be_compared_are_passed_over(project: Project) -> None:
     (broken / "job.json").write_text("{}")
     (project.path / "runs" / "random" / "1" / "plan.json").unlink()
     measured = last_measured(job)
-    assert measured is not None and measured.run == "1" and measured.errors["checkpoint_bytes"] is None
+    assert (
+        measured is not None and measured.run == "1" and measured.errors["checkpoint_bytes"] is None
+    )
     elsewhere = job.model_copy(update={"cluster": job.cluster.model_copy(update={"name": "other"})})
     assert last_measured(elsewhere) is None
 
@@ -204,9 +295,15 @@ def test_runs_that_cannot_be_compared_are_passed_over(project: Project) -> None:
 def test_prepared_data_counts(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     folder = project.path / "data" / "lines" / "bpe"
     folder.mkdir(parents=True)
-    (folder / "dataset.json").write_text(json.dumps({"schema": "dataset/1", "vocab_size": 290, "tokens": 5120}))
+    (folder / "dataset.json").write_text(
+        json.dumps({"schema": "dataset/1", "vocab_size": 290, "tokens": 5120})
+    )
     found, _ = document(capsys, project.path, "text")
-    assert found["vocab_size"] == 290 and found["epochs"]["dataset_tokens"] == 5120 and not found["epochs"]["estimated"]
+    assert (
+        found["vocab_size"] == 290
+        and found["epochs"]["dataset_tokens"] == 5120
+        and not found["epochs"]["estimated"]
+    )
     (folder / "dataset.json").write_text(json.dumps({"schema": "dataset/0"}))
     with pytest.raises(ConfigError, match="dataset/0"):
         document(capsys, project.path, "text")
@@ -214,6 +311,17 @@ def test_prepared_data_counts(project: Project, capsys: pytest.CaptureFixture[st
 
 def test_planning_imports_neither_torch_nor_numpy(project: Project) -> None:
     argv = [sys.executable, "-X", "importtime", "-m", "invoke", "plan", "text"]
-    done = subprocess.run(argv, cwd=project.path, env=project.environment(), capture_output=True, text=True, check=True)
-    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines() if line.startswith("import time:")}
+    done = subprocess.run(
+        argv,
+        cwd=project.path,
+        env=project.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported = {
+        line.rpartition("|")[2].strip().split(".")[0]
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "trainkit" in imported and not imported & {"torch", "numpy", "tokenizers"}

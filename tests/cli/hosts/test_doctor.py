@@ -1,4 +1,5 @@
-"""doctor's judgement of hosts and pairs, without any; the real thing is in tests/cluster/test_care.py."""
+"""doctor's judgement of hosts and pairs, without any; the real thing is in
+tests/cluster/test_care.py."""
 
 from __future__ import annotations
 
@@ -34,20 +35,32 @@ FINE: dict[str, Any] = {
 
 
 def session(tmp_path: Path, count: int, **more: Any) -> Session:
-    cluster = Cluster.model_validate({"name": "c", "launcher": "ssh", "device": built_in_device("h100-sxm-80gb"), **more})
+    cluster = Cluster.model_validate(
+        {"name": "c", "launcher": "ssh", "device": built_in_device("h100-sxm-80gb"), **more}
+    )
     hosts = [Host(f"n{i}", slots=tuple(range(8))) for i in range(count)]
-    return new_session(tmp_path / "s", "doctor", 0, hosts, cluster, tmp_path / "code" / "abc", tmp_path, {})
+    return new_session(
+        tmp_path / "s", "doctor", 0, hosts, cluster, tmp_path / "code" / "abc", tmp_path, {}
+    )
 
 
 def found(session: Session, *changes: dict[str, Any] | str) -> list[tuple[str, str, bool, str]]:
-    """(host, what, wrong, message) for hosts that differ from FINE in this, or did not come for this reason."""
+    """(host, what, wrong, message) for hosts that differ from FINE in this, or did not come for
+    this reason."""
     answers: list[Hello | Missing] = []
     for node, change in enumerate(changes):
         if isinstance(change, str):
             answers.append(Missing(node, f"n{node}", change))
             continue
         facts = {**FINE, "nonce": session.nonce, "snapshot": session.code.name, **change}
-        answers.append(Hello(node, f"n{node}", {k: v for k, v in facts.items() if k != "ahead"}, float(change.get("ahead", 0.0))))
+        answers.append(
+            Hello(
+                node,
+                f"n{node}",
+                {k: v for k, v in facts.items() if k != "ahead"},
+                float(change.get("ahead", 0.0)),
+            )
+        )
     findings = judge_hosts(answers, session.hosts, session)
     assert all(f.advice and f.what in (*COLUMNS, "reach") for f in findings)
     return [(f.host, f.what, f.wrong, f.message) for f in findings]
@@ -63,10 +76,30 @@ VERSIONS = FINE["versions"]
 @pytest.mark.parametrize(
     ("change", "what", "wrong", "words"),
     [
-        ({"versions": {**VERSIONS, "torch": "2.12.0"}}, "torch", True, "torch 2.12.0; 2.13.0 on 2 of 3 hosts"),
-        ({"versions": {**VERSIONS, "torch": None}}, "torch", True, "torch is missing; 2.13.0 on 2 of 3 hosts"),
-        ({"versions": {**VERSIONS, "python": "3.12.1"}}, "python", True, "python 3.12.1; 3.11.2 on 2 of 3 hosts"),
-        ({"versions": {**VERSIONS, "driver": "535.1"}}, "driver", False, "driver 535.1; 550.54.14 on 2 of 3 hosts"),
+        (
+            {"versions": {**VERSIONS, "torch": "2.12.0"}},
+            "torch",
+            True,
+            "torch 2.12.0; 2.13.0 on 2 of 3 hosts",
+        ),
+        (
+            {"versions": {**VERSIONS, "torch": None}},
+            "torch",
+            True,
+            "torch is missing; 2.13.0 on 2 of 3 hosts",
+        ),
+        (
+            {"versions": {**VERSIONS, "python": "3.12.1"}},
+            "python",
+            True,
+            "python 3.12.1; 3.11.2 on 2 of 3 hosts",
+        ),
+        (
+            {"versions": {**VERSIONS, "driver": "535.1"}},
+            "driver",
+            False,
+            "driver 535.1; 550.54.14 on 2 of 3 hosts",
+        ),
         ({"versions": {**VERSIONS, "kernel": "5.15"}}, "kernel", False, "kernel 5.15"),
         ({"ahead": -121.0}, "clock", True, "its clock is 121 s behind; 30 s are allowed"),
         ({"nonce": "another"}, "root", True, "clusters.c.root is not shared"),
@@ -74,7 +107,12 @@ VERSIONS = FINE["versions"]
         ({"writable": "No space left on device"}, "root", True, "No space left on device"),
         ({"disk_free": GIB // 2}, "disk", True, "0.5 GiB are free"),
         ({"gpus": FINE["gpus"][:7]}, "gpus", True, "7 GPUs; its slots need 8"),
-        ({"gpus": ["NVIDIA A100"] * 8}, "gpus", False, "NVIDIA A100; most hosts have NVIDIA H100 80GB HBM3"),
+        (
+            {"gpus": ["NVIDIA A100"] * 8},
+            "gpus",
+            False,
+            "NVIDIA A100; most hosts have NVIDIA H100 80GB HBM3",
+        ),
         ({"address_error": "no interface ib0"}, "address", True, "no interface ib0"),
         ({"address": "127.0.1.1"}, "address", True, "127.0.1.1, which others cannot reach"),
         ({"open_files": 1024}, "files", False, "may open 1,024 files"),
@@ -82,7 +120,9 @@ VERSIONS = FINE["versions"]
         ({"shared_memory": 64 * 2**20}, "shm", True, "/dev/shm has 64 MiB free"),
     ],
 )
-def test_each_finding_names_host_and_value(tmp_path: Path, change: dict[str, Any], what: str, wrong: bool, words: str) -> None:
+def test_each_finding_names_host_and_value(
+    tmp_path: Path, change: dict[str, Any], what: str, wrong: bool, words: str
+) -> None:
     (one,) = found(session(tmp_path, 3), {}, change, {})
     assert one[:3] == ("n1", what, wrong) and words in one[3], one
 
@@ -103,14 +143,21 @@ def test_what_does_not_matter_is_not_told(tmp_path: Path) -> None:
         ("ssh: connect to host n1 port 22: Connection refused", "sshd"),
         ("ssh: connect to host n1 port 22: No route to host", "firewall"),
         ("bash: /mnt/x/sessions/doctor-1/node.sh: No such file or directory", "not mounted"),
-        ("/mnt/x/node.sh: line 4: /opt/py/bin/python3: No such file or directory", "clusters.X.python"),
+        (
+            "/mnt/x/node.sh: line 4: /opt/py/bin/python3: No such file or directory",
+            "clusters.X.python",
+        ),
         ("something nobody has seen", "ssh HOST true"),
     ],
 )
 def test_advice_for_hosts_that_do_not_come(tmp_path: Path, why: str, words: str) -> None:
     here = session(tmp_path, 2)
     (finding,) = judge_hosts([Missing(1, "n1", why)], here.hosts, here)
-    assert (finding.what, finding.wrong, finding.message) == ("reach", True, why) and words in finding.advice, finding.advice
+    assert (finding.what, finding.wrong, finding.message) == (
+        "reach",
+        True,
+        why,
+    ) and words in finding.advice, finding.advice
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])
@@ -121,28 +168,46 @@ def test_rounds_are_disjoint_pairs_and_none_comes_twice(count: int) -> None:
     assert len(set(pairs)) == len(pairs) == count * (count - 1) // 2  # all of them
     assert all(len({node for pair in each for node in pair}) == 2 * len(each) for each in every)
     some = [node for each in rounds(nodes) for pair in each for node in pair]
-    assert min(some.count(node) for node in nodes) >= min(2, count - 1), "a host with one partner cannot be told from it"
+    assert min(some.count(node) for node in nodes) >= min(2, count - 1), (
+        "a host with one partner cannot be told from it"
+    )
 
 
 def pairs_of(speeds: Mapping[tuple[int, int], float | None]) -> list[Pair]:
-    return [Pair(*pair, speed, "" if speed is not None else "connection closed") for pair, speed in speeds.items()]
+    return [
+        Pair(*pair, speed, "" if speed is not None else "connection closed")
+        for pair, speed in speeds.items()
+    ]
 
 
 def test_a_slow_host_is_told_from_a_slow_way() -> None:
     host = judge(pairs_of({(0, 1): 10.0, (0, 2): 2.0, (1, 2): 2.2}))
-    assert [slow.nodes for slow in host] == [(2,)] and "2.2 GB/s at best with any of 2 partners; a usual pair has 10" in host[0].why
+    assert [slow.nodes for slow in host] == [
+        (2,)
+    ] and "2.2 GB/s at best with any of 2 partners; a usual pair has 10" in host[0].why
     four = {(0, 1): 10.0, (2, 3): 1.0, (0, 2): 9.0, (1, 3): 11.0, (0, 3): 10.0, (1, 2): 9.5}
     assert [slow.nodes for slow in judge(pairs_of(four))] == [(2, 3)]
     assert judge(pairs_of({(0, 1): 10.0, (0, 2): 6.0, (1, 2): 7.0})) == []
     dead = judge(pairs_of({(0, 1): 10.0, (0, 2): None, (1, 2): None}))
-    assert [slow.nodes for slow in dead] == [(2,)] and dead[0].why == "no all-reduce: connection closed with any of 2 partners"
+    assert [slow.nodes for slow in dead] == [(2,)] and dead[
+        0
+    ].why == "no all-reduce: connection closed with any of 2 partners"
 
 
 def test_of_two_hosts_the_declared_network_is_the_measure() -> None:
     assert judge(pairs_of({(0, 1): 3.0})) == [] and judge(pairs_of({(0, 1): 30.0}), 50.0) == []
     (slow,) = judge(pairs_of({(0, 1): 3.0}), 50.0)
-    assert slow.nodes == (0, 1) and "3 GB/s" in slow.why and "the network is said to have 50" in slow.why
-    assert [s.nodes for s in judge(pairs_of({(0, 1): 3.0, (1, 2): 3.0, (0, 2): 3.0}), 50.0)] == [(0, 1), (1, 2), (0, 2)]  # all alike: no one host
+    assert (
+        slow.nodes == (0, 1)
+        and "3 GB/s" in slow.why
+        and "the network is said to have 50" in slow.why
+    )
+    # all alike: no one host
+    assert [s.nodes for s in judge(pairs_of({(0, 1): 3.0, (1, 2): 3.0, (0, 2): 3.0}), 50.0)] == [
+        (0, 1),
+        (1, 2),
+        (0, 2),
+    ]
 
 
 def test_findings_of_pairs_have_names(tmp_path: Path) -> None:
@@ -164,9 +229,12 @@ def test_this_machine_alone(project: Project) -> None:
 
 @pytest.mark.parametrize(("proof", "notes"), [("cgroup", 0), ("children", 1)])
 def test_which_proof_of_ends_a_host_gives(tmp_path: Path, proof: str, notes: int) -> None:
-    """The column says it; without a cgroup it is worth knowing what that means, and no more than that."""
+    """The column says it; without a cgroup it is worth knowing what that means, and no more than
+    that."""
     seen = found(session(tmp_path, 2), {"proof": "cgroup"}, {"proof": proof})
-    assert [row[:3] for row in seen] == [("n1", "proof", False)] * notes and all("only marks are left to look for" in row[3] for row in seen)
+    assert [row[:3] for row in seen] == [("n1", "proof", False)] * notes and all(
+        "only marks are left to look for" in row[3] for row in seen
+    )
     assert _cells(Hello(0, "n0", {**FINE, "proof": proof}, 0.0))["proof"] == proof
 
 
@@ -184,7 +252,9 @@ SMI = """<?xml version="1.0" ?>
 """
 WELL = {
     "slowed": "<clocks_event_reason_hw_slowdown>Not Active</clocks_event_reason_hw_slowdown>",
-    "errors": "<sram_uncorrectable_parity>0</sram_uncorrectable_parity><dram_correctable>3</dram_correctable><dram_uncorrectable>0</dram_uncorrectable>",
+    "errors": (
+        "<sram_uncorrectable_parity>0</sram_uncorrectable_parity><dram_correctable>3</dram_correctable><dram_uncorrectable>0</dram_uncorrectable>"
+    ),
     "pending": "No",
     "failed": "No",
 }
@@ -193,23 +263,62 @@ WELL = {
 @pytest.mark.parametrize(
     ("change", "wrong", "words"),
     [
-        ({"errors": "<sram_uncorrectable>N/A</sram_uncorrectable><dram_uncorrectable>2</dram_uncorrectable>"}, True, "2 uncorrectable memory errors"),
-        ({"errors": "<double_bit><device_memory>1</device_memory><total>1</total></double_bit>"}, True, "1 uncorrectable memory error since"),
+        (
+            {
+                "errors": (
+                    "<sram_uncorrectable>N/A</sram_uncorrectable><dram_uncorrectable>2</dram_uncorrectable>"
+                )
+            },
+            True,
+            "2 uncorrectable memory errors",
+        ),
+        (
+            {"errors": "<double_bit><device_memory>1</device_memory><total>1</total></double_bit>"},
+            True,
+            "1 uncorrectable memory error since",
+        ),
         ({"failed": "Yes"}, True, "could not be remapped"),
         ({"pending": "Yes"}, False, "waits to be taken out of use"),
-        ({"slowed": "<clocks_event_reason_hw_thermal_slowdown>Active</clocks_event_reason_hw_thermal_slowdown>"}, True, "too hot: hardware slowdown"),
-        ({"slowed": "<clocks_throttle_reason_hw_power_brake_slowdown>Active</clocks_throttle_reason_hw_power_brake_slowdown>"}, True, "power brake"),
+        (
+            {
+                "slowed": (
+                    "<clocks_event_reason_hw_thermal_slowdown>Active</clocks_event_reason_hw_thermal_slowdown>"
+                )
+            },
+            True,
+            "too hot: hardware slowdown",
+        ),
+        (
+            {
+                "slowed": (
+                    "<clocks_throttle_reason_hw_power_brake_slowdown>Active</clocks_throttle_reason_hw_power_brake_slowdown>"
+                )
+            },
+            True,
+            "power brake",
+        ),
     ],
 )
 def test_gpus_that_are_ill(change: dict[str, str], wrong: bool, words: str) -> None:
     (one,) = symptoms(Said(0, SMI.format(**{**WELL, **change})))
-    assert one.wrong is wrong and words in one.message and one.message.startswith("GPU 0 (00000000:1B:00.0)") and one.advice
+    assert (
+        one.wrong is wrong
+        and words in one.message
+        and one.message.startswith("GPU 0 (00000000:1B:00.0)")
+        and one.advice
+    )
 
 
 def test_gpus_that_are_well_or_cannot_be_seen() -> None:
     assert symptoms(Said(0, SMI.format(**WELL))) == []
-    assert symptoms(Said(error="[Errno 2] No such file or directory: 'nvidia-smi'")) == symptoms(Said(6, "No devices were found\n")) == []
-    (lost,) = symptoms(Said(15, "", "Unable to determine the device handle for GPU 0000:1B:00.0: GPU is lost.\n"))
+    assert (
+        symptoms(Said(error="[Errno 2] No such file or directory: 'nvidia-smi'"))
+        == symptoms(Said(6, "No devices were found\n"))
+        == []
+    )
+    (lost,) = symptoms(
+        Said(15, "", "Unable to determine the device handle for GPU 0000:1B:00.0: GPU is lost.\n")
+    )
     assert lost.wrong and "GPU is lost" in lost.message
     assert not symptoms(Said(0, "no XML"))[0].wrong
 
@@ -218,9 +327,16 @@ def test_doctor_asks_the_hosts_own_tool(tmp_path: Path, monkeypatch: pytest.Monk
     """Through an agent, as `nodes --top` does."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "nvidia-smi"
-    program.write_text(f"#!/bin/bash\n[ \"$*\" = '-q -x' ] && cat <<'END'\n{SMI.format(**{**WELL, 'failed': 'Yes'})}END\n")
+    program.write_text(
+        "#!/bin/bash\n[ \"$*\" = '-q -x' ] && cat"
+        f" <<'END'\n{SMI.format(**{**WELL, 'failed': 'Yes'})}END\n"
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    cluster = Cluster.model_validate({"name": "c", "device": built_in_device("h100-sxm-80gb"), "node_folder": str(tmp_path)})
+    cluster = Cluster.model_validate(
+        {"name": "c", "device": built_in_device("h100-sxm-80gb"), "node_folder": str(tmp_path)}
+    )
     findings = examine(cluster, [Host("localhost")], tmp_path).findings
-    assert [f.message for f in findings if "remapped" in f.message] == ["GPU 0 (00000000:1B:00.0): a broken row of its memory could not be remapped"]
+    assert [f.message for f in findings if "remapped" in f.message] == [
+        "GPU 0 (00000000:1B:00.0): a broken row of its memory could not be remapped"
+    ]

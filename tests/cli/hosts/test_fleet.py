@@ -1,4 +1,5 @@
-"""fleet: the exact lines of pcluster, recorded by a double on PATH (the real one needs an AWS account), and how long it waits."""
+"""fleet: the exact lines of pcluster, recorded by a double on PATH (the real one needs an AWS
+account), and how long it waits."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def asked(folder: Path) -> list[list[str]]:
 def test_start_waits_until_it_is_running(pcluster: Path) -> None:
     (pcluster / "answers").write_text("STOPPED\nSTART_REQUESTED\nSTARTING\nSTARTING\nRUNNING")
     seen: list[str] = []
-    reached = fleets.change(ASKED, "start", 30, lambda status: seen.append(status.status), poll=0.01)
+    reached = fleets.change(
+        ASKED, "start", 30, lambda status: seen.append(status.status), poll=0.01
+    )
     assert (reached.status, reached.since) == ("RUNNING", "2022-03-28T22:27:14.000Z")
     assert seen == ["STOPPED", "START_REQUESTED", "STARTING", "RUNNING"]
     assert asked(pcluster) == [DESCRIBE, START, DESCRIBE, DESCRIBE, DESCRIBE]
@@ -70,14 +73,20 @@ def test_start_waits_until_it_is_running(pcluster: Path) -> None:
 
 def test_what_is_so_already_or_on_its_way_is_not_asked_for_again(pcluster: Path) -> None:
     (pcluster / "answers").write_text("RUNNING")
-    assert fleets.change(ASKED, "start", 30, poll=0.01).status == "RUNNING" and asked(pcluster) == [DESCRIBE]
+    assert fleets.change(ASKED, "start", 30, poll=0.01).status == "RUNNING" and asked(pcluster) == [
+        DESCRIBE
+    ]
     (pcluster / "answers").write_text("STOPPING\nSTOPPED")
-    assert fleets.change(ASKED, "stop", 30, poll=0.01).status == "STOPPED" and STOP not in asked(pcluster)
+    assert fleets.change(ASKED, "stop", 30, poll=0.01).status == "STOPPED" and STOP not in asked(
+        pcluster
+    )
 
 
 def test_it_does_not_wait_for_ever(pcluster: Path) -> None:
     (pcluster / "answers").write_text("STOPPED\nSTARTING")
-    with pytest.raises(TrainkitError, match=r"is STARTING 0\.2 s after it was asked to start") as error:
+    with pytest.raises(
+        TrainkitError, match=r"is STARTING 0\.2 s after it was asked to start"
+    ) as error:
         fleets.change(ASKED, "start", 0.2, poll=0.01)
     assert error.value.exit == Exit.START
     (pcluster / "answers").write_text("STOPPED\nSTART_REQUESTED\nPROTECTED")
@@ -87,7 +96,12 @@ def test_it_does_not_wait_for_ever(pcluster: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"), [("!no credentials", "exited with 1: no credentials"), ("<html>", "another form: <html>"), ("[1]", "another form")]
+    ("answer", "words"),
+    [
+        ("!no credentials", "exited with 1: no credentials"),
+        ("<html>", "another form: <html>"),
+        ("[1]", "another form"),
+    ],
 )
 def test_its_own_words_where_it_fails(pcluster: Path, answer: str, words: str) -> None:
     (pcluster / "answers").write_text(answer)
@@ -100,8 +114,16 @@ def test_the_task(project: Project, pcluster: Path) -> None:
         file.write(FLEET)
     (pcluster / "answers").write_text("RUNNING\nSTOP_REQUESTED\nSTOPPED")
     dry = project.invoke("fleet", "stop", "--cluster", "aws", "--dry-run").stdout
-    assert "would run: pcluster update-compute-fleet --cluster-name benchmarking-megatron --region us-east-1 --status STOP_REQUESTED\n" in dry
+    assert (
+        "would run: pcluster update-compute-fleet --cluster-name benchmarking-megatron --region"
+        " us-east-1 --status STOP_REQUESTED\n" in dry
+    )
     assert asked(pcluster) == []
-    assert project.document("fleet", "status", "--cluster", "aws")["status"] == "RUNNING" and asked(pcluster) == [DESCRIBE]
+    assert project.document("fleet", "status", "--cluster", "aws")["status"] == "RUNNING" and asked(
+        pcluster
+    ) == [DESCRIBE]
     assert "no fleet" in project.invoke("fleet", "status", "--cluster", "here", exit=3).stderr
-    assert "'restart' is none of start, stop, status" in project.invoke("fleet", "restart", "--cluster", "aws", exit=3).stderr
+    assert (
+        "'restart' is none of start, stop, status"
+        in project.invoke("fleet", "restart", "--cluster", "aws", exit=3).stderr
+    )

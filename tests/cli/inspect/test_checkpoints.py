@@ -22,7 +22,12 @@ def flip(path: Path) -> None:
 
 
 def test_checkpoints_and_replay(project: Project) -> None:
-    sets = ["--set=checkpoint.keep_last=1", "--set=checkpoint.keep_best=1", "--set=training.eval_interval=5", "--set=checkpoint.keep_every=10"]
+    sets = [
+        "--set=checkpoint.keep_last=1",
+        "--set=checkpoint.keep_best=1",
+        "--set=training.eval_interval=5",
+        "--set=checkpoint.keep_every=10",
+    ]
     project.invoke("train", "text", *sets)
     (run,) = project.runs()
     document = project.document("checkpoints", "last", "--verify", "--pin=10")
@@ -32,8 +37,15 @@ def test_checkpoints_and_replay(project: Project) -> None:
     best = min((5, 10, 15, 20), key=lambda step: measured[step])
     assert set(losses) == {best, 10, 20} and all(losses[step] == measured[step] for step in losses)
     rows = {row["step"]: row for row in document["checkpoints"]}
-    assert rows[10]["kept"][0] == "every 10" and rows[10]["kept"][-1] == "pinned" and rows[20]["kept"][:2] == ["newest 1", "every 10"]
-    assert all(row["problems"] == [] and row["bytes"] > 0 and row["layout"]["world_size"] == 2 for row in rows.values())
+    assert (
+        rows[10]["kept"][0] == "every 10"
+        and rows[10]["kept"][-1] == "pinned"
+        and rows[20]["kept"][:2] == ["newest 1", "every 10"]
+    )
+    assert all(
+        row["problems"] == [] and row["bytes"] > 0 and row["layout"]["world_size"] == 2
+        for row in rows.values()
+    )
 
     flip(run / "checkpoints/step-00000020/rank-00001.bin")
     assert "sizes are right" in project.invoke("checkpoints", "last", "--unpin=10").stdout
@@ -41,7 +53,10 @@ def test_checkpoints_and_replay(project: Project) -> None:
     assert "rank-00001.bin does not have the hash" in told and "pinned" not in told
     missing = project.invoke("checkpoints", "last", "--pin=11", exit=16).stderr
     assert "no checkpoint of step 11" in missing and "10" in missing
-    assert "no checkpoint of step 0" in project.invoke("checkpoints", "last", "--pin=0", exit=16).stderr
+    assert (
+        "no checkpoint of step 0"
+        in project.invoke("checkpoints", "last", "--pin=0", exit=16).stderr
+    )
     set_aside(run / "checkpoints/step-00000010")
     losses.pop(10)
     last = project.document("checkpoints", "last")["checkpoints"][-1]
@@ -51,13 +66,28 @@ def test_checkpoints_and_replay(project: Project) -> None:
     project.invoke("checkpoints", "last", "--verify", exit=16)
 
     replayed = project.document("replay", "last", "--step=7", "--samples=0")
-    assert (replayed["first"], replayed["count"], replayed["same"], len(replayed["samples"])) == (48, 8, True, 8)
-    assert [(s["data_rank"], s["micro_batch"]) for s in replayed["samples"]] == [(0, 0)] * 2 + [(1, 0)] * 2 + [(0, 1)] * 2 + [(1, 1)] * 2
+    assert (replayed["first"], replayed["count"], replayed["same"], len(replayed["samples"])) == (
+        48,
+        8,
+        True,
+        8,
+    )
+    assert [(s["data_rank"], s["micro_batch"]) for s in replayed["samples"]] == [(0, 0)] * 2 + [
+        (1, 0)
+    ] * 2 + [(0, 1)] * 2 + [(1, 1)] * 2
     assert any("the quick brown" in s["text"] for s in replayed["samples"])
     said = project.invoke("replay", "last", "--step=7", "--samples=1").stdout
-    assert "they are those that the step was made with" in said and "7 more" in said and replayed["samples"][0]["text"] in said
+    assert (
+        "they are those that the step was made with" in said
+        and "7 more" in said
+        and replayed["samples"][0]["text"] in said
+    )
     project.invoke("replay", "last", "--step=21", exit=3)
-    lines = (run / "metrics.jsonl").read_text().replace(f'"batch_checksum": {replayed["batch_checksum"]}', '"batch_checksum": 1')
+    lines = (
+        (run / "metrics.jsonl")
+        .read_text()
+        .replace(f'"batch_checksum": {replayed["batch_checksum"]}', '"batch_checksum": 1')
+    )
     (run / "metrics.jsonl").write_text(lines)
     assert "they are NOT" in project.invoke("replay", "last", "--step=7", exit=6).stdout
 
@@ -70,8 +100,14 @@ def test_the_ring_keeps_the_last_steps(tmp_path: Path) -> None:
         windows.note(Window(step, 10 * step, 10))
     windows.note(Window(4, 100, 12))  # after a rollback, with other samples
     windows.close()
-    assert find_window(run, 3 + SLOTS) == (3 + SLOTS, 10 * (3 + SLOTS), 10) and find_window(run, 4) == (4, 100, 12) and find_window(run, 0) is None
-    run.metrics.write_text(json.dumps({"step": 3, "consumed_samples": 30, "global_batch_size": 8}) + "\n")
+    assert (
+        find_window(run, 3 + SLOTS) == (3 + SLOTS, 10 * (3 + SLOTS), 10)
+        and find_window(run, 4) == (4, 100, 12)
+        and find_window(run, 0) is None
+    )
+    run.metrics.write_text(
+        json.dumps({"step": 3, "consumed_samples": 30, "global_batch_size": 8}) + "\n"
+    )
     assert find_window(run, 3) == (3, 22, 8)
 
 

@@ -21,13 +21,24 @@ from trainkit.runs.folder import RunFolder
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with one ended run that has checkpoints of steps 1, 2, 3 and 4; that of step 1 is pinned."""
+    """A project with one ended run that has checkpoints of steps 1, 2, 3 and 4; that of step 1
+    is pinned."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "tasks.py").write_text(TASKS)
-    (folder / "jobs.toml").write_text(JOBS.replace("[clusters.here]", f'[clusters.here]\nnode_folder = "{folder}/node"'))
-    sets = ("checkpoint.keep_last=9", "training.train_iters=4", "training.save_interval=1", "training.eval_iters=0", "cluster.ranks_per_node=1")
+    (folder / "jobs.toml").write_text(
+        JOBS.replace("[clusters.here]", f'[clusters.here]\nnode_folder = "{folder}/node"')
+    )
+    sets = (
+        "checkpoint.keep_last=9",
+        "training.train_iters=4",
+        "training.save_interval=1",
+        "training.eval_iters=0",
+        "cluster.ranks_per_node=1",
+    )
     project = Project(folder)
-    project.invoke("train", "random", *(word for value in sets for word in ("--set", value)), timeout=1200)
+    project.invoke(
+        "train", "random", *(word for value in sets for word in ("--set", value)), timeout=1200
+    )
     project.invoke("checkpoints", "last", "--pin", "1")
     return folder
 
@@ -43,12 +54,30 @@ def kept(trained: Path, tmp_path: Path) -> tuple[Project, Path]:
 
 
 def steps(run: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdigit())
+    return sorted(
+        int(path.name[5:])
+        for path in (run / "checkpoints").glob("step-*")
+        if path.name[5:].isdigit()
+    )
 
 
-def cleaned(project: Project, run: str = "", keep: int = 1, *, damaged: bool = False, performing: bool = False, dry: bool = False) -> dict[str, Any]:
+def cleaned(
+    project: Project,
+    run: str = "",
+    keep: int = 1,
+    *,
+    damaged: bool = False,
+    performing: bool = False,
+    dry: bool = False,
+) -> dict[str, Any]:
     """The document of `clean`, in this process."""
-    answer = clean(Talk(json=False, dry_run=dry, folder=project.path), run, keep, damaged=damaged, performing=performing)
+    answer = clean(
+        Talk(json=False, dry_run=dry, folder=project.path),
+        run,
+        keep,
+        damaged=damaged,
+        performing=performing,
+    )
     return answer.document
 
 
@@ -56,18 +85,31 @@ def names(told: dict[str, Any]) -> list[str]:
     return sorted(Path(each["path"]).name for each in told["leftovers"])
 
 
-def test_it_keeps_the_newest_and_what_is_pinned(kept: tuple[Project, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_keeps_the_newest_and_what_is_pinned(
+    kept: tuple[Project, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     project, run = kept
     (run / "checkpoints" / "step-00000009.0badcafe.tmp").mkdir()
     aside = run / "checkpoints" / "step-00000003.0badcafe.damaged"
     aside.mkdir()
-    for told in (project.document("clean"), cleaned(project, performing=True, dry=True), cleaned(project, "random")):
+    for told in (
+        project.document("clean"),
+        cleaned(project, performing=True, dry=True),
+        cleaned(project, "random"),
+    ):
         assert (told["schema"], told["deleted"]) == ("clean/1", False) and told["bytes"] > 10_000
         assert names(told) == ["step-00000002", "step-00000003", "step-00000009.0badcafe.tmp"]
         assert steps(run) == [1, 2, 3, 4] and aside.is_dir()
     assert names(cleaned(project, keep=3)) == ["step-00000009.0badcafe.tmp"]
     # the newest is damaged: nothing goes
-    part = max((path for path in (run / "checkpoints/step-00000004").iterdir() if path.name != "manifest.json"), key=lambda path: path.stat().st_size)
+    part = max(
+        (
+            path
+            for path in (run / "checkpoints/step-00000004").iterdir()
+            if path.name != "manifest.json"
+        ),
+        key=lambda path: path.stat().st_size,
+    )
     content = part.read_bytes()
     part.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     assert cleaned(project, performing=True)["leftovers"] == [] and steps(run) == [1, 2, 3, 4]
@@ -77,25 +119,43 @@ def test_it_keeps_the_newest_and_what_is_pinned(kept: tuple[Project, Path], caps
     assert steps(run) == [1, 4] and aside.is_dir() and not list((run / "checkpoints").glob("*.tmp"))
     assert names(cleaned(project, performing=True, damaged=True)) == [aside.name]
     assert steps(run) == [1, 4] and not aside.exists()
-    assert cleaned(project, performing=True)["leftovers"] == [] and verify(run / "checkpoints" / "step-00000004") == []
+    assert (
+        cleaned(project, performing=True)["leftovers"] == []
+        and verify(run / "checkpoints" / "step-00000004") == []
+    )
 
 
-def test_a_run_that_goes_on_is_left_alone(kept: tuple[Project, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_goes_on_is_left_alone(
+    kept: tuple[Project, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """And one whose folder somebody writes to: a checkpoint that is being published must not go."""
     project, run = kept
     with locked(run / "checkpoints" / "writer.lock", {"host": "here"}, wait=False):
-        assert cleaned(project, performing=True)["leftovers"] == [] and "is being written to" in capsys.readouterr().out
+        assert (
+            cleaned(project, performing=True)["leftovers"] == []
+            and "is being written to" in capsys.readouterr().out
+        )
     (run / "launch" / "supervisor.json").unlink()
     begin(RunFolder(run), 2)  # this process is its supervisor, and lives
-    assert cleaned(project, performing=True)["leftovers"] == [] and "is running: nothing of it goes" in capsys.readouterr().out
+    assert (
+        cleaned(project, performing=True)["leftovers"] == []
+        and "is running: nothing of it goes" in capsys.readouterr().out
+    )
     assert steps(run) == [1, 2, 3, 4]
 
 
-def test_resume_says_what_it_would_begin_with(kept: tuple[Project, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_says_what_it_would_begin_with(
+    kept: tuple[Project, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     project, run = kept
 
     def said() -> str:
-        runner.resume(Talk(json=False, dry_run=True, folder=project.path), "last", ["training.train_iters=6"], share=False)
+        runner.resume(
+            Talk(json=False, dry_run=True, folder=project.path),
+            "last",
+            ["training.train_iters=6"],
+            share=False,
+        )
         return capsys.readouterr().out
 
     assert "from the checkpoint of step 4" in said()

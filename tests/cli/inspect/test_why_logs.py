@@ -23,28 +23,54 @@ from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog
 
-FAILED = {"rank": 3, "host": "node2", "code": 1, "type": "ValueError", "message": "the tokens end", "step": 7, "time": "2026-01-01T00:00:02.000Z"}
+FAILED = {
+    "rank": 3,
+    "host": "node2",
+    "code": 1,
+    "type": "ValueError",
+    "message": "the tokens end",
+    "step": 7,
+    "time": "2026-01-01T00:00:02.000Z",
+}
 
 
 @pytest.fixture
 def run(project: Project) -> RunFolder:
-    """A run of two attempts over two hosts: the first lost a host, in the second rank 3 failed and rank 0 after it."""
+    """A run of two attempts over two hosts: the first lost a host, in the second rank 3 failed
+    and rank 0 after it."""
     run = RunFolder(project.path / "runs" / "random" / "20260101-000000-aaaa")
     run.path.mkdir(parents=True)
     write_job(run.job, load(project.path).resolve("random"))
     events = begun(run, 1)
-    cause = {"host": "node1", "message": "contact with node1 was lost", "advice": "look whether it is up"}
-    events.write("ended", exit=13, root_cause=cause, survivors=[], unanswered=["node1"], **{"class": "infra"})
+    cause = {
+        "host": "node1",
+        "message": "contact with node1 was lost",
+        "advice": "look whether it is up",
+    }
+    events.write(
+        "ended", exit=13, root_cause=cause, survivors=[], unanswered=["node1"], **{"class": "infra"}
+    )
     events.write("retry", next_attempt=2, **{"class": "infra"})
     events = begun(run, 2)
     for rank in range(4):
         run.attempt(2).log(rank).parent.mkdir(exist_ok=True)
         run.attempt(2).log(rank).write_text("".join(f"line {i} of {rank}\n" for i in range(40)))
-    ends = {3: {"code": 1}, 0: {"code": -6}, 1: {"code": -15, "stopped": True}, 2: {"code": 0, "done": True}}
+    ends = {
+        3: {"code": 1},
+        0: {"code": -6},
+        1: {"code": -15, "stopped": True},
+        2: {"code": 0, "done": True},
+    }
     for rank, values in ends.items():
         events.write("rank_ended", **{"rank": rank, "stopped": False, "done": False, **values})
-    last = {"log": str(run.attempt(2).log(3)), "last": [f"line {i} of 3" for i in range(10, 40)], "advice": "look at the data"}
-    events.write("ended", exit=9, root_cause=FAILED | last, survivors=[], unanswered=[], **{"class": "user"})
+    last = {
+        "log": str(run.attempt(2).log(3)),
+        "last": [f"line {i} of 3" for i in range(10, 40)],
+        "advice": "look at the data",
+    }
+    events.write(
+        "ended", exit=9, root_cause=FAILED | last, survivors=[], unanswered=[], **{"class": "user"}
+    )
     return run
 
 
@@ -60,34 +86,64 @@ def talk(project: Project, json: bool = False) -> Talk:
     return Talk(json=json, dry_run=False, folder=project.path)
 
 
-def said(project: Project, capsys: pytest.CaptureFixture[str], *words: Any, **more: Any) -> list[str]:
+def said(
+    project: Project, capsys: pytest.CaptureFixture[str], *words: Any, **more: Any
+) -> list[str]:
     """Lines that `logs` prints."""
     logs.logs(talk(project), "last", *words, **{"follow": False, "lines": 1, **more})
     return capsys.readouterr().out.splitlines()
 
 
-def test_why_names_rank_host_and_line(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_names_rank_host_and_line(
+    project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     document = why(talk(project), "last", 0).document
     out = capsys.readouterr().out
-    assert "rank 3 on node2: ValueError: the tokens end" in out and "advice: look at the data" in out and "  line 39 of 3" in out and "in step 7" in out
-    assert "attempt 2 of 2: exit 9, class user" in out and "later: rank 0 on node1 ended with -6" in out and "invoke why" not in out
-    assert [row["attempt"] for row in document["attempts"]] == [1, 2] and document["attempts"][1]["hosts"] == ["node1", "node2"]
-    assert (document["schema"], document["root_cause"]["rank"], len(document["root_cause"]["last"])) == ("why/1", 3, 30)
+    assert (
+        "rank 3 on node2: ValueError: the tokens end" in out
+        and "advice: look at the data" in out
+        and "  line 39 of 3" in out
+        and "in step 7" in out
+    )
+    assert (
+        "attempt 2 of 2: exit 9, class user" in out
+        and "later: rank 0 on node1 ended with -6" in out
+        and "invoke why" not in out
+    )
+    assert [row["attempt"] for row in document["attempts"]] == [1, 2] and document["attempts"][1][
+        "hosts"
+    ] == ["node1", "node2"]
+    assert (
+        document["schema"],
+        document["root_cause"]["rank"],
+        len(document["root_cause"]["last"]),
+    ) == ("why/1", 3, 30)
     assert [other["rank"] for other in document["others"]] == [0]
     first = why(talk(project), "last", 1).document
-    assert first["root_cause"]["host"] == "node1" and "contact with node1 was lost" in capsys.readouterr().out
+    assert (
+        first["root_cause"]["host"] == "node1"
+        and "contact with node1 was lost" in capsys.readouterr().out
+    )
     with pytest.raises(ConfigError, match="has no attempt 3"):
         why(talk(project), "last", 3)
 
 
-def test_why_of_a_supervisor_without_a_last_word(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_of_a_supervisor_without_a_last_word(
+    project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     begun(run, 3)
     document = why(talk(project), "last", 0).document
-    assert document["attempt"] == 3 and "is gone and left no word" in document["root_cause"]["message"] and document["exit"] == 10
+    assert (
+        document["attempt"] == 3
+        and "is gone and left no word" in document["root_cause"]["message"]
+        and document["exit"] == 10
+    )
     assert "attempt 3 of 3" in capsys.readouterr().out
 
 
-def test_why_of_a_good_run(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_of_a_good_run(
+    project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = RunFolder(run.path.with_name("20260102-000000-bbbb"))
     other.path.mkdir()
     write_job(other.job, load(project.path).resolve("random"))
@@ -96,10 +152,16 @@ def test_why_of_a_good_run(project: Project, run: RunFolder, capsys: pytest.Capt
     assert "nothing has failed" in capsys.readouterr().out
 
 
-def test_logs_of_several_ranks(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_several_ranks(
+    project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert said(project, capsys, "", "", 0) == ["line 39 of 0"]
     assert said(project, capsys, "2", "", 2) == ["line 39 of 2"]
-    assert said(project, capsys, "1,2-3", "", 0) == ["[1] line 39 of 1", "[2] line 39 of 2", "[3] line 39 of 3"]
+    assert said(project, capsys, "1,2-3", "", 0) == [
+        "[1] line 39 of 1",
+        "[2] line 39 of 2",
+        "[3] line 39 of 3",
+    ]
     assert said(project, capsys, "failed", "", 0) == ["[0] line 39 of 0", "[3] line 39 of 3"]
     assert said(project, capsys, "", "node2", 0) == ["[2] line 39 of 2", "[3] line 39 of 3"]
     assert said(project, capsys, "0-2", "node2", 0) == ["line 39 of 2"]
@@ -114,28 +176,42 @@ def test_logs_of_several_ranks(project: Project, run: RunFolder, capsys: pytest.
             said(project, capsys, words, "", 0)
 
 
-def test_logs_of_a_host_that_started_nothing(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_a_host_that_started_nothing(
+    project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = run.attempt(2).transports / "node9.log"
     path.parent.mkdir()
     path.write_text("ssh: connect to host node9 port 22: No route to host\n")
-    assert said(project, capsys, "", "node9", 0)[1] == "ssh: connect to host node9 port 22: No route to host"
+    assert (
+        said(project, capsys, "", "node9", 0)[1]
+        == "ssh: connect to host node9 port 22: No route to host"
+    )
     with pytest.raises(ConfigError, match="had no host 'nodeX'") as error:
         said(project, capsys, "", "nodeX", 0)
     assert error.value.list[0].hint == "its hosts: node1, node2, node9"
 
 
-def test_logs_as_a_document(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_as_a_document(
+    project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = Talk(json=True, dry_run=False, folder=project.path)
     answer = logs.logs(asked, "last", "0-1", "", 2, follow=False, lines=1)
     document = answer.document
     assert (document["schema"], document["run"], document["attempt"]) == ("logs/1", run.id, 2)
-    assert [(each["rank"], each["lines"]) for each in document["logs"]] == [(rank, [run.attempt(2).log(rank).read_text().splitlines()[-1]]) for rank in (0, 1)]
+    assert [(each["rank"], each["lines"]) for each in document["logs"]] == [
+        (rank, [run.attempt(2).log(rank).read_text().splitlines()[-1]]) for rank in (0, 1)
+    ]
     assert capsys.readouterr().out == ""
     with pytest.raises(ConfigError, match="contradict"):
         logs.logs(asked, "last", "", "", 0, follow=True, lines=1)
 
 
-def test_following_several_logs_to_the_end(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_several_logs_to_the_end(
+    project: Project,
+    run: RunFolder,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     events = begin(run, 3)  # this process is its supervisor, and lives
     for rank in range(2):
         run.attempt(3).log(rank).parent.mkdir(exist_ok=True)
@@ -145,7 +221,8 @@ def test_following_several_logs_to_the_end(project: Project, run: RunFolder, cap
     pieces = iter([(0, "half a "), (1, "from one\n"), (0, "line\n"), (1, "last")])
 
     def write(_: float) -> None:
-        """Between two looks at the logs a piece more is written; after the last of them the run ends."""
+        """Between two looks at the logs a piece more is written; after the last of them the run
+        ends."""
         if (piece := next(pieces, None)) is None:
             end(events, 0, "success")
             return
@@ -154,10 +231,19 @@ def test_following_several_logs_to_the_end(project: Project, run: RunFolder, cap
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))
     logs.logs(talk(project), "last", "0-1", "", 0, follow=True, lines=0)
-    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] half a line", "[1] last", "[1] tornfrom one"]
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "[0] half a line",
+        "[1] last",
+        "[1] tornfrom one",
+    ]
 
 
-def test_following_a_log_that_begins_anew(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_a_log_that_begins_anew(
+    project: Project,
+    run: RunFolder,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     events, path = begin(run, 3), run.attempt(3).log(0)
     for rank in range(2):
         run.attempt(3).log(rank).parent.mkdir(exist_ok=True)
@@ -180,15 +266,28 @@ def test_following_a_log_that_begins_anew(project: Project, run: RunFolder, caps
     assert capsys.readouterr().out.splitlines()[-2:] == ["ee", "four"]
 
 
-def test_status_again_until_the_end(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_again_until_the_end(
+    project: Project,
+    run: RunFolder,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     events, waits = begin(run, 3), iter([False, True])
-    monkeypatch.setattr(follow, "time", SimpleNamespace(sleep=lambda _: end(events, 12, "preempted") if next(waits) else None))
+    monkeypatch.setattr(
+        follow,
+        "time",
+        SimpleNamespace(sleep=lambda _: end(events, 12, "preempted") if next(waits) else None),
+    )
     answer = follow.status(talk(project), "last", watch=True)
     out = capsys.readouterr().out
-    assert answer.document["state"] == "preempted" and out.count("attempt 3") == 3 and "running" in out
+    assert (
+        answer.document["state"] == "preempted" and out.count("attempt 3") == 3 and "running" in out
+    )
 
 
-def test_a_run_that_cannot_be_read_hides_no_other(project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_read_hides_no_other(
+    project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = RunFolder(run.path.with_name("20260102-000000-bbbb"))
     other.supervisor.parent.mkdir(parents=True)
     other.job.write_text("{}")
@@ -199,7 +298,9 @@ def test_a_run_that_cannot_be_read_hides_no_other(project: Project, run: RunFold
 
 def test_events_are_told_once(project: Project, run: RunFolder) -> None:
     seen, all_of_it = EventTail(run, told=True), EventTail(run)
-    assert seen.new() == [] and [told(number, event) for number, event in all_of_it.new() if told(number, event)] == [
+    assert seen.new() == [] and [
+        told(number, event) for number, event in all_of_it.new() if told(number, event)
+    ] == [
         "attempt 1 failed (infra); going on as attempt 2",
         "attempt 2 begins",
     ]
@@ -212,5 +313,7 @@ def test_events_are_told_once(project: Project, run: RunFolder) -> None:
 
 
 def test_a_hang_names_who_is_missing() -> None:
-    assert told(1, {"event": "hang", "missing": [1, 3]}).startswith("no rank moves any more: a hang; missing ranks: 1, 3;")
+    assert told(1, {"event": "hang", "missing": [1, 3]}).startswith(
+        "no rank moves any more: a hang; missing ranks: 1, 3;"
+    )
     assert told(1, {"event": "go"}) == ""

@@ -39,13 +39,16 @@ def one_rank() -> Iterator[None]:
 
 
 def make_run(project: Project, job_name: str) -> tuple[RunFolder, dict[int, Transformer]]:
-    """A run of a job with two checkpoints, and the models in them; with the tokenizer of its dataset."""
+    """A run of a job with two checkpoints, and the models in them; with the tokenizer of its
+    dataset."""
     resolved = load(project.path).resolve(job_name)
     job, run = resolved.job, RunFolder(project.path / "runs" / job_name / RUN)
     run.path.mkdir(parents=True)
     rows = job.model.vocab_size
     if job.dataset.tokenizer:
-        tokenizer = train_bpe(iter(["the quick brown fox jumps over the lazy dog"] * 9), 300, "<|endoftext|>")
+        tokenizer = train_bpe(
+            iter(["the quick brown fox jumps over the lazy dog"] * 9), 300, "<|endoftext|>"
+        )
         path = DataFolder(project.path, job.dataset).tokenizer
         path.parent.mkdir(parents=True)
         tokenizer.save(str(path))
@@ -58,14 +61,30 @@ def make_run(project: Project, job_name: str) -> tuple[RunFolder, dict[int, Tran
             with torch.no_grad():
                 p.copy_(initial_value(name, tuple(p.shape), job.model, step))
         tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
-        checkpoint.save(run.checkpoints, tensors, step=step, consumed_samples=0, layout={}, job=job.model_dump(mode="json"), state={})
+        checkpoint.save(
+            run.checkpoints,
+            tensors,
+            step=step,
+            consumed_samples=0,
+            layout={},
+            job=job.model_dump(mode="json"),
+            state={},
+        )
     write_job(run.job, resolved)
     return run, models
 
 
 def call(project: Project, **words: Any) -> dict[str, Any]:
     """The task's function, in this process."""
-    asked = {"words": RUN, "format": "hf", "to": str(project.path / "out"), "step": None, "dtype": "fp32", "shard_gb": 5.0, **words}
+    asked = {
+        "words": RUN,
+        "format": "hf",
+        "to": str(project.path / "out"),
+        "step": None,
+        "dtype": "fp32",
+        "shard_gb": 5.0,
+        **words,
+    }
     answer = export(Talk(json=True, dry_run=False, folder=project.path), **asked)
     return answer.document
 
@@ -85,7 +104,8 @@ def same_logits(folder: Path, model: Transformer) -> None:
 
 
 def test_the_task(project: Project) -> None:
-    """As a person types it: relative folder, tokenizer beside the weights, one document; then the same again, refused."""
+    """As a person types it: relative folder, tokenizer beside the weights, one document; then
+    the same again, refused."""
     transformers: Any = importlib.import_module("transformers")
 
     _, models = make_run(project, "text")
@@ -104,7 +124,10 @@ def test_the_task(project: Project) -> None:
     }
     same_logits(project.path / "out/hf", models[10])
     tokenizer = transformers.AutoTokenizer.from_pretrained(project.path / "out/hf")
-    assert tokenizer.decode(tokenizer("the lazy fox")["input_ids"]) == "the lazy fox" and tokenizer.eos_token == "<|endoftext|>"
+    assert (
+        tokenizer.decode(tokenizer("the lazy fox")["input_ids"]) == "the lazy fox"
+        and tokenizer.eos_token == "<|endoftext|>"
+    )
     error = project.document("export", "last", "--to", "out/hf", exit=3)
     assert "is there already" in error["problems"][0]["message"]
 
@@ -115,7 +138,11 @@ def test_step_dtype_and_shards(project: Project) -> None:
     assert call(project, step=5)["step"] == 5
     same_logits(project.path / "out", models[5])
     document = call(project, to=str(project.path / "small"), dtype="bf16", shard_gb=2e-5)
-    assert document["bytes"] == 2 * document["parameters"] and len(document["files"]) > 2 and not document["tokenizer"]
+    assert (
+        document["bytes"] == 2 * document["parameters"]
+        and len(document["files"]) > 2
+        and not document["tokenizer"]
+    )
     assert not (project.path / "small/tokenizer.json").exists()
     same_logits(project.path / "small", models[10].bfloat16().float())
 
@@ -124,7 +151,11 @@ def test_bad_words_are_told_at_once(project: Project) -> None:
     make_run(project, "random")
     error = refusal(project, format="onnx", dtype="int8", to="")
     assert error.exit == 3
-    for words in ("--format 'onnx' is none of: hf", "--dtype 'int8' is none of: fp32, bf16, fp16", "--to DIR is missing"):
+    for words in (
+        "--format 'onnx' is none of: hf",
+        "--dtype 'int8' is none of: fp32, bf16, fp16",
+        "--to DIR is missing",
+    ):
         assert words in str(error)
     assert refusal(project, words="nobody").exit == 3
 
@@ -141,11 +172,15 @@ def test_no_valid_checkpoint(project: Project) -> None:
     assert not (project.path / "other").exists()
 
 
-def test_a_tokenizer_that_is_gone_or_another(project: Project, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_that_is_gone_or_another(
+    project: Project, capfd: pytest.CaptureFixture[str]
+) -> None:
     run, _ = make_run(project, "text")
     path = DataFolder(project.path, load(project.path).resolve("text").job.dataset).tokenizer
     (run.path / "launch").mkdir()
-    (run.path / "launch/inputs.json").write_text(json.dumps({"schema": "inputs/1", "files": [[str(path), 1, 1]]}))
+    (run.path / "launch/inputs.json").write_text(
+        json.dumps({"schema": "inputs/1", "files": [[str(path), 1, 1]]})
+    )
     call(project)
     assert "has changed since run" in capfd.readouterr().err
     path.unlink()
@@ -154,7 +189,8 @@ def test_a_tokenizer_that_is_gone_or_another(project: Project, capfd: pytest.Cap
 
 
 def test_beginning_weights_are_checked_with_the_data(project: Project) -> None:
-    """What a run exported is what another begins with; a model it does not fit is refused before anything starts."""
+    """What a run exported is what another begins with; a model it does not fit is refused before
+    anything starts."""
     make_run(project, "random")
     call(project)
     path = project.path / "jobs.toml"

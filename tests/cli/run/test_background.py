@@ -1,4 +1,5 @@
-"""A run whose supervisor is a process of its own: followed, left alone, saved, stopped, and what is left of it."""
+"""A run whose supervisor is a process of its own: followed, left alone, saved, stopped, and what
+is left of it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ LONG = ("--set", "training.train_iters=100000")
 
 
 def events(run: Path, attempt: int) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (run / f"attempts/{attempt}/events.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / f"attempts/{attempt}/events.jsonl").read_text().splitlines()
+    ]
 
 
 def ranks(run: Path, attempt: int) -> list[int]:
@@ -29,14 +33,17 @@ def wait_for_rows(run: Path, count: int) -> None:
     wait_for(lambda: path.exists() and path.read_text().count("\n") >= count, f"{count} rows")
 
 
-def followed(project: Project, presses: int, number: signal.Signals = signal.SIGINT) -> tuple[int, str]:
+def followed(
+    project: Project, presses: int, number: signal.Signals = signal.SIGINT
+) -> tuple[int, str]:
     """(exit code, output) of `attach` that is sent a signal so many times."""
     process = project.start("attach", "last")
     assert process.stdout is not None
     first = process.stdout.readline()  # it listens by then
     for press in range(presses):
         process.send_signal(number)
-        while press + 1 < presses and "Ctrl-C again within" not in first:  # two at once would be one signal: the second comes after the answer
+        # two at once would be one signal: the second comes after the answer
+        while press + 1 < presses and "Ctrl-C again within" not in first:
             first += process.stdout.readline()
     out, err = process.communicate(timeout=HANGS)
     assert "Traceback" not in err, err
@@ -60,36 +67,59 @@ def test_followed_left_alone_saved_and_stopped(project: Project, running: Path) 
     code, out = followed(project, 1)
     assert code == 130 and "the run goes on" in out and "invoke attach" in out
     assert followed(project, 1, signal.SIGHUP)[0] == -signal.SIGHUP  # a terminal that is closed
-    assert project.document("status", "last")["state"] == "running" and all(map(alive, ranks(running, 1)))
+    assert project.document("status", "last")["state"] == "running" and all(
+        map(alive, ranks(running, 1))
+    )
     refused = project.invoke("resume", "last", exit=17)
     assert "is still running" in refused.stderr and "invoke attach" in refused.stderr
     code, out = followed(project, 2)
-    while code == 130:  # this process was too slow for the second press: the run goes on, and is asked again
+    # this process was too slow for the second press: the run goes on, and is asked again
+    while code == 130:
         code, out = followed(project, 2)
     assert code == 12 and "saving at the end of this step" in out
     status = project.document("status", "last")
-    assert status["state"] == "preempted" and (running / f"checkpoints/step-{status['step']:08d}/manifest.json").is_file()
+    assert (
+        status["state"] == "preempted"
+        and (running / f"checkpoints/step-{status['step']:08d}/manifest.json").is_file()
+    )
     assert not any(map(alive, ranks(running, 1)))
 
     project.invoke("resume", "last", "--detach", "--code", "current")
     (node,) = project.document("nodes", "--cluster", "here")["hosts"]
-    assert node["reachable"] and node["host"] == os.uname().nodename and node["busy"][0]["run"] == running.name and node["quarantine"] is None
+    assert (
+        node["reachable"]
+        and node["host"] == os.uname().nodename
+        and node["busy"][0]["run"] == running.name
+        and node["quarantine"] is None
+    )
     cancelled = project.document("cancel", "last", exit=15)
     assert (cancelled["state"], cancelled["exit"]) == ("cancelled", 15)
-    assert [(row["host"], row["answered"], row["left"]) for row in cancelled["hosts"]] == [(node["host"], True, [])]
+    assert [(row["host"], row["answered"], row["left"]) for row in cancelled["hosts"]] == [
+        (node["host"], True, [])
+    ]
     assert not any(map(alive, ranks(running, 2)))
     assert "has ended already: cancelled" in project.invoke("cancel", "last").stdout
     assert project.invoke("attach", "last", exit=15).stdout.startswith("cancelled, exit 15")
 
 
-def test_saved_by_cancel_and_cancelled_without_a_supervisor(project: Project, running: Path) -> None:
+def test_saved_by_cancel_and_cancelled_without_a_supervisor(
+    project: Project, running: Path
+) -> None:
     wait_for_rows(running, 2)
     out = project.invoke("cancel", "last", "--save", exit=12).stdout
-    assert "its supervisor was told to save and stop" in out and "nothing" in out and f"invoke resume {running.name} goes on" in out
+    assert (
+        "its supervisor was told to save and stop" in out
+        and "nothing" in out
+        and f"invoke resume {running.name} goes on" in out
+    )
     project.invoke("resume", "last", "--detach")
     supervisor = json.loads((running / "launch/supervisor.json").read_text())["identity"]["pid"]
     os.kill(supervisor, signal.SIGKILL)
-    wait_for(lambda: project.document("status", "last")["state"] == "failed", "the supervisor's death to be seen", timeout=HANGS)
+    wait_for(
+        lambda: project.document("status", "last")["state"] == "failed",
+        "the supervisor's death to be seen",
+        timeout=HANGS,
+    )
     out = project.invoke("cancel", "last", exit=15).stdout
     assert "has no supervisor that could be asked" in out and "nothing" in out
     assert not any(map(alive, ranks(running, 2)))
@@ -100,6 +130,11 @@ def test_saved_by_cancel_and_cancelled_without_a_supervisor(project: Project, ru
 
 
 def test_words_that_contradict_each_other(project: Project) -> None:
-    assert "contradict" in project.invoke("train", "random", "--detach", "--foreground", exit=3).stderr
-    assert "is for clusters whose launcher is ssh or pdsh" in project.invoke("train", "random", "--include", "a", exit=3).stderr
+    assert (
+        "contradict" in project.invoke("train", "random", "--detach", "--foreground", exit=3).stderr
+    )
+    assert (
+        "is for clusters whose launcher is ssh or pdsh"
+        in project.invoke("train", "random", "--include", "a", exit=3).stderr
+    )
     assert not (project.path / "runs").exists()

@@ -18,7 +18,10 @@ ASKED: dict[str, Any] = {"host": "n1", "answered": True, "error": None, "left": 
         ({"proof": "cgroup"}, "nothing"),
         ({"proof": "cgroup", "killed": 2}, "nothing (2 ended just now)"),
         ({"proof": None}, "nothing that can be seen (no cgroup there: see `doctor`)"),
-        ({"proof": None, "killed": 1}, "nothing that can be seen (no cgroup there: see `doctor`) (1 ended just now)"),
+        (
+            {"proof": None, "killed": 1},
+            "nothing that can be seen (no cgroup there: see `doctor`) (1 ended just now)",
+        ),
         ({"proof": None, "left": [{"pid": 7, "argv0": "python"}]}, "pid 7 python"),
         ({"answered": False}, "did not answer; what is left there is not known"),
         ({"answered": False, "error": "timed out"}, "did not answer: timed out"),

@@ -41,16 +41,31 @@ def far(**words: object) -> HostWords:
     return HostWords(cluster="far", **words)  # type: ignore[arg-type]
 
 
-def test_slots_are_the_ranks_of_a_node_and_say_where_they_come_from(project: Project, jobs: Jobs) -> None:
+def test_slots_are_the_ranks_of_a_node_and_say_where_they_come_from(
+    project: Project, jobs: Jobs
+) -> None:
     resolved, hosts = resolve_on_hosts(jobs, "random", [], far(nodes=2))
-    assert ([h.name for h in hosts.running], [h.name for h in hosts.spares], resolved.job.world_size) == (["n1", "n2"], ["n3"], 8)
+    assert (
+        [h.name for h in hosts.running],
+        [h.name for h in hosts.spares],
+        resolved.job.world_size,
+    ) == (["n1", "n2"], ["n3"], 8)
     origin = resolved.origins["cluster.ranks_per_node"]
-    assert str(origin.place) == f"{project.path}/hosts:1" and [older.value for older in origin.overrode] == [2, None]
+    assert str(origin.place) == f"{project.path}/hosts:1" and [
+        older.value for older in origin.overrode
+    ] == [2, None]
     resolved, hosts = resolve_on_hosts(jobs, "random", [], far(nodes=2, include="n[3-4]:1-2"))
     assert ([h.slots for h in hosts.hosts], resolved.job.ranks_per_node) == ([(1, 2), (1, 2)], 2)
-    with pytest.raises(ConfigError, match=r"cluster\.ranks_per_node = 3, but n1 has 4 slots in .*hosts"):
+    with pytest.raises(
+        ConfigError, match=r"cluster\.ranks_per_node = 3, but n1 has 4 slots in .*hosts"
+    ):
         resolve_on_hosts(jobs, "random", ["cluster.ranks_per_node=3"], far(nodes=2))
-    assert resolve_on_hosts(jobs, "random", ["cluster.ranks_per_node=4"], far(nodes=2))[0].job.world_size == 8
+    assert (
+        resolve_on_hosts(jobs, "random", ["cluster.ranks_per_node=4"], far(nodes=2))[
+            0
+        ].job.world_size
+        == 8
+    )
 
 
 def test_never_fewer_hosts_than_asked_for(project: Project, jobs: Jobs) -> None:
@@ -61,15 +76,22 @@ def test_never_fewer_hosts_than_asked_for(project: Project, jobs: Jobs) -> None:
         resolve_on_hosts(jobs, "random", [], far())
 
 
-def test_hosts_in_quarantine_are_passed_over_and_let_in_again(project: Project, jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_in_quarantine_are_passed_over_and_let_in_again(
+    project: Project, jobs: Jobs, capsys: pytest.CaptureFixture[str]
+) -> None:
     suspect(project.path, "n1", "Xid 79", "some-run", 1000)
     chosen = resolve_on_hosts(jobs, "random", [], far(nodes=2))[1]
     assert [h.name for h in chosen.hosts] == ["n2", "n3", "n4"] and chosen.left_out == ("n1",)
-    with pytest.raises(ConfigError, match=r"wants 4 nodes.*; n1 is left out: Xid 79 \(run some-run\), until") as error:
+    with pytest.raises(
+        ConfigError, match=r"wants 4 nodes.*; n1 is left out: Xid 79 \(run some-run\), until"
+    ) as error:
         resolve_on_hosts(jobs, "random", [], far(nodes=4))
     assert error.value.exit == 8 and "--release" in str(error.value)
     talk = Talk(json=False, dry_run=False, folder=project.path)
-    assert nodes(talk, "far", "", "N1").document["released"] == "N1" and quarantined(project.path) == {}
+    assert (
+        nodes(talk, "far", "", "N1").document["released"] == "N1"
+        and quarantined(project.path) == {}
+    )
     with pytest.raises(ConfigError, match="'n1' is not left out"):
         nodes(talk, "far", "", "n1")
 
@@ -77,25 +99,59 @@ def test_hosts_in_quarantine_are_passed_over_and_let_in_again(project: Project, 
 def test_a_run_that_goes_on_takes_the_hosts_it_had(project: Project, jobs: Jobs) -> None:
     resolved, had = resolve_on_hosts(jobs, "random", [], far(nodes=2, exclude="n1"))
     job = resolved.job
-    assert [h.name for h in hosts_of_job(job, HostWords(), had).hosts] == ["n2", "n3", "n4"] == [h.name for h in had.hosts]
+    assert (
+        [h.name for h in hosts_of_job(job, HostWords(), had).hosts]
+        == ["n2", "n3", "n4"]
+        == [h.name for h in had.hosts]
+    )
     suspect(project.path, "n2", "it broke", "r", 1000)
     assert [h.name for h in hosts_of_job(job, HostWords(), had).hosts] == ["n3", "n4"]
-    assert [h.name for h in hosts_of_job(job, HostWords(include="n1@n4"), had).hosts] == ["n1", "n4"]
+    assert [h.name for h in hosts_of_job(job, HostWords(include="n1@n4"), had).hosts] == [
+        "n1",
+        "n4",
+    ]
     suspect(project.path, "n3", "it broke too", "r", 1000)
-    assert [h.name for h in hosts_of_job(job, HostWords(), had).hosts] == ["n1", "n4"]  # too few of its own: the hostfile has others
+    # too few of its own: the hostfile has others
+    assert [h.name for h in hosts_of_job(job, HostWords(), had).hosts] == ["n1", "n4"]
     assert sets_of_hosts(job, had, []) == []
     (project.path / "hosts").write_text("n[1-4] slots=1\n")
-    assert sets_of_hosts(job, hosts_of_job(job, HostWords(include="n1@n4"), had), []) == ["cluster.ranks_per_node=1"]
+    assert sets_of_hosts(job, hosts_of_job(job, HostWords(include="n1@n4"), had), []) == [
+        "cluster.ranks_per_node=1"
+    ]
 
 
 @pytest.mark.parametrize(("launcher", "program"), [("ssh", "ssh"), ("pdsh", "pdsh")])
-def test_a_dry_run_says_hosts_ranks_and_command_lines(project: Project, jobs: Jobs, launcher: str, program: str) -> None:
-    words = ("--cluster", "far", "--nodes", "2", "--set", f'cluster.launcher="{launcher}"', "--set", "training.global_batch_size=16", "--dry-run")
+def test_a_dry_run_says_hosts_ranks_and_command_lines(
+    project: Project, jobs: Jobs, launcher: str, program: str
+) -> None:
+    words = (
+        "--cluster",
+        "far",
+        "--nodes",
+        "2",
+        "--set",
+        f'cluster.launcher="{launcher}"',
+        "--set",
+        "training.global_batch_size=16",
+        "--dry-run",
+    )
     document = project.document("train", "random", *words)
-    assert document["hosts"] == [{"host": "n1", "ranks": [0, 1, 2, 3], "slots": [0, 1, 2, 3]}, {"host": "n2", "ranks": [4, 5, 6, 7], "slots": [0, 1, 2, 3]}]
-    assert document["spares"] == ["n3"] and document["launcher"][0][0] == program and len(document["launcher"]) == (1 if launcher == "pdsh" else 2)
+    assert document["hosts"] == [
+        {"host": "n1", "ranks": [0, 1, 2, 3], "slots": [0, 1, 2, 3]},
+        {"host": "n2", "ranks": [4, 5, 6, 7], "slots": [0, 1, 2, 3]},
+    ]
+    assert (
+        document["spares"] == ["n3"]
+        and document["launcher"][0][0] == program
+        and len(document["launcher"]) == (1 if launcher == "pdsh" else 2)
+    )
     out = project.invoke("train", "random", *words).stdout
-    assert "hosts of" in out and "would start on n2: ranks 4 to 7" in out and f"would run: {program} " in out and "outlives this terminal" in out
+    assert (
+        "hosts of" in out
+        and "would start on n2: ranks 4 to 7" in out
+        and f"would run: {program} " in out
+        and "outlives this terminal" in out
+    )
     assert not (project.path / "runs").exists()
 
 
@@ -105,11 +161,15 @@ def test_nodes_of_this_machine(project: Project, jobs: Jobs) -> None:
     assert not list((project.path / "sessions").glob("*"))
     assert "of job text, named in [defaults]" in project.invoke("nodes").stdout
     assert "has no cluster 'fra'" in project.invoke("nodes", "--cluster", "fra", exit=3).stderr
-    assert "--hostfile is for clusters" in project.invoke("nodes", "--cluster", "here", "--hostfile", "hosts", exit=3).stderr
+    assert (
+        "--hostfile is for clusters"
+        in project.invoke("nodes", "--cluster", "here", "--hostfile", "hosts", exit=3).stderr
+    )
 
 
 def test_a_run_whose_head_is_gone(project: Project, jobs: Jobs) -> None:
-    """Its hosts are asked from here; one that will never answer again must not keep it from going on for ever."""
+    """Its hosts are asked from here; one that will never answer again must not keep it from
+    going on for ever."""
     (project.path / "hosts").write_text("nowhere-1.invalid slots=2\n")
     resolved, hosts = resolve_on_hosts(jobs, "random", ['cluster.launcher="ssh"'], far())
     run = RunFolder(project.path / "runs" / "random" / "20260101-000000-aaaa")
@@ -122,7 +182,11 @@ def test_a_run_whose_head_is_gone(project: Project, jobs: Jobs) -> None:
     assert project.document("status", "last", exit=0)["state"] == "unknown"
     assert "no sign of life since" in project.invoke("resume", "last", "--dry-run", exit=13).stderr
     (row,) = project.document("cancel", "last", exit=13)["hosts"]
-    assert row["host"] == "nowhere-1.invalid" and not row["answered"] and "has no address here" in row["error"]
+    assert (
+        row["host"] == "nowhere-1.invalid"
+        and not row["answered"]
+        and "has no address here" in row["error"]
+    )
     assert project.document("cancel", "last", "--force", exit=15)["state"] == "cancelled"
     assert "has ended already" in project.invoke("cancel", "last").stdout
 
@@ -130,5 +194,8 @@ def test_a_run_whose_head_is_gone(project: Project, jobs: Jobs) -> None:
 def test_hosts_without_an_address(project: Project, jobs: Jobs) -> None:
     """Hosts that have one and do not answer need a network: tests/cluster."""
     (project.path / "hosts").write_text("nowhere-1.invalid slots=1\nnowhere-2.invalid slots=1\n")
-    assert "nowhere-1.invalid has no address here" in project.invoke("nodes", "--cluster", "far", exit=8).stderr
+    assert (
+        "nowhere-1.invalid has no address here"
+        in project.invoke("nodes", "--cluster", "far", exit=8).stderr
+    )
     assert not list((project.path / "sessions").glob("*"))

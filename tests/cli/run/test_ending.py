@@ -1,4 +1,5 @@
-"""What a person is told at the end of a run, and before one that could not report where it is asked to."""
+"""What a person is told at the end of a run, and before one that could not report where it is
+asked to."""
 
 from __future__ import annotations
 
@@ -37,7 +38,14 @@ def new_run(project: Project, job: str, *rows: dict[str, Any]) -> RunFolder:
 
 def step(number: int, skipped: int = 0, nan: int = 0) -> dict[str, Any]:
     counts = {"skipped_iterations": skipped, "nan_iterations": nan}
-    return {"step": number, "lm_loss": 3.0, "elapsed_ms": 1.0, "tokens_per_second": 9.0, "consumed_samples": 8 * number, **counts}
+    return {
+        "step": number,
+        "lm_loss": 3.0,
+        "elapsed_ms": 1.0,
+        "tokens_per_second": 9.0,
+        "consumed_samples": 8 * number,
+        **counts,
+    }
 
 
 def valid(number: int, name: str, loss: float) -> dict[str, Any]:
@@ -52,13 +60,25 @@ def printed(run: RunFolder) -> str:
 
 
 def test_skipped_steps_and_further_validation_sets_are_shown(project: Project) -> None:
-    rows = (valid(0, "valid", 5.0), valid(0, "books", 6.0), step(1, 2, 1), step(2, 1), valid(2, "valid", 4.0), valid(2, "books", 4.5))
+    rows = (
+        valid(0, "valid", 5.0),
+        valid(0, "books", 6.0),
+        step(1, 2, 1),
+        step(2, 1),
+        valid(2, "valid", 4.0),
+        valid(2, "books", 4.5),
+    )
     run = new_run(project, "text", *rows)
     lines = [" ".join(line.split()) for line in printed(run).splitlines()]
-    assert "validation loss 5.0000 before, 4.0000 after" in lines and "validation loss on books 6.0000 before, 4.5000 after" in lines
+    assert (
+        "validation loss 5.0000 before, 4.0000 after" in lines
+        and "validation loss on books 6.0000 before, 4.5000 after" in lines
+    )
     assert "skipped steps 3, 1 of them for a loss or gradient norm that is not finite" in lines
     report = summarize(run).to_json()
-    assert report["further_validation_losses"] == {"books": {"first": 6.0, "last": 4.5}} and report["validation_loss"] == {"first": 5.0, "last": 4.0}
+    assert report["further_validation_losses"] == {"books": {"first": 6.0, "last": 4.5}} and report[
+        "validation_loss"
+    ] == {"first": 5.0, "last": 4.0}
     assert (report["skipped_iterations"], report["nan_iterations"]) == (3, 1)
 
 
@@ -76,35 +96,67 @@ def test_only_a_model_of_text_is_asked_to_write(project: Project) -> None:
     assert [task.split()[1] for task in random] == ["report", "tensorboard"]
 
 
-def test_a_longer_run_is_told_where_its_decay_ends(project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_longer_run_is_told_where_its_decay_ends(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = new_run(project, "random", step(30))
     (run.path / "launch").mkdir()
     (run.path / "launch" / "inputs.json").write_text('{"schema": "inputs/1", "files": []}')
     talk = Talk(json=False, dry_run=True, folder=project.path)
     runner.resume(talk, "last", ["training.train_iters=50"], share=False)
-    assert "after step 30 the learning rate is min_lr = 0; --set training.lr_decay_iters=50 would" in capsys.readouterr().out
-    runner.resume(talk, "last", ["training.train_iters=50", "training.lr_decay_iters=50"], share=False)
+    assert (
+        "after step 30 the learning rate is min_lr = 0; --set training.lr_decay_iters=50 would"
+        in capsys.readouterr().out
+    )
+    runner.resume(
+        talk, "last", ["training.train_iters=50", "training.lr_decay_iters=50"], share=False
+    )
     assert "min_lr" not in capsys.readouterr().out
 
 
-def test_an_extra_of_the_data_is_missed_before_a_worker_starts(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extra_of_the_data_is_missed_before_a_worker_starts(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "ftfy", None)
     path = project.path / "jobs.toml"
-    path.write_text(path.read_text().replace('source = "files"', 'source = "files"\nfix_text = true'))
+    path.write_text(
+        path.read_text().replace('source = "files"', 'source = "files"\nfix_text = true')
+    )
     with pytest.raises(MissingExtra, match="needs ftfy") as caught:
-        prepare.prep_data(Talk(json=False, dry_run=False, folder=project.path), "lines", "", "", 0, force=False)
-    assert caught.value.extra == "data" and caught.value.exit == 6 and not list(project.path.glob("data/**/*.bin"))
-    prepare.prep_data(Talk(json=False, dry_run=True, folder=project.path), "lines", "", "", 0, force=False)  # only says what would be run
+        prepare.prep_data(
+            Talk(json=False, dry_run=False, folder=project.path), "lines", "", "", 0, force=False
+        )
+    assert (
+        caught.value.extra == "data"
+        and caught.value.exit == 6
+        and not list(project.path.glob("data/**/*.bin"))
+    )
+    # only says what would be run
+    prepare.prep_data(
+        Talk(json=False, dry_run=True, folder=project.path), "lines", "", "", 0, force=False
+    )
 
 
 @pytest.mark.parametrize("key", [False, True])
-def test_weights_and_biases_is_missed_before_there_is_a_run(project: Project, monkeypatch: pytest.MonkeyPatch, key: bool) -> None:
+def test_weights_and_biases_is_missed_before_there_is_a_run(
+    project: Project, monkeypatch: pytest.MonkeyPatch, key: bool
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     path = project.path / "jobs.toml"
     path.write_text(path.read_text() + 'wandb = { project = "papers" }\n')
     if key:
         monkeypatch.setenv("WANDB_API_KEY", "e5f0c2a94b7d")
-        path.write_text(path.read_text().replace("[clusters.here]", '[clusters.here]\nsecrets = ["WANDB_API_KEY"]'))
+        path.write_text(
+            path.read_text().replace(
+                "[clusters.here]", '[clusters.here]\nsecrets = ["WANDB_API_KEY"]'
+            )
+        )
     with pytest.raises(ConfigError, match="wandb is not installed") as caught:
-        runner.train(Talk(json=False, dry_run=False, folder=project.path), "random", [], stages=True, share=False)
+        runner.train(
+            Talk(json=False, dry_run=False, folder=project.path),
+            "random",
+            [],
+            stages=True,
+            share=False,
+        )
     assert len(caught.value.list) == (1 if key else 2) and not Path(project.path / "runs").exists()

@@ -1,4 +1,5 @@
-"""What a person sees of a stage's units: speeds over all workers, lines where there is no terminal, the table at the end."""
+"""What a person sees of a stage's units: speeds over all workers, lines where there is no
+terminal, the table at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ MB = 1_000_000
 
 def reporter(*, terminal: bool = False) -> tuple[StageReporter, io.StringIO]:
     out = io.StringIO()
-    return StageReporter(Console(file=out, force_terminal=terminal, width=200, highlight=False)), out
+    return (
+        StageReporter(Console(file=out, force_terminal=terminal, width=200, highlight=False)),
+        out,
+    )
 
 
 @pytest.fixture
@@ -38,7 +42,8 @@ def need(given: list[Unit]) -> Need:
 
 
 def test_lines_where_there_is_no_terminal(clock: list[float]) -> None:
-    """One every ten seconds: part done by size, shards, MB of text and tokens a second since the first shard, time left."""
+    """One every ten seconds: part done by size, shards, MB of text and tokens a second since the
+    first shard, time left."""
     told, out = reporter()
     fetch, one, two = given = units()
     told.started(need(given), given)
@@ -50,18 +55,24 @@ def test_lines_where_there_is_no_terminal(clock: list[float]) -> None:
     clock[0] += 5
     told.counted(one, {"tokens": 10 * MB, "text_bytes": 50 * MB})
     told.counted(two, {"tokens": 2 * MB, "text_bytes": 10 * MB})
-    told.counted(two, {"tokens": 3 * MB, "text_bytes": 15 * MB})  # totals of a unit, not what came since
+    # totals of a unit, not what came since
+    told.counted(two, {"tokens": 3 * MB, "text_bytes": 15 * MB})
     told.counted(fetch, {"tokens": 99 * MB, "text_bytes": 99 * MB})
     told.progress(one, 1.0)
     told.progress(two, 0.5)
     assert out.getvalue().count("\n") == 1  # five seconds later: nothing yet
     clock[0] += 5
     told.progress(two, 0.5)
-    assert out.getvalue().splitlines()[1] == "  80% 1/2 shards, 6.5 MB/s of text, 1.30 million tokens/s, about 5 s left"
+    assert (
+        out.getvalue().splitlines()[1]
+        == "  80% 1/2 shards, 6.5 MB/s of text, 1.30 million tokens/s, about 5 s left"
+    )
     told.progress(two, 1.0)
     told.finished(need(given))
     assert out.getvalue().splitlines()[2] == "  prep-data: 3 units done in 20.0 s"
-    assert told.took == {"pile--gpt2": 20.0} and told.wrote == {"pile--gpt2": {"tokens": 13 * MB, "text_bytes": 65 * MB}}
+    assert told.took == {"pile--gpt2": 20.0} and told.wrote == {
+        "pile--gpt2": {"tokens": 13 * MB, "text_bytes": 65 * MB}
+    }
 
 
 def test_given_up_says_nothing_of_units_done(clock: list[float]) -> None:
@@ -98,9 +109,39 @@ def test_many_units_cost_little() -> None:
 
 def test_the_table() -> None:
     out = io.StringIO()
-    made = {"name": "pile", "documents": 1234, "empty_documents": 2, "tokens": 5678, "text_bytes": 9_100_000, "rejects": 3, "left_out": {"too short": 7}}
-    rows: list[dict[str, Any]] = [{**made, "seconds": 2.0, "mb_per_second": 4.55}, {"name": "ready", "documents": 5, "tokens": 6}, {"name": "a blend"}]
+    made = {
+        "name": "pile",
+        "documents": 1234,
+        "empty_documents": 2,
+        "tokens": 5678,
+        "text_bytes": 9_100_000,
+        "rejects": 3,
+        "left_out": {"too short": 7},
+    }
+    rows: list[dict[str, Any]] = [
+        {**made, "seconds": 2.0, "mb_per_second": 4.55},
+        {"name": "ready", "documents": 5, "tokens": 6},
+        {"name": "a blend"},
+    ]
     Console(file=out, width=200).print(dataset_table(rows))
     _, pile, ready, blend = out.getvalue().splitlines()
-    assert pile.split() == ["pile", "1,234", "5,678", "9.1", "7", "too", "short,", "2", "empty", "3", "2.0", "4.5"]
-    assert ready.split() == ["ready", "5", "6", "none", "0"] and blend.split() == ["a", "blend", "none", "0"]
+    assert pile.split() == [
+        "pile",
+        "1,234",
+        "5,678",
+        "9.1",
+        "7",
+        "too",
+        "short,",
+        "2",
+        "empty",
+        "3",
+        "2.0",
+        "4.5",
+    ]
+    assert ready.split() == ["ready", "5", "6", "none", "0"] and blend.split() == [
+        "a",
+        "blend",
+        "none",
+        "0",
+    ]

@@ -1,4 +1,5 @@
-"""Files fetched from a web server over real sockets: whole, right and resumed, or an error that says what to do."""
+"""Files fetched from a web server over real sockets: whole, right and resumed, or an error that
+says what to do."""
 
 from __future__ import annotations
 
@@ -57,14 +58,20 @@ def refused(asked: dict[str, Any], code: int = 6) -> TrainkitError:
 
 
 def left(tmp_path: Path) -> set[str]:
-    return {str(p.relative_to(tmp_path / "corpus")) for p in (tmp_path / "corpus").rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(tmp_path / "corpus"))
+        for p in (tmp_path / "corpus").rglob("*")
+        if p.is_file()
+    }
 
 
 def test_a_file_comes_whole_and_only_once(site: Site, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     asked = of(site, tmp_path, seen(site))
     result = fetch(asked, lambda done, total: told.append((done, total)), QUICK)
-    assert result == {"bytes": len(BODY), "sha256": SUM} and Path(asked["path"]).read_bytes() == BODY
+    assert (
+        result == {"bytes": len(BODY), "sha256": SUM} and Path(asked["path"]).read_bytes() == BODY
+    )
     assert told[-1] == (len(BODY), len(BODY)) and told == sorted(told)
     assert left(tmp_path) == {"00.jsonl.zst", ".fetch/00.jsonl.zst.json"}
     site.asked.clear()
@@ -79,13 +86,21 @@ def test_without_a_listing_the_server_is_asked_first(site: Site, tmp_path: Path)
 
 
 class TestBreaks:
-    def test_a_server_that_closes_in_the_middle_is_taken_up_there(self, site: Site, tmp_path: Path) -> None:
+    def test_a_server_that_closes_in_the_middle_is_taken_up_there(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         site.cuts[NAME] = [1000, 50_000]
         assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
         etag = seen(site).etag
-        assert [(a.range, a.if_range) for a in site.gets(NAME)] == [(None, None), ("bytes=1000-", etag), ("bytes=51000-", etag)]
+        assert [(a.range, a.if_range) for a in site.gets(NAME)] == [
+            (None, None),
+            ("bytes=1000-", etag),
+            ("bytes=51000-", etag),
+        ]
 
-    def test_a_server_without_ranges_sends_it_again_and_the_front_is_left_out(self, site: Site, tmp_path: Path) -> None:
+    def test_a_server_without_ranges_sends_it_again_and_the_front_is_left_out(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         site.no_ranges, site.cuts[NAME] = True, [1000, 150_000]
         assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
         assert len(site.gets(NAME)) == 3
@@ -101,16 +116,25 @@ class TestBreaks:
         site.cuts.clear()
         with open(tmp_path / "corpus/.fetch/00.jsonl.zst.part", "ab") as part:
             part.write(BODY)
-        assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM and (tmp_path / "corpus/00.jsonl.zst").read_bytes() == BODY
+        assert (
+            fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
+            and (tmp_path / "corpus/00.jsonl.zst").read_bytes() == BODY
+        )
 
     def test_progress_is_worth_new_patience(self, site: Site, tmp_path: Path) -> None:
         site.cuts[NAME] = [10_000] * (3 * QUICK.attempts)
         assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
 
-    def test_a_dead_server_is_given_up_and_what_came_is_kept(self, site: Site, tmp_path: Path) -> None:
+    def test_a_dead_server_is_given_up_and_what_came_is_kept(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         site.cuts[NAME] = [70_000] + [0] * QUICK.attempts
         error = refused(of(site, tmp_path, seen(site)))
-        assert f"{site.url}{NAME}" in error.message and f"attempt {QUICK.attempts} in a row" in error.message and "goes on from there" in error.hint
+        assert (
+            f"{site.url}{NAME}" in error.message
+            and f"attempt {QUICK.attempts} in a row" in error.message
+            and "goes on from there" in error.hint
+        )
         assert (tmp_path / "corpus/.fetch/00.jsonl.zst.part").read_bytes() == BODY[:70_000]
         site.asked.clear()
         site.cuts.clear()
@@ -129,7 +153,9 @@ class TestBreaks:
         asked = of(site, tmp_path, seen(site))
         spec = tmp_path / "spec.json"
         spec.write_text(json.dumps({"do": "fetch", "recipe": asked}))
-        process = forkserver.Popen([sys.executable, "-m", "trainkit.data.fetch.worker", str(spec)], stdout=subprocess.PIPE)
+        process = forkserver.Popen(
+            [sys.executable, "-m", "trainkit.data.fetch.worker", str(spec)], stdout=subprocess.PIPE
+        )
         part = tmp_path / "corpus/.fetch/00.jsonl.zst.part"
         wait_for(lambda: site.gets(NAME), "the first request")
         wait_for(lambda: part.exists() and part.stat().st_size, "some of it to be there")
@@ -145,14 +171,18 @@ class TestBreaks:
 
 class TestRefusals:
     @pytest.mark.parametrize("code", [429, 503])
-    def test_a_server_that_wants_a_pause_gets_it(self, code: int, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_server_that_wants_a_pause_gets_it(
+        self, code: int, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         site.answers[NAME] = [(code, {"Retry_After": "3"})]
         held: list[float] = []
         monkeypatch.setattr(Gate, "hold", lambda gate, seconds: held.append(seconds))
         assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
         assert held == [3.0] and len(site.gets(NAME)) == 2
 
-    def test_a_gate_lets_nobody_through_before_its_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gate_lets_nobody_through_before_its_time(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """By an injected clock: what is waited for is what is left, until nothing is."""
         now, waited = 100.0, list[float]()
         gate = Gate()
@@ -170,10 +200,16 @@ class TestRefusals:
         gate.wait()
         assert waited == [4.0, 2.0] and now == 104.0
 
-    def test_a_date_to_come_back_is_understood_and_too_late_a_one_is_said(self, site: Site, tmp_path: Path) -> None:
+    def test_a_date_to_come_back_is_understood_and_too_late_a_one_is_said(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         site.answers[NAME] = [(429, {"Retry_After": "Fri, 31 Dec 2100 23:59:59 GMT"})]
         error = refused(of(site, tmp_path, seen(site)))
-        assert "429" in error.message and "wants to be asked again in" in error.message and len(site.gets(NAME)) == 1
+        assert (
+            "429" in error.message
+            and "wants to be asked again in" in error.message
+            and len(site.gets(NAME)) == 1
+        )
 
     def test_429_for_ever_is_an_error_and_no_missing_file(self, site: Site, tmp_path: Path) -> None:
         site.answers[NAME] = [(429, {})] * 100
@@ -182,7 +218,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize("kind", ["type", "content"])
     def test_a_page_is_not_the_file(self, kind: str, site: Site, tmp_path: Path) -> None:
-        page = b"please log in" if kind == "type" else b"\n<!DOCTYPE html><html>please log in</html>"
+        page = (
+            b"please log in" if kind == "type" else b"\n<!DOCTYPE html><html>please log in</html>"
+        )
         site.files[NAME] = page
         if kind == "type":
             site.types[NAME] = "text/html; charset=utf-8"
@@ -200,21 +238,39 @@ class TestRefusals:
 
     @pytest.mark.parametrize("claim", [-1000, 1000])
     def test_another_length_than_it_says(self, claim: int, site: Site, tmp_path: Path) -> None:
-        """A short body ends as a connection that always breaks there; one longer than listed is another file."""
+        """A short body ends as a connection that always breaks there; one longer than listed is
+        another file."""
         site.claims[NAME] = len(BODY) + claim
         site.no_ranges = True
-        error = refused(of(site, tmp_path, Seen(len(BODY) + claim)) if claim > 0 else of(site, tmp_path, seen(site)))
+        error = refused(
+            of(site, tmp_path, Seen(len(BODY) + claim))
+            if claim > 0
+            else of(site, tmp_path, seen(site))
+        )
         assert ("no longer the file" in error.message) == (claim < 0)
-        assert ("RemoteProtocolError" if claim > 0 else f"{len(BODY) - 1000:,} bytes instead of {len(BODY):,}") in error.message
+        assert (
+            "RemoteProtocolError"
+            if claim > 0
+            else f"{len(BODY) - 1000:,} bytes instead of {len(BODY):,}"
+        ) in error.message
 
     @pytest.mark.parametrize("same", [True, False])
-    def test_a_server_that_contradicts_itself(self, same: bool, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_server_that_contradicts_itself(
+        self, same: bool, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """HEAD names one length for ever and GET sends another: to list it anew would not help."""
         listed = Seen(len(BODY) - 1000)
-        monkeypatch.setattr("trainkit.data.fetch.http.HttpFile.look", lambda self: listed if same else Seen(len(BODY)))
+        monkeypatch.setattr(
+            "trainkit.data.fetch.http.HttpFile.look",
+            lambda self: listed if same else Seen(len(BODY)),
+        )
         error = refused(of(site, tmp_path, listed))
         words = f"{len(BODY):,} bytes instead of {len(BODY) - 1000:,}"
-        assert words in error.message and ("contradicts itself" in error.message) == same and ("lists the dataset anew" in error.hint) != same
+        assert (
+            words in error.message
+            and ("contradicts itself" in error.message) == same
+            and ("lists the dataset anew" in error.hint) != same
+        )
         assert left(tmp_path) == set()
 
     def test_no_length_at_all(self, site: Site, tmp_path: Path) -> None:
@@ -231,7 +287,11 @@ class TestRefusals:
         else:
             site.files[NAME] = BODY[:-1] if change == "size" else BODY[::-1]
         error = refused(of(site, tmp_path, before, listing=listing))
-        words = {"size": "299,999 bytes instead of 300,000", "etag": f"instead of {before.etag}", "gone": "no file any more"}[change]
+        words = {
+            "size": "299,999 bytes instead of 300,000",
+            "etag": f"instead of {before.etag}",
+            "gone": "no file any more",
+        }[change]
         assert "no longer the file that was listed" in error.message and words in error.message
         assert not listing.exists() and "lists the dataset anew" in error.hint
 
@@ -245,7 +305,10 @@ class TestRefusals:
         assert "no longer" in refused(of(site, tmp_path, seen(site))).message
         now = Seen(len(other), f'"{hashlib.md5(other).hexdigest()}"')
         site.asked.clear()
-        assert fetch(of(site, tmp_path, now), quiet, QUICK)["sha256"] == hashlib.sha256(other).hexdigest()
+        assert (
+            fetch(of(site, tmp_path, now), quiet, QUICK)["sha256"]
+            == hashlib.sha256(other).hexdigest()
+        )
         assert [a.range for a in site.gets(NAME)] == [None]
 
     def test_half_of_a_version_that_is_listed_no_more(self, site: Site, tmp_path: Path) -> None:
@@ -254,16 +317,34 @@ class TestRefusals:
         site.cuts.clear()
         site.asked.clear()
         site.files[NAME] = other = BODY[::-1]
-        fetch(of(site, tmp_path, Seen(len(other), f'"{hashlib.md5(other).hexdigest()}"')), quiet, QUICK)
-        assert (tmp_path / "corpus/00.jsonl.zst").read_bytes() == other and [a.range for a in site.gets(NAME)] == [None]
+        fetch(
+            of(site, tmp_path, Seen(len(other), f'"{hashlib.md5(other).hexdigest()}"')),
+            quiet,
+            QUICK,
+        )
+        assert (tmp_path / "corpus/00.jsonl.zst").read_bytes() == other and [
+            a.range for a in site.gets(NAME)
+        ] == [None]
 
-    def test_mirrors_with_their_own_etags_are_one_file_if_the_date_is(self, site: Site, tmp_path: Path) -> None:
+    def test_mirrors_with_their_own_etags_are_one_file_if_the_date_is(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         site.dates[NAME], site.etags[NAME] = DATE, '"of-another-mirror"'
-        assert fetch(of(site, tmp_path, Seen(len(BODY), '"mine"', DATE)), quiet, QUICK)["sha256"] == SUM
+        assert (
+            fetch(of(site, tmp_path, Seen(len(BODY), '"mine"', DATE)), quiet, QUICK)["sha256"]
+            == SUM
+        )
         shutil.rmtree(tmp_path / "corpus")
-        assert "last changed" in refused(of(site, tmp_path, Seen(len(BODY), '"of-another-mirror"', DATE.replace("07", "08")))).message
+        assert (
+            "last changed"
+            in refused(
+                of(site, tmp_path, Seen(len(BODY), '"of-another-mirror"', DATE.replace("07", "08")))
+            ).message
+        )
 
-    def test_without_anything_to_tell_versions_apart_a_part_is_not_trusted(self, site: Site, tmp_path: Path) -> None:
+    def test_without_anything_to_tell_versions_apart_a_part_is_not_trusted(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         site.etags[NAME] = None
         site.cuts[NAME] = [100_000] + [0] * QUICK.attempts
         refused(of(site, tmp_path, Seen(len(BODY))))
@@ -277,7 +358,10 @@ class TestHere:
     def test_two_workers_fetch_it_once(self, site: Site, tmp_path: Path) -> None:
         asked = of(site, tmp_path, seen(site))
         results: list[dict[str, Any]] = []
-        threads = [threading.Thread(target=lambda: results.append(fetch(asked, quiet, QUICK))) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda: results.append(fetch(asked, quiet, QUICK)))
+            for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -285,26 +369,40 @@ class TestHere:
         assert results == [{"bytes": len(BODY), "sha256": SUM}] * 4 and len(site.gets(NAME)) == 1
 
     @pytest.mark.parametrize("known", ["size", "sum"])
-    def test_a_file_that_was_copied_there_is_taken_over(self, known: str, site: Site, tmp_path: Path) -> None:
+    def test_a_file_that_was_copied_there_is_taken_over(
+        self, known: str, site: Site, tmp_path: Path
+    ) -> None:
         asked = of(site, tmp_path, Seen(len(BODY), '"x"', sha256=SUM if known == "sum" else None))
         Path(asked["path"]).parent.mkdir()
         Path(asked["path"]).write_bytes(BODY)
         assert fetch(asked, quiet, QUICK)["sha256"] == SUM and site.asked == []
 
     @pytest.mark.parametrize("damage", [BODY[:-1], BODY[::-1]])
-    def test_one_that_is_not_the_file_is_replaced(self, damage: bytes, site: Site, tmp_path: Path) -> None:
+    def test_one_that_is_not_the_file_is_replaced(
+        self, damage: bytes, site: Site, tmp_path: Path
+    ) -> None:
         asked = of(site, tmp_path, Seen(len(BODY), seen(site).etag, sha256=SUM))
         fetch(asked, quiet, QUICK)
         Path(asked["path"]).write_bytes(damage)
-        assert fetch(asked, quiet, QUICK)["sha256"] == SUM and Path(asked["path"]).read_bytes() == BODY and len(site.gets(NAME)) == 2
+        assert (
+            fetch(asked, quiet, QUICK)["sha256"] == SUM
+            and Path(asked["path"]).read_bytes() == BODY
+            and len(site.gets(NAME)) == 2
+        )
 
     def test_another_version_on_the_server_replaces_it(self, site: Site, tmp_path: Path) -> None:
         fetch(of(site, tmp_path, seen(site)), quiet, QUICK)
         site.files[NAME] = other = BODY[::-1]
-        fetch(of(site, tmp_path, Seen(len(other), f'"{hashlib.md5(other).hexdigest()}"')), quiet, QUICK)
+        fetch(
+            of(site, tmp_path, Seen(len(other), f'"{hashlib.md5(other).hexdigest()}"')),
+            quiet,
+            QUICK,
+        )
         assert (tmp_path / "corpus/00.jsonl.zst").read_bytes() == other
 
-    def test_somebody_s_own_file_is_never_replaced_unlisted(self, site: Site, tmp_path: Path) -> None:
+    def test_somebody_s_own_file_is_never_replaced_unlisted(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         """A tokenizer's file that was put there; one that we fetched from another address is."""
         asked = of(site, tmp_path)
         Path(asked["path"]).parent.mkdir()
@@ -318,15 +416,28 @@ class TestHere:
 
     def test_an_empty_file(self, site: Site, tmp_path: Path) -> None:
         site.files[NAME] = b""
-        assert fetch(of(site, tmp_path), quiet, QUICK)["bytes"] == 0 and Path(of(site, tmp_path)["path"]).read_bytes() == b""
+        assert (
+            fetch(of(site, tmp_path), quiet, QUICK)["bytes"] == 0
+            and Path(of(site, tmp_path)["path"]).read_bytes() == b""
+        )
 
-    def test_too_little_room_is_said_before_it_begins(self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("trainkit.data.fetch.worker.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    def test_too_little_room_is_said_before_it_begins(
+        self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            "trainkit.data.fetch.worker.shutil.disk_usage", lambda path: SimpleNamespace(free=1000)
+        )
         error = refused(of(site, tmp_path, seen(site)))
-        assert "300,000 bytes are still to come, 1,000 are free" in error.message and "clusters.X.root" in error.hint and site.asked == []
+        assert (
+            "300,000 bytes are still to come, 1,000 are free" in error.message
+            and "clusters.X.root" in error.hint
+            and site.asked == []
+        )
 
     @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
-    def test_the_disk_refuses(self, code: int, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_disk_refuses(
+        self, code: int, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def no(handle: int) -> None:
             raise OSError(code, os.strerror(code))
 
@@ -334,7 +445,9 @@ class TestHere:
         error = refused(of(site, tmp_path, seen(site)))
         assert os.strerror(code) in error.message and str(tmp_path) in error.message and error.hint
 
-    def test_what_is_there_is_read_where_nothing_can_be_written(self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_there_is_read_where_nothing_can_be_written(
+        self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A worker with the corpus mounted read-only: no lock is taken, no stamp written."""
         asked = of(site, tmp_path, seen(site))
         fetch(asked, quiet, QUICK)
@@ -350,31 +463,53 @@ class TestHere:
 
 
 class TestTokens:
-    def test_it_comes_from_the_environment_and_is_written_nowhere(self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_comes_from_the_environment_and_is_written_nowhere(
+        self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         site.locked.add(NAME)
         error = refused(of(site, tmp_path, seen(site)))
         assert "401" in error.message and 'token = "HF_TOKEN"' in error.hint
         asked = of(site, tmp_path, seen(site), token="OUR_TOKEN")
         monkeypatch.delenv("OUR_TOKEN", raising=False)
-        with pytest.raises(ConfigError, match="token = 'OUR_TOKEN': there is no such environment variable"):
+        with pytest.raises(
+            ConfigError, match="token = 'OUR_TOKEN': there is no such environment variable"
+        ):
             fetch(asked, quiet, QUICK)
         monkeypatch.setenv("OUR_TOKEN", "hf_another_one")
         error = refused(asked)
-        assert "the token in OUR_TOKEN was not enough" in error.hint and "hf_another_one" not in str(error)
+        assert (
+            "the token in OUR_TOKEN was not enough" in error.hint
+            and "hf_another_one" not in str(error)
+        )
         monkeypatch.setenv("OUR_TOKEN", SECRET)
         assert fetch(asked, quiet, QUICK)["sha256"] == SUM
-        assert all(SECRET.encode() not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()) and SECRET not in json.dumps(asked)
+        assert all(
+            SECRET.encode() not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()
+        ) and SECRET not in json.dumps(asked)
 
-    def test_another_host_does_not_see_it(self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_host_does_not_see_it(
+        self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("OUR_TOKEN", SECRET)
         with serve({"/store": BODY}) as store:
             site.redirects[NAME] = f"{store.url.replace('127.0.0.1', 'localhost')}/store"
             assert fetch(of(site, tmp_path, token="OUR_TOKEN"), quiet, QUICK)["sha256"] == SUM
-            assert {a.authorization for a in store.asked} == {None} and {a.authorization for a in site.asked} == {f"Bearer {SECRET}"}
+            assert {a.authorization for a in store.asked} == {None} and {
+                a.authorization for a in site.asked
+            } == {f"Bearer {SECRET}"}
 
-    def test_never_in_the_clear_to_another_machine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_never_in_the_clear_to_another_machine(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("OUR_TOKEN", SECRET)
-        assert "readable on its way" in refused(recipe("http://files.example/x.jsonl", tmp_path / "x.jsonl", Seen(1), token="OUR_TOKEN")).message
+        assert (
+            "readable on its way"
+            in refused(
+                recipe(
+                    "http://files.example/x.jsonl", tmp_path / "x.jsonl", Seen(1), token="OUR_TOKEN"
+                )
+            ).message
+        )
 
 
 class TestStreams:
@@ -382,7 +517,10 @@ class TestStreams:
         (tmp_path / "a.jsonl").write_bytes(b"abc")
         with open_stream(tmp_path / "a.jsonl") as file:
             assert file.read(2) == b"ab" and file.read() == b"c"
-        with pytest.raises(ConfigError, match=r"b\.jsonl: No such file"), open_stream(tmp_path / "b.jsonl"):
+        with (
+            pytest.raises(ConfigError, match=r"b\.jsonl: No such file"),
+            open_stream(tmp_path / "b.jsonl"),
+        ):
             pass
 
     def test_a_kept_one_is_fetched(self, site: Site, tmp_path: Path) -> None:
@@ -393,21 +531,42 @@ class TestStreams:
     def test_a_stream_survives_breaks_and_leaves_nothing(self, site: Site, tmp_path: Path) -> None:
         site.cuts[NAME] = [1000, 0, 70_000]
         pieces = []
-        with open_stream(of(site, tmp_path, Seen(len(BODY), seen(site).etag, sha256=SUM), keep=False), QUICK) as file:
+        with open_stream(
+            of(site, tmp_path, Seen(len(BODY), seen(site).etag, sha256=SUM), keep=False), QUICK
+        ) as file:
             while piece := file.read(7919):
                 pieces.append(piece)
-        assert b"".join(pieces) == BODY and max(map(len, pieces)) == 7919 and list(tmp_path.iterdir()) == []
+        assert (
+            b"".join(pieces) == BODY
+            and max(map(len, pieces)) == 7919
+            and list(tmp_path.iterdir()) == []
+        )
 
-    @pytest.mark.parametrize(("known", "words"), [(Seen(len(BODY), sha256="0" * 64), "SHA-256 is"), (Seen(len(BODY) - 5), "no longer the file")])
-    def test_a_stream_is_verified(self, known: Seen, words: str, site: Site, tmp_path: Path) -> None:
-        with pytest.raises(TrainkitError, match=words), open_stream(of(site, tmp_path, known, keep=False), QUICK) as file:
+    @pytest.mark.parametrize(
+        ("known", "words"),
+        [
+            (Seen(len(BODY), sha256="0" * 64), "SHA-256 is"),
+            (Seen(len(BODY) - 5), "no longer the file"),
+        ],
+    )
+    def test_a_stream_is_verified(
+        self, known: Seen, words: str, site: Site, tmp_path: Path
+    ) -> None:
+        with (
+            pytest.raises(TrainkitError, match=words),
+            open_stream(of(site, tmp_path, known, keep=False), QUICK) as file,
+        ):
             file.read()
 
     def test_a_stream_may_be_left_early(self, site: Site, tmp_path: Path) -> None:
-        with open_stream(of(site, tmp_path, Seen(len(BODY), sha256="0" * 64), keep=False), QUICK) as file:
+        with open_stream(
+            of(site, tmp_path, Seen(len(BODY), sha256="0" * 64), keep=False), QUICK
+        ) as file:
             assert file.read(10) == BODY[:10]
 
-    def test_what_is_read_from_its_end_lies_here_meanwhile(self, site: Site, tmp_path: Path) -> None:
+    def test_what_is_read_from_its_end_lies_here_meanwhile(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         site.files["/enwik8.zip"] = BODY
         asked = recipe(f"{site.url}/enwik8.zip", tmp_path / "enwik8.zip", keep=False)
         with open_stream(asked, QUICK) as file:
@@ -421,6 +580,12 @@ def test_a_store_without_its_library_names_what_to_install(monkeypatch: pytest.M
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr("fsspec.filesystem", missing)
-    with pytest.raises(TrainkitError, match=r"s3:// cannot be read here: Install s3fs to access S3") as error:
+    with pytest.raises(
+        TrainkitError, match=r"s3:// cannot be read here: Install s3fs to access S3"
+    ) as error:
         file_system("s3", None, True, QUICK)
-    assert error.value.exit == 6 and "-m pip install -e" in str(error.value) and "[data]" in str(error.value)
+    assert (
+        error.value.exit == 6
+        and "-m pip install -e" in str(error.value)
+        and "[data]" in str(error.value)
+    )

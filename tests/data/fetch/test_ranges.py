@@ -26,10 +26,16 @@ def test_stands_for_every_number(pattern: str, texts: list[str]) -> None:
 def test_the_sixty_thousand_addresses_of_slimpajama() -> None:
     addresses = expand("chunk{1..10}/example_train_{0..5999}.jsonl.zst")
     assert len(addresses) == len(set(addresses)) == 60_000
-    assert addresses[0] == "chunk1/example_train_0.jsonl.zst" and addresses[-1] == "chunk10/example_train_5999.jsonl.zst"
+    assert (
+        addresses[0] == "chunk1/example_train_0.jsonl.zst"
+        and addresses[-1] == "chunk10/example_train_5999.jsonl.zst"
+    )
 
 
-@pytest.mark.parametrize(("pattern", "words"), [("{2..1}", "runs backwards"), ("{0..9999}{0..9999}", "100,000,000 texts")])
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [("{2..1}", "runs backwards"), ("{0..9999}{0..9999}", "100,000,000 texts")],
+)
 def test_refuses_what_cannot_be_meant(pattern: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         expand(pattern)

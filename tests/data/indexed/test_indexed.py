@@ -43,7 +43,10 @@ def _truth(name: str) -> dict[str, Any]:
 
 
 def _bytes(prefix: Path) -> tuple[bytes, bytes]:
-    return prefix.with_name(prefix.name + ".bin").read_bytes(), prefix.with_name(prefix.name + ".idx").read_bytes()
+    return (
+        prefix.with_name(prefix.name + ".bin").read_bytes(),
+        prefix.with_name(prefix.name + ".idx").read_bytes(),
+    )
 
 
 def _write(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> Path:
@@ -65,10 +68,14 @@ def test_reads_what_megatron_wrote(name: str, mmap: bool) -> None:
     assert np.diff(dataset.document_indices).tolist() == [len(d) for d in truth["doc_seq_lengths"]]
     assert dataset.num_tokens == sum(lengths)
     assert np.concatenate(dataset[:]).tobytes() == _bytes(_prefix(name))[0]
-    assert [[len(sequence) for sequence in document] for document in dataset.documents] == truth["doc_seq_lengths"]
+    assert [[len(sequence) for sequence in document] for document in dataset.documents] == truth[
+        "doc_seq_lengths"
+    ]
     assert (dataset.modes is None) == ("modes" not in truth)
     if dataset.modes is not None:
-        assert dataset.modes.tolist() == np.concatenate([np.ravel(m) for m in truth["modes"]]).tolist()
+        assert (
+            dataset.modes.tolist() == np.concatenate([np.ravel(m) for m in truth["modes"]]).tolist()
+        )
 
 
 @needs_golden
@@ -102,20 +109,36 @@ def test_empty_documents_are_written_as_megatrons_preprocess_data_does(tmp_path:
 
 
 def test_dtype_rule_is_megatrons() -> None:
-    assert [best_dtype(n).name for n in (257, 65499, 65500, 65536, 200000)] == ["uint16", "uint16", "int32", "int32", "int32"]
+    assert [best_dtype(n).name for n in (257, 65499, 65500, 65536, 200000)] == [
+        "uint16",
+        "uint16",
+        "int32",
+        "int32",
+        "int32",
+    ]
 
 
-@given(st.lists(st.lists(st.integers(0, 65535), max_size=6), max_size=8), st.integers(0, 8), st.integers(1, 3))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.lists(st.integers(0, 65535), max_size=6), max_size=8),
+    st.integers(0, 8),
+    st.integers(1, 3),
+)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_round_trip(tmp_path: Path, documents: list[list[int]], cut: int, chunk: int) -> None:
-    """One by one, all at once and merged from two halves give the same bytes, and reading gives the documents back, in small chunks too."""
+    """One by one, all at once and merged from two halves give the same bytes, and reading gives
+    the documents back, in small chunks too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed, "CHUNK", chunk)
         patch.setattr(idx, "CHUNK", chunk)
-        patch.setattr(os, "fsync", lambda _: None)  # hundreds of files that need not outlive a power cut
+        # hundreds of files that need not outlive a power cut
+        patch.setattr(os, "fsync", lambda _: None)
         one = _write(tmp_path / "one", documents)
         with IndexedWriter(tmp_path / "flat", "uint16") as writer:
-            writer.add_documents(np.array([t for d in documents for t in d], np.uint16), [len(d) for d in documents])
+            writer.add_documents(
+                np.array([t for d in documents for t in d], np.uint16), [len(d) for d in documents]
+            )
         _write(tmp_path / "a", documents[:cut])
         _write(tmp_path / "b", documents[cut:])
         merge_pairs([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
@@ -123,13 +146,17 @@ def test_round_trip(tmp_path: Path, documents: list[list[int]], cut: int, chunk:
         dataset = IndexedDataset(one)
         dataset.verify()
     for opened in (dataset, IndexedDataset(str(one), mmap=False)):
-        assert [[t for sequence in document for t in sequence.tolist()] for document in opened.documents] == documents
+        assert [
+            [t for sequence in document for t in sequence.tolist()] for document in opened.documents
+        ] == documents
         assert [sequence.tolist() for sequence in opened[:]] == [d for d in documents if d]
 
 
 def test_views_copy_nothing_and_cannot_be_written(tmp_path: Path) -> None:
     dataset = IndexedDataset(_write(tmp_path / "x", [[1, 2], [3]]))
-    assert np.shares_memory(dataset[1], dataset.tokens) and np.shares_memory(dataset[::-1][0], dataset.tokens)
+    assert np.shares_memory(dataset[1], dataset.tokens) and np.shares_memory(
+        dataset[::-1][0], dataset.tokens
+    )
     assert not dataset.tokens.flags.writeable and not dataset.lengths.flags.writeable
 
 
@@ -142,9 +169,23 @@ def test_is_a_list_of_sequences(mmap: bool, tmp_path: Path) -> None:
         assert [sequence.tolist() for sequence in dataset[wanted]] == truth[wanted]
     assert dataset[-1].tolist() == truth[-1] == dataset[np.int64(2)].tolist()  # type: ignore[call-overload]
     assert dataset[0].dtype == np.uint16 and not dataset[0].flags.writeable
-    assert [[s.tolist() for s in d] for d in dataset.documents] == [[truth[0]], [], [truth[1]], [truth[2]]]
-    assert [s.tolist() for s in dataset.documents[-1]] == [truth[2]] and len(dataset.documents[1:3]) == 2 and dataset.num_documents == 4
-    for read in (lambda: dataset[3], lambda: dataset[-4], lambda: dataset.document(4), lambda: dataset.documents[-5]):
+    assert [[s.tolist() for s in d] for d in dataset.documents] == [
+        [truth[0]],
+        [],
+        [truth[1]],
+        [truth[2]],
+    ]
+    assert (
+        [s.tolist() for s in dataset.documents[-1]] == [truth[2]]
+        and len(dataset.documents[1:3]) == 2
+        and dataset.num_documents == 4
+    )
+    for read in (
+        lambda: dataset[3],
+        lambda: dataset[-4],
+        lambda: dataset.document(4),
+        lambda: dataset.documents[-5],
+    ):
         with pytest.raises(IndexError, match=r" of [34] in "):
             read()
 
@@ -163,7 +204,11 @@ def test_get_reads_a_part(mmap: bool, tmp_path: Path) -> None:
 
 def test_without_maps_nothing_is_mapped(tmp_path: Path) -> None:
     dataset = IndexedDataset(_write(tmp_path / "unmapped", [[1, 2], [3]]), mmap=False)
-    assert (dataset[1].tolist(), dataset.lengths.tolist(), dataset.document_indices.tolist()) == ([3], [2, 1], [0, 1, 2])
+    assert (dataset[1].tolist(), dataset.lengths.tolist(), dataset.document_indices.tolist()) == (
+        [3],
+        [2, 1],
+        [0, 1, 2],
+    )
     assert "unmapped" not in Path("/proc/self/maps").read_text()
     with pytest.raises(ValueError, match="mmap = False"):
         _ = dataset.tokens
@@ -174,10 +219,16 @@ def test_files_that_become_shorter_are_an_error(mmap: bool, tmp_path: Path) -> N
     prefix = _write(tmp_path / "x", [[1, 2], [3]])
     dataset, other = IndexedDataset(prefix, mmap=mmap), IndexedDataset(prefix, mmap=mmap)
     os.truncate(tmp_path / "x.bin", 4)
-    with pytest.raises(ConfigError, match=r"x\.bin: (had 6 bytes when it was opened and has 4 now|ends before byte 6)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"x\.bin: (had 6 bytes when it was opened and has 4 now|ends before byte 6)",
+    ):
         _ = dataset[1]
     os.truncate(tmp_path / "x.idx", 40)
-    with pytest.raises(ConfigError, match=r"x\.idx: (had 82 bytes when it was opened and has 40 now|ends before byte 82)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"x\.idx: (had 82 bytes when it was opened and has 40 now|ends before byte 82)",
+    ):
         _ = other.lengths
 
 
@@ -191,11 +242,16 @@ def test_workers_that_are_spawned_open_it_themselves(mmap: bool, tmp_path: Path)
     state = pickle.dumps(dataset)
     assert len(state) < 1000
     again = pickle.loads(state)
-    assert again.mmap == mmap and again.prefix == dataset.prefix and [len(part) for part in again] == [20_000, 30_000]
+    assert (
+        again.mmap == mmap
+        and again.prefix == dataset.prefix
+        and [len(part) for part in again] == [20_000, 30_000]
+    )
 
 
 def test_opening_reads_no_array(tmp_path: Path) -> None:
-    """A few hundred bytes, however many sequences there are: the rest of this .idx is a hole without a single block on disk."""
+    """A few hundred bytes, however many sequences there are: the rest of this .idx is a hole
+    without a single block on disk."""
     sequences = 2**31
     header = HEADER.pack(MAGIC, 1, 8, sequences, 2)
     with open(tmp_path / "x.idx", "wb") as file:
@@ -209,15 +265,38 @@ def test_opening_reads_no_array(tmp_path: Path) -> None:
 
 
 def test_needs_numpy_only() -> None:
-    code = "import sys; from trainkit.data import IndexedDataset; print(*sorted({n.split('.')[0] for n in sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[3], capture_output=True, text=True, check=True)
+    code = (
+        "import sys; from trainkit.data import IndexedDataset; print(*sorted({n.split('.')[0] for n"
+        " in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).resolve().parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "numpy" in done.stdout.split()
     assert not {"torch", "pydantic", "tokenizers", "zstandard"} & set(done.stdout.split())
 
 
-def _pair(sequences: int, entries: int, lengths: list[int], offsets: list[int], documents: list[int], *, version: int = 1, code: int = 8) -> bytes:
+def _pair(
+    sequences: int,
+    entries: int,
+    lengths: list[int],
+    offsets: list[int],
+    documents: list[int],
+    *,
+    version: int = 1,
+    code: int = 8,
+) -> bytes:
     header = HEADER.pack(MAGIC, version, code, sequences, entries)
-    return header + np.array(lengths, "<i4").tobytes() + np.array(offsets, "<i8").tobytes() + np.array(documents, "<i8").tobytes()
+    return (
+        header
+        + np.array(lengths, "<i4").tobytes()
+        + np.array(offsets, "<i8").tobytes()
+        + np.array(documents, "<i8").tobytes()
+    )
 
 
 GOOD = _pair(2, 3, [2, 1], [0, 4], [0, 1, 2])
@@ -231,18 +310,33 @@ CORRUPTIONS = {
     "float": (_pair(2, 3, [2, 1], [0, 4], [0, 1, 2], code=7), "dtype code 7"),
     "truncated": (GOOD[:-1], "has 81 bytes, but 2 sequences and 3 document entries .* take 82"),
     "too long": (GOOD + b"123", "has 85 bytes"),
-    "huge count": (_pair(2**63, 2**64 - 1, [2, 1], [0, 4], [0, 1, 2]), "9,223,372,036,854,775,808 sequences"),
+    "huge count": (
+        _pair(2**63, 2**64 - 1, [2, 1], [0, 4], [0, 1, 2]),
+        "9,223,372,036,854,775,808 sequences",
+    ),
     "no documents": (_pair(0, 0, [], [], []), "at least 1"),
     "negative": (_pair(2, 3, [2, -1], [0, 4], [0, 1, 2]), "sequence 1 has length -1"),
-    "negative inside": (_pair(3, 4, [2, -1, 2], [0, 4, 2], [0, 1, 2, 3]), "sequence 1 has length -1"),
-    "offset": (_pair(3, 4, [2, 0, 1], [0, 6, 4], [0, 1, 2, 3]), "sequence 1 begins at byte 6, but the lengths before it sum to byte 4"),
+    "negative inside": (
+        _pair(3, 4, [2, -1, 2], [0, 4, 2], [0, 1, 2, 3]),
+        "sequence 1 has length -1",
+    ),
+    "offset": (
+        _pair(3, 4, [2, 0, 1], [0, 6, 4], [0, 1, 2, 3]),
+        "sequence 1 begins at byte 6, but the lengths before it sum to byte 4",
+    ),
     "odd offset": (_pair(2, 3, [2, 1], [0, 3], [0, 1, 2]), "sequence 1 begins at byte 3"),
     "last offset": (_pair(2, 3, [2, 1], [0, -4], [0, 1, 2]), "sequence 1 begins at byte -4"),
-    "huge offset": (_pair(2, 3, [2, 1], [0, 2**63 - 2], [0, 1, 2]), "describes 9,223,372,036,854,775,808"),
+    "huge offset": (
+        _pair(2, 3, [2, 1], [0, 2**63 - 2], [0, 1, 2]),
+        "describes 9,223,372,036,854,775,808",
+    ),
     "first offset": (_pair(2, 3, [2, 1], [2, 4], [0, 1, 2]), "sequence 0 begins at byte 2"),
     "document start": (_pair(2, 3, [2, 1], [0, 4], [1, 1, 2]), "goes from 1 to 2, not from 0 to 2"),
     "document end": (_pair(2, 3, [2, 1], [0, 4], [0, 1, 1]), "goes from 0 to 1"),
-    "document order": (_pair(2, 4, [2, 1], [0, 4], [0, 2, 1, 2]), "document 1 ends before it begins"),
+    "document order": (
+        _pair(2, 4, [2, 1], [0, 4], [0, 2, 1, 2]),
+        "document 1 ends before it begins",
+    ),
 }
 
 
@@ -283,7 +377,8 @@ def test_no_tokens_at_all(tmp_path: Path) -> None:
 
 
 def _read_or_refuse(folder: Path, content: bytes, size: int) -> None:
-    """Whatever the bytes: ConfigError, or a dataset that can be read; and if it is verified, it is whole."""
+    """Whatever the bytes: ConfigError, or a dataset that can be read; and if it is verified, it
+    is whole."""
     (folder / "x.idx").write_bytes(content)
     (folder / "x.bin").write_bytes(bytes(size))
     for mmap in (True, False):
@@ -299,18 +394,28 @@ def _read_or_refuse(folder: Path, content: bytes, size: int) -> None:
             dataset.verify()
         except ConfigError:
             continue
-        assert sum(len(sequence) for document in dataset.documents for sequence in document) == dataset.num_tokens
+        assert (
+            sum(len(sequence) for document in dataset.documents for sequence in document)
+            == dataset.num_tokens
+        )
 
 
 LONGER = _pair(4, 5, [2, 1, 0, 3], [0, 4, 6, 6], [0, 1, 2, 2, 4])
-HOSTILE = st.one_of(st.integers(-3, 8), st.sampled_from([2**31 - 1, 2**31, 2**63 - 1, -(2**63), 2**62]))
+HOSTILE = st.one_of(
+    st.integers(-3, 8), st.sampled_from([2**31 - 1, 2**31, 2**63 - 1, -(2**63), 2**62])
+)
 
 
 def _hostile(numbers: list[int]) -> bytes:
     """A header that fits, then arrays of any numbers."""
     lengths, offsets, documents = numbers[:4], numbers[4:8], numbers[8:]
     header = HEADER.pack(MAGIC, 1, 8, 4, 5)
-    return header + np.array(lengths).astype("<i4").tobytes() + np.array(offsets, "<i8").tobytes() + np.array(documents, "<i8").tobytes()
+    return (
+        header
+        + np.array(lengths).astype("<i4").tobytes()
+        + np.array(offsets, "<i8").tobytes()
+        + np.array(documents, "<i8").tobytes()
+    )
 
 
 mutated = st.builds(
@@ -320,7 +425,10 @@ mutated = st.builds(
     st.integers(30, len(LONGER)),
 )
 any_index = st.one_of(
-    st.binary(max_size=90), st.binary(max_size=90).map(lambda b: MAGIC + b), mutated, st.lists(HOSTILE, min_size=13, max_size=13).map(_hostile)
+    st.binary(max_size=90),
+    st.binary(max_size=90).map(lambda b: MAGIC + b),
+    mutated,
+    st.lists(HOSTILE, min_size=13, max_size=13).map(_hostile),
 )
 any_bin = st.sampled_from([0, 3, 6, 12, 16])
 
@@ -328,7 +436,9 @@ any_bin = st.sampled_from([0, 3, 6, 12, 16])
 @given(any_index, any_bin)
 @example(GOOD, 6)
 @example(LONGER, 12)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_fuzz_only_config_errors(tmp_path: Path, content: bytes, size: int) -> None:
     _read_or_refuse(tmp_path, content, size)
 
@@ -354,7 +464,11 @@ def test_fuzz_for_minutes(tmp_path: Path, content: bytes, size: int) -> None:
     ],
 )
 def test_wrong_documents_are_refused_and_leave_nothing(
-    tokens: NDArray[Any], lengths: list[int] | None, error: type[Exception], words: str, tmp_path: Path
+    tokens: NDArray[Any],
+    lengths: list[int] | None,
+    error: type[Exception],
+    words: str,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(error, match=words), IndexedWriter(tmp_path / "x", "uint16") as writer:
         writer.add_document(tokens, lengths)
@@ -378,7 +492,10 @@ def test_merge_refuses_mixed_dtypes_and_nothing(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_former_pair(tmp_path: Path) -> None:
     before = _bytes(_write(tmp_path / "x", [[1, 2, 3]]))
-    with pytest.raises(RuntimeError, match="stop"), IndexedWriter(tmp_path / "x", "uint16") as writer:
+    with (
+        pytest.raises(RuntimeError, match="stop"),
+        IndexedWriter(tmp_path / "x", "uint16") as writer,
+    ):
         writer.add_document(np.array([9]))
         raise RuntimeError("stop")
     assert _bytes(tmp_path / "x") == before
@@ -409,14 +526,17 @@ with indexed.IndexedWriter(Path(sys.argv[1]), "uint16") as writer:
 
 
 def test_sigkill_never_pairs_an_old_index_with_new_tokens(tmp_path: Path) -> None:
-    """Kill a writer before each of its steps on disk: what is left is the old pair, the new pair, or no .idx."""
+    """Kill a writer before each of its steps on disk: what is left is the old pair, the new
+    pair, or no .idx."""
     seen = set()
     root = Path(__file__).resolve().parents[3]
     for step in range(12):
         prefix = _write(tmp_path / "x", [[1, 2, 3]])
         old = _bytes(prefix)
         argv = [sys.executable, "-c", KILLED_AT_A_STEP, str(prefix), str(step)]
-        child = subprocess.run(argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
+        child = subprocess.run(
+            argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False
+        )
         if child.returncode == 0:
             break
         assert child.returncode == -signal.SIGKILL

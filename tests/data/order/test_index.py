@@ -21,7 +21,9 @@ Words = NDArray[np.uint64]
 ROUNDS = 10
 MAX_SIZE = 2**62
 MASK32 = np.uint64(2**32 - 1)
-sizes = st.one_of(st.integers(1, 300), st.integers(1, MAX_SIZE), st.integers(0, 62).map(lambda b: 2**b))
+sizes = st.one_of(
+    st.integers(1, 300), st.integers(1, MAX_SIZE), st.integers(0, 62).map(lambda b: 2**b)
+)
 keys = st.integers(0, 2**64 - 1)
 
 
@@ -38,11 +40,14 @@ def _high_word(a: Words, size: int) -> Words:
 
 
 def _encrypt(n: int, key: int, positions: Words) -> Words:
-    """One pass of the network over positions of the grid, as csrc/index/permutation.h describes it."""
+    """One pass of the network over positions of the grid, as csrc/index/permutation.h describes
+    it."""
     rows = max(4, math.isqrt(n - 1) + 1)
     rows += rows % 2
     cols = max(4, -(-n // rows))
-    states = np.array([(key + (r + 1) * 0x9E3779B97F4A7C15) % 2**64 for r in range(ROUNDS)], np.uint64)
+    states = np.array(
+        [(key + (r + 1) * 0x9E3779B97F4A7C15) % 2**64 for r in range(ROUNDS)], np.uint64
+    )
     left, right = positions // np.uint64(cols), positions % np.uint64(cols)
     for number, round_key in enumerate(_mix13(states)):
         if number % 2 == 0:
@@ -73,10 +78,14 @@ def permute(n: int, key: int, start: int = 0, count: int | None = None) -> NDArr
 def test_equals_the_reference(n: int, key: int, data: st.DataObject | None) -> None:
     count = min(n, 100)
     start = n - count if data is None else data.draw(st.integers(0, n - count))
-    assert np.array_equal(permute(n, key, start, count), reference(n, key, np.arange(start, start + count)))
+    assert np.array_equal(
+        permute(n, key, start, count), reference(n, key, np.arange(start, start + count))
+    )
 
 
-@pytest.mark.parametrize("n", [2**31 - 1, 2**31 + 11, (2**31 - 1) ** 2, (2**31 - 1) ** 2 + 1, 10**12])
+@pytest.mark.parametrize(
+    "n", [2**31 - 1, 2**31 + 11, (2**31 - 1) ** 2, (2**31 - 1) ** 2 + 1, 10**12]
+)
 def test_equals_the_reference_at_both_ends(n: int) -> None:
     for start in (0, n - 1000):
         values = permute(n, 99, start, 1000)
@@ -108,12 +117,16 @@ def test_all_orders_of_a_few_come_up_equally_often(n: int) -> None:
     """Chi-square over the n! orders under consecutive keys; below mean + 5 standard deviations."""
     orders, expected = math.factorial(n), 40
     counts = Counter(permute(n, key).tobytes() for key in range(orders * expected))
-    chi_square = sum((counts[o] - expected) ** 2 / expected for o in counts) + (orders - len(counts)) * expected
+    chi_square = (
+        sum((counts[o] - expected) ** 2 / expected for o in counts)
+        + (orders - len(counts)) * expected
+    )
     assert chi_square < (orders - 1) + 5 * math.sqrt(2 * (orders - 1))
 
 
 def test_values_look_random() -> None:
-    """No correlation of a value with its position, its neighbour or the same position under the next key (each below 5 / sqrt(n))."""
+    """No correlation of a value with its position, its neighbour or the same position under the
+    next key (each below 5 / sqrt(n))."""
     n = 100_003
     a, b = permute(n, 1).astype(float), permute(n, 2).astype(float)
     for left, right in ((a, np.arange(n)), (a[1:], a[:-1]), (a, b)):
@@ -151,7 +164,9 @@ def test_the_lock_is_released() -> None:
         (10, 0, np.empty(17, np.uint8)[1:].view(np.int64), "aligned"),
     ],
 )
-def test_wrong_arguments_are_refused(n: int, start: int, out: NDArray[np.int64], words: str) -> None:
+def test_wrong_arguments_are_refused(
+    n: int, start: int, out: NDArray[np.int64], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         _index.permute(n, 0, start, out)
 
@@ -168,4 +183,6 @@ def test_an_empty_window_at_the_end_is_fine() -> None:
 
 def test_the_extension_knows_its_source() -> None:
     root = Path(__file__).resolve().parents[3]
-    assert _index.csrc_sha256 == csrc_sha256(root), "csrc changed since the extension was built: run ./inv build"
+    assert _index.csrc_sha256 == csrc_sha256(root), (
+        "csrc changed since the extension was built: run ./inv build"
+    )

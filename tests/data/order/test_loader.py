@@ -25,11 +25,15 @@ LENGTH = 4
 
 def parts_of(rank: int, ranks: int, micro: int) -> Callable[[int, int], list[range]]:
     """As training splits a global batch."""
-    return lambda consumed, n: [range(start, start + micro) for start in range(consumed + rank * micro, consumed + n, micro * ranks)]
+    return lambda consumed, n: [
+        range(start, start + micro)
+        for start in range(consumed + rank * micro, consumed + n, micro * ranks)
+    ]
 
 
 class Counting:
-    """Samples whose first token is their number; they say who reads, and wait or fail where told."""
+    """Samples whose first token is their number; they say who reads, and wait or fail where
+    told."""
 
     num_samples = 10**9
 
@@ -75,7 +79,10 @@ def samples() -> Iterator[Counting]:
 def _numbers(batches: Iterator[MicroBatch]) -> list[list[int]]:
     found = []
     for batch in batches:
-        assert np.array_equal(batch.tokens, batch.tokens[:, :1] + np.arange(LENGTH + 1)) and batch.tokens.dtype == np.int64
+        assert (
+            np.array_equal(batch.tokens, batch.tokens[:, :1] + np.arange(LENGTH + 1))
+            and batch.tokens.dtype == np.int64
+        )
         assert batch.ids == Ids(int(batch.tokens.min()), int(batch.tokens.max()), 0)
         assert batch.tokens[:, 0].tolist() == list(batch.positions)
         found.append(batch.tokens[:, 0].tolist())
@@ -99,26 +106,45 @@ def _settled(loader: Loader) -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_what_comes_out_depends_on_positions_only(
-    micro: int, ranks: int, datasets: int, ahead: int, threads: int, sizes: list[int], jumps: list[tuple[int, int, int]]
+    micro: int,
+    ranks: int,
+    datasets: int,
+    ahead: int,
+    threads: int,
+    sizes: list[int],
+    jumps: list[tuple[int, int, int]],
 ) -> None:
-    """Whatever is read ahead, asked for out of turn, left half read, or of another size than planned."""
+    """Whatever is read ahead, asked for out of turn, left half read, or of another size than
+    planned."""
     for rank in range(ranks):
         parts = parts_of(rank, ranks, micro)
         plan = Plan(parts, lambda at: sizes[at % len(sizes)] * micro * ranks, end=100)
-        loader = Loader(Turns(datasets), [Counting() for _ in range(datasets)], LENGTH, plan, ahead=ahead, threads=threads)
+        loader = Loader(
+            Turns(datasets),
+            [Counting() for _ in range(datasets)],
+            LENGTH,
+            plan,
+            ahead=ahead,
+            threads=threads,
+        )
         consumed = 0
         for jump, count, taken in [(0, 3, 9), *jumps, (90, 3, 9)]:
             consumed = jump or consumed  # 0: straight on
             for size in (plan.size(consumed), count * micro * ranks):
                 expected = [list(positions) for positions in parts(consumed, size)]
                 batches = loader.read(consumed, size)
-                assert _numbers(batch for batch, _ in zip(batches, range(taken), strict=False)) == expected[:taken]
+                assert (
+                    _numbers(batch for batch, _ in zip(batches, range(taken), strict=False))
+                    == expected[:taken]
+                )
                 consumed += size
         loader.close()
 
 
 def test_reads_ahead_as_far_as_told_and_no_further(samples: Counting) -> None:
-    loader = Loader(Turns(), [samples], LENGTH, Plan(parts_of(1, 2, 2), lambda at: 8), ahead=3, threads=1)
+    loader = Loader(
+        Turns(), [samples], LENGTH, Plan(parts_of(1, 2, 2), lambda at: 8), ahead=3, threads=1
+    )
     assert _numbers(loader.read(0, 8)) == [[2, 3], [6, 7]]
     ahead = [2, 3, 6, 7, 10, 11, 14, 15, 18, 19]
     _settled(loader)
@@ -131,7 +157,9 @@ def test_reads_ahead_as_far_as_told_and_no_further(samples: Counting) -> None:
 
 
 def test_nothing_is_read_ahead_beyond_the_end(samples: Counting) -> None:
-    loader = Loader(Turns(), [samples], LENGTH, Plan(parts_of(0, 1, 2), lambda at: 4, end=8), ahead=10)
+    loader = Loader(
+        Turns(), [samples], LENGTH, Plan(parts_of(0, 1, 2), lambda at: 4, end=8), ahead=10
+    )
     for consumed in (0, 4):
         _numbers(loader.read(consumed, 4))
     _settled(loader)
@@ -196,13 +224,23 @@ def test_memory_is_bounded_and_buffers_are_the_callers(samples: Counting) -> Non
             most = max(most, alive)
         return Memory(shape, np.int64)
 
-    loader = Loader(Turns(), [samples], LENGTH, Plan(parts_of(0, 1, 2), lambda at: 40), ahead=3, threads=2, allocate=allocate)
+    loader = Loader(
+        Turns(),
+        [samples],
+        LENGTH,
+        Plan(parts_of(0, 1, 2), lambda at: 40),
+        ahead=3,
+        threads=2,
+        allocate=allocate,
+    )
     for consumed in range(0, 400, 40):
         for batch in loader.read(consumed, 40):
             assert batch.tokens[:, 0].tolist() == list(batch.positions)
     assert most <= 3 + 2, "those read ahead, the caller's, and one on its way to it"
     kept = list(loader.read(400, 40))
-    assert [n for batch in kept for n in batch.tokens[:, 0].tolist()] == list(range(400, 440)), "who keeps batches keeps what is in them"
+    assert [n for batch in kept for n in batch.tokens[:, 0].tolist()] == list(range(400, 440)), (
+        "who keeps batches keeps what is in them"
+    )
     loader.close()
     del kept, batch
     gc.collect()
@@ -211,7 +249,9 @@ def test_memory_is_bounded_and_buffers_are_the_callers(samples: Counting) -> Non
 
 def test_close_ends_the_threads(samples: Counting) -> None:
     before = threading.active_count()
-    loader = Loader(Turns(), [samples], LENGTH, Plan(parts_of(0, 1, 2), lambda at: 4), ahead=4, threads=3)
+    loader = Loader(
+        Turns(), [samples], LENGTH, Plan(parts_of(0, 1, 2), lambda at: 4), ahead=4, threads=3
+    )
     assert threading.active_count() == before, "none is started before it is needed"
     batches = loader.read(0, 4)
     next(batches)
@@ -241,7 +281,9 @@ raise RuntimeError("somewhere else")
 
 def test_an_abandoned_loader_does_not_keep_the_process(samples: Counting) -> None:
     root = Path(__file__).resolve().parents[3]
-    done = subprocess.run([sys.executable, "-c", ABANDONED], cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ABANDONED], cwd=root, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1 and done.stderr.endswith("RuntimeError: somewhere else\n")
 
 

@@ -1,4 +1,5 @@
-"""Megatron's sample order: numpy's stream, the rules of the three arrays, what is refused. Golden arrays where they are on this machine."""
+"""Megatron's sample order: numpy's stream, the rules of the three arrays, what is refused.
+Golden arrays where they are on this machine."""
 
 from __future__ import annotations
 
@@ -17,12 +18,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.data.megatron_cases import content, documents_of, request_of, sample_rows, scratch, write_pair
+from tests.data.megatron_cases import (
+    content,
+    documents_of,
+    request_of,
+    sample_rows,
+    scratch,
+    write_pair,
+)
 from tests.shared import MISSING, golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.order.megatron_cache import split_ranges
-from trainkit.data.order.megatron_index import Counts, IndexRequest, MegatronIndex, build_index, cache_names, count, count_of
+from trainkit.data.order.megatron_index import (
+    Counts,
+    IndexRequest,
+    MegatronIndex,
+    build_index,
+    cache_names,
+    count,
+    count_of,
+)
 
 GOLDEN = golden()
 needs_golden = pytest.mark.skipif(GOLDEN is None, reason=MISSING)
@@ -33,7 +49,9 @@ def _cases(kind: str) -> list[dict[str, Any]]:
     """Golden cases of a kind; none without the files."""
     if GOLDEN is None:
         return []
-    cases: list[dict[str, Any]] = [c for c in json.loads((GOLDEN / "manifest.json").read_text())["cases"] if c["kind"] == kind]
+    cases: list[dict[str, Any]] = [
+        c for c in json.loads((GOLDEN / "manifest.json").read_text())["cases"] if c["kind"] == kind
+    ]
     assert cases, kind
     return cases
 
@@ -45,7 +63,34 @@ def _arrays(name: str) -> Any:
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.int64])
 def test_shuffle_is_numpys_across_masks_and_batches(dtype: Any) -> None:
-    sizes = [0, 1, 2, 3, 4, 5, 254, 255, 256, 257, 258, 511, 512, 513, 514, 623, 624, 625, 4095, 4096, 4097, 65535, 65536, 65537, 65538, 300_007]
+    sizes = [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        254,
+        255,
+        256,
+        257,
+        258,
+        511,
+        512,
+        513,
+        514,
+        623,
+        624,
+        625,
+        4095,
+        4096,
+        4097,
+        65535,
+        65536,
+        65537,
+        65538,
+        300_007,
+    ]
     ours, theirs = _index.MersenneTwister(97), np.random.RandomState(97)
     for size in sizes:  # one stream: an output too many or too few shows in the next
         a, b = np.arange(size, dtype=dtype), np.arange(size, dtype=dtype)
@@ -67,7 +112,8 @@ def test_shuffle_is_numpys_for_every_seed(seed: int, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("narrow", [1, 2, 100, 255, 256, 1000, 2999, 3000])
 def test_draws_above_32_bits_take_two_outputs_each(narrow: int) -> None:
-    """Beyond 2^32 elements numpy draws 64 bits: with a lower limit, the shuffle written out in Python over numpy's own outputs."""
+    """Beyond 2^32 elements numpy draws 64 bits: with a lower limit, the shuffle written out in
+    Python over numpy's own outputs."""
     values = np.arange(3000, dtype=np.int64)
     _index.MersenneTwister(5).shuffle(values, narrow)
     stream = np.random.Generator(np.random.RandomState(5)._bit_generator)
@@ -75,14 +121,23 @@ def test_draws_above_32_bits_take_two_outputs_each(narrow: int) -> None:
     for i in range(2999, 0, -1):
         mask, drawn = 2 ** i.bit_length() - 1, i + 1
         while drawn > i:
-            drawn = int(stream.integers(0, 2**64, dtype=np.uint64) if i > narrow else stream.bit_generator.random_raw()) & mask
+            drawn = (
+                int(
+                    stream.integers(0, 2**64, dtype=np.uint64)
+                    if i > narrow
+                    else stream.bit_generator.random_raw()
+                )
+                & mask
+            )
         expected[i], expected[drawn] = expected[drawn], expected[i]
     assert values.tolist() == expected
 
 
 def test_the_lock_is_released() -> None:
     """Python code runs while another thread shuffles."""
-    worker = threading.Thread(target=_index.MersenneTwister(1).shuffle, args=(np.arange(20_000_000, dtype=np.uint32),))
+    worker = threading.Thread(
+        target=_index.MersenneTwister(1).shuffle, args=(np.arange(20_000_000, dtype=np.uint32),)
+    )
     worker.start()
     ticks = 0
     while worker.is_alive():
@@ -108,10 +163,18 @@ def test_golden_document_and_shuffle_index(case: dict[str, Any], tmp_path: Path)
     for wide in (False, True):
         with scratch(tmp_path / "out") as file:
             again = _index.MersenneTwister(case["seed"])
-            documents_of(tmp_path / "lengths", np.zeros(together, np.int32)).shuffle(again, 0, together)
-            documents_of(tmp_path / "lengths", np.zeros(len(index), np.int32)).shuffle(again, together, len(index))
-            _index.write_shuffle_index(again, case["shuffle_first"], case["shuffle_total"], wide, file, 0)
-            assert np.array_equal(content(file, np.int64 if wide else np.uint32), arrays[f"{case['key']}_shuffle"])
+            documents_of(tmp_path / "lengths", np.zeros(together, np.int32)).shuffle(
+                again, 0, together
+            )
+            documents_of(tmp_path / "lengths", np.zeros(len(index), np.int32)).shuffle(
+                again, together, len(index)
+            )
+            _index.write_shuffle_index(
+                again, case["shuffle_first"], case["shuffle_total"], wide, file, 0
+            )
+            assert np.array_equal(
+                content(file, np.int64 if wide else np.uint32), arrays[f"{case['key']}_shuffle"]
+            )
 
 
 @needs_golden
@@ -120,15 +183,25 @@ def test_golden_sample_index(wide: bool, tmp_path: Path) -> None:
     arrays = _arrays("helpers.npz")
     for case in _cases("build_sample_idx"):
         sizes, order, out = (arrays[f"{case['key']}_{part}"] for part in ("sizes", "doc", "out"))
-        rows = sample_rows(tmp_path, sizes[order], case["seq"], case["extra"], len(out) - 1, wide=wide)
+        rows = sample_rows(
+            tmp_path, sizes[order], case["seq"], case["extra"], len(out) - 1, wide=wide
+        )
         assert np.array_equal(rows, out), case
-        request = request_of(tmp_path, sizes, seq_length=case["seq"], extra_token=bool(case["extra"]), drop_last=case["drop_last"], split_name="valid")
+        request = request_of(
+            tmp_path,
+            sizes,
+            seq_length=case["seq"],
+            extra_token=bool(case["extra"]),
+            drop_last=case["drop_last"],
+            split_name="valid",
+        )
         assert count(request, int(sizes[order].sum())).samples == len(out) - 1, case
 
 
 @pytest.mark.parametrize("chunk", [1, 6, 7, 9, 19, 20])
 def test_lengths_are_read_in_several_chunks(chunk: int, tmp_path: Path) -> None:
-    """Three chunks and more, two epochs: the ids, and the rows of samples, which need each id's own length, as numpy makes them."""
+    """Three chunks and more, two epochs: the ids, and the rows of samples, which need each id's
+    own length, as numpy makes them."""
     rng = np.random.RandomState(3)
     first, count, epochs, seq_length = 5, 20, 2, 4
     lengths = rng.randint(0, 9, first + count).astype(np.int32)
@@ -138,7 +211,10 @@ def test_lengths_are_read_in_several_chunks(chunk: int, tmp_path: Path) -> None:
     index.shuffle(_index.MersenneTwister(7), 0, len(index))
     order = np.tile(np.arange(first, first + count, dtype=np.int32), epochs)
     np.random.RandomState(7).shuffle(order)
-    assert index.tokens == epochs * int(lengths[first:].sum()) and index.last_length == lengths[order[-1]]
+    assert (
+        index.tokens == epochs * int(lengths[first:].sum())
+        and index.last_length == lengths[order[-1]]
+    )
     samples = (index.tokens - 1) // seq_length
     with scratch(tmp_path / "ids") as file:
         index.write_ids(file, 0, 1)
@@ -154,7 +230,11 @@ def test_lengths_are_read_in_several_chunks(chunk: int, tmp_path: Path) -> None:
 
 
 def _compare(index: MegatronIndex, documents: Any, samples: Any, shuffle: Any) -> None:
-    for ours, theirs in ((index.documents, documents), (index.samples, samples), (index.shuffle, shuffle)):
+    for ours, theirs in (
+        (index.documents, documents),
+        (index.samples, samples),
+        (index.shuffle, shuffle),
+    ):
         assert ours.dtype == theirs.dtype
         assert np.array_equal(ours, theirs)
 
@@ -166,15 +246,35 @@ def test_golden_gpt_datasets(tmp_path: Path) -> None:
     for case in _cases("GPTDataset"):
         prefix = GOLDEN / case["prefix"]
         sequences = len(np.unique(arrays[f"{case['key']}_doc"]))
-        request = request_of(prefix, range(sequences), seq_length=case["seq"], seed=case["seed"], num_samples=case["num_samples"], extra_token=case["extra"])
+        request = request_of(
+            prefix,
+            range(sequences),
+            seq_length=case["seq"],
+            seed=case["seed"],
+            num_samples=case["num_samples"],
+            extra_token=case["extra"],
+        )
         counts = build_index(request, tmp_path, threads=1)
         assert (counts.epochs, counts.samples) == (case["epochs"], case["len"])
-        _compare(MegatronIndex(tmp_path, request), *(arrays[f"{case['key']}_{part}"] for part in ("doc", "sample", "shuffle")))
+        _compare(
+            MegatronIndex(tmp_path, request),
+            *(arrays[f"{case['key']}_{part}"] for part in ("doc", "sample", "shuffle")),
+        )
     for case in _cases("GPTDataset_valid_keep_last"):
         prefix, documents = GOLDEN / case["prefix"], range(case["docs"])
-        request = request_of(prefix, documents, seq_length=case["seq"], seed=case["seed"], split_name="valid", drop_last=False)
+        request = request_of(
+            prefix,
+            documents,
+            seq_length=case["seq"],
+            seed=case["seed"],
+            split_name="valid",
+            drop_last=False,
+        )
         assert build_index(request, tmp_path, threads=2).samples == case["len"]
-        _compare(MegatronIndex(tmp_path, request), *(arrays[f"{case['key']}_{part}"] for part in ("doc", "sample", "shuffle")))
+        _compare(
+            MegatronIndex(tmp_path, request),
+            *(arrays[f"{case['key']}_{part}"] for part in ("doc", "sample", "shuffle")),
+        )
 
 
 @needs_golden
@@ -186,8 +286,12 @@ def test_rows_that_megatron_fails_on_are_refused(tmp_path: Path) -> None:
         rows = sample_rows(tmp_path, np.array(case["sizes"])[case["doc"]], case["seq"], 1, 1)
         assert rows[0].tolist() == [0, 0]
         seed = next(s for s in range(1000) if np.random.RandomState(s).permutation(10)[-1] == 9)
-        request = request_of(prefix, range(10), seed=seed, seq_length=5, split_name="valid", drop_last=False)
-        with pytest.raises(ConfigError, match=f"seed {seed} puts a document of no tokens last") as caught:
+        request = request_of(
+            prefix, range(10), seed=seed, seq_length=5, split_name="valid", drop_last=False
+        )
+        with pytest.raises(
+            ConfigError, match=f"seed {seed} puts a document of no tokens last"
+        ) as caught:
             build_index(request, tmp_path, 1)
         assert caught.value.exit == Exit.STAGE_FAILED
         assert not cache_names(request).path(tmp_path, "description.txt").exists()
@@ -197,19 +301,27 @@ def test_rows_that_megatron_fails_on_are_refused(tmp_path: Path) -> None:
 lengths_list = st.lists(st.integers(0, 40) | st.sampled_from([0, 8, 16]), min_size=1, max_size=60)
 
 
-def _rows_by_definition(lengths: list[int], seq_length: int, extra: int, samples: int) -> list[list[int]]:
+def _rows_by_definition(
+    lengths: list[int], seq_length: int, extra: int, samples: int
+) -> list[list[int]]:
     ends = np.cumsum(lengths).tolist()
     rows = [[0, 0]]
     for k in range(1, samples + 1):
         token = k * seq_length
         found = [d for d, end in enumerate(ends) if (token < end if extra else token <= end)]
-        rows.append([found[0], token - ends[found[0]] + lengths[found[0]]] if found else [len(lengths) - 1, lengths[-1] - extra])
+        rows.append(
+            [found[0], token - ends[found[0]] + lengths[found[0]]]
+            if found
+            else [len(lengths) - 1, lengths[-1] - extra]
+        )
     return rows
 
 
 @given(lengths_list, st.integers(1, 20), st.integers(0, 1), st.integers(0, 3), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_sample_index_is_what_it_is_defined_as(lengths: list[int], seq_length: int, extra: int, more: int, wide: bool) -> None:
+def test_sample_index_is_what_it_is_defined_as(
+    lengths: list[int], seq_length: int, extra: int, more: int, wide: bool
+) -> None:
     samples = max(0, (sum(lengths) - extra) // seq_length) + more
     with tempfile.TemporaryDirectory() as folder:
         rows = sample_rows(Path(folder), lengths, seq_length, extra, samples, wide=wide)
@@ -218,17 +330,27 @@ def test_sample_index_is_what_it_is_defined_as(lengths: list[int], seq_length: i
 
 @pytest.mark.parametrize("seq_length", [1, 7, 2048])
 def test_sample_index_over_blocks_and_threads(seq_length: int, tmp_path: Path) -> None:
-    """Blocks of 65,536 documents and buffers of 16,384 rows: as the definition by numpy, whatever the threads."""
-    lengths = np.random.default_rng(3).integers(0, 12 if seq_length == 1 else 50, 200_000).astype(np.int32)
+    """Blocks of 65,536 documents and buffers of 16,384 rows: as the definition by numpy,
+    whatever the threads."""
+    lengths = (
+        np.random.default_rng(3)
+        .integers(0, 12 if seq_length == 1 else 50, 200_000)
+        .astype(np.int32)
+    )
     lengths[[70_000, 199_999]] = 100_000, 5
     for extra in (0, 1):
         ends = np.cumsum(lengths, dtype=np.int64)
         samples = int((ends[-1] - extra) // seq_length)
         tokens = np.arange(1, samples + 1) * seq_length
         documents = np.searchsorted(ends, tokens, "right" if extra else "left")
-        expected = np.vstack([[0, 0], np.stack([documents, tokens - ends[documents] + lengths[documents]], 1)])
+        expected = np.vstack(
+            [[0, 0], np.stack([documents, tokens - ends[documents] + lengths[documents]], 1)]
+        )
         for threads in (1, 2, 3):
-            assert np.array_equal(sample_rows(tmp_path, lengths, seq_length, extra, samples, threads=threads), expected)
+            assert np.array_equal(
+                sample_rows(tmp_path, lengths, seq_length, extra, samples, threads=threads),
+                expected,
+            )
 
 
 def test_the_last_partial_sample_is_counted_in_float32() -> None:
@@ -249,8 +371,12 @@ def test_rows_beyond_the_tokens_point_to_the_end(tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 400), st.integers(1, 30), st.booleans(), st.integers(1, 300))
-def test_epochs_are_the_fewest_that_suffice(tokens: int, seq_length: int, extra: bool, asked: int) -> None:
-    request = request_of(Path("x"), [1], seq_length=seq_length, extra_token=extra, num_samples=asked)
+def test_epochs_are_the_fewest_that_suffice(
+    tokens: int, seq_length: int, extra: bool, asked: int
+) -> None:
+    request = request_of(
+        Path("x"), [1], seq_length=seq_length, extra_token=extra, num_samples=asked
+    )
     if tokens < seq_length + extra:  # epochs are joined, so that samples come of it all the same
         assert count(request, tokens).samples >= asked
         request = replace(request, num_samples=None)
@@ -261,7 +387,9 @@ def test_epochs_are_the_fewest_that_suffice(tokens: int, seq_length: int, extra:
     assert counts.samples >= asked
     assert counts.epochs == 1 or ((counts.epochs - 1) * tokens - extra) // seq_length < asked
     assert counts.separate_last == (
-        counts.epochs > 1 and asked - ((counts.epochs - 1) * tokens - extra) // seq_length < int(0.8 * ((tokens - extra) // seq_length))
+        counts.epochs > 1
+        and asked - ((counts.epochs - 1) * tokens - extra) // seq_length
+        < int(0.8 * ((tokens - extra) // seq_length))
     )
 
 
@@ -271,10 +399,19 @@ def test_files_are_those_numpy_would_save(tmp_path: Path) -> None:
     counts = build_index(request, tmp_path / "out", threads=2)
     index = MegatronIndex(tmp_path / "out", request)
     assert counts == Counts(72, 3, True, 17, 26)
-    for name, array in (("document", index.documents), ("sample", index.samples), ("shuffle", index.shuffle)):
+    for name, array in (
+        ("document", index.documents),
+        ("sample", index.samples),
+        ("shuffle", index.shuffle),
+    ):
         np.save(tmp_path / "saved.npy", array)
-        assert cache_names(request).path(tmp_path / "out", f"{name}_index.npy").read_bytes() == (tmp_path / "saved.npy").read_bytes()
-    assert sorted(index.shuffle[:17]) == list(range(17)) and sorted(index.shuffle) == list(range(26))
+        assert (
+            cache_names(request).path(tmp_path / "out", f"{name}_index.npy").read_bytes()
+            == (tmp_path / "saved.npy").read_bytes()
+        )
+    assert sorted(index.shuffle[:17]) == list(range(17)) and sorted(index.shuffle) == list(
+        range(26)
+    )
     assert len(list((tmp_path / "out").iterdir())) == 5
 
 
@@ -295,7 +432,8 @@ def test_an_index_of_something_else_is_refused(tmp_path: Path) -> None:
     assert caught.value.exit == Exit.STAGE_FAILED
     build_index(request, tmp_path, 1)
     MegatronIndex(tmp_path, request)
-    with pytest.raises(ConfigError, match="was built with request = "):  # the same names, for Megatron does not tell these apart
+    # the same names, for Megatron does not tell these apart
+    with pytest.raises(ConfigError, match="was built with request = "):
         MegatronIndex(tmp_path, replace(request, extra_token=False))
     names = cache_names(request)
     shuffle = names.path(tmp_path, "shuffle_index.npy")
@@ -337,7 +475,10 @@ def test_data_that_does_not_suffice_is_refused(tmp_path: Path) -> None:
     for request, words in (
         (request_of(prefix, lengths), "has 8 tokens, fewer than one sample of 9"),
         (request_of(prefix, lengths, first=1, last=2), "has 0 tokens, fewer than one sample of 9"),
-        (request_of(prefix, lengths, first=1, last=2, num_samples=10), "has 0 tokens, fewer than one sample of 9"),
+        (
+            request_of(prefix, lengths, first=1, last=2, num_samples=10),
+            "has 0 tokens, fewer than one sample of 9",
+        ),
         (request_of(prefix, [1] * 4), "has 3 sequences, the train split was to end with number 3"),
         (request_of(tmp_path / "none", lengths), "none"),
     ):
@@ -387,7 +528,10 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert not [p for p in tmp_path.iterdir() if ".tmp-" in p.name]
     with pytest.raises(ConfigError, match="is not built"):
         MegatronIndex(tmp_path, request)
-    with open(tmp_path / "pair.idx", "rb") as file, pytest.raises(OSError, match="Bad file descriptor"):
+    with (
+        open(tmp_path / "pair.idx", "rb") as file,
+        pytest.raises(OSError, match="Bad file descriptor"),
+    ):
         documents_of(tmp_path / "lengths", lengths).write_ids(file.fileno(), 0, 2)
 
 

@@ -17,25 +17,49 @@ from hypothesis import strategies as st
 from tests.data.megatron_cases import content, request_of, sample_rows, scratch, write_pair
 from trainkit import _index
 from trainkit.base.errors import ConfigError
-from trainkit.data.order.megatron_blend import Blend, MegatronBlend, blend_names, build_blend, plan_blend
+from trainkit.data.order.megatron_blend import (
+    Blend,
+    MegatronBlend,
+    blend_names,
+    build_blend,
+    plan_blend,
+)
 from trainkit.data.order.megatron_cache import split_ranges
-from trainkit.data.order.megatron_index import IndexRequest, MegatronIndex, build_index, cache_names, count, count_of
+from trainkit.data.order.megatron_index import (
+    IndexRequest,
+    MegatronIndex,
+    build_index,
+    cache_names,
+    count,
+    count_of,
+)
 
-CORE: Any = SimpleNamespace()  # of megatron-core: filled when a test runs, for importing it (and torch) takes seconds that collecting need not
+# of megatron-core: filled when a test runs, for importing it (and torch) takes seconds that
+# collecting need not
+CORE: Any = SimpleNamespace()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _megatron() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it misses Apex and Transformer Engine
-        pytest.importorskip("megatron.core.datasets.gpt_dataset", reason="megatron-core is not installed")
+        pytest.importorskip(
+            "megatron.core.datasets.gpt_dataset", reason="megatron-core is not installed"
+        )
         from megatron.core.datasets import gpt_dataset, helpers_cpp
         from megatron.core.datasets.blended_dataset import BlendedDataset
-        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.datasets.blended_megatron_dataset_builder import (
+            BlendedMegatronDatasetBuilder,
+        )
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
         from megatron.core.datasets.indexed_dataset import IndexedDataset
         from megatron.core.datasets.utils import Split
-    CORE.gpt_dataset, CORE.helpers_cpp, CORE.BlendedDataset, CORE.Split = gpt_dataset, helpers_cpp, BlendedDataset, Split
+    CORE.gpt_dataset, CORE.helpers_cpp, CORE.BlendedDataset, CORE.Split = (
+        gpt_dataset,
+        helpers_cpp,
+        BlendedDataset,
+        Split,
+    )
     CORE.BlendedMegatronDatasetBuilder, CORE.GPTDataset = BlendedMegatronDatasetBuilder, GPTDataset
     CORE.GPTDatasetConfig, CORE.IndexedDataset = GPTDatasetConfig, IndexedDataset
 
@@ -70,7 +94,14 @@ def theirs(request: IndexRequest) -> Any:
     """GPTDataset over the same documents, without a cache."""
     ids = np.arange(request.first, request.last, dtype=np.int32)
     dataset = CORE.IndexedDataset(str(request.prefix))
-    return CORE.GPTDataset(dataset, str(request.prefix), ids, request.num_samples, CORE.Split[request.split_name], config_of(request))
+    return CORE.GPTDataset(
+        dataset,
+        str(request.prefix),
+        ids,
+        request.num_samples,
+        CORE.Split[request.split_name],
+        config_of(request),
+    )
 
 
 def same(ours: Any, expected: Any) -> None:
@@ -84,13 +115,16 @@ def same_index(index: MegatronIndex, dataset: Any) -> None:
     same(index.shuffle, dataset.shuffle_index)
 
 
-lengths_lists = st.lists(st.integers(0, 40) | st.sampled_from([0, 0, 7, 8, 9, 16]), min_size=1, max_size=40).filter(any)
+lengths_lists = st.lists(
+    st.integers(0, 40) | st.sampled_from([0, 0, 7, 8, 9, 16]), min_size=1, max_size=40
+).filter(any)
 
 
 @given(lengths_lists, st.data())
 @settings(max_examples=40, deadline=None)
 def test_random_datasets(lengths: list[int], data: st.DataObject) -> None:
-    """Empty documents, exact boundaries, epochs, a last epoch by itself, with and without the extra token, partial last samples kept."""
+    """Empty documents, exact boundaries, epochs, a last epoch by itself, with and without the
+    extra token, partial last samples kept."""
     split = data.draw(st.sampled_from(["train", "valid", "test"]))
     first = data.draw(st.integers(0, len(lengths) - 1))
     last = data.draw(st.integers(first + 1, len(lengths)))
@@ -119,22 +153,36 @@ def test_random_datasets(lengths: list[int], data: st.DataObject) -> None:
 
 @given(lengths_lists, st.integers(1, 20), st.booleans(), st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_sample_index_in_both_widths(lengths: list[int], seq_length: int, extra: bool, wide: bool) -> None:
+def test_sample_index_in_both_widths(
+    lengths: list[int], seq_length: int, extra: bool, wide: bool
+) -> None:
     order = np.random.default_rng(seq_length).permutation(len(lengths)).astype(np.int32)
     sizes = np.array(lengths, np.int32)
-    build = CORE.helpers_cpp.build_sample_idx_int64 if wide else CORE.helpers_cpp.build_sample_idx_int32
+    build = (
+        CORE.helpers_cpp.build_sample_idx_int64 if wide else CORE.helpers_cpp.build_sample_idx_int32
+    )
     expected = build(sizes, order, seq_length, 1, sum(lengths), True, int(extra))
     with tempfile.TemporaryDirectory() as folder:
-        same(sample_rows(Path(folder), sizes[order], seq_length, extra, len(expected) - 1, wide=wide), expected)
+        same(
+            sample_rows(
+                Path(folder), sizes[order], seq_length, extra, len(expected) - 1, wide=wide
+            ),
+            expected,
+        )
 
 
 @pytest.mark.parametrize("seq_length", [16, 1000])
 @pytest.mark.parametrize("tokens", [50_000_003, 16_777_219])
 def test_float32_counts(tokens: int, seq_length: int, tmp_path: Path) -> None:
-    """The number of samples, partial last one included, that helpers.cpp computes in float32, and the rows there are then."""
+    """The number of samples, partial last one included, that helpers.cpp computes in float32,
+    and the rows there are then."""
     lengths = np.array([tokens - 20_000, 12_345, 0, 7655], np.int32)
-    request = request_of(tmp_path, lengths, seq_length=seq_length, split_name="valid", drop_last=False)
-    expected = CORE.helpers_cpp.build_sample_idx_int32(lengths, np.arange(4, dtype=np.int32), seq_length, 1, tokens, False, 1)
+    request = request_of(
+        tmp_path, lengths, seq_length=seq_length, split_name="valid", drop_last=False
+    )
+    expected = CORE.helpers_cpp.build_sample_idx_int32(
+        lengths, np.arange(4, dtype=np.int32), seq_length, 1, tokens, False, 1
+    )
 
     samples = count(request, tokens).samples
     same(sample_rows(tmp_path, lengths, seq_length, 1, samples), expected)
@@ -157,8 +205,14 @@ def test_exhaustive_blends(sizes: list[int]) -> None:
     _same_blend([n / float(total) for n in sizes], sizes, total, expected)
 
 
-def _same_blend(weights: list[float], sizes: list[int], total: int, expected: tuple[Any, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder, scratch(Path(folder) / "d") as datasets, scratch(Path(folder) / "n") as numbers:
+def _same_blend(
+    weights: list[float], sizes: list[int], total: int, expected: tuple[Any, Any]
+) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        scratch(Path(folder) / "d") as datasets,
+        scratch(Path(folder) / "n") as numbers,
+    ):
         _index.write_blend(weights, sizes, total, datasets, 0, numbers, 0)
         same(content(datasets, np.int16), expected[0])
         same(content(numbers, np.int64), expected[1])
@@ -177,7 +231,10 @@ def test_ten_thousand_documents(tmp_path: Path) -> None:
 @pytest.fixture
 def pairs(tmp_path: Path) -> list[Path]:
     rng = np.random.default_rng(2)
-    return [write_pair(tmp_path / f"pair{n}", rng.integers(0, 50, size).tolist()) for n, size in enumerate((300, 40, 111))]
+    return [
+        write_pair(tmp_path / f"pair{n}", rng.integers(0, 50, size).tolist())
+        for n, size in enumerate((300, 40, 111))
+    ]
 
 
 def _no_building(patch: pytest.MonkeyPatch) -> None:
@@ -197,14 +254,20 @@ def _no_building(patch: pytest.MonkeyPatch) -> None:
 def _requests(pairs: list[Path], split: str, name: str) -> list[IndexRequest]:
     requests = []
     for pair in pairs:
-        bounds = split_ranges(split, len(CORE.IndexedDataset(str(pair))))[("train", "valid", "test").index(name)]
+        bounds = split_ranges(split, len(CORE.IndexedDataset(str(pair))))[
+            ("train", "valid", "test").index(name)
+        ]
         assert bounds is not None
-        requests.append(request_of(pair, [], first=bounds[0], last=bounds[1], split_name=name, split=split))
+        requests.append(
+            request_of(pair, [], first=bounds[0], last=bounds[1], split_name=name, split=split)
+        )
     return requests
 
 
 @pytest.mark.parametrize("asked", [None, 30, 5000])
-def test_megatron_uses_the_index_of_one_dataset(asked: int | None, pairs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_uses_the_index_of_one_dataset(
+    asked: int | None, pairs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, made = tmp_path / "cache", []
     for name in ("train", "valid", "test"):
         (request,) = _requests(pairs[:1], "90,8,2", name)
@@ -212,28 +275,56 @@ def test_megatron_uses_the_index_of_one_dataset(asked: int | None, pairs: list[P
         build_index(request, folder, 1, TOKENIZER)
         made.append(MegatronIndex(folder, request, TOKENIZER))
     _no_building(monkeypatch)
-    config = config_of(made[0].request, blend=([str(pairs[0])], None), split="90,8,2", path_to_cache=str(folder))
+    config = config_of(
+        made[0].request, blend=([str(pairs[0])], None), split="90,8,2", path_to_cache=str(folder)
+    )
     before = sorted(path.name for path in folder.iterdir())
-    for index, dataset in zip(made, CORE.BlendedMegatronDatasetBuilder(CORE.GPTDataset, [asked] * 3, lambda: True, config).build(), strict=True):
-        assert cache_names(index.request, TOKENIZER).base.startswith(dataset.unique_description_hash)
-        assert dataset.unique_description == cache_names(index.request, TOKENIZER).path(folder, "description.txt").read_text()
+    for index, dataset in zip(
+        made,
+        CORE.BlendedMegatronDatasetBuilder(
+            CORE.GPTDataset, [asked] * 3, lambda: True, config
+        ).build(),
+        strict=True,
+    ):
+        assert cache_names(index.request, TOKENIZER).base.startswith(
+            dataset.unique_description_hash
+        )
+        assert (
+            dataset.unique_description
+            == cache_names(index.request, TOKENIZER).path(folder, "description.txt").read_text()
+        )
         same_index(index, dataset)
         assert len(dataset[0]["tokens"]) == 8
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-BLENDS: list[tuple[list[float] | None, int | None]] = [([0.2, 0.1, 0.7], 400), ([3, 1, 2], 5000), (None, None), (None, 100)]
+BLENDS: list[tuple[list[float] | None, int | None]] = [
+    ([0.2, 0.1, 0.7], 400),
+    ([3, 1, 2], 5000),
+    (None, None),
+    (None, 100),
+]
 
 
 @pytest.mark.parametrize(("weights", "size"), BLENDS)
 @pytest.mark.parametrize("per_split", [False, True])
 def test_megatron_uses_the_blend(
-    weights: list[float] | None, size: int | None, per_split: bool, pairs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: list[float] | None,
+    size: int | None,
+    per_split: bool,
+    pairs: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it builds by itself is what we build; and in our folder it builds nothing."""
     if per_split:
-        requests = [request_of(pair, range(len(CORE.IndexedDataset(str(pair)))), split_name="valid") for pair in pairs]
-        blends: dict[str, Any] = {"blend_per_split": [None, ([str(p) for p in pairs], weights), None]}
+        requests = [
+            request_of(pair, range(len(CORE.IndexedDataset(str(pair)))), split_name="valid")
+            for pair in pairs
+        ]
+        blends: dict[str, Any] = {
+            "blend_per_split": [None, ([str(p) for p in pairs], weights), None]
+        }
         sizes: list[int | None] = [0, size, 0]
     else:
         requests = _requests(pairs, "90,8,2", "valid")
@@ -242,7 +333,12 @@ def test_megatron_uses_the_blend(
     blend = plan_blend(requests, weights, size)
 
     def megatrons(cache: str | None) -> Any:
-        return CORE.BlendedMegatronDatasetBuilder(CORE.GPTDataset, sizes, lambda: True, config_of(requests[0], **blends, path_to_cache=cache)).build()[1]
+        return CORE.BlendedMegatronDatasetBuilder(
+            CORE.GPTDataset,
+            sizes,
+            lambda: True,
+            config_of(requests[0], **blends, path_to_cache=cache),
+        ).build()[1]
 
     built = megatrons(None)
     folder = tmp_path / "cache"
@@ -275,7 +371,10 @@ def _compare_blend(made: MegatronBlend, dataset: Any) -> None:
     same(made.numbers, dataset.dataset_sample_index)
 
 
-@given(st.sampled_from(["949,50,1", "1", "90,8,2", "1,1,1", "0.3,0.3,0.4", "50,50", "99,1,0"]), st.integers(1, 2**31))
+@given(
+    st.sampled_from(["949,50,1", "1", "90,8,2", "1,1,1", "0.3,0.3,0.4", "50,50", "99,1,0"]),
+    st.integers(1, 2**31),
+)
 @settings(max_examples=100, deadline=None)
 def test_splits(split: str, sequences: int) -> None:
     config = config_of(request_of(Path("x"), [1]), blend=(["x"], None), split=split)
@@ -291,4 +390,6 @@ def test_overdraws_are_refused_where_megatron_does(pairs: list[Path], tmp_path: 
     with pytest.raises(ConfigError, match="draws"):
         build_blend(blend, tmp_path)
     with pytest.raises(IndexError, match="oversamples"):
-        CORE.BlendedDataset([theirs(request) for request in requests], [0.1, 0.8, 0.1], 2000, config_of(requests[0]))
+        CORE.BlendedDataset(
+            [theirs(request) for request in requests], [0.1, 0.8, 0.1], 2000, config_of(requests[0])
+        )

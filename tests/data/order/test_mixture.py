@@ -1,4 +1,5 @@
-"""From a job's dataset to pairs of files, an order and samples: blends, held-out files, both orders."""
+"""From a job's dataset to pairs of files, an order and samples: blends, held-out files, both
+orders."""
 
 from __future__ import annotations
 
@@ -66,7 +67,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokens = 8 * (np.arange(lengths.sum()) % 60) + file
         with IndexedWriter(folder / name, np.uint16) as writer:
             writer.add_documents(tokens, lengths)
-    text = GOOD.replace("seq_length = 64", f"seq_length = {SEQ}").replace('dataset = "mock"', 'dataset = "web"') + TABLES
+    text = (
+        GOOD.replace("seq_length = 64", f"seq_length = {SEQ}").replace(
+            'dataset = "mock"', 'dataset = "web"'
+        )
+        + TABLES
+    )
     (folder / "jobs.toml").write_text(text)
     return folder
 
@@ -92,8 +98,15 @@ def files_of(tokens: Any) -> set[int]:
 
 def test_files_are_held_out_from_the_end(root: Path) -> None:
     dataset = job_of(root, "held").dataset
-    names = {split: [pair.prefix.name for pair in pairs_of(root, dataset, split)] for split in ("train", "valid", "test")}
-    assert names == {"train": ["web_0", "web_1", "web_2"], "test": ["web_3"], "valid": ["web_4", "web_5"]}
+    names = {
+        split: [pair.prefix.name for pair in pairs_of(root, dataset, split)]
+        for split in ("train", "valid", "test")
+    }
+    assert names == {
+        "train": ["web_0", "web_1", "web_2"],
+        "test": ["web_3"],
+        "valid": ["web_4", "web_5"],
+    }
     with pytest.raises(ConfigError, match="leave none of 6 files to train on"):
         pairs_of(root, dataset.model_copy(update={"valid_files": 5}), "train")
 
@@ -101,7 +114,11 @@ def test_files_are_held_out_from_the_end(root: Path) -> None:
 def test_a_glob_and_a_missing_file(root: Path) -> None:
     dataset = job_of(root, "web").dataset
     globbed = dataset.model_copy(update={"prefixes": (str(root / "web_[135]"),)})
-    assert [pair.prefix.name for pair in pairs_of(root, globbed, "train")] == ["web_1", "web_3", "web_5"]
+    assert [pair.prefix.name for pair in pairs_of(root, globbed, "train")] == [
+        "web_1",
+        "web_3",
+        "web_5",
+    ]
     with pytest.raises(ConfigError, match=r"there is no .*/nothing\.idx"):
         pairs_of(root, dataset.model_copy(update={"prefixes": (str(root / "nothing"),)}), "train")
 
@@ -117,9 +134,18 @@ def order_is_built(job: Job, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sample_order", ["native", "megatron"])
 @pytest.mark.parametrize("dataset", ["web", "held", "code", "mix", "apart"])
-def test_splits_do_not_share_a_token_range(root: Path, tmp_path: Path, dataset: str, sample_order: str) -> None:
+def test_splits_do_not_share_a_token_range(
+    root: Path, tmp_path: Path, dataset: str, sample_order: str
+) -> None:
     """Every split gives whole samples of its own files; a window is what its parts are."""
-    job = job_of(root, dataset, f"sample_order={sample_order}", "training.train_iters=20", "training.eval_iters=2", f"cluster.root={tmp_path}")
+    job = job_of(
+        root,
+        dataset,
+        f"sample_order={sample_order}",
+        "training.train_iters=20",
+        "training.eval_iters=2",
+        f"cluster.root={tmp_path}",
+    )
     order_is_built(job, tmp_path)
     for split in ("train", "valid"):
         n = 40 if split == "train" else 4
@@ -127,18 +153,34 @@ def test_splits_do_not_share_a_token_range(root: Path, tmp_path: Path, dataset: 
         assert tokens.min() >= 0
         parts = np.concatenate([read(job, split, 0, 3)[1], read(job, split, 3, n - 3)[1]])
         np.testing.assert_array_equal(tokens, parts)
-        expected = {("held", "train"): {0, 1, 2}, ("held", "valid"): {4, 5}, ("code", "train"): {6}, ("apart", "valid"): {6}}.get((dataset, split))
+        expected = {
+            ("held", "train"): {0, 1, 2},
+            ("held", "valid"): {4, 5},
+            ("code", "train"): {6},
+            ("apart", "valid"): {6},
+        }.get((dataset, split))
         assert files_of(tokens) <= (expected or set(range(7)))
 
 
 @pytest.mark.parametrize("sample_order", ["native", "megatron"])
-def test_a_blend_keeps_its_weights_and_shares_them_by_size(root: Path, tmp_path: Path, sample_order: str) -> None:
-    job = job_of(root, "mix", f"sample_order={sample_order}", "training.train_iters=100", "training.eval_iters=0", f"cluster.root={tmp_path}")
+def test_a_blend_keeps_its_weights_and_shares_them_by_size(
+    root: Path, tmp_path: Path, sample_order: str
+) -> None:
+    job = job_of(
+        root,
+        "mix",
+        f"sample_order={sample_order}",
+        "training.train_iters=100",
+        "training.eval_iters=0",
+        f"cluster.root={tmp_path}",
+    )
     order_is_built(job, tmp_path)
     datasets, _ = read(job, "train", 0, 200)
     assert abs(int((datasets == 6).sum()) - 50) <= 2
     counts = np.bincount(datasets[datasets < 6], minlength=6)
-    assert counts.sum() == 200 - (datasets == 6).sum() and counts.min() > 0 and counts[5] > counts[0]
+    assert (
+        counts.sum() == 200 - (datasets == 6).sum() and counts.min() > 0 and counts[5] > counts[0]
+    )
 
 
 def test_by_size_gives_every_sample_once(root: Path) -> None:
@@ -146,11 +188,19 @@ def test_by_size_gives_every_sample_once(root: Path) -> None:
     mixture = open_mixture(job, job.dataset, "train", 512)
     sizes = [part.num_samples for part in mixture.samples]
     datasets, numbers = mixture.order.window(0, sum(sizes))
-    assert sorted(zip(datasets.tolist(), numbers.tolist(), strict=True)) == [(d, n) for d, size in enumerate(sizes) for n in range(size)]
+    assert sorted(zip(datasets.tolist(), numbers.tolist(), strict=True)) == [
+        (d, n) for d, size in enumerate(sizes) for n in range(size)
+    ]
 
 
 def test_megatrons_blend_by_size_ends(root: Path, tmp_path: Path) -> None:
-    job = job_of(root, "by-size", "sample_order=megatron", "training.train_iters=5000", f"cluster.root={tmp_path}")
+    job = job_of(
+        root,
+        "by-size",
+        "sample_order=megatron",
+        "training.train_iters=5000",
+        f"cluster.root={tmp_path}",
+    )
     (need,) = Index().needs(job, tmp_path)
     with pytest.raises(ConfigError, match=r"one epoch of each; 10,000 will be read"):
         work(dict(need.units[0].spec), lambda done, total: None)
@@ -182,18 +232,37 @@ def test_files_of_one_name_are_told_apart(root: Path, tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
         (tmp_path / "more" / f"web_0{suffix}").write_bytes((root / f"web_0{suffix}").read_bytes())
     prefixes = (str(root / "web_{0..1}"), str(tmp_path / "more/web_0"))
-    names = [pair.name for pair in pairs_of(root, dataset.model_copy(update={"prefixes": prefixes}), "train")]
+    names = [
+        pair.name
+        for pair in pairs_of(root, dataset.model_copy(update={"prefixes": prefixes}), "train")
+    ]
     assert names == ["web.web_0.1", "web.web_1", "web.web_0.2"]
 
 
-@pytest.mark.parametrize("part", ["dataset_index", "dataset_sample_index", "shuffle_index", "document_index", "sample_index"])
+@pytest.mark.parametrize(
+    "part",
+    ["dataset_index", "dataset_sample_index", "shuffle_index", "document_index", "sample_index"],
+)
 @pytest.mark.parametrize("damage", ["empty", "garbage"])
-def test_damaged_arrays_of_megatrons_order_are_named(root: Path, tmp_path: Path, part: str, damage: str) -> None:
+def test_damaged_arrays_of_megatrons_order_are_named(
+    root: Path, tmp_path: Path, part: str, damage: str
+) -> None:
     """Never a traceback, and the stage makes an empty one anew."""
-    job = job_of(root, "mix", "sample_order=megatron", "training.train_iters=20", "training.eval_iters=0", f"cluster.root={tmp_path}")
+    job = job_of(
+        root,
+        "mix",
+        "sample_order=megatron",
+        "training.train_iters=20",
+        "training.eval_iters=0",
+        f"cluster.root={tmp_path}",
+    )
     order_is_built(job, tmp_path)
     for path in tmp_path.glob(f"data/mix/t/megatron/*-{part}.npy"):
-        content = b"" if damage == "empty" else path.read_bytes()[:128] + b"\xff\xfe\xfd\x7c" * ((path.stat().st_size - 128) // 4)
+        content = (
+            b""
+            if damage == "empty"
+            else path.read_bytes()[:128] + b"\xff\xfe\xfd\x7c" * ((path.stat().st_size - 128) // 4)
+        )
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"npy|damaged|sample index"):
         read(job, "train", 0, 40)
@@ -203,7 +272,14 @@ def test_damaged_arrays_of_megatrons_order_are_named(root: Path, tmp_path: Path,
 
 
 def test_a_blend_that_is_there_is_left_alone(root: Path, tmp_path: Path) -> None:
-    job = job_of(root, "mix", "sample_order=megatron", "training.train_iters=20", "training.eval_iters=0", f"cluster.root={tmp_path}")
+    job = job_of(
+        root,
+        "mix",
+        "sample_order=megatron",
+        "training.train_iters=20",
+        "training.eval_iters=0",
+        f"cluster.root={tmp_path}",
+    )
     order_is_built(job, tmp_path)
     before = {path: path.stat().st_ino for path in tmp_path.glob("data/mix/t/megatron/*")}
     (need,) = Index().needs(job, tmp_path)

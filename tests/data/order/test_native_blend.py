@@ -1,4 +1,5 @@
-"""trainkit._index.Blend against a reference in fractions, and within 2 samples of the weights; trainkit._index.gather."""
+"""trainkit._index.Blend against a reference in fractions, and within 2 samples of the weights;
+trainkit._index.gather."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from trainkit.data.order.weights import MAX_DATASETS, SCALE, integer_weights
 
 Numbers = NDArray[np.int64]
 MAX = 2**62
-Node = tuple[int, int, int, "Node | None", "Node | None"]  # weight, when it was made, dataset or -1, children
+# weight, when it was made, dataset or -1, children
+Node = tuple[int, int, int, "Node | None", "Node | None"]
 
 
 def _blend(weights: list[int]) -> _index.Blend:
@@ -43,7 +45,8 @@ def _tree(weights: list[int]) -> Node:
 
 
 def reference(weights: list[int], position: int) -> list[int]:
-    """How many of the first `position` samples each dataset gives, as csrc/index/blend.h describes it."""
+    """How many of the first `position` samples each dataset gives, as csrc/index/blend.h
+    describes it."""
     counts = [0] * len(weights)
     open_nodes = [(_tree(weights), position)]
     while open_nodes:
@@ -87,7 +90,9 @@ weight_lists = few_or_many.flatmap(
         st.lists(st.sampled_from([1, 10**3, 10**15]), min_size=count, max_size=count),
     )
 ).filter(any)
-positions = st.one_of(st.integers(0, 3000), st.integers(2**40 - 1000, 2**40 + 1000), st.integers(0, MAX - 1000))
+positions = st.one_of(
+    st.integers(0, 3000), st.integers(2**40 - 1000, 2**40 + 1000), st.integers(0, MAX - 1000)
+)
 
 
 @given(weight_lists, positions, st.integers(0, 40))
@@ -104,9 +109,12 @@ def test_equals_the_reference(weights: list[int], start: int, n: int) -> None:
 
 
 def _worst(weights: list[int], start: int, n: int) -> float:
-    """The largest distance of a dataset from its share at any of n prefixes after `start`, which is near 0: in float64."""
+    """The largest distance of a dataset from its share at any of n prefixes after `start`, which
+    is near 0: in float64."""
     datasets, _ = at(_blend(weights), start, n)
-    counts = _blend(weights).counts(start) + np.cumsum(datasets[:, None] == np.arange(len(weights)), axis=0)
+    counts = _blend(weights).counts(start) + np.cumsum(
+        datasets[:, None] == np.arange(len(weights)), axis=0
+    )
     shares = np.array([float(Fraction(weight, sum(weights))) for weight in weights])
     return float(np.abs(counts - np.arange(start + 1, start + n + 1)[:, None] * shares).max())
 
@@ -129,21 +137,30 @@ def test_within_2_samples_however_far(weights: list[int], position: int) -> None
     total = sum(weights)
     counts = _blend(weights).counts(position).tolist()
     assert sum(counts) == position
-    assert all(abs(total * count - position * weight) < 2 * total for count, weight in zip(counts, weights, strict=True))
+    assert all(
+        abs(total * count - position * weight) < 2 * total
+        for count, weight in zip(counts, weights, strict=True)
+    )
 
 
 @given(weight_lists, positions, st.integers(1, 500), st.integers(0, 500))
 @settings(max_examples=60, deadline=None)
 def test_any_slice_equals_the_whole(weights: list[int], start: int, n: int, cut: int) -> None:
     blend, cut = _blend(weights), min(cut, n)
-    whole, first, second = at(blend, start, n), at(blend, start, cut), at(blend, start + cut, n - cut)
+    whole, first, second = (
+        at(blend, start, n),
+        at(blend, start, cut),
+        at(blend, start + cut, n - cut),
+    )
     for part in range(2):
         assert np.array_equal(whole[part], np.concatenate([first[part], second[part]]))
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=40).filter(any), st.integers(0, 2**40))
 @settings(max_examples=60, deadline=None)
-def test_with_sizes_for_weights_every_sample_comes_once_a_round(sizes: list[int], rounds: int) -> None:
+def test_with_sizes_for_weights_every_sample_comes_once_a_round(
+    sizes: list[int], rounds: int
+) -> None:
     total = sum(sizes)
     datasets, counts = at(_blend(sizes), rounds * total, total)
     expected = [(d, rounds * size + k) for d, size in enumerate(sizes) for k in range(size)]
@@ -153,7 +170,20 @@ def test_with_sizes_for_weights_every_sample_comes_once_a_round(sizes: list[int]
 def test_the_blend_is_fixed_for_ever() -> None:
     """A run that is resumed by a later version must meet the same samples."""
     assert at(_blend([5, 1, 3]), 0, 12)[0].tolist() == [0, 2, 0, 1, 0, 2, 0, 2, 0, 0, 2, 0]
-    assert at(_blend(HALF_AND_127_SMALL), 2**40, 12)[0].tolist() == [0, 67, 0, 35, 0, 99, 0, 19, 0, 83, 0, 51]
+    assert at(_blend(HALF_AND_127_SMALL), 2**40, 12)[0].tolist() == [
+        0,
+        67,
+        0,
+        35,
+        0,
+        99,
+        0,
+        19,
+        0,
+        83,
+        0,
+        51,
+    ]
 
 
 def test_as_many_datasets_as_can_be() -> None:
@@ -183,7 +213,12 @@ def test_wrong_weights_are_refused(weights: list[int], words: str) -> None:
     ("start", "datasets", "counts", "words"),
     [
         (-1, np.empty(1, np.int16), np.empty(1, np.int64), "positions -1 and 1 on"),
-        (MAX, np.empty(1, np.int16), np.empty(1, np.int64), "positions 4611686018427387904 and 1 on"),
+        (
+            MAX,
+            np.empty(1, np.int16),
+            np.empty(1, np.int64),
+            "positions 4611686018427387904 and 1 on",
+        ),
         (0, np.empty(2, np.int16), np.empty(1, np.int64), "dataset has 2 elements and count 1"),
         (0, np.empty(1, np.int32), np.empty(1, np.int64), "dataset must be .* int16 array"),
         (0, np.empty(1, np.int16), np.empty(1, np.int32), "count must be .* int64 array"),
@@ -192,7 +227,9 @@ def test_wrong_weights_are_refused(weights: list[int], words: str) -> None:
         (0, np.empty(2, np.int16), np.frombuffer(bytes(16), np.int64), "writable"),
     ],
 )
-def test_wrong_arguments_are_refused(start: int, datasets: NDArray[np.int16], counts: Numbers, words: str) -> None:
+def test_wrong_arguments_are_refused(
+    start: int, datasets: NDArray[np.int16], counts: Numbers, words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         _blend([1, 2]).at(start, datasets, counts)
 
@@ -238,7 +275,11 @@ def test_float_weights_keep_their_proportion(weights: list[float]) -> None:
 def test_the_scale_of_weights_does_not_matter() -> None:
     names = ["a", "b", "c"]
     for scaled in ([1.0, 2.0, 4.0], [0.125, 0.25, 0.5], [2.0**-1000, 2.0**-999, 2.0**-998]):
-        assert integer_weights(scaled, names).tolist() == [SCALE // 7, 2 * SCALE // 7, 4 * SCALE // 7]
+        assert integer_weights(scaled, names).tolist() == [
+            SCALE // 7,
+            2 * SCALE // 7,
+            4 * SCALE // 7,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -257,10 +298,17 @@ def test_wrong_float_weights_are_refused(weights: list[float], words: str) -> No
         integer_weights(weights, ["a", "b"])
 
 
-@given(st.binary(max_size=60), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8))
-def test_gather_puts_pieces_one_behind_another(source: bytes, bounds: list[tuple[int, int]]) -> None:
+@given(
+    st.binary(max_size=60), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
+)
+def test_gather_puts_pieces_one_behind_another(
+    source: bytes, bounds: list[tuple[int, int]]
+) -> None:
     pieces = [(min(a, b, len(source)), min(max(a, b), len(source))) for a, b in bounds]
-    starts, lengths = (np.array(values, np.int64) for values in ([a for a, _ in pieces], [b - a for a, b in pieces]))
+    starts, lengths = (
+        np.array(values, np.int64)
+        for values in ([a for a, _ in pieces], [b - a for a, b in pieces])
+    )
     out = np.empty(int(lengths.sum()), np.uint8)
     _index.gather(np.frombuffer(source, np.uint8), starts, lengths, out)
     assert out.tobytes() == b"".join(source[a:b] for a, b in pieces)
@@ -280,9 +328,16 @@ def test_gather_puts_pieces_one_behind_another(source: bytes, bounds: list[tuple
         ([2**63 - 1], [2], 2),
     ],
 )
-def test_gather_reads_and_writes_nothing_outside(starts: list[int], lengths: list[int], size: int) -> None:
+def test_gather_reads_and_writes_nothing_outside(
+    starts: list[int], lengths: list[int], size: int
+) -> None:
     with pytest.raises(ValueError, match="a piece lies outside source"):
-        _index.gather(np.zeros(10, np.uint8), np.array(starts, np.int64), np.array(lengths, np.int64), np.empty(size, np.uint8))
+        _index.gather(
+            np.zeros(10, np.uint8),
+            np.array(starts, np.int64),
+            np.array(lengths, np.int64),
+            np.empty(size, np.uint8),
+        )
 
 
 def test_gather_refuses_wrong_arrays() -> None:

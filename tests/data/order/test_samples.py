@@ -22,7 +22,14 @@ from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
 from trainkit.data.indexed.format import DTYPES, HEADER, MAGIC
 from trainkit.data.order import samples as module
 from trainkit.data.order.native import SplitName
-from trainkit.data.order.samples import NO_TOKEN, Ids, MegatronSamples, MockSamples, NativeSamples, Samples
+from trainkit.data.order.samples import (
+    NO_TOKEN,
+    Ids,
+    MegatronSamples,
+    MockSamples,
+    NativeSamples,
+    Samples,
+)
 
 SPLIT_NAMES: tuple[SplitName, ...] = ("train", "valid", "test")
 GOLDEN = golden()
@@ -44,7 +51,9 @@ def _read(samples: Samples, numbers: list[int], seq_length: int) -> tuple[Number
 
 @both
 @pytest.mark.parametrize("num_tokens", [81, 88, 89])
-def test_native_samples_are_windows_that_share_one_token(num_tokens: int, mmap: bool, tmp_path: Path) -> None:
+def test_native_samples_are_windows_that_share_one_token(
+    num_tokens: int, mmap: bool, tmp_path: Path
+) -> None:
     dataset, seq_length = _dataset(tmp_path, num_tokens), 8
     windows, seen = (num_tokens - 1) // seq_length, []
     for name in SPLIT_NAMES:
@@ -66,19 +75,29 @@ def test_native_samples_are_windows_that_share_one_token(num_tokens: int, mmap: 
 @both
 @pytest.mark.parametrize("dtype", sorted(d.name for d in DTYPES.values()))
 def test_every_dtype_is_widened_exactly(dtype: str, mmap: bool, tmp_path: Path) -> None:
-    limits, length = np.iinfo(dtype), 40_000  # more bytes than one block of pread, and no multiple of a vector's
-    tokens = np.random.default_rng(0).integers(limits.min, limits.max, 3 * length + 1, dtype, endpoint=True)
+    # more bytes than one block of pread, and no multiple of a vector's
+    limits, length = np.iinfo(dtype), 40_000
+    tokens = np.random.default_rng(0).integers(
+        limits.min, limits.max, 3 * length + 1, dtype, endpoint=True
+    )
     tokens[5], tokens[2 * length + 7] = limits.max, limits.min
     samples = NativeSamples(_dataset(tmp_path, tokens, dtype), "1", "train", length, mmap)
     out, ids = _read(samples, [2, 0], length)
-    assert np.array_equal(out[0], tokens[2 * length :]) and np.array_equal(out[1], tokens[: length + 1])
+    assert np.array_equal(out[0], tokens[2 * length :]) and np.array_equal(
+        out[1], tokens[: length + 1]
+    )
     assert ids == Ids(limits.min, limits.max, 0)
-    assert _read(samples, [1], length)[1] == Ids(int(tokens[length : 2 * length + 1].min()), int(tokens[length : 2 * length + 1].max()), 0)
+    assert _read(samples, [1], length)[1] == Ids(
+        int(tokens[length : 2 * length + 1].min()), int(tokens[length : 2 * length + 1].max()), 0
+    )
 
 
 @both
 def test_rows_say_where_a_sample_goes(mmap: bool, tmp_path: Path) -> None:
-    samples, out = NativeSamples(_dataset(tmp_path, 50), "1", "train", 4, mmap), np.full((5, 5), 99, np.int64)
+    samples, out = (
+        NativeSamples(_dataset(tmp_path, 50), "1", "train", 4, mmap),
+        np.full((5, 5), 99, np.int64),
+    )
     assert samples.read(np.array([3, 0]), np.array([4, 1]), out) == Ids(0, 16, 0)
     assert out.tolist() == [[99] * 5, [0, 1, 2, 3, 4], [99] * 5, [99] * 5, [12, 13, 14, 15, 16]]
     nothing = np.empty(0, np.int64)
@@ -100,7 +119,9 @@ def test_rows_say_where_a_sample_goes(mmap: bool, tmp_path: Path) -> None:
         (np.array([0], np.int32), [0], np.empty((2, 5), np.int64), "rows must be"),
     ],
 )
-def test_wrong_arrays_are_refused(numbers: Any, rows: Any, out: Numbers, words: str, tmp_path: Path) -> None:
+def test_wrong_arrays_are_refused(
+    numbers: Any, rows: Any, out: Numbers, words: str, tmp_path: Path
+) -> None:
     dataset = _dataset(tmp_path, 50)
     index = (np.zeros(1, np.int32), np.array([[0, 4 * i] for i in range(10)], np.int32))
     wrong_rows: Any = np.array(rows, np.int32 if words == "rows must be" else np.int64)
@@ -112,7 +133,9 @@ def test_wrong_arrays_are_refused(numbers: Any, rows: Any, out: Numbers, words: 
 def test_data_shorter_than_one_sample_is_refused(tmp_path: Path) -> None:
     dataset = _dataset(tmp_path, 8)
     assert NativeSamples(dataset, "1", "train", 7).num_samples == 1
-    with pytest.raises(ConfigError, match=r"has 8 tokens, fewer than one sample of seq_length \+ 1 = 9") as caught:
+    with pytest.raises(
+        ConfigError, match=r"has 8 tokens, fewer than one sample of seq_length \+ 1 = 9"
+    ) as caught:
         NativeSamples(dataset, "1", "train", 8)
     assert caught.value.exit == Exit.STAGE_FAILED
 
@@ -133,28 +156,49 @@ def test_mock_samples_depend_on_seed_and_number_only() -> None:
     assert read(2**63 - 1, 3) == read(2**63 - 1, 5, 3)[1:]
     assert len({tuple(row) for seed in (0, 1) for row in read(seed, *range(100))}) == 200
     assert {token for row in read(0, *range(100)) for token in row} == set(range(50))
-    assert read(7, 9)[0][:6] == [16, 16, 22, 45, 2, 40], "the order of mock data changed: runs of earlier versions cannot be continued exactly"
+    assert read(7, 9)[0][:6] == [
+        16,
+        16,
+        22,
+        45,
+        2,
+        40,
+    ], "the order of mock data changed: runs of earlier versions cannot be continued exactly"
     with pytest.raises(IndexError, match="sample 1000 of 1000"):
         read(0, 1000)
 
 
-# Megatron's samples -------------------------------------------------------------------------------------------------------------------------
+# Megatron's samples
+# -------------------------------------------------------------------------------------------------------------------------
 
 
-def _expected(dataset: IndexedDataset, documents: list[int], places: list[list[int]], seq_length: int, extra: int) -> list[list[int]]:
+def _expected(
+    dataset: IndexedDataset,
+    documents: list[int],
+    places: list[list[int]],
+    seq_length: int,
+    extra: int,
+) -> list[list[int]]:
     """Every sample of an index, token by token."""
     rows = []
     for (first, begin), (last, end) in pairwise(places):
         row: list[int] = []
         for position in range(first, last + 1):
             sequence = dataset[documents[position]].tolist()
-            row += sequence[begin if position == first else 0 : end + extra if position == last else len(sequence)]
+            row += sequence[
+                begin if position == first else 0 : (
+                    end + extra if position == last else len(sequence)
+                )
+            ]
         rows.append(row + [NO_TOKEN] * (seq_length + 1 - len(row)))
     return rows
 
 
-def _megatron_index(lengths: list[int], documents: list[int], seq_length: int, extra: int) -> list[list[int]]:
-    """Places of all whole samples, and of a short last one that is kept: the rule of helpers.build_sample_idx, token by token."""
+def _megatron_index(
+    lengths: list[int], documents: list[int], seq_length: int, extra: int
+) -> list[list[int]]:
+    """Places of all whole samples, and of a short last one that is kept: the rule of
+    helpers.build_sample_idx, token by token."""
     places, position, offset = [[0, 0]], 0, 0
     total = sum(lengths[d] for d in documents)
     for _ in range(-(-(total - extra) // seq_length)):
@@ -182,19 +226,37 @@ def _megatron_index(lengths: list[int], documents: list[int], seq_length: int, e
     mmap=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_megatron_samples_cross_documents(
-    tmp_path: Path, lengths: list[int], epochs: int, seq_length: int, extra: bool, wide: bool, mmap: bool, data: st.DataObject
+    tmp_path: Path,
+    lengths: list[int],
+    epochs: int,
+    seq_length: int,
+    extra: bool,
+    wide: bool,
+    mmap: bool,
+    data: st.DataObject,
 ) -> None:
-    lengths = [*lengths, 3]  # a last sequence of length 0 would end at token -1, which Megatron refuses
+    # a last sequence of length 0 would end at token -1, which Megatron refuses
+    lengths = [*lengths, 3]
     with pytest.MonkeyPatch.context() as patch, IndexedWriter(tmp_path / "x", "uint16") as writer:
         patch.setattr(os, "fsync", lambda _: None)
         writer.add_document(np.arange(1, sum(lengths) + 1, dtype=np.uint16), lengths)
     dataset = IndexedDataset(tmp_path / "x", mmap=mmap)
-    documents = [*data.draw(st.permutations(list(range(len(lengths) - 1)))), *range(len(lengths))] * (epochs - 1) + list(range(len(lengths)))
+    documents = [
+        *data.draw(st.permutations(list(range(len(lengths) - 1)))),
+        *range(len(lengths)),
+    ] * (epochs - 1) + list(range(len(lengths)))
     places = _megatron_index(lengths, documents, seq_length, int(extra))
     samples = MegatronSamples(
-        dataset, np.array(documents, np.int32), np.array(places, np.int64 if wide else np.int32), seq_length, extra_token=extra, mmap=mmap
+        dataset,
+        np.array(documents, np.int32),
+        np.array(places, np.int64 if wide else np.int32),
+        seq_length,
+        extra_token=extra,
+        mmap=mmap,
     )
     truth = _expected(dataset, documents, places, seq_length, int(extra))
     numbers = data.draw(st.lists(st.integers(0, len(truth) - 1), max_size=6)) if truth else []
@@ -203,7 +265,9 @@ def test_megatron_samples_cross_documents(
     assert samples.num_samples == len(truth)
     assert out.tolist() == [truth[n] for n in numbers]
     real = [t for n in numbers for t in truth[n] if t != NO_TOKEN]
-    assert ids == Ids(min(real, default=0), max(real, default=-1), sum(truth[n].count(NO_TOKEN) for n in numbers))
+    assert ids == Ids(
+        min(real, default=0), max(real, default=-1), sum(truth[n].count(NO_TOKEN) for n in numbers)
+    )
 
 
 @needs_golden
@@ -211,14 +275,25 @@ def test_megatron_samples_cross_documents(
 def test_megatron_samples_equal_its_own_rows(mmap: bool) -> None:
     """Tokens and labels of every golden GPTDataset, a short last sample that was kept too."""
     assert GOLDEN is not None
-    cases = [c for c in json.loads((GOLDEN / "manifest.json").read_text())["cases"] if c["kind"].startswith("GPTDataset")]
+    cases = [
+        c
+        for c in json.loads((GOLDEN / "manifest.json").read_text())["cases"]
+        if c["kind"].startswith("GPTDataset")
+    ]
     arrays = np.load(GOLDEN / "gpt_dataset.npz")
     short = 0
     for case in cases:
         key, seq_length = case["key"], case["seq"]
         dataset = IndexedDataset(GOLDEN / case["prefix"], mmap=mmap)
         extra = bool(case.get("extra", True))
-        samples = MegatronSamples(dataset, arrays[f"{key}_doc"], arrays[f"{key}_sample"], seq_length, extra_token=extra, mmap=mmap)
+        samples = MegatronSamples(
+            dataset,
+            arrays[f"{key}_doc"],
+            arrays[f"{key}_sample"],
+            seq_length,
+            extra_token=extra,
+            mmap=mmap,
+        )
         shuffle = arrays[f"{key}_shuffle"].astype(np.int64)
         assert samples.num_samples == case["len"] == len(shuffle)
         if case["kind"] == "GPTDataset":
@@ -230,8 +305,12 @@ def test_megatron_samples_equal_its_own_rows(mmap: bool) -> None:
         else:
             out, ids = _read(samples, [int(shuffle[case["last_index"]])], seq_length)
             tokens, labels = out[0, :-1], out[0, 1:]
-            assert np.array_equal(np.where(tokens == NO_TOKEN, 0, tokens), arrays[f"{key}_lastrow_tokens"])
-            assert np.array_equal(np.where(labels == NO_TOKEN, 0, labels), arrays[f"{key}_lastrow_labels"])
+            assert np.array_equal(
+                np.where(tokens == NO_TOKEN, 0, tokens), arrays[f"{key}_lastrow_tokens"]
+            )
+            assert np.array_equal(
+                np.where(labels == NO_TOKEN, 0, labels), arrays[f"{key}_lastrow_labels"]
+            )
             assert np.array_equal(labels != NO_TOKEN, arrays[f"{key}_lastrow_lossmask"] == 1)
             short += ids.missing > 0
     assert short == 3
@@ -242,9 +321,12 @@ HOSTILE_64 = st.one_of(HOSTILE, st.sampled_from([2**63 - 1, -(2**63), 2**62, 12,
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_no_index_reads_beyond_the_file(tmp_path: Path, data: st.DataObject) -> None:
-    """Arrays of any numbers, unaligned as in .idx: tokens of the file, or an error; never a crash, never other memory."""
+    """Arrays of any numbers, unaligned as in .idx: tokens of the file, or an error; never a
+    crash, never other memory."""
     prefix = tmp_path / "x.bin"
     if not prefix.exists():
         np.full(6, 7, np.uint16).tofile(prefix)
@@ -255,11 +337,17 @@ def test_no_index_reads_beyond_the_file(tmp_path: Path, data: st.DataObject) -> 
         values = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size)), dtype)
         return np.frombuffer(b"x" + values.tobytes(), dtype, size, 1)
 
-    sequences, positions, rows = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4))
+    sequences, positions, rows = (
+        data.draw(st.integers(0, 3)),
+        data.draw(st.integers(0, 4)),
+        data.draw(st.integers(0, 4)),
+    )
     documents, lengths = draw(HOSTILE, "<i4", positions), draw(HOSTILE, "<i4", sequences)
     offsets = draw(HOSTILE_64, "<i8", sequences)
     wide = data.draw(st.booleans())
-    places = draw(HOSTILE_64 if wide else HOSTILE, "<i8" if wide else "<i4", 2 * rows).reshape(rows, 2)
+    places = draw(HOSTILE_64 if wide else HOSTILE, "<i8" if wide else "<i4", 2 * rows).reshape(
+        rows, 2
+    )
     number = np.array([data.draw(HOSTILE_64)])
     extra, width = data.draw(st.integers(0, 1)), data.draw(st.integers(2, 8))
     out = np.full((3, width), 99, np.int64)
@@ -271,8 +359,13 @@ def test_no_index_reads_beyond_the_file(tmp_path: Path, data: st.DataObject) -> 
         assert (out[[0, 2]] == 99).all()
     else:
         tokens = out[1][out[1] != NO_TOKEN].tolist()
-        assert (out[[0, 2]] == 99).all() and set(tokens) <= {0x0007, 0x0700}  # read from an odd byte on, the bytes change places
-        assert (low, high, missing) == (min(tokens, default=0), max(tokens, default=-1), width - len(tokens))
+        # read from an odd byte on, the bytes change places
+        assert (out[[0, 2]] == 99).all() and set(tokens) <= {0x0007, 0x0700}
+        assert (low, high, missing) == (
+            min(tokens, default=0),
+            max(tokens, default=-1),
+            width - len(tokens),
+        )
     first, count = data.draw(HOSTILE_64), data.draw(HOSTILE_64)
     wide_out = np.empty((1, data.draw(st.integers(2, 8))), np.int64)
     try:
@@ -281,7 +374,9 @@ def test_no_index_reads_beyond_the_file(tmp_path: Path, data: st.DataObject) -> 
     except (ValueError, IndexError):
         pass
     else:
-        assert (wide_out == 7).all() and 0 <= first + number[0] < first + count <= 5 // (wide_out.shape[1] - 1)
+        assert (wide_out == 7).all() and 0 <= first + number[0] < first + count <= 5 // (
+            wide_out.shape[1] - 1
+        )
 
 
 @both
@@ -299,24 +394,39 @@ def test_no_index_reads_beyond_the_file(tmp_path: Path, data: st.DataObject) -> 
         ([0, 1], [[0, 0], [1, 3]], "has more than 5 tokens"),
     ],
 )
-def test_an_index_of_other_data_is_named(documents: list[int], places: list[list[int]], words: str, mmap: bool, tmp_path: Path) -> None:
+def test_an_index_of_other_data_is_named(
+    documents: list[int], places: list[list[int]], words: str, mmap: bool, tmp_path: Path
+) -> None:
     with IndexedWriter(tmp_path / "x", "uint16") as writer:
         writer.add_documents(np.arange(8), [4, 4])
-    samples = MegatronSamples(IndexedDataset(tmp_path / "x"), np.array(documents, np.int32), np.array(places, np.int32), 4, mmap=mmap)
+    samples = MegatronSamples(
+        IndexedDataset(tmp_path / "x"),
+        np.array(documents, np.int32),
+        np.array(places, np.int32),
+        4,
+        mmap=mmap,
+    )
     for call in (lambda: _read(samples, [0], 4), lambda: samples.ahead(np.array([0]))):
         with pytest.raises(ConfigError, match=words) as caught:
             call()
-        assert caught.value.exit == Exit.STAGE_FAILED and "x.bin" in str(caught.value) and "prep-data --force" in str(caught.value)
+        assert (
+            caught.value.exit == Exit.STAGE_FAILED
+            and "x.bin" in str(caught.value)
+            and "prep-data --force" in str(caught.value)
+        )
 
 
-# The file ------------------------------------------------------------------------------------------------------------------------------------
+# The file
+# ------------------------------------------------------------------------------------------------------------------------------------
 
 
 @both
 def test_a_file_that_becomes_shorter_is_an_error(mmap: bool, tmp_path: Path) -> None:
     samples = NativeSamples(_dataset(tmp_path, 200_000), "1", "train", 1000, mmap)
     os.truncate(tmp_path / "data.bin", 4096)
-    with pytest.raises(ConfigError, match=r"data\.bin had 800000 bytes when it was opened and has 4096 now") as caught:
+    with pytest.raises(
+        ConfigError, match=r"data\.bin had 800000 bytes when it was opened and has 4096 now"
+    ) as caught:
         _read(samples, [0, 198], 1000)
     assert caught.value.exit == Exit.STAGE_FAILED
 
@@ -345,13 +455,15 @@ def _resident_kib() -> int:
 
 @both
 def test_resident_memory_stays_flat(mmap: bool, tmp_path: Path) -> None:
-    """Through 700 MB in random order: never more than the 256 MiB that a reader keeps mapped, and what one call adds."""
+    """Through 700 MB in random order: never more than the 256 MiB that a reader keeps mapped,
+    and what one call adds."""
     seq_length, tokens = 2**15, 350_000_000
     with open(tmp_path / "data.idx", "wb") as file:
         file.write(HEADER.pack(MAGIC, 1, 8, 1, 2))
         file.write(np.array([tokens], "<i4").tobytes() + np.array([0, 0, 1], "<i8").tobytes())
     (tmp_path / "data.bin").touch()
-    os.truncate(tmp_path / "data.bin", 2 * tokens)  # a hole: its pages are pages of the page cache like any other
+    # a hole: its pages are pages of the page cache like any other
+    os.truncate(tmp_path / "data.bin", 2 * tokens)
     samples = NativeSamples(IndexedDataset(tmp_path / "data"), "1", "train", seq_length, mmap)
     order = np.random.default_rng(0).permutation(samples.num_samples).astype(np.int64)
     out, rows = np.zeros((8, seq_length + 1), np.int64), np.arange(8)
@@ -372,10 +484,25 @@ def test_mapped_index_arrays_are_let_go(tmp_path: Path, monkeypatch: pytest.Monk
     samples = MegatronSamples(IndexedDataset(tmp_path / "data"), arrays[0], arrays[1], 4)
     assert len(samples._maps) == 4, "two of .npy, two of .idx"
     for first in range(0, 900, 5):
-        assert _read(samples, list(range(first, first + 5)), 4)[0][:, 0].tolist() == [4 * n for n in range(first, first + 5)]
-    in_memory = MegatronSamples(IndexedDataset(tmp_path / "data", mmap=False), np.array(arrays[0]), np.load(tmp_path / "sample.npy"), 4)
+        assert _read(samples, list(range(first, first + 5)), 4)[0][:, 0].tolist() == [
+            4 * n for n in range(first, first + 5)
+        ]
+    in_memory = MegatronSamples(
+        IndexedDataset(tmp_path / "data", mmap=False),
+        np.array(arrays[0]),
+        np.load(tmp_path / "sample.npy"),
+        4,
+    )
     assert in_memory._maps == []
-    assert MegatronSamples(IndexedDataset(tmp_path / "data"), np.load(tmp_path / "doc.npy", mmap_mode="c"), arrays[1], 4)._maps.__len__() == 3
+    assert (
+        MegatronSamples(
+            IndexedDataset(tmp_path / "data"),
+            np.load(tmp_path / "doc.npy", mmap_mode="c"),
+            arrays[1],
+            4,
+        )._maps.__len__()
+        == 3
+    )
 
 
 @both
@@ -389,7 +516,11 @@ def test_many_threads_read_the_same(mmap: bool, tmp_path: Path) -> None:
         chosen = np.random.default_rng(seed).integers(0, samples.num_samples, (40, 32))
         for numbers in chosen:
             out, _ = _read(samples, numbers.tolist(), 500)
-            wrong.extend(int(n) for n, row in zip(numbers, out, strict=True) if not np.array_equal(row, tokens[n * 500 : n * 500 + 501]))
+            wrong.extend(
+                int(n)
+                for n, row in zip(numbers, out, strict=True)
+                if not np.array_equal(row, tokens[n * 500 : n * 500 + 501])
+            )
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:

@@ -33,14 +33,18 @@ def test_what_is_not_text_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "b.py").write_bytes(b"")
     (tmp_path / "c.py").write_bytes(b"\xff\xfe")
     path = tmp_path / "shard.jsonl.zst"
-    result = Stdlib().write({"folder": str(tmp_path), "files": ["a.py", "b.py", "c.py"]}, path, "text")
+    result = Stdlib().write(
+        {"folder": str(tmp_path), "files": ["a.py", "b.py", "c.py"]}, path, "text"
+    )
     assert result == {"documents": 1, "text_bytes": 9, "left_out": {"not_utf8": 1, "empty": 1}}
     assert [d.text for d in read_documents(path, "text")] == ["print(1)\n"]
 
 
 @settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20))
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
+) -> None:
     path = tmp_path_factory.mktemp("corpus") / "shard.jsonl.zst"
     assert write_documents(path, texts, "body") == (len(texts), sum(len(t.encode()) for t in texts))
     assert [d.text for d in read_documents(path, "body")] == texts
@@ -54,7 +58,13 @@ def test_another_ending_is_refused(tmp_path: Path) -> None:
 
 class TestFiles:
     def dataset(self, folder: Path, *paths: str, **words: object) -> Dataset:
-        values = {"name": "d", "source": "files", "paths": [f"{folder}/{path}" for path in paths], "tokenizer": DATASET.tokenizer, **words}
+        values = {
+            "name": "d",
+            "source": "files",
+            "paths": [f"{folder}/{path}" for path in paths],
+            "tokenizer": DATASET.tokenizer,
+            **words,
+        }
         return Dataset.model_validate(values)
 
     @pytest.fixture
@@ -64,7 +74,12 @@ class TestFiles:
         return tmp_path
 
     def test_patterns_ranges_and_order(self, folder: Path) -> None:
-        shards = Files().shards(self.dataset(folder, "part-{10..11}.jsonl", "part-0[12].jsonl", "part-*.jsonl", files=12), folder)
+        shards = Files().shards(
+            self.dataset(
+                folder, "part-{10..11}.jsonl", "part-0[12].jsonl", "part-*.jsonl", files=12
+            ),
+            folder,
+        )
         assert [int(s.path.stem[-2:]) for s in shards] == [10, 11, 1, 2, 0, 3, 4, 5, 6, 7, 8, 9]
         assert [s.size for s in shards[:3]] == [11, 12, 2] and not any(s.recipe for s in shards)
 
@@ -74,11 +89,23 @@ class TestFiles:
         assert len(Files().shards(self.dataset(folder, f"a{ending}"), folder)) == 1
 
     def test_missing_ones_are_named_and_counted(self, folder: Path) -> None:
-        with pytest.raises(ConfigError, match=r"part-12\.jsonl' matches no file \(2 more match none\)"):
+        with pytest.raises(
+            ConfigError, match=r"part-12\.jsonl' matches no file \(2 more match none\)"
+        ):
             Files().shards(self.dataset(folder, "part-{00..14}.jsonl"), folder)
-        assert len(Files().shards(self.dataset(folder, "part-{00..14}.jsonl", missing_files="allow", files=12), folder)) == 12
+        assert (
+            len(
+                Files().shards(
+                    self.dataset(folder, "part-{00..14}.jsonl", missing_files="allow", files=12),
+                    folder,
+                )
+            )
+            == 12
+        )
         with pytest.raises(ConfigError, match="12 files are there, files = 13"):
-            Files().shards(self.dataset(folder, "part-{00..14}.jsonl", missing_files="allow", files=13), folder)
+            Files().shards(
+                self.dataset(folder, "part-{00..14}.jsonl", missing_files="allow", files=13), folder
+            )
         with pytest.raises(ConfigError, match="download_bytes = 79 was published, 78 are there"):
             Files().shards(self.dataset(folder, "*.jsonl", download_bytes=79), folder)
 

@@ -26,7 +26,9 @@ BUCKET = "published"
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = importlib.import_module("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = importlib.import_module("moto.server").ThreadedMotoServer(
+        ip_address="127.0.0.1", port=0, verbose=False
+    )
     server.start()
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
@@ -46,7 +48,9 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
     client.create_bucket(Bucket=BUCKET)
     for i in range(3):
-        client.put_object(Bucket=BUCKET, Key=f"data/0{i}.jsonl.zst", Body=BODY + bytes([i]), ACL="public-read")
+        client.put_object(
+            Bucket=BUCKET, Key=f"data/0{i}.jsonl.zst", Body=BODY + bytes([i]), ACL="public-read"
+        )
     yield client
     for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
         client.delete_object(Bucket=BUCKET, Key=found["Key"])
@@ -54,7 +58,16 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def stored(endpoint: str | None, *urls: str, **words: Any) -> Dataset:
-    return Dataset(**{"name": "d", "source": "web", "urls": urls, "endpoint": endpoint or None, "tokenizer": Tokenizer(name="t", vocab_size=300), **words})
+    return Dataset(
+        **{
+            "name": "d",
+            "source": "web",
+            "urls": urls,
+            "endpoint": endpoint or None,
+            "tokenizer": Tokenizer(name="t", vocab_size=300),
+            **words,
+        }
+    )
 
 
 def run(dataset: Dataset, corpus: Path) -> list[Shard]:
@@ -64,10 +77,17 @@ def run(dataset: Dataset, corpus: Path) -> list[Shard]:
     return shards
 
 
-@pytest.mark.parametrize("urls", [("s3://published/data/{00..02}.jsonl.zst",), ("s3://published/data/*.jsonl.zst",)])
+@pytest.mark.parametrize(
+    "urls", [("s3://published/data/{00..02}.jsonl.zst",), ("s3://published/data/*.jsonl.zst",)]
+)
 @pytest.mark.parametrize("anonymous", [False, True])
 def test_objects_come_whole_in_blocks(
-    urls: tuple[str, ...], anonymous: bool, bucket: Any, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    urls: tuple[str, ...],
+    anonymous: bool,
+    bucket: Any,
+    endpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fetch_fsspec, "BLOCK", 100_000)
     if anonymous:
@@ -76,13 +96,22 @@ def test_objects_come_whole_in_blocks(
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     shards = run(stored(endpoint, *urls, anonymous=anonymous, files=3), tmp_path)
     assert [s.path for s in shards] == [tmp_path / f"0{i}.jsonl.zst" for i in range(3)]
-    assert all(s.path.read_bytes() == BODY + bytes([i]) and s.size == len(BODY) + 1 for i, s in enumerate(shards))
-    assert all(b"a-secret-key-of-ours" not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+    assert all(
+        s.path.read_bytes() == BODY + bytes([i]) and s.size == len(BODY) + 1
+        for i, s in enumerate(shards)
+    )
+    assert all(
+        b"a-secret-key-of-ours" not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()
+    )
 
 
-def test_a_missing_object_and_a_missing_bucket_are_named(bucket: Any, endpoint: str, tmp_path: Path) -> None:
+def test_a_missing_object_and_a_missing_bucket_are_named(
+    bucket: Any, endpoint: str, tmp_path: Path
+) -> None:
     bucket.delete_object(Bucket=BUCKET, Key="data/01.jsonl.zst")
-    with pytest.raises(ConfigError, match=r"1 of 3 files are not there: s3://published/data/01\.jsonl\.zst"):
+    with pytest.raises(
+        ConfigError, match=r"1 of 3 files are not there: s3://published/data/01\.jsonl\.zst"
+    ):
         run(stored(endpoint, "s3://published/data/{00..02}.jsonl.zst"), tmp_path)
     with pytest.raises(ConfigError, match=r"not there: s3://nothing/x\.jsonl"):
         run(stored(endpoint, "s3://nothing/x.jsonl"), tmp_path)
@@ -90,7 +119,9 @@ def test_a_missing_object_and_a_missing_bucket_are_named(bucket: Any, endpoint: 
         run(stored(endpoint, "s3://published/none/*.jsonl"), tmp_path)
 
 
-def test_no_credentials(bucket: Any, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_credentials(
+    bucket: Any, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
@@ -99,7 +130,9 @@ def test_no_credentials(bucket: Any, endpoint: str, tmp_path: Path, monkeypatch:
     assert error.value.exit == 6 and "anonymous = true" in error.value.hint
 
 
-def test_a_half_is_taken_up_and_a_changed_object_is_not(bucket: Any, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_is_taken_up_and_a_changed_object_is_not(
+    bucket: Any, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fetch_fsspec, "BLOCK", 100_000)
     dataset = stored(endpoint, "s3://published/data/00.jsonl.zst")
     (shard,) = SOURCES["web"].shards(dataset, tmp_path)
@@ -119,13 +152,20 @@ def test_a_half_is_taken_up_and_a_changed_object_is_not(bucket: Any, endpoint: s
 
     original = fetch_fsspec.file_system
     with monkeypatch.context() as patched:
-        patched.setattr("trainkit.data.fetch.worker.file_system", lambda *words: breaks(original(*words), {}, 2))
+        patched.setattr(
+            "trainkit.data.fetch.worker.file_system", lambda *words: breaks(original(*words), {}, 2)
+        )
         with pytest.raises(KeyboardInterrupt):
             fetch(shard.recipe, lambda done, total: None, QUICK)
-    assert starts == [0, 100_000] and (tmp_path / ".fetch/00.jsonl.zst.part").stat().st_size == 200_000
+    assert (
+        starts == [0, 100_000] and (tmp_path / ".fetch/00.jsonl.zst.part").stat().st_size == 200_000
+    )
     starts.clear()
     with monkeypatch.context() as patched:
-        patched.setattr("trainkit.data.fetch.worker.file_system", lambda *words: breaks(original(*words), {}, 99))
+        patched.setattr(
+            "trainkit.data.fetch.worker.file_system",
+            lambda *words: breaks(original(*words), {}, 99),
+        )
         fetch(shard.recipe, lambda done, total: None, QUICK)
     assert starts == [200_000] and shard.path.read_bytes() == BODY + b"\0"
     shard.path.unlink()
@@ -135,13 +175,17 @@ def test_a_half_is_taken_up_and_a_changed_object_is_not(bucket: Any, endpoint: s
 
 
 def test_a_stream(bucket: Any, endpoint: str, tmp_path: Path) -> None:
-    (shard,) = SOURCES["web"].shards(stored(endpoint, "s3://published/data/02.jsonl.zst", keep_download=False), tmp_path)
+    (shard,) = SOURCES["web"].shards(
+        stored(endpoint, "s3://published/data/02.jsonl.zst", keep_download=False), tmp_path
+    )
     with open_stream(shard.recipe, QUICK) as file:
         assert file.read() == BODY + b"\2"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_object_that_changes_while_it_is_read(bucket: Any, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_changes_while_it_is_read(
+    bucket: Any, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks are requests of their own, so the version is looked at again behind the last."""
     monkeypatch.setattr(fetch_fsspec, "BLOCK", 100_000)
     (shard,) = SOURCES["web"].shards(stored(endpoint, "s3://published/data/01.jsonl.zst"), tmp_path)
@@ -163,10 +207,18 @@ def test_an_object_that_changes_while_it_is_read(bucket: Any, endpoint: str, tmp
 def test_ready_made_pairs(bucket: Any, endpoint: str, tmp_path: Path) -> None:
     for end in ("bin", "idx"):
         bucket.put_object(Bucket=BUCKET, Key=f"wiki/my-gpt2_text_document.{end}", Body=end.encode())
-    dataset = stored(endpoint, "s3://published/wiki/my-gpt2_text_document.idx", "s3://published/wiki/my-gpt2_text_document.bin", source="indexed")
+    dataset = stored(
+        endpoint,
+        "s3://published/wiki/my-gpt2_text_document.idx",
+        "s3://published/wiki/my-gpt2_text_document.bin",
+        source="indexed",
+    )
     run(dataset, tmp_path)
     (prefix,) = fetched_prefixes(dataset, tmp_path)
-    assert prefix.with_suffix(".bin").read_bytes() == b"bin" and prefix.with_suffix(".idx").read_bytes() == b"idx"
+    assert (
+        prefix.with_suffix(".bin").read_bytes() == b"bin"
+        and prefix.with_suffix(".idx").read_bytes() == b"idx"
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +230,9 @@ def test_ready_made_pairs(bucket: Any, endpoint: str, tmp_path: Path) -> None:
         ("s3://b/x.jsonl", {"token": "HF_TOKEN"}, "is for https:// and hf://"),
     ],
 )
-def test_keys_that_a_store_does_not_know(url: str, words: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_keys_that_a_store_does_not_know(
+    url: str, words: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         run(stored(words.pop("endpoint", None), url, **words), tmp_path)
 

@@ -1,4 +1,5 @@
-"""What the servers have of a dataset's urls: every file found and counted, or a word about which is missing."""
+"""What the servers have of a dataset's urls: every file found and counted, or a word about which
+is missing."""
 
 from __future__ import annotations
 
@@ -68,8 +69,12 @@ class TestWeb:
     def test_the_pile_s_thirty_files(self, site: Site, tmp_path: Path) -> None:
         dataset = web(f"{site.url}/train/{{00..29}}.jsonl.zst", files=30, download_bytes=465)
         shards = run(dataset, tmp_path)
-        assert [s.path.name for s in shards] == [f"{i:02d}.jsonl.zst" for i in range(30)] and shards[7].path == tmp_path / "07.jsonl.zst"
-        assert [s.size for s in shards] == list(range(1, 31)) and [s.name for s in shards] == [f"{i:05d}" for i in range(30)]
+        assert [s.path.name for s in shards] == [
+            f"{i:02d}.jsonl.zst" for i in range(30)
+        ] and shards[7].path == tmp_path / "07.jsonl.zst"
+        assert [s.size for s in shards] == list(range(1, 31)) and [s.name for s in shards] == [
+            f"{i:05d}" for i in range(30)
+        ]
         assert all(s.path.read_bytes() == bytes([i]) * (i + 1) for i, s in enumerate(shards))
 
     def test_listed_once_and_the_same_from_then_on(self, site: Site, tmp_path: Path) -> None:
@@ -77,7 +82,13 @@ class TestWeb:
         shards = run(dataset, tmp_path)
         site.asked.clear()
         assert WEB.shards(dataset, tmp_path) == shards and site.asked == []
-        assert [u.name for u in fetches(dataset, tmp_path, shards)] == ["listing", "fetch-00000", "fetch-00001", "fetch-00002", "fetch-00003"]
+        assert [u.name for u in fetches(dataset, tmp_path, shards)] == [
+            "listing",
+            "fetch-00000",
+            "fetch-00001",
+            "fetch-00002",
+            "fetch-00003",
+        ]
         assert WEB.shards(dataset, tmp_path, anew=True) == shards and len(site.asked) == 4
         changed = dataset.model_copy(update={"urls": dataset.urls[:1]})
         assert len(WEB.shards(changed, tmp_path)) == 3 and len(site.asked) == 7
@@ -85,11 +96,23 @@ class TestWeb:
         site.asked.clear()
         assert WEB.shards(dataset, tmp_path) == shards and len(site.asked) == 4
 
-    def test_keys_that_say_nothing_of_the_files_do_not_list_anew(self, site: Site, tmp_path: Path) -> None:
+    def test_keys_that_say_nothing_of_the_files_do_not_list_anew(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         dataset = web(f"{site.url}/train/00.jsonl.zst")
         run(dataset, tmp_path)
         site.asked.clear()
-        WEB.shards(dataset.model_copy(update={"licence": "x", "split": "1,1,1", "text_key": "body", "accept_download": True}), tmp_path)
+        WEB.shards(
+            dataset.model_copy(
+                update={
+                    "licence": "x",
+                    "split": "1,1,1",
+                    "text_key": "body",
+                    "accept_download": True,
+                }
+            ),
+            tmp_path,
+        )
         assert site.asked == []
 
     def test_a_missing_shard_is_named(self, site: Site, tmp_path: Path) -> None:
@@ -97,31 +120,57 @@ class TestWeb:
             del site.files[f"/train/{i:02d}.jsonl.zst"]
         error = refused(web(f"{site.url}/train/{{00..29}}.jsonl.zst"), tmp_path / "corpus")
         names = f"{site.url}/train/04.jsonl.zst, {site.url}/train/17.jsonl.zst"
-        assert f"2 of 30 files are not there: {names}" in str(error) and "missing_files = 'allow', files = N" in str(error)
+        assert f"2 of 30 files are not there: {names}" in str(
+            error
+        ) and "missing_files = 'allow', files = N" in str(error)
 
-    def test_trap_16_addresses_without_a_file_are_counted_not_passed_over(self, site: Site, tmp_path: Path) -> None:
-        """SlimPajama in miniature: 10 chunks of 12 addresses, of which 113 exist; one that is busy (429) is asked again, and one lost is missed."""
+    def test_trap_16_addresses_without_a_file_are_counted_not_passed_over(
+        self, site: Site, tmp_path: Path
+    ) -> None:
+        """SlimPajama in miniature: 10 chunks of 12 addresses, of which 113 exist; one that is
+        busy (429) is asked again, and one lost is missed."""
         shapes = [12, 12, 11, 12, 10, 12, 12, 11, 12, 9]
-        names = [f"/train/chunk{c}/example_train_{i}.jsonl.zst" for c, n in enumerate(shapes, 1) for i in range(n)]
+        names = [
+            f"/train/chunk{c}/example_train_{i}.jsonl.zst"
+            for c, n in enumerate(shapes, 1)
+            for i in range(n)
+        ]
         site.files.clear()
         site.files.update(dict.fromkeys(names, b"x"))
-        site.answers = {names[5]: [(429, {})], names[100]: [(503, {})], names[110]: [(429, {"Retry_After": "1"})]}
+        site.answers = {
+            names[5]: [(429, {})],
+            names[100]: [(503, {})],
+            names[110]: [(429, {"Retry_After": "1"})],
+        }
         urls = f"{site.url}/train/chunk{{1..10}}/example_train_{{0..11}}.jsonl.zst"
         shards = WEB.shards(web(urls, files=113, missing_files="allow"), tmp_path / "corpus")
-        assert len(shards) == 113 and [s.path for s in shards] == [tmp_path / "corpus" / n.removeprefix("/train/") for n in names]
+        assert len(shards) == 113 and [s.path for s in shards] == [
+            tmp_path / "corpus" / n.removeprefix("/train/") for n in names
+        ]
         del site.files[names[77]]
         error = refused(web(urls, files=113, missing_files="allow"), tmp_path / "corpus")
-        assert "112 files are there, files = 113 were published; not there: " in str(error) and "and 3 more" in str(error)
+        assert "112 files are there, files = 113 were published; not there: " in str(
+            error
+        ) and "and 3 more" in str(error)
         assert "8 of 120 files are not there" in str(refused(web(urls), tmp_path / "corpus"))
         site.files[names[77]] = site.files["/train/chunk10/example_train_11.jsonl.zst"] = b"x"
-        assert "114 files are there, files = 113" in str(refused(web(urls, files=113, missing_files="allow"), tmp_path / "corpus"))
+        assert "114 files are there, files = 113" in str(
+            refused(web(urls, files=113, missing_files="allow"), tmp_path / "corpus")
+        )
 
-    def test_a_server_that_stays_busy_fails_and_loses_no_file(self, site: Site, tmp_path: Path) -> None:
+    def test_a_server_that_stays_busy_fails_and_loses_no_file(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         site.answers["/train/03.jsonl.zst"] = [(429, {})] * 100
-        error = refused(web(f"{site.url}/train/{{00..29}}.jsonl.zst", files=29, missing_files="allow"), tmp_path / "corpus")
+        error = refused(
+            web(f"{site.url}/train/{{00..29}}.jsonl.zst", files=29, missing_files="allow"),
+            tmp_path / "corpus",
+        )
         assert "03.jsonl.zst" in error.message and "429" in error.message
 
-    def test_questions_are_parallel_and_bounded(self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_questions_are_parallel_and_bounded(
+        self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         now, most, lock = 0, 0, threading.Lock()
         original = look
 
@@ -142,38 +191,68 @@ class TestWeb:
 
     def test_a_server_that_takes_no_head(self, site: Site, tmp_path: Path) -> None:
         site.no_head = True
-        assert [s.size for s in WEB.shards(web(f"{site.url}/train/{{00..29}}.jsonl.zst"), tmp_path)] == list(range(1, 31))
-        assert "not there" in str(refused(web(f"{site.url}/train/{{00..30}}.jsonl.zst"), tmp_path / "corpus"))
+        assert [
+            s.size for s in WEB.shards(web(f"{site.url}/train/{{00..29}}.jsonl.zst"), tmp_path)
+        ] == list(range(1, 31))
+        assert "not there" in str(
+            refused(web(f"{site.url}/train/{{00..30}}.jsonl.zst"), tmp_path / "corpus")
+        )
 
     def test_sizes_are_those_published(self, site: Site, tmp_path: Path) -> None:
-        error = refused(web(f"{site.url}/train/{{00..29}}.jsonl.zst", download_bytes=466), tmp_path / "corpus")
+        error = refused(
+            web(f"{site.url}/train/{{00..29}}.jsonl.zst", download_bytes=466), tmp_path / "corpus"
+        )
         assert "datasets.d.download_bytes = 466 was published, 465 are there" in str(error)
 
     def test_sums_travel_with_the_file(self, site: Site, tmp_path: Path) -> None:
-        sums = tuple(hashlib.sha256(site.files[f"/train/0{i}.jsonl.zst"]).hexdigest() for i in range(2))
+        sums = tuple(
+            hashlib.sha256(site.files[f"/train/0{i}.jsonl.zst"]).hexdigest() for i in range(2)
+        )
         urls = [f"{site.url}/train/0{i}.jsonl.zst" for i in range(2)]
         run(web(*urls, sha256=(sums[0], sums[1].upper())), tmp_path / "right")
         with pytest.raises(TrainkitError, match=r"01\.jsonl\.zst: SHA-256 is"):
             run(web(*urls, sha256=(sums[0], sums[0])), tmp_path / "wrong")
-        assert "cannot have one sha256" in str(refused(web(f"{site.url}/{{0..1}}.jsonl", sha256=sums[:1]), tmp_path / "corpus"))
+        assert "cannot have one sha256" in str(
+            refused(web(f"{site.url}/{{0..1}}.jsonl", sha256=sums[:1]), tmp_path / "corpus")
+        )
         assert "is no SHA-256" in str(refused(web(urls[0], sha256=("abc",)), tmp_path / "corpus"))
 
     def test_not_kept_they_need_no_unit(self, site: Site, tmp_path: Path) -> None:
         dataset = web(f"{site.url}/train/{{00..02}}.jsonl.zst", keep_download=False)
         shards = run(dataset, tmp_path)
-        assert [u.name for u in fetches(dataset, tmp_path, shards)] == ["listing"] and not shards[0].path.exists() and not shards[0].recipe["keep"]
+        assert (
+            [u.name for u in fetches(dataset, tmp_path, shards)] == ["listing"]
+            and not shards[0].path.exists()
+            and not shards[0].recipe["keep"]
+        )
 
-    def test_files_of_this_machine_are_read_where_they_are(self, site: Site, tmp_path: Path) -> None:
+    def test_files_of_this_machine_are_read_where_they_are(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         (tmp_path / "a.jsonl").write_bytes(b"{}")
-        shards = WEB.shards(web(f"file://{tmp_path}/*.jsonl", f"{site.url}/train/00.jsonl.zst"), tmp_path / "corpus")
-        assert shards[0] == Shard("00000", tmp_path / "a.jsonl", 2) and shards[1].path == tmp_path / "corpus/00.jsonl.zst"
+        shards = WEB.shards(
+            web(f"file://{tmp_path}/*.jsonl", f"{site.url}/train/00.jsonl.zst"), tmp_path / "corpus"
+        )
+        assert (
+            shards[0] == Shard("00000", tmp_path / "a.jsonl", 2)
+            and shards[1].path == tmp_path / "corpus/00.jsonl.zst"
+        )
         units = fetches(web(f"file://{tmp_path}/*.jsonl"), tmp_path / "corpus", shards)
-        assert [f["text"] for f in units[0].spec["listing"]["files"]] == [f"file://{tmp_path}/a.jsonl", f"{site.url}/train/00.jsonl.zst"]
-        assert "1 of 1 files are not there" in str(refused(web(f"file://{tmp_path}/b.jsonl"), tmp_path / "corpus"))
+        assert [f["text"] for f in units[0].spec["listing"]["files"]] == [
+            f"file://{tmp_path}/a.jsonl",
+            f"{site.url}/train/00.jsonl.zst",
+        ]
+        assert "1 of 1 files are not there" in str(
+            refused(web(f"file://{tmp_path}/b.jsonl"), tmp_path / "corpus")
+        )
 
-    def test_a_name_that_no_text_has_is_refused_before_it_is_fetched(self, site: Site, tmp_path: Path) -> None:
+    def test_a_name_that_no_text_has_is_refused_before_it_is_fetched(
+        self, site: Site, tmp_path: Path
+    ) -> None:
         site.files["/x.csv"] = b"a,b"
-        assert "x.csv ends in none of .jsonl" in str(refused(web(f"{site.url}/x.csv"), tmp_path / "corpus"))
+        assert "x.csv ends in none of .jsonl" in str(
+            refused(web(f"{site.url}/x.csv"), tmp_path / "corpus")
+        )
 
 
 class TestAddresses:
@@ -198,9 +277,15 @@ class TestAddresses:
             addresses_of(web("https://h/{1..3}.jsonl", "https://h/2.jsonl"))
 
     def test_sixty_thousand(self) -> None:
-        found = addresses_of(web("https://hub.example/train/chunk{1..10}/example_train_{0..5999}.jsonl.zst"))
+        found = addresses_of(
+            web("https://hub.example/train/chunk{1..10}/example_train_{0..5999}.jsonl.zst")
+        )
         names = local_names([a.text for a in found])
-        assert len(set(names)) == 60_000 and names[0] == "chunk1/example_train_0.jsonl.zst" and names[-1] == "chunk10/example_train_5999.jsonl.zst"
+        assert (
+            len(set(names)) == 60_000
+            and names[0] == "chunk1/example_train_0.jsonl.zst"
+            and names[-1] == "chunk10/example_train_5999.jsonl.zst"
+        )
 
     @pytest.mark.parametrize(
         ("texts", "names"),
@@ -218,7 +303,13 @@ class TestAddresses:
         assert local_names(texts) == names
 
     @pytest.mark.parametrize(
-        "texts", [["https://h/../x"], ["https://h/a/%2e%2e/x", "https://h/b"], ["https://h/.fetch/x", "https://h/y"], ["https://h/" + "x" * 201]]
+        "texts",
+        [
+            ["https://h/../x"],
+            ["https://h/a/%2e%2e/x", "https://h/b"],
+            ["https://h/.fetch/x", "https://h/y"],
+            ["https://h/" + "x" * 201],
+        ],
     )
     def test_names_that_lead_elsewhere(self, texts: list[str]) -> None:
         with pytest.raises(ConfigError, match="cannot be the name of a file"):
@@ -229,12 +320,22 @@ class TestAddresses:
             local_names(["https://h/x?part=1", "https://h/x?part=2"])
 
     def test_of_a_hub(self) -> None:
-        assert parse_hub("hf://datasets/a/b/c/d.jsonl") == HubPath("dataset", "a/b", "main", "c/d.jsonl")
-        assert parse_hub("hf://a/b@v1.0/tokenizer.json") == HubPath("model", "a/b", "v1.0", "tokenizer.json")
-        assert parse_hub("hf://datasets/a/b@refs/convert/parquet/x/0.parquet") == HubPath("dataset", "a/b", "refs/convert/parquet", "x/0.parquet")
+        assert parse_hub("hf://datasets/a/b/c/d.jsonl") == HubPath(
+            "dataset", "a/b", "main", "c/d.jsonl"
+        )
+        assert parse_hub("hf://a/b@v1.0/tokenizer.json") == HubPath(
+            "model", "a/b", "v1.0", "tokenizer.json"
+        )
+        assert parse_hub("hf://datasets/a/b@refs/convert/parquet/x/0.parquet") == HubPath(
+            "dataset", "a/b", "refs/convert/parquet", "x/0.parquet"
+        )
 
 
-IN_HUB = {f"train/chunk{c}/example_train_{i}.jsonl.zst": bytes([c, i]) * 50 for c in (1, 2) for i in range(8)}
+IN_HUB = {
+    f"train/chunk{c}/example_train_{i}.jsonl.zst": bytes([c, i]) * 50
+    for c in (1, 2)
+    for i in range(8)
+}
 
 
 class TestHub:
@@ -243,14 +344,26 @@ class TestHub:
         with serve_hub(dict(IN_HUB), large=set(IN_HUB), page=3) as hub:
             yield hub
 
-    def dataset(self, hub: HubSite, path: str = "train/chunk{1..2}/example_train_{0..7}.jsonl.zst", at: str = "", **words: Any) -> Dataset:
+    def dataset(
+        self,
+        hub: HubSite,
+        path: str = "train/chunk{1..2}/example_train_{0..7}.jsonl.zst",
+        at: str = "",
+        **words: Any,
+    ) -> Dataset:
         return web(f"hf://datasets/org/corpus{at}/{path}", endpoint=hub.url, **words)
 
     def test_pages_sizes_and_sums(self, hub: HubSite, tmp_path: Path) -> None:
         shards = run(self.dataset(hub, files=16, download_bytes=1600), tmp_path)
-        assert {str(s.path.relative_to(tmp_path)): s.path.read_bytes() for s in shards} == {n.removeprefix("train/"): c for n, c in IN_HUB.items()}
-        assert all(s.recipe["known"]["sha256"] == hashlib.sha256(s.path.read_bytes()).hexdigest() for s in shards)
-        assert sum(a.path.startswith("/api") for a in hub.asked) == 1 + 2 * 3  # the commit, and three pages a folder
+        assert {str(s.path.relative_to(tmp_path)): s.path.read_bytes() for s in shards} == {
+            n.removeprefix("train/"): c for n, c in IN_HUB.items()
+        }
+        assert all(
+            s.recipe["known"]["sha256"] == hashlib.sha256(s.path.read_bytes()).hexdigest()
+            for s in shards
+        )
+        # the commit, and three pages a folder
+        assert sum(a.path.startswith("/api") for a in hub.asked) == 1 + 2 * 3
         assert all(f"/resolve/{hub.commit}/" in s.recipe["url"] for s in shards)
 
     def test_the_branch_moves_and_the_listing_stays(self, hub: HubSite, tmp_path: Path) -> None:
@@ -262,87 +375,163 @@ class TestHub:
         hub.asked.clear()
         run(self.dataset(hub), tmp_path)
         assert (tmp_path / "chunk1/example_train_3.jsonl.zst").read_bytes() == b"newer"
-        assert [a.path for a in hub.asked if "/resolve/" in a.path] == [f"/datasets/org/corpus/resolve/{'2' * 40}/train/chunk1/example_train_3.jsonl.zst"]
+        assert [a.path for a in hub.asked if "/resolve/" in a.path] == [
+            f"/datasets/org/corpus/resolve/{'2' * 40}/train/chunk1/example_train_3.jsonl.zst"
+        ]
 
     def test_a_pattern(self, hub: HubSite, tmp_path: Path) -> None:
         shards = WEB.shards(self.dataset(hub, "train/chunk2/*_[1-3].jsonl.zst", files=3), tmp_path)
         assert [s.path.name for s in shards] == [f"example_train_{i}.jsonl.zst" for i in (1, 2, 3)]
-        assert "1 of 1 files are not there" in str(refused(self.dataset(hub, "train/chunk3/*.jsonl.zst"), tmp_path / "corpus"))
+        assert "1 of 1 files are not there" in str(
+            refused(self.dataset(hub, "train/chunk3/*.jsonl.zst"), tmp_path / "corpus")
+        )
 
     def test_slimpajama_whole(self, tmp_path: Path) -> None:
-        """60,000 addresses for 59,166 files in 60 pages: counted before a byte is fetched, never a constant (traps 15 and 16)."""
+        """60,000 addresses for 59,166 files in 60 pages: counted before a byte is fetched, never
+        a constant (traps 15 and 16)."""
         shapes = [5912, 5911, 5918, 5917, 5910, 5920, 5914, 5921, 5924, 5919]
-        files = {f"train/chunk{c}/example_train_{i}.jsonl.zst": b"x" for c, n in enumerate(shapes, 1) for i in range(n)}
+        files = {
+            f"train/chunk{c}/example_train_{i}.jsonl.zst": b"x"
+            for c, n in enumerate(shapes, 1)
+            for i in range(n)
+        }
         urls = "train/chunk{1..10}/example_train_{0..5999}.jsonl.zst"
         with serve_hub(files) as hub:
-            shards = WEB.shards(self.dataset(hub, urls, missing_files="allow", files=59_166), tmp_path / "corpus")
-            assert len(shards) == 59_166 and len({s.path for s in shards}) == 59_166 and len(hub.asked) == 61
+            shards = WEB.shards(
+                self.dataset(hub, urls, missing_files="allow", files=59_166), tmp_path / "corpus"
+            )
+            assert (
+                len(shards) == 59_166
+                and len({s.path for s in shards}) == 59_166
+                and len(hub.asked) == 61
+            )
             del files["train/chunk4/example_train_4000.jsonl.zst"]
-            error = refused(self.dataset(hub, urls, missing_files="allow", files=59_166), tmp_path / "corpus")
+            error = refused(
+                self.dataset(hub, urls, missing_files="allow", files=59_166), tmp_path / "corpus"
+            )
             assert "59,165 files are there, files = 59,166" in str(error)
 
-    def test_terms_and_tokens(self, hub: HubSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_terms_and_tokens(
+        self, hub: HubSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The token goes to the hub, not to the store it sends one on to; nothing here holds it."""
         hub.gated = True
         assert "is gated" in str(refused(self.dataset(hub), tmp_path / "corpus"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        assert "there is no such environment variable" in str(refused(self.dataset(hub, token="HF_TOKEN"), tmp_path / "corpus"))
+        assert "there is no such environment variable" in str(
+            refused(self.dataset(hub, token="HF_TOKEN"), tmp_path / "corpus")
+        )
         assert {a.authorization for a in hub.asked} == {None}
         monkeypatch.setenv("HF_TOKEN", SECRET)
         hub.asked.clear()
         run(self.dataset(hub, token="HF_TOKEN"), tmp_path / "corpus")
-        assert {a.authorization for a in hub.asked if not a.path.startswith("/store")} == {f"Bearer {SECRET}"}
+        assert {a.authorization for a in hub.asked if not a.path.startswith("/store")} == {
+            f"Bearer {SECRET}"
+        }
         assert {a.authorization for a in hub.asked if a.path.startswith("/store")} == {None}
-        assert all(SECRET.encode() not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+        assert all(
+            SECRET.encode() not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()
+        )
 
-    def test_a_token_that_lies_around_is_not_used(self, hub: HubSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_token_that_lies_around_is_not_used(
+        self, hub: HubSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("HF_TOKEN", SECRET)
         WEB.shards(self.dataset(hub), tmp_path)
         assert {a.authorization for a in hub.asked} == {None}
 
     def test_words(self, hub: HubSite, tmp_path: Path) -> None:
         assert "no such revision" in str(refused(self.dataset(hub, at="@v9"), tmp_path / "corpus"))
-        assert "knows no such dataset" in str(refused(web("hf://datasets/org/corpse/x.jsonl", endpoint=hub.url), tmp_path / "corpus"))
+        assert "knows no such dataset" in str(
+            refused(web("hf://datasets/org/corpse/x.jsonl", endpoint=hub.url), tmp_path / "corpus")
+        )
         hub.answers["/api"] = [(429, {"Retry_After": "0"}), (503, {})]
         assert len(WEB.shards(self.dataset(hub), tmp_path)) == 16
 
-    def test_small_files_have_no_sum_and_addresses_of_the_hub_s_pages_have_one(self, hub: HubSite, tmp_path: Path) -> None:
+    def test_small_files_have_no_sum_and_addresses_of_the_hub_s_pages_have_one(
+        self, hub: HubSite, tmp_path: Path
+    ) -> None:
         """https:// addresses of a hub, as people paste them: HEAD tells size and sum."""
         hub.large.remove("train/chunk1/example_train_0.jsonl.zst")
         urls = f"{hub.url}/datasets/org/corpus/resolve/main/train/chunk1/example_train_{{0..1}}.jsonl.zst"
         small, large = run(web(urls), tmp_path)
-        assert small.recipe["known"]["sha256"] is None and large.recipe["known"]["sha256"] == hashlib.sha256(large.path.read_bytes()).hexdigest()
+        assert (
+            small.recipe["known"]["sha256"] is None
+            and large.recipe["known"]["sha256"]
+            == hashlib.sha256(large.path.read_bytes()).hexdigest()
+        )
 
     def test_two_sums_that_differ(self, hub: HubSite, tmp_path: Path) -> None:
-        error = refused(self.dataset(hub, "train/chunk1/example_train_0.jsonl.zst", sha256=("0" * 64,)), tmp_path / "corpus")
+        error = refused(
+            self.dataset(hub, "train/chunk1/example_train_0.jsonl.zst", sha256=("0" * 64,)),
+            tmp_path / "corpus",
+        )
         assert "sha256 says 0000" in str(error)
 
 
 class TestIndexed:
     def test_pairs_are_fetched_and_found_again_without_a_server(self, tmp_path: Path) -> None:
-        files = {f"/p/my-gpt3_0{i}_text_document.{end}": bytes([i]) for i in range(3) for end in ("bin", "idx")}
+        files = {
+            f"/p/my-gpt3_0{i}_text_document.{end}": bytes([i])
+            for i in range(3)
+            for end in ("bin", "idx")
+        }
         with serve(files) as site:
-            urls = tuple(f"{site.url}/p/my-gpt3_{{00..02}}_text_document.{end}" for end in ("idx", "bin"))
+            urls = tuple(
+                f"{site.url}/p/my-gpt3_{{00..02}}_text_document.{end}" for end in ("idx", "bin")
+            )
             dataset = web(*urls, source="indexed", name="pairs")
             with pytest.raises(ConfigError, match="was not fetched"):
                 fetched_prefixes(dataset, tmp_path)
             run(dataset, tmp_path)
         expected = [tmp_path / f"my-gpt3_0{i}_text_document" for i in range(3)]
-        assert fetched_prefixes(dataset, tmp_path) == expected and expected[2].with_suffix(".bin").read_bytes() == b"\2"
+        assert (
+            fetched_prefixes(dataset, tmp_path) == expected
+            and expected[2].with_suffix(".bin").read_bytes() == b"\2"
+        )
 
     def test_half_a_pair(self, tmp_path: Path) -> None:
         with serve({"/x.idx": b"", "/x.bin": b"", "/y.bin": b"", "/z.txt": b""}) as site:
             assert "y.bin comes without y.idx" in str(
-                refused(web(f"{site.url}/x.idx", f"{site.url}/x.bin", f"{site.url}/y.bin", source="indexed"), tmp_path / "c")
+                refused(
+                    web(
+                        f"{site.url}/x.idx",
+                        f"{site.url}/x.bin",
+                        f"{site.url}/y.bin",
+                        source="indexed",
+                    ),
+                    tmp_path / "c",
+                )
             )
-            assert "neither in .bin nor in .idx" in str(refused(web(f"{site.url}/z.txt", source="indexed"), tmp_path / "c"))
-            assert "keep_download" in str(refused(web(f"{site.url}/x.idx", f"{site.url}/x.bin", source="indexed", keep_download=False), tmp_path / "c"))
+            assert "neither in .bin nor in .idx" in str(
+                refused(web(f"{site.url}/z.txt", source="indexed"), tmp_path / "c")
+            )
+            assert "keep_download" in str(
+                refused(
+                    web(
+                        f"{site.url}/x.idx",
+                        f"{site.url}/x.bin",
+                        source="indexed",
+                        keep_download=False,
+                    ),
+                    tmp_path / "c",
+                )
+            )
 
 
 class TestPublished:
     @pytest.mark.parametrize(
         ("number", "allowed"),
-        [(36_445_475, 0), (517_401, 0), (17_103_000, 171_030), (457_414_000_000, 4_574_140_000), (945_000_000, 47_250_000), (300, 15), (30, 1), (7, 0)],
+        [
+            (36_445_475, 0),
+            (517_401, 0),
+            (17_103_000, 171_030),
+            (457_414_000_000, 4_574_140_000),
+            (945_000_000, 47_250_000),
+            (300, 15),
+            (30, 1),
+            (7, 0),
+        ],
     )
     def test_a_round_number_was_rounded(self, number: int, allowed: int) -> None:
         assert tolerance(number) == allowed
@@ -352,7 +541,9 @@ class TestPublished:
         check_published(dataset, {"documents": 100_001, "text_bytes": 500_000_001})
         with pytest.raises(ConfigError) as error:
             check_published(dataset, {"documents": 99_999, "text_bytes": 500_000_001, "tokens": 8})
-        assert len(error.value.list) == 2 and "documents = 100,001 was published, 99,999 are there" in str(error.value)
+        assert len(
+            error.value.list
+        ) == 2 and "documents = 100,001 was published, 99,999 are there" in str(error.value)
 
 
 class TestAnnouncement:
@@ -373,40 +564,73 @@ class TestAnnouncement:
         assert announce(dataset, tmp_path, [Shard("0", tmp_path / "a.jsonl", 10**12)]) is None
         unknown = [Shard("0", tmp_path / "c.zst", 0, {"url": "https://h/c.zst"})]
         assert announce(dataset, tmp_path, unknown) is None
-        told = announce(dataset.model_copy(update={"download_bytes": 15_000_000_000}), tmp_path, unknown)
+        told = announce(
+            dataset.model_copy(update={"download_bytes": 15_000_000_000}), tmp_path, unknown
+        )
         assert told is not None and told.bytes == 15_000_000_000
 
     def test_large_ones_say_size_and_licence(self, tmp_path: Path) -> None:
         dataset = web("https://h/x.jsonl", licence="CC0", homepage="https://about.example")
         found = announce(dataset, tmp_path / "not/there/yet", self.shards(tmp_path, 81_000_000_000))
         assert found is not None and not found.accepted
-        assert "d: 2 files, 90 GB" in str(found) and "licence: CC0" in str(found) and "https://about.example" in str(found)
+        assert (
+            "d: 2 files, 90 GB" in str(found)
+            and "licence: CC0" in str(found)
+            and "https://about.example" in str(found)
+        )
         refusal = found.refusal()
-        assert refusal.exit == 6 and "accept_download = true in [datasets.d]" in str(refusal) and "licence: CC0" in str(refusal)
-        yes = announce(dataset.model_copy(update={"accept_download": True, "licence": None}), tmp_path, self.shards(tmp_path, 81_000_000_000))
+        assert (
+            refusal.exit == 6
+            and "accept_download = true in [datasets.d]" in str(refusal)
+            and "licence: CC0" in str(refusal)
+        )
+        yes = announce(
+            dataset.model_copy(update={"accept_download": True, "licence": None}),
+            tmp_path,
+            self.shards(tmp_path, 81_000_000_000),
+        )
         assert yes is not None and yes.accepted and "not stated" in str(yes)
 
     def test_room(self, tmp_path: Path) -> None:
-        words: dict[str, Any] = {"dataset": "d", "files": 1, "bytes": 100, "licence": None, "homepage": None, "accepted": True}
+        words: dict[str, Any] = {
+            "dataset": "d",
+            "files": 1,
+            "bytes": 100,
+            "licence": None,
+            "homepage": None,
+            "accepted": True,
+        }
         Announcement(**words, free=100).check_space()
         Announcement(**words, free=None).check_space()
         with pytest.raises(ConfigError, match="does not fit there"):
             Announcement(**words, free=99).check_space()
-        found = announce(web("https://h/x.jsonl", keep_download=False), tmp_path, self.shards(tmp_path, 10**15))
+        found = announce(
+            web("https://h/x.jsonl", keep_download=False), tmp_path, self.shards(tmp_path, 10**15)
+        )
         assert found is not None and found.free is None
         kept = announce(web("https://h/x.jsonl"), tmp_path, self.shards(tmp_path, 10**15))
-        assert kept is not None and abs((kept.free or 0) - shutil.disk_usage(tmp_path).free) < 10**10
+        assert (
+            kept is not None and abs((kept.free or 0) - shutil.disk_usage(tmp_path).free) < 10**10
+        )
 
 
-def test_what_changed_on_the_server_is_listed_anew_by_the_next_call(site: Site, tmp_path: Path) -> None:
+def test_what_changed_on_the_server_is_listed_anew_by_the_next_call(
+    site: Site, tmp_path: Path
+) -> None:
     dataset = web(f"{site.url}/train/{{00..02}}.jsonl.zst")
     shards = WEB.shards(dataset, tmp_path)
     listing, *units = fetches(dataset, tmp_path, shards)
     work(listing.spec, lambda done, total: None)
     site.files["/train/01.jsonl.zst"] = b"another text"
     work(units[0].spec, lambda done, total: None)
-    with pytest.raises(TrainkitError, match=r"01\.jsonl\.zst is no longer the file that was listed"):
+    with pytest.raises(
+        TrainkitError, match=r"01\.jsonl\.zst is no longer the file that was listed"
+    ):
         fetch(units[1].spec["recipe"], lambda done, total: None, QUICK)
     again = run(dataset, tmp_path)
-    assert again[1].path.read_bytes() == b"another text" and again[0] == shards[0] and again[1] != shards[1]
+    assert (
+        again[1].path.read_bytes() == b"another text"
+        and again[0] == shards[0]
+        and again[1] != shards[1]
+    )
     assert len(site.gets("/train/00.jsonl.zst")) == 1

@@ -23,20 +23,42 @@ def bad(line: int, kind: str = "not JSON") -> Bad:
 
 
 def test_drop_by_field_as_slimpajama_drops_its_books() -> None:
-    keep = Filter({"meta.redpajama_set_name": ["RedPajamaBook", "RedPajamaArXiv"], "flag": ["true", "3"]})
+    keep = Filter(
+        {"meta.redpajama_set_name": ["RedPajamaBook", "RedPajamaArXiv"], "flag": ["true", "3"]}
+    )
     assert keep(record(meta={"redpajama_set_name": "RedPajamaC4"})) == [b"text"]
     assert keep(record(meta={"redpajama_set_name": "RedPajamaBook"})) is None
     assert keep(record(meta={"redpajama_set_name": "RedPajamaArXiv"})) is None
-    assert keep(record(flag=True)) is None and keep(record(flag=3)) is None and keep(record(flag="true")) is None
-    for other in (record(), record(meta=None), record(meta="RedPajamaBook"), record(flag=False), record(flag=None), record(flag=[True])):
+    assert (
+        keep(record(flag=True)) is None
+        and keep(record(flag=3)) is None
+        and keep(record(flag="true")) is None
+    )
+    for other in (
+        record(),
+        record(meta=None),
+        record(meta="RedPajamaBook"),
+        record(flag=False),
+        record(flag=None),
+        record(flag=[True]),
+    ):
         assert keep(other) == [b"text"]
-    expected = {"meta.redpajama_set_name = RedPajamaBook": 1, "meta.redpajama_set_name = RedPajamaArXiv": 1, "flag = true": 2, "flag = 3": 1}
+    expected = {
+        "meta.redpajama_set_name = RedPajamaBook": 1,
+        "meta.redpajama_set_name = RedPajamaArXiv": 1,
+        "flag = true": 2,
+        "flag = 3": 1,
+    }
     assert keep.dropped == expected
 
 
 def test_length_counts_bytes() -> None:
     keep = Filter(min_document_bytes=4)
-    assert keep(record("ääx")) == ["ääx".encode()] and keep(record("äx")) is None and keep(record("")) is None
+    assert (
+        keep(record("ääx")) == ["ääx".encode()]
+        and keep(record("äx")) is None
+        and keep(record("")) is None
+    )
     assert keep(record(["ab", "cd"])) == [b"ab", b"cd"]
     assert keep.dropped == {"below 4 bytes": 2}
     assert Filter()(record("")) == [b""] and Filter()(record([])) == []
@@ -59,7 +81,10 @@ def test_without_ftfy_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stop_raises_with_place_and_bytes(tmp_path: Path) -> None:
     path = tmp_path / "rejects.jsonl"
     path.write_text("former")
-    with pytest.raises(ConfigError, match=r"x\.jsonl:7: is not JSON: at byte 3: \{ab") as caught, Rejects(path, skip=False, max_fraction=1) as rejects:
+    with (
+        pytest.raises(ConfigError, match=r"x\.jsonl:7: is not JSON: at byte 3: \{ab") as caught,
+        Rejects(path, skip=False, max_fraction=1) as rejects,
+    ):
         rejects.add(bad(7))
     assert caught.value.exit == Exit.STAGE_FAILED and caught.value.problems()[0]["line"] == 7
     assert list(tmp_path.iterdir()) == []
@@ -75,7 +100,13 @@ def test_skip_writes_what_was_wrong(tmp_path: Path) -> None:
     assert rejects.counts == {"not JSON": 2, "no text": 1} and rejects.total == 3
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["line"] for row in rows] == [2, 5, 9]
-    assert rows[0] == {"file": "x.jsonl", "line": 2, "kind": "not JSON", "reason": "is not JSON: at byte 3", "around": "{ab"}
+    assert rows[0] == {
+        "file": "x.jsonl",
+        "line": 2,
+        "kind": "not JSON",
+        "reason": "is not JSON: at byte 3",
+        "around": "{ab",
+    }
 
 
 def test_no_bad_line_no_file(tmp_path: Path) -> None:
@@ -86,8 +117,13 @@ def test_no_bad_line_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("fraction", "lines", "stops"), [(0.1, 20, False), (0.1, 19, True), (0, 10**9, True), (1, 2, False)])
-def test_too_many_stop_all_the_same(fraction: float, lines: int, stops: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fraction", "lines", "stops"),
+    [(0.1, 20, False), (0.1, 19, True), (0, 10**9, True), (1, 2, False)],
+)
+def test_too_many_stop_all_the_same(
+    fraction: float, lines: int, stops: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "rejects.jsonl"
 
     def go() -> None:
@@ -100,6 +136,12 @@ def test_too_many_stop_all_the_same(fraction: float, lines: int, stops: bool, tm
         go()
         assert path.is_file()
         return
-    with pytest.raises(ConfigError, match=rf"x\.jsonl:2: 2 of {lines:,} lines are bad \(2 not JSON\), more than max_reject_fraction = {fraction:g}"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            rf"x\.jsonl:2: 2 of {lines:,} lines are bad \(2 not JSON\), more than"
+            rf" max_reject_fraction = {fraction:g}"
+        ),
+    ):
         go()
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,5 @@
-"""Encoders: two that give the same ids, the check of one by the other, and the end-of-document id."""
+"""Encoders: two that give the same ids, the check of one by the other, and the end-of-document
+id."""
 
 from __future__ import annotations
 
@@ -18,7 +19,18 @@ from tests.shared import golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.tokenize import encoders as encode
-from trainkit.data.tokenize.encoders import Checked, Difference, Encoder, Encoders, Gigatoken, Ids, Lengths, SpecialTokens, Tokenizers, with_eod
+from trainkit.data.tokenize.encoders import (
+    Checked,
+    Difference,
+    Encoder,
+    Encoders,
+    Gigatoken,
+    Ids,
+    Lengths,
+    SpecialTokens,
+    Tokenizers,
+    with_eod,
+)
 from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
 
 EOD = "<|endoftext|>"
@@ -40,14 +52,19 @@ HARD = [
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tokenizers by name: one trained here; GPT-2's and GPT-NeoX-20B's where they are on this machine."""
+    """Tokenizers by name: one trained here; GPT-2's and GPT-NeoX-20B's where they are on this
+    machine."""
     folder = tmp_path_factory.mktemp("tokenizers")
     trained = folder / "trained.json"
-    train_bpe(iter([*HARD, "the quick brown fox " * 50, Path(__file__).read_text()]), 600, EOD).save(str(trained))
+    train_bpe(
+        iter([*HARD, "the quick brown fox " * 50, Path(__file__).read_text()]), 600, EOD
+    ).save(str(trained))
     found = {"trained": trained}
     if (vectors := golden()) is not None:
         gpt2 = folder / "gpt2.json"
-        gpt2_bpe(vectors.parent / "gpt2-vocab.json", vectors.parent / "gpt2-merges.txt", EOD).save(str(gpt2))
+        gpt2_bpe(vectors.parent / "gpt2-vocab.json", vectors.parent / "gpt2-merges.txt", EOD).save(
+            str(gpt2)
+        )
         found |= {"gpt2": gpt2, "neox": vectors.parent / "20B_tokenizer.json"}
     return found
 
@@ -73,7 +90,9 @@ def test_both_give_the_same_ids(name: str, special: SpecialTokens, paths: dict[s
     assert ids_of(fast, []) == [] == ids_of(slow, [])
     tokenizer = load_tokenizer(paths[name])
     eod = tokenizer.token_to_id(EOD)
-    assert ids_of(fast, [EOD]) == [[eod]] if special == "parse" else eod not in ids_of(fast, [EOD])[0]
+    assert (
+        ids_of(fast, [EOD]) == [[eod]] if special == "parse" else eod not in ids_of(fast, [EOD])[0]
+    )
     assert all(eod not in ids for ids in ids_of(slow, HARD)) == (special == "text")
     assert fast.highest <= slow.highest
 
@@ -104,12 +123,18 @@ def test_gpt2_from_its_two_files_gives_the_published_ids(paths: dict[str, Path])
     [
         ("[", "a b", "cannot be read as GPT-2's files"),
         ("[]", "a b", "is no object"),
-        ('{"a": 0, "b": 1, "ab": 2, "E": 3}', "#version: 0.2\na b\na b c\n", "merge 2 is 'a b c', which is not two tokens"),
+        (
+            '{"a": 0, "b": 1, "ab": 2, "E": 3}',
+            "#version: 0.2\na b\na b c\n",
+            "merge 2 is 'a b c', which is not two tokens",
+        ),
         ('{"a": 0, "b": 1, "E": 3}', "a b", "merge 1 is 'a b', which is not two tokens"),
         ('{"a": 0, "b": 1, "ab": 2}', "a b", "has no token 'E'"),
     ],
 )
-def test_wrong_gpt2_files_are_named(vocabulary: str, merges: str, words: str, tmp_path: Path) -> None:
+def test_wrong_gpt2_files_are_named(
+    vocabulary: str, merges: str, words: str, tmp_path: Path
+) -> None:
     (tmp_path / "vocab.json").write_text(vocabulary)
     (tmp_path / "merges.txt").write_text(merges)
     with pytest.raises(ConfigError, match=words) as caught:
@@ -117,18 +142,23 @@ def test_wrong_gpt2_files_are_named(vocabulary: str, merges: str, words: str, tm
     assert caught.value.exit == Exit.STAGE_FAILED
 
 
-def test_a_tokenizer_that_cuts_texts_does_not_cut_them_here(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tokenizer_that_cuts_texts_does_not_cut_them_here(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
     tokenizer = Tokenizer.from_file(str(paths["trained"]))
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=4)
     tokenizer.save(str(tmp_path / "cutting.json"))
     whole = Tokenizers(load_tokenizer(paths["trained"]), "text")
     for encoder in both(tmp_path / "cutting.json", "text"):
-        assert ids_of(encoder, ["a", "hello world " * 9]) == ids_of(whole, ["a", "hello world " * 9])
+        assert ids_of(encoder, ["a", "hello world " * 9]) == ids_of(
+            whole, ["a", "hello world " * 9]
+        )
 
 
 class Plain:
-    """An encoder whose ids are the bytes; text number `wrong`, counted from the start, gets another last id."""
+    """An encoder whose ids are the bytes; text number `wrong`, counted from the start, gets
+    another last id."""
 
     def __init__(self, wrong: int = -1) -> None:
         self.highest, self.wrong, self.seen = 255, wrong, 0
@@ -144,8 +174,13 @@ class Plain:
         return ids, lengths
 
 
-@pytest.mark.parametrize(("wrong", "caught"), [(0, True), (4, True), (5, False), (11, False), (12, True), (13, False), (22, True)])
-def test_the_first_and_one_in_many_are_compared(wrong: int, caught: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "caught"),
+    [(0, True), (4, True), (5, False), (11, False), (12, True), (13, False), (22, True)],
+)
+def test_the_first_and_one_in_many_are_compared(
+    wrong: int, caught: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(encode, "CHECKED_EVERY", 10)
     texts = [b"text %03d" % number for number in range(30)]
     checked = Checked(Plain(wrong), Plain(), first=5, offset=2)
@@ -166,7 +201,9 @@ def test_of_long_first_documents_the_start_is_compared(monkeypatch: pytest.Monke
     monkeypatch.setattr(encode, "CHECKED_BYTES", 100)
     monkeypatch.setattr(encode, "CHECKED_START", 9)
     exact = Plain()
-    Checked(Plain(), exact, first=4, offset=9000).encode([b"a" * 60, b"b" * 60, ("ä" * 50).encode(), b"c" * 40, b"d" * 60])
+    Checked(Plain(), exact, first=4, offset=9000).encode(
+        [b"a" * 60, b"b" * 60, ("ä" * 50).encode(), b"c" * 40, b"d" * 60]
+    )
     assert exact.calls == [b"a" * 60, b"b" * 9, ("ä" * 4).encode(), b"c" * 40]
 
 
@@ -180,7 +217,9 @@ def test_a_longer_or_shorter_answer_differs() -> None:
             Checked(fast, exact, first=1, offset=0).encode([b"abc"])
 
 
-def test_without_gigatoken_it_is_said(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gigatoken_it_is_said(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     monkeypatch.setattr(encode, "not_proved", lambda value, special: "gigatoken is not installed")
     for key in ("tokenizers", "auto"):
@@ -218,16 +257,24 @@ def reference(documents: list[list[list[int]]], eod: int | None) -> tuple[list[i
 sequences = st.lists(st.integers(0, 60000), max_size=4)
 
 
-@given(st.lists(st.lists(sequences, max_size=4), max_size=8), st.sampled_from([None, 50256]), st.sampled_from(["<u2", "<i4"]))
+@given(
+    st.lists(st.lists(sequences, max_size=4), max_size=8),
+    st.sampled_from([None, 50256]),
+    st.sampled_from(["<u2", "<i4"]),
+)
 @settings(deadline=None)
-def test_end_of_document_as_megatron(documents: list[list[list[int]]], eod: int | None, dtype: str) -> None:
+def test_end_of_document_as_megatron(
+    documents: list[list[list[int]]], eod: int | None, dtype: str
+) -> None:
     flat = [sequence for document in documents for sequence in document]
     ids = np.array([token for sequence in flat for token in sequence], np.uint32)
     lengths = np.array([len(sequence) for sequence in flat], np.int64)
     counts = np.array([len(document) for document in documents], np.int64)
     tokens, longer = with_eod(ids, lengths, counts, eod, dtype)
     expected: Any = reference(documents, eod)
-    assert (tokens.tolist(), longer[longer > 0].tolist()) == expected and tokens.dtype == np.dtype(dtype)
+    assert (tokens.tolist(), longer[longer > 0].tolist()) == expected and tokens.dtype == np.dtype(
+        dtype
+    )
 
 
 @given(st.lists(sequences, max_size=8))
@@ -250,4 +297,9 @@ def test_interleave_refuses_what_does_not_fit(stops: list[int], out: Any, words:
     with pytest.raises(ValueError, match=words):
         _index.interleave(np.arange(3, dtype=np.uint32), np.array(stops, np.int64), 7, out)
     with pytest.raises(ValueError, match="uint16 or int32"):
-        _index.interleave(np.arange(3, dtype=np.uint32), np.array([1], np.int64), 7, np.empty(4, np.int64))  # type: ignore[arg-type]
+        _index.interleave(
+            np.arange(3, dtype=np.uint32),
+            np.array([1], np.int64),
+            7,
+            np.empty(4, np.int64),  # type: ignore[arg-type]
+        )

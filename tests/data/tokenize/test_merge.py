@@ -1,4 +1,5 @@
-"""Merging token shards: Megatron's bytes, in parallel, whole or not at all; dataset.json over them."""
+"""Merging token shards: Megatron's bytes, in parallel, whole or not at all; dataset.json over
+them."""
 
 from __future__ import annotations
 
@@ -47,7 +48,12 @@ def test_golden(tmp_path: Path, threads: int) -> None:
     vectors = golden()
     if vectors is None:
         pytest.skip("the golden files are not on this machine (TRAINKIT_TEST_DATA)")
-    merge_pairs([vectors / "tok_u16", vectors / "tok_multi_u16"], tmp_path / "m", threads=threads, progress=silent)
+    merge_pairs(
+        [vectors / "tok_u16", vectors / "tok_multi_u16"],
+        tmp_path / "m",
+        threads=threads,
+        progress=silent,
+    )
     assert content(tmp_path / "m") == content(vectors / "tok_merged_u16")
 
 
@@ -56,8 +62,11 @@ documents = st.lists(st.lists(st.integers(0, 60000), max_size=6), max_size=7)
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(documents, min_size=1, max_size=4), st.sampled_from([1, 2, 5]))
-def test_merged_is_what_one_writer_would_have_written(tmp_path_factory: pytest.TempPathFactory, shards: list[list[list[int]]], chunk: int) -> None:
-    """Empty documents and empty shards too; in blocks and pieces of a few entries, so that every border is crossed."""
+def test_merged_is_what_one_writer_would_have_written(
+    tmp_path_factory: pytest.TempPathFactory, shards: list[list[list[int]]], chunk: int
+) -> None:
+    """Empty documents and empty shards too; in blocks and pieces of a few entries, so that every
+    border is crossed."""
     folder = tmp_path_factory.mktemp("merge")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
@@ -70,7 +79,9 @@ def test_merged_is_what_one_writer_would_have_written(tmp_path_factory: pytest.T
 
 
 @pytest.mark.parametrize("answer", [errno.EXDEV, errno.ENOSYS, 0])
-def test_where_the_kernel_cannot_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
+def test_where_the_kernel_cannot_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
     """In the middle of a piece, too: what it has copied counts, the rest goes through a buffer."""
     calls = []
 
@@ -88,7 +99,9 @@ def test_where_the_kernel_cannot_copy(tmp_path: Path, monkeypatch: pytest.Monkey
     assert IndexedDataset(tmp_path / "m").tokens.tolist() == [1, 2, 3, 4, 5, 6] and len(calls) >= 2
 
 
-def test_a_failure_leaves_the_former_pair_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_the_former_pair_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     former = content(write(tmp_path / "m", [[9]]))
 
     def full(*_: object) -> int:
@@ -112,7 +125,9 @@ def test_what_cannot_be_merged(tmp_path: Path) -> None:
     assert no_leftovers(tmp_path) and not bin_path(tmp_path / "m").exists()
 
 
-def test_many_shards_are_never_open_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_shards_are_never_open_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process may map some 65,000 files and open 1,024: SlimPajama has 59,166 shards."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     prefixes = [write(tmp_path / "s" / str(i), [[i]]) for i in range(300)]
@@ -134,18 +149,40 @@ def result(prefix: Path, **more: Any) -> dict[str, Any]:
     """What a tokens unit reports of a pair."""
     pair = IndexedDataset(prefix)
     n = len(pair.document_indices) - 1
-    counts = {"documents": n, "empty_documents": 0, "sequences": len(pair), "tokens": pair.num_tokens, "text_bytes": 10 * n, "lines": n, "rejects": 0}
-    return {**counts, "bin_xxh128": file_sum(bin_path(prefix)), "idx_xxh128": file_sum(idx_path(prefix)), **more}
+    counts = {
+        "documents": n,
+        "empty_documents": 0,
+        "sequences": len(pair),
+        "tokens": pair.num_tokens,
+        "text_bytes": 10 * n,
+        "lines": n,
+        "rejects": 0,
+    }
+    return {
+        **counts,
+        "bin_xxh128": file_sum(bin_path(prefix)),
+        "idx_xxh128": file_sum(idx_path(prefix)),
+        **more,
+    }
 
 
-def spec(folder: Path, shards: list[list[list[int]]], *, merged: bool = True, **more: Any) -> dict[str, Any]:
+def spec(
+    folder: Path, shards: list[list[list[int]]], *, merged: bool = True, **more: Any
+) -> dict[str, Any]:
     """The spec of the last unit of a dataset below `folder`, whose shards are written."""
     train_bpe(iter(["some text"] * 3), 300, "<|endoftext|>").save(str(folder / "tokenizer.json"))
     entries = []
     for i, documents in enumerate(shards):
         prefix, stamp = write(folder / "shards" / f"{i:05d}", documents), folder / f"{i}.json"
         stamp.write_text(json.dumps({"result": result(prefix, left_out={"too short": i})}))
-        entries.append({"name": f"{i:05d}", "prefix": str(prefix), "source": {"path": f"part-{i}"}, "stamps": {"tokens": str(stamp)}})
+        entries.append(
+            {
+                "name": f"{i:05d}",
+                "prefix": str(prefix),
+                "source": {"path": f"part-{i}"},
+                "stamps": {"tokens": str(stamp)},
+            }
+        )
     return {
         "name": "d",
         "tokenizer": str(folder / "tokenizer.json"),
@@ -164,10 +201,21 @@ def test_manifest_of_a_merged_dataset(tmp_path: Path) -> None:
     counts = work(spec(tmp_path, [[[5, 0], [6, 7, 0]], [[8, 0]]]), silent)
     manifest = read_manifest(tmp_path / "dataset.json")
     assert counts == {key: manifest[key] for key in counts}
-    assert (manifest["documents"], manifest["tokens"], manifest["text_bytes"], manifest["left_out"]) == (3, 7, 30, {"too short": 1})
-    assert manifest["pairs"] == ["d_text_document"] and [shard["source"] for shard in manifest["shards"]] == [{"path": "part-0"}, {"path": "part-1"}]
+    assert (
+        manifest["documents"],
+        manifest["tokens"],
+        manifest["text_bytes"],
+        manifest["left_out"],
+    ) == (3, 7, 30, {"too short": 1})
+    assert manifest["pairs"] == ["d_text_document"] and [
+        shard["source"] for shard in manifest["shards"]
+    ] == [{"path": "part-0"}, {"path": "part-1"}]
     ranges = [(entry["file"], entry["start"], entry["bytes"]) for entry in manifest["checksums"]]
-    assert ranges == [("d_text_document.bin", 0, 10), ("d_text_document.bin", 10, 4), ("d_text_document.idx", 0, 34 + 12 * 3 + 8 * 4)]
+    assert ranges == [
+        ("d_text_document.bin", 0, 10),
+        ("d_text_document.bin", 10, 4),
+        ("d_text_document.idx", 0, 34 + 12 * 3 + 8 * 4),
+    ]
     for entry in manifest["checksums"]:
         assert file_sum(tmp_path / entry["file"], entry["start"], entry["bytes"]) == entry["xxh128"]
 
@@ -176,17 +224,33 @@ def test_manifest_of_shards_that_stay_pairs(tmp_path: Path) -> None:
     """A shard without a token is no pair to sample from, but it is counted and checked."""
     work(spec(tmp_path, [[[5, 0]], [[]], [[8, 0]]], merged=False), silent)
     manifest = read_manifest(tmp_path / "dataset.json")
-    assert manifest["pairs"] == ["shards/00000", "shards/00002"] and manifest["documents"] == 3 and len(manifest["checksums"]) == 6
+    assert (
+        manifest["pairs"] == ["shards/00000", "shards/00002"]
+        and manifest["documents"] == 3
+        and len(manifest["checksums"]) == 6
+    )
 
 
 def test_what_a_former_shape_of_the_dataset_left_is_deleted(tmp_path: Path) -> None:
-    """Pairs of shards that are none any more, lines rejected then, temporary files of killed workers; nothing of other folders."""
+    """Pairs of shards that are none any more, lines rejected then, temporary files of killed
+    workers; nothing of other folders."""
     given = spec(tmp_path, [[[5, 0]], [[6, 0]]])
     stamp = Path(given["shards"][1]["stamps"]["tokens"])
     stamp.write_text(json.dumps({"result": result(tmp_path / "shards/00001", rejects=2)}))
     (tmp_path / "rejects").mkdir()
-    kept = [tmp_path / name for name in ("shards/00001.bin", "shards/00001.lock", "rejects/00001.jsonl", "00007.bin")]
-    gone = [tmp_path / name for name in ("shards/00007_text_document.bin", "shards/00000.bin.tmp-1-ab", "rejects/00000.jsonl", "rejects/00001.jsonl.tmp-1-ab")]
+    kept = [
+        tmp_path / name
+        for name in ("shards/00001.bin", "shards/00001.lock", "rejects/00001.jsonl", "00007.bin")
+    ]
+    gone = [
+        tmp_path / name
+        for name in (
+            "shards/00007_text_document.bin",
+            "shards/00000.bin.tmp-1-ab",
+            "rejects/00000.jsonl",
+            "rejects/00001.jsonl.tmp-1-ab",
+        )
+    ]
     for path in (*kept[1:], *gone):
         path.write_bytes(b"x")
     work(given, silent)
@@ -198,23 +262,47 @@ def test_counts_are_compared_with_what_was_published(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"datasets\.d\.documents = 3 was published, 2 are there"):
         work(given, silent)
     assert not (tmp_path / "dataset.json").exists()
-    check_declared({**given, "declared": {"documents": 2, "text_bytes": 20}}, [result(tmp_path / "shards/00000")])
+    check_declared(
+        {**given, "declared": {"documents": 2, "text_bytes": 20}},
+        [result(tmp_path / "shards/00000")],
+    )
 
 
 def test_reasons_are_summed_over_units_and_shards() -> None:
-    plain = dict.fromkeys(("documents", "empty_documents", "sequences", "tokens", "text_bytes", "lines", "rejects"), 1)
-    found = totals([{**plain, "left_out": {"a": 2}, "text": {"left_out": {"a": 1, "b": 0}}}, {**plain, "rejected": {"not JSON": 1}}])
-    assert found["left_out"] == {"a": 3, "b": 0} and found["rejected"] == {"not JSON": 1} and found["documents"] == 2
+    plain = dict.fromkeys(
+        ("documents", "empty_documents", "sequences", "tokens", "text_bytes", "lines", "rejects"), 1
+    )
+    found = totals(
+        [
+            {**plain, "left_out": {"a": 2}, "text": {"left_out": {"a": 1, "b": 0}}},
+            {**plain, "rejected": {"not JSON": 1}},
+        ]
+    )
+    assert (
+        found["left_out"] == {"a": 3, "b": 0}
+        and found["rejected"] == {"not JSON": 1}
+        and found["documents"] == 2
+    )
 
 
 def test_an_unprepared_dataset_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dataset\.json is not there: the dataset is not prepared"):
+    with pytest.raises(
+        ConfigError, match=r"dataset\.json is not there: the dataset is not prepared"
+    ):
         read_manifest(tmp_path / "dataset.json")
 
 
 def test_a_field_of_drop_that_nobody_has_is_refused() -> None:
-    check_drop("d", [{"documents": 3, "drop_present": {"meta.set": 0}}, {"documents": 1, "drop_present": {"meta.set": 2}}])
-    with pytest.raises(ConfigError, match=r"datasets\.d\.drop: no document has the field 'metta\.set'"):
+    check_drop(
+        "d",
+        [
+            {"documents": 3, "drop_present": {"meta.set": 0}},
+            {"documents": 1, "drop_present": {"meta.set": 2}},
+        ],
+    )
+    with pytest.raises(
+        ConfigError, match=r"datasets\.d\.drop: no document has the field 'metta\.set'"
+    ):
         check_drop("d", [{"documents": 3, "drop_present": {"metta.set": 0}}])
 
 

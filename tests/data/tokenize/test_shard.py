@@ -1,4 +1,5 @@
-"""One shard from text to .bin/.idx: counts, several sequences, filters, bad lines, restarts, memory, threads."""
+"""One shard from text to .bin/.idx: counts, several sequences, filters, bad lines, restarts,
+memory, threads."""
 
 from __future__ import annotations
 
@@ -39,13 +40,35 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def spec_of(folder: Path, tokenizer: Path, lines: list[Any], name: str = "x.jsonl", **more: Any) -> Spec:
+def spec_of(
+    folder: Path, tokenizer: Path, lines: list[Any], name: str = "x.jsonl", **more: Any
+) -> Spec:
     """A spec for documents written as JSON lines; bytes are lines as they are."""
-    data = b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    data = b"".join(
+        (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines
+    )
     path = folder / name
-    path.write_bytes(zstandard.compress(data) if name.endswith(".zst") else gzip.compress(data) if name.endswith(".gz") else data)
-    spec = {"do": "tokens", "shard": str(path), "size": path.stat().st_size, "tokenizer": str(tokenizer), "eod_token": EOD}
-    return {**spec, "prefix": str(folder / "shards" / "00000"), "rejects": str(folder / "rejects" / "00000.jsonl"), "text_key": "text", **more}
+    path.write_bytes(
+        zstandard.compress(data)
+        if name.endswith(".zst")
+        else gzip.compress(data)
+        if name.endswith(".gz")
+        else data
+    )
+    spec = {
+        "do": "tokens",
+        "shard": str(path),
+        "size": path.stat().st_size,
+        "tokenizer": str(tokenizer),
+        "eod_token": EOD,
+    }
+    return {
+        **spec,
+        "prefix": str(folder / "shards" / "00000"),
+        "rejects": str(folder / "rejects" / "00000.jsonl"),
+        "text_key": "text",
+        **more,
+    }
 
 
 def run(spec: Spec) -> dict[str, Any]:
@@ -55,7 +78,9 @@ def run(spec: Spec) -> dict[str, Any]:
 def documents_of(spec: Spec) -> list[list[list[int]]]:
     pair = IndexedDataset(Path(spec["prefix"]))
     bounds = pair.document_indices
-    return [[pair[s].tolist() for s in range(bounds[d], bounds[d + 1])] for d in range(len(bounds) - 1)]
+    return [
+        [pair[s].tolist() for s in range(bounds[d], bounds[d + 1])] for d in range(len(bounds) - 1)
+    ]
 
 
 def ids(tokenizer: Path, text: str) -> list[int]:
@@ -72,7 +97,15 @@ def encoders() -> list[str]:
 
 @pytest.mark.parametrize("encoder", encoders())
 def test_documents_sequences_and_counts(encoder: str, tokenizer: Path, tmp_path: Path) -> None:
-    lines = [{"text": "one"}, b"", {"text": ""}, {"text": ["two", "", "drei ä"]}, {"text": []}, {"text": ["", ""]}, {"text": f"x{EOD}"}]
+    lines = [
+        {"text": "one"},
+        b"",
+        {"text": ""},
+        {"text": ["two", "", "drei ä"]},
+        {"text": []},
+        {"text": ["", ""]},
+        {"text": f"x{EOD}"},
+    ]
     spec = spec_of(tmp_path, tokenizer, lines, encoder=encoder)
     seen: list[tuple[int, int]] = []
     result = shard.Work()(spec, lambda done, total, **counts: seen.append((done, total)))
@@ -80,7 +113,14 @@ def test_documents_sequences_and_counts(encoder: str, tokenizer: Path, tmp_path:
     one, two, three, last = (ids(tokenizer, text) for text in ("one", "two", "drei ä", f"x{EOD}"))
     assert documents_of(spec) == [[[*one, eod]], [], [two, [*three, eod]], [], [], [[*last, eod]]]
     assert eod not in last
-    words = {"documents": 6, "empty_documents": 3, "sequences": 4, "tokens": sum(map(len, (one, two, three, last))) + 3, "text_bytes": 27, "lines": 6}
+    words = {
+        "documents": 6,
+        "empty_documents": 3,
+        "sequences": 4,
+        "tokens": sum(map(len, (one, two, three, last))) + 3,
+        "text_bytes": 27,
+        "lines": 6,
+    }
     assert {key: result[key] for key in words} == words
     assert result["left_out"] == {} == result["rejected"] and result["rejects"] == 0
     assert seen[-1] == (spec["size"], spec["size"])
@@ -88,20 +128,37 @@ def test_documents_sequences_and_counts(encoder: str, tokenizer: Path, tmp_path:
 
     for key, path in (("bin_xxh128", bin_path), ("idx_xxh128", idx_path)):
         assert result[key] == xxhash.xxh128(path(Path(spec["prefix"])).read_bytes()).hexdigest()
-    assert sorted(p.name for p in (tmp_path / "shards").iterdir()) == ["00000.bin", "00000.idx", "00000.lock"]
+    assert sorted(p.name for p in (tmp_path / "shards").iterdir()) == [
+        "00000.bin",
+        "00000.idx",
+        "00000.lock",
+    ]
 
 
 @pytest.mark.parametrize("encoder", encoders())
 @pytest.mark.parametrize("special", ["text", "parse"])
-def test_a_literal_special_token_and_no_eod(encoder: str, special: str, tokenizer: Path, tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, tokenizer, [{"text": f"a{EOD}b"}], encoder=encoder, special_tokens=special, append_eod=False)
+def test_a_literal_special_token_and_no_eod(
+    encoder: str, special: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    spec = spec_of(
+        tmp_path,
+        tokenizer,
+        [{"text": f"a{EOD}b"}],
+        encoder=encoder,
+        special_tokens=special,
+        append_eod=False,
+    )
     run(spec)
     eod = load_tokenizer(tokenizer).token_to_id(EOD)
     text = ids(tokenizer, f"a{EOD}b")
-    assert documents_of(spec) == [[text if special == "text" else [*ids(tokenizer, "a"), eod, *ids(tokenizer, "b")]]]
+    assert documents_of(spec) == [
+        [text if special == "text" else [*ids(tokenizer, "a"), eod, *ids(tokenizer, "b")]]
+    ]
 
 
-def test_encoders_batches_and_formats_give_the_same_bytes(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoders_batches_and_formats_give_the_same_bytes(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [{"text": f"document {n} " * (n % 40)} for n in range(500)]
     seen = set()
     for batch in (1, 1000, 2**21):
@@ -110,24 +167,47 @@ def test_encoders_batches_and_formats_give_the_same_bytes(tokenizer: Path, tmp_p
             for encoder in encoders():
                 spec = spec_of(tmp_path, tokenizer, lines, name, encoder=encoder)
                 result = run(spec)
-                seen.add((result["bin_xxh128"], result["idx_xxh128"], result["documents"], result["empty_documents"]))
+                seen.add(
+                    (
+                        result["bin_xxh128"],
+                        result["idx_xxh128"],
+                        result["documents"],
+                        result["empty_documents"],
+                    )
+                )
     assert len(seen) == 1 and next(iter(seen))[2:] == (500, 13)
 
 
 @pytest.mark.parametrize("encoder", encoders())
 @pytest.mark.parametrize("append_eod", [True, False])
-def test_byte_equal_to_megatrons_preprocess_data(encoder: str, append_eod: bool, tmp_path: Path) -> None:
+def test_byte_equal_to_megatrons_preprocess_data(
+    encoder: str, append_eod: bool, tmp_path: Path
+) -> None:
     vectors = golden()
     if vectors is None:
         pytest.skip("the golden files are not on this machine (TRAINKIT_TEST_DATA)")
-    gpt2_bpe(vectors.parent / "gpt2-vocab.json", vectors.parent / "gpt2-merges.txt", EOD).save(str(tmp_path / "gpt2.json"))
-    spec = spec_of(tmp_path, tmp_path / "gpt2.json", [], encoder=encoder, special_tokens="parse", append_eod=append_eod)
+    gpt2_bpe(vectors.parent / "gpt2-vocab.json", vectors.parent / "gpt2-merges.txt", EOD).save(
+        str(tmp_path / "gpt2.json")
+    )
+    spec = spec_of(
+        tmp_path,
+        tmp_path / "gpt2.json",
+        [],
+        encoder=encoder,
+        special_tokens="parse",
+        append_eod=append_eod,
+    )
     run({**spec, "shard": str(vectors / "docs.jsonl")})
     for path in (bin_path, idx_path):
-        assert path(Path(spec["prefix"])).read_bytes() == path(vectors / f"pre_eod{int(append_eod)}_text_document").read_bytes()
+        assert (
+            path(Path(spec["prefix"])).read_bytes()
+            == path(vectors / f"pre_eod{int(append_eod)}_text_document").read_bytes()
+        )
 
 
-def test_the_pairs_dtype_is_megatrons(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pairs_dtype_is_megatrons(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = spec_of(tmp_path, tokenizer, [{"text": "abc"}])
     run(spec)
     assert IndexedDataset(Path(spec["prefix"])).dtype == np.uint16
@@ -140,8 +220,18 @@ def test_the_pairs_dtype_is_megatrons(tokenizer: Path, tmp_path: Path, monkeypat
 
 
 def test_filters_are_counted(tokenizer: Path, tmp_path: Path) -> None:
-    lines = [{"text": "keep this", "meta": {"set": "C4"}}, {"text": "a book", "meta": {"set": "Book"}}, {"text": "x"}, {"body": "no"}]
-    more: Spec = {"drop": {"meta.set": ["Book"]}, "min_document_bytes": 3, "on_error": "skip", "max_reject_fraction": 0.3}
+    lines = [
+        {"text": "keep this", "meta": {"set": "C4"}},
+        {"text": "a book", "meta": {"set": "Book"}},
+        {"text": "x"},
+        {"body": "no"},
+    ]
+    more: Spec = {
+        "drop": {"meta.set": ["Book"]},
+        "min_document_bytes": 3,
+        "on_error": "skip",
+        "max_reject_fraction": 0.3,
+    }
     spec = spec_of(tmp_path, tokenizer, lines, **more)
     result = run(spec)
     assert result["documents"] == 1 and result["lines"] == 4
@@ -159,7 +249,9 @@ BAD = b'{"text": "cut'
 def test_the_first_bad_line_stops_and_leaves_nothing(tokenizer: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, tokenizer, [{"text": "fine " * 1000}] * 300 + [BAD])
     began = time.process_time()
-    with pytest.raises(ConfigError, match=r"x\.jsonl:301: is not JSON: .*\{\"text\": \"cut") as caught:
+    with pytest.raises(
+        ConfigError, match=r"x\.jsonl:301: is not JSON: .*\{\"text\": \"cut"
+    ) as caught:
         run(spec)
     assert caught.value.exit == Exit.STAGE_FAILED and time.process_time() - began < 20
     assert [p.name for p in (tmp_path / "shards").iterdir()] == ["00000.lock"]
@@ -173,29 +265,49 @@ def test_too_many_bad_lines_stop_early(tokenizer: Path, tmp_path: Path) -> None:
     assert not Path(spec["rejects"]).exists()
 
 
-def test_a_difference_between_the_encoders_stops_and_names_the_document(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_between_the_encoders_stops_and_names_the_document(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("gigatoken")
     lines = [{"text": "fine"}, b"", {"text": ["fine", "this is WRONG here"]}, {"text": "fine"}]
     right = encode.Gigatoken.encode
 
     def wrong(self: encode.Gigatoken, texts: Any) -> Any:
         found, lengths = right(self, texts)
-        return np.concatenate([part + (b"WRONG" in text) for part, text in zip(np.split(found, np.cumsum(lengths)[:-1]), texts, strict=True)]), lengths
+        return (
+            np.concatenate(
+                [
+                    part + (b"WRONG" in text)
+                    for part, text in zip(
+                        np.split(found, np.cumsum(lengths)[:-1]), texts, strict=True
+                    )
+                ]
+            ),
+            lengths,
+        )
 
     monkeypatch.setattr(shard, "BATCH_BYTES", 5)
     monkeypatch.setattr(encode.Gigatoken, "encode", wrong)
-    with pytest.raises(ConfigError, match=r"x\.jsonl:3: gigatoken does not give the ids of tokenizers: id 0 is") as caught:
+    with pytest.raises(
+        ConfigError, match=r"x\.jsonl:3: gigatoken does not give the ids of tokenizers: id 0 is"
+    ) as caught:
         run(spec_of(tmp_path, tokenizer, lines, encoder="gigatoken"))
-    assert caught.value.exit == Exit.STAGE_FAILED and "encoder" in str(caught.value.problems()[0]["hint"])
+    assert caught.value.exit == Exit.STAGE_FAILED and "encoder" in str(
+        caught.value.problems()[0]["hint"]
+    )
     result = run(spec_of(tmp_path, tokenizer, lines, encoder="gigatoken", first=False))
     assert result["compared"] == 0 and result["documents"] == 3
 
 
-def test_only_a_datasets_first_shard_compares_its_first_documents(tokenizer: Path, tmp_path: Path) -> None:
+def test_only_a_datasets_first_shard_compares_its_first_documents(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("gigatoken")
     lines = [{"text": "text"}] * 300
     assert run(spec_of(tmp_path, tokenizer, lines, encoder="gigatoken"))["compared"] in (200, 201)
-    assert run(spec_of(tmp_path, tokenizer, lines, encoder="gigatoken", first=False))["compared"] <= 1
+    assert (
+        run(spec_of(tmp_path, tokenizer, lines, encoder="gigatoken", first=False))["compared"] <= 1
+    )
 
 
 KILLED = """
@@ -208,7 +320,9 @@ shard.Work()(spec, lambda *a, **k: None)
 """
 
 
-def test_killed_anywhere_the_next_call_gives_the_same_bytes(tokenizer: Path, tmp_path: Path) -> None:
+def test_killed_anywhere_the_next_call_gives_the_same_bytes(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     spec = spec_of(tmp_path, tokenizer, [{"text": f"document {n} " * 40} for n in range(3000)])
     expected = run(spec)["bin_xxh128"]
     idx_path(Path(spec["prefix"])).unlink()
@@ -216,7 +330,9 @@ def test_killed_anywhere_the_next_call_gives_the_same_bytes(tokenizer: Path, tmp
     root = Path(__file__).resolve().parents[3]
     for seconds in ("0.02", "0.2", "0.5"):
         argv = [sys.executable, "-c", KILLED, str(tmp_path / "spec.json"), seconds]
-        child = subprocess.run(argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
+        child = subprocess.run(
+            argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False
+        )
         assert child.returncode in (0, -signal.SIGKILL)
         if idx_path(Path(spec["prefix"])).exists():
             IndexedDataset(Path(spec["prefix"]))
@@ -227,8 +343,18 @@ def test_two_at_once_write_one_after_the_other(tokenizer: Path, tmp_path: Path) 
     spec = spec_of(tmp_path, tokenizer, [{"text": f"document {n} " * 40} for n in range(500)])
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     root = Path(__file__).resolve().parents[3]
-    argv = [sys.executable, "-m", "trainkit.data.tokenize.shard_worker", str(tmp_path / "spec.json")]
-    children = [forkserver.Popen(argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE) for _ in range(2)]
+    argv = [
+        sys.executable,
+        "-m",
+        "trainkit.data.tokenize.shard_worker",
+        str(tmp_path / "spec.json"),
+    ]
+    children = [
+        forkserver.Popen(
+            argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
     outs = [child.communicate()[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
     results = [json.loads(out.splitlines()[-1])["result"] for out in outs]
@@ -249,10 +375,22 @@ def test_memory_does_not_grow_with_the_shard(tokenizer: Path, tmp_path: Path) ->
     peaks = []
     root = Path(__file__).resolve().parents[3]
     for count, dice in ((2000, random.Random(1)), (8000, random.Random(2))):
-        spec = spec_of(tmp_path, tokenizer, [{"text": dice.randbytes(7000).hex(" ", 3)} for _ in range(count)], "x.jsonl.zst", encoder="gigatoken")
+        spec = spec_of(
+            tmp_path,
+            tokenizer,
+            [{"text": dice.randbytes(7000).hex(" ", 3)} for _ in range(count)],
+            "x.jsonl.zst",
+            encoder="gigatoken",
+        )
         (tmp_path / "spec.json").write_text(json.dumps({**spec, "first": False}))
         argv = [sys.executable, "-c", MEASURED, str(tmp_path / "spec.json")]
-        child = subprocess.run(argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE, check=True)
+        child = subprocess.run(
+            argv,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            stdout=subprocess.PIPE,
+            check=True,
+        )
         peaks.append(int(child.stdout) / 1024)
     assert peaks[1] < peaks[0] + 90, f"MiB: {peaks} for 37 and 149 MB of text"
     assert peaks[1] < 400
@@ -263,10 +401,20 @@ def test_add_documents_of_several_sequences(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "x", "uint16") as writer:
         writer.add_documents(tokens, lengths, counts)
         writer.add_documents(tokens[:2], [1, 1], np.array([2]))
-        with pytest.raises(ValueError, match="the documents have 3 sequences, but there are 2 lengths"):
+        with pytest.raises(
+            ValueError, match="the documents have 3 sequences, but there are 2 lengths"
+        ):
             writer.add_documents(tokens[:2], [1, 1], np.array([3]))
     pair = IndexedDataset(tmp_path / "x")
-    assert pair.lengths.tolist() == [1, 2, 3, 1, 1] and pair.document_indices.tolist() == [0, 0, 2, 2, 2, 3, 5]
+    assert pair.lengths.tolist() == [1, 2, 3, 1, 1] and pair.document_indices.tolist() == [
+        0,
+        0,
+        2,
+        2,
+        2,
+        3,
+        5,
+    ]
 
 
 def test_ahead_is_bounded_ordered_and_closed() -> None:
@@ -318,12 +466,22 @@ def test_errors_of_other_threads_are_raised_here() -> None:
 
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 def test_a_damaged_gzip_is_no_bad_line(on_error: str, tokenizer: Path, tmp_path: Path) -> None:
-    """A bit flip in a stored block makes a line that is no JSON long before the sum at the end of the file is read."""
-    spec = spec_of(tmp_path, tokenizer, [{"text": "a plain text"}] * 3, "x.jsonl.gz", on_error=on_error, max_reject_fraction=0.1)
+    """A bit flip in a stored block makes a line that is no JSON long before the sum at the end
+    of the file is read."""
+    spec = spec_of(
+        tmp_path,
+        tokenizer,
+        [{"text": "a plain text"}] * 3,
+        "x.jsonl.gz",
+        on_error=on_error,
+        max_reject_fraction=0.1,
+    )
     lines = b"".join(b'{"text": "number %d"}\n' % number for number in range(20_000))
     stored = bytearray(gzip.compress(lines, compresslevel=0))
     stored[stored.index(b'"number 7"')] ^= 1
     Path(spec["shard"]).write_bytes(stored)
-    with pytest.raises(ConfigError, match=r"x\.jsonl\.gz: is no gzip file, or a damaged one") as caught:
+    with pytest.raises(
+        ConfigError, match=r"x\.jsonl\.gz: is no gzip file, or a damaged one"
+    ) as caught:
         run(spec)
     assert caught.value.exit == Exit.STAGE_FAILED

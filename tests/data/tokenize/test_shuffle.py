@@ -1,4 +1,5 @@
-"""Documents in a random order: all of them, whole, and the same order however little memory there is."""
+"""Documents in a random order: all of them, whole, and the same order however little memory
+there is."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ ROOT = Path(__file__).resolve().parents[3]
 def _write(prefix: Path, documents: list[Document], dtype: str = "uint16") -> Path:
     with IndexedWriter(prefix, dtype) as writer:
         for document in documents:
-            writer.add_document(np.array([t for sequence in document for t in sequence], dtype), [len(sequence) for sequence in document])
+            writer.add_document(
+                np.array([t for sequence in document for t in sequence], dtype),
+                [len(sequence) for sequence in document],
+            )
     return prefix
 
 
@@ -43,7 +47,10 @@ def _documents(prefix: Path) -> list[Document]:
 
 
 def _bytes(prefix: Path) -> tuple[bytes, bytes]:
-    return prefix.with_name(prefix.name + ".bin").read_bytes(), prefix.with_name(prefix.name + ".idx").read_bytes()
+    return (
+        prefix.with_name(prefix.name + ".bin").read_bytes(),
+        prefix.with_name(prefix.name + ".idx").read_bytes(),
+    )
 
 
 def _names(folder: Path) -> list[str]:
@@ -53,7 +60,9 @@ def _names(folder: Path) -> list[str]:
 def _numbered(folder: Path, documents: int, tokens: int = 3) -> Path:
     """Documents that say which they are: document d is d, d, d."""
     with IndexedWriter(folder / "numbered", "int32") as writer:
-        writer.add_documents(np.repeat(np.arange(documents, dtype=np.int32), tokens), np.full(documents, tokens))
+        writer.add_documents(
+            np.repeat(np.arange(documents, dtype=np.int32), tokens), np.full(documents, tokens)
+        )
     return folder / "numbered"
 
 
@@ -66,21 +75,33 @@ sequences = st.lists(st.integers(0, 65535), max_size=5).map(tuple)
 documents = st.lists(st.lists(sequences, max_size=3).map(tuple), max_size=30)
 
 
-@given(st.lists(documents, min_size=1, max_size=3), st.integers(0, 2**63 - 1), st.integers(MINIMUM_MEMORY, 2**14))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_document_is_kept_whole_and_memory_does_not_matter(tmp_path: Path, pairs: list[list[Document]], seed: int, memory_bytes: int) -> None:
+@given(
+    st.lists(documents, min_size=1, max_size=3),
+    st.integers(0, 2**63 - 1),
+    st.integers(MINIMUM_MEMORY, 2**14),
+)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_every_document_is_kept_whole_and_memory_does_not_matter(
+    tmp_path: Path, pairs: list[list[Document]], seed: int, memory_bytes: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)  # hundreds of files that need not outlive a power cut
+        # hundreds of files that need not outlive a power cut
+        patch.setattr(os, "fsync", lambda _: None)
         prefixes = [_write(tmp_path / f"in{i}", content) for i, content in enumerate(pairs)]
         shuffle_documents(prefixes, tmp_path / "out" / "small", seed, memory_bytes)
         shuffle_documents(prefixes, tmp_path / "out" / "large", seed)
-    assert Counter(_documents(tmp_path / "out" / "small")) == Counter(document for content in pairs for document in content)
+    assert Counter(_documents(tmp_path / "out" / "small")) == Counter(
+        document for content in pairs for document in content
+    )
     assert _bytes(tmp_path / "out" / "small") == _bytes(tmp_path / "out" / "large")
     assert _names(tmp_path / "out") == ["large.bin", "large.idx", "small.bin", "small.idx"]
 
 
 def _web_like(folder: Path) -> list[Path]:
-    """Two pairs of 3,000 documents: a few very long, many empty, some of several sequences, some of an empty sequence."""
+    """Two pairs of 3,000 documents: a few very long, many empty, some of several sequences, some
+    of an empty sequence."""
     rng = np.random.default_rng(5)
     prefixes = []
     for pair in range(2):
@@ -99,10 +120,14 @@ def test_a_few_kilobytes_of_memory_give_the_order_of_a_gigabyte(tmp_path: Path) 
     for memory_bytes in (MINIMUM_MEMORY, 2**16, 2**20 + 1):
         shuffle_documents(prefixes, tmp_path / "small", 1, memory_bytes)
         assert _bytes(tmp_path / "small") == _bytes(tmp_path / "large")
-    given_in, taken_out = [d for p in prefixes for d in _documents(p)], _documents(tmp_path / "large")
+    given_in, taken_out = (
+        [d for p in prefixes for d in _documents(p)],
+        _documents(tmp_path / "large"),
+    )
     assert len(taken_out) == 6000 and () in taken_out and max(map(len, taken_out)) == 5
     assert Counter(taken_out) == Counter(given_in)
-    assert sum(a == b for a, b in zip(given_in, taken_out, strict=True) if a) < 60  # empty ones meet often
+    # empty ones meet often
+    assert sum(a == b for a, b in zip(given_in, taken_out, strict=True) if a) < 60
 
 
 def test_the_order_is_the_permutation_of_the_documents_numbers(tmp_path: Path) -> None:
@@ -110,9 +135,25 @@ def test_the_order_is_the_permutation_of_the_documents_numbers(tmp_path: Path) -
     source = _numbered(tmp_path, 1000)
     order = _order(tmp_path, source, 7)
     places = np.empty(1000, np.int64)
-    _index.permute(1000, int.from_bytes(hashlib.blake2b(b"trainkit-shuffle/1 7 1000", digest_size=8).digest(), "little"), 0, places)
+    _index.permute(
+        1000,
+        int.from_bytes(
+            hashlib.blake2b(b"trainkit-shuffle/1 7 1000", digest_size=8).digest(), "little"
+        ),
+        0,
+        places,
+    )
     assert np.array_equal(np.array(order)[places], np.arange(1000))
-    assert order[:8] == [616, 468, 408, 37, 501, 661, 89, 242], "shuffled data would differ from what an earlier version wrote"
+    assert order[:8] == [
+        616,
+        468,
+        408,
+        37,
+        501,
+        661,
+        89,
+        242,
+    ], "shuffled data would differ from what an earlier version wrote"
 
 
 def test_seeds_and_the_number_of_documents_have_orders_of_their_own(tmp_path: Path) -> None:
@@ -132,7 +173,9 @@ def test_pairs_that_megatron_wrote(memory_bytes: int, tmp_path: Path) -> None:
     assert GOLDEN is not None
     prefixes = [GOLDEN / "tok_u16", GOLDEN / "tok_multi_u16", GOLDEN / "pre_eod1_text_document"]
     shuffle_documents(prefixes, tmp_path / "out", 3, memory_bytes)
-    assert Counter(_documents(tmp_path / "out")) == Counter(d for p in prefixes for d in _documents(p))
+    assert Counter(_documents(tmp_path / "out")) == Counter(
+        d for p in prefixes for d in _documents(p)
+    )
     shuffle_documents([GOLDEN / "tok_i32"], tmp_path / "out", 3, memory_bytes)
     assert Counter(_documents(tmp_path / "out")) == Counter(_documents(GOLDEN / "tok_i32"))
     assert IndexedDataset(tmp_path / "out").dtype == np.int32
@@ -149,7 +192,9 @@ def test_data_without_documents(tmp_path: Path) -> None:
 
 def test_progress_ends_at_all(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    shuffle_documents(_web_like(tmp_path), tmp_path / "out", 1, 2**16, lambda done, of: seen.append((done, of)))
+    shuffle_documents(
+        _web_like(tmp_path), tmp_path / "out", 1, 2**16, lambda done, of: seen.append((done, of))
+    )
     assert len(seen) > 100 and seen == sorted(seen) and seen[-1] == (12_000, 12_000)
 
 
@@ -226,7 +271,8 @@ shuffle_documents([Path(sys.argv[1])], Path(sys.argv[2]), 0, 2**16, die)
 
 
 def test_sigkill_leaves_no_pair_and_no_bucket(tmp_path: Path) -> None:
-    """Only the writer's own unfinished .bin, which the next run of the stage removes by its name."""
+    """Only the writer's own unfinished .bin, which the next run of the stage removes by its
+    name."""
     source = _numbered(tmp_path, 5000)
     for fraction in ("0.3", "0.8"):
         argv = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out" / "x"), fraction]
@@ -256,8 +302,21 @@ def test_memory_stays_within_its_bound(tmp_path: Path) -> None:
     for name, documents, tokens in (("long", 40_000, 1000), ("short", 300_000, 2)):
         with IndexedWriter(tmp_path / name, "uint16") as writer:
             for _ in range(10):
-                writer.add_documents(rng.integers(0, 65536, documents // 10 * tokens).astype(np.uint16), np.full(documents // 10, tokens))
-        argv = [sys.executable, "-c", MEASURED, str(tmp_path / name), str(tmp_path / "out"), str(2**23)]
-        taken = int(subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-        index_mapped = 20 * documents  # of .idx: pages of the file, which the system takes back at will
+                writer.add_documents(
+                    rng.integers(0, 65536, documents // 10 * tokens).astype(np.uint16),
+                    np.full(documents // 10, tokens),
+                )
+        argv = [
+            sys.executable,
+            "-c",
+            MEASURED,
+            str(tmp_path / name),
+            str(tmp_path / "out"),
+            str(2**23),
+        ]
+        taken = int(
+            subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        )
+        # of .idx: pages of the file, which the system takes back at will
+        index_mapped = 20 * documents
         assert taken < 2**23 + 20 * documents + index_mapped + 2 * 2**20, name

@@ -1,4 +1,5 @@
-"""A real agent process and a small supervisor: how they meet, what is started, what is said of it."""
+"""A real agent process and a small supervisor: how they meet, what is started, what is said of
+it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ allowed = ("trainkit.base", "trainkit.launch.protocol", "trainkit.launch.agent")
 assert ours and all(n == "trainkit.launch" or n.startswith(allowed) for n in ours), ours
 print(len(ours))
 """
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 and int(done.stdout) > 10, done.stderr
 
 
@@ -59,15 +62,39 @@ def test_hello(session: Session) -> None:
 
     peer = session.begin()
     hello = peer.hello
-    assert session.agent and hello["pid"] != session.agent.pid == int(Path(f"/proc/{hello['pid']}/stat").read_text().rpartition(")")[2].split()[1])
-    assert (hello["node"], hello["host"], hello["nonce"], hello["address"], hello["address_error"]) == (0, socket.gethostname(), "abc", "127.0.0.1", None)
-    assert hello["interface"] == "lo" and hello["writable"] is None and not hello["errors"] and abs(hello["clock"] - time.time()) < 20
-    assert hello["versions"]["torch"] == torch.__version__ and hello["versions"]["python"] == sys.version.split()[0]
-    assert hello["snapshot"] == snapshot_hash(Path(trainkit.__file__).parents[1]) and len(hello["snapshot"]) == 64
+    assert session.agent and hello["pid"] != session.agent.pid == int(
+        Path(f"/proc/{hello['pid']}/stat").read_text().rpartition(")")[2].split()[1]
+    )
+    assert (
+        hello["node"],
+        hello["host"],
+        hello["nonce"],
+        hello["address"],
+        hello["address_error"],
+    ) == (0, socket.gethostname(), "abc", "127.0.0.1", None)
+    assert (
+        hello["interface"] == "lo"
+        and hello["writable"] is None
+        and not hello["errors"]
+        and abs(hello["clock"] - time.time()) < 20
+    )
+    assert (
+        hello["versions"]["torch"] == torch.__version__
+        and hello["versions"]["python"] == sys.version.split()[0]
+    )
+    assert (
+        hello["snapshot"] == snapshot_hash(Path(trainkit.__file__).parents[1])
+        and len(hello["snapshot"]) == 64
+    )
     assert hello["slots"] == {}
     keeper = Path(f"/proc/{session.agent.pid}")
     shown = (keeper / "cmdline").read_text().rstrip("\0")
-    assert shown.startswith("run-keeper ") and shown.endswith(" 0") and "trainkit" not in shown and (keeper / "comm").read_text() == "run-keeper\n"
+    assert (
+        shown.startswith("run-keeper ")
+        and shown.endswith(" 0")
+        and "trainkit" not in shown
+        and (keeper / "comm").read_text() == "run-keeper\n"
+    )
 
 
 def test_the_code_it_runs_is_told_by_its_content(session: Session, tmp_path: Path) -> None:
@@ -93,19 +120,31 @@ def test_the_code_it_runs_is_told_by_its_content(session: Session, tmp_path: Pat
 
 
 def test_gpus_by_what_the_driver_says(tmp_path: Path) -> None:
-    """/proc/driver/nvidia as drivers 535 (closed) and 550 (open) write it: two of three GPUs are given to this container."""
+    """/proc/driver/nvidia as drivers 535 (closed) and 550 (open) write it: two of three GPUs are
+    given to this container."""
     devices, driver = tmp_path / "dev", tmp_path / "nvidia"
     for number, place in enumerate(("0000:c3:00.0", "0000:03:00.0", "0000:19:00.0")):
         about = driver / "gpus" / place / "information"
         about.parent.mkdir(parents=True)
-        about.write_text(f"Model: \t\t NVIDIA H{number}00 80GB HBM3\nIRQ:   \t\t 45\nBus Location: \t {place}\nDevice Minor: \t {number}\nGPU Excluded:\t No\n")
+        about.write_text(
+            f"Model: \t\t NVIDIA H{number}00 80GB HBM3\nIRQ:   \t\t 45\nBus Location: \t"
+            f" {place}\nDevice Minor: \t {number}\nGPU Excluded:\t No\n"
+        )
     devices.mkdir()
     for name in ("nvidia2", "nvidia0", "nvidia7", "nvidiactl", "nvidia-uvm"):
         (devices / name).touch()
     assert gpus(devices, driver) == ["NVIDIA H000 80GB HBM3", "NVIDIA H200 80GB HBM3", "nvidia7"]
-    assert gpus(tmp_path / "none", tmp_path / "none") == [] and driver_version(tmp_path / "none") is None
-    for text in ("Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023", "Open Kernel Module for x86_64  535.129.03  Release Build  (dvs-builder@U16)"):
-        (driver / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 {text}\nGCC version:  gcc version 12.3.0 (Ubuntu)\n")
+    assert (
+        gpus(tmp_path / "none", tmp_path / "none") == []
+        and driver_version(tmp_path / "none") is None
+    )
+    for text in (
+        "Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023",
+        "Open Kernel Module for x86_64  535.129.03  Release Build  (dvs-builder@U16)",
+    ):
+        (driver / "version").write_text(
+            f"NVRM version: NVIDIA UNIX x86_64 {text}\nGCC version:  gcc version 12.3.0 (Ubuntu)\n"
+        )
         assert driver_version(driver) == "535.129.03"
 
 
@@ -125,14 +164,27 @@ def challenge(session: Session, frame: frames.Frame | bytes) -> int | None:
     peer = Peer(session.server.accept()[0])
     peer.hear("knock")
     peer.sock.sendall(frame if isinstance(frame, bytes) else frames.encode(frame))
-    peer.sock.sendall(frames.encode({"type": "go", "processes": [process("0", f"open({str(session.folder / 'executed')!r}, 'w')")], "secret_names": []}))
+    peer.sock.sendall(
+        frames.encode(
+            {
+                "type": "go",
+                "processes": [process("0", f"open({str(session.folder / 'executed')!r}, 'w')")],
+                "secret_names": [],
+            }
+        )
+    )
     return agent.wait(timeout=600)
 
 
 def test_a_supervisor_that_cannot_prove_itself_executes_nothing(session: Session) -> None:
     own = frames.new_nonce()
-    replayed = frames.proof(session.token, "supervisor", own, frames.new_nonce())  # to another knock
-    mirrored = {"type": "challenge", "nonce": own, "proof": frames.proof(b"another token", "supervisor", own, own)}
+    # to another knock
+    replayed = frames.proof(session.token, "supervisor", own, frames.new_nonce())
+    mirrored = {
+        "type": "challenge",
+        "nonce": own,
+        "proof": frames.proof(b"another token", "supervisor", own, own),
+    }
     said: list[frames.Frame | bytes] = [
         {"type": "challenge", "nonce": own, "proof": replayed},
         mirrored,
@@ -157,8 +209,18 @@ def test_a_silent_supervisor_is_given_up(session: Session) -> None:
 
 
 def test_a_root_that_is_not_shared_is_said(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-I", "-S", str(AGENT), str(tmp_path / "nothing"), "0"], capture_output=True, text=True, check=False)
-    assert done.returncode == 7 and "nothing" in done.stderr and "share" in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(AGENT), str(tmp_path / "nothing"), "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        done.returncode == 7
+        and "nothing" in done.stderr
+        and "share" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 def test_orders_it_cannot_do_end_nothing(session: Session) -> None:
@@ -191,17 +253,38 @@ HOSTILE = {
 
 def test_words_arrive_as_they_were(session: Session, tmp_path: Path) -> None:
     """Arguments and environment byte by byte, with secrets, this node's values and torch's."""
-    program = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['OUT'], 'w'))"
-    env = HOSTILE | {"OUT": str(tmp_path / "seen.json"), "HERE": "${node:NODE_ONLY}/x", "NOT": "${host:X} ${node:}"}
+    program = (
+        "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ['OUT'],"
+        " 'w'))"
+    )
+    env = HOSTILE | {
+        "OUT": str(tmp_path / "seen.json"),
+        "HERE": "${node:NODE_ONLY}/x",
+        "NOT": "${host:X} ${node:}",
+    }
     peer = session.begin(environment={**os.environ, "NODE_ONLY": "of this node"})
     argv = [sys.executable, "-c", program, *HOSTILE.values()]
-    peer.go({"key": "0", "argv": argv, "env": env, "cwd": str(tmp_path), "heartbeat": True, "log": None, "error": None}, secret_names=("KEY", "ABSENT"))
+    peer.go(
+        {
+            "key": "0",
+            "argv": argv,
+            "env": env,
+            "cwd": str(tmp_path),
+            "heartbeat": True,
+            "log": None,
+            "error": None,
+        },
+        secret_names=("KEY", "ABSENT"),
+    )
     assert peer.hear("ended", "0")["code"] == 0
     words, seen = json.loads((tmp_path / "seen.json").read_text())
     assert words == list(HOSTILE.values())
     assert {name: seen[name] for name in env} == env | {"HERE": "of this node/x"}
     assert seen["KEY"] == SECRET and "ABSENT" not in seen and seen["PATH"] == os.environ["PATH"]
-    assert seen["TRAINKIT_RUN"] == f"{session.mark}/0" and int(seen["TRAINKIT_PARENT_PID"]) == peer.hello["pid"]
+    assert (
+        seen["TRAINKIT_RUN"] == f"{session.mark}/0"
+        and int(seen["TRAINKIT_PARENT_PID"]) == peer.hello["pid"]
+    )
     assert Path(seen["TRAINKIT_HEARTBEAT_FILE"]).is_relative_to(session.node_folder)
 
 
@@ -216,7 +299,11 @@ def test_what_cannot_start_is_said_and_the_rest_starts(session: Session, tmp_pat
     bad[0]["argv"] = ["/no/such/program"]
     peer.go(*bad)
     errors = [peer.hear("start_failed", key)["error"] for key in "012"]
-    assert "/no/such/program" in errors[0] and "/no/such/folder" in errors[1] and "NO_SUCH_VARIABLE" in errors[2]
+    assert (
+        "/no/such/program" in errors[0]
+        and "/no/such/folder" in errors[1]
+        and "NO_SUCH_VARIABLE" in errors[2]
+    )
     peer.hear("started", "3")
     (session.folder / "secrets.json").unlink()
     peer.go(process("4", ""), process("5", ""), secret_names=("KEY",))
@@ -226,13 +313,18 @@ def test_what_cannot_start_is_said_and_the_rest_starts(session: Session, tmp_pat
 
 
 def test_how_processes_end(session: Session, tmp_path: Path) -> None:
-    """Exit codes and signals as they were; success as the process said it; its error file; the end of its output."""
+    """Exit codes and signals as they were; success as the process said it; its error file; the
+    end of its output."""
     error = tmp_path / "errors" / "1.json"
     words = {"schema": "rank-error/1", "message": f"no {SECRET} here", "exit": 9}
     done = (
-        "import json, os; open(os.environ['TRAINKIT_HEARTBEAT_FILE'], 'w').write(json.dumps({'schema': 'heartbeat/1', 'phase': 'done', 'step': 7})); os.abort()"
+        "import json, os; open(os.environ['TRAINKIT_HEARTBEAT_FILE'],"
+        " 'w').write(json.dumps({'schema': 'heartbeat/1', 'phase': 'done', 'step': 7})); os.abort()"
     )
-    failing = f"import json; json.dump({words!r}, open({str(error)!r}, 'w')); print('\\n'.join(map(str, range(100)))); raise SystemExit(3)"
+    failing = (
+        f"import json; json.dump({words!r}, open({str(error)!r}, 'w')); print('\\n'.join(map(str,"
+        " range(100)))); raise SystemExit(3)"
+    )
     peer = session.begin()
     peer.go(
         process("0", done, heartbeat=True),
@@ -252,14 +344,25 @@ def test_how_processes_end(session: Session, tmp_path: Path) -> None:
     }
     beats = [f["beats"]["0"] for f in peer.heard if f["type"] == "heartbeat" and "0" in f["beats"]]
     assert beats and beats[-1]["phase"] == "done"  # before the word of its end
-    assert ends["1"]["error"] == words | {"message": "no *** here"} and SECRET not in error.read_text()
-    assert ends["1"]["last"] == [str(n) for n in range(70, 100)] and ends["4"]["last"] == ["well"] and ends["4"]["error"] is None
-    assert not ends["3"]["oom"] and all(abs(end["time"] - time.time()) < 20 for end in ends.values())
+    assert (
+        ends["1"]["error"] == words | {"message": "no *** here"} and SECRET not in error.read_text()
+    )
+    assert (
+        ends["1"]["last"] == [str(n) for n in range(70, 100)]
+        and ends["4"]["last"] == ["well"]
+        and ends["4"]["error"] is None
+    )
+    assert not ends["3"]["oom"] and all(
+        abs(end["time"] - time.time()) < 20 for end in ends.values()
+    )
 
 
 def memory_limited(folder_name: str, limit: int) -> Path | None:
     """A memory cgroup, of either version, that this process may make."""
-    for base, file in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+    for base, file in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
         folder = base / folder_name
         with contextlib.suppress(OSError):
             folder.mkdir()
@@ -281,8 +384,12 @@ def test_want_of_memory_is_known(session: Session) -> None:
         assert session.agent
         for pid in (session.agent.pid, peer.hello["pid"]):
             (cgroup / "cgroup.procs").write_text(str(pid))
-        peer.go(process("0", "x = bytearray(2**30)"), process("1", "import os; os.kill(os.getpid(), 9)"))
-        ends = {end["key"]: (end["code"], end["oom"]) for end in (peer.hear("ended") for _ in range(2))}
+        peer.go(
+            process("0", "x = bytearray(2**30)"), process("1", "import os; os.kill(os.getpid(), 9)")
+        )
+        ends = {
+            end["key"]: (end["code"], end["oom"]) for end in (peer.hear("ended") for _ in range(2))
+        }
         assert ends == {"0": (-9, True), "1": (-9, False)}
     finally:
         session.close()
@@ -301,19 +408,27 @@ for step in range(3):
 time.sleep(600)
 """
     peer = session.begin()
-    peer.go(process("0", program, heartbeat=True), process("1", "import time; time.sleep(600)", heartbeat=True))
+    peer.go(
+        process("0", program, heartbeat=True),
+        process("1", "import time; time.sleep(600)", heartbeat=True),
+    )
     beats: list[frames.Frame] = []
     while not beats or beats[-1].get("0", {}).get("step") != 2:
         frame = peer.hear("heartbeat")
         assert abs(frame["clock"] - time.time()) < 20
         beats += [frame["beats"]] if frame["beats"] else []
     steps = [beat["0"]["step"] for beat in beats]
-    assert all(set(beat) == {"0"} for beat in beats) and steps == sorted(set(steps)) and len(steps) > 1
+    assert (
+        all(set(beat) == {"0"} for beat in beats) and steps == sorted(set(steps)) and len(steps) > 1
+    )
     assert peer.hear("heartbeat")["beats"] == {}
 
 
 def test_signals_reach_the_program_alone(session: Session, tmp_path: Path) -> None:
-    child = "import signal, time; signal.signal(10, lambda *_: print('child', flush=True)); time.sleep(600)"
+    child = (
+        "import signal, time; signal.signal(10, lambda *_: print('child', flush=True));"
+        " time.sleep(600)"
+    )
     program = f"""
 import signal, subprocess, sys, time
 signal.signal(10, lambda *_: print('heard'))
@@ -364,27 +479,63 @@ def test_slots_are_refused_by_name_and_freed(session: Session, tmp_path: Path) -
         other.start()
         second = other.accept()
         assert second.hear("hello")["slots"]["gpu0"]["run"] == session.run
-        second.say(type="reserve", run=other.run, attempt=1, slots=["gpu1", "gpu2"], share=False, mark=other.mark)
+        second.say(
+            type="reserve",
+            run=other.run,
+            attempt=1,
+            slots=["gpu1", "gpu2"],
+            share=False,
+            mark=other.mark,
+        )
         busy = second.hear("busy")
-        assert (busy["slot"], busy["holder"]["run"], busy["holder"]["pid"]) == ("gpu1", session.run, peer.hello["pid"])
-        second.say(type="reserve", run=other.run, attempt=1, slots=["gpu1", "gpu2"], share=True, mark=other.mark)
+        assert (busy["slot"], busy["holder"]["run"], busy["holder"]["pid"]) == (
+            "gpu1",
+            session.run,
+            peer.hello["pid"],
+        )
+        second.say(
+            type="reserve",
+            run=other.run,
+            attempt=1,
+            slots=["gpu1", "gpu2"],
+            share=True,
+            mark=other.mark,
+        )
         second.hear("reserved")
         told = {slot: holder["run"] for slot, holder in holders(session.node_folder).items()}
-        assert told == {"gpu0": session.run, "gpu1": session.run, "gpu2": other.run}  # who shares holds what was free
-        peer.say(type="reserve", run=session.run, attempt=1, slots=["gpu1"], share=False, mark=session.mark)
+        # who shares holds what was free
+        assert told == {"gpu0": session.run, "gpu1": session.run, "gpu2": other.run}
+        peer.say(
+            type="reserve",
+            run=session.run,
+            attempt=1,
+            slots=["gpu1"],
+            share=False,
+            mark=session.mark,
+        )
         assert peer.hear("reserved")["cleared"] == []  # again, and fewer
-        second.say(type="reserve", run=other.run, attempt=1, slots=["gpu0"], share=False, mark=other.mark)
+        second.say(
+            type="reserve", run=other.run, attempt=1, slots=["gpu0"], share=False, mark=other.mark
+        )
         second.hear("reserved")
         peer.say(type="bye")
         assert session.agent and session.agent.wait(timeout=600) == 0
-        second.say(type="reserve", run=other.run, attempt=1, slots=["gpu1", "gpu2"], share=False, mark=other.mark)
+        second.say(
+            type="reserve",
+            run=other.run,
+            attempt=1,
+            slots=["gpu1", "gpu2"],
+            share=False,
+            mark=other.mark,
+        )
         assert second.hear("reserved")["cleared"] == []
     finally:
         other.close()
 
 
 def test_no_order_breaks_it(session: Session) -> None:
-    """Whatever a supervisor with the token says: what cannot be done is refused, what runs goes on."""
+    """Whatever a supervisor with the token says: what cannot be done is refused, what runs goes
+    on."""
     peer = session.begin()
     peer.go(process("0", "import time; time.sleep(600)"))
     peer.hear("started")
@@ -407,12 +558,16 @@ def test_no_order_breaks_it(session: Session) -> None:
         "env",
     ]
     values = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(keys), v)
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(keys), v),
     )
 
     @settings(max_examples=40, deadline=None)
     @given(
-        st.sampled_from(["reserve", "listen", "unlisten", "connect", "go", "signal", "stacks", "sweep", "x"]), st.dictionaries(st.sampled_from(keys), values)
+        st.sampled_from(
+            ["reserve", "listen", "unlisten", "connect", "go", "signal", "stacks", "sweep", "x"]
+        ),
+        st.dictionaries(st.sampled_from(keys), values),
     )
     def say(kind: str, words: dict[str, Any]) -> None:
         peer.say(**({"signal": "0"} | words | {"type": kind}))
@@ -421,8 +576,14 @@ def test_no_order_breaks_it(session: Session) -> None:
     peer.say(type="listen", ports=[0])
     while not peer.hear("listening")["port"]:
         pass
-    assert {p.mark for p in session.left()} == {f"{session.mark}/0"} and not [f for f in peer.heard if f["type"] == "ended"]
+    assert {p.mark for p in session.left()} == {f"{session.mark}/0"} and not [
+        f for f in peer.heard if f["type"] == "ended"
+    ]
     assert [f for f in peer.heard if f["type"] == "refused"]
     peer.say(type="bye")
     peer.hear("ended", "0")
-    assert session.agent and session.agent.wait(timeout=600) == 0 and "Traceback" not in session.words()
+    assert (
+        session.agent
+        and session.agent.wait(timeout=600) == 0
+        and "Traceback" not in session.words()
+    )

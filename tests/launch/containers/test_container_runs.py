@@ -1,4 +1,5 @@
-"""Runs in real containers on this machine: the losses of a run without one, and nothing left of it whoever ends it."""
+"""Runs in real containers on this machine: the losses of a run without one, and nothing left of
+it whoever ends it."""
 
 from __future__ import annotations
 
@@ -17,12 +18,24 @@ from trainkit.base import process_marks as marks
 from trainkit.launch.containers.docker import leftovers_line
 
 pytestmark = pytest.mark.timeout(1200)
-SHORT = ("--set", "training.train_iters=8", "--set", "training.eval_iters=0", "--set", "cluster.ranks_per_node=1")
+SHORT = (
+    "--set",
+    "training.train_iters=8",
+    "--set",
+    "training.eval_iters=0",
+    "--set",
+    "cluster.ranks_per_node=1",
+)
 
 
 @pytest.fixture(scope="module")
-def podman(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oci]:
-    with oci.podman(tmp_path_factory.mktemp("oci") / "podman", required=request.config.getoption("--require-cluster")) as found:
+def podman(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Oci]:
+    with oci.podman(
+        tmp_path_factory.mktemp("oci") / "podman",
+        required=request.config.getoption("--require-cluster"),
+    ) as found:
         yield found
 
 
@@ -48,9 +61,14 @@ def boxed(project: Project, runtime: Oci) -> Project:
 def with_box(project: Project, runtime: Oci) -> Project:
     path = project.path / "jobs.toml"
     text = path.read_text().replace(
-        "ranks_per_node = 2", f'ranks_per_node = 2\nprolog = {runtime.prolog}\nenv = {{ OMP_NUM_THREADS = "1" }}\nwatch = {{ grace = 2 }}'
+        "ranks_per_node = 2",
+        f'ranks_per_node = 2\nprolog = {runtime.prolog}\nenv = {{ OMP_NUM_THREADS = "1" }}\nwatch ='
+        " { grace = 2 }",
     )
-    path.write_text(f'{text}\n[jobs.boxed]\nextends = "random"\ncontainer = "box"\n\n[containers.box]\n{runtime.table()}')
+    path.write_text(
+        f'{text}\n[jobs.boxed]\nextends = "random"\ncontainer ='
+        f' "box"\n\n[containers.box]\n{runtime.table()}'
+    )
     return project
 
 
@@ -63,11 +81,17 @@ def started(project: Project, runtime: Oci, step: int = 3) -> Path:
 
     def there() -> bool:
         runs = project.runs()
-        return bool(runs) and (runs[-1] / "metrics.jsonl").exists() and len((runs[-1] / "metrics.jsonl").read_text().splitlines()) >= step
+        return (
+            bool(runs)
+            and (runs[-1] / "metrics.jsonl").exists()
+            and len((runs[-1] / "metrics.jsonl").read_text().splitlines()) >= step
+        )
 
     wait_for(there, f"step {step}", timeout=600)
     run = project.runs()[-1]
-    assert len(runtime.containers(run.name)) == 1 and marks.marked(run.name), "its processes are seen from outside"
+    assert len(runtime.containers(run.name)) == 1 and marks.marked(run.name), (
+        "its processes are seen from outside"
+    )
     return run
 
 
@@ -98,19 +122,28 @@ def test_a_dry_run_shows_the_container(boxed: Project, runtime: Oci) -> None:
 
 @pytest.mark.slow
 def test_a_container_that_was_never_started_is_taken_away(runtime: Oci, tmp_path: Path) -> None:
-    """What a client leaves that is killed between `create` and `start`; nothing else goes, and nothing that is younger."""
+    """What a client leaves that is killed between `create` and `start`; nothing else goes, and
+    nothing that is younger."""
     names = ("trainkit-R-1-0", "others-1")
     for name in names:
-        runtime.call("create", "--pull=never", "--network=host", f"--name={name}", IMAGE, "/usr/bin/true")
+        runtime.call(
+            "create", "--pull=never", "--network=host", f"--name={name}", IMAGE, "/usr/bin/true"
+        )
 
     def there(line: str) -> list[str]:
         subprocess.run(["bash", "-ec", line], env={**os.environ, **runtime.variables}, check=True)
-        return [name for name in names if name in runtime.call("ps", "--all", "--format", "{{.Names}}").split()]
+        return [
+            name
+            for name in names
+            if name in runtime.call("ps", "--all", "--format", "{{.Names}}").split()
+        ]
 
     try:
         assert there(leftovers_line(runtime.runtime)) == list(names)
         assert there(leftovers_line(runtime.runtime, "second")) == ["others-1"]
-        assert there(leftovers_line("false")) == ["others-1"], "a runtime that does not answer keeps nothing up"
+        assert there(leftovers_line("false")) == ["others-1"], (
+            "a runtime that does not answer keeps nothing up"
+        )
     finally:
         runtime.call("rm", "others-1")
 
@@ -135,11 +168,14 @@ def test_a_killed_supervisor_leaves_nothing(boxed: Project, runtime: Oci) -> Non
 
 @pytest.mark.slow
 def test_a_killed_client_leaves_nothing(boxed: Project, runtime: Oci) -> None:
-    """What docker started outlives its client: the supervisor loses its transport and stops the agent over their own connection."""
+    """What docker started outlives its client: the supervisor loses its transport and stops the
+    agent over their own connection."""
     process = boxed.start("train", "boxed", "--set", "training.train_iters=100000")
     run = started(boxed, runtime)
     (client,) = [
-        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if cmdline(pid).startswith(f"{runtime.runtime} run ") and run.name in cmdline(pid)
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if cmdline(pid).startswith(f"{runtime.runtime} run ") and run.name in cmdline(pid)
     ]
     os.kill(client, signal.SIGKILL)
     out, err = process.communicate(timeout=600)
@@ -153,7 +189,11 @@ def test_a_killed_agent_and_keeper_leave_nothing(boxed: Project, runtime: Oci) -
     process = boxed.start("train", "boxed", "--set", "training.train_iters=100000")
     run = started(boxed, runtime)
     ranks = marks.marked(run.name)
-    (agent,) = {int(Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[1]) for rank in ranks if "main.py" in cmdline(rank.pid)}
+    (agent,) = {
+        int(Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        for rank in ranks
+        if "main.py" in cmdline(rank.pid)
+    }
     keeper = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
     for pid in (keeper, agent):
         os.kill(pid, signal.SIGKILL)
@@ -164,7 +204,9 @@ def test_a_killed_agent_and_keeper_leave_nothing(boxed: Project, runtime: Oci) -
 
 def cmdline(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     except OSError:
         return ""
 
@@ -173,12 +215,20 @@ def cmdline(pid: int) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (('image = "localhost/this-machine:1"', 'image = "localhost/nobody:1"'), "could not start the container"),
+        (
+            ('image = "localhost/this-machine:1"', 'image = "localhost/nobody:1"'),
+            "could not start the container",
+        ),
         (("/usr:/usr:ro", "/usr:/elsewhere:ro"), "ended with 127 (a program is not in the image)"),
-        (("/usr:/usr:ro", "/no/such:/usr:ro"), "does not have what containers.box mounts: /no/such"),
+        (
+            ("/usr:/usr:ro", "/no/such:/usr:ro"),
+            "does not have what containers.box mounts: /no/such",
+        ),
     ],
 )
-def test_what_cannot_start_says_why(boxed: Project, runtime: Oci, change: tuple[str, str], said: str) -> None:
+def test_what_cannot_start_says_why(
+    boxed: Project, runtime: Oci, change: tuple[str, str], said: str
+) -> None:
     path = boxed.path / "jobs.toml"
     path.write_text(path.read_text().replace(*change))
     done = boxed.invoke("train", "boxed", exit=8)
@@ -191,7 +241,13 @@ def test_what_cannot_start_says_why(boxed: Project, runtime: Oci, change: tuple[
 def test_an_image_without_torch(boxed: Project, runtime: Oci) -> None:
     """The agent needs the standard library only; each rank says what it misses."""
     path = boxed.path / "jobs.toml"
-    lines = ['python = "/usr/bin/python3"' if line.startswith("python = ") else line for line in path.read_text().splitlines()]
+    lines = [
+        'python = "/usr/bin/python3"' if line.startswith("python = ") else line
+        for line in path.read_text().splitlines()
+    ]
     path.write_text("\n".join(lines) + "\n")
     done = boxed.invoke("train", "boxed", exit=9)
-    assert "No module named" in done.stdout + done.stderr and "containers.X.python" in done.stdout + done.stderr
+    assert (
+        "No module named" in done.stdout + done.stderr
+        and "containers.X.python" in done.stdout + done.stderr
+    )

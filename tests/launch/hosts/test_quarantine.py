@@ -15,7 +15,10 @@ def test_a_suspected_host_is_out_for_a_while(tmp_path: Path) -> None:
     assert quarantined(tmp_path) == {}
     entry = suspect(tmp_path, "Node3", "Xid 79 on GPU 2", "20260101-000000-aaaa", 3600)
     suspect(tmp_path, "fd00::1%eth0", "it fell silent", "20260101-000000-aaaa", 60)
-    assert quarantined(tmp_path)["node3"] == entry and (entry.host, entry.why) == ("node3", "Xid 79 on GPU 2")
+    assert quarantined(tmp_path)["node3"] == entry and (entry.host, entry.why) == (
+        "node3",
+        "Xid 79 on GPU 2",
+    )
     now = datetime.datetime.now(datetime.UTC)
     assert list(quarantined(tmp_path, now + datetime.timedelta(minutes=5))) == ["node3"]
     assert quarantined(tmp_path, now + datetime.timedelta(hours=2)) == {}
@@ -24,12 +27,20 @@ def test_a_suspected_host_is_out_for_a_while(tmp_path: Path) -> None:
 
 
 def test_suspected_again_it_stays_out_longer(tmp_path: Path) -> None:
-    first, second = (suspect(tmp_path, "a", why, "r", seconds) for why, seconds in (("one", 10), ("two", 1000)))
+    first, second = (
+        suspect(tmp_path, "a", why, "r", seconds) for why, seconds in (("one", 10), ("two", 1000))
+    )
     assert quarantined(tmp_path)["a"] == second != first
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "{}", '{"schema": "quarantine/1"}', '{"schema": "quarantine/1", "host": "a", "since": "x", "until": "y", "why": "", "run": ""}']
+    "text",
+    [
+        "{",
+        "{}",
+        '{"schema": "quarantine/1"}',
+        '{"schema": "quarantine/1", "host": "a", "since": "x", "until": "y", "why": "", "run": ""}',
+    ],
 )
 def test_a_file_of_another_kind_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "quarantine").mkdir()

@@ -28,9 +28,23 @@ TOKEN = b"t" * 32
 CANCEL = {"type": "cancel", "save": True}
 
 
-def announce(run: RunFolder, port: int, token: bytes = TOKEN, ended: bool = False, start_time: int | None = None) -> None:
+def announce(
+    run: RunFolder,
+    port: int,
+    token: bytes = TOKEN,
+    ended: bool = False,
+    start_time: int | None = None,
+) -> None:
     me = identity() if start_time is None else replace(identity(), start_time=start_time)
-    value = {"identity": me.as_dict(), "host": me.host, "time": time.time(), "attempt": 2, "address": "127.0.0.1", "port": port, "ended": ended}
+    value = {
+        "identity": me.as_dict(),
+        "host": me.host,
+        "time": time.time(),
+        "attempt": 2,
+        "address": "127.0.0.1",
+        "port": port,
+        "ended": ended,
+    }
     write_json(run.supervisor, {"schema": "supervisor/1", **value})
     run.session(2).mkdir(parents=True, exist_ok=True)
     (run.session(2) / "token").write_text(token.hex() + "\n")
@@ -75,7 +89,9 @@ def test_asked_and_answered(tmp_path: Path) -> None:
         announce(run, port)
         assert ask(run, CANCEL) == {"type": "ok"} and heard == [CANCEL]
         announce(run, port, token=b"x" * 32)
-        with pytest.raises(TrainkitError, match=r"in the place of the supervisor of run a .* is somebody else") as error:
+        with pytest.raises(
+            TrainkitError, match=r"in the place of the supervisor of run a .* is somebody else"
+        ) as error:
             ask(run, CANCEL)
         assert error.value.exit == 13 and heard == [CANCEL]
         announce(run, port, ended=True)
@@ -100,7 +116,8 @@ def test_unproved_connections_leave_room_for_agents(monkeypatch: pytest.MonkeyPa
 
 
 def test_who_only_connects_keeps_nobody_out(tmp_path: Path) -> None:
-    """More idle connections than a quarter of the files that a supervisor may open: the oldest of them goes, who has the token is heard."""
+    """More idle connections than a quarter of the files that a supervisor may open: the oldest
+    of them goes, who has the token is heard."""
     run, heard = make_run(tmp_path, "j", "a"), list[Frame | None]()
     program = """
 import socket, sys
@@ -110,7 +127,11 @@ sys.stdin.read()
 """
     with listening(heard, most=64) as port:
         announce(run, port)
-        with subprocess.Popen([sys.executable, "-c", program, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as idle:
+        with subprocess.Popen(
+            [sys.executable, "-c", program, str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as idle:
             assert idle.stdout and idle.stdout.readline() == b"held\n"
             assert ask(run, CANCEL) == {"type": "ok"}
             open_here = len([p for p in Path("/proc/self/fd").iterdir() if p.is_socket()])

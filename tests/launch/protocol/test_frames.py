@@ -16,16 +16,34 @@ from trainkit.launch.agent.connection import Lost, dial
 from trainkit.launch.protocol import frames
 from trainkit.launch.protocol.frames import BadFrame, Decoder, encode, proof, proved
 
-SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=10)
-FRAMES = st.builds(lambda kind, rest: rest | {"type": kind}, st.text(), st.dictionaries(st.text(), VALUES, max_size=4))
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+FRAMES = st.builds(
+    lambda kind, rest: rest | {"type": kind},
+    st.text(),
+    st.dictionaries(st.text(), VALUES, max_size=4),
+)
 
 
 @given(st.lists(FRAMES, max_size=4), st.lists(st.integers(0, 400)))
 def test_frames_arrive_however_they_are_cut(sent: list[dict[str, Any]], cuts: list[int]) -> None:
     data, decoder = b"".join(map(encode, sent)), Decoder(frames.LIMIT)
     places = sorted({min(cut, len(data)) for cut in cuts})
-    got = [frame for a, b in zip([0, *places], [*places, len(data)], strict=True) for frame in decoder.feed(data[a:b])]
+    got = [
+        frame
+        for a, b in zip([0, *places], [*places, len(data)], strict=True)
+        for frame in decoder.feed(data[a:b])
+    ]
     assert got == sent
 
 
@@ -58,12 +76,18 @@ def test_a_stranger_makes_us_hold_little() -> None:
 
 
 @given(st.binary(min_size=1), st.text(), st.text(), st.text())
-def test_a_proof_fits_one_token_one_speaker_and_one_conversation(token: bytes, own: str, other: str, words: str) -> None:
+def test_a_proof_fits_one_token_one_speaker_and_one_conversation(
+    token: bytes, own: str, other: str, words: str
+) -> None:
     said = proof(token, "agent", own, other, words)
     assert proved(said, token, "agent", own, other, words)
-    assert not proved(said, token + b"x", "agent", own, other, words) and not proved(said, token, "supervisor", own, other, words)
+    assert not proved(said, token + b"x", "agent", own, other, words) and not proved(
+        said, token, "supervisor", own, other, words
+    )
     assert own == other or not proved(said, token, "agent", other, own, words)
-    assert not proved(said, token, "agent", own + "x", other, words) and not proved(said, token, "agent", own, other, words + "x")
+    assert not proved(said, token, "agent", own + "x", other, words) and not proved(
+        said, token, "agent", own, other, words + "x"
+    )
 
 
 @pytest.mark.parametrize("said", [None, 5, "", "é", [], {}])
@@ -72,7 +96,14 @@ def test_what_is_no_proof(said: object) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.binary(max_size=60) | FRAMES.map(encode) | VALUES.map(lambda v: encode({"type": "challenge", "nonce": v, "proof": v})), max_size=3))
+@given(
+    st.lists(
+        st.binary(max_size=60)
+        | FRAMES.map(encode)
+        | VALUES.map(lambda v: encode({"type": "challenge", "nonce": v, "proof": v})),
+        max_size=3,
+    )
+)
 def test_whoever_answers_the_knock_without_the_token_is_no_supervisor(said: list[bytes]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 

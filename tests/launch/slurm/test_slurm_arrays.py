@@ -1,4 +1,5 @@
-"""Units as Slurm arrays, as text: the graph, the scripts, the lines of sbatch; the real thing is in tests/cluster/test_slurm_stages.py."""
+"""Units as Slurm arrays, as text: the graph, the scripts, the lines of sbatch; the real thing is
+in tests/cluster/test_slurm_stages.py."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ from typing import Any
 import pytest
 
 from trainkit.jobs.clusters import Cluster, StagePlace
-from trainkit.launch.slurm.arrays import ArrayUnit, Level, SlurmPlace, describe, levels, script, split, submit_words
+from trainkit.launch.slurm.arrays import (
+    ArrayUnit,
+    Level,
+    SlurmPlace,
+    describe,
+    levels,
+    script,
+    split,
+    submit_words,
+)
 from trainkit.stages.array_task import do, share
 from trainkit.stages.contract import Need, Unit
 
@@ -38,10 +48,22 @@ def test_the_graph_is_levels_of_what_waits_for_what() -> None:
     assert here == [FETCH] and there == ALL[1:]
     first, second, third = levels(need(*ALL), there, StagePlace(nodes=2, tasks_per_node=2))
     assert (names(first), names(third)) == ([["tokenizer"]], [["merge"]])
-    assert (first.elements, first.tasks, second.elements, second.tasks, third.name) == (1, 1, 2, 2, "prep-data-pile--bpe-2")
+    assert (first.elements, first.tasks, second.elements, second.tasks, third.name) == (
+        1,
+        1,
+        2,
+        2,
+        "prep-data-pile--bpe-2",
+    )
     sizes = [sum(unit.size for unit in each) for each in second.shares]
-    assert sorted(name for each in names(second) for name in each) == [unit.name for unit in TOKENS] and max(sizes) - min(sizes) <= 2
-    assert describe(second, "job 7") == "prep-data-pile--bpe-1: 7 units in 2 x 2 tasks, after job 7 has gone well"
+    assert (
+        sorted(name for each in names(second) for name in each) == [unit.name for unit in TOKENS]
+        and max(sizes) - min(sizes) <= 2
+    )
+    assert (
+        describe(second, "job 7")
+        == "prep-data-pile--bpe-1: 7 units in 2 x 2 tasks, after job 7 has gone well"
+    )
 
 
 def test_more_room_than_units_is_not_asked_for() -> None:
@@ -55,41 +77,118 @@ def test_what_is_fetched_after_something_computed_goes_with_it() -> None:
 
 
 def test_the_script_and_its_line() -> None:
-    """The options of the published data jobs (NeMo launcher 24.12: --array=0-31, --exclusive, --mem=0, --nodes=1, --ntasks-per-node=32, --partition, --time);
-    singleton and aftercorr are not theirs to copy: an array here waits for the whole of the one before."""
-    slurm: dict[str, Any] = {"exclusive": True, "mem": 0, "gpus-per-node": 8, "time": "26-00:00:00", "account": "lm"}
-    cluster = Cluster(name="azure", launcher="slurm", python="/opt/p/python", prolog=("module load x",), slurm=slurm)
+    """The options of the published data jobs (NeMo launcher 24.12: --array=0-31, --exclusive,
+    --mem=0, --nodes=1, --ntasks-per-node=32, --partition, --time); singleton and aftercorr are
+    not theirs to copy: an array here waits for the whole of the one before."""
+    slurm: dict[str, Any] = {
+        "exclusive": True,
+        "mem": 0,
+        "gpus-per-node": 8,
+        "time": "26-00:00:00",
+        "account": "lm",
+    }
+    cluster = Cluster(
+        name="azure",
+        launcher="slurm",
+        python="/opt/p/python",
+        prolog=("module load x",),
+        slurm=slurm,
+    )
     asked = StagePlace(partition="hpc", nodes=32, tasks_per_node=32, time="24:00:00")
     shards = [Unit(f"tokens-{i}", ARGV, {}) for i in range(2000)]
     (level,) = levels(need(), shards, asked)
-    text = script(SlurmPlace(cluster, asked, Path("/shared")), level, Path("/shared/stamps/prep-data/pile--bpe"), Path("/shared/code/SHA"))
+    text = script(
+        SlurmPlace(cluster, asked, Path("/shared")),
+        level,
+        Path("/shared/stamps/prep-data/pile--bpe"),
+        Path("/shared/code/SHA"),
+    )
     lines = text.splitlines()
     options = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH ")}
-    published = {"array=0-31", "exclusive", "mem=0", "nodes=1", "ntasks-per-node=32", "partition=hpc", "time=24:00:00"}
-    assert published | {"account=lm", "job-name=prep-data-pile--bpe-0", "requeue", "open-mode=append"} < options and not any(
-        "gpus" in option for option in options
-    )
+    published = {
+        "array=0-31",
+        "exclusive",
+        "mem=0",
+        "nodes=1",
+        "ntasks-per-node=32",
+        "partition=hpc",
+        "time=24:00:00",
+    }
+    assert published | {
+        "account=lm",
+        "job-name=prep-data-pile--bpe-0",
+        "requeue",
+        "open-mode=append",
+    } < options and not any("gpus" in option for option in options)
     assert lines[0] == "#!/bin/bash -l" and lines[-2] == "module load x"
-    assert lines[-1].startswith("exec srun --kill-on-bad-exit=0 --wait=0 --mpi=none /opt/p/python -I -c ")
-    assert lines[-1].endswith(" /shared/code/SHA trainkit.stages.array_task /shared/stamps/prep-data/pile--bpe/prep-data-pile--bpe-0.json")
+    assert lines[-1].startswith(
+        "exec srun --kill-on-bad-exit=0 --wait=0 --mpi=none /opt/p/python -I -c "
+    )
+    assert lines[-1].endswith(
+        " /shared/code/SHA trainkit.stages.array_task"
+        " /shared/stamps/prep-data/pile--bpe/prep-data-pile--bpe-0.json"
+    )
     assert submit_words(Path("/s.sh"), None) == ["sbatch", "--parsable", "/s.sh"]
-    assert submit_words(Path("/s.sh"), "12") == ["sbatch", "--parsable", "--dependency=afterok:12", "--kill-on-invalid-dep=yes", "/s.sh"]
+    assert submit_words(Path("/s.sh"), "12") == [
+        "sbatch",
+        "--parsable",
+        "--dependency=afterok:12",
+        "--kill-on-invalid-dep=yes",
+        "/s.sh",
+    ]
 
 
 def test_a_stage_has_options_of_its_own() -> None:
-    """The cluster's are those of the partition with the GPUs: its qos and constraint may not be known on another."""
-    slurm: dict[str, Any] = {"exclusive": True, "mem": 0, "qos": "gpu-long", "constraint": "v100", "account": "lm"}
+    """The cluster's are those of the partition with the GPUs: its qos and constraint may not be
+    known on another."""
+    slurm: dict[str, Any] = {
+        "exclusive": True,
+        "mem": 0,
+        "qos": "gpu-long",
+        "constraint": "v100",
+        "account": "lm",
+    }
     cluster = Cluster(name="azure", launcher="slurm", slurm=slurm)
-    asked = StagePlace(partition="cpu", slurm={"qos": "cpu", "constraint": False, "mem": "64G", "cpus-per-task": 4, "no-requeue": True})
+    asked = StagePlace(
+        partition="cpu",
+        slurm={
+            "qos": "cpu",
+            "constraint": False,
+            "mem": "64G",
+            "cpus-per-task": 4,
+            "no-requeue": True,
+        },
+    )
     (level,) = levels(need(), TOKENS[:1], asked)
-    text = script(SlurmPlace(cluster, asked, Path("/shared")), level, Path("/shared/stamps"), Path("/shared/code/SHA"))
-    options = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH ")}
-    assert {"exclusive", "account=lm", "qos=cpu", "mem=64G", "cpus-per-task=4", "partition=cpu", "no-requeue"} < options
+    text = script(
+        SlurmPlace(cluster, asked, Path("/shared")),
+        level,
+        Path("/shared/stamps"),
+        Path("/shared/code/SHA"),
+    )
+    options = {
+        line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH ")
+    }
+    assert {
+        "exclusive",
+        "account=lm",
+        "qos=cpu",
+        "mem=64G",
+        "cpus-per-task=4",
+        "partition=cpu",
+        "no-requeue",
+    } < options
     assert not any(option.startswith(("constraint", "qos=gpu", "requeue")) for option in options)
 
 
 @pytest.mark.parametrize(
-    ("option", "said"), [("qoz", "did you mean 'qos'?"), ("time", "a key of the stage itself"), ("array", "a run is one job"), ("output", "trainkit does")]
+    ("option", "said"),
+    [
+        ("qoz", "did you mean 'qos'?"),
+        ("time", "a key of the stage itself"),
+        ("array", "a run is one job"),
+        ("output", "trainkit does"),
+    ],
 )
 def test_options_of_a_stage_that_cannot_be_set(option: str, said: str) -> None:
     with pytest.raises(ValueError, match=r"slurm\.") as caught:
@@ -97,7 +196,9 @@ def test_options_of_a_stage_that_cannot_be_set(option: str, said: str) -> None:
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(("element", "task", "expected"), [(0, 0, "a"), (0, 1, "b"), (1, 0, "c"), (1, 1, None)])
+@pytest.mark.parametrize(
+    ("element", "task", "expected"), [(0, 0, "a"), (0, 1, "b"), (1, 0, "c"), (1, 1, None)]
+)
 def test_each_task_has_its_share(element: int, task: int, expected: str | None) -> None:
     level = {"tasks": 2, "shares": [[{"name": name}] for name in "abc"]}
     got = share(level, {"SLURM_ARRAY_TASK_ID": str(element), "SLURM_PROCID": str(task)})
@@ -105,9 +206,19 @@ def test_each_task_has_its_share(element: int, task: int, expected: str | None) 
 
 
 def test_a_task_that_slurm_starts_anew_goes_on(tmp_path: Path) -> None:
-    program = f"import pathlib; pathlib.Path('{tmp_path}/made').open('a').write('x'); print('{{\"result\": {{}}}}')"
+    program = (
+        f"import pathlib; pathlib.Path('{tmp_path}/made').open('a').write('x');"
+        " print('{\"result\": {}}')"
+    )
     files = {name: str(tmp_path / f"u.{name}") for name in ("out", "log", "stamp")}
-    unit = {"name": "u", "argv": [sys.executable, "-c", program], "env": {}, "digest": "abc", "outputs": [f"{tmp_path}/made"], **files}
+    unit = {
+        "name": "u",
+        "argv": [sys.executable, "-c", program],
+        "env": {},
+        "digest": "abc",
+        "outputs": [f"{tmp_path}/made"],
+        **files,
+    }
     assert [do(unit), do(unit)] == [0, 0] and (tmp_path / "made").read_text() == "x"
     (tmp_path / "made").write_text("half")  # not as it was stamped
     assert do(unit) == 0 and (tmp_path / "made").read_text() == "halfx"
@@ -123,12 +234,27 @@ def test_what_a_restarted_task_says_is_read_from_its_beginning(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("code", "stamped"), [(0, True), (3, False)])
-def test_a_task_stamps_what_succeeded_and_says_how_it_ended(tmp_path: Path, code: int, stamped: bool) -> None:
-    program = f"import sys; print('noise'); print('{{\"result\": {{\"tokens\": 7}}}}'); print('why', file=sys.stderr); sys.exit({code})"
+def test_a_task_stamps_what_succeeded_and_says_how_it_ended(
+    tmp_path: Path, code: int, stamped: bool
+) -> None:
+    program = (
+        "import sys; print('noise'); print('{\"result\": {\"tokens\": 7}}'); print('why',"
+        f" file=sys.stderr); sys.exit({code})"
+    )
     files = {name: str(tmp_path / f"u.{name}") for name in ("out", "log", "stamp")}
-    unit = {"name": "u", "argv": [sys.executable, "-c", program], "env": {}, "digest": "abc", "outputs": [], **files}
+    unit = {
+        "name": "u",
+        "argv": [sys.executable, "-c", program],
+        "env": {},
+        "digest": "abc",
+        "outputs": [],
+        **files,
+    }
     assert do(unit) == code and (tmp_path / "u.log").read_text() == "why\n"
-    assert json.loads((tmp_path / "u.out").read_text().splitlines()[-1]) == {"ended": code, "host": os.uname().nodename}
+    assert json.loads((tmp_path / "u.out").read_text().splitlines()[-1]) == {
+        "ended": code,
+        "host": os.uname().nodename,
+    }
     assert (tmp_path / "u.stamp").exists() == stamped
     if stamped:
         stamp = json.loads((tmp_path / "u.stamp").read_text())

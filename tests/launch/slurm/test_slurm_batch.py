@@ -1,4 +1,5 @@
-"""What a supervisor knows of the attempts before it: budgets last over requeues, since every one begins a new process."""
+"""What a supervisor knows of the attempts before it: budgets last over requeues, since every one
+begins a new process."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs
 
 def ended(kind: str, step: int, exit: int, **cause: Any) -> list[dict[str, Any]]:
     """Events of an attempt that ended so."""
-    last = {"event": "ended", "class": kind, "exit": exit, "step": step, "root_cause": {"message": "m", **cause}, "survivors": []}
+    last = {
+        "event": "ended",
+        "class": kind,
+        "exit": exit,
+        "step": step,
+        "root_cause": {"message": "m", **cause},
+        "survivors": [],
+    }
     return [{"event": "started"}, {"event": "go"}, last]
 
 
@@ -33,7 +41,9 @@ def retried(by: str, step: int) -> list[dict[str, Any]]:
 GONE: list[dict[str, Any]] = [{"event": "started"}, {"event": "go"}]
 
 
-def supervisor_after(folder: Path, attempts: Sequence[Sequence[dict[str, Any]]], *sets: str) -> tuple[RunFolder, BatchSupervisor]:
+def supervisor_after(
+    folder: Path, attempts: Sequence[Sequence[dict[str, Any]]], *sets: str
+) -> tuple[RunFolder, BatchSupervisor]:
     """The supervisor of job 7, before its first attempt."""
     run = make_run(folder, ["cluster.launcher=slurm", *sets])
     add_slurm_job(run, "7", first_attempt=1)
@@ -42,15 +52,25 @@ def supervisor_after(folder: Path, attempts: Sequence[Sequence[dict[str, Any]]],
         for event in events:
             log.write(**event)
         log.close()
-    return run, BatchSupervisor(run, {}, BatchAsks(), nobody(), Granted("7", ("n1",), len(attempts)))
+    return run, BatchSupervisor(
+        run, {}, BatchAsks(), nobody(), Granted("7", ("n1",), len(attempts))
+    )
 
 
 def test_kinds_have_budgets_of_their_own(tmp_path: Path) -> None:
-    """20 time limits and 20 preemptions with steps between them eat nothing of what is for failures."""
-    attempts = [retried(kind, 10 * n + m) for n in range(20) for m, kind in enumerate(("time-limit", "preemption"))]
+    """20 time limits and 20 preemptions with steps between them eat nothing of what is for
+    failures."""
+    attempts = [
+        retried(kind, 10 * n + m)
+        for n in range(20)
+        for m, kind in enumerate(("time-limit", "preemption"))
+    ]
     _, supervisor = supervisor_after(tmp_path, attempts)
     supervisor.replay(1)
-    assert supervisor.budgets.left["time-limit"] == 1000 - 20 and supervisor.budgets.left["preemption"] == 100 - 20
+    assert (
+        supervisor.budgets.left["time-limit"] == 1000 - 20
+        and supervisor.budgets.left["preemption"] == 100 - 20
+    )
     assert supervisor.budgets.left["infra"] == 3
 
 
@@ -59,7 +79,9 @@ def test_a_supervisor_that_left_no_word_counts_as_infra(tmp_path: Path) -> None:
     supervisor.replay(1)
     assert supervisor.budgets.left["infra"] == 1
     run, supervisor = supervisor_after(tmp_path / "b", [GONE] * 4, "retry.same_step=9")
-    with pytest.raises(TrainkitError, match=r"attempt 4 ended \(infra\), and the budget retry.infra is used up") as caught:
+    with pytest.raises(
+        TrainkitError, match=r"attempt 4 ended \(infra\), and the budget retry.infra is used up"
+    ) as caught:
         supervisor.replay(1)
     assert caught.value.exit == 10
     record = read_record(run)
@@ -71,14 +93,19 @@ def test_a_person_s_word_gives_new_budgets(tmp_path: Path) -> None:
     _, supervisor = supervisor_after(tmp_path / "a", [GONE] * 5, "retry.same_step=9")
     supervisor.replay(5)
     assert supervisor.budgets.left["infra"] == 2
-    _, supervisor = supervisor_after(tmp_path / "b", [GONE, GONE, ended("user", 4, 9), GONE], "retry.same_step=9")
+    _, supervisor = supervisor_after(
+        tmp_path / "b", [GONE, GONE, ended("user", 4, 9), GONE], "retry.same_step=9"
+    )
     supervisor.replay(1)
     assert supervisor.budgets.left["infra"] == 2
 
 
 def test_time_limits_without_a_step_between_them_end(tmp_path: Path) -> None:
     """A step that takes longer than the limit would requeue for ever."""
-    run, supervisor = supervisor_after(tmp_path, [retried("time-limit", 40), retried("time-limit", 50)] + [retried("time-limit", 50)] * 2)
+    run, supervisor = supervisor_after(
+        tmp_path,
+        [retried("time-limit", 40), retried("time-limit", 50)] + [retried("time-limit", 50)] * 2,
+    )
     with pytest.raises(TrainkitError, match="3 times in the same way at step 50") as caught:
         supervisor.replay(1)
     assert caught.value.exit == 14 and read_record(run).failure_class == "no-progress"
@@ -92,14 +119,19 @@ def test_attempts_in_one_allocation_count_too(tmp_path: Path) -> None:
     assert supervisor.budgets.left["infra"] == 2 and supervisor.budgets.left["preemption"] == 99
 
 
-def test_a_budget_counts_though_the_supervisor_was_killed_before_its_last_word(tmp_path: Path) -> None:
-    """KILL between `ended` and `retry`: `ended` says what was used up. One that Slurm would not put back was the end."""
+def test_a_budget_counts_though_the_supervisor_was_killed_before_its_last_word(
+    tmp_path: Path,
+) -> None:
+    """KILL between `ended` and `retry`: `ended` says what was used up. One that Slurm would not
+    put back was the end."""
     *before, last = ended("infra", 3, 10, signal="SIGKILL")
     cut_short = [*before, {**last, "budget": "infra"}]
     _, supervisor = supervisor_after(tmp_path / "a", [cut_short, GONE], "retry.same_step=9")
     supervisor.replay(1)
     assert supervisor.budgets.left["infra"] == 1
-    _, supervisor = supervisor_after(tmp_path / "b", [[*cut_short, {"event": "requeue_failed"}], GONE], "retry.same_step=9")
+    _, supervisor = supervisor_after(
+        tmp_path / "b", [[*cut_short, {"event": "requeue_failed"}], GONE], "retry.same_step=9"
+    )
     supervisor.replay(1)
     assert supervisor.budgets.left["infra"] == 2
 

@@ -1,4 +1,5 @@
-"""How a run's end is told and made sure of where Slurm has a word in it. Slurm's programs are recorded ones."""
+"""How a run's end is told and made sure of where Slurm has a word in it. Slurm's programs are
+recorded ones."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("exit", "kind"), [(8, "infra"), (12, "preempted")])
 @pytest.mark.usefixtures("impatient")
 def test_a_run_has_not_failed_before_slurm_says_so(slurm: Slurm, exit: int, kind: str) -> None:
-    """scontrol requeue as its supervisor begins: `train` would return 8, and the run succeed 20 s later."""
+    """scontrol requeue as its supervisor begins: `train` would return 8, and the run succeed 20
+    s later."""
     run = a_run(slurm, exit, kind)
     queue = Queue(run)
     slurm.says("7|COMPLETING")
@@ -92,7 +94,10 @@ def test_a_job_that_was_cancelled_in_the_queue_no_longer_waits(slurm: Slurm) -> 
     assert seen.words() == "job 7 is over: CANCELLED"
     told = (settle(read_record(run), seen).root_cause or {})["message"]
     assert told == "job 7 was over before its supervisor began: CANCELLED"
-    assert JobLook("7", "CANCELLED", "by root", "", "", "").words() == "job 7 is over: CANCELLED (by root)"
+    assert (
+        JobLook("7", "CANCELLED", "by root", "", "", "").words()
+        == "job 7 is over: CANCELLED (by root)"
+    )
 
 
 def test_jobs_that_cannot_be_taken_out_are_named(slurm: Slurm) -> None:
@@ -104,8 +109,13 @@ def test_jobs_that_cannot_be_taken_out_are_named(slurm: Slurm) -> None:
     with pytest.raises(TrainkitError, match="Slurm still has them: 8 PENDING") as caught:
         tasks.make_sure(run)
     assert caught.value.exit == Exit.CONTACT_LOST and "scancel 8" in str(caught.value.hint)
-    assert [job.id for job in read_slurm_jobs(run)] == ["7", "8"], "it will run, and whoever looks must know"
-    (slurm.folder / "bin" / "squeue").write_text("#!/bin/bash\necho slurmctld is away >&2; exit 1\n")
+    assert [job.id for job in read_slurm_jobs(run)] == [
+        "7",
+        "8",
+    ], "it will run, and whoever looks must know"
+    (slurm.folder / "bin" / "squeue").write_text(
+        "#!/bin/bash\necho slurmctld is away >&2; exit 1\n"
+    )
     with pytest.raises(TrainkitError, match="whether jobs 7, 8 are over is not known") as caught:
         tasks.make_sure(run)
     assert caught.value.exit == Exit.CONTACT_LOST
@@ -114,7 +124,9 @@ def test_jobs_that_cannot_be_taken_out_are_named(slurm: Slurm) -> None:
 def test_a_job_that_is_over_anyway_needs_no_scancel(slurm: Slurm) -> None:
     run = a_run(slurm, 15, "cancelled")
     add_slurm_job(run, "8", first_attempt=1, follows="7")
-    (slurm.folder / "bin" / "scancel").write_text("#!/bin/bash\necho 'Kill job error on job id 7: already completing' >&2; exit 1\n")
+    (slurm.folder / "bin" / "scancel").write_text(
+        "#!/bin/bash\necho 'Kill job error on job id 7: already completing' >&2; exit 1\n"
+    )
     slurm.says("7|COMPLETED", "8|CANCELLED")
     tasks.make_sure(run)
     assert [job.id for job in read_slurm_jobs(run)] == ["7"]
@@ -123,14 +135,27 @@ def test_a_job_that_is_over_anyway_needs_no_scancel(slurm: Slurm) -> None:
 def test_why_says_what_status_says_of_a_spent_budget(slurm: Slurm) -> None:
     """The supervisor of the next start has given up: its word comes after the last attempt's."""
     run = a_run(slurm, 12, "preempted")
-    note_end(run, "7", {"state": "GIVEN UP", "message": "attempt 1 ended (preemption), and the budget is used up", "exit": 12})
+    note_end(
+        run,
+        "7",
+        {
+            "state": "GIVEN UP",
+            "message": "attempt 1 ended (preemption), and the budget is used up",
+            "exit": 12,
+        },
+    )
     document = why(talk(slurm), "one", 0).document
     status = read_record(run)
-    assert document["root_cause"]["message"] == (status.root_cause or {})["message"] and document["exit"] == status.exit
+    assert (
+        document["root_cause"]["message"] == (status.root_cause or {})["message"]
+        and document["exit"] == status.exit
+    )
     assert "budget" in document["root_cause"]["message"]
 
 
-def test_attach_to_a_run_that_has_ended_loads_no_model(slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attach_to_a_run_that_has_ended_loads_no_model(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """This may be a login node; the sample was printed when it ended."""
     a_run(slurm, 0, "success")
     asked = list[Any]()
@@ -139,18 +164,26 @@ def test_attach_to_a_run_that_has_ended_loads_no_model(slurm: Slurm, monkeypatch
     assert "next:" in capsys.readouterr().out
 
 
-def test_places_of_stages_that_there_are_not_are_named(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_places_of_stages_that_there_are_not_are_named(
+    slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepare.say_unused_places(talk(slurm), slurm.job)
     assert capsys.readouterr().out == ""
     places = {"prep-data": StagePlace(), "prepdata": StagePlace(), "precompile": StagePlace()}
     cluster = slurm.job.cluster.model_copy(update={"stages": places})
     prepare.say_unused_places(talk(slurm), slurm.job.model_copy(update={"cluster": cluster}))
     precompile, prepdata = capsys.readouterr().out.splitlines()
-    assert "stages.precompile is the place of no stage" in precompile and "stages.prepdata" in prepdata and "prep-data" in prepdata
+    assert (
+        "stages.precompile is the place of no stage" in precompile
+        and "stages.prepdata" in prepdata
+        and "prep-data" in prepdata
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_doctor_says_that_the_root_is_full(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_doctor_says_that_the_root_is_full(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def full(*words: object) -> Callable[[], None]:
         raise OSError(number, "no room")
 

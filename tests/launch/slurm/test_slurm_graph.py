@@ -1,5 +1,6 @@
-"""A run and its stages as one graph: the lines of sbatch, what is noted, who waits for whom, which unit failed. sbatch, squeue and scancel only write down
-what they are told here; the real thing is in tests/cluster/test_slurm_stages.py."""
+"""A run and its stages as one graph: the lines of sbatch, what is noted, who waits for whom,
+which unit failed. sbatch, squeue and scancel only write down what they are told here; the real
+thing is in tests/cluster/test_slurm_stages.py."""
 
 from __future__ import annotations
 
@@ -24,7 +25,15 @@ from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.run_inputs import refuse_other_inputs
 from trainkit.launch.slurm.arrays import slurm_place_of
-from trainkit.launch.slurm.job_graph import Graph, Part, ready_script, stage_failure, stages_of, still_to_be_made, submit_graph
+from trainkit.launch.slurm.job_graph import (
+    Graph,
+    Part,
+    ready_script,
+    stage_failure,
+    stages_of,
+    still_to_be_made,
+    submit_graph,
+)
 from trainkit.launch.slurm.sbatch import words_after
 from trainkit.launch.slurm.shared_arrays import progress_of
 from trainkit.launch.slurm.submit_run import submit_with_stages
@@ -43,7 +52,8 @@ from trainkit.stages.stamps import judge, stamp_unit, unit_folder
 
 
 def test_everything_is_submitted_in_one_go(slurm: Slurm) -> None:
-    """Datasets one after another (a stage has so many nodes), each level after the one before, the small job after all, the run last."""
+    """Datasets one after another (a stage has so many nodes), each level after the one before,
+    the small job after all, the run last."""
     run, said = submit(slurm, "one", part(slurm, need("a", 3)), part(slurm, need("b", 20)))
     folder, after = stages_of(run), "--kill-on-invalid-dep=yes"
     assert slurm.lines() == [
@@ -61,7 +71,9 @@ def test_everything_is_submitted_in_one_go(slurm: Slurm) -> None:
         "job 104: prep-data-b-1: 1 unit in 1 x 1 task, after job 103 has gone well",
         "job 105: small-ready: notes that the stages are made, plans, after job 104 has gone well",
     ]
-    assert still_to_be_made(run) and [job["id"] for job in json.loads(run.slurm.read_text())["jobs"]] == ["106"]
+    assert still_to_be_made(run) and [
+        job["id"] for job in json.loads(run.slurm.read_text())["jobs"]
+    ] == ["106"]
 
 
 def test_the_small_job(slurm: Slurm) -> None:
@@ -80,12 +92,18 @@ def test_the_small_job(slurm: Slurm) -> None:
         "#SBATCH --export=HOME,USER,LOGNAME,SHELL,PATH,LANG,LC_ALL,TZ",
         "#SBATCH --requeue",
         "set -e",
-        "exec /opt/p/python -I /shared/runs/small/one/code/trainkit/cli/run/preflight.py /shared/runs/small/one",
+        (
+            "exec /opt/p/python -I /shared/runs/small/one/code/trainkit/cli/run/preflight.py"
+            " /shared/runs/small/one"
+        ),
     ]
 
 
 def test_a_dependency_of_the_jobs_own_is_kept() -> None:
-    assert words_after("7", {"dependency": "singleton"}) == ["--dependency=singleton,afterok:7", "--kill-on-invalid-dep=yes"]
+    assert words_after("7", {"dependency": "singleton"}) == [
+        "--dependency=singleton,afterok:7",
+        "--kill-on-invalid-dep=yes",
+    ]
     with pytest.raises(ConfigError, match="any of several"):
         words_after("7", {"dependency": "afterok:1?afterok:2"})
 
@@ -97,8 +115,13 @@ def test_a_second_run_waits_for_the_same_arrays(slurm: Slurm) -> None:
     assert making.jobs == ("101", "102") and makings(stamps, "b") == []
     slurm.says("101|RUNNING", "102|PENDING")
     assert progress_of(making) == "going"
-    second, said = submit(slurm, "two", part(slurm, need("a", 3), making), part(slurm, need("b", 1)))
-    assert slurm.lines()[4].endswith("prep-data-b-0.sh") and "--dependency=afterok:102 " in slurm.lines()[4]
+    second, said = submit(
+        slurm, "two", part(slurm, need("a", 3), making), part(slurm, need("b", 1))
+    )
+    assert (
+        slurm.lines()[4].endswith("prep-data-b-0.sh")
+        and "--dependency=afterok:102 " in slurm.lines()[4]
+    )
     assert said[0] == "prep-data a: Slurm's jobs 101, 102 of run one make it"
     # who leaves first leaves the arrays to the other
     slurm.says("101|RUNNING", "102|PENDING", *(f"{id}|PENDING" for id in range(103, 109)))
@@ -109,12 +132,19 @@ def test_a_second_run_waits_for_the_same_arrays(slurm: Slurm) -> None:
     assert take_out(first) == ["103"], "asked again it spares them too"
     assert take_out(second) == ["105", "106", "107", "101", "102"]
     (left,) = makings(stamps, "a")
-    assert left.runs == () and "being taken out" in left.words(), "until Slurm says that they are over their tasks may write"
+    assert left.runs == () and "being taken out" in left.words(), (
+        "until Slurm says that they are over their tasks may write"
+    )
 
 
 @pytest.mark.parametrize(
     ("states", "expected"),
-    [(["1|RUNNING", "1|FAILED"], "failing"), (["1|COMPLETED", "2|PENDING"], "going"), (["1|COMPLETED", "2|CANCELLED"], "over"), ([], "over")],
+    [
+        (["1|RUNNING", "1|FAILED"], "failing"),
+        (["1|COMPLETED", "2|PENDING"], "going"),
+        (["1|COMPLETED", "2|CANCELLED"], "over"),
+        ([], "over"),
+    ],
 )
 def test_how_far_arrays_are(slurm: Slurm, states: list[str], expected: str) -> None:
     slurm.says(*states)
@@ -124,17 +154,34 @@ def test_how_far_arrays_are(slurm: Slurm, states: list[str], expected: str) -> N
 def test_a_unit_that_failed_is_named_by_the_record(slurm: Slurm) -> None:
     run, _ = submit(slurm, "one", part(slurm, need("a", 3)))
     slurm.says("101|RUNNING", "102|PENDING", "103|PENDING")
-    assert stage_failure(run) is None, "a person has cancelled the run; nothing of its stages has failed"
+    assert stage_failure(run) is None, (
+        "a person has cancelled the run; nothing of its stages has failed"
+    )
     unit = units(run, 0)[1]
-    error = {"problems": [{"message": "is not JSON", "file": "c.jsonl", "line": 2, "hint": "mend it"}], "exit": 6}
-    Path(unit["out"]).write_text(f"noise\n{json.dumps({'error': error})}\n{json.dumps({'ended': 6, 'host': 'node7'})}\n")
+    error = {
+        "problems": [{"message": "is not JSON", "file": "c.jsonl", "line": 2, "hint": "mend it"}],
+        "exit": 6,
+    }
+    Path(unit["out"]).write_text(
+        f"noise\n{json.dumps({'error': error})}\n{json.dumps({'ended': 6, 'host': 'node7'})}\n"
+    )
     failure = stage_failure(run)
     assert failure is not None
     change_slurm_job(run, "104", ended=failure)
     record = read_record(run)
-    assert (record.state, record.exit, record.failure_class) == ("failed", Exit.STAGE_FAILED, "user")
-    assert record.root_cause is not None and record.root_cause["message"] == f"c.jsonl:2: {unit['name']} on node7: is not JSON"
-    assert record.root_cause["advice"] == "mend it" and record.next_tasks() == ["invoke why one", "invoke train small"]
+    assert (record.state, record.exit, record.failure_class) == (
+        "failed",
+        Exit.STAGE_FAILED,
+        "user",
+    )
+    assert (
+        record.root_cause is not None
+        and record.root_cause["message"] == f"c.jsonl:2: {unit['name']} on node7: is not JSON"
+    )
+    assert record.root_cause["advice"] == "mend it" and record.next_tasks() == [
+        "invoke why one",
+        "invoke train small",
+    ]
 
 
 def test_units_that_never_ended_are_told_with_slurms_word(slurm: Slurm) -> None:
@@ -145,27 +192,41 @@ def test_units_that_never_ended_are_told_with_slurms_word(slurm: Slurm) -> None:
     failure = stage_failure(run)
     assert failure is not None and failure["exit"] == 6
     assert "and 0 more" not in failure["message"] and done["name"] not in failure["message"]
-    assert failure["message"].endswith("did not end: job 101 TIMEOUT, job 102 CANCELLED, job 103 CANCELLED")
-    for path in stages_of(run).glob("prep-data-*.json"):  # as where they are another run's, which has been deleted
+    assert failure["message"].endswith(
+        "did not end: job 101 TIMEOUT, job 102 CANCELLED, job 103 CANCELLED"
+    )
+    # as where they are another run's, which has been deleted
+    for path in stages_of(run).glob("prep-data-*.json"):
         path.unlink()
     failure = stage_failure(run)
     assert failure is not None and failure["message"].endswith(
-        "not all jobs that make its stages ended well: job 101 TIMEOUT, job 102 CANCELLED, job 103 CANCELLED"
+        "not all jobs that make its stages ended well: job 101 TIMEOUT, job 102 CANCELLED, job 103"
+        " CANCELLED"
     )
 
 
 def test_the_small_jobs_refusal_is_the_runs(slurm: Slurm) -> None:
     run, _ = submit(slurm, "one", part(slurm, need("a", 1)))
-    write_json(stages_of(run) / "ended.json", document("stages-ended/1", exit=4, message="too large", advice="more nodes"))
-    assert stage_failure(run) == {"state": "FAILED", "class": "user", "exit": 4, "message": "too large", "advice": "more nodes"}
+    write_json(
+        stages_of(run) / "ended.json",
+        document("stages-ended/1", exit=4, message="too large", advice="more nodes"),
+    )
+    assert stage_failure(run) == {
+        "state": "FAILED",
+        "class": "user",
+        "exit": 4,
+        "message": "too large",
+        "advice": "more nodes",
+    }
     write_json(run.path / "launch" / "inputs.json", document("inputs/1", files=[]))
     assert stage_failure(run) is None, "made after all"
 
 
 def test_nothing_is_left_where_sbatch_refuses(slurm: Slurm) -> None:
     (slurm.folder / "bin" / "sbatch").write_text(
-        f'#!/bin/bash\necho "sbatch $*" >> {slurm.folder}/lines; n=$(grep -c ^sbatch {slurm.folder}/lines); [ $n -lt 3 ] && echo $((100 + n)) && exit\n'
-        "echo sbatch: error: Invalid account >&2; exit 1\n"
+        f'#!/bin/bash\necho "sbatch $*" >> {slurm.folder}/lines; n=$(grep -c ^sbatch'
+        f" {slurm.folder}/lines); [ $n -lt 3 ] && echo $((100 + n)) && exit\necho sbatch: error:"
+        " Invalid account >&2; exit 1\n"
     )
     slurm.says("101|PENDING", "102|PENDING")
     resolved = load(slurm.folder).resolve("small")
@@ -174,8 +235,12 @@ def test_nothing_is_left_where_sbatch_refuses(slurm: Slurm) -> None:
         locked(slurm.folder / "stamps" / "prep-data" / "a.lock", {}),
         pytest.raises(TrainkitError, match="Invalid account"),
     ):
-        submit_with_stages(resolved, make_plan(resolved.job), graph, slurm.folder, lambda text: None)
-    assert slurm.lines()[-1] == "scancel --quiet 101 102" and not list((slurm.folder / "runs").glob("*/*/job.json"))
+        submit_with_stages(
+            resolved, make_plan(resolved.job), graph, slurm.folder, lambda text: None
+        )
+    assert slurm.lines()[-1] == "scancel --quiet 101 102" and not list(
+        (slurm.folder / "runs").glob("*/*/job.json")
+    )
     (left,) = makings(slurm.folder / "stamps" / "prep-data", "a")
     assert left.runs == ()
 
@@ -183,7 +248,12 @@ def test_nothing_is_left_where_sbatch_refuses(slurm: Slurm) -> None:
 def test_what_the_small_job_completes_and_refuses(slurm: Slurm) -> None:
     (slurm.folder / "corpus").mkdir()
     corpus = slurm.folder / "corpus" / "part.jsonl"
-    corpus.write_text("".join(json.dumps({"text": f"the quick brown fox number {i} jumps over the lazy dog"}) + "\n" for i in range(60)))
+    corpus.write_text(
+        "".join(
+            json.dumps({"text": f"the quick brown fox number {i} jumps over the lazy dog"}) + "\n"
+            for i in range(60)
+        )
+    )
     resolved = load(slurm.folder).resolve("text", [f"cluster.python={json.dumps(sys.executable)}"])
     job, stamps = resolved.job, stamps_folder(slurm.folder, "prep-data")
 
@@ -207,16 +277,28 @@ def test_what_the_small_job_completes_and_refuses(slurm: Slurm) -> None:
     for number in range(3):
         assert [do(unit) for unit in units(run, number)] == [0]
     assert ready(run) == 0 and stage_failure(run) is None and not still_to_be_made(run)
-    assert all(judge(need, stamps).fresh for need in needs) and makings(stamps, "lines") == [] and not list(stamps.glob("*/*.out"))
-    assert json.loads(run.plan.read_text())["vocab_size"] == 384 and all(judge(need, stamps).fresh for need in Index().needs(job, stamps))
+    assert (
+        all(judge(need, stamps).fresh for need in needs)
+        and makings(stamps, "lines") == []
+        and not list(stamps.glob("*/*.out"))
+    )
+    assert json.loads(run.plan.read_text())["vocab_size"] == 384 and all(
+        judge(need, stamps).fresh for need in Index().needs(job, stamps)
+    )
     refuse_other_inputs(run)
 
     run, _ = submitted("two")
     for number in range(3):
         assert [do(unit) for unit in units(run, number)] == [0]
     corpus.write_text(corpus.read_text() * 2)
-    assert ready(run) == 5 and f"input {corpus} changed" in (stage_failure(run) or {})["message"] and not run.plan.exists()
-    assert not any(judge(need, stamps).fresh for need in PrepData().needs(job, stamps)), "the next train makes it anew"
+    assert (
+        ready(run) == 5
+        and f"input {corpus} changed" in (stage_failure(run) or {})["message"]
+        and not run.plan.exists()
+    )
+    assert not any(judge(need, stamps).fresh for need in PrepData().needs(job, stamps)), (
+        "the next train makes it anew"
+    )
 
 
 def test_without_a_place_all_is_made_here_in_turn(slurm: Slurm) -> None:
@@ -232,11 +314,20 @@ def test_without_a_place_all_is_made_here_in_turn(slurm: Slurm) -> None:
 
 
 def test_how_forgotten_arrays_ended_is_asked_of_sacct(slurm: Slurm) -> None:
-    """After MinJobAge slurmctld knows them no more; a time limit and scancel leave no word of a unit."""
+    """After MinJobAge slurmctld knows them no more; a time limit and scancel leave no word of a
+    unit."""
     run, _ = submit(slurm, "one", part(slurm, need("a", 3)))
-    slurm.keeps("101_0|COMPLETED", "101_1|TIMEOUT", "101_1.batch|CANCELLED", "102_0|CANCELLED by 0", "103|REQUEUED")
+    slurm.keeps(
+        "101_0|COMPLETED",
+        "101_1|TIMEOUT",
+        "101_1.batch|CANCELLED",
+        "102_0|CANCELLED by 0",
+        "103|REQUEUED",
+    )
     failure = stage_failure(run)
-    assert failure is not None and failure["message"].endswith("did not end: job 101 TIMEOUT, job 102 CANCELLED"), failure
+    assert failure is not None and failure["message"].endswith(
+        "did not end: job 101 TIMEOUT, job 102 CANCELLED"
+    ), failure
     slurm.keeps()
     assert "Slurm knows the jobs no more" in (stage_failure(run) or {})["message"]
 
@@ -254,7 +345,9 @@ class Silent:
         return lambda *values: None
 
 
-def test_whoever_makes_it_here_waits_for_arrays_of_a_run(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_makes_it_here_waits_for_arrays_of_a_run(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = replace(need("a", 1), units=(Unit("only", ARGV, {}),))
     submit(slurm, "one", part(slurm, made))
     monkeypatch.setattr("trainkit.stages.execute.WAIT_SECONDS", 0.01)
@@ -268,6 +361,10 @@ def test_whoever_makes_it_here_waits_for_arrays_of_a_run(slurm: Slurm, monkeypat
         begun.append([unit.name for unit in units])
 
     make_fresh(made, slurm.folder, execute, reporter, going=going)
-    assert asked == ["a"] * 4 and begun == [["only"]] and reporter.waited == ["Slurm's jobs 101 of run one"]
+    assert (
+        asked == ["a"] * 4
+        and begun == [["only"]]
+        and reporter.waited == ["Slurm's jobs 101 of run one"]
+    )
     assert (unit_folder(slurm.folder / "stamps" / "prep-data", "a")).is_dir()
     assert makings(slurm.folder / "stamps" / "prep-data", "a") == []

@@ -1,4 +1,5 @@
-"""Who may touch what while Slurm's arrays are on their way: cancel, runs that join or have gone, arrays put back, a slurmctld that is away; data made anew.
+"""Who may touch what while Slurm's arrays are on their way: cancel, runs that join or have gone,
+arrays put back, a slurmctld that is away; data made anew.
 
 Slurm's programs are recorded ones; the real thing is in tests/cluster/test_slurm_stages.py."""
 
@@ -75,11 +76,14 @@ def a_run(slurm: Slurm, name: str) -> RunFolder:
 def cancelled_by_scancel(slurm: Slurm) -> None:
     """scancel ends what squeue says at once."""
     (slurm.folder / "bin" / "scancel").write_text(
-        f'#!/bin/bash\necho "scancel $*" >> {slurm.folder}/lines\nfor id in "$@"; do sed -i "s/^$id|.*/$id|CANCELLED/" {slurm.folder}/states; done\n'
+        f'#!/bin/bash\necho "scancel $*" >> {slurm.folder}/lines\nfor id in "$@"; do sed -i'
+        f' "s/^$id|.*/$id|CANCELLED/" {slurm.folder}/states; done\n'
     )
 
 
-def test_a_run_that_is_just_submitted_is_cancelled_once_it_is(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_just_submitted_is_cancelled_once_it_is(
+    slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     cancelled_by_scancel(slurm)
     slurm.says("104|PENDING")
     run = a_run(slurm, "one")
@@ -88,11 +92,17 @@ def test_a_run_that_is_just_submitted_is_cancelled_once_it_is(slurm: Slurm, caps
     later.start()
     answer = cancel(talk(slurm), "one", save=False)
     later.join()
-    assert answer.exit == Exit.CANCELLED and read_record(run).state == "cancelled" and slurm.lines() == ["scancel 104"]
+    assert (
+        answer.exit == Exit.CANCELLED
+        and read_record(run).state == "cancelled"
+        and slurm.lines() == ["scancel 104"]
+    )
     assert f"is being begun by pid {os.getpid()}" in capsys.readouterr().out
 
 
-def test_cancel_does_not_wait_for_ever_for_whoever_begins_a_run(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_does_not_wait_for_ever_for_whoever_begins_a_run(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainkit.cli.run.cancel.BEGIN_SECONDS", 0.1)
     write_maker(a_run(slurm, "one"))
     with pytest.raises(TrainkitError, match=f"still being begun by pid {os.getpid()}") as caught:
@@ -111,22 +121,35 @@ def test_a_small_job_leaves_the_record_of_arrays_that_began_since(slurm: Slurm) 
     assert ready(run) == Exit.STAGE_FAILED and makings(stamps, "a") == [theirs]
 
 
-def test_who_leaves_holds_the_lock_and_leaves_the_record_until_the_arrays_are_over(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_holds_the_lock_and_leaves_the_record_until_the_arrays_are_over(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainkit.launch.slurm.withdraw.LOCK_SECONDS", 0.1)
     run, _ = submit(slurm, "one", part(slurm, need("a", 3)))
     stamps = slurm.folder / "stamps" / "prep-data"
     slurm.says("101|RUNNING", "102|PENDING", "103|PENDING")
     before = read_making(stamps, "a")
-    with locked(stamps / "a.lock", {}), pytest.raises(TrainkitError, match=f"pid {os.getpid()} is at work on prep-data a"):
+    with (
+        locked(stamps / "a.lock", {}),
+        pytest.raises(TrainkitError, match=f"pid {os.getpid()} is at work on prep-data a"),
+    ):
         take_out(run)
-    assert before is not None and makings(stamps, "a") == [before] and not any(line.startswith("scancel") for line in slurm.lines())
-    (slurm.folder / "bin" / "scancel").write_text("#!/bin/bash\necho slurmctld is away >&2; exit 1\n")
+    assert (
+        before is not None
+        and makings(stamps, "a") == [before]
+        and not any(line.startswith("scancel") for line in slurm.lines())
+    )
+    (slurm.folder / "bin" / "scancel").write_text(
+        "#!/bin/bash\necho slurmctld is away >&2; exit 1\n"
+    )
     with pytest.raises(TrainkitError, match="slurmctld is away"):
         take_out(run)
     assert makings(stamps, "a") == [replace(before, runs=())], "they may still write"
 
 
-def test_a_run_that_waits_no_more_keeps_no_arrays_alive(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_waits_no_more_keeps_no_arrays_alive(
+    slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, _ = submit(slurm, "one", part(slurm, need("a", 3)))
     (making,) = makings(slurm.folder / "stamps" / "prep-data", "a")
     second, _ = submit(slurm, "two", part(slurm, need("a", 3), making))
@@ -135,13 +158,22 @@ def test_a_run_that_waits_no_more_keeps_no_arrays_alive(slurm: Slurm, capsys: py
     for run in (first, second):
         write_json(run.job, {})
     cancelled_by_scancel(slurm)
-    slurm.says("101|RUNNING", "102|PENDING", "103|PENDING", "104|PENDING", "105|PENDING", "106|PENDING")
+    slurm.says(
+        "101|RUNNING", "102|PENDING", "103|PENDING", "104|PENDING", "105|PENDING", "106|PENDING"
+    )
     cancel_queued(talk(slurm), second)
-    assert [line for line in slurm.lines() if line.startswith("scancel")] == ["scancel 106", "scancel --quiet 105"], "not the first's"
-    assert capsys.readouterr().out.strip() == "job 106 is out of the queue (CANCELLED), with jobs 105 that were to make its stages"
+    assert [line for line in slurm.lines() if line.startswith("scancel")] == [
+        "scancel 106",
+        "scancel --quiet 105",
+    ], "not the first's"
+    assert (
+        capsys.readouterr().out.strip()
+        == "job 106 is out of the queue (CANCELLED), with jobs 105 that were to make its stages"
+    )
     left = read_making(slurm.folder / "stamps" / "prep-data", "a")
     assert left is not None and left.runs == (str(first.path),)
-    write_making(slurm.folder / "stamps" / "prep-data", making)  # as where a person has typed scancel
+    # as where a person has typed scancel
+    write_making(slurm.folder / "stamps" / "prep-data", making)
     assert take_out(first) == ["101", "102", "103"]
 
 
@@ -164,10 +196,14 @@ def test_secrets_go_where_no_supervisor_ever_comes(slurm: Slurm) -> None:
     run.code.symlink_to(Path(arrays.__file__).parents[3])
     write_job(run.job, load(slurm.folder).resolve("small"))
     write_json(secrets_path(run), SECRETS)
-    assert ready(run) == Exit.STAGE_FAILED and not secrets_path(run).exists(), "the small job's refusal"
+    assert ready(run) == Exit.STAGE_FAILED and not secrets_path(run).exists(), (
+        "the small job's refusal"
+    )
 
 
-def test_secrets_go_where_a_run_is_not_taken_back_either(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_go_where_a_run_is_not_taken_back_either(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`resume`, refused by sbatch."""
     monkeypatch.setenv("TOKEN", "abcdef")
     resolved = load(slurm.folder).resolve("small", ['cluster.secrets=["TOKEN"]'])
@@ -175,12 +211,15 @@ def test_secrets_go_where_a_run_is_not_taken_back_either(slurm: Slurm, monkeypat
     write_job(run.job, resolved)
     (slurm.folder / "bin" / "sbatch").write_text("#!/bin/bash\necho no >&2; exit 1\n")
     with pytest.raises(TrainkitError, match="sbatch refuses"):
-        submit_again(run, resolved.job, json.loads(run.job.read_text()), code=False, project=slurm.folder)
+        submit_again(
+            run, resolved.job, json.loads(run.job.read_text()), code=False, project=slurm.folder
+        )
     assert not secrets_path(run).exists()
 
 
 def test_a_run_on_slurm_looks_at_its_data_itself(slurm: Slurm) -> None:
-    """As `resume` does: hours lie between a person's word and the first attempt, and between two allocations."""
+    """As `resume` does: hours lie between a person's word and the first attempt, and between two
+    allocations."""
     run = make_run(slurm.folder / "project", ["cluster.launcher=slurm"])
     data = slurm.folder / "tokens.bin"
     data.write_text("tokens")
@@ -191,25 +230,45 @@ def test_a_run_on_slurm_looks_at_its_data_itself(slurm: Slurm) -> None:
     (slurm.folder / "bin" / "scontrol").write_text("#!/bin/bash\necho n1\n")
     (slurm.folder / "bin" / "scontrol").chmod(0o755)
     data.write_text("other tokens")
-    with pytest.raises(TrainkitError, match=r"tokens.bin has changed since run .* began; its samples would no longer be the same") as caught:
-        supervise_batch(run, {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": "1"})
+    with pytest.raises(
+        TrainkitError,
+        match=r"tokens.bin has changed since run .* began; its samples would no longer be the same",
+    ) as caught:
+        supervise_batch(
+            run, {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": "1"}
+        )
     record = read_record(run)
-    assert (caught.value.exit, record.state, record.exit, record.failure_class) == (Exit.STAGE_STALE, "failed", Exit.STAGE_STALE, "user")
-    assert "has changed" in str(record.root_cause) and not secrets_path(run).exists() and run.attempts() == []
+    assert (caught.value.exit, record.state, record.exit, record.failure_class) == (
+        Exit.STAGE_STALE,
+        "failed",
+        Exit.STAGE_STALE,
+        "user",
+    )
+    assert (
+        "has changed" in str(record.root_cause)
+        and not secrets_path(run).exists()
+        and run.attempts() == []
+    )
 
 
-def test_a_closed_terminal_while_the_graph_is_submitted_leaves_no_half_of_it(slurm: Slurm, deaf: None) -> None:
+def test_a_closed_terminal_while_the_graph_is_submitted_leaves_no_half_of_it(
+    slurm: Slurm, deaf: None
+) -> None:
     (slurm.folder / "corpus").mkdir()
     (slurm.folder / "corpus" / "part.jsonl").write_text('{"text": "the quick brown fox"}\n' * 60)
     resolved = load(slurm.folder).resolve("text")
     (slurm.folder / "bin" / "sbatch").write_text(
-        f'#!/bin/bash\necho "sbatch $*" >> {slurm.folder}/lines\nn=$(grep -c ^sbatch {slurm.folder}/lines)\necho $((100 + n))\n'
-        "[ $n -ne 2 ] || kill -HUP $PPID\n"
+        f'#!/bin/bash\necho "sbatch $*" >> {slurm.folder}/lines\nn=$(grep -c ^sbatch'
+        f" {slurm.folder}/lines)\necho $((100 + n))\n[ $n -ne 2 ] || kill -HUP $PPID\n"
     )
     slurm.says("101|PENDING", "102|PENDING")
     with pytest.raises(KeyboardInterrupt), graph_of(talk(slurm), resolved.job) as graph:
-        submit_with_stages(resolved, make_plan(resolved.job), graph, slurm.folder, lambda text: None)
-    assert slurm.lines()[-1].startswith("scancel --quiet 101") and not list((slurm.folder / "runs").glob("*/*/job.json"))
+        submit_with_stages(
+            resolved, make_plan(resolved.job), graph, slurm.folder, lambda text: None
+        )
+    assert slurm.lines()[-1].startswith("scancel --quiet 101") and not list(
+        (slurm.folder / "runs").glob("*/*/job.json")
+    )
 
 
 class Silent:
@@ -219,8 +278,11 @@ class Silent:
         return lambda *values: None
 
 
-def test_arrays_that_are_waited_for_have_a_record_too(slurm: Slurm, monkeypatch: pytest.MonkeyPatch, deaf: None) -> None:
-    """`prep-data` whose terminal is closed: they are taken out of Slurm, and until they are over the next caller waits."""
+def test_arrays_that_are_waited_for_have_a_record_too(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, deaf: None
+) -> None:
+    """`prep-data` whose terminal is closed: they are taken out of Slurm, and until they are over
+    the next caller waits."""
     monkeypatch.setattr(arrays, "END_SECONDS", 0.1)
     one, stamps, said = replace(need("a", 1)), slurm.folder / "stamps" / "prep-data", list[str]()
     place = replace(part(slurm, one).place, root=slurm.folder, notice=said.append)
@@ -237,7 +299,9 @@ def test_arrays_that_are_waited_for_have_a_record_too(slurm: Slurm, monkeypatch:
     with term_interrupts(), pytest.raises(KeyboardInterrupt):
         execute_in_slurm(place, one, one.units, stamps, Silent())
     assert seen[0].jobs == ("101", "102") and f"of pid {os.getpid()}" in seen[0].words()
-    assert slurm.lines()[-1] == "scancel --quiet 101 102" and makings(stamps, "a") == seen, "Slurm says that they still run"
+    assert slurm.lines()[-1] == "scancel --quiet 101 102" and makings(stamps, "a") == seen, (
+        "Slurm says that they still run"
+    )
     (slurm.folder / "lines").unlink()
     cancelled_by_scancel(slurm)
     with term_interrupts(), pytest.raises(KeyboardInterrupt):
@@ -245,20 +309,43 @@ def test_arrays_that_are_waited_for_have_a_record_too(slurm: Slurm, monkeypatch:
     assert makings(stamps, "a") == []
 
 
-def test_a_unit_under_which_node_after_node_fails_is_not_begun_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_under_which_node_after_node_fails_is_not_begun_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     files = {name: str(tmp_path / f"u.{name}") for name in ("out", "log", "stamp")}
     out = tmp_path / "u.out"
-    crash = {"name": "u", "argv": [sys.executable, "-c", "import os; os.kill(os.getppid(), 9)"], "env": {}, "digest": "abc", "outputs": [], **files}
+    crash = {
+        "name": "u",
+        "argv": [sys.executable, "-c", "import os; os.kill(os.getppid(), 9)"],
+        "env": {},
+        "digest": "abc",
+        "outputs": [],
+        **files,
+    }
     level = tmp_path / "level.json"
     write_json(level, document("level/1", tasks=1, shares=[[crash]]))
     codes = []
     for restart in range(4):  # the node takes its task with it, without a word
-        environment = {**os.environ, "SLURM_RESTART_COUNT": str(restart), "SLURM_ARRAY_TASK_ID": "0", "SLURM_PROCID": "0"}
-        codes.append(forkserver.run([sys.executable, "-m", "trainkit.stages.array_task", str(level)], env=environment, check=False).returncode)
+        environment = {
+            **os.environ,
+            "SLURM_RESTART_COUNT": str(restart),
+            "SLURM_ARRAY_TASK_ID": "0",
+            "SLURM_PROCID": "0",
+        }
+        codes.append(
+            forkserver.run(
+                [sys.executable, "-m", "trainkit.stages.array_task", str(level)],
+                env=environment,
+                check=False,
+            ).returncode
+        )
     assert codes == [-9, -9, -9, 1]
     error, ended = (json.loads(line) for line in out.read_text().splitlines())
-    assert "failed under it 3 times" in error["error"]["problems"][0]["message"] and ended["ended"] == 1
+    assert (
+        "failed under it 3 times" in error["error"]["problems"][0]["message"]
+        and ended["ended"] == 1
+    )
     monkeypatch.setenv("SLURM_RESTART_COUNT", "4")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     well = {**crash, "argv": [sys.executable, "-c", 'print("{\\"result\\": {}}")']}
@@ -268,23 +355,44 @@ def test_a_unit_under_which_node_after_node_fails_is_not_begun_for_ever(tmp_path
 def test_a_task_that_slurm_takes_back_has_lost_no_node(tmp_path: Path) -> None:
     files = {name: str(tmp_path / f"u.{name}") for name in ("out", "log", "stamp")}
     program = f"open('{tmp_path}/began', 'w'); import time; time.sleep(86400)"
-    unit = {"name": "u", "argv": [sys.executable, "-c", program], "env": {}, "digest": "abc", "outputs": [], **files}
+    unit = {
+        "name": "u",
+        "argv": [sys.executable, "-c", program],
+        "env": {},
+        "digest": "abc",
+        "outputs": [],
+        **files,
+    }
     write_json(tmp_path / "level.json", document("level/1", tasks=1, shares=[[unit]]))
-    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_PROCID": "0"}
-    task = forkserver.Popen([sys.executable, "-m", "trainkit.stages.array_task", str(tmp_path / "level.json")], env=environment)
+    environment = {
+        **os.environ,
+        "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "0",
+        "SLURM_PROCID": "0",
+    }
+    task = forkserver.Popen(
+        [sys.executable, "-m", "trainkit.stages.array_task", str(tmp_path / "level.json")],
+        env=environment,
+    )
     wait_for((tmp_path / "began").exists, "the task to begin", timeout=600)
     assert (tmp_path / "u.out.begun").exists()
     task.terminate()
     assert task.wait() == 143 and not (tmp_path / "u.out.begun").exists()
 
 
-def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainkit.stages.execute.WAIT_SECONDS", 0.01)
-    making, said, squeue = Making("a", "a", "0", ("1",), (), ("/runs/small/one",)), list[str](), slurm.folder / "bin" / "squeue"
+    making, said, squeue = (
+        Making("a", "a", "0", ("1",), (), ("/runs/small/one",)),
+        list[str](),
+        slurm.folder / "bin" / "squeue",
+    )
     works = squeue.read_text()
     squeue.write_text(
-        f"#!/bin/bash\necho asked >> {slurm.folder}/asked; [ $(wc -l < {slurm.folder}/asked) -gt 3 ] && echo '1|COMPLETED' && exit\n"
-        "echo Unable to contact slurm controller >&2; exit 1\n"
+        f"#!/bin/bash\necho asked >> {slurm.folder}/asked; [ $(wc -l < {slurm.folder}/asked) -gt 3"
+        " ] && echo '1|COMPLETED' && exit\necho Unable to contact slurm controller >&2; exit 1\n"
     )
     wait_while(making, Asking(said.append))
     assert len((slurm.folder / "asked").read_text().splitlines()) == 4
@@ -306,13 +414,17 @@ def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(slurm: Slurm, monk
 
 def test_options_of_arrays_are_quoted_as_those_of_the_run(slurm: Slurm) -> None:
     place = part(slurm, need("a", 1)).place
-    cluster = place.cluster.model_copy(update={"slurm": {"comment": "my run # two", "no-requeue": False}})
-    (level, *_) = arrays.levels(need("a", 1), need("a", 1).units, place.asked)
+    cluster = place.cluster.model_copy(
+        update={"slurm": {"comment": "my run # two", "no-requeue": False}}
+    )
+    level, *_ = arrays.levels(need("a", 1), need("a", 1).units, place.asked)
     lines = script(replace(place, cluster=cluster), level, slurm.folder, slurm.folder).splitlines()
     assert "#SBATCH --comment='my run # two'" in lines and "#SBATCH --requeue" in lines
 
 
-def test_a_unit_lost_with_its_nodes_is_named_by_the_record(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_lost_with_its_nodes_is_named_by_the_record(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, _ = submit(slurm, "one", part(slurm, need("a", 3)))
     unit = units(run, 0)[0]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -320,4 +432,9 @@ def test_a_unit_lost_with_its_nodes_is_named_by_the_record(slurm: Slurm, monkeyp
     write_json(Path(f"{unit['out']}.begun"), {"job": "7", "nodes": ["n1", "n2", "n3"]})
     assert do(unit) == 1
     failure = stage_failure(run)
-    assert failure is not None and failure["unit"] == unit["name"] and "3 times (n1, n2, n3)" in failure["message"] and failure["exit"] == 6
+    assert (
+        failure is not None
+        and failure["unit"] == unit["name"]
+        and "3 times (n1, n2, n3)" in failure["message"]
+        and failure["exit"] == 6
+    )

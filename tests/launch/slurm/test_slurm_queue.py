@@ -1,4 +1,5 @@
-"""What is made of the answers of squeue and sacct: programs on PATH that print what the real ones print."""
+"""What is made of the answers of squeue and sacct: programs on PATH that print what the real
+ones print."""
 
 from __future__ import annotations
 
@@ -43,28 +44,47 @@ def test_the_newest_start_counts_and_all_can_be_had(slurm: Path) -> None:
     says(slurm, "sacct", f"cat <<'END'\n{REQUEUED}END")
     seen = look(["7"])["7"]
     assert (seen.state, seen.reason, seen.over) == ("OUT_OF_MEMORY", "exit code 0:125", True)
-    assert [(row.id, row.word) for row in accounts(["7"]) or ()][:3] == [("7", "REQUEUED"), ("7.batch", "FAILED"), ("7", "OUT_OF_MEMORY")]
-    assert "--duplicates" in (slurm / "sacct.asked").read_text() and "--jobs=7 " in (slurm / "sacct.asked").read_text()
+    assert [(row.id, row.word) for row in accounts(["7"]) or ()][:3] == [
+        ("7", "REQUEUED"),
+        ("7.batch", "FAILED"),
+        ("7", "OUT_OF_MEMORY"),
+    ]
+    assert (
+        "--duplicates" in (slurm / "sacct.asked").read_text()
+        and "--jobs=7 " in (slurm / "sacct.asked").read_text()
+    )
 
 
 def test_one_question_for_all_that_are_forgotten(slurm: Path) -> None:
     says(slurm, "squeue", "echo '8|PENDING|Priority|N/A|1:00:00|'")
     says(slurm, "sacct", "echo '7|CANCELLED by 0|0:0|a|b|c|01:00:00|None assigned'")
     seen = look(["7", "8", "9"])
-    assert {id: each.state for id, each in seen.items()} == {"8": "PENDING", "7": "CANCELLED"} and seen["7"].reason == "by root"
-    assert (slurm / "sacct.asked").read_text().count("\n") == 1 and "--jobs=7,9 " in (slurm / "sacct.asked").read_text()
+    assert {id: each.state for id, each in seen.items()} == {
+        "8": "PENDING",
+        "7": "CANCELLED",
+    } and seen["7"].reason == "by root"
+    assert (slurm / "sacct.asked").read_text().count("\n") == 1 and "--jobs=7,9 " in (
+        slurm / "sacct.asked"
+    ).read_text()
     (slurm / "sacct.asked").unlink()
-    assert set(look(["8"])) == {"8"} and not (slurm / "sacct.asked").exists(), "slurmdbd is not asked for what slurmctld knows"
+    assert set(look(["8"])) == {"8"} and not (slurm / "sacct.asked").exists(), (
+        "slurmdbd is not asked for what slurmctld knows"
+    )
 
 
 def test_a_record_that_nobody_closed(slurm: Path) -> None:
-    """A job whose end slurmdbd was never told, of a controller that lost its state: it does not run for ever."""
+    """A job whose end slurmdbd was never told, of a controller that lost its state: it does not
+    run for ever."""
     says(slurm, "sacct", "echo '7|RUNNING|0:0|a|b|Unknown|01:00:00|node1'")
     seen = look(["7"])["7"]
     assert seen.state == UNSURE and seen.over and "still says RUNNING" in seen.words()
 
 
-@pytest.mark.parametrize("said", ["sacct: error: Slurm accounting storage is disabled", ""], ids=["disabled", "not-known"])
+@pytest.mark.parametrize(
+    "said",
+    ["sacct: error: Slurm accounting storage is disabled", ""],
+    ids=["disabled", "not-known"],
+)
 def test_nothing_is_known(slurm: Path, said: str) -> None:
     says(slurm, "sacct", f"echo '{said}' >&2; exit 1" if said else "exit 0")
     assert look(["7"]) == {} and accounts(["7"]) == (None if said else [])
@@ -74,7 +94,11 @@ def test_slurmdbd_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("trainkit.launch.slurm.squeue.ACCOUNT_SECONDS", 0.2)
     says(slurm, "sacct", "exec sleep 86400")
     seen = look(["7"])["7"]
-    assert seen.state == UNSURE and seen.over and "slurmdbd cannot be asked (sacct did not answer within 0.2 s)" in seen.reason
+    assert (
+        seen.state == UNSURE
+        and seen.over
+        and "slurmdbd cannot be asked (sacct did not answer within 0.2 s)" in seen.reason
+    )
     with pytest.raises(TrainkitError, match="slurmdbd cannot be asked"):
         accounts(["7"])
 
@@ -87,7 +111,10 @@ def silent_run(root: Path) -> RunFolder:
     add_slurm_job(run, "7", first_attempt=1)
     change_slurm_job(run, "7", began=1)
     rest = {"host": "node1", "time": 0, "attempt": 1, "address": "", "port": 0, "ended": False}
-    write_json(run.supervisor, document("supervisor/1", identity=identity().as_dict() | {"host": "node1"}, **rest))
+    write_json(
+        run.supervisor,
+        document("supervisor/1", identity=identity().as_dict() | {"host": "node1"}, **rest),
+    )
     return run
 
 
@@ -96,13 +123,21 @@ def test_how_a_job_ended_whose_supervisor_left_no_word(slurm: Path, tmp_path: Pa
     assert read_record(run).state == "unknown"
     says(slurm, "sacct", "echo 'slurmdbd is down' >&2; exit 1")
     told = settled(read_record(run))
-    assert (told.state, told.exit) == ("failed", 10) and "slurmdbd is down" in (told.root_cause or {})["message"]
-    assert read_record(run).state == "unknown" and read_slurm_jobs(run)[0].ended is None, "no truth to keep"
+    assert (told.state, told.exit) == ("failed", 10) and "slurmdbd is down" in (
+        told.root_cause or {}
+    )["message"]
+    assert read_record(run).state == "unknown" and read_slurm_jobs(run)[0].ended is None, (
+        "no truth to keep"
+    )
     says(slurm, "sacct", "echo '7|NODE_FAIL|1:0|a|b|c|01:00:00|node1'")
     told = settled(read_record(run))
-    assert (told.state, told.exit) == ("failed", 10) and "Slurm says NODE_FAIL (exit code 1:0)" in (told.root_cause or {})["message"]
+    assert (told.state, told.exit) == ("failed", 10) and "Slurm says NODE_FAIL (exit code 1:0)" in (
+        told.root_cause or {}
+    )["message"]
     says(slurm, "sacct", "exit 0")
-    assert settled(read_record(run)) == told == read_record(run), "kept, when nobody else knows it any more"
+    assert settled(read_record(run)) == told == read_record(run), (
+        "kept, when nobody else knows it any more"
+    )
     says(slurm, "squeue", "echo '7|PENDING|BeginTime|N/A|1:00:00|'")
     assert settled(read_record(run)).state == "queued", "a person has put it back: scontrol requeue"
 
@@ -111,4 +146,8 @@ def test_a_cancelled_job_whose_supervisor_left_no_word(slurm: Path, tmp_path: Pa
     run = silent_run(tmp_path)
     says(slurm, "sacct", "echo '7|CANCELLED by 0|0:9|a|b|c|01:00:00|node1'")
     told = settled(read_record(run))
-    assert (told.state, told.exit, told.failure_class) == ("cancelled", 15, "cancelled") and "by root" in (told.root_cause or {})["message"]
+    assert (told.state, told.exit, told.failure_class) == (
+        "cancelled",
+        15,
+        "cancelled",
+    ) and "by root" in (told.root_cause or {})["message"]

@@ -1,4 +1,5 @@
-"""Why a job of Slurm's ends, asked of Slurm whenever it does: in its first seconds nobody else may have been told. Programs print what the real ones do."""
+"""Why a job of Slurm's ends, asked of Slurm whenever it does: in its first seconds nobody else
+may have been told. Programs print what the real ones do."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.slurm import batch_supervisor as batch
 from trainkit.launch.slurm.allocation import Granted
 from trainkit.launch.slurm.batch_script import batch_script, script_path
-from trainkit.launch.slurm.batch_supervisor import BatchAsks, BatchSupervisor, NoProlog, supervise_batch
+from trainkit.launch.slurm.batch_supervisor import (
+    BatchAsks,
+    BatchSupervisor,
+    NoProlog,
+    supervise_batch,
+)
 from trainkit.launch.supervise.attempt import AttemptEnd
 from trainkit.launch.supervise.observer import nobody
 from trainkit.launch.supervise.outcome import Ask, Outcome
@@ -29,15 +35,19 @@ from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs
 
 HOSTS = ("n1", "n2", "n3", "n4")
 RUNNING = (
-    "JobId=7 JobState=RUNNING Reason=None Requeue=1 Restarts=0 TimeLimit=UNLIMITED StartTime=2026-11-22T05:17:13 EndTime=Unknown"
-    " ExcNodeList=(null) Partition=main"
+    "JobId=7 JobState=RUNNING Reason=None Requeue=1 Restarts=0 TimeLimit=UNLIMITED"
+    " StartTime=2026-11-22T05:17:13 EndTime=Unknown ExcNodeList=(null) Partition=main"
 )
-NOT_REACHED = {"message": "1 of 4 hosts is not reached", "hosts": [{"host": "n2", "why": "no agent came"}]}
+NOT_REACHED = {
+    "message": "1 of 4 hosts is not reached",
+    "hosts": [{"host": "n2", "why": "no agent came"}],
+}
 
 
 @dataclass
 class Control:
-    """Programs that stand for scontrol and its like: `says` is what `show job` prints, `asked` what they were all called with."""
+    """Programs that stand for scontrol and its like: `says` is what `show job` prints, `asked`
+    what they were all called with."""
 
     folder: Path
 
@@ -45,7 +55,9 @@ class Control:
         (self.folder / "job").write_text(text + "\n")
 
     def nodes(self, **states: str) -> None:
-        (self.folder / "nodes").write_text("".join(f"{name}|{state}\n" for name, state in states.items()))
+        (self.folder / "nodes").write_text(
+            "".join(f"{name}|{state}\n" for name, state in states.items())
+        )
 
     def asked(self) -> list[str]:
         path = self.folder / "asked"
@@ -59,12 +71,24 @@ class Control:
 @pytest.fixture
 def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Control:
     made = Control(tmp_path)
-    said = {"scontrol": f'case "$*" in *"show job"*) cat {tmp_path}/job;; *hostnames*) echo "${{*: -1}}" | tr , "\\n";; esac', "sinfo": f"cat {tmp_path}/nodes"}
+    said = {
+        "scontrol": (
+            f'case "$*" in *"show job"*) cat {tmp_path}/job;; *hostnames*) echo "${{*: -1}}" | tr ,'
+            ' "\\n";; esac'
+        ),
+        "sinfo": f"cat {tmp_path}/nodes",
+    }
     (tmp_path / "bin").mkdir()
     for name in ("scontrol", "sinfo", "scancel", "sbatch"):
         program = tmp_path / "bin" / name
-        fails = f'if [ -e {tmp_path}/fails ] && [[ "{name} $*" == *"$(cat {tmp_path}/fails)"* ]]; then echo "slurmctld is away" >&2; exit 1; fi'
-        program.write_text(f'#!/bin/bash\necho "{name} $*" >> {tmp_path}/asked\n{fails}\n{said.get(name, "echo 8")}\n')
+        fails = (
+            f'if [ -e {tmp_path}/fails ] && [[ "{name} $*" == *"$(cat {tmp_path}/fails)"* ]]; then'
+            ' echo "slurmctld is away" >&2; exit 1; fi'
+        )
+        program.write_text(
+            f'#!/bin/bash\necho "{name} $*" >>'
+            f" {tmp_path}/asked\n{fails}\n{said.get(name, 'echo 8')}\n"
+        )
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     made.says(RUNNING)
@@ -75,7 +99,9 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Control:
 def supervisor(control: Control, *sets: str) -> BatchSupervisor:
     """That of job 7 on four nodes, in its first attempt."""
     hosts = [Host(name, slots=(0,)) for name in HOSTS]
-    run = make_run(control.folder / "project", ["cluster.launcher=slurm", *sets], hosts=hosts, nodes=4)
+    run = make_run(
+        control.folder / "project", ["cluster.launcher=slurm", *sets], hosts=hosts, nodes=4
+    )
     add_slurm_job(run, "7", first_attempt=1)
     made = BatchSupervisor(run, {}, BatchAsks(), nobody(), Granted("7", HOSTS, 0))
     (run.path / "launch").mkdir(exist_ok=True)
@@ -110,19 +136,35 @@ def ended(made: BatchSupervisor, end: AttemptEnd) -> list[dict[str, Any]]:
 
 
 def test_agents_that_die_of_a_preemption_s_term_end_nothing(control: Control) -> None:
-    """Within a GraceTime only steps are told: srun's script dies before its agent listens, and the supervisor has heard nothing."""
+    """Within a GraceTime only steps are told: srun's script dies before its agent listens, and
+    the supervisor has heard nothing."""
     control.says(RUNNING + " PreemptTime=2026-11-22T05:17:15")
     made = supervisor(control)
     *_, end, retry = ended(made, no_start(*HOSTS))
-    assert (end["exit"], end["class"], retry["class"], retry["by"]) == (12, "preempted", "preemption", "slurm")
-    assert end["root_cause"] == {"message": "Slurm takes its nodes back: its ranks had not begun", "saved": False}
-    assert "scontrol requeue 7" in control.asked() and made.budgets.left["preemption"] == 99 and made.budgets.left["infra"] == 3
+    assert (end["exit"], end["class"], retry["class"], retry["by"]) == (
+        12,
+        "preempted",
+        "preemption",
+        "slurm",
+    )
+    assert end["root_cause"] == {
+        "message": "Slurm takes its nodes back: its ranks had not begun",
+        "saved": False,
+    }
+    assert (
+        "scontrol requeue 7" in control.asked()
+        and made.budgets.left["preemption"] == 99
+        and made.budgets.left["infra"] == 3
+    )
 
 
 def test_a_requeue_while_the_agents_start(control: Control) -> None:
     control.says(RUNNING.replace("Restarts=0", "Restarts=1").replace("RUNNING", "COMPLETING"))
     *_, end, retry = ended(supervisor(control), no_start(*HOSTS))
-    assert (end["exit"], retry["class"]) == (12, "preemption") and "scontrol requeue 7" not in control.asked(), "Slurm has done that"
+    assert (end["exit"], retry["class"]) == (
+        12,
+        "preemption",
+    ) and "scontrol requeue 7" not in control.asked(), "Slurm has done that"
 
 
 def test_a_requeue_between_our_question_and_ours(control: Control) -> None:
@@ -138,7 +180,9 @@ def test_a_requeue_between_our_question_and_ours(control: Control) -> None:
 def test_scancel_while_the_agents_start(control: Control) -> None:
     control.says(RUNNING.replace("RUNNING", "COMPLETING"))
     *_, end = ended(supervisor(control), no_start(*HOSTS))
-    assert (end["event"], end["exit"]) == ("ended", 12) and "scancel" in end["root_cause"]["message"]
+    assert (end["event"], end["exit"]) == ("ended", 12) and "scancel" in end["root_cause"][
+        "message"
+    ]
 
 
 def test_a_node_that_slurm_gives_up_while_the_agents_start(control: Control) -> None:
@@ -152,17 +196,31 @@ def test_one_bad_node_at_the_start_is_left_out(control: Control) -> None:
     control.says(RUNNING.replace("(null)", "n9"))
     made = supervisor(control)
     _, retry, left = ended(made, no_start("n2"))
-    assert (retry["class"], retry["left_out"], left["event"], left["host"]) == ("infra", ["n2"], "host_left_out", "n2")
+    assert (retry["class"], retry["left_out"], left["event"], left["host"]) == (
+        "infra",
+        ["n2"],
+        "host_left_out",
+        "n2",
+    )
     asked = control.asked()
-    assert asked.index("scontrol requeue 7") < asked.index("scontrol update JobId=7 ExcNodeList=n2,n9") and made.budgets.left["infra"] == 2
+    assert (
+        asked.index("scontrol requeue 7") < asked.index("scontrol update JobId=7 ExcNodeList=n2,n9")
+        and made.budgets.left["infra"] == 2
+    )
 
 
-@pytest.mark.parametrize("sets", [["cluster.slurm.nodelist=n[1-4]"], []], ids=["by name", "no others"])
-def test_a_bad_node_is_not_left_out_where_the_job_could_never_start_then(control: Control, sets: list[str]) -> None:
+@pytest.mark.parametrize(
+    "sets", [["cluster.slurm.nodelist=n[1-4]"], []], ids=["by name", "no others"]
+)
+def test_a_bad_node_is_not_left_out_where_the_job_could_never_start_then(
+    control: Control, sets: list[str]
+) -> None:
     if not sets:
         control.nodes(n1="alloc", n2="alloc", n3="alloc", n4="alloc", n5="drained")
     *_, retry = ended(supervisor(control, *sets), no_start("n2"))
-    assert retry["event"] == "retry" and not [words for words in control.asked() if "update" in words]
+    assert retry["event"] == "retry" and not [
+        words for words in control.asked() if "update" in words
+    ]
 
 
 def test_a_prolog_that_failed_in_the_script_alone_is_its_hosts(control: Control) -> None:
@@ -173,14 +231,22 @@ def test_a_prolog_that_failed_in_the_script_alone_is_its_hosts(control: Control)
     made = BatchSupervisor(made.run, {}, BatchAsks(), nobody(), made.granted, NoProlog("n1", 5))
     made.address = lambda: "127.0.0.1"  # type: ignore[method-assign]
     outcome = asyncio.run(made.supervise())
-    assert (outcome.exit, outcome.failure_class, made.later, list(made.bad)) == (8, "infra", "infra", ["n1"])
+    assert (outcome.exit, outcome.failure_class, made.later, list(made.bad)) == (
+        8,
+        "infra",
+        "infra",
+        ["n1"],
+    )
     assert "prolog of clusters.here failed in the batch script (exit code 5)" in made.bad["n1"]
 
 
 def test_what_all_nodes_lack_is_not_theirs(control: Control) -> None:
     """A prolog that fails, a root that is not shared: a person has to mend it."""
     *_, end = ended(supervisor(control), no_start(*HOSTS))
-    assert (end["event"], end["exit"]) == ("ended", 8) and "scontrol requeue 7" not in control.asked()
+    assert (end["event"], end["exit"]) == (
+        "ended",
+        8,
+    ) and "scontrol requeue 7" not in control.asked()
 
 
 def test_bad_nodes_have_a_budget(control: Control) -> None:
@@ -199,8 +265,20 @@ def test_a_person_s_word_comes_before_slurm_s(control: Control) -> None:
     control.says(RUNNING + " PreemptTime=2026-11-22T05:17:15")
     made = supervisor(control)
     made.asks.save(Ask.SAVE)
-    *_, end = ended(made, AttemptEnd(Outcome(Exit.PREEMPTED, "preempted", {"message": "told to save and stop", "saved": True}), began=True))
-    assert end["event"] == "ended" and end["root_cause"]["saved"] is True and "scontrol requeue 7" not in control.asked()
+    *_, end = ended(
+        made,
+        AttemptEnd(
+            Outcome(
+                Exit.PREEMPTED, "preempted", {"message": "told to save and stop", "saved": True}
+            ),
+            began=True,
+        ),
+    )
+    assert (
+        end["event"] == "ended"
+        and end["root_cause"]["saved"] is True
+        and "scontrol requeue 7" not in control.asked()
+    )
 
 
 def test_a_slurmctld_that_does_not_answer_changes_nothing(control: Control) -> None:
@@ -211,14 +289,17 @@ def test_a_slurmctld_that_does_not_answer_changes_nothing(control: Control) -> N
 
 
 def test_what_slurm_wanted_before_anybody_listened(control: Control) -> None:
-    """The script ignores TERM until the supervisor is there, and a GraceTime's goes to steps only."""
+    """The script ignores TERM until the supervisor is there, and a GraceTime's goes to steps
+    only."""
     for said, asked in [
         (RUNNING, None),
         (RUNNING + " PreemptTime=2026-11-22T05:17:15", Ask.SAVE),
         (RUNNING.replace("Restarts=0", "Restarts=1"), Ask.SAVE),
         (RUNNING.replace("RUNNING", "COMPLETING"), Ask.SAVE),
     ]:
-        made = BatchSupervisor(supervisor(control).run, {}, BatchAsks(), nobody(), Granted("7", HOSTS, 0))
+        made = BatchSupervisor(
+            supervisor(control).run, {}, BatchAsks(), nobody(), Granted("7", HOSTS, 0)
+        )
         control.says(said)
         made.look_around()
         assert made.asks.first == asked, said
@@ -226,12 +307,18 @@ def test_what_slurm_wanted_before_anybody_listened(control: Control) -> None:
 
 def limited(seconds: float, *, since: float = 0.0) -> str:
     """A job with a time limit that began some seconds ago, as Slurm tells of it."""
-    start, end = (time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + at)) for at in (-since, seconds - since))
-    return RUNNING.replace("2026-11-22T05:17:13", start).replace("EndTime=Unknown", f"EndTime={end}")
+    start, end = (
+        time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + at))
+        for at in (-since, seconds - since)
+    )
+    return RUNNING.replace("2026-11-22T05:17:13", start).replace(
+        "EndTime=Unknown", f"EndTime={end}"
+    )
 
 
 def test_a_signal_that_would_leave_no_time_to_train_does_not_count(control: Control) -> None:
-    """A partition whose limit nobody told us: USR1@300 of five minutes comes at once, whether we listen already or not."""
+    """A partition whose limit nobody told us: USR1@300 of five minutes comes at once, whether we
+    listen already or not."""
     control.says(limited(240))
     made = supervisor(control)
     made.told._heard(signal.SIGUSR1, None)
@@ -247,11 +334,14 @@ def test_a_signal_that_would_leave_no_time_to_train_does_not_count(control: Cont
     made = BatchSupervisor(made.run, {}, BatchAsks(), nobody(), made.granted)
     made.look_around()
     made.told._heard(signal.SIGUSR1, None)
-    assert made.asks.first == Ask.SAVE and made.told.signalled == signal.SIGUSR1, "an hour has room for it"
+    assert made.asks.first == Ask.SAVE and made.told.signalled == signal.SIGUSR1, (
+        "an hour has room for it"
+    )
 
 
 def test_our_own_clock_tells_too(control: Control) -> None:
-    """A signal that was lost before anybody listened is not missed; an end that was moved is asked for again."""
+    """A signal that was lost before anybody listened is not missed; an end that was moved is
+    asked for again."""
     control.says(limited(3600, since=3301))
     made = supervisor(control)
     asyncio.run(made._watch_time())
@@ -275,7 +365,9 @@ def test_our_own_clock_tells_too(control: Control) -> None:
         (["slurm.time=4", "slurm.signal=B:USR1@100"], "B:USR1@100"),
     ],
 )
-def test_the_signal_leaves_time_to_train(control: Control, options: list[str], signal_: str) -> None:
+def test_the_signal_leaves_time_to_train(
+    control: Control, options: list[str], signal_: str
+) -> None:
     made = supervisor(control, *options)
     assert f"#SBATCH --signal={signal_}" in batch_script(made.job, made.run).splitlines()
 
@@ -287,13 +379,16 @@ def test_a_signal_before_the_job_begins_is_refused(control: Control) -> None:
 
 
 def test_a_signal_between_two_attempts_is_judged_like_any_other(control: Control) -> None:
-    """Slurm's TERM in a pause, or before the first attempt, ends no run for good: there is an attempt that ends at once, and its end asks Slurm why."""
+    """Slurm's TERM in a pause, or before the first attempt, ends no run for good: there is an
+    attempt that ends at once, and its end asks Slurm why."""
     made = supervisor(control)
     made.asks.save(Ask.SAVE)
     assert made._asked_between(no_start()) is None and made._asked_between(None) is None
 
 
-def test_a_successor_that_cannot_be_taken_back_is_not_forgotten(control: Control, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_successor_that_cannot_be_taken_back_is_not_forgotten(
+    control: Control, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It stays in the record, is named, and ends by itself when it comes: the run has ended."""
     made = supervisor(control, "resume=chain")
     control.fails("scancel")
@@ -301,14 +396,37 @@ def test_a_successor_that_cannot_be_taken_back_is_not_forgotten(control: Control
     with batch._successor(made.run, made, entry):
         assert [job.id for job in read_slurm_jobs(made.run)] == ["7", "8"]
     assert [job.id for job in read_slurm_jobs(made.run)] == ["7", "8"]
-    assert "job 8, which was to go on with the run, is still in the queue" in capsys.readouterr().out
-    made.attempt.events.write("ended", exit=9, root_cause={"message": "m"}, step=1, survivors=[], unanswered=[], **{"class": "user"})  # type: ignore[union-attr]
-    outcome = supervise_batch(made.run, {"SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": ",".join(HOSTS), "PATH": "/bin"})
+    assert (
+        "job 8, which was to go on with the run, is still in the queue" in capsys.readouterr().out
+    )
+    made.attempt.events.write(  # type: ignore[union-attr]
+        "ended",
+        exit=9,
+        root_cause={"message": "m"},
+        step=1,
+        survivors=[],
+        unanswered=[],
+        **{"class": "user"},
+    )
+    outcome = supervise_batch(
+        made.run, {"SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": ",".join(HOSTS), "PATH": "/bin"}
+    )
     assert outcome.exit == 9 and [job.id for job in read_slurm_jobs(made.run)] == ["7"]
 
 
-@pytest.mark.parametrize(("launcher", "container", "seconds"), [("ssh", False, 30), ("slurm", False, 300), ("ssh", True, 900), ("slurm", True, 900)])
+@pytest.mark.parametrize(
+    ("launcher", "container", "seconds"),
+    [("ssh", False, 30), ("slurm", False, 300), ("ssh", True, 900), ("slurm", True, 900)],
+)
 def test_how_long_agents_may_take_to_come(launcher: str, container: bool, seconds: float) -> None:
     """A prolog of Slurm's, and an image that every node unpacks first, take longer than 30 s."""
-    assert Cluster.model_validate({"launcher": launcher}).connect_seconds(container=container) == seconds
-    assert Cluster.model_validate({"launcher": launcher, "watch": {"connect": 7}}).connect_seconds(container=container) == 7
+    assert (
+        Cluster.model_validate({"launcher": launcher}).connect_seconds(container=container)
+        == seconds
+    )
+    assert (
+        Cluster.model_validate({"launcher": launcher, "watch": {"connect": 7}}).connect_seconds(
+            container=container
+        )
+        == 7
+    )

@@ -1,4 +1,5 @@
-"""Agents as the supervisor sees them: who comes, who hangs, who is a stranger, who disagrees; with agents in this process."""
+"""Agents as the supervisor sees them: who comes, who hangs, who is a stranger, who disagrees;
+with agents in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +23,17 @@ from trainkit.launch.agent.connection import dial
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import LaunchEnd, Started
 from trainkit.launch.launchers.debug import Debug, StubAgent
-from trainkit.launch.protocol.frames import LONGEST_GAP_MS, TCP_RTO_MAX_MS, TCP_THIN_LINEAR_TIMEOUTS, Decoder, Frame, beat_seconds, encode, new_nonce, proof
+from trainkit.launch.protocol.frames import (
+    LONGEST_GAP_MS,
+    TCP_RTO_MAX_MS,
+    TCP_THIN_LINEAR_TIMEOUTS,
+    Decoder,
+    Frame,
+    beat_seconds,
+    encode,
+    new_nonce,
+    proof,
+)
 from trainkit.launch.protocol.server import Door, Link
 from trainkit.launch.session import Session, is_here, new_session
 from trainkit.launch.supervise.agent_pool import Crew, Hello, Missing
@@ -30,7 +41,9 @@ from trainkit.launch.supervise.agent_pool import Crew, Hello, Missing
 Act = Callable[[Crew, Door], Any]
 
 
-def with_crew(folder: Path, hosts: int, make: Callable[[Session, int], StubAgent], act: Act, **limits: float) -> tuple[Any, list[tuple[str, str]]]:
+def with_crew(
+    folder: Path, hosts: int, make: Callable[[Session, int], StubAgent], act: Act, **limits: float
+) -> tuple[Any, list[tuple[str, str]]]:
     """(what `act` returns, strangers) of a crew of agents in this process."""
     strangers: list[tuple[str, str]] = []
 
@@ -39,7 +52,9 @@ def with_crew(folder: Path, hosts: int, make: Callable[[Session, int], StubAgent
         await door.listen("127.0.0.1")
         cluster = Cluster(name="c", launcher="ssh", watch=WatchLimits(**limits))
         names = [Host(f"h{i}") for i in range(hosts)]
-        session = new_session(folder / "s", "run", 1, names, cluster, folder / "code", folder / "logs", {})
+        session = new_session(
+            folder / "s", "run", 1, names, cluster, folder / "code", folder / "logs", {}
+        )
         session.write(folder, door.address, door.port, {})
         try:
             async with asyncio.timeout(600), Crew(session, Debug(make), door) as crew:
@@ -99,7 +114,9 @@ def test_who_does_not_come_is_named_with_the_reason(tmp_path: Path) -> None:
 def test_who_hangs_while_asked_is_named_and_not_waited_for(tmp_path: Path) -> None:
     async def act(crew: Crew, door: Door) -> Any:
         await there(crew, {0, 3})
-        got, silent = await crew.ask({node: {"type": "reserve"} for node in (0, 3)}, {"reserved"}, 0.5)
+        got, silent = await crew.ask(
+            {node: {"type": "reserve"} for node in (0, 3)}, {"reserved"}, 0.5
+        )
         return sorted(got), silent
 
     (got, silent), _ = with_crew(tmp_path, 4, Odd, act)
@@ -123,7 +140,12 @@ def test_silence_is_a_lost_contact_and_an_end_is_one_at_once(tmp_path: Path) -> 
         return lost
 
     ((node, frame),), _ = with_crew(tmp_path, 2, Mute, act, lease=1.5)
-    assert node == 1 and frame["silent"] is True and frame["ago"] >= 1.5 and "silent for" in frame["why"]
+    assert (
+        node == 1
+        and frame["silent"] is True
+        and frame["ago"] >= 1.5
+        and "silent for" in frame["why"]
+    )
 
 
 class Beaten(StubAgent):
@@ -218,7 +240,16 @@ def test_strangers_are_told_nothing_and_reported(tmp_path: Path) -> None:
         with socket.create_connection((address, port), timeout=600) as sock:
             sock.sendall(encode({**knock, "node": 1}))
             challenge = next(Decoder().feed(sock.recv(65536)))
-            sock.sendall(encode({"type": "answer", "proof": proof(b"guess", "agent", str(knock["nonce"]), challenge["nonce"], "agent:1")}))
+            sock.sendall(
+                encode(
+                    {
+                        "type": "answer",
+                        "proof": proof(
+                            b"guess", "agent", str(knock["nonce"]), challenge["nonce"], "agent:1"
+                        ),
+                    }
+                )
+            )
             return sock.recv(65536)
 
     async def act(crew: Crew, door: Door) -> Any:
@@ -232,7 +263,13 @@ def test_strangers_are_told_nothing_and_reported(tmp_path: Path) -> None:
             await loop.run_in_executor(None, strange, *place, encode({"type": "hello"})),
             await loop.run_in_executor(None, strange, *place, encode({**knock, "role": "root"})),
             await loop.run_in_executor(None, strange, *place, encode({**knock, "role": []})),
-            await loop.run_in_executor(None, strange, *place, b"\0\0\0\x44" + b'{"type":"knock","role":"agent","node":0,"nonce":"\\ud800"}'.ljust(0x44)),
+            await loop.run_in_executor(
+                None,
+                strange,
+                *place,
+                b"\0\0\0\x44"
+                + b'{"type":"knock","role":"agent","node":0,"nonce":"\\ud800"}'.ljust(0x44),
+            ),
             await loop.run_in_executor(None, wrong_token, *place),
         ]
         got, _ = await crew.ask({0: {"type": "reserve"}}, {"reserved"}, 5)
@@ -240,7 +277,9 @@ def test_strangers_are_told_nothing_and_reported(tmp_path: Path) -> None:
 
     unhandled: list[dict[str, Any]] = []
     (said, answered), strangers = with_crew(tmp_path, 1, StubAgent, act)
-    assert said == [b""] * 7 and answered == 1, "a stranger was answered, or disturbed those who are ours"
+    assert said == [b""] * 7 and answered == 1, (
+        "a stranger was answered, or disturbed those who are ours"
+    )
     assert len(strangers) == 7 and not unhandled and strangers[-1][1] == "a wrong token"
 
 
@@ -279,7 +318,9 @@ def test_a_hello_that_was_long_on_its_way_misleads_no_clock(tmp_path: Path) -> N
         ("{}/node.sh: line 5: /opt/venv/bin/python: No such file or directory", False),
     ],
 )
-def test_a_missing_interpreter_is_no_missing_root(tmp_path: Path, words: str, not_shared: bool) -> None:
+def test_a_missing_interpreter_is_no_missing_root(
+    tmp_path: Path, words: str, not_shared: bool
+) -> None:
     class Unstarted(StubAgent):
         async def run(self) -> None:
             raise OSError(words.format(self.session.folder))
@@ -288,7 +329,11 @@ def test_a_missing_interpreter_is_no_missing_root(tmp_path: Path, words: str, no
         return await crew.gather(300)
 
     (answer,), _ = with_crew(tmp_path, 1, Unstarted, act)
-    assert isinstance(answer, Missing) and answer.not_shared is not_shared and words.format(tmp_path / "s") in answer.why
+    assert (
+        isinstance(answer, Missing)
+        and answer.not_shared is not_shared
+        and words.format(tmp_path / "s") in answer.why
+    )
 
 
 DIFFERENCES = [
@@ -302,14 +347,18 @@ DIFFERENCES = [
 
 
 @pytest.mark.parametrize(("facts", "said"), DIFFERENCES)
-def test_hosts_that_do_not_fit_together_are_refused_before_a_rank_starts(tmp_path: Path, facts: dict[str, Any], said: str) -> None:
+def test_hosts_that_do_not_fit_together_are_refused_before_a_rank_starts(
+    tmp_path: Path, facts: dict[str, Any], said: str
+) -> None:
     class Other(Differs):
         other = facts
 
     run = make_run(tmp_path, ["training.global_batch_size=12"], nodes=3)
     outcome, told = supervised(run, Program(DONE), launcher=Debug(Other))
     assert (outcome.exit, outcome.failure_class) == (7, "infra") and outcome.root_cause is not None
-    assert [row["host"] for row in outcome.root_cause["hosts"]] == ["h1"] and said in outcome.root_cause["message"]
+    assert [row["host"] for row in outcome.root_cause["hosts"]] == [
+        "h1"
+    ] and said in outcome.root_cause["message"]
     assert not [e for e in told if e["event"] == "rank_started"] and told[-1]["exit"] == 7
     assert len(run.attempts()) == 1, "a person's mistake was tried again"
 
@@ -324,27 +373,45 @@ def test_unreachable_hosts_are_told_in_one_table(tmp_path: Path) -> None:
     run = make_run(tmp_path, ["training.global_batch_size=12"], nodes=3)
     outcome, _ = supervised(run, Program(DONE), launcher=Debug(Two))
     assert outcome.exit == 8 and outcome.root_cause is not None
-    assert "2 of 3 hosts are not reached" in outcome.root_cause["message"] and "no route to h0" in outcome.root_cause["message"]
+    assert (
+        "2 of 3 hosts are not reached" in outcome.root_cause["message"]
+        and "no route to h0" in outcome.root_cause["message"]
+    )
     assert [row["host"] for row in outcome.root_cause["hosts"]] == ["h0", "h2"]
 
 
 def test_a_busy_host_is_named_with_its_run(tmp_path: Path) -> None:
     class Taken(StubAgent):
         async def on_reserve(self, frame: Frame) -> None:
-            self.link.send({"type": "busy", "slot": "cpu", "holder": {"run": "other", "pid": 7, "folder": "/f"}})
+            self.link.send(
+                {
+                    "type": "busy",
+                    "slot": "cpu",
+                    "holder": {"run": "other", "pid": 7, "folder": "/f"},
+                }
+            )
 
     outcome, _ = supervised(make_run(tmp_path), Program(DONE), launcher=Debug(Taken))
-    assert outcome.exit == 17 and "cpu is taken by run other (pid 7, /f)" in (outcome.root_cause or {})["message"]
+    assert (
+        outcome.exit == 17
+        and "cpu is taken by run other (pid 7, /f)" in (outcome.root_cause or {})["message"]
+    )
 
 
 def test_rank_0_out_of_reach(tmp_path: Path) -> None:
     class Walled(StubAgent):
         async def on_connect(self, frame: Frame) -> None:
-            self.link.send({"type": "connected", "error": "No route to host" if self.node else None})
+            self.link.send(
+                {"type": "connected", "error": "No route to host" if self.node else None}
+            )
 
     outcome, _ = supervised(make_run(tmp_path, nodes=2), Program(DONE), launcher=Debug(Walled))
     message = (outcome.root_cause or {})["message"]
-    assert outcome.exit == 8 and "unable to reach rank 0's host h0" in message and "h1  No route to host" in message
+    assert (
+        outcome.exit == 8
+        and "unable to reach rank 0's host h0" in message
+        and "h1  No route to host" in message
+    )
 
 
 def test_what_this_machine_is_called() -> None:
@@ -357,12 +424,21 @@ def test_events_of_a_run_over_hosts(tmp_path: Path) -> None:
     run = make_run(tmp_path, nodes=2)
     outcome, _ = supervised(run, Program(DONE), launcher=Debug())
     told = events(run)
-    assert outcome.exit == 0 and [e["host"] for e in told if e["event"] == "agent_joined"] == ["h0", "h1"]
-    assert sorted((e["rank"], e["host"]) for e in told if e["event"] == "rank_started") == [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1")]
+    assert outcome.exit == 0 and [e["host"] for e in told if e["event"] == "agent_joined"] == [
+        "h0",
+        "h1",
+    ]
+    assert sorted((e["rank"], e["host"]) for e in told if e["event"] == "rank_started") == [
+        (0, "h0"),
+        (1, "h0"),
+        (2, "h1"),
+        (3, "h1"),
+    ]
 
 
 def test_after_a_cut_both_sides_are_soon_heard_again() -> None:
-    """The gaps between TCP's tries double: a side was silent for up to twice as long as the cable was out."""
+    """The gaps between TCP's tries double: a side was silent for up to twice as long as the
+    cable was out."""
     token, seen = b"t" * 32, []
 
     def gaps(sock: Any) -> tuple[int, int]:
@@ -388,4 +464,7 @@ def test_after_a_cut_both_sides_are_soon_heard_again() -> None:
 
     asyncio.run(both())
     assert seen == [(1, LONGEST_GAP_MS)] * 2
-    assert (beat_seconds(15), beat_seconds(5)) == (1, 0.5), "a short lease is not half spent on waiting for the next sign of life"
+    assert (beat_seconds(15), beat_seconds(5)) == (
+        1,
+        0.5,
+    ), "a short lease is not half spent on waiting for the next sign of life"

@@ -1,4 +1,5 @@
-"""Two attempts never write at once, what has been trained is never deleted, and trouble of the head is not blamed on every host."""
+"""Two attempts never write at once, what has been trained is never deleted, and trouble of the
+head is not blamed on every host."""
 
 from __future__ import annotations
 
@@ -43,10 +44,17 @@ from trainkit.runs.record import read_record
 KILLED_LATER = "import os, signal, time; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def test_slots_taken_between_two_attempts_delete_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_taken_between_two_attempts_delete_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "jobs.toml").write_text(JOBS)
     (tmp_path / "node").mkdir()
-    sets = [f"cluster.node_folder={tmp_path / 'node'}", f"cluster.root={tmp_path}", "cluster.watch.grace=1", "retry.infra=1"]
+    sets = [
+        f"cluster.node_folder={tmp_path / 'node'}",
+        f"cluster.root={tmp_path}",
+        "cluster.watch.grace=1",
+        "retry.infra=1",
+    ]
     resolved = load(tmp_path).resolve("random", sets)
 
     def fill(run: RunFolder, *rest: Any) -> None:
@@ -55,7 +63,9 @@ def test_slots_taken_between_two_attempts_delete_nothing(tmp_path: Path, monkeyp
         write_job(run.job, resolved)
 
     monkeypatch.setattr(start, "fill_run", fill)
-    monkeypatch.setattr(start, "supervise", functools.partial(supervisor.supervise, engine=Program(KILLED_LATER)))
+    monkeypatch.setattr(
+        start, "supervise", functools.partial(supervisor.supervise, engine=Program(KILLED_LATER))
+    )
     over = threading.Event()
 
     def take() -> None:
@@ -73,14 +83,21 @@ def test_slots_taken_between_two_attempts_delete_nothing(tmp_path: Path, monkeyp
     racer = threading.Thread(target=take)
     racer.start()
     try:
-        words: dict[str, Any] = {"hosts": local_hosts(resolved.job), "share": False, "background": False}
+        words: dict[str, Any] = {
+            "hosts": local_hosts(resolved.job),
+            "share": False,
+            "background": False,
+        }
         run, outcome = start.start_run(resolved, None, [], tmp_path, nobody(), **words)  # type: ignore[arg-type]
     finally:
         over.set()
         racer.join()
     assert outcome is not None and outcome.exit == 17
     assert (run.checkpoints / "step-00005000").is_dir() and len(run.attempts()) == 2
-    assert next(e for e in events(run, 1) if e["event"] == "ended")["root_cause"]["signal"] == "SIGKILL"
+    assert (
+        next(e for e in events(run, 1) if e["event"] == "ended")["root_cause"]["signal"]
+        == "SIGKILL"
+    )
 
 
 def test_a_resumed_run_ends_what_a_dead_supervisor_left(tmp_path: Path) -> None:
@@ -90,25 +107,38 @@ def test_a_resumed_run_ends_what_a_dead_supervisor_left(tmp_path: Path) -> None:
     (run.session(1)).mkdir(parents=True)
     (run.session(1) / "secrets.json").write_text("{}")
     told = [{"event": "started"}, {"event": "agent_joined", "host": "localhost"}, {"event": "go"}]
-    attempt.events.write_text("".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told))
-    left = subprocess.Popen(["sleep", "600"], env={**os.environ, "TRAINKIT_RUN": f"{run.id}/1/0/0"}, start_new_session=True)
+    attempt.events.write_text(
+        "".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told)
+    )
+    left = subprocess.Popen(
+        ["sleep", "600"],
+        env={**os.environ, "TRAINKIT_RUN": f"{run.id}/1/0/0"},
+        start_new_session=True,
+    )
     try:
         outcome, after = supervised(run, Program(DONE))
         assert left.poll() is not None, "the attempt after it ran beside it"
     finally:
         left.kill()
         left.wait()
-    assert outcome.exit == 0 and after[0]["attempt"] == 2 and not (run.session(1) / "secrets.json").exists()
+    assert (
+        outcome.exit == 0
+        and after[0]["attempt"] == 2
+        and not (run.session(1) / "secrets.json").exists()
+    )
 
 
 def test_a_resumed_run_takes_its_slots_from_agents_that_stand_still(tmp_path: Path) -> None:
-    """Agent and keeper of the attempt before are stopped, its supervisor is gone: they would hold the slots of their own run for ever (exit 17)."""
+    """Agent and keeper of the attempt before are stopped, its supervisor is gone: they would
+    hold the slots of their own run for ever (exit 17)."""
     run = make_run(tmp_path / "run")
     old = Session(tmp_path / "old", run=run.id, node_folder=str(tmp_path / "run" / "node"))
     old.run, old.mark = run.id, f"{run.id}/1/0"
     run.attempt(1).path.mkdir(parents=True)
     told = [{"event": "started"}, {"event": "agent_joined", "host": "localhost"}, {"event": "go"}]
-    run.attempt(1).events.write_text("".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told))
+    run.attempt(1).events.write_text(
+        "".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told)
+    )
     try:
         peer = old.begin()
         assert old.agent is not None
@@ -133,10 +163,14 @@ open(os.environ["FOUND"], "w").write(str(marks))
 """
     run = make_run(tmp_path, ["cluster.ranks_per_node=1"])
     outcome, _ = supervised(run, Program(program, env={"FOUND": str(tmp_path / "found")}))
-    assert outcome.exit == 0 and (tmp_path / "found").read_text() == str([f"TRAINKIT_RUN={run.id}/1/agents/0"] * 2)
+    assert outcome.exit == 0 and (tmp_path / "found").read_text() == str(
+        [f"TRAINKIT_RUN={run.id}/1/agents/0"] * 2
+    )
 
 
-def test_hosts_that_cannot_be_asked_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_cannot_be_asked_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "OWN_STOP_SECONDS", 10_000.0)
 
     class Unreachable(StubAgent):
@@ -145,11 +179,25 @@ def test_hosts_that_cannot_be_asked_are_waited_for(tmp_path: Path, monkeypatch: 
                 raise OSError("no route to host")
             await super().run()
 
-    run = make_run(tmp_path, ["cluster.watch.lease=1", "cluster.watch.grace=0.5"], hosts=[Host(f"h{i}", slots=(0, 1)) for i in range(2)], nodes=2)
+    run = make_run(
+        tmp_path,
+        ["cluster.watch.lease=1", "cluster.watch.grace=0.5"],
+        hosts=[Host(f"h{i}", slots=(0, 1)) for i in range(2)],
+        nodes=2,
+    )
     run.attempt(1).path.mkdir(parents=True)
-    ended: dict[str, Any] = {"event": "ended", "class": "infra", "exit": 13, "root_cause": None, "survivors": [], "unanswered": ["h1"]}
+    ended: dict[str, Any] = {
+        "event": "ended",
+        "class": "infra",
+        "exit": 13,
+        "root_cause": None,
+        "survivors": [],
+        "unanswered": ["h1"],
+    }
     told: list[dict[str, Any]] = [{"event": "agent_joined", "host": "h1"}, ended]
-    run.attempt(1).events.write_text("".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told))
+    run.attempt(1).events.write_text(
+        "".join(json.dumps({"time": utc_now(), **event}) + "\n" for event in told)
+    )
     waits: list[float] = []
 
     async def wait(self: object, seconds: float) -> None:
@@ -182,9 +230,17 @@ def test_a_head_that_loses_most_hosts_blames_none(tmp_path: Path) -> None:
 
 def test_a_host_that_cannot_be_done_without_is_not_kept_from_the_resume(tmp_path: Path) -> None:
     """The `resume` that is advised would have too few hosts (exit 8)."""
-    program = "import os, sys, time\nif os.environ['RANK'] != '2': time.sleep(10_000)\nprint('No CUDA GPUs are available'); sys.exit(1)"
+    program = (
+        "import os, sys, time\nif os.environ['RANK'] != '2': time.sleep(10_000)\nprint('No CUDA"
+        " GPUs are available'); sys.exit(1)"
+    )
     for number, (hosts, expected) in enumerate([(2, set()), (3, {"h1"})]):
-        run = make_run(tmp_path / str(number), ["retry.infra=0", "retry.shrink=false"], hosts=[Host(f"h{i}", slots=(0, 1)) for i in range(hosts)], nodes=2)
+        run = make_run(
+            tmp_path / str(number),
+            ["retry.infra=0", "retry.shrink=false"],
+            hosts=[Host(f"h{i}", slots=(0, 1)) for i in range(hosts)],
+            nodes=2,
+        )
         outcome, _ = supervised(run, Program(program), launcher=Debug(StubAgent))
         assert outcome.suspects == ("h1",) and set(quarantined(run.root)) == expected
 
@@ -207,10 +263,14 @@ def test_a_program_that_starts_its_ranks_itself_is_started_once_a_node(tmp_path:
             return dataclasses.replace(super().command(job, run, attempt), spawn="per_node")
 
     hosts = [Host(f"h{i}", slots=(0, 1)) for i in range(2)]
-    outcome, told = supervised(make_run(tmp_path, hosts=hosts, nodes=2), Once(DONE), launcher=Debug(StubAgent))
+    outcome, told = supervised(
+        make_run(tmp_path, hosts=hosts, nodes=2), Once(DONE), launcher=Debug(StubAgent)
+    )
     assert outcome.exit == 0 and [e["rank"] for e in told if e["event"] == "rank_started"] == [0, 2]
 
 
 def test_what_a_rank_writes_of_itself_cannot_end_the_supervisor() -> None:
-    strange = RankEnd(0, "h", 9, 1.0, False, error={"exit": [1], "type": ["x"], "message": None, "step": {}})
+    strange = RankEnd(
+        0, "h", 9, 1.0, False, error={"exit": [1], "type": ["x"], "message": None, "step": {}}
+    )
     assert judge_outcome([strange], 1, None).exit == 9

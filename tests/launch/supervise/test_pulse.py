@@ -22,19 +22,26 @@ def beats(folder: Path) -> tuple[Pulse, AttemptFolder]:
     return Pulse(attempt, WatchLimits()), attempt
 
 
-def test_a_file_system_that_stalls_holds_up_nobody_and_gets_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_stalls_holds_up_nobody_and_gets_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given, attempt = beats(tmp_path)
     stalled = tmp_path / "stalled"
     os.mkfifo(stalled)  # to open it for writing takes until somebody reads
     first = iter([stalled])
-    monkeypatch.setattr("trainkit.launch.supervise.heartbeats.temporary_name", lambda path: next(first, None) or temporary_name(path))
+    monkeypatch.setattr(
+        "trainkit.launch.supervise.heartbeats.temporary_name",
+        lambda path: next(first, None) or temporary_name(path),
+    )
     given.take(0, {"phase": "start", "step": 0})
     wait_for(lambda: not given._to_copy, "the first copy to begin")
     for number in range(1000):
         given.take(0, {"phase": f"phase {number}", "step": number})
         given.take(1, {"phase": f"phase {number}", "step": number})
     assert given.step() == 999
-    assert not attempt.heartbeat(1).exists() and len(given._to_copy) == 2, "copies of what is old by now wait"
+    assert not attempt.heartbeat(1).exists() and len(given._to_copy) == 2, (
+        "copies of what is old by now wait"
+    )
     with open(stalled, "rb") as reader:
         assert json.loads(reader.read())["phase"] == "start"
     wait_for(lambda: attempt.heartbeat(1).exists() and not given._to_copy, "the copies")
@@ -42,10 +49,25 @@ def test_a_file_system_that_stalls_holds_up_nobody_and_gets_the_newest(tmp_path:
     assert read_json(attempt.heartbeat(1))["step"] == 999
 
 
-@pytest.mark.parametrize("beat", [{"phase": "train", "step": None}, {"phase": "train", "step": [1]}, {"phase": 3}, {"phase": "train", "step": "7"}, [], "x"])
+@pytest.mark.parametrize(
+    "beat",
+    [
+        {"phase": "train", "step": None},
+        {"phase": "train", "step": [1]},
+        {"phase": 3},
+        {"phase": "train", "step": "7"},
+        [],
+        "x",
+    ],
+)
 def test_what_is_no_heartbeat_moves_nothing(tmp_path: Path, beat: Any) -> None:
     given, _ = beats(tmp_path)
     given.take(0, {"phase": "train", "step": 1})
     before = given.last
     given.take(0, beat)
-    assert given.step() == 1 and given.last == before and not given.stepping and given.behind([0]) == []
+    assert (
+        given.step() == 1
+        and given.last == before
+        and not given.stepping
+        and given.behind([0]) == []
+    )

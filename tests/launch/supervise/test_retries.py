@@ -1,5 +1,5 @@
-"""Failures and what follows them: budgets by class, hosts left out, spares, fewer hosts, the same failure again; over real programs with agents in
-this process."""
+"""Failures and what follows them: budgets by class, hosts left out, spares, fewer hosts, the
+same failure again; over real programs with agents in this process."""
 
 from __future__ import annotations
 
@@ -36,20 +36,37 @@ HOSTS = [Host(f"h{i}", slots=(0, 1)) for i in range(4)]
 QUICK = ["cluster.watch.lease=1", "cluster.watch.grace=0.5"]
 
 
-def failed(failure_class: FailureClass, step: int = 1, exit: Exit = Exit.RANK_INFRA, kind: str = "SIGKILL", began: bool = True) -> AttemptEnd:
+def failed(
+    failure_class: FailureClass,
+    step: int = 1,
+    exit: Exit = Exit.RANK_INFRA,
+    kind: str = "SIGKILL",
+    began: bool = True,
+) -> AttemptEnd:
     return AttemptEnd(Outcome(exit, failure_class, {"signal": kind}), began, step)
 
 
 def test_one_kind_of_failure_does_not_eat_the_budget_of_another() -> None:
     budgets = Budgets(Retry(infra=2, hang=1, user=0, preempted=1))
-    ends = [failed(kind, step) for step, kind in enumerate(["infra", "hang", "infra", "preempted", "infra"])]  # type: ignore[arg-type]
+    ends = [
+        failed(kind, step)  # type: ignore[arg-type]
+        for step, kind in enumerate(["infra", "hang", "infra", "preempted", "infra"])
+    ]
     assert [budgets.after(end) for end in ends] == ["again", "again", "again", "again", "enough"]
-    assert budgets.after(failed("user", 9, Exit.RANK_USER)) == budgets.after(failed("hang", 10)) == "enough"
+    assert (
+        budgets.after(failed("user", 9, Exit.RANK_USER))
+        == budgets.after(failed("hang", 10))
+        == "enough"
+    )
 
 
 def test_the_same_failure_at_the_same_step_ends_it() -> None:
     budgets = Budgets(Retry(infra=10, same_step=3))
-    assert [budgets.after(failed("infra", 7)) for _ in range(3)] == ["again", "again", "no-progress"]
+    assert [budgets.after(failed("infra", 7)) for _ in range(3)] == [
+        "again",
+        "again",
+        "no-progress",
+    ]
     budgets = Budgets(Retry(infra=10, same_step=3))
     assert [budgets.after(failed("infra", step)) for step in (7, 7, 8, 8, 9)] == ["again"] * 5
 
@@ -61,7 +78,9 @@ def test_what_the_next_attempt_would_be_told_again_is_not_tried() -> None:
 
 def test_an_end_says_what_it_has_used_up() -> None:
     end = failed("preempted")
-    assert Budgets(Retry(infra=1)).after(end, "infra") == "again" and end.budget == "infra", "of another kind than its class"
+    assert Budgets(Retry(infra=1)).after(end, "infra") == "again" and end.budget == "infra", (
+        "of another kind than its class"
+    )
 
 
 def test_hosts_of_the_next_attempt() -> None:
@@ -102,7 +121,9 @@ def test_a_killed_rank_is_tried_again_and_done(tmp_path: Path) -> None:
         and first[-1]["next_attempt"] == 2
     )
     cause = first[-2]["root_cause"]
-    assert (cause["rank"], cause["signal"], first[-2]["exit"]) == (1, "SIGKILL", 10) and first[-2]["survivors"] == []
+    assert (cause["rank"], cause["signal"], first[-2]["exit"]) == (1, "SIGKILL", 10) and first[-2][
+        "survivors"
+    ] == []
 
 
 def test_the_same_crash_three_times_is_no_progress(tmp_path: Path) -> None:
@@ -120,12 +141,18 @@ def test_a_users_error_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_an_abort_in_teardown_after_success(tmp_path: Path) -> None:
-    outcome, _ = supervised(make_run(tmp_path), Program(DONE + "import os; os.abort() if os.environ['RANK'] == '1' else None"))
+    outcome, _ = supervised(
+        make_run(tmp_path),
+        Program(DONE + "import os; os.abort() if os.environ['RANK'] == '1' else None"),
+    )
     assert outcome.exit == 0
 
 
 def test_exit_0_of_a_rank_that_never_said_done(tmp_path: Path) -> None:
-    outcome, _ = supervised(make_run(tmp_path), Program("import os\nif os.environ['RANK'] == '0':\n" + DONE.replace("\n", "\n  ")))
+    outcome, _ = supervised(
+        make_run(tmp_path),
+        Program("import os\nif os.environ['RANK'] == '0':\n" + DONE.replace("\n", "\n  ")),
+    )
     assert (outcome.exit, outcome.failure_class) == (10, "infra")
 
 
@@ -137,11 +164,16 @@ time.sleep(10_000)
 """
 
 
-def test_one_that_leaves_with_0_is_no_good_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_leaves_with_0_is_no_good_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its peers are stopped at once: they wait for it."""
     monkeypatch.setattr("trainkit.launch.supervise.attempt.TEARDOWN_SECONDS", 10_000.0)
     outcome, _ = supervised(make_run(tmp_path, ["retry.infra=0"]), Program(LEAVES))
-    assert (outcome.exit, (outcome.root_cause or {})["rank"]) == (10, 1) and "had not said that it was done" in (outcome.root_cause or {})["message"]
+    assert (outcome.exit, (outcome.root_cause or {})["rank"]) == (
+        10,
+        1,
+    ) and "had not said that it was done" in (outcome.root_cause or {})["message"]
 
 
 TOLD = f"""
@@ -161,9 +193,14 @@ while True:
 
 
 @pytest.mark.parametrize("peers", ["leave", "stay"])
-def test_one_told_to_save_during_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: str) -> None:
-    """Its peers are told too; where they do not leave, nothing is saved, and the run goes on from what it had."""
-    monkeypatch.setattr("trainkit.launch.supervise.attempt.TEARDOWN_SECONDS", 10_000.0 if peers == "leave" else 1.0)
+def test_one_told_to_save_during_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: str
+) -> None:
+    """Its peers are told too; where they do not leave, nothing is saved, and the run goes on
+    from what it had."""
+    monkeypatch.setattr(
+        "trainkit.launch.supervise.attempt.TEARDOWN_SECONDS", 10_000.0 if peers == "leave" else 1.0
+    )
     found = tmp_path / "found"
     found.mkdir()
     run = make_run(tmp_path, ["retry.infra=1"])
@@ -173,11 +210,16 @@ def test_one_told_to_save_during_the_start(tmp_path: Path, monkeypatch: pytest.M
     if peers == "leave":
         assert outcome.exit == 12 and len(run.attempts()) == 1
     else:
-        assert outcome.exit == 0 and first["root_cause"]["rank"] == 1 and first["root_cause"]["saved"] is False
+        assert (
+            outcome.exit == 0
+            and first["root_cause"]["rank"] == 1
+            and first["root_cause"]["saved"] is False
+        )
 
 
 class Dies(StubAgent):
-    """The agent of host h1 goes, with all it started, when its ranks run; there is no way to that host afterwards."""
+    """The agent of host h1 goes, with all it started, when its ranks run; there is no way to
+    that host afterwards."""
 
     async def run(self) -> None:
         if self.session.run.startswith("sweep"):
@@ -202,7 +244,8 @@ if os.environ["ATTEMPT"] == "1":
 
 
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long the supervisor wants to wait, of which it waits nothing; what it grants a lost host is out of all proportion."""
+    """How long the supervisor wants to wait, of which it waits nothing; what it grants a lost
+    host is out of all proportion."""
     waits: list[float] = []
 
     async def wait(self: object, seconds: float) -> None:
@@ -214,19 +257,32 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize(("hosts", "nodes", "world"), [(3, 2, 4), (2, 2, 2)])
-def test_a_lost_host_is_replaced_or_done_without(tmp_path: Path, hosts: int, nodes: int, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_host_is_replaced_or_done_without(
+    tmp_path: Path, hosts: int, nodes: int, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits = waited(monkeypatch)
     run = make_run(tmp_path, ["retry.infra=2", *QUICK], hosts=HOSTS[:hosts], nodes=nodes)
     outcome, told = supervised(run, Program(SECOND_IS_DONE), launcher=Debug(Dies))
     assert outcome.exit == 0 and len(run.attempts()) == 2, outcome
     first = events(run, 1)
     ended = next(e for e in first if e["event"] == "ended")
-    assert ended["root_cause"]["host"] == "h1" and ended["exit"] == 10 and ended["unanswered"] == ["h1"]
+    assert (
+        ended["root_cause"]["host"] == "h1"
+        and ended["exit"] == 10
+        and ended["unanswered"] == ["h1"]
+    )
     assert next(e for e in first if e["event"] == "host_left_out")["host"] == "h1"
-    assert told[0]["world_size"] == world and "h1" not in [e["host"] for e in told if e["event"] == "agent_joined"]
-    assert read_json(run.job)["job"]["nodes"] == world // 2 and read_json(run.job)["job"]["training"]["global_batch_size"] == 8
+    assert told[0]["world_size"] == world and "h1" not in [
+        e["host"] for e in told if e["event"] == "agent_joined"
+    ]
+    assert (
+        read_json(run.job)["job"]["nodes"] == world // 2
+        and read_json(run.job)["job"]["training"]["global_batch_size"] == 8
+    )
     assert set(quarantined(run.root)) == {"h1"}
-    assert any(seconds > 5_000 for seconds in waits), "the next attempt did not wait until the lost host had surely stopped"
+    assert any(seconds > 5_000 for seconds in waits), (
+        "the next attempt did not wait until the lost host had surely stopped"
+    )
 
 
 KILLS_ITS_AGENT = f"""
@@ -255,7 +311,11 @@ def test_what_a_killed_agent_and_its_killed_keeper_leave_is_swept(tmp_path: Path
     ended = next(e for e in told if e["event"] == "ended")
     assert outcome.exit == 0 and (ended["exit"], ended["class"]) == (10, "infra")
     pid, swept = int((tmp_path / "pid").read_text()), told[-2]
-    assert swept["event"] == "swept" and pid in [each["pid"] for each in swept["killed"]] and swept["left"] == []
+    assert (
+        swept["event"] == "swept"
+        and pid in [each["pid"] for each in swept["killed"]]
+        and swept["left"] == []
+    )
     assert not alive(pid) and not list((tmp_path / "sessions").iterdir())
 
 
@@ -267,14 +327,19 @@ class Silent(StubAgent):
         if self.session.hosts[self.node].name == "h1":
             await asyncio.sleep(0.3)
             for task in asyncio.all_tasks():
-                if getattr(task.get_coro(), "__qualname__", "") == "StubAgent._beat" and task.get_coro().cr_frame.f_locals["self"] is self:  # type: ignore[union-attr]
+                if (
+                    getattr(task.get_coro(), "__qualname__", "") == "StubAgent._beat"
+                    and task.get_coro().cr_frame.f_locals["self"] is self  # type: ignore[union-attr]
+                ):
                     task.cancel()
             await asyncio.sleep(3)
 
 
 def test_a_cut_network_is_a_lost_contact_within_the_lease(tmp_path: Path) -> None:
     run = make_run(tmp_path, ["retry.infra=0", *QUICK], nodes=2)
-    outcome, told = supervised(run, Program("import time; time.sleep(10_000)"), launcher=Debug(Silent))
+    outcome, told = supervised(
+        run, Program("import time; time.sleep(10_000)"), launcher=Debug(Silent)
+    )
     ended = next(e for e in told if e["event"] == "ended")
     assert (outcome.exit, outcome.failure_class) == (13, "infra") and ended["unanswered"] == ["h1"]
 
@@ -296,7 +361,11 @@ def test_a_hang_is_found_stacks_are_kept_and_the_missing_named(tmp_path: Path) -
     run = make_run(tmp_path, ["cluster.watch.heartbeat=2.5"])
     outcome, told = supervised(run, Program(HANGS))
     assert (outcome.exit, outcome.failure_class) == (11, "hang") and outcome.root_cause is not None
-    assert outcome.root_cause["missing"] == [1] and outcome.root_cause["rank"] == 1 and "step 2" in outcome.root_cause["message"]
+    assert (
+        outcome.root_cause["missing"] == [1]
+        and outcome.root_cause["rank"] == 1
+        and "step 2" in outcome.root_cause["message"]
+    )
     assert next(e for e in told if e["event"] == "hang")["missing"] == [1]
     assert told[-1]["survivors"] == []
 
@@ -319,20 +388,37 @@ def in_thread(run: RunFolder, folder: Path, act: threading.Thread) -> Outcome:
     """The outcome of an endless run that `act` ends."""
     act.start()
     try:
-        return supervise(run, {}, Watch(lambda run: None, lambda: None, lambda text: None), share=False, engine=Program(ENDLESS, env={"READY": str(folder)}))
+        return supervise(
+            run,
+            {},
+            Watch(lambda run: None, lambda: None, lambda text: None),
+            share=False,
+            engine=Program(ENDLESS, env={"READY": str(folder)}),
+        )
     finally:
         act.join()
 
 
 def ready(folder: Path) -> list[int]:
     """Pids of two ranks once they run."""
-    pids = wait_for(lambda: [int(p.read_text() or 0) for p in folder.iterdir()] if len(list(folder.iterdir())) == 2 else None, "the ranks")
+    pids = wait_for(
+        lambda: (
+            [int(p.read_text() or 0) for p in folder.iterdir()]
+            if len(list(folder.iterdir())) == 2
+            else None
+        ),
+        "the ranks",
+    )
     assert isinstance(pids, list)
     return pids
 
 
-@pytest.mark.parametrize(("save", "code", "failure_class"), [(False, 15, "cancelled"), (True, 12, "preempted")])
-def test_cancelled_over_the_control_connection(tmp_path: Path, save: bool, code: int, failure_class: str) -> None:
+@pytest.mark.parametrize(
+    ("save", "code", "failure_class"), [(False, 15, "cancelled"), (True, 12, "preempted")]
+)
+def test_cancelled_over_the_control_connection(
+    tmp_path: Path, save: bool, code: int, failure_class: str
+) -> None:
     run, folder = make_run(tmp_path, ["retry.preempted=5", "retry.infra=5"]), tmp_path / "ready"
     folder.mkdir()
     answers: list[object] = []
@@ -343,7 +429,9 @@ def test_cancelled_over_the_control_connection(tmp_path: Path, save: bool, code:
 
     pids: list[int] = []
     outcome = in_thread(run, folder, threading.Thread(target=cancel))
-    assert (outcome.exit, outcome.failure_class) == (code, failure_class) and answers == [{"type": "ok"}]
+    assert (outcome.exit, outcome.failure_class) == (code, failure_class) and answers == [
+        {"type": "ok"}
+    ]
     assert len(run.attempts()) == 1, "it went on although it was asked to stop"
     assert not any(alive(pid) for pid in pids)
     assert ask(run, {"type": "cancel", "save": save}) is None

@@ -1,4 +1,5 @@
-"""The code of a run: named by its content, with the user's own repository, and never changed again."""
+"""The code of a run: named by its content, with the user's own repository, and never changed
+again."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ def package(tmp_path: Path) -> Path:
 
 
 def git(folder: Path, *words: str) -> None:
-    who = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "protocol.file.allow=always"]
+    who = [
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@example.org",
+        "-c",
+        "protocol.file.allow=always",
+    ]
     subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True)
 
 
@@ -67,11 +75,21 @@ def names(folder: Path) -> set[str]:
 
 def test_named_by_its_content_and_taken_once(tmp_path: Path, package: Path) -> None:
     taken = take_snapshot(package, tmp_path / "code")
-    assert names(taken.folder) == {"trainkit/a.py", "trainkit/failures.toml", "trainkit/sub/b.so", "complete", "origin.json"}
-    assert taken.folder.name == taken.sha256 == snapshot_hash(taken.folder)  # what every agent checks
+    assert names(taken.folder) == {
+        "trainkit/a.py",
+        "trainkit/failures.toml",
+        "trainkit/sub/b.so",
+        "complete",
+        "origin.json",
+    }
+    # what every agent checks
+    assert taken.folder.name == taken.sha256 == snapshot_hash(taken.folder)
     assert take_snapshot(package, tmp_path / "code") == taken
     (package / "a.py").write_text("2")
-    assert take_snapshot(package, tmp_path / "code").sha256 != taken.sha256 and (taken.folder / "trainkit" / "a.py").read_text() == "1"
+    assert (
+        take_snapshot(package, tmp_path / "code").sha256 != taken.sha256
+        and (taken.folder / "trainkit" / "a.py").read_text() == "1"
+    )
     assert not list((tmp_path / "code").glob("*.tmp-*"))
 
 
@@ -79,29 +97,50 @@ def test_a_users_repository_as_it_is_now(package: Path, repository: Path) -> Non
     (repository / "experiments").mkdir()
     taken = take_snapshot(package, repository / "code", repository / "experiments")
     project = taken.folder / "project"
-    assert names(project) == {".gitignore", ".gitmodules", "train.py", "run me.sh", "link.py", "library/inner.py", "new\nödd.py"}
-    assert (project / "train.py").read_text() == (project / "link.py").read_text() == "edited" and os.access(project / "run me.sh", os.X_OK)
-    assert [(each.path, each.why) for each in taken.left_out] == [("dangling", "a link that leads to no file")]
+    assert names(project) == {
+        ".gitignore",
+        ".gitmodules",
+        "train.py",
+        "run me.sh",
+        "link.py",
+        "library/inner.py",
+        "new\nödd.py",
+    }
+    assert (project / "train.py").read_text() == (
+        project / "link.py"
+    ).read_text() == "edited" and os.access(project / "run me.sh", os.X_OK)
+    assert [(each.path, each.why) for each in taken.left_out] == [
+        ("dangling", "a link that leads to no file")
+    ]
     assert snapshot_hash(taken.folder) == taken.sha256
     assert json.loads((taken.folder / "origin.json").read_text())["project"] == str(repository)
     again = take_snapshot(package, repository / "code", repository)
     assert again == taken  # the snapshot itself, and runs, are no part of it
 
 
-def test_data_in_a_repository_is_left_out_and_named(package: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_in_a_repository_is_left_out_and_named(
+    package: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open(repository / "weights.bin", "wb") as file:
         file.truncate(10 * 2**20 + 1)
     (repository / "small.bin").write_bytes(b"0" * 500)
     monkeypatch.setattr(snapshot, "WHOLE", 400)
     taken = take_snapshot(package, repository / "code", repository)
     why = {each.path: each.why for each in taken.left_out}
-    assert why["weights.bin"] == "over 10 MB" and why["small.bin"] == "all files together are over 0 MB"
-    assert "project/train.py" in names(taken.folder) and "project/small.bin" not in names(taken.folder)
+    assert (
+        why["weights.bin"] == "over 10 MB"
+        and why["small.bin"] == "all files together are over 0 MB"
+    )
+    assert "project/train.py" in names(taken.folder) and "project/small.bin" not in names(
+        taken.folder
+    )
     told = json.loads((taken.folder / "origin.json").read_text())["left_out"]
     assert {"path": "weights.bin", "bytes": 10 * 2**20 + 1, "why": "over 10 MB"} in told
 
 
-def test_trainkits_own_checkout_and_no_repository_are_only_the_package(tmp_path: Path, package: Path) -> None:
+def test_trainkits_own_checkout_and_no_repository_are_only_the_package(
+    tmp_path: Path, package: Path
+) -> None:
     checkout = package.parent
     alone = take_snapshot(package, tmp_path / "code", tmp_path)
     git(checkout, "init", "-q")

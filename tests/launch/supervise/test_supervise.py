@@ -1,4 +1,5 @@
-"""The supervisor with a real agent, over small programs in place of ranks: what it keeps, hides, survives and records."""
+"""The supervisor with a real agent, over small programs in place of ranks: what it keeps, hides,
+survives and records."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def test_a_run_folder_is_nobody_elses_to_write(tmp_path: Path) -> None:
-    """Whatever the umask: who can replace `code` runs as us at the next resume. A group may share it, where the umask lets it."""
+    """Whatever the umask: who can replace `code` runs as us at the next resume. A group may
+    share it, where the umask lets it."""
     modes = []
     for number, mask in enumerate((0o000, 0o002, 0o077)):
         before = os.umask(mask)
@@ -39,15 +41,26 @@ def test_a_run_folder_is_nobody_elses_to_write(tmp_path: Path) -> None:
             path = new_run_folder(tmp_path / str(number), "j").path
         finally:
             os.umask(before)
-        modes.append({stat.S_IMODE(folder.stat().st_mode) for folder in (path, path.parent, path.parent.parent)})
+        modes.append(
+            {
+                stat.S_IMODE(folder.stat().st_mode)
+                for folder in (path, path.parent, path.parent.parent)
+            }
+        )
     assert modes == [{0o775}, {0o775}, {0o700}]
 
 
-def test_this_machine_that_cannot_reach_itself_is_told_no_word_of_ssh(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_that_cannot_reach_itself_is_told_no_word_of_ssh(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainkit.launch.session.sys.executable", "/bin/false")
     outcome, _ = supervised(run, Program(DONE))
     cause = outcome.root_cause or {}
-    assert outcome.exit == 8 and "python = /bin/false" in cause["advice"] and "with no ssh" in cause["advice"]
+    assert (
+        outcome.exit == 8
+        and "python = /bin/false" in cause["advice"]
+        and "with no ssh" in cause["advice"]
+    )
 
 
 def test_secrets_reach_the_rank_and_no_record(run: RunFolder) -> None:
@@ -59,7 +72,11 @@ json.dump({"schema": "rank-error/1", "message": "bad key: " + key, "exit": 9}, o
 sys.exit(9)
 """
     outcome, _ = supervised(run, Program(program), secrets={"KEY": SECRET})
-    assert outcome.exit == 9 and outcome.root_cause is not None and outcome.root_cause["message"] == "bad key: ***"
+    assert (
+        outcome.exit == 9
+        and outcome.root_cause is not None
+        and outcome.root_cause["message"] == "bad key: ***"
+    )
     log = run.attempt(1).log(0).read_text()
     assert f"length {len(SECRET)}" in log and "***" in log
     for file in run.root.rglob("*"):
@@ -77,7 +94,11 @@ def test_a_full_disk_under_a_log_does_not_stop_the_rank(run: RunFolder) -> None:
         begun.append(run)
         (run.path / "attempts" / "early" / "logs").rename(run.path / "attempts" / "1" / "logs")
 
-    outcome, _ = supervised(run, Program(DONE + "print('x' * 200000)"), watch=Watch(begin, lambda: None, lambda text: None))
+    outcome, _ = supervised(
+        run,
+        Program(DONE + "print('x' * 200000)"),
+        watch=Watch(begin, lambda: None, lambda text: None),
+    )
     assert begun and log.is_symlink() and outcome.failure_class == "success"
 
 
@@ -88,20 +109,37 @@ def test_a_view_that_fails_is_switched_off_and_the_run_goes_on(run: RunFolder) -
         calls.append(1)
         raise SystemExit(1)  # what rich raises where the pipe is closed
 
-    outcome, events = supervised(run, Program(DONE), watch=Watch(lambda run: None, tick, lambda text: None))
+    outcome, events = supervised(
+        run, Program(DONE), watch=Watch(lambda run: None, tick, lambda text: None)
+    )
     assert outcome.failure_class == "success" and len(calls) == 1
-    assert [e["event"] for e in events if e["event"] in ("view_lost", "ended")] == ["view_lost", "ended"]
+    assert [e["event"] for e in events if e["event"] in ("view_lost", "ended")] == [
+        "view_lost",
+        "ended",
+    ]
 
 
 def test_a_program_that_is_not_there(run: RunFolder) -> None:
     outcome, events = supervised(run, Program(argv=("/no/such/program",)))
-    assert outcome.exit == 8 and events[-1]["event"] == "ended" and events[-1]["exit"] == 8 and "/no/such/program" in events[-1]["root_cause"]["message"]
+    assert (
+        outcome.exit == 8
+        and events[-1]["event"] == "ended"
+        and events[-1]["exit"] == 8
+        and "/no/such/program" in events[-1]["root_cause"]["message"]
+    )
 
 
 def test_a_rank_that_leaves_processes_behind_is_cleaned_up_after(run: RunFolder) -> None:
-    program = DONE + "import subprocess; print('child', subprocess.Popen(['sleep', '600']).pid, flush=True)"
+    program = (
+        DONE
+        + "import subprocess; print('child', subprocess.Popen(['sleep', '600']).pid, flush=True)"
+    )
     outcome, events = supervised(run, Program(program))
-    assert outcome.failure_class == "success" and events[-1]["survivors"] == [] and events[-1]["unanswered"] == []
+    assert (
+        outcome.failure_class == "success"
+        and events[-1]["survivors"] == []
+        and events[-1]["unanswered"] == []
+    )
     pid = int(run.attempt(1).log(0).read_text().split()[1])
     assert not Path(f"/proc/{pid}").exists() or ") Z" in Path(f"/proc/{pid}/stat").read_text()
 
@@ -121,7 +159,9 @@ def test_the_folder_of_a_run_that_is_over(run: RunFolder) -> None:
     assert sorted(p.name for p in run.session(1).iterdir()) == ["node.sh", "session.json", "token"]
     assert run.session(1).joinpath("token").stat().st_mode & 0o777 == 0o600
     assert {p.name for p in (run.path / "attempts/1/heartbeat").iterdir()} == {"0.json", "1.json"}
-    assert [p.name for p in (run.root / "node").iterdir()] == ["trainkit-cpu.lock"], "the agent left more than its lock"
+    assert [p.name for p in (run.root / "node").iterdir()] == ["trainkit-cpu.lock"], (
+        "the agent left more than its lock"
+    )
 
 
 def test_two_runs_on_one_host_share_it_or_the_second_is_refused(tmp_path: Path) -> None:
@@ -129,16 +169,25 @@ def test_two_runs_on_one_host_share_it_or_the_second_is_refused(tmp_path: Path) 
     slow, quick = Program("import time; time.sleep(3)\n" + DONE), Program(DONE)
 
     async def side_by_side() -> list[Outcome]:
-        supervisors = [Supervisor(run, {}, Asks(), nobody(), share=True, engine=engine) for run, engine in ((first, slow), (second, quick))]
+        supervisors = [
+            Supervisor(run, {}, Asks(), nobody(), share=True, engine=engine)
+            for run, engine in ((first, slow), (second, quick))
+        ]
         return list(await asyncio.gather(*(supervisor.supervise() for supervisor in supervisors)))
 
     assert [outcome.exit for outcome in asyncio.run(side_by_side())] == [0, 0]
 
     async def one_after_the_other() -> list[Outcome]:
-        holds = asyncio.ensure_future(Supervisor(third, {}, Asks(), nobody(), share=False, engine=slow).supervise())
-        while '"go"' not in (third.attempt(1).events.read_text() if third.attempt(1).events.exists() else ""):
+        holds = asyncio.ensure_future(
+            Supervisor(third, {}, Asks(), nobody(), share=False, engine=slow).supervise()
+        )
+        while '"go"' not in (
+            third.attempt(1).events.read_text() if third.attempt(1).events.exists() else ""
+        ):
             await asyncio.sleep(0.05)
-        refused = await Supervisor(make_run(tmp_path), {}, Asks(), nobody(), share=False, engine=quick).supervise()
+        refused = await Supervisor(
+            make_run(tmp_path), {}, Asks(), nobody(), share=False, engine=quick
+        ).supervise()
         return [refused, await holds]
 
     refused, done = asyncio.run(one_after_the_other())
@@ -148,9 +197,14 @@ def test_two_runs_on_one_host_share_it_or_the_second_is_refused(tmp_path: Path) 
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
 def test_a_launcher_that_cannot_even_try(tmp_path: Path) -> None:
     hosts = [Host("node1", port=2222, slots=(0, 1)), Host("node2", slots=(0, 1))]
-    run = make_run(tmp_path, ["cluster.launcher=pdsh", "cluster.interface=127.0.0.0/8"], hosts=hosts, nodes=2)
+    run = make_run(
+        tmp_path, ["cluster.launcher=pdsh", "cluster.interface=127.0.0.0/8"], hosts=hosts, nodes=2
+    )
     outcome, told = supervised(run, Program(DONE))
-    assert (outcome.exit, outcome.failure_class) == (3, "user") and "pdsh cannot take a port" in told[-1]["root_cause"]["message"]
+    assert (outcome.exit, outcome.failure_class) == (
+        3,
+        "user",
+    ) and "pdsh cannot take a port" in told[-1]["root_cause"]["message"]
     assert len(run.attempts()) == 1
 
 
@@ -169,7 +223,9 @@ def test_nohups_wish_is_heeded() -> None:
     assert threading.current_thread() is threading.main_thread()
 
 
-def test_a_sign_that_the_file_system_holds_up_holds_up_nothing_else(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sign_that_the_file_system_holds_up_holds_up_nothing_else(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the last sign says that we have ended, whatever was under way."""
     begun, answers = threading.Event(), threading.Event()
 

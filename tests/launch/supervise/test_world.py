@@ -11,15 +11,27 @@ import pytest
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.redact import Redactor
 from trainkit.engines.contract import Command
-from trainkit.launch.supervise.rank_environment import Allocation, Node, passed_on, port_candidates, rank_environment, secret_values, world_document
+from trainkit.launch.supervise.rank_environment import (
+    Allocation,
+    Node,
+    passed_on,
+    port_candidates,
+    rank_environment,
+    secret_values,
+    world_document,
+)
 from trainkit.runs.folder import AttemptFolder, RunFolder
 
 HOSTILE = {"A": 'it\'s "quoted" `id` $HOME $(id) %h %n %%', "B": 'a\nb\t{"a": 1} ü 漢字', "C": ""}
 
 
-def world_of(run: Path, nodes: tuple[Node, ...], address: str, *, network: bool = False) -> dict[str, Any]:
+def world_of(
+    run: Path, nodes: tuple[Node, ...], address: str, *, network: bool = False
+) -> dict[str, Any]:
     command = Command(("python", "x"), HOSTILE, ("KEY",), run, ranks_per_node=3)
-    return world_document(RunFolder(run), 2, command, Allocation(nodes, address, 20001), network=network)
+    return world_document(
+        RunFolder(run), 2, command, Allocation(nodes, address, 20001), network=network
+    )
 
 
 def test_environment_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,11 +56,29 @@ def test_environment_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_several_nodes_talk_over_the_interface_of_their_address(tmp_path: Path) -> None:
-    nodes = (Node("a", "10.0.0.1", 0, (0, 1, 2), "eth1", "4,5,6"), Node("b", "10.0.0.2", 1, (3, 4, 5), "ens3"))
-    first = rank_environment(world_of(tmp_path, nodes, "10.0.0.1"), 0, 0, AttemptFolder(tmp_path / "1"))
-    assert (first["GLOO_SOCKET_IFNAME"], first["CUDA_VISIBLE_DEVICES"], "NCCL_SOCKET_IFNAME" in first) == ("eth1", "4,5,6", False)
-    second = rank_environment(world_of(tmp_path, nodes, "10.0.0.1", network=True), 1, 2, AttemptFolder(tmp_path / "1"))
-    wanted = {"RANK": "5", "LOCAL_RANK": "2", "GROUP_RANK": "1", "WORLD_SIZE": "6", "GLOO_SOCKET_IFNAME": "ens3", "NCCL_SOCKET_IFNAME": "=ens3"}
+    nodes = (
+        Node("a", "10.0.0.1", 0, (0, 1, 2), "eth1", "4,5,6"),
+        Node("b", "10.0.0.2", 1, (3, 4, 5), "ens3"),
+    )
+    first = rank_environment(
+        world_of(tmp_path, nodes, "10.0.0.1"), 0, 0, AttemptFolder(tmp_path / "1")
+    )
+    assert (
+        first["GLOO_SOCKET_IFNAME"],
+        first["CUDA_VISIBLE_DEVICES"],
+        "NCCL_SOCKET_IFNAME" in first,
+    ) == ("eth1", "4,5,6", False)
+    second = rank_environment(
+        world_of(tmp_path, nodes, "10.0.0.1", network=True), 1, 2, AttemptFolder(tmp_path / "1")
+    )
+    wanted = {
+        "RANK": "5",
+        "LOCAL_RANK": "2",
+        "GROUP_RANK": "1",
+        "WORLD_SIZE": "6",
+        "GLOO_SOCKET_IFNAME": "ens3",
+        "NCCL_SOCKET_IFNAME": "=ens3",
+    }
     assert {key: second[key] for key in wanted} == wanted and "CUDA_VISIBLE_DEVICES" not in second
 
 
@@ -59,7 +89,10 @@ def test_ports_to_try_are_the_runs_own() -> None:
 
 
 def test_secrets_are_all_named_at_once() -> None:
-    assert secret_values(("A", "B?", "C?"), {"A": "123456", "B": "", "C": "345678", "D": "4"}) == {"A": "123456", "C": "345678"}
+    assert secret_values(("A", "B?", "C?"), {"A": "123456", "B": "", "C": "345678", "D": "4"}) == {
+        "A": "123456",
+        "C": "345678",
+    }
     with pytest.raises(ConfigError, match="fewer than 6 characters"):
         secret_values(("A",), {"A": "12345"})
     with pytest.raises(ConfigError, match="A, B") as caught:

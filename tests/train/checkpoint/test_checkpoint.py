@@ -23,7 +23,18 @@ from tests.train.support import MODEL, Arrays, whole
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.schema import Checkpoint as Keep
 from trainkit.runs.checkpoint_errors import Damaged
-from trainkit.runs.checkpoints import MANIFEST, Chunk, DataFile, Manifest, TensorEntry, folder_of, newest_valid, open_checkpoint, prune, verify
+from trainkit.runs.checkpoints import (
+    MANIFEST,
+    Chunk,
+    DataFile,
+    Manifest,
+    TensorEntry,
+    folder_of,
+    newest_valid,
+    open_checkpoint,
+    prune,
+    verify,
+)
 from trainkit.train.checkpoint import dcp_storage as storage
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.dcp_storage import Reader, TensorSavePlanner, Writer
@@ -53,22 +64,46 @@ def copy_as(folder: Path, step: int) -> Path:
 
 def load_model(folder: Path, rows: int = 301) -> Transformer:
     module = Transformer(MODEL, rows)
-    checkpoint.load(open_checkpoint(folder), {f"model.{n}": p.detach() for n, p in module.named_parameters()})
+    checkpoint.load(
+        open_checkpoint(folder), {f"model.{n}": p.detach() for n, p in module.named_parameters()}
+    )
     return module
 
 
 def test_manifest_has_the_form_of_the_design(saved_folder: Path) -> None:
     document = json.loads((step_folder(saved_folder) / MANIFEST).read_text())
-    assert list(document) == ["schema", "step", "consumed_samples", "files", "tensors", "layout", "job", "versions", "state", "validation", "xxh128"]
-    assert (document["schema"], document["step"], document["consumed_samples"]) == ("checkpoint/1", 3, 24)
+    assert list(document) == [
+        "schema",
+        "step",
+        "consumed_samples",
+        "files",
+        "tensors",
+        "layout",
+        "job",
+        "versions",
+        "state",
+        "validation",
+        "xxh128",
+    ]
+    assert (document["schema"], document["step"], document["consumed_samples"]) == (
+        "checkpoint/1",
+        3,
+        24,
+    )
     assert [f["path"] for f in document["files"]] == ["rank-00000.bin", "rank-00001.bin"]
     entry = document["tensors"]["model.embed_tokens.weight"]
-    assert (entry["shape"], entry["dtype"], [c["sizes"] for c in entry["chunks"]]) == ([301, 18], "float32", [[151, 18], [150, 18]])
+    assert (entry["shape"], entry["dtype"], [c["sizes"] for c in entry["chunks"]]) == (
+        [301, 18],
+        "float32",
+        [[151, 18], [150, 18]],
+    )
     assert document["layout"]["data_parallel_size"] == 2 and document["job"]["name"] == "tiny"
     assert verify(step_folder(saved_folder)) == []
 
 
-def test_one_process_loads_without_a_group_and_without_pickle(saved_folder: Path, worlds: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_loads_without_a_group_and_without_pickle(
+    saved_folder: Path, worlds: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("unpickled")
 
@@ -83,7 +118,10 @@ def test_one_process_loads_without_a_group_and_without_pickle(saved_folder: Path
 
 
 def test_another_model_is_refused_by_name(saved_folder: Path) -> None:
-    with pytest.raises(TrainkitError, match=r"embed_tokens.weight is \[301, 18\] float32 there, \[300, 18\] float32 here") as error:
+    with pytest.raises(
+        TrainkitError,
+        match=r"embed_tokens.weight is \[301, 18\] float32 there, \[300, 18\] float32 here",
+    ) as error:
         load_model(step_folder(saved_folder), rows=300)
     assert error.value.exit == 3
 
@@ -99,8 +137,14 @@ def test_another_model_is_refused_by_name(saved_folder: Path) -> None:
         (lambda d: d["state"].update(scale=float("nan")), "state.scale.*finite"),
         (lambda d: d["state"].update(scale=float("-inf")), "state.scale.*finite"),
         (lambda d: d["state"].update(scale="1"), "state.scale"),
-        (lambda d: d["state"].update(optimizer_steps=3.5), "optimizer_steps is 3.5, which is no count"),
-        (lambda d: d["state"].update(optimizer_steps=-3), "optimizer_steps is -3, which is no count"),
+        (
+            lambda d: d["state"].update(optimizer_steps=3.5),
+            "optimizer_steps is 3.5, which is no count",
+        ),
+        (
+            lambda d: d["state"].update(optimizer_steps=-3),
+            "optimizer_steps is -3, which is no count",
+        ),
         (lambda d: d["state"].update(rollbacks=True), "rollbacks is True, which is no count"),
         (lambda d: d["files"][0].update(path="../rank-00000.bin"), "no plain file name"),
         (lambda d: d["files"][0].update(path="/etc/hostname"), "no plain file name"),
@@ -109,12 +153,27 @@ def test_another_model_is_refused_by_name(saved_folder: Path) -> None:
         (lambda d: d["files"][1].update(bytes=7), "not 7"),
         (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"].pop(), "do not make up"),
         (lambda d: d["tensors"]["model.final_norm.bias"].update(dtype="object"), "unknown dtype"),
-        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(file="../x"), "does not fit"),
-        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(start=2**40), "does not fit"),
+        (
+            lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(file="../x"),
+            "does not fit",
+        ),
+        (
+            lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(start=2**40),
+            "does not fit",
+        ),
         (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(start=-64), "start"),
-        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(offsets=[10]), "does not fit"),
-        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(sizes=[8]), "does not fit"),
-        (lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(sizes=[3, 3]), "does not fit"),
+        (
+            lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(offsets=[10]),
+            "does not fit",
+        ),
+        (
+            lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(sizes=[8]),
+            "does not fit",
+        ),
+        (
+            lambda d: d["tensors"]["model.final_norm.bias"]["chunks"][0].update(sizes=[3, 3]),
+            "does not fit",
+        ),
     ],
 )
 def test_hostile_manifests(saved_folder: Path, change: Change, words: str) -> None:
@@ -126,36 +185,78 @@ def test_hostile_manifests(saved_folder: Path, change: Change, words: str) -> No
 
 def boxes(*at: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[str, Any]:
     """A tensor [4, 6] in these boxes, all of them read from the same place."""
-    chunks = [{"offsets": o, "sizes": s, "file": "rank-00000.bin", "start": 0, "bytes": 4 * math.prod(s)} for o, s in at]
+    chunks = [
+        {"offsets": o, "sizes": s, "file": "rank-00000.bin", "start": 0, "bytes": 4 * math.prod(s)}
+        for o, s in at
+    ]
     return {"shape": [4, 6], "dtype": "float32", "chunks": chunks}
 
 
 @pytest.mark.parametrize(
     ("tensor", "twice"),
     [
-        (boxes(((0, 0), (2, 6)), ((0, 0), (2, 6))), "[0, 0] and [0, 0]"),  # the second half stays what it was
+        # the second half stays what it was
+        (boxes(((0, 0), (2, 6)), ((0, 0), (2, 6))), "[0, 0] and [0, 0]"),
         (boxes(((0, 0), (3, 4)), ((0, 4), (4, 2)), ((2, 0), (1, 4))), "[0, 0] and [2, 0]"),
-        (boxes(((0, 0), (4, 1)), ((1, 0), (2, 5)), ((3, 0), (1, 5)), ((0, 1), (1, 5))), "[0, 0] and [1, 0]"),
+        (
+            boxes(((0, 0), (4, 1)), ((1, 0), (2, 5)), ((3, 0), (1, 5)), ((0, 1), (1, 5))),
+            "[0, 0] and [1, 0]",
+        ),
         (boxes(((2, 3), (2, 3)), ((0, 0), (2, 3)), ((2, 0), (2, 3)), ((0, 3), (2, 3))), ""),
-        (boxes(((0, 0), (1, 6)), ((1, 0), (3, 2)), ((1, 2), (2, 4)), ((3, 2), (1, 4)), ((2, 2), (0, 4))), ""),
+        (
+            boxes(
+                ((0, 0), (1, 6)),
+                ((1, 0), (3, 2)),
+                ((1, 2), (2, 4)),
+                ((3, 2), (1, 4)),
+                ((2, 2), (0, 4)),
+            ),
+            "",
+        ),
     ],
 )
-def test_parts_of_a_tensor_do_not_overlap(saved_folder: Path, tensor: dict[str, Any], twice: str) -> None:
+def test_parts_of_a_tensor_do_not_overlap(
+    saved_folder: Path, tensor: dict[str, Any], twice: str
+) -> None:
     change_manifest(saved_folder, lambda d: d["tensors"].update(x=tensor))
     found = verify(step_folder(saved_folder), "size")
     assert found == ([f"x: its parts at {twice} overlap"] if twice else [])
 
 
-@pytest.mark.parametrize(("bit", "apart"), [(1, 7), (64, 11), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(64, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("bit", "apart"),
+    [
+        (1, 7),
+        (64, 11),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(64, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_no_flipped_bit_of_a_manifest_is_overlooked(bit: int, apart: int, tmp_path: Path) -> None:
     """Of every so many-th byte."""
     path = folder_of(tmp_path, 3) / MANIFEST
     path.parent.mkdir()
     (path.parent / "a.bin").write_bytes(bytes(16))
-    tensor = TensorEntry(shape=(4,), dtype="float32", chunks=(Chunk(offsets=(0,), sizes=(4,), file="a.bin", start=0, bytes=16),))
-    facts: dict[str, Any] = {"layout": {"world_size": 1}, "job": {"name": "tiny"}, "versions": {"torch": "2"}, "state": {"optimizer_steps": 3, "scale": 2.0}}
+    tensor = TensorEntry(
+        shape=(4,),
+        dtype="float32",
+        chunks=(Chunk(offsets=(0,), sizes=(4,), file="a.bin", start=0, bytes=16),),
+    )
+    facts: dict[str, Any] = {
+        "layout": {"world_size": 1},
+        "job": {"name": "tiny"},
+        "versions": {"torch": "2"},
+        "state": {"optimizer_steps": 3, "scale": 2.0},
+    }
     file = DataFile(path="a.bin", bytes=16, xxh128="")
-    Manifest(step=3, consumed_samples=24, files=(file,), tensors={"model.w": tensor}, validation={"valid": 1.5}, **facts).write(path.parent)
+    Manifest(
+        step=3,
+        consumed_samples=24,
+        files=(file,),
+        tensors={"model.w": tensor},
+        validation={"valid": 1.5},
+        **facts,
+    ).write(path.parent)
     content = path.read_bytes()
     assert verify(path.parent, "size") == []
     for i in range(0, len(content), apart):
@@ -167,7 +268,9 @@ def test_a_manifest_that_was_changed_by_hand_is_told_by_its_hash(saved_folder: P
     path = step_folder(saved_folder) / MANIFEST
     document = json.loads(path.read_text())
     path.write_text(path.read_text().replace('"consumed_samples":24', '"consumed_samples":16'))
-    assert verify(step_folder(saved_folder)) == [f"{MANIFEST} does not have the hash {document['xxh128']}"]
+    assert verify(step_folder(saved_folder)) == [
+        f"{MANIFEST} does not have the hash {document['xxh128']}"
+    ]
     change_manifest(saved_folder, lambda d: None)  # one of an older version has none, and is read
     assert verify(step_folder(saved_folder)) == []
 
@@ -192,7 +295,11 @@ def test_damage_is_named_and_passed_over(saved_folder: Path, damage: str) -> Non
     told: list[str] = []
     found = newest_valid(saved_folder, told.append)
     assert found is not None and found.manifest.step == 3
-    assert len(told) == 1 and str(newer) in told[0] and (MANIFEST in told[0] or "rank-00001.bin" in told[0])
+    assert (
+        len(told) == 1
+        and str(newer) in told[0]
+        and (MANIFEST in told[0] or "rank-00001.bin" in told[0])
+    )
     shutil.rmtree(step_folder(saved_folder))
     with pytest.raises(TrainkitError, match="none of the 1") as error:
         newest_valid(saved_folder, told.append)
@@ -205,7 +312,10 @@ def test_a_flipped_bit_is_found_by_its_hash(saved_folder: Path) -> None:
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     assert verify(step_folder(saved_folder), "size") == []
-    assert verify(step_folder(saved_folder)) == [f"rank-00000.bin does not have the hash {open_checkpoint(step_folder(saved_folder)).manifest.files[0].xxh128}"]
+    assert verify(step_folder(saved_folder)) == [
+        "rank-00000.bin does not have the hash"
+        f" {open_checkpoint(step_folder(saved_folder)).manifest.files[0].xxh128}"
+    ]
 
 
 def test_what_is_unfinished_or_foreign_is_no_checkpoint(tmp_path: Path, saved_folder: Path) -> None:
@@ -224,11 +334,19 @@ def test_prune_counts_valid_ones_only(saved_folder: Path) -> None:
     (saved_folder / "step-00000006").mkdir()
     (saved_folder / "step-00000008.tmp").mkdir()
     prune(saved_folder, Keep(keep_last=2), newest=100_000_000)
-    assert {p.name for p in saved_folder.glob("step-*")} == {"step-00000007", "step-100000000", "step-00000006", "step-00000008.tmp", "step-200000000"}
+    assert {p.name for p in saved_folder.glob("step-*")} == {
+        "step-00000007",
+        "step-100000000",
+        "step-00000006",
+        "step-00000008.tmp",
+        "step-200000000",
+    }
     prune(saved_folder, Keep(keep_last=9), newest=100_000_000)
     assert (saved_folder / "step-00000007").exists()
     prune(saved_folder, Keep(keep_last=1), newest=100_000_000)
-    assert not (saved_folder / "step-00000007").exists() and (saved_folder / "step-100000000").exists()
+    assert (
+        not (saved_folder / "step-00000007").exists() and (saved_folder / "step-100000000").exists()
+    )
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
@@ -254,7 +372,9 @@ def test_only_tensors_are_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64]
+)
 def test_every_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
     source = {"a": torch.arange(21).reshape(3, 7).to(dtype).T, "b": torch.arange(5).to(dtype)}
     writer = Writer(tmp_path, 0)
@@ -264,8 +384,11 @@ def test_every_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
     assert all(torch.equal(target[name], source[name]) for name in source)
 
 
-def test_only_the_rows_that_are_needed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into memory that is contiguous, or not, or of another dtype; of a box of columns so many rows at a time that memory stays small."""
+def test_only_the_rows_that_are_needed_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into memory that is contiguous, or not, or of another dtype; of a box of columns so many
+    rows at a time that memory stays small."""
     source = torch.arange(40 * 6.0).reshape(40, 6)
     (tmp_path / "a.bin").write_bytes(bytes(64) + source.numpy().tobytes())
     chunk = Chunk(offsets=(0, 0), sizes=(40, 6), file="a.bin", start=64, bytes=960)
@@ -278,7 +401,12 @@ def test_only_the_rows_that_are_needed_are_read(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(storage, "PIECE", 100)  # four rows
     monkeypatch.setattr(storage, "read_whole", noted)
-    targets = [torch.zeros(10, 6), torch.zeros(6, 10).T, torch.zeros(10, 6, dtype=torch.float64), torch.zeros(10, 2)]
+    targets = [
+        torch.zeros(10, 6),
+        torch.zeros(6, 10).T,
+        torch.zeros(10, 6, dtype=torch.float64),
+        torch.zeros(10, 2),
+    ]
     with open(tmp_path / "a.bin", "rb", buffering=0) as file:
         for target, first in zip(targets, (0, 0, 0, 3), strict=True):
             columns = target.shape[1]
@@ -291,13 +419,21 @@ def test_a_scalar_is_read_where_it_must_be_converted(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(torch.tensor(3.5).numpy().tobytes())
     target = torch.zeros((), dtype=torch.float64)
     with open(tmp_path / "a.bin", "rb", buffering=0) as file:
-        storage._read_box(file, Chunk(offsets=(), sizes=(), file="a.bin", start=0, bytes=4), torch.float32, (), (), target)
+        storage._read_box(
+            file,
+            Chunk(offsets=(), sizes=(), file="a.bin", start=0, bytes=4),
+            torch.float32,
+            (),
+            (),
+            target,
+        )
     assert target.item() == 3.5
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_large_part_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is heard of, the hash is that of the file, and a file system that takes no hints takes the pieces."""
+    """Each is heard of, the hash is that of the file, and a file system that takes no hints
+    takes the pieces."""
 
     def refused(*args: int) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
@@ -306,7 +442,12 @@ def test_a_large_part_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "posix_fadvise", refused)
     heard: list[int] = []
     writer = Writer(tmp_path, 0, lambda: heard.append((tmp_path / "rank-00000.bin").stat().st_size))
-    write_tensors({"a": torch.arange(700.0), "b": torch.arange(3.0)}, storage_writer=writer, planner=TensorSavePlanner(), no_dist=True)
+    write_tensors(
+        {"a": torch.arange(700.0), "b": torch.arange(3.0)},
+        storage_writer=writer,
+        planner=TensorSavePlanner(),
+        no_dist=True,
+    )
     assert heard in ([1000, 2000, 2800, 2816, 2828], [12, 64, 1064, 2064, 2864])
     (file,) = writer.files
     content = (tmp_path / file.path).read_bytes()

@@ -1,4 +1,5 @@
-"""Told to stop: the checkpoint comes first, and what is deleted keeps nobody waiting, or hides what ended the run."""
+"""Told to stop: the checkpoint comes first, and what is deleted keeps nobody waiting, or hides
+what ended the run."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ PATIENCE = 30.0  # seconds; what is waited for takes milliseconds
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -52,12 +55,20 @@ def deletion(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def save(saver: Saver, step: int, *, last: bool = False) -> None:
-    about: dict[str, Any] = {"consumed_samples": 8 * step, "layout": {}, "job": {}, "state": {}, "validation": {}}
+    about: dict[str, Any] = {
+        "consumed_samples": 8 * step,
+        "layout": {},
+        "job": {},
+        "state": {},
+        "validation": {},
+    }
     saver.save({"model.w": torch.zeros(4, 3)}, before=lambda: None, last=last, step=step, **about)
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_a_stop_does_not_wait_for_a_deletion(save_async: bool, tmp_path: Path, deletion: threading.Event) -> None:
+def test_a_stop_does_not_wait_for_a_deletion(
+    save_async: bool, tmp_path: Path, deletion: threading.Event
+) -> None:
     saver = Saver(Keep(keep_last=1, save_async=save_async), tmp_path)
     save(saver, 1)
     save(saver, 2)
@@ -65,15 +76,22 @@ def test_a_stop_does_not_wait_for_a_deletion(save_async: bool, tmp_path: Path, d
     saver.hurry()
     save(saver, 3, last=True)
     saver.close()
-    assert not deletion.is_set() and steps_in(tmp_path) == [2, 3] and len(list(tmp_path.glob("step-00000001.*.tmp"))) == 1
+    assert (
+        not deletion.is_set()
+        and steps_in(tmp_path) == [2, 3]
+        and len(list(tmp_path.glob("step-00000001.*.tmp"))) == 1
+    )
     deletion.set()
     saver.pruned()
-    assert not list(tmp_path.glob("*.tmp")) and steps_in(tmp_path) == [2, 3]  # after the last save nothing is deleted
+    # after the last save nothing is deleted
+    assert not list(tmp_path.glob("*.tmp")) and steps_in(tmp_path) == [2, 3]
     with contextlib.closing(Saver(Keep(keep_last=1), tmp_path)) as another:
         save(another, 4)
 
 
-def test_a_stop_waits_where_there_is_no_room_otherwise(tmp_path: Path, deletion: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_waits_where_there_is_no_room_otherwise(
+    tmp_path: Path, deletion: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver = Saver(Keep(keep_last=1), tmp_path)
     save(saver, 1)
     save(saver, 2)
@@ -88,12 +106,16 @@ def test_a_stop_waits_where_there_is_no_room_otherwise(tmp_path: Path, deletion:
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     save(saver, 3, last=True)
-    assert asked == [False, True] and steps_in(tmp_path) == [2, 3] and not list(tmp_path.glob("*.tmp"))
+    assert (
+        asked == [False, True] and steps_in(tmp_path) == [2, 3] and not list(tmp_path.glob("*.tmp"))
+    )
     saver.pruned()
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_who_waits_shows_that_it_lives(save_async: bool, tmp_path: Path, deletion: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_shows_that_it_lives(
+    save_async: bool, tmp_path: Path, deletion: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainkit.train.checkpoint.manager.BEAT", 0.05)
     beats: list[str] = []
 
@@ -115,8 +137,11 @@ def test_who_waits_shows_that_it_lives(save_async: bool, tmp_path: Path, deletio
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_the_grace_that_is_told_is_enough(save_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told in the midst of a save behind training, which takes 0.3 s: that one, and the stop's own."""
+def test_the_grace_that_is_told_is_enough(
+    save_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told in the midst of a save behind training, which takes 0.3 s: that one, and the stop's
+    own."""
     publish, slow = checkpoints.Manifest.write, [0.3]
 
     def write(self: checkpoints.Manifest, folder: Path) -> None:
@@ -131,12 +156,16 @@ def test_the_grace_that_is_told_is_enough(save_async: bool, tmp_path: Path, monk
     slow[0] = 0.0
     save(saver, 2, last=True)
     saver.close()
-    assert told[0] >= (0.6 if save_async else 0.3) and told[1] >= told[0]  # the longest so far, not the last
+    # the longest so far, not the last
+    assert told[0] >= (0.6 if save_async else 0.3) and told[1] >= told[0]
 
 
 @pytest.mark.parametrize("error", [ValueError("no checkpoint"), OSError("gone")])
 def test_closing_raises_nothing_that_a_deletion_met(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fails(*args: Any) -> None:
         raise error
@@ -149,7 +178,9 @@ def test_closing_raises_nothing_that_a_deletion_met(
     assert capsys.readouterr().err.count("could not be deleted: ") == 2
 
 
-def test_nothing_is_renamed_while_another_publishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_renamed_while_another_publishes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saver = Saver(Keep(keep_last=1), tmp_path)
     save(saver, 1)
     saver.pruned()
@@ -166,5 +197,7 @@ def test_who_wakes_up_late_deletes_nothing_that_others_went_back_to(tmp_path: Pa
     for step in (1, 2):
         save_one(tmp_path, step)
     set_aside(folder_of(tmp_path, 2))
-    assert prune(tmp_path, Keep(keep_last=1), 2, alone(tmp_path)) == [] and steps_in(tmp_path) == [1]
+    assert prune(tmp_path, Keep(keep_last=1), 2, alone(tmp_path)) == [] and steps_in(tmp_path) == [
+        1
+    ]
     shutil.rmtree(folder_of(tmp_path, 1))

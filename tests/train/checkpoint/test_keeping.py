@@ -1,4 +1,5 @@
-"""Which checkpoints stay, which are looked at how closely, who may write, and that a hostile one executes nothing."""
+"""Which checkpoints stay, which are looked at how closely, who may write, and that a hostile one
+executes nothing."""
 
 from __future__ import annotations
 
@@ -52,12 +53,16 @@ from trainkit.train.parallel.shards import Shards
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
 
-def save(folder: Path, step: int, *, loss: float | None = None, value: float = 1.0, **about: Any) -> Checkpoint:
+def save(
+    folder: Path, step: int, *, loss: float | None = None, value: float = 1.0, **about: Any
+) -> Checkpoint:
     measured = {} if loss is None else {"valid": loss}
     tensors = {"model.w": torch.full((50, 3), value), "model.b": torch.arange(3.0)}
     facts: dict[str, Any] = {"layout": {}, "job": {}, "state": {}, "validation": measured, **about}
@@ -74,14 +79,27 @@ def test_why_each_stays(tmp_path: Path) -> None:
         save(tmp_path, step, loss=loss)
     pin(tmp_path, 8, pinned=True)
     keep = Keep(keep_last=2, keep_every=6, keep_best=2)
-    told = {2: [], 4: ["validation loss 1.5000"], 6: ["every 6"], 8: ["pinned"], 10: ["newest 2", "validation loss 1.7500"]}
-    assert why_kept(valid_by_size(tmp_path), keep, 12) == told | {12: ["newest 2", "every 6"], 14: ["after step 12"]}
+    told = {
+        2: [],
+        4: ["validation loss 1.5000"],
+        6: ["every 6"],
+        8: ["pinned"],
+        10: ["newest 2", "validation loss 1.7500"],
+    }
+    assert why_kept(valid_by_size(tmp_path), keep, 12) == told | {
+        12: ["newest 2", "every 6"],
+        14: ["after step 12"],
+    }
     assert prune(tmp_path, keep, 12) == [2] and steps_in(tmp_path) == [4, 6, 8, 10, 12, 14]
     pin(tmp_path, 8, pinned=False)
-    assert prune(tmp_path, Keep(keep_last=1), 14) == [4, 6, 8, 10, 12] and steps_in(tmp_path) == [14]
+    assert prune(tmp_path, Keep(keep_last=1), 14) == [4, 6, 8, 10, 12] and steps_in(tmp_path) == [
+        14
+    ]
 
 
-def test_what_was_pinned_at_the_last_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_pinned_at_the_last_moment_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     rename = Path.rename
@@ -95,7 +113,9 @@ def test_what_was_pinned_at_the_last_moment_stays(tmp_path: Path, monkeypatch: p
     assert prune(tmp_path, Keep(keep_last=1), 2) == [] and steps_in(tmp_path) == [1, 2]
 
 
-def test_one_that_cannot_be_looked_at_does_not_end_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_looked_at_does_not_end_retention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     stat = Path.stat
@@ -111,7 +131,9 @@ def test_one_that_cannot_be_looked_at_does_not_end_retention(tmp_path: Path, mon
     assert steps_in(tmp_path) == [1, 3]
 
 
-def test_one_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_deleted_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     rename = Path.rename
@@ -129,10 +151,21 @@ def test_one_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: 
 
 def test_how_closely_is_looked() -> None:
     files = tuple(DataFile(path=f"rank-{i:05d}.bin", bytes=1, xxh128="") for i in range(20))
-    manifest = Manifest(step=7, consumed_samples=0, files=files, tensors={}, layout={}, job={}, versions={}, state={})
+    manifest = Manifest(
+        step=7,
+        consumed_samples=0,
+        files=files,
+        tensors={},
+        layout={},
+        job={},
+        versions={},
+        state={},
+    )
     assert files_to_hash(manifest, "full") == list(files) and files_to_hash(manifest, "size") == []
     some = files_to_hash(manifest, "sample")
-    assert len(some) == 3 and some == files_to_hash(manifest, "sample") != files_to_hash(manifest.model_copy(update={"step": 8}), "sample")
+    assert len(some) == 3 and some == files_to_hash(manifest, "sample") != files_to_hash(
+        manifest.model_copy(update={"step": 8}), "sample"
+    )
 
 
 @pytest.mark.parametrize("how", ["size", "sample", "full"])
@@ -147,7 +180,10 @@ def test_a_flipped_bit_is_found_where_hashes_are_compared(how: Any, tmp_path: Pa
 
 def test_two_writers_at_once(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with locked(tmp_path / LOCK, {"host": "other"}), pytest.raises(NotSaved, match="'host': 'other'"):
+    with (
+        locked(tmp_path / LOCK, {"host": "other"}),
+        pytest.raises(NotSaved, match="'host': 'other'"),
+    ):
         save(tmp_path, 2)
     assert steps_in(tmp_path) == [1] and save(tmp_path, 2).manifest.step == 2
 
@@ -157,8 +193,13 @@ def test_two_writers_one_after_the_other(tmp_path: Path) -> None:
     save(tmp_path, 3, value=1.0)
     with pytest.raises(TrainkitError, match="written by another process") as error:
         save(tmp_path, 3, value=2.0)
-    assert error.value.exit == 17 and verify(folder_of(tmp_path, 3)) == [] and not list(tmp_path.glob("*.tmp"))
-    (folder_of(tmp_path, 3) / "rank-00000.bin").write_bytes(b"torn")  # now it is in the way, and worth nothing
+    assert (
+        error.value.exit == 17
+        and verify(folder_of(tmp_path, 3)) == []
+        and not list(tmp_path.glob("*.tmp"))
+    )
+    # now it is in the way, and worth nothing
+    (folder_of(tmp_path, 3) / "rank-00000.bin").write_bytes(b"torn")
     save(tmp_path, 3, value=2.0)
     assert verify(folder_of(tmp_path, 3)) == []
 
@@ -167,32 +208,55 @@ def test_two_writers_one_after_the_other(tmp_path: Path) -> None:
     ("about", "words"),
     [
         ({"state": {"optimizer_steps": -1}}, "state.optimizer_steps is -1, which is no count"),
-        ({"state": {"hysteresis_tracker": 0.5}}, "state.hysteresis_tracker is 0.5, which is no whole number"),
+        (
+            {"state": {"hysteresis_tracker": 0.5}},
+            "state.hysteresis_tracker is 0.5, which is no whole number",
+        ),
         ({"job": {"name": "\ud800"}}, "manifest.json: .*JSON"),
     ],
 )
-def test_what_no_resume_would_take_is_not_published(about: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_no_resume_would_take_is_not_published(
+    about: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     """A checkpoint is read back by the reader's own checks before it gets its name."""
     save(tmp_path, 1)
-    with pytest.raises(TrainkitError, match=f"(?s)step-00000002 was not published, for no resume would take it: .*{words}") as error:
+    with pytest.raises(
+        TrainkitError,
+        match=f"(?s)step-00000002 was not published, for no resume would take it: .*{words}",
+    ) as error:
         save(tmp_path, 2, **about)
-    assert error.value.exit == 2 and not isinstance(error.value, NotSaved) and "report it" in error.value.hint
-    assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"] and steps_in(tmp_path) == [1]
+    assert (
+        error.value.exit == 2
+        and not isinstance(error.value, NotSaved)
+        and "report it" in error.value.hint
+    )
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"] and steps_in(
+        tmp_path
+    ) == [1]
 
 
 @pytest.mark.parametrize("spoil", ["flip", "cut", "remove"])
-def test_a_manifest_that_the_disk_gives_back_otherwise_is_not_published(spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_the_disk_gives_back_otherwise_is_not_published(
+    spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = Manifest.write
 
     def write(self: Manifest, folder: Path) -> None:
         real(self, folder)
         content = (folder / MANIFEST).read_bytes()
-        (folder / MANIFEST).write_bytes(bytes([content[0] ^ 1]) + content[1:] if spoil == "flip" else content[:-9])
+        (folder / MANIFEST).write_bytes(
+            bytes([content[0] ^ 1]) + content[1:] if spoil == "flip" else content[:-9]
+        )
         if spoil == "remove":
             (folder / MANIFEST).unlink()
 
     save(tmp_path, 1)
-    with monkeypatch.context() as patch, pytest.raises(NotSaved, match=r"have changed since they were written: manifest\.json reads otherwise"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(
+            NotSaved, match=r"have changed since they were written: manifest\.json reads otherwise"
+        ),
+    ):
         patch.setattr(Manifest, "write", write)
         save(tmp_path, 2)
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
@@ -200,7 +264,8 @@ def test_a_manifest_that_the_disk_gives_back_otherwise_is_not_published(spoil: s
 
 
 def test_chances_of_the_loss_scale_go_on_below_nought(tmp_path: Path) -> None:
-    """Megatron-LM's rule: each overflow takes one, and only growth of the scale brings them back."""
+    """Megatron-LM's rule: each overflow takes one, and only growth of the scale brings them
+    back."""
     save(tmp_path, 4, state={"scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": -12})
     found = newest_valid(tmp_path, pytest.fail)
     assert found is not None and found.manifest.state["hysteresis_tracker"] == -12
@@ -211,7 +276,10 @@ def test_what_others_left_unfinished_goes(tmp_path: Path) -> None:
     (tmp_path / "step-00000002.tmp/rank-00000.bin").write_bytes(b"half")
     (tmp_path / "step-00000001.tmp").mkdir()
     save(tmp_path, 2)
-    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002"] and verify(folder_of(tmp_path, 2)) == []
+    assert (
+        sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002"]
+        and verify(folder_of(tmp_path, 2)) == []
+    )
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
@@ -244,7 +312,9 @@ def test_links_that_lead_nowhere_and_files_in_the_way_go(tmp_path: Path) -> None
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_what_cannot_be_deleted_is_told_and_costs_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_deleted_is_told_and_costs_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def busy(path: Path) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 
@@ -252,7 +322,11 @@ def test_what_cannot_be_deleted_is_told_and_costs_no_save(tmp_path: Path, monkey
     stale.mkdir()
     monkeypatch.setattr(checkpoint, "remove", busy)
     save(tmp_path, 2)
-    assert steps_in(tmp_path) == [2] and stale.exists() and f"WARNING: {stale}" in capsys.readouterr().err
+    assert (
+        steps_in(tmp_path) == [2]
+        and stale.exists()
+        and f"WARNING: {stale}" in capsys.readouterr().err
+    )
 
 
 def flip(folder: Path) -> None:
@@ -262,7 +336,8 @@ def flip(folder: Path) -> None:
 
 
 def test_what_was_passed_over_pushes_out_nothing_whole(tmp_path: Path) -> None:
-    """Step 8 was saved before a stop and is rotten; its sizes are right. Training goes on from 6, and 9 is saved: the newest two are 6 and 9."""
+    """Step 8 was saved before a stop and is rotten; its sizes are right. Training goes on from
+    6, and 9 is saved: the newest two are 6 and 9."""
     for step in (6, 8):
         save(tmp_path, step, loss=1.0 / step)
     flip(folder_of(tmp_path, 8))
@@ -289,7 +364,9 @@ def test_where_none_is_whole_nothing_is_set_aside(tmp_path: Path) -> None:
             checkpoint.newest_valid_together(tmp_path, "full", print)
 
 
-def test_what_is_damaged_stays_where_publishing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_damaged_stays_where_publishing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was all there was of that step: a person may mend it."""
     save(tmp_path, 3)
     flip(folder_of(tmp_path, 3))
@@ -323,25 +400,40 @@ def test_an_evaluation_made_later_is_written_down(tmp_path: Path) -> None:
     save(tmp_path / "run", 4)
     checkpoint.note_evaluation(tmp_path / "run", 4, {"valid": 1.5})
     manifest = open_checkpoint(folder_of(tmp_path / "run", 4)).manifest
-    assert (manifest.validation, manifest.state) == ({"valid": 1.5}, {"evaluation_due": False}) and verify(folder_of(tmp_path / "run", 4)) == []
+    assert (manifest.validation, manifest.state) == (
+        {"valid": 1.5},
+        {"evaluation_due": False},
+    ) and verify(folder_of(tmp_path / "run", 4)) == []
     folder_of(tmp_path, 4).symlink_to(folder_of(tmp_path / "run", 4))
     checkpoint.note_evaluation(tmp_path, 4, {"valid": 2.5})
     assert open_checkpoint(folder_of(tmp_path, 4)).manifest.validation == {"valid": 1.5}
-    with locked(tmp_path / LOCK, {"host": "other"}), pytest.raises(NotSaved, match="'host': 'other'"):
+    with (
+        locked(tmp_path / LOCK, {"host": "other"}),
+        pytest.raises(NotSaved, match="'host': 'other'"),
+    ):
         checkpoint.note_evaluation(tmp_path, 4, {})
 
 
-def test_a_full_disk_has_no_room_for_the_holders_words_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_has_no_room_for_the_holders_words_and_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(handle: int, data: bytes, at: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with locked(tmp_path / LOCK, {"host": "a"}), pytest.raises(Busy), locked(tmp_path / LOCK, {"host": "b"}, wait=False):
+    with (
+        locked(tmp_path / LOCK, {"host": "a"}),
+        pytest.raises(Busy),
+        locked(tmp_path / LOCK, {"host": "b"}, wait=False),
+    ):
         pass
 
 
-def test_two_writers_without_a_lock_share_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file system's locks do not reach the other host. The first was stopped before it published, the second takes it for dead."""
+def test_two_writers_without_a_lock_share_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system's locks do not reach the other host. The first was stopped before it
+    published, the second takes it for dead."""
     monkeypatch.setattr(checkpoint, "locked", lambda *args, **kwargs: contextlib.nullcontext())
     publish = checkpoint._publish
 
@@ -355,7 +447,9 @@ def test_two_writers_without_a_lock_share_no_file(tmp_path: Path, monkeypatch: p
         save(tmp_path, 5, value=1.0)
     assert verify(folder_of(tmp_path, 5)) == [] and not list(tmp_path.glob("*.tmp"))
     target = torch.zeros(50, 3)
-    checkpoint.load(open_checkpoint(folder_of(tmp_path, 5)), {"model.w": target, "model.b": torch.zeros(3)})
+    checkpoint.load(
+        open_checkpoint(folder_of(tmp_path, 5)), {"model.w": target, "model.b": torch.zeros(3)}
+    )
     assert (target == 2.0).all()
 
 
@@ -370,18 +464,26 @@ def test_no_save_uses_anothers_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(checkpoint, "_prepare", noted)
     for folder in ("a", "b"):
         save(tmp_path / folder, 5)
-    assert len(set(names)) == 2 and all(re.fullmatch(r"step-00000005\.[0-9a-f]{8}\.tmp", name) for name in names)
+    assert len(set(names)) == 2 and all(
+        re.fullmatch(r"step-00000005\.[0-9a-f]{8}\.tmp", name) for name in names
+    )
 
 
 @pytest.mark.parametrize("error", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_locks_is_told_before_the_first_step(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_told_before_the_first_step(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(handle: int, how: int) -> None:
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(TrainkitError, match=f"cannot lock files: {os.strerror(error)}") as told:
         Saver(Keep(), tmp_path / "checkpoints")
-    assert told.value.exit == 3 and str(tmp_path) in told.value.message and "-o flock" in told.value.hint
+    assert (
+        told.value.exit == 3
+        and str(tmp_path) in told.value.message
+        and "-o flock" in told.value.hint
+    )
 
 
 def test_a_saver_begins_beside_a_writer(tmp_path: Path) -> None:
@@ -390,8 +492,11 @@ def test_a_saver_begins_beside_a_writer(tmp_path: Path) -> None:
         Saver(Keep(), tmp_path)
 
 
-def test_what_becomes_of_the_lock_file_afterwards_is_of_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint was published: an error then would be rank 0's alone, and all others would wait for it."""
+def test_what_becomes_of_the_lock_file_afterwards_is_of_no_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint was published: an error then would be rank 0's alone, and all others would
+    wait for it."""
     real, calls = os.ftruncate, []
 
     def stale(handle: int, length: int) -> None:
@@ -416,7 +521,8 @@ class Hostile:
 
 
 def test_a_hostile_checkpoint_executes_nothing(tmp_path: Path) -> None:
-    """Pickles wherever bytes can be: as DCP's metadata, as a data file with the right hash, as a tensor's name and dtype."""
+    """Pickles wherever bytes can be: as DCP's metadata, as a data file with the right hash, as a
+    tensor's name and dtype."""
     mark, folder = tmp_path / "executed", folder_of(tmp_path / "run", 1)
     evil = pickle.dumps(Hostile(mark))
     with pytest.raises(FileExistsError):  # it works where it is let
@@ -435,10 +541,20 @@ def test_a_hostile_checkpoint_executes_nothing(tmp_path: Path) -> None:
     assert found is not None
     tensors = {"model.w": torch.zeros(50, 3), "model.b": torch.zeros(3)}
     checkpoint.load(found, tensors)
-    first = tensors["model.w" if found.manifest.tensors["model.w"].chunks[0].start == 0 else "model.b"]
+    first = tensors[
+        "model.w" if found.manifest.tensors["model.w"].chunks[0].start == 0 else "model.b"
+    ]
     assert first.flatten()[:3].numpy().tobytes() == data[:12]  # bytes are bytes
     nothing = torch.Size([0])
-    item = ReadItem(LoadItemType.BYTE_IO, MetadataIndex("evil"), nothing, MetadataIndex("evil"), nothing, nothing)  # what DCP would unpickle
+    # what DCP would unpickle
+    item = ReadItem(
+        LoadItemType.BYTE_IO,
+        MetadataIndex("evil"),
+        nothing,
+        MetadataIndex("evil"),
+        nothing,
+        nothing,
+    )
     with pytest.raises(TypeError, match="evil is no tensor"):
         Reader(folder, found.manifest.tensors).read_data(LoadPlan([item]), TensorLoadPlanner())
     with pytest.raises(TypeError, match="evil is no tensor"):
@@ -453,7 +569,10 @@ def test_a_hostile_checkpoint_executes_nothing(tmp_path: Path) -> None:
 
 def test_staged_copies_are_copies_in_the_same_room() -> None:
     whole = torch.arange(12.0).reshape(4, 3)
-    tensors = {"a": torch.ones(3), "b": Shards({(0, 0): whole[:2], (3, 0): whole[3:]}, (4, 3), torch.float32)}
+    tensors = {
+        "a": torch.ones(3),
+        "b": Shards({(0, 0): whole[:2], (3, 0): whole[3:]}, (4, 3), torch.float32),
+    }
     staging = Staging()
     first = staging.copy(tensors)
     staging.taken()
@@ -462,7 +581,10 @@ def test_staged_copies_are_copies_in_the_same_room() -> None:
     assert first["b"].parts[3, 0].tolist() == [[9.0, 10.0, 11.0]]  # type: ignore[attr-defined]
     second = staging.copy(tensors)
     staging.wait()
-    assert rooms == [second["a"].data_ptr(), *(part.data_ptr() for part in second["b"].parts.values())]  # type: ignore[attr-defined]
+    assert rooms == [
+        second["a"].data_ptr(),
+        *(part.data_ptr() for part in second["b"].parts.values()),  # type: ignore[attr-defined]
+    ]
     assert second["b"].parts[3, 0].tolist() == [[10.0, 11.0, 12.0]] and staging.bytes == 4 * (3 + 9)  # type: ignore[attr-defined]
 
 

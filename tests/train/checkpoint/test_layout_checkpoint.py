@@ -1,4 +1,5 @@
-"""Weights and moments written in one layout and read in another, bit by bit; and weights of Hugging Face's files into every layout."""
+"""Weights and moments written in one layout and read in another, bit by bit; and weights of
+Hugging Face's files into every layout."""
 
 from __future__ import annotations
 
@@ -34,14 +35,24 @@ from trainkit.train.update.build import build
 from trainkit.train.update.step import Step
 
 ROWS = 301
-SIZES: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "seq_length": 16, "vocab_size": ROWS, "ffn_hidden_size": 71}
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "vocab_size": ROWS,
+    "ffn_hidden_size": 71,
+}
 MODELS = {
     "gpt": Model(name="gpt", num_layers=5, **SIZES),  # tied
     "llama": Model(name="llama", family="llama", num_layers=4, num_query_groups=2, **SIZES),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor 4": {"tensor_model_parallel_size": 4},
-    "tensor 2, pipeline 2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+    "tensor 2, pipeline 2": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "sequence_parallel": True,
+    },
     "pipeline 2, zbv": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"},
     "pipeline 4, ZeRO 3": {"pipeline_model_parallel_size": 4, "zero_stage": 3},
     "HSDP 2 x 2": {"data_parallel_replicate_size": 2, "zero_stage": 3},
@@ -50,7 +61,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def job_in(root: Path, model: str, ranks: int, keys: dict[str, Any], **training: Any) -> Job:
-    return tiny_job(ranks, root, **training).model_copy(update={"model": MODELS[model], "parallelism": Parallelism(**keys)})
+    return tiny_job(ranks, root, **training).model_copy(
+        update={"model": MODELS[model], "parallelism": Parallelism(**keys)}
+    )
 
 
 @functools.cache
@@ -62,7 +75,13 @@ def value(name: str, shape: tuple[int, ...], factor: float = 1.0) -> Tensor:
 def made_in(root: Path, model: str, keys: dict[str, Any]) -> Step:
     world = World.from_environment()
     job, device = job_in(root, model, world.size, keys), join_once(world)
-    mesh = Mesh.of(degrees_of(job), world, device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
+    mesh = Mesh.of(
+        degrees_of(job),
+        world,
+        device,
+        sequence=job.parallelism.sequence_parallel,
+        tied_at=tied_at(job),
+    )
     return Step(job, build(job, mesh, ROWS), mesh, Timers(device))
 
 
@@ -102,19 +121,28 @@ def written_and_read(root: Path, hub: Path | None) -> dict[str, Any]:
             words: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "job": {}, "state": {}}
             asked.clear()
             saved = checkpoint.save(root / model, step.tensors(), step=n, **words)
-            if asked != ([saved.bytes] if dist.get_rank() == 0 else []) or saved.bytes > 1.1 * whole_bytes(step):  # parts are aligned
+            # parts are aligned
+            if asked != (
+                [saved.bytes] if dist.get_rank() == 0 else []
+            ) or saved.bytes > 1.1 * whole_bytes(step):
                 found[f"{model}: {n} asks for"] = [f"room for {asked} bytes, it has {saved.bytes}"]
         for name, keys in LAYOUTS.items():
             step = made_in(root, model, keys)
             for n, writer in enumerate(LAYOUTS):
                 fill(step.tensors(), 0.5)
-                checkpoint.load(open_checkpoint(folder_of(root / model, n)), step.tensors(), step.expected())
+                checkpoint.load(
+                    open_checkpoint(folder_of(root / model, n)), step.tensors(), step.expected()
+                )
                 step.after_loading()
-                found[f"{model}: {writer} -> {name}"] = differing(step.tensors()) + second_copies(step)
+                found[f"{model}: {writer} -> {name}"] = differing(step.tensors()) + second_copies(
+                    step
+                )
             if hub is not None:
                 load_weights(hub / model, step.parts.held, shape, ROWS)
                 weights = {key: t for key, t in step.tensors().items() if key.startswith("model.")}
-                found[f"{model}: hub -> {name}"] = differing(weights) + [key for key in second_copies(step) if "optimizer" not in key]
+                found[f"{model}: hub -> {name}"] = differing(weights) + [
+                    key for key in second_copies(step) if "optimizer" not in key
+                ]
     return found
 
 
@@ -125,7 +153,11 @@ def whole_bytes(step: Step) -> int:
 
 def second_copies(step: Step) -> list[str]:
     """Tied weights on one rank twice, where the copies differ."""
-    return [key for key, held in step.parts.held.items() if key != held.name and not torch.equal(*(p.to_local() for p in two(step, key)))]
+    return [
+        key
+        for key, held in step.parts.held.items()
+        if key != held.name and not torch.equal(*(p.to_local() for p in two(step, key)))
+    ]
 
 
 def two(step: Step, key: str) -> tuple[Any, Any]:
@@ -142,7 +174,13 @@ def test_every_layout_reads_what_every_other_wrote(tmp_path: Path) -> None:
                 p.copy_(value(f"model.{name}", tuple(p.shape)))
         saved = one_process_saves(tmp_path / "alone" / model.name, module)
         write(saved, model, tmp_path / "hub" / model.name)
-    found = run_ranks(4, "tests.train.checkpoint.test_layout_checkpoint:written_and_read", tmp_path / "four", tmp_path / "hub", timeout=900)
+    found = run_ranks(
+        4,
+        "tests.train.checkpoint.test_layout_checkpoint:written_and_read",
+        tmp_path / "four",
+        tmp_path / "hub",
+        timeout=900,
+    )
     for rank, of_rank in enumerate(found):
         wrong = {what: names for what, names in of_rank.items() if names}
         assert not wrong, f"rank {rank}: {wrong}"
@@ -151,8 +189,13 @@ def test_every_layout_reads_what_every_other_wrote(tmp_path: Path) -> None:
         module = build_on_meta(model, ROWS)
         module.to_empty(device="cpu")
         for n in range(len(LAYOUTS)):
-            checkpoint.load(open_checkpoint(folder_of(tmp_path / "four" / model.name, n)), plain(module))
-            assert all(torch.equal(p, value(f"model.{name}", tuple(p.shape))) for name, p in module.named_parameters())
+            checkpoint.load(
+                open_checkpoint(folder_of(tmp_path / "four" / model.name, n)), plain(module)
+            )
+            assert all(
+                torch.equal(p, value(f"model.{name}", tuple(p.shape)))
+                for name, p in module.named_parameters()
+            )
 
 
 def plain(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -172,16 +215,42 @@ def problems(found: Any) -> str:
 @pytest.mark.parametrize(
     ("keys", "training", "words"),
     [
-        ({"tensor_model_parallel_size": 3}, {}, ["num_attention_heads 4 does not divide by tensor-parallel size 3"]),
-        ({"tensor_model_parallel_size": 12, "sequence_parallel": True}, {}, ["num_attention_heads", "seq_length 16 does not divide"]),
+        (
+            {"tensor_model_parallel_size": 3},
+            {},
+            ["num_attention_heads 4 does not divide by tensor-parallel size 3"],
+        ),
+        (
+            {"tensor_model_parallel_size": 12, "sequence_parallel": True},
+            {},
+            ["num_attention_heads", "seq_length 16 does not divide"],
+        ),
         ({"pipeline_model_parallel_size": 6}, {}, ["4 layers for 6 pipeline stages"]),
-        ({"pipeline_model_parallel_size": 2, "zero_stage": 2}, {}, ["zero_stage 2 does not go with a pipeline"]),
-        ({"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "zero_stage": 3}, {}, ["zero_stage 3 does not go with pipeline_schedule = 'zbv'"]),
-        ({"data_parallel_replicate_size": 5}, {}, ["data-parallel size 12 does not divide by data_parallel_replicate_size 5"]),
-        ({}, {"global_batch_size": 20}, ["global_batch_size 20 does not divide by micro_batch_size x data-parallel size = 24"]),
+        (
+            {"pipeline_model_parallel_size": 2, "zero_stage": 2},
+            {},
+            ["zero_stage 2 does not go with a pipeline"],
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "zero_stage": 3},
+            {},
+            ["zero_stage 3 does not go with pipeline_schedule = 'zbv'"],
+        ),
+        (
+            {"data_parallel_replicate_size": 5},
+            {},
+            ["data-parallel size 12 does not divide by data_parallel_replicate_size 5"],
+        ),
+        (
+            {},
+            {"global_batch_size": 20},
+            ["global_batch_size 20 does not divide by micro_batch_size x data-parallel size = 24"],
+        ),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(tmp_path: Path, keys: dict[str, Any], training: dict[str, Any], words: list[str]) -> None:
+def test_layouts_that_cannot_be_are_refused(
+    tmp_path: Path, keys: dict[str, Any], training: dict[str, Any], words: list[str]
+) -> None:
     job = job_in(tmp_path, "llama", 12, keys, **{"global_batch_size": 48, **training})
     text = problems(layout_problems(job, World(0, 11)))
     assert "is for 12 ranks and was started with 11" in text

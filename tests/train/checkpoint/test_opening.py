@@ -1,4 +1,5 @@
-"""All ranks choose the same checkpoint, by one view of the file system: rank 0's. What a rank cannot read of its share of the hashes counts for all."""
+"""All ranks choose the same checkpoint, by one view of the file system: rank 0's. What a rank
+cannot read of its share of the hashes counts for all."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from trainkit.train.checkpoint import save_load as checkpoint
 
 def save(folder: Path, step: int) -> None:
     mine = torch.full((4, 3), float(10 * step + dist.get_rank()))
-    checkpoint.save(folder, {f"model.w{dist.get_rank()}": mine}, step=step, consumed_samples=8 * step, layout={}, job={}, state={})
+    checkpoint.save(
+        folder,
+        {f"model.w{dist.get_rank()}": mine},
+        step=step,
+        consumed_samples=8 * step,
+        layout={},
+        job={},
+        state={},
+    )
 
 
 def found(folder: Path, how: Any = "full") -> tuple[int, str]:
@@ -57,7 +66,8 @@ def on_two_ranks(root: Path) -> dict[str, tuple[int, str]]:
         with open(newest / "rank-00001.bin", "r+b") as file:
             file.write(b"\1")
     dist.barrier()
-    results |= {"nobody hashes": found(root, "size"), "a byte of rank 1's share": found(root)}  # which sets it aside
+    # which sets it aside
+    results |= {"nobody hashes": found(root, "size"), "a byte of rank 1's share": found(root)}
     dist.barrier()
     if rank == 0:
         (folder_of(root, 1) / "rank-00000.bin").write_bytes(b"")
@@ -67,10 +77,25 @@ def on_two_ranks(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def test_all_ranks_choose_the_same(tmp_path: Path) -> None:
-    of_ranks = run_ranks(2, "tests.train.checkpoint.test_opening:on_two_ranks", tmp_path / "checkpoints")
-    steps = {"whole": 2, "rank 1 sees no folder": 2, "rank 1 cannot read": 0, "a byte of rank 1's share": 1, "nobody hashes": 2, "none is whole": 0}
-    assert [{what: step for what, (step, _) in of_rank.items()} for of_rank in of_ranks] == [steps, steps]
+    of_ranks = run_ranks(
+        2, "tests.train.checkpoint.test_opening:on_two_ranks", tmp_path / "checkpoints"
+    )
+    steps = {
+        "whole": 2,
+        "rank 1 sees no folder": 2,
+        "rank 1 cannot read": 0,
+        "a byte of rank 1's share": 1,
+        "nobody hashes": 2,
+        "none is whole": 0,
+    }
+    assert [{what: step for what, (step, _) in of_rank.items()} for of_rank in of_ranks] == [
+        steps,
+        steps,
+    ]
     told = {what: words for what, (_, words) in of_ranks[0].items()}
-    assert "step-00000002 is damaged: rank-00001.bin does not have the hash" in told["a byte of rank 1's share"]
+    assert (
+        "step-00000002 is damaged: rank-00001.bin does not have the hash"
+        in told["a byte of rank 1's share"]
+    )
     assert (told["rank 1 cannot read"], told["none is whole"]) == ("exit 10", "exit 16")
     assert not any(of_ranks[1][what][1] for what in ("whole", "a byte of rank 1's share"))

@@ -1,4 +1,5 @@
-"""What could not be read may be whole: it is looked at again, and passed over at most, never renamed. What was read and is wrong is set aside."""
+"""What could not be read may be whole: it is looked at again, and passed over at most, never
+renamed. What was read and is wrong is set aside."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from trainkit.train.checkpoint.save_load import LOCK
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -52,7 +55,13 @@ def found(folder: Path, how: Any = "full") -> tuple[int, list[str]]:
     return newest.manifest.step, told
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, what: str, code: int, times: int, where: Callable[[Path], bool] = lambda path: True) -> list[Path]:
+def refuse(
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    code: int,
+    times: int,
+    where: Callable[[Path], bool] = lambda path: True,
+) -> list[Path]:
     """The first so many reads of files there fail; returns those that did."""
     failed: list[Path] = []
     owner: Any = {"hash": checkpoints, "manifest": Path, "size": Path}[what]
@@ -69,9 +78,15 @@ def refuse(monkeypatch: pytest.MonkeyPatch, what: str, code: int, times: int, wh
     return failed
 
 
-@pytest.mark.parametrize("code", [errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.EIO, errno.ENOENT], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "code",
+    [errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.EIO, errno.ENOENT],
+    ids=errno.errorcode.get,
+)
 @pytest.mark.parametrize("what", ["hash", "manifest", "size"])
-def test_an_error_that_passes_costs_nothing(what: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_passes_costs_nothing(
+    what: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two(tmp_path)
     failed = refuse(monkeypatch, what, code, 2)
     assert found(tmp_path) == (2, []) and len(failed) == 2 and not set_aside_in(tmp_path)
@@ -79,32 +94,49 @@ def test_an_error_that_passes_costs_nothing(what: str, code: int, tmp_path: Path
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES], ids=errno.errorcode.get)
 @pytest.mark.parametrize("what", ["hash", "manifest", "size"])
-def test_a_bad_sector_of_the_newest_is_passed_over_and_keeps_its_name(what: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_sector_of_the_newest_is_passed_over_and_keeps_its_name(
+    what: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     newest = two(tmp_path)
     with monkeypatch.context() as broken:
         failed = refuse(broken, what, code, 10**6, lambda path: path.parent == newest)
         step, (words,) = found(tmp_path)
     assert step == 1 and len(failed) >= 3 and not set_aside_in(tmp_path)
-    assert words.startswith("passed over: ") and f"cannot be read on {os.uname().nodename}" in words and f"({errno.errorcode[code]})" in words
+    assert (
+        words.startswith("passed over: ")
+        and f"cannot be read on {os.uname().nodename}" in words
+        and f"({errno.errorcode[code]})" in words
+    )
     assert found(tmp_path) == (2, [])  # it was whole all the time
 
 
-def test_where_no_way_leads_to_any_the_run_ends_and_all_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that cannot be read are no two bad sectors: rather no training than training that goes back by days."""
+def test_where_no_way_leads_to_any_the_run_ends_and_all_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that cannot be read are no two bad sectors: rather no training than training that goes
+    back by days."""
     two(tmp_path)
     save(tmp_path, 3)
     with monkeypatch.context() as broken:
-        refuse(broken, "hash", errno.EMFILE, 10**6, lambda path: path.parent != folder_of(tmp_path, 1))
-        with pytest.raises(Unreadable, match=r"rank 0: rank-00000.bin cannot be read on .* \(EMFILE\)") as error:
+        refuse(
+            broken, "hash", errno.EMFILE, 10**6, lambda path: path.parent != folder_of(tmp_path, 1)
+        )
+        with pytest.raises(
+            Unreadable, match=r"rank 0: rank-00000.bin cannot be read on .* \(EMFILE\)"
+        ) as error:
             found(tmp_path)
         assert error.value.exit == 10 and "`resume` once more" in error.value.hint
     assert found(tmp_path) == (3, []) and steps_in(tmp_path) == [1, 2, 3]
 
 
-def test_one_that_cannot_be_read_among_damaged_ones_is_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_read_among_damaged_ones_is_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exit 10, not 16: it may be whole."""
     flip(two(tmp_path))
-    refuse(monkeypatch, "hash", errno.EIO, 10**6, lambda path: path.parent == folder_of(tmp_path, 1))
+    refuse(
+        monkeypatch, "hash", errno.EIO, 10**6, lambda path: path.parent == folder_of(tmp_path, 1)
+    )
     with pytest.raises(Unreadable) as error:
         found(tmp_path)
     assert error.value.exit == 10 and not set_aside_in(tmp_path)
@@ -113,13 +145,24 @@ def test_one_that_cannot_be_read_among_damaged_ones_is_not_the_end(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "rank-00000.bin"])
-def test_a_file_that_is_listed_and_not_shown_is_not_taken_for_missing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_listed_and_not_shown_is_not_taken_for_missing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     newest, listdir = two(tmp_path), os.listdir
     (newest / name).unlink()
     with monkeypatch.context() as lagging:
-        lagging.setattr(os, "listdir", lambda folder: [*listdir(folder), *([name] if Path(folder) == newest else [])])
+        lagging.setattr(
+            os,
+            "listdir",
+            lambda folder: [*listdir(folder), *([name] if Path(folder) == newest else [])],
+        )
         step, (words,) = found(tmp_path)
-        assert step == 1 and f"{name} cannot be read" in words and "listed" in words and not set_aside_in(tmp_path)
+        assert (
+            step == 1
+            and f"{name} cannot be read" in words
+            and "listed" in words
+            and not set_aside_in(tmp_path)
+        )
     step, (words, renamed) = found(tmp_path)  # now the list says so too
     assert step == 1 and name in words and "is now step-00000002." in renamed
 
@@ -129,7 +172,11 @@ def test_an_old_size_is_asked_for_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
     def old(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
         seen = stat(self, follow_symlinks=follow_symlinks)
-        return os.stat_result([*seen[:6], 0, *seen[7:10]]) if self == newest / "rank-00000.bin" else seen
+        return (
+            os.stat_result([*seen[:6], 0, *seen[7:10]])
+            if self == newest / "rank-00000.bin"
+            else seen
+        )
 
     monkeypatch.setattr(Path, "stat", old)
     assert found(tmp_path) == (2, [])
@@ -150,10 +197,17 @@ def test_nothing_is_set_aside_under_a_writer(tmp_path: Path) -> None:
     flip(two(tmp_path))
     with locked(tmp_path / LOCK, {"host": "other"}):
         step, (_, words) = found(tmp_path)
-    assert step == 1 and not set_aside_in(tmp_path) and "stay under their names" in words and "'host': 'other'" in words
+    assert (
+        step == 1
+        and not set_aside_in(tmp_path)
+        and "stay under their names" in words
+        and "'host': 'other'" in words
+    )
 
 
-def test_what_another_writer_has_put_there_since_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_writer_has_put_there_since_is_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flip(two(tmp_path))
     real = locked
 
@@ -167,7 +221,9 @@ def test_what_another_writer_has_put_there_since_is_not_set_aside(tmp_path: Path
     assert verify(folder_of(tmp_path, 2)) == [] and len(set_aside_in(tmp_path)) == 1  # by that save
 
 
-def test_the_step_that_was_passed_over_is_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_that_was_passed_over_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It turns out to be whole in the end; no other process wrote it."""
     newest = two(tmp_path)
     saver = Saver(Keep(keep_last=9), tmp_path)
@@ -176,10 +232,22 @@ def test_the_step_that_was_passed_over_is_saved_again(tmp_path: Path, monkeypatc
         chosen = saver.newest()
         assert chosen is not None and chosen.manifest.step == 1
     tensors = {"model.w": torch.zeros(3)}
-    saver.save(tensors, before=lambda: None, last=True, step=2, consumed_samples=16, layout={}, job={}, state={}, validation={})
+    saver.save(
+        tensors,
+        before=lambda: None,
+        last=True,
+        step=2,
+        consumed_samples=16,
+        layout={},
+        job={},
+        state={},
+        validation={},
+    )
     saver.close()
     (aside,) = set_aside_in(tmp_path)
-    assert steps_in(tmp_path) == [1, 2] and aside.name.endswith(ASIDE) and (aside / MANIFEST).is_file()
+    assert (
+        steps_in(tmp_path) == [1, 2] and aside.name.endswith(ASIDE) and (aside / MANIFEST).is_file()
+    )
 
 
 @pytest.mark.parametrize("change", ["field", "nested", "schema"])
@@ -193,11 +261,18 @@ def test_a_newer_versions_checkpoint_is_refused_and_stays(change: str, tmp_path:
     }[change]
     body = text.replace(old, new)
     path.write_text(body + checkpoints._seal(body.encode()))
-    with pytest.raises(Newer, match=r"is whole, and has a form that trainkit .* does not know") as error:
+    with pytest.raises(
+        Newer, match=r"is whole, and has a form that trainkit .* does not know"
+    ) as error:
         found(tmp_path)
-    assert error.value.exit == 3 and "the version that wrote it" in error.value.hint and not set_aside_in(tmp_path)
+    assert (
+        error.value.exit == 3
+        and "the version that wrote it" in error.value.hint
+        and not set_aside_in(tmp_path)
+    )
     with pytest.raises(TrainkitError, match="does not know"):
         newest_valid(tmp_path, pytest.fail)
     assert checkpoints.prune(tmp_path, Keep(keep_last=1), 1) == [] and path.exists()
-    path.write_text(body + checkpoints._seal(text.encode()))  # the hash of something else: it is only damaged
+    # the hash of something else: it is only damaged
+    path.write_text(body + checkpoints._seal(text.encode()))
     assert found(tmp_path)[0] == 1 and len(set_aside_in(tmp_path)) == 1

@@ -1,4 +1,5 @@
-"""Hugging Face folders, side by side with transformers: same weights, same logits, in both directions; and what is refused."""
+"""Hugging Face folders, side by side with transformers: same weights, same logits, in both
+directions; and what is refused."""
 
 from __future__ import annotations
 
@@ -56,12 +57,16 @@ __all__ = ["copied", "folders", "one_rank"]  # fixtures
 @pytest.mark.parametrize("case", CASES)
 def test_the_table_is_the_models_parameters(case: str) -> None:
     model = CASES[case][0]
-    assert {name: entry.shape for name, entry in table(model, VOCAB).items()} == {n: tuple(p.shape) for n, p in build_on_meta(model, VOCAB).named_parameters()}
+    assert {name: entry.shape for name, entry in table(model, VOCAB).items()} == {
+        n: tuple(p.shape) for n, p in build_on_meta(model, VOCAB).named_parameters()
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_what_transformers_saved_gives_the_same_logits_here(case: str, folders: Callable[[str], Path]) -> None:
+def test_what_transformers_saved_gives_the_same_logits_here(
+    case: str, folders: Callable[[str], Path]
+) -> None:
     model = CASES[case][0]
     assert check_weights(folders(case), model, VOCAB) == []
     equal(loaded(folders(case), model)(TOKENS_BS), theirs(case)(TOKENS_BS).logits)
@@ -75,12 +80,17 @@ def test_what_is_exported_gives_the_same_logits_in_transformers(case: str, tmp_p
     model, module = CASES[case][0], ours(CASES[case][0])
     target = tmp_path / "exported"
     write(save(module, tmp_path / "checkpoints"), model, target)
-    there, said = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    there, said = transformers.AutoModelForCausalLM.from_pretrained(
+        target, output_loading_info=True
+    )
     assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     equal(there.eval()(TOKENS_BS).logits, module(TOKENS_BS))
     back = loaded(target, model)
-    assert all(torch.equal(p, q) for p, q in zip(back.parameters(), module.parameters(), strict=True))
-    assert contradictions(there.config.to_dict(), model, VOCAB) == []  # as transformers would write it again
+    assert all(
+        torch.equal(p, q) for p, q in zip(back.parameters(), module.parameters(), strict=True)
+    )
+    # as transformers would write it again
+    assert contradictions(there.config.to_dict(), model, VOCAB) == []
 
 
 def _on_two_ranks(folder: Path, checkpoints: Path) -> None:
@@ -97,20 +107,34 @@ def _on_two_ranks(folder: Path, checkpoints: Path) -> None:
         module.to_empty(device="cpu")
         load_weights(folder / case, held_parameters(module, 1), model, VOCAB)
         tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
-        checkpoint.save(checkpoints / case, tensors, step=7, consumed_samples=0, layout={}, job={}, state={})
+        checkpoint.save(
+            checkpoints / case, tensors, step=7, consumed_samples=0, layout={}, job={}, state={}
+        )
 
 
-def test_every_rank_reads_its_part_and_parts_are_exported_whole(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_every_rank_reads_its_part_and_parts_are_exported_whole(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
     cases = ("gpt-untied", "gpt-neox", "llama-wide-llama3")
     for case in cases:
         shutil.copytree(folders(case), tmp_path / "hf" / case)
-    run_ranks(2, "tests.train.huggingface.test_huggingface:_on_two_ranks", tmp_path / "hf", tmp_path / "checkpoints")
+    run_ranks(
+        2,
+        "tests.train.huggingface.test_huggingface:_on_two_ranks",
+        tmp_path / "hf",
+        tmp_path / "checkpoints",
+    )
     for case in cases:
         saved = open_checkpoint(tmp_path / "checkpoints" / case / "step-00000007")
         assert len(saved.manifest.tensors["model.embed_tokens.weight"].chunks) == 2
         write(saved, CASES[case][0], tmp_path / "out" / case)
-        one, other = (load_file(folder / case / "model.safetensors") for folder in (tmp_path / "out", tmp_path / "hf"))
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        one, other = (
+            load_file(folder / case / "model.safetensors")
+            for folder in (tmp_path / "out", tmp_path / "hf")
+        )
+        assert one.keys() == other.keys() and all(
+            torch.equal(one[name], other[name]) for name in one
+        )
 
 
 class TestFiles:
@@ -121,10 +145,17 @@ class TestFiles:
         transformers: Any = importlib.import_module("transformers")
 
         model, module = CASES[case][0], ours(CASES[case][0])
-        written = write(save(module, tmp_path / "checkpoints"), model, tmp_path / "exported", shard_bytes=9000)
+        written = write(
+            save(module, tmp_path / "checkpoints"), model, tmp_path / "exported", shard_bytes=9000
+        )
         index = json.loads((tmp_path / "exported/model.safetensors.index.json").read_text())
         assert len(written.files) > 3 and set(index["weight_map"].values()) == set(written.files)
-        assert index["metadata"]["total_size"] == written.bytes == 4 * written.parameters == 4 * sum(p.numel() for p in module.parameters())
+        assert (
+            index["metadata"]["total_size"]
+            == written.bytes
+            == 4 * written.parameters
+            == 4 * sum(p.numel() for p in module.parameters())
+        )
         for name in written.files:
             tensors = load_file(tmp_path / "exported" / name)
             assert len(tensors) == 1 or sum(t.numel() * 4 for t in tensors.values()) <= 9000
@@ -134,13 +165,17 @@ class TestFiles:
         assert (tmp_path / "theirs/model.safetensors.index.json").is_file()
         equal(loaded(tmp_path / "theirs", model)(TOKENS_BS), theirs(case)(TOKENS_BS).logits)
 
-    @pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+    @pytest.mark.parametrize(
+        ("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    )
     def test_16_bit_out_and_in(self, dtype: str, torch_dtype: torch.dtype, tmp_path: Path) -> None:
         transformers: Any = importlib.import_module("transformers")
 
         model, module = CASES["gpt-neox"][0], ours(CASES["gpt-neox"][0])
         write(save(module, tmp_path / "checkpoints"), model, tmp_path / "exported", dtype=dtype)
-        there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
+        there = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "exported", dtype="auto"
+        )
         assert there.dtype == torch_dtype
         back = loaded(tmp_path / "exported", model)
         for p, q in zip(back.parameters(), module.parameters(), strict=True):
@@ -151,7 +186,10 @@ class TestFiles:
         with torch.no_grad():
             module.get_parameter("layers.1.mlp.down.weight")[3, 3] = 1e5
         saved = save(module, tmp_path / "checkpoints")
-        with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj\.weight has weights up to 100000, beyond fp16's") as error:
+        with pytest.raises(
+            ConfigError,
+            match=r"layers\.1\.mlp\.down_proj\.weight has weights up to 100000, beyond fp16's",
+        ) as error:
             write(saved, model, tmp_path / "exported", dtype="fp16")
         assert "bf16" in error.value.list[0].hint
         assert [p.name for p in tmp_path.iterdir()] == ["checkpoints"]
@@ -165,17 +203,31 @@ class TestFiles:
                 write(saved, CASES["gpt"][0], target)
         assert not list((tmp_path / "exported").iterdir()) and len(list(tmp_path.iterdir())) == 3
 
-    def test_a_checkpoint_of_another_model_is_refused_with_all_reasons(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_of_another_model_is_refused_with_all_reasons(
+        self, tmp_path: Path
+    ) -> None:
         saved = save(ours(CASES["gpt"][0]), tmp_path / "checkpoints")
-        other = Model(**{**COMMON, "num_layers": 1, "ffn_hidden_size": 50, "untie_embeddings_and_output_weights": True})
+        other = Model(
+            **{
+                **COMMON,
+                "num_layers": 1,
+                "ffn_hidden_size": 50,
+                "untie_embeddings_and_output_weights": True,
+            }
+        )
         with pytest.raises(ConfigError) as error:
             write(saved, other, tmp_path / "exported")
         text = str(error.value)
-        assert "head.weight is not in it" in text and "layers.1.mlp_norm.weight is not in the job's model" in text
+        assert (
+            "head.weight is not in it" in text
+            and "layers.1.mlp_norm.weight is not in the job's model" in text
+        )
         assert "layers.0.mlp.up.weight is [96, 24] there, [50, 24] in the job's model" in text
         assert not (tmp_path / "exported").exists()
 
-    def test_only_one_tensor_of_each_kind_is_in_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_one_tensor_of_each_kind_is_in_memory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from trainkit.train.huggingface import writing
 
         read: list[str] = []
@@ -188,7 +240,8 @@ class TestFiles:
         monkeypatch.setattr(writing, "_read", remembers)
         model = CASES["llama"][0]
         write(save(ours(model), tmp_path / "checkpoints"), model, tmp_path / "exported")
-        assert len(read) == len(set(read)) == len(table(model, VOCAB))  # each once, though three are made of one
+        # each once, though three are made of one
+        assert len(read) == len(set(read)) == len(table(model, VOCAB))
 
 
 @pytest.mark.parametrize("kind", ["gpt", "gpt-neox", "llama"])
@@ -204,15 +257,27 @@ def test_tokenizers_round_trip(kind: str, tmp_path: Path) -> None:
     module = build_on_meta(model, trained.get_vocab_size())
     module.to_empty(device="cpu")
     shake(module)
-    write(save(module, tmp_path / "checkpoints"), model, tmp_path / "exported", tokenizer=TokenizerFile(tmp_path / "tokenizer.json", "<eod>"))
+    write(
+        save(module, tmp_path / "checkpoints"),
+        model,
+        tmp_path / "exported",
+        tokenizer=TokenizerFile(tmp_path / "tokenizer.json", "<eod>"),
+    )
     there = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     for text in [*texts, " two  spaces\n\n\ttab", "fi\u0301 <|x|>"]:
         assert there(text)["input_ids"] == trained.encode(text).ids
-        assert there.decode(trained.encode(text).ids) == trained.decode(trained.encode(text).ids) == text
+        assert (
+            there.decode(trained.encode(text).ids)
+            == trained.decode(trained.encode(text).ids)
+            == text
+        )
         assert there(text).keys() == {"input_ids", "attention_mask"}
     eod = trained.token_to_id("<eod>")
     assert there.eos_token_id == there.bos_token_id == eod and there.model_max_length == 16
-    config, generation = (json.loads((tmp_path / "exported" / name).read_text()) for name in ("config.json", "generation_config.json"))
+    config, generation = (
+        json.loads((tmp_path / "exported" / name).read_text())
+        for name in ("config.json", "generation_config.json")
+    )
     assert config["eos_token_id"] == generation["eos_token_id"] == eod
     said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     out = said.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False)
@@ -223,22 +288,40 @@ class TestVariants:
     """The same weights as other versions and other classes saved them."""
 
     @pytest.mark.parametrize("case", ["gpt", "gpt-untied", "gpt-neox", "llama"])
-    def test_without_prefix_and_with_buffers(self, case: str, folders: Callable[[str], Path], copied: Callable[[str], Path]) -> None:
+    def test_without_prefix_and_with_buffers(
+        self, case: str, folders: Callable[[str], Path], copied: Callable[[str], Path]
+    ) -> None:
         model = CASES[case][0]
         prefix = FAMILIES[model.family].prefix
         buffers = {
             "gpt": ["h.0.attn.bias", "h.1.attn.masked_bias"],
-            "gpt-neox": ["layers.0.attention.bias", "layers.1.attention.masked_bias", "gpt_neox.layers.0.attention.rotary_emb.inv_freq"],
+            "gpt-neox": [
+                "layers.0.attention.bias",
+                "layers.1.attention.masked_bias",
+                "gpt_neox.layers.0.attention.rotary_emb.inv_freq",
+            ],
             "llama": ["layers.1.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"],
         }[model.family]
         more = {name: torch.zeros(2, dtype=torch.bool) for name in buffers}
         again = {"embed_out.weight": "lm_head.weight"}  # as transformers 5 calls it in memory
-        folder = change_tensors(copied(case), lambda t: {again.get(n, n.removeprefix(prefix)): v for n, v in t.items()} | more)
+        folder = change_tensors(
+            copied(case),
+            lambda t: {again.get(n, n.removeprefix(prefix)): v for n, v in t.items()} | more,
+        )
         assert check_weights(folder, model, VOCAB) == []
-        assert all(torch.equal(p, q) for p, q in zip(loaded(folder, model).parameters(), loaded(folders(case), model).parameters(), strict=True))
+        assert all(
+            torch.equal(p, q)
+            for p, q in zip(
+                loaded(folder, model).parameters(),
+                loaded(folders(case), model).parameters(),
+                strict=True,
+            )
+        )
 
     @pytest.mark.parametrize("case", ["gpt", "gpt-neox-tied", "llama-tied-linear"])
-    def test_a_tied_head_may_be_there_if_it_is_the_embedding(self, case: str, copied: Callable[[str], Path]) -> None:
+    def test_a_tied_head_may_be_there_if_it_is_the_embedding(
+        self, case: str, copied: Callable[[str], Path]
+    ) -> None:
         model = CASES[case][0]
         outside = FAMILIES[model.family].outside
         head, embedding = f"{outside['head']}.weight", f"{outside['embed_tokens']}.weight"
@@ -246,7 +329,11 @@ class TestVariants:
         assert check_weights(folder, model, VOCAB) == []
         change_tensors(folder, lambda t: t | {head: t[embedding] + 1e-3})
         (problem,) = check_weights(folder, model, VOCAB)
-        assert head in problem.message and "head of its own" in problem.message and "untie_embeddings" in problem.hint
+        assert (
+            head in problem.message
+            and "head of its own" in problem.message
+            and "untie_embeddings" in problem.hint
+        )
 
     def test_norms_that_are_not_one(self, copied: Callable[[str], Path]) -> None:
         name = "gpt_neox.layers.1.post_attention_layernorm.bias"
@@ -255,14 +342,31 @@ class TestVariants:
         assert name in problem.message and "gpt_j_tied = false" in problem.hint
 
     def test_configs_of_transformers_4(self, copied: Callable[[str], Path]) -> None:
-        neox = change_config(copied("gpt-neox-tied"), rope_parameters=None, rotary_pct=0.5, rotary_emb_base=500)
+        neox = change_config(
+            copied("gpt-neox-tied"), rope_parameters=None, rotary_pct=0.5, rotary_emb_base=500
+        )
         assert check_weights(neox, CASES["gpt-neox-tied"][0], VOCAB) == []
         linear = change_config(
-            copied("llama-tied-linear"), rope_parameters=None, rope_theta=10000.0, rope_scaling={"type": "linear", "factor": 4.0}, head_dim=None
+            copied("llama-tied-linear"),
+            rope_parameters=None,
+            rope_theta=10000.0,
+            rope_scaling={"type": "linear", "factor": 4.0},
+            head_dim=None,
         )
         assert check_weights(linear, CASES["llama-tied-linear"][0], VOCAB) == []
-        llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
-        wide = change_config(copied("llama-wide-llama3"), rope_parameters=None, rope_theta=10000.0, rope_scaling=llama3)
+        llama3 = {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        }
+        wide = change_config(
+            copied("llama-wide-llama3"),
+            rope_parameters=None,
+            rope_theta=10000.0,
+            rope_scaling=llama3,
+        )
         assert check_weights(wide, CASES["llama-wide-llama3"][0], VOCAB) == []
         change_config(wide, rope_scaling=llama3 | {"factor": 4.0})
         assert "factor" in said(check_weights(wide, CASES["llama-wide-llama3"][0], VOCAB))
@@ -271,17 +375,39 @@ class TestVariants:
     def test_what_is_written_is_whole_for_either_version(self, case: str) -> None:
         model = CASES[case][0]
         config = to_hf_config(model, VOCAB, "fp32", 0)
-        old, new = ("rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base"), ("rope_parameters",)
+        old, new = (
+            ("rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base"),
+            ("rope_parameters",),
+        )
         for absent in (old, new):
-            assert contradictions({key: value for key, value in config.items() if key not in absent}, model, VOCAB) == []
+            assert (
+                contradictions(
+                    {key: value for key, value in config.items() if key not in absent}, model, VOCAB
+                )
+                == []
+            )
 
     def test_keys_left_out_have_transformers_defaults(self) -> None:
         gpt2_small = Model(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024)
         assert contradictions({"model_type": "gpt2", "vocab_size": 50257}, gpt2_small, 50257) == []
-        neox_20b = Model(family="gpt-neox", num_layers=44, hidden_size=6144, num_attention_heads=64, seq_length=2048)
-        assert contradictions({"model_type": "gpt_neox", "vocab_size": 50432}, neox_20b, 50432) == []
+        neox_20b = Model(
+            family="gpt-neox",
+            num_layers=44,
+            hidden_size=6144,
+            num_attention_heads=64,
+            seq_length=2048,
+        )
+        assert (
+            contradictions({"model_type": "gpt_neox", "vocab_size": 50432}, neox_20b, 50432) == []
+        )
         llama_7b = Model(
-            family="llama", num_layers=32, hidden_size=4096, num_attention_heads=32, seq_length=2048, ffn_hidden_size=11008, layernorm_epsilon=1e-6
+            family="llama",
+            num_layers=32,
+            hidden_size=4096,
+            num_attention_heads=32,
+            seq_length=2048,
+            ffn_hidden_size=11008,
+            layernorm_epsilon=1e-6,
         )
         assert contradictions({"model_type": "llama", "vocab_size": 32000}, llama_7b, 32000) == []
 
@@ -290,27 +416,58 @@ class TestVariants:
 def models(draw: st.DrawFn) -> Model:
     """Shapes of every family."""
     family = draw(st.sampled_from(sorted(FAMILIES)))
-    groups, per_group, size = draw(st.integers(1, 3)), draw(st.integers(1, 3)), 2 * draw(st.integers(1, 4))
+    groups, per_group, size = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        2 * draw(st.integers(1, 4)),
+    )
     heads = groups * per_group
-    words: dict[str, Any] = {"num_query_groups": groups} if family == "llama" else {"gpt_j_tied": draw(st.booleans())} if family == "gpt-neox" else {}
+    words: dict[str, Any] = (
+        {"num_query_groups": groups}
+        if family == "llama"
+        else {"gpt_j_tied": draw(st.booleans())}
+        if family == "gpt-neox"
+        else {}
+    )
     if family == "gpt-neox":
         words["rotary_percent"] = 1.0
     untied = draw(st.booleans())
-    words |= {"num_layers": draw(st.integers(1, 3)), "hidden_size": heads * size, "num_attention_heads": heads, "ffn_hidden_size": draw(st.integers(1, 9))}
-    return Model.model_validate({"family": family, "seq_length": draw(st.integers(1, 9)), "untie_embeddings_and_output_weights": untied, **words})
+    words |= {
+        "num_layers": draw(st.integers(1, 3)),
+        "hidden_size": heads * size,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": draw(st.integers(1, 9)),
+    }
+    return Model.model_validate(
+        {
+            "family": family,
+            "seq_length": draw(st.integers(1, 9)),
+            "untie_embeddings_and_output_weights": untied,
+            **words,
+        }
+    )
 
 
 @given(models(), st.integers(2, 9))
 def test_every_element_has_one_place(model: Model, vocab_size: int) -> None:
-    """Rows of ours are covered once, rows of theirs are covered once, and nothing but copies of one norm is there twice."""
+    """Rows of ours are covered once, rows of theirs are covered once, and nothing but copies of
+    one norm is there twice."""
     entries = table(model, vocab_size)
     tensors = published(entries)
     for entry in entries.values():
-        rows = [row for piece in entry.pieces for row in range(piece.start, piece.start + piece.rows)]
+        rows = [
+            row for piece in entry.pieces for row in range(piece.start, piece.start + piece.rows)
+        ]
         assert sorted(rows) == list(range(entry.shape[0]))
     for tensor in tensors.values():
-        rows = [row for piece in tensor.pieces for row in range(piece.source_start, piece.source_start + piece.rows)]
-        assert sorted(rows) == list(range(tensor.shape[-1] if tensor.pieces[0].transposed else tensor.shape[0]))
+        rows = [
+            row
+            for piece in tensor.pieces
+            for row in range(piece.source_start, piece.source_start + piece.rows)
+        ]
+        assert sorted(rows) == list(
+            range(tensor.shape[-1] if tensor.pieces[0].transposed else tensor.shape[0])
+        )
     copies = {name for entry in entries.values() for name in entry.again}
     count = sum(torch.Size(t.shape).numel() for name, t in tensors.items() if name not in copies)
     assert count == sum(p.numel() for p in build_on_meta(model, vocab_size).parameters())
@@ -321,5 +478,7 @@ def test_headers_alone_are_read(folders: Callable[[str], Path]) -> None:
     """What is looked at before weights are read is small: names, shapes, dtypes."""
     weights = open_weights(folders("gpt"), FAMILIES["gpt"])
     with safe_open(folders("gpt") / "model.safetensors", "pt") as file:
-        assert {s.name: s.shape for s in weights.tensors.values()} == {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        names = list(file.keys())
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    assert {s.name: s.shape for s in weights.tensors.values()} == shapes
     assert to_hf_config(CASES["gpt"][0], VOCAB, "bf16", None)["torch_dtype"] == "bfloat16"

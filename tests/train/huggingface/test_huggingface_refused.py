@@ -1,4 +1,5 @@
-"""What cannot be taken for weights of a model is refused before one is read, with all its reasons."""
+"""What cannot be taken for weights of a model is refused before one is read, with all its
+reasons."""
 
 from __future__ import annotations
 
@@ -45,10 +46,26 @@ class TestRefused:
     """Folders that are not the job's model, all reasons at once."""
 
     def test_all_reasons_at_once(self, copied: Callable[[str], Path]) -> None:
-        folder = change_tensors(copied("llama"), lambda t: {n: v for n, v in t.items() if "o_proj" not in n} | {"model.layers.0.extra": torch.zeros(3)})
+        folder = change_tensors(
+            copied("llama"),
+            lambda t: (
+                {n: v for n, v in t.items() if "o_proj" not in n}
+                | {"model.layers.0.extra": torch.zeros(3)}
+            ),
+        )
         change_tensors(folder, lambda t: t | {"model.norm.weight": t["model.norm.weight"].double()})
-        change_config(folder, attention_bias=True, quantization_config={"bits": 4}, max_position_embeddings=8)
-        model = Model(**{**LLAMA, "ffn_hidden_size": 44, "num_query_groups": 2, "layernorm_epsilon": 1e-4, "rope_scaling": LLAMA3})
+        change_config(
+            folder, attention_bias=True, quantization_config={"bits": 4}, max_position_embeddings=8
+        )
+        model = Model(
+            **{
+                **LLAMA,
+                "ffn_hidden_size": 44,
+                "num_query_groups": 2,
+                "layernorm_epsilon": 1e-4,
+                "rope_scaling": LLAMA3,
+            }
+        )
         text = said(check_weights(folder, model, VOCAB + 1))
         for words in (
             "num_key_value_heads is 4 there, 2 for this job",
@@ -72,9 +89,13 @@ class TestRefused:
         ):
             assert words in text, f"{words}\n{text}"
 
-    def test_nothing_is_written_where_anything_is_wrong(self, copied: Callable[[str], Path]) -> None:
+    def test_nothing_is_written_where_anything_is_wrong(
+        self, copied: Callable[[str], Path]
+    ) -> None:
         model = CASES["gpt"][0]
-        folder = change_tensors(copied("gpt"), lambda t: {n: v for n, v in t.items() if n != "transformer.ln_f.bias"})
+        folder = change_tensors(
+            copied("gpt"), lambda t: {n: v for n, v in t.items() if n != "transformer.ln_f.bias"}
+        )
         module = ours(model)
         before = {name: p.detach().clone() for name, p in module.named_parameters()}
         with pytest.raises(ConfigError, match=r"lacks transformer\.ln_f\.bias") as error:
@@ -92,15 +113,25 @@ class TestRefused:
         for name in ("pytorch_model.bin", "model.pt"):
             (folder / name).write_bytes(pickle.dumps(Hostile()))
         (problem,) = check_weights(folder, CASES["gpt"][0], VOCAB)
-        assert "pickles only (model.pt, pytorch_model.bin)" in problem.message and "save_pretrained" in problem.hint
+        assert (
+            "pickles only (model.pt, pytorch_model.bin)" in problem.message
+            and "save_pretrained" in problem.hint
+        )
         with pytest.raises(ConfigError, match="not read"):
             loaded(folder, CASES["gpt"][0])
         assert not (tmp_path / "executed").exists()
 
-    def test_another_type(self, folders: Callable[[str], Path], copied: Callable[[str], Path]) -> None:
+    def test_another_type(
+        self, folders: Callable[[str], Path], copied: Callable[[str], Path]
+    ) -> None:
         (problem,) = check_weights(folders("gpt-neox"), CASES["llama"][0], VOCAB)
-        assert "'gpt_neox'; family 'llama' is 'llama'" in problem.message and "family = 'gpt-neox'" in problem.hint
-        (problem,) = check_weights(change_config(copied("llama"), model_type="mistral"), CASES["llama"][0], VOCAB)
+        assert (
+            "'gpt_neox'; family 'llama' is 'llama'" in problem.message
+            and "family = 'gpt-neox'" in problem.hint
+        )
+        (problem,) = check_weights(
+            change_config(copied("llama"), model_type="mistral"), CASES["llama"][0], VOCAB
+        )
         assert "'mistral'" in problem.message and "gpt2, gpt_neox, llama" in problem.hint
 
     @pytest.mark.parametrize(
@@ -108,60 +139,140 @@ class TestRefused:
         [
             ("gpt", {"activation_function": "relu"}, "activation_function is 'relu' there"),
             ("gpt", {"activation_function": "gelu"}, "gelu = 'exact'"),
-            ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+            (
+                "gpt",
+                {"scale_attn_by_inverse_layer_idx": True},
+                "scale_attn_by_inverse_layer_idx is True",
+            ),
             ("gpt", {"n_positions": 32}, "max_position_embeddings = 32"),
             ("gpt", {"tie_word_embeddings": False}, "untie_embeddings_and_output_weights = true"),
             ("gpt", {"n_embd": "wide"}, "n_embd makes no sense: 'wide'"),
-            ("gpt", {"parallel_attn": True}, "parallel_attn is True there, which family 'gpt' of trainkit does not have"),
+            (
+                "gpt",
+                {"parallel_attn": True},
+                "parallel_attn is True there, which family 'gpt' of trainkit does not have",
+            ),
             ("llama", {"num_key_value_heads": "2"}, "num_key_value_heads makes no sense: '2'"),
             ("llama", {"num_key_value_heads": True}, "num_key_value_heads makes no sense: True"),
             ("llama", {"sliding_window": 4096}, "sliding_window is 4096 there"),
-            ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'sliding_attention'] there"),
+            (
+                "llama",
+                {"layer_types": ["full_attention", "sliding_attention"]},
+                "layer_types is ['full_attention', 'sliding_attention'] there",
+            ),
             ("llama", {"logits_scaling": 8.0}, "take the key out of its config.json"),
             ("gpt-neox", {"use_parallel_residual": False}, "gpt_j_residual = false"),
             ("gpt-neox", {"attention_bias": False}, "attention_bias is False there"),
             ("gpt-neox", {"hidden_act": "gelu_pytorch_tanh"}, "gelu = 'tanh'"),
-            ("gpt-neox", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}, "rotary_percent = 0.5"),
-            ("gpt-neox", {"rope_parameters": {"rope_theta": 9.0, "partial_rotary_factor": 0.25}}, "rotary_base = 9.0"),
-            ("gpt-neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "stretched by 'linear', which family 'gpt-neox' does not have"),
-            ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 300.0}}, "stretched by 'yarn'"),
-            ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}}, "rope_scaling = { type = 'linear', factor = 2.0 }"),
-            ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "cannot be said"),
+            (
+                "gpt-neox",
+                {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+                "rotary_percent = 0.5",
+            ),
+            (
+                "gpt-neox",
+                {"rope_parameters": {"rope_theta": 9.0, "partial_rotary_factor": 0.25}},
+                "rotary_base = 9.0",
+            ),
+            (
+                "gpt-neox",
+                {"rope_scaling": {"type": "linear", "factor": 2.0}},
+                "stretched by 'linear', which family 'gpt-neox' does not have",
+            ),
+            (
+                "llama",
+                {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 300.0}},
+                "stretched by 'yarn'",
+            ),
+            (
+                "llama",
+                {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}},
+                "rope_scaling = { type = 'linear', factor = 2.0 }",
+            ),
+            (
+                "llama",
+                {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+                "cannot be said",
+            ),
             ("llama", {"rope_parameters": 3}, "cannot be said"),
             ("llama", {"head_dim": 4}, "kv_channels = 4"),
             ("llama", {"mlp_bias": True}, "mlp_bias is True"),
-            ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu' there; family 'llama' has 'silu' only"),
+            (
+                "llama",
+                {"hidden_act": "gelu"},
+                "hidden_act is 'gelu' there; family 'llama' has 'silu' only",
+            ),
             ("llama", {"num_attention_heads": 0, "head_dim": None}, "makes no sense"),
-            ("llama", {"max_position_embeddings": "16"}, "max_position_embeddings makes no sense: '16'"),
-            ("llama", {"max_position_embeddings": 8.0}, "max_position_embeddings makes no sense: 8.0"),
-            ("llama", {"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": math.nan}}, "nan of a head's channels turn there"),
-            ("gpt-neox", {"rope_parameters": {"partial_rotary_factor": math.inf}}, "inf of a head's channels turn there"),
-            ("gpt-neox", {"rope_parameters": {"partial_rotary_factor": 10**400}}, "of a head's channels turn there"),
+            (
+                "llama",
+                {"max_position_embeddings": "16"},
+                "max_position_embeddings makes no sense: '16'",
+            ),
+            (
+                "llama",
+                {"max_position_embeddings": 8.0},
+                "max_position_embeddings makes no sense: 8.0",
+            ),
+            (
+                "llama",
+                {"rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": math.nan}},
+                "nan of a head's channels turn there",
+            ),
+            (
+                "gpt-neox",
+                {"rope_parameters": {"partial_rotary_factor": math.inf}},
+                "inf of a head's channels turn there",
+            ),
+            (
+                "gpt-neox",
+                {"rope_parameters": {"partial_rotary_factor": 10**400}},
+                "of a head's channels turn there",
+            ),
         ],
     )
-    def test_every_contradiction_is_named(self, case: str, values: dict[str, Any], words: str, folders: Callable[[str], Path]) -> None:
+    def test_every_contradiction_is_named(
+        self, case: str, values: dict[str, Any], words: str, folders: Callable[[str], Path]
+    ) -> None:
         config = json.loads((folders(case) / "config.json").read_text()) | values
         found = contradictions(config, CASES[case][0], VOCAB)
         assert len(found) <= 2 and words in said(found)
 
     def test_keys_that_ask_for_nothing_are_taken(self, folders: Callable[[str], Path]) -> None:
         config = json.loads((folders("llama") / "config.json").read_text())
-        config |= {"sliding_window": None, "use_sliding_window": False, "layer_types": ["full_attention"] * 2, "_name_or_path": "x", "pretraining_tp": 1}
+        config |= {
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "layer_types": ["full_attention"] * 2,
+            "_name_or_path": "x",
+            "pretraining_tp": 1,
+        }
         assert contradictions(config, CASES["llama"][0], VOCAB) == []
 
     @pytest.mark.parametrize("case", ["gpt", "gpt-neox", "llama"])
     def test_all_that_transformers_writes_is_known(self, case: str) -> None:
         config = theirs(case).config.to_dict()
-        assert not [problem for problem in contradictions(config, CASES[case][0], VOCAB) if "does not have" in problem.message]
+        assert not [
+            problem
+            for problem in contradictions(config, CASES[case][0], VOCAB)
+            if "does not have" in problem.message
+        ]
 
     def test_a_number_beyond_floats(self, folders: Callable[[str], Path]) -> None:
-        config = json.loads((folders("llama") / "config.json").read_text()) | {"num_attention_heads": 0.5, "hidden_size": 10**400, "head_dim": None}
-        assert "its head_dim makes no sense" in said(contradictions(config, CASES["llama"][0], VOCAB))
+        config = json.loads((folders("llama") / "config.json").read_text()) | {
+            "num_attention_heads": 0.5,
+            "hidden_size": 10**400,
+            "head_dim": None,
+        }
+        assert "its head_dim makes no sense" in said(
+            contradictions(config, CASES["llama"][0], VOCAB)
+        )
 
     def test_broken_folders(self, copied: Callable[[str], Path], tmp_path: Path) -> None:
         model, sharded = CASES["llama"][0], tmp_path / "sharded"
         assert "no such folder" in said(check_weights(tmp_path / "nowhere", model, VOCAB))
-        assert "has no weights" in said(check_weights(tmp_path, model, VOCAB)) and "config.json: cannot be read" in said(check_weights(tmp_path, model, VOCAB))
+        assert "has no weights" in said(
+            check_weights(tmp_path, model, VOCAB)
+        ) and "config.json: cannot be read" in said(check_weights(tmp_path, model, VOCAB))
         torn = copied("llama")
         data = (torn / "model.safetensors").read_bytes()
         for content in (data[:-9], data[:50], b"", b"\xff" * 64):
@@ -184,39 +295,72 @@ class TestRefused:
         first.unlink()
         text = said(check_weights(sharded, model, VOCAB))
         assert f"{first}: is missing" in text and "lacks" in text
-        for hostile in ({}, {"x": "../elsewhere.safetensors"}, {"x": "/etc/hostname"}, {"x": 3}, {"x": "pytorch_model.bin"}):
+        for hostile in (
+            {},
+            {"x": "../elsewhere.safetensors"},
+            {"x": "/etc/hostname"},
+            {"x": 3},
+            {"x": "pytorch_model.bin"},
+        ):
             change_index(sharded, hostile)
             assert "does not map tensors" in said(check_weights(sharded, model, VOCAB))
         (sharded / "model.safetensors.index.json").write_text('{"weight_map":' * 100_000)
         assert "recursion" in said(check_weights(sharded, model, VOCAB))
         (sharded / "model.safetensors.index.json").unlink()
         (sharded / "model.safetensors.index.json").mkdir()
-        assert "index.json: cannot be read: Is a directory" in said(check_weights(sharded, model, VOCAB))
+        assert "index.json: cannot be read: Is a directory" in said(
+            check_weights(sharded, model, VOCAB)
+        )
 
     def test_copies_of_a_wrong_shape(self, copied: Callable[[str], Path]) -> None:
         """They are named, not compared: a scalar has no rows."""
         names, scalar = ("model.embed_tokens.weight", "lm_head.weight"), torch.zeros(())
-        folder = change_tensors(copied("llama-tied-linear"), lambda t: t | dict.fromkeys(names, scalar))
-        assert "model.embed_tokens.weight is [] there, [53, 32]" in said(check_weights(folder, CASES["llama-tied-linear"][0], VOCAB))
-        folder = change_tensors(folder, lambda t: t | {names[0]: torch.zeros(VOCAB, 32), names[1]: scalar})
-        assert "has a head of its own" in said(check_weights(folder, CASES["llama-tied-linear"][0], VOCAB))
-        norms = [f"gpt_neox.layers.0.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")]
+        folder = change_tensors(
+            copied("llama-tied-linear"), lambda t: t | dict.fromkeys(names, scalar)
+        )
+        assert "model.embed_tokens.weight is [] there, [53, 32]" in said(
+            check_weights(folder, CASES["llama-tied-linear"][0], VOCAB)
+        )
+        folder = change_tensors(
+            folder, lambda t: t | {names[0]: torch.zeros(VOCAB, 32), names[1]: scalar}
+        )
+        assert "has a head of its own" in said(
+            check_weights(folder, CASES["llama-tied-linear"][0], VOCAB)
+        )
+        norms = [
+            f"gpt_neox.layers.0.{name}.weight"
+            for name in ("input_layernorm", "post_attention_layernorm")
+        ]
         folder = change_tensors(copied("gpt-j-tied"), lambda t: t | dict.fromkeys(norms, scalar))
-        assert f"{norms[1]} is [] there, [48]" in said(check_weights(folder, CASES["gpt-j-tied"][0], VOCAB))
+        assert f"{norms[1]} is [] there, [48]" in said(
+            check_weights(folder, CASES["gpt-j-tied"][0], VOCAB)
+        )
 
-    def test_a_vocabulary_of_another_size_without_a_word_in_the_config(self, copied: Callable[[str], Path]) -> None:
-        folder = change_tensors(copied("gpt"), lambda t: t | {"transformer.wte.weight": t["transformer.wte.weight"][:-1]})
-        assert "transformer.wte.weight is [52, 24] there, [53, 24]" in said(check_weights(folder, CASES["gpt"][0], None))
+    def test_a_vocabulary_of_another_size_without_a_word_in_the_config(
+        self, copied: Callable[[str], Path]
+    ) -> None:
+        folder = change_tensors(
+            copied("gpt"),
+            lambda t: t | {"transformer.wte.weight": t["transformer.wte.weight"][:-1]},
+        )
+        assert "transformer.wte.weight is [52, 24] there, [53, 24]" in said(
+            check_weights(folder, CASES["gpt"][0], None)
+        )
 
     @pytest.mark.parametrize(
         ("model", "words"),
         [
             (Model(**COMMON, kv_channels=10), "kv_channels 10 cannot be said"),
-            (Model(**{**COMMON, "hidden_size": 25}, kv_channels=8), "no hidden_size 25 that does not divide by num_attention_heads 3"),
+            (
+                Model(**{**COMMON, "hidden_size": 25}, kv_channels=8),
+                "no hidden_size 25 that does not divide by num_attention_heads 3",
+            ),
             (Model(**{**LLAMA, "hidden_size": 30}, kv_channels=8), "no hidden_size 30"),
         ],
     )
-    def test_a_model_that_transformers_has_not(self, model: Model, words: str, tmp_path: Path) -> None:
+    def test_a_model_that_transformers_has_not(
+        self, model: Model, words: str, tmp_path: Path
+    ) -> None:
         saved = save(ours(model), tmp_path / "checkpoints")
         with pytest.raises(ConfigError, match=words):
             write(saved, model, tmp_path / "exported")

@@ -1,4 +1,5 @@
-"""The loss of a split: every token once, the same whatever the micro-batch, and bytes counted exactly."""
+"""The loss of a split: every token once, the same whatever the micro-batch, and bytes counted
+exactly."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from trainkit.data.tokenizer import end_of_document, load_tokenizer, train_bpe
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.train.batches import data_folder
 from trainkit.train.inference import evaluate as module
-from trainkit.train.inference.evaluate import Bytes, Evaluation, Windows, evaluate, refuse_other_tokenizer
+from trainkit.train.inference.evaluate import (
+    Bytes,
+    Evaluation,
+    Windows,
+    evaluate,
+    refuse_other_tokenizer,
+)
 from trainkit.train.model.transformer import Transformer
 
 CPU = torch.device("cpu")
@@ -37,12 +44,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def measure(job: Job, split: str = "valid", model: Transformer | None = None, **words: Any) -> Evaluation:
+def measure(
+    job: Job, split: str = "valid", model: Transformer | None = None, **words: Any
+) -> Evaluation:
     """The evaluation of the job's own data by a random model in fp64."""
     weights = (model or random_model(MODEL, torch.float64, vocab=301)).eval().requires_grad_(False)
     path = data_folder(job).tokenizer
     tokenizer = load_tokenizer(path)
-    return evaluate(weights, Windows(job, job.dataset, split, 301, CPU), tokenizer, end_of_document(tokenizer, EOD, path), **words)
+    return evaluate(
+        weights,
+        Windows(job, job.dataset, split, 301, CPU),
+        tokenizer,
+        end_of_document(tokenizer, EOD, path),
+        **words,
+    )
 
 
 def tokens_of(job: Job) -> torch.Tensor:
@@ -52,13 +67,21 @@ def tokens_of(job: Job) -> torch.Tensor:
 def windows_of(job: Job, split: str) -> range:
     """Numbers of a split's windows, from the definition of the split 80,20,0."""
     total = (len(tokens_of(job)) - 1) // S
-    return {"train": range(total * 4 // 5), "valid": range(total * 4 // 5, total), "test": range(total, total)}[split]
+    return {
+        "train": range(total * 4 // 5),
+        "valid": range(total * 4 // 5, total),
+        "test": range(total, total),
+    }[split]
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_equals_the_mean_over_every_token_of_the_split(root: Path, split: str) -> None:
     job = text_job(root)
-    model, tokens, numbers = random_model(MODEL, torch.float64, vocab=301), tokens_of(job), windows_of(job, split)
+    model, tokens, numbers = (
+        random_model(MODEL, torch.float64, vocab=301),
+        tokens_of(job),
+        windows_of(job, split),
+    )
     logits = torch.cat([model(tokens[None, k * S : k * S + S])[0] for k in numbers])
     labels = tokens[numbers.start * S + 1 : numbers.stop * S + 1]
     nats = F.cross_entropy(logits, labels, reduction="sum").item()
@@ -68,7 +91,8 @@ def test_equals_the_mean_over_every_token_of_the_split(root: Path, split: str) -
     assert found.perplexity == pytest.approx(math.exp(nats / len(labels)), rel=1e-10)
     tokenizer = load_tokenizer(data_folder(job).tokenizer)
     text = tokenizer.decode(labels.tolist())  # the end-of-document token is special: no bytes
-    assert abs(found.bytes - len(text.encode())) <= 6 and EOD not in text  # a character may be cut at either end
+    # a character may be cut at either end
+    assert abs(found.bytes - len(text.encode())) <= 6 and EOD not in text
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / found.bytes, rel=1e-12)
 
 
@@ -78,7 +102,9 @@ def test_a_model_that_knows_nothing(root: Path) -> None:
         for p in model.parameters():
             p.zero_()
     found = measure(text_job(root), model=model)
-    assert found.loss == pytest.approx(math.log(301), rel=1e-6) and found.perplexity == pytest.approx(301, rel=1e-5)
+    assert found.loss == pytest.approx(
+        math.log(301), rel=1e-6
+    ) and found.perplexity == pytest.approx(301, rel=1e-5)
 
 
 def test_micro_batches_and_repetition_change_nothing(root: Path) -> None:
@@ -103,8 +129,11 @@ def test_the_order_is_that_of_the_text(root: Path) -> None:
 
 
 def test_documents_are_masked_as_in_training(root: Path) -> None:
-    learned = MODEL.model_copy(update={"family": "gpt"})  # rotary positions would not show where a document begins
-    job = text_job(root, learned, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
+    # rotary positions would not show where a document begins
+    learned = MODEL.model_copy(update={"family": "gpt"})
+    job = text_job(
+        root, learned, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True
+    )
     model, tokens = random_model(learned, torch.float64, vocab=301), tokens_of(job)
     end = load_tokenizer(data_folder(job).tokenizer).token_to_id(EOD)
     nats, counted = 0.0, 0
@@ -123,7 +152,10 @@ def test_documents_are_masked_as_in_training(root: Path) -> None:
     assert found.tokens == counted < found.samples * S
     assert found.loss == pytest.approx(nats / counted, rel=1e-10)
     without_masks = measure(text_job(root), model=model)
-    assert found.loss != pytest.approx(without_masks.loss, rel=1e-3) and found.bytes < without_masks.bytes
+    assert (
+        found.loss != pytest.approx(without_masks.loss, rel=1e-3)
+        and found.bytes < without_masks.bytes
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -140,13 +172,18 @@ def test_sixteen_bits(root: Path, dtype: torch.dtype) -> None:
     cuts=st.lists(st.integers(0, 200), max_size=8).map(sorted),
     special=st.booleans(),
 )
-def test_bytes_are_those_of_the_documents(documents: list[str], cuts: list[int], special: bool) -> None:
+def test_bytes_are_those_of_the_documents(
+    documents: list[str], cuts: list[int], special: bool
+) -> None:
     tokenizer = train_bpe(iter(TEXTS), 300, EOD)
     tokenizer.encode_special_tokens = True
     end = end_of_document(tokenizer, EOD if special else "x", Path())
     if not special:
         documents = [d.replace("x", "y") or "y" for d in documents]
-    ids = np.array([i for d in documents for i in [*tokenizer.encode(d, add_special_tokens=False).ids, end]], dtype=np.int64)
+    ids = np.array(
+        [i for d in documents for i in [*tokenizer.encode(d, add_special_tokens=False).ids, end]],
+        dtype=np.int64,
+    )
     text = Bytes(tokenizer, end)
     for part in np.split(ids, cuts):
         text.add(part)
@@ -190,7 +227,9 @@ def test_ids_beyond_the_vocabulary(root: Path, tmp_path: Path) -> None:
     folder = prepare(tmp_path, job.dataset)
     with IndexedWriter(folder.prefix, np.dtype("<u2")) as writer:
         writer.add_document(np.array([7] * 900 + [301] + [7] * 99))
-    with pytest.raises(ConfigError, match=r"token id 301 in sample \d+ of the valid split of dataset 'code'") as error:
+    with pytest.raises(
+        ConfigError, match=r"token id 301 in sample \d+ of the valid split of dataset 'code'"
+    ) as error:
         measure(job)
     assert "but the model's vocabulary has 301" in str(error.value)
 
@@ -218,10 +257,21 @@ def test_tokenizers_are_compared_by_content(root: Path, tmp_path: Path) -> None:
     own.save(str(same), pretty=False)  # other bytes, the same tokenizer
     assert same.read_bytes() != data_folder(job).tokenizer.read_bytes()
     train_bpe(iter(["something else entirely"]), 300, EOD).save(str(other))
-    elsewhere = job.dataset.model_copy(update={"name": "elsewhere", "tokenizer": table.model_copy(update={"name": "renamed"})})
+    elsewhere = job.dataset.model_copy(
+        update={"name": "elsewhere", "tokenizer": table.model_copy(update={"name": "renamed"})}
+    )
     refuse_other_tokenizer(job, own, elsewhere, same)
-    with pytest.raises(ConfigError, match=r"'elsewhere' has another tokenizer than the run: .*other\.json and .*tokenizer\.json differ"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"'elsewhere' has another tokenizer than the run: .*other\.json and .*tokenizer\.json"
+            r" differ"
+        ),
+    ):
         refuse_other_tokenizer(job, own, elsewhere, other)
     dots = elsewhere.model_copy(update={"tokenizer": table.model_copy(update={"eod_token": "."})})
-    with pytest.raises(ConfigError, match=r"documents of dataset 'elsewhere' end with '\.', in the run with '<\|endoftext\|>'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"documents of dataset 'elsewhere' end with '\.', in the run with '<\|endoftext\|>'",
+    ):
         refuse_other_tokenizer(job, own, dots, same)

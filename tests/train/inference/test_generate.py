@@ -1,4 +1,5 @@
-"""Text from a checkpoint: the cache changes nothing, transformers writes the same, and no prompt depends on another."""
+"""Text from a checkpoint: the cache changes nothing, transformers writes the same, and no prompt
+depends on another."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ def test_the_cache_changes_no_logit(case: str, dtype: torch.dtype) -> None:
     ids_1S = random_tokens(1, model.shape.positions)
     expected_SV = model(ids_1S)[0]
     reading, ids = Reading(model), ids_1S[0].tolist()
-    for start, end, piece in ((0, 7, 3), (7, 8, 512), (8, 12, 4), *((i, i + 1, 512) for i in range(12, len(ids)))):
+    for start, end, piece in (
+        (0, 7, 3),
+        (7, 8, 512),
+        (8, 12, 4),
+        *((i, i + 1, 512) for i in range(12, len(ids))),
+    ):
         logits_V = reading.read(ids[start:end], piece)
         torch.testing.assert_close(logits_V, expected_SV[end - 1], rtol=0, atol=TOLERANCE[dtype])
 
@@ -53,7 +59,11 @@ def uncut(case: str) -> tuple[Transformer, list[int], torch.Tensor]:
 
 
 @settings(deadline=None, max_examples=30)
-@given(cuts=st.lists(st.integers(1, 23), max_size=6, unique=True).map(sorted), piece=st.integers(1, 30), case=st.sampled_from(ONE_OF_EACH))
+@given(
+    cuts=st.lists(st.integers(1, 23), max_size=6, unique=True).map(sorted),
+    piece=st.integers(1, 30),
+    case=st.sampled_from(ONE_OF_EACH),
+)
 def test_any_cut_of_a_text_gives_the_same(cuts: list[int], piece: int, case: str) -> None:
     model, ids, expected_V = uncut(case)
     reading = Reading(model, 24)
@@ -67,7 +77,13 @@ def test_greedy_equals_transformers(case: str) -> None:
     shape, ours, theirs = beside(case, torch.float32)
     prompt_1S = random_tokens(1, 6, seed=3)
     new = shape.positions - 6
-    words = {"max_new_tokens": new, "do_sample": False, "use_cache": True, "attention_mask": torch.ones_like(prompt_1S), "pad_token_id": 0}
+    words = {
+        "max_new_tokens": new,
+        "do_sample": False,
+        "use_cache": True,
+        "attention_mask": torch.ones_like(prompt_1S),
+        "pad_token_id": 0,
+    }
     expected = theirs.generate(prompt_1S, **words)[0, 6:].tolist()
     found = continuation(ours, prompt_1S[0].tolist(), GREEDY, max_new_tokens=new, end=NEVER)
     assert found == expected and len(found) == new
@@ -78,7 +94,10 @@ def test_the_window_slides(case: str) -> None:
     """Beyond its positions the model sees the last of them only, as if the text began there."""
     model = random_model(CASES[case], torch.float64).eval()
     window = model.shape.positions
-    for prompt in (random_tokens(1, window - 3)[0].tolist(), random_tokens(1, window + 9)[0].tolist()):
+    for prompt in (
+        random_tokens(1, window - 3)[0].tolist(),
+        random_tokens(1, window + 9)[0].tolist(),
+    ):
         ids = continuation(model, prompt, GREEDY, max_new_tokens=8, end=NEVER)
         text = [*prompt, *ids]
         for i in range(8):
@@ -92,7 +111,10 @@ def test_it_ends_with_the_document() -> None:
     ids = continuation(model, prompt, Sampling(seed=4), max_new_tokens=12, end=NEVER)
     assert len(ids) == 12
     end = ids[5]
-    assert continuation(model, prompt, Sampling(seed=4), max_new_tokens=12, end=end) == ids[: ids.index(end)]
+    assert (
+        continuation(model, prompt, Sampling(seed=4), max_new_tokens=12, end=end)
+        == ids[: ids.index(end)]
+    )
 
 
 def test_a_document_apart_does_not_see_the_end_of_the_one_before() -> None:
@@ -115,33 +137,57 @@ def run(tmp_path: Path) -> RunFolder:
     return run
 
 
-def texts(run: RunFolder, prompts: list[str], sampling: Sampling = GREEDY, step: int | None = None) -> list[str]:
+def texts(
+    run: RunFolder, prompts: list[str], sampling: Sampling = GREEDY, step: int | None = None
+) -> list[str]:
     return [g.text for g in generate(run, prompts, sampling, max_new_tokens=12, step=step)[1]]
 
 
 def test_text_is_reproducible(run: RunFolder) -> None:
     (greedy,) = texts(run, ["def "])
     assert greedy.startswith("def ") and greedy != "def "
-    assert texts(run, ["def "], Sampling(temperature=0, seed=2)) == texts(run, ["def "], Sampling(temperature=1.0, top_k=1, seed=5)) == [greedy]
+    assert (
+        texts(run, ["def "], Sampling(temperature=0, seed=2))
+        == texts(run, ["def "], Sampling(temperature=1.0, top_k=1, seed=5))
+        == [greedy]
+    )
     assert texts(run, ["def "], Sampling(temperature=1.0, top_p=1e-9, seed=5)) == [greedy]
-    warm = [texts(run, ["def "], Sampling(temperature=1.0, top_k=0, seed=seed)) for seed in (1, 1, 2)]
+    warm = [
+        texts(run, ["def "], Sampling(temperature=1.0, top_k=0, seed=seed)) for seed in (1, 1, 2)
+    ]
     assert warm[0] == warm[1] != warm[2]
 
 
 def test_no_prompt_depends_on_another(run: RunFolder) -> None:
-    prompts = ["def ", "", "größer", "def f1(ä, b):\n    return ä ** 1 + b  # 日本語 and beyond the sixteen positions", "def "]
+    prompts = [
+        "def ",
+        "",
+        "größer",
+        "def f1(ä, b):\n    return ä ** 1 + b  # 日本語 and beyond the sixteen positions",
+        "def ",
+    ]
     sampling = Sampling(temperature=1.0, top_k=0, seed=7)
     together = texts(run, prompts, sampling)
     assert together == [texts(run, [prompt], sampling)[0] for prompt in prompts]
-    assert all(text.startswith(prompt) for text, prompt in zip(together, prompts, strict=True)) and together[0] == together[4]
+    assert (
+        all(text.startswith(prompt) for text, prompt in zip(together, prompts, strict=True))
+        and together[0] == together[4]
+    )
 
 
 def test_any_checkpoint_of_the_run(run: RunFolder) -> None:
     assert texts(run, ["def "], step=5) == texts(run, ["def "]) != texts(run, ["def "], step=3)
-    assert [generate(run, [""], GREEDY, max_new_tokens=1, step=step)[0] for step in (None, 3)] == [5, 3]
-    with pytest.raises(TrainkitError, match=r"no checkpoint of step 0\n  it has those of steps 3, 5"):
+    assert [generate(run, [""], GREEDY, max_new_tokens=1, step=step)[0] for step in (None, 3)] == [
+        5,
+        3,
+    ]
+    with pytest.raises(
+        TrainkitError, match=r"no checkpoint of step 0\n  it has those of steps 3, 5"
+    ):
         texts(run, ["def "], step=0)
-    with pytest.raises(TrainkitError, match=r"no checkpoint of step 4\n  it has those of steps 3, 5") as error:
+    with pytest.raises(
+        TrainkitError, match=r"no checkpoint of step 4\n  it has those of steps 3, 5"
+    ) as error:
         texts(run, ["def "], step=4)
     assert error.value.exit == 16
     write_checkpoint(run, random_model(MODEL, seed=0, vocab=301), 0)  # as save_first does
@@ -177,9 +223,18 @@ def test_counts_and_the_end_of_a_document(run: RunFolder, tmp_path: Path) -> Non
     assert EOD not in found[0].text
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_a_model_is_read_in_the_precision_it_was_trained_in(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
-    job = text_job(tmp_path, MODEL.model_copy(update={"hidden_dropout": 0.5, "attention_dropout": 0.5}), precision=precision)
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_a_model_is_read_in_the_precision_it_was_trained_in(
+    tmp_path: Path, precision: str, dtype: torch.dtype
+) -> None:
+    job = text_job(
+        tmp_path,
+        MODEL.model_copy(update={"hidden_dropout": 0.5, "attention_dropout": 0.5}),
+        precision=precision,
+    )
     prepare(tmp_path, job.dataset)
     run = new_run(job)
     weights = random_model(MODEL, vocab=301)
@@ -209,13 +264,22 @@ def test_what_cannot_generate_says_why(run: RunFolder, tmp_path: Path) -> None:
     next(run.root.glob("data/*/*/tokenizer.json")).unlink()
     with pytest.raises(ConfigError, match="is gone"):
         texts(run, ["a"])
-    mock = text_job(tmp_path / "mock").model_copy(update={"dataset": Dataset(name="mock", source="mock")})
+    mock = text_job(tmp_path / "mock").model_copy(
+        update={"dataset": Dataset(name="mock", source="mock")}
+    )
     with pytest.raises(ConfigError, match="random tokens"):
         texts(new_run(mock), ["a"])
 
 
-def test_a_checkpoint_that_two_ranks_wrote(saved_folder: Path, worlds: dict[int, list[dict[str, Any]]]) -> None:
-    model = load_model(tiny_job(2, saved_folder), open_checkpoint(saved_folder / "step-00000003"), torch.device("cpu"), torch.float32)
+def test_a_checkpoint_that_two_ranks_wrote(
+    saved_folder: Path, worlds: dict[int, list[dict[str, Any]]]
+) -> None:
+    model = load_model(
+        tiny_job(2, saved_folder),
+        open_checkpoint(saved_folder / "step-00000003"),
+        torch.device("cpu"),
+        torch.float32,
+    )
     for name, p in model.named_parameters():
         assert np.array_equal(p.numpy(), worlds[2][0]["saved"][f"model.{name}"])
 
@@ -223,9 +287,16 @@ def test_a_checkpoint_that_two_ranks_wrote(saved_folder: Path, worlds: dict[int,
 def test_a_checkpoint_of_another_model(run: RunFolder) -> None:
     saved = open_checkpoint(run.checkpoints / "step-00000005")
     other = text_job(run.root, MODEL.model_copy(update={"num_layers": 3, "ffn_hidden_size": 24}))
-    with pytest.raises(TrainkitError, match=r"another model:\n(.*\n)*.*layers\.2\.attention\.qkv\.weight is not in it") as error:
+    with pytest.raises(
+        TrainkitError,
+        match=r"another model:\n(.*\n)*.*layers\.2\.attention\.qkv\.weight is not in it",
+    ) as error:
         load_model(other, saved, torch.device("cpu"), torch.float32)
-    assert error.value.exit == 3 and "model.layers.0.mlp.down.weight is [16, 64] float32 there, [16, 24] float32 here" in str(error.value)
+    assert (
+        error.value.exit == 3
+        and "model.layers.0.mlp.down.weight is [16, 64] float32 there, [16, 24] float32 here"
+        in str(error.value)
+    )
     headless = saved.manifest.model_copy(update={"tensors": {}})
     with pytest.raises(TrainkitError, match=r"model\.embed_tokens\.weight is not in it"):
         load_model(other, type(saved)(saved.folder, headless), torch.device("cpu"), torch.float32)
@@ -233,10 +304,22 @@ def test_a_checkpoint_of_another_model(run: RunFolder) -> None:
 
 def test_no_device_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = text_job(tmp_path)
-    there = here.model_copy(update={"cluster": Cluster(name="gpus", device=built_in_device("h100-sxm-80gb"), root=str(tmp_path))})
+    there = here.model_copy(
+        update={
+            "cluster": Cluster(
+                name="gpus", device=built_in_device("h100-sxm-80gb"), root=str(tmp_path)
+            )
+        }
+    )
     assert choose_device(here).type == choose_device(there, "cpu").type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"no CUDA device, which job 'words' computes on \(clusters.gpus.device\)\n  --device cpu"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"no CUDA device, which job 'words' computes on \(clusters.gpus.device\)\n "
+            r" --device cpu"
+        ),
+    ):
         choose_device(there)
     with pytest.raises(ConfigError, match="this machine has no CUDA device\n"):
         choose_device(here, "cuda")

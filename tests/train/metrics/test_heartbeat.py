@@ -20,7 +20,9 @@ def full(path: Path, text: str) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def test_beats_are_whole_files_at_most_two_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beats_are_whole_files_at_most_two_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "new" / "0.json"
     beats = Heartbeat(path, rank=3)
     now = 1000.0
@@ -30,7 +32,15 @@ def test_beats_are_whole_files_at_most_two_a_second(tmp_path: Path, monkeypatch:
         return dict(json.loads(path.read_text()))
 
     beats.beat("train", 7)
-    assert said() == {"schema": "heartbeat/1", "rank": 3, "pid": os.getpid(), "step": 7, "phase": "train", "time": 1000.0, "save_seconds": None}
+    assert said() == {
+        "schema": "heartbeat/1",
+        "rank": 3,
+        "pid": os.getpid(),
+        "step": 7,
+        "phase": "train",
+        "time": 1000.0,
+        "save_seconds": None,
+    }
     now += 0.4
     beats.beat("train", 8)
     assert (said()["step"], beats.step) == (7, 8)
@@ -41,13 +51,23 @@ def test_beats_are_whole_files_at_most_two_a_second(tmp_path: Path, monkeypatch:
     assert said()["step"] == 9
     now += 0.6
     beats.again()
-    assert said() == {"schema": "heartbeat/1", "rank": 3, "pid": os.getpid(), "step": 9, "phase": "eval", "time": now, "save_seconds": None}
+    assert said() == {
+        "schema": "heartbeat/1",
+        "rank": 3,
+        "pid": os.getpid(),
+        "step": 9,
+        "phase": "eval",
+        "time": now,
+        "save_seconds": None,
+    }
     beats.beat("done", 9)
     assert said()["phase"] == "done"
     assert [p.name for p in path.parent.iterdir()] == ["0.json"]
 
 
-def test_a_full_disk_has_room_for_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_has_room_for_the_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the last beat stands. A run that has done everything must not end as a failed one."""
     path = tmp_path / "0.json"
     beats = Heartbeat(path, rank=3)
@@ -59,7 +79,9 @@ def test_a_full_disk_has_room_for_the_last_word(tmp_path: Path, monkeypatch: pyt
     assert (said["phase"], said["step"]) == ("done", 7) and path.stat().st_size == longest
 
 
-def test_the_last_word_is_whole_where_the_disk_takes_it_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_word_is_whole_where_the_disk_takes_it_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Parts(io.FileIO):
         def write(self, data: Any) -> int:
             return super().write(data[:7])
@@ -68,18 +90,25 @@ def test_the_last_word_is_whole_where_the_disk_takes_it_in_parts(tmp_path: Path,
     beats = Heartbeat(path, rank=3)
     beats.beat("save", 123456)
     monkeypatch.setattr(heartbeat, "write_text", full)
-    monkeypatch.setattr(heartbeat, "open", lambda path, mode, buffering: Parts(path, mode), raising=False)
+    monkeypatch.setattr(
+        heartbeat, "open", lambda path, mode, buffering: Parts(path, mode), raising=False
+    )
     beats.beat("done", 7)
     assert json.loads(path.read_text())["phase"] == "done"
 
 
-def test_where_nothing_can_be_written_training_goes_on_to_the_last_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_can_be_written_training_goes_on_to_the_last_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     beats = Heartbeat(tmp_path / "file/0.json", rank=3)
     for phase in ("train", "eval", "save"):
         beats.beat(phase, 7)
     assert capsys.readouterr().err.count("WARNING: no heartbeat") == 1
-    with pytest.raises(TrainkitError, match="training is done and its checkpoint saved, but rank 3 could not say so") as error:
+    with pytest.raises(
+        TrainkitError,
+        match="training is done and its checkpoint saved, but rank 3 could not say so",
+    ) as error:
         beats.beat("done", 7)
     assert error.value.exit == 10
 

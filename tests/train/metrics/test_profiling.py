@@ -45,7 +45,10 @@ def test_only_the_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     seconds = [step(profiler, number) for number in (1, 2, 3, 4)]
     profiler.close()
     assert names(tmp_path / "profile") == ["rank-1-step-2-3.json.gz", "rank-1-step-2-3.txt"]
-    assert [product[0] for product in shapes(tmp_path / "profile" / "rank-1-step-2-3.json.gz")] == [[2, 7], [3, 7]]
+    assert [product[0] for product in shapes(tmp_path / "profile" / "rank-1-step-2-3.json.gz")] == [
+        [2, 7],
+        [3, 7],
+    ]
     assert "aten::mm" in (tmp_path / "profile" / "rank-1-step-2-3.txt").read_text()
     assert seconds == [0.0, 0.0, 3.0, 0.0]  # writing it down is told apart
 
@@ -65,7 +68,12 @@ def test_training_that_ends_or_goes_back_within_the_range(tmp_path: Path) -> Non
     assert names(tmp_path) == ["rank-0-step-5-6.json.gz", "rank-0-step-5-6.txt"]
     profiler.close()
     profiler.close()
-    assert names(tmp_path) == ["rank-0-step-5-5.json.gz", "rank-0-step-5-5.txt", "rank-0-step-5-6.json.gz", "rank-0-step-5-6.txt"]
+    assert names(tmp_path) == [
+        "rank-0-step-5-5.json.gz",
+        "rank-0-step-5-5.txt",
+        "rank-0-step-5-6.json.gz",
+        "rank-0-step-5-6.txt",
+    ]
 
 
 def test_a_step_that_fails_at_once_leaves_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Steps come back in order: at once on the CPU, one late where the device is asked not to wait. On a GPU no step makes the host wait."""
+"""Steps come back in order: at once on the CPU, one late where the device is asked not to wait.
+On a GPU no step makes the host wait."""
 
 from __future__ import annotations
 
@@ -46,7 +47,13 @@ def test_order_and_delay() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_no_step_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch raises at any operation that makes the host wait, in steps after the first."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }.items():
         monkeypatch.setenv(name, value)
     job = tiny_job(1, tmp_path, precision="fp16", eval_iters=0)
     cluster = job.cluster.model_copy(update={"device": built_in_device("cuda"), "gpus_per_node": 1})

@@ -45,9 +45,10 @@ ROW: dict[str, Any] = {
     "memory_bytes": {"parameters": 400, "gradients": 400, "max_allocated": 3000},
 }
 LINE = (
-    " iteration        3/      12 | consumed samples:           24 | elapsed time per iteration (ms): 250.0 | learning rate: 1.500000E-04 |"
-    " global batch size:     8 | lm loss: 5.500000E+00 | loss scale: 4096.0 | grad norm: 1.250 | number of skipped iterations:   1 |"
-    " number of nan iterations:   0 | throughput per device (TFLOP/s): 406.500 | MFU: 41.1% | HFU: 50.6% |"
+    " iteration        3/      12 | consumed samples:           24 | elapsed time per iteration"
+    " (ms): 250.0 | learning rate: 1.500000E-04 | global batch size:     8 | lm loss: 5.500000E+00"
+    " | loss scale: 4096.0 | grad norm: 1.250 | number of skipped iterations:   1 | number of nan"
+    " iterations:   0 | throughput per device (TFLOP/s): 406.500 | MFU: 41.1% | HFU: 50.6% |"
 )
 
 
@@ -57,12 +58,17 @@ def rows(run: RunFolder) -> list[dict[str, Any]]:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} in metrics.jsonl")
 
-    return [json.loads(line, parse_constant=refuse) for line in run.metrics.read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=refuse) for line in run.metrics.read_text().splitlines()
+    ]
 
 
 def board(run: RunFolder) -> dict[str, list[tuple[int, Any]]]:
     loaded = EventAccumulator(str(run.tensorboard)).Reload()
-    return {tag: [(event.step, event.value) for event in loaded.Scalars(tag)] for tag in loaded.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in loaded.Scalars(tag)]
+        for tag in loaded.Tags()["scalars"]
+    }
 
 
 @pytest.fixture
@@ -76,7 +82,11 @@ def test_one_step(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[
     reporter.step({**ROW, "step": 4})
     reporter.close()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [" MFU is measured against 989.4 TFLOP/s (H100 SXM5 80 GB, bf16)", LINE, " time (ms) | data: 0.50 | forward: 80.12 | optimizer: 9.00 |"]
+    assert lines[:3] == [
+        " MFU is measured against 989.4 TFLOP/s (H100 SXM5 80 GB, bf16)",
+        LINE,
+        " time (ms) | data: 0.50 | forward: 80.12 | optimizer: 9.00 |",
+    ]
     assert len(lines) == 5  # the peak is named once
     assert rows(run) == [ROW, {**ROW, "step": 4}]
     tags = board(run)
@@ -103,15 +113,24 @@ def test_one_step(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert tags[tag] == [(3, pytest.approx(value)), (4, pytest.approx(value))], tag
 
 
-def test_what_is_not_finite_or_not_known(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_finite_or_not_known(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     unknown = {"mfu": None, "hfu": None, "peak": None, "hardware_tflops": 406.5}
     reporter = Reporter(run, tiny_job(1, tmp_path), -1)
-    reporter.step({**ROW, **unknown, "lm_loss": math.nan, "grad_norm": math.inf, "nan_iterations": 1})
+    reporter.step(
+        {**ROW, **unknown, "lm_loss": math.nan, "grad_norm": math.inf, "nan_iterations": 1}
+    )
     reporter.evaluation({"step": 3, "consumed_samples": 24, "eval": "valid", "lm_loss": math.nan})
     reporter.step({**ROW, **unknown, "step": 4})
     reporter.close()
     first, evaluation, second = rows(run)
-    assert (first["lm_loss"], first["grad_norm"], first["nan_iterations"], first["mfu"]) == (None, None, 1, None)
+    assert (first["lm_loss"], first["grad_norm"], first["nan_iterations"], first["mfu"]) == (
+        None,
+        None,
+        1,
+        None,
+    )
     assert evaluation["lm_loss"] is None and second["lm_loss"] == 5.5
     tags = board(run)
     assert [step for step, _ in tags["lm loss"]] == [step for step, _ in tags["grad-norm"]] == [4]
@@ -119,21 +138,35 @@ def test_what_is_not_finite_or_not_known(run: RunFolder, tmp_path: Path, capsys:
     assert not {"mfu", "hfu", "lm loss validation", "lm loss validation ppl"} & set(tags)
     out = capsys.readouterr().out
     assert "measured against n/a: no peak is known of device 'cpu' in fp32" in out
-    assert "| lm loss: NAN |" in out and "number of nan iterations:   1 | throughput per device (TFLOP/s): 406.500 | MFU: n/a |\n" in out
+    assert (
+        "| lm loss: NAN |" in out
+        and "number of nan iterations:   1 | throughput per device (TFLOP/s): 406.500 | MFU: n/a |\n"
+        in out
+    )
     assert summarize(run).training_loss() == (5.5, 5.5) and summarize(run).validation_loss() is None
 
 
-def test_validation_sets(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validation_sets(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reporter = Reporter(run, tiny_job(1, tmp_path), -1)
     reporter.evaluation({"step": 0, "consumed_samples": 0, "eval": "valid", "lm_loss": 2.0})
     reporter.evaluation({"step": 0, "consumed_samples": 0, "eval": "books", "lm_loss": 1000.0})
     reporter.close()
     assert capsys.readouterr().out.splitlines() == [
-        " validation loss at iteration 0 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 |",
-        " validation loss at iteration 0 on books | lm loss value: 1.000000E+03 | lm loss PPL: 4.851652E+08 |",
+        (
+            " validation loss at iteration 0 | lm loss value: 2.000000E+00 | lm loss PPL:"
+            " 7.389056E+00 |"
+        ),
+        (
+            " validation loss at iteration 0 on books | lm loss value: 1.000000E+03 | lm loss PPL:"
+            " 4.851652E+08 |"
+        ),
     ]
     tags = board(run)
-    assert tags["lm loss validation"] == [(0, 2.0)] and tags["lm loss validation books"] == [(0, 1000.0)]
+    assert tags["lm loss validation"] == [(0, 2.0)] and tags["lm loss validation books"] == [
+        (0, 1000.0)
+    ]
     assert tags["lm loss validation ppl"] == [(0, pytest.approx(math.exp(2)))]
     assert tags["lm loss validation ppl books"] == [(0, pytest.approx(math.exp(20)))]
     assert summarize(run).validation_loss() == (2.0, 2.0)
@@ -153,13 +186,20 @@ def test_going_on_takes_later_rows_back(run: RunFolder, tmp_path: Path) -> None:
 
 def test_the_beginning_of_the_line_is_megatrons() -> None:
     """What reads Megatron's logs finds its numbers here."""
-    found = re.search(r"iteration\s+(\d+)/\s+(\d+) \|.* lm loss: (\S+) \| loss scale: (\S+) \|", log_line(ROW, 12))
+    found = re.search(
+        r"iteration\s+(\d+)/\s+(\d+) \|.* lm loss: (\S+) \| loss scale: (\S+) \|", log_line(ROW, 12)
+    )
     assert found and found.groups() == ("3", "12", "5.500000E+00", "4096.0")
     assert log_line({**ROW, "hardware_tflops": ROW["model_tflops"]}, 12).endswith("| MFU: 41.1% |")
 
 
 def test_finite() -> None:
-    assert finite({"a": math.nan, "b": {"c": -math.inf, "d": 1.0}, "e": 2**70, "f": "nan"}) == {"a": None, "b": {"c": None, "d": 1.0}, "e": 2**70, "f": "nan"}
+    assert finite({"a": math.nan, "b": {"c": -math.inf, "d": 1.0}, "e": 2**70, "f": "nan"}) == {
+        "a": None,
+        "b": {"c": None, "d": 1.0},
+        "e": 2**70,
+        "f": "nan",
+    }
 
 
 def test_a_report_sums_up(run: RunFolder, tmp_path: Path) -> None:
@@ -171,13 +211,25 @@ def test_a_report_sums_up(run: RunFolder, tmp_path: Path) -> None:
     assert (report["model_tflops"], report["mfu"], report["peak"]) == (200.0, 0.2, ROW["peak"])
     assert report["seconds"] == 0.25 * 12  # a row stands for all the steps since the last
     assert report["skipped_iterations"] == 3
-    run.metrics.write_text('{"step": 1, "lm_loss": 1.0, "elapsed_ms": 1.0, "tokens_per_second": 3.0, "consumed_samples": 8}\n')  # an older one
+    # an older one
+    run.metrics.write_text(
+        '{"step": 1, "lm_loss": 1.0, "elapsed_ms": 1.0, "tokens_per_second": 3.0,'
+        ' "consumed_samples": 8}\n'
+    )
     report = summarize(run).to_json()
-    assert (report["tokens_per_second"], report["model_tflops"], report["mfu"], report["nan_iterations"]) == (3.0, None, None, 0)
+    assert (
+        report["tokens_per_second"],
+        report["model_tflops"],
+        report["mfu"],
+        report["nan_iterations"],
+    ) == (3.0, None, None, 0)
 
 
-def test_files_that_cannot_be_opened_now_are_opened_later(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """TensorBoard's and that of windows, as on a disk that is full when a run goes on; what was taken back of them stays so."""
+def test_files_that_cannot_be_opened_now_are_opened_later(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard's and that of windows, as on a disk that is full when a run goes on; what was
+    taken back of them stays so."""
     reporter = Reporter(run, tiny_job(1, tmp_path), -1)
     for step in (1, 2, 3):
         reporter.step({**ROW, "step": step})
@@ -197,19 +249,26 @@ def test_files_that_cannot_be_opened_now_are_opened_later(run: RunFolder, tmp_pa
     reporter.step({**ROW, "step": 5})
     reporter.close()
     errors = capsys.readouterr().err
-    assert errors.count("TensorBoard's files cannot be written") == 1 and errors.count("samples of step 3 cannot be noted") == 1
+    assert (
+        errors.count("TensorBoard's files cannot be written") == 1
+        and errors.count("samples of step 3 cannot be noted") == 1
+    )
     assert [step for step, _ in board(run)["lm loss"]] == [1, 2, 5]
     assert find_window(run, 5) == (5, 40, 8) and len(rows(run)) == 5
 
 
-def test_what_ended_a_run_is_not_hidden_by_a_full_disk(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ended_a_run_is_not_hidden_by_a_full_disk(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     for failed in (True, False):
         reporter = Reporter(run, tiny_job(1, tmp_path), -1)
         reporter.step(ROW)
-        expected = contextlib.nullcontext() if failed else pytest.raises(OSError, match="No space left")
+        expected = (
+            contextlib.nullcontext() if failed else pytest.raises(OSError, match="No space left")
+        )
         with monkeypatch.context() as broken, expected:
             broken.setattr(os, "fsync", full)
             reporter.close(failed=failed)

@@ -17,7 +17,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("trainkit.train.metrics.timers.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(
+            "trainkit.train.metrics.timers.time", SimpleNamespace(perf_counter=lambda: self.now)
+        )
 
     def spend(self, timers: Timers, phase: Phase, seconds: float) -> None:
         with timers(phase):
@@ -41,7 +43,10 @@ def test_mean_of_the_steps_that_are_asked_for(clock: Clock) -> None:
             clock.spend(timers, "evaluation", 0.5)
     assert timers.take(2) == pytest.approx({"forward": 30.0, "backward": 60.0, "optimizer": 1.0})
     third = timers.take(1)
-    assert third == pytest.approx({"forward": 60.0, "backward": 120.0, "optimizer": 1.0, "evaluation": 500.0})  # the evaluation came after step 2
+    # the evaluation came after step 2
+    assert third == pytest.approx(
+        {"forward": 60.0, "backward": 120.0, "optimizer": 1.0, "evaluation": 500.0}
+    )
     assert list(third) == ["forward", "backward", "optimizer", "evaluation"]
     assert timers.take(1) == {}
 
@@ -66,7 +71,10 @@ def test_a_phase_ends_with_its_block_whatever_happens(clock: Clock) -> None:
 
 def test_no_phase_within_another() -> None:
     timers = Timers(CPU)
-    with timers("forward"), pytest.raises(RuntimeError, match="'data' begins within phase 'forward'"):
+    with (
+        timers("forward"),
+        pytest.raises(RuntimeError, match="'data' begins within phase 'forward'"),
+    ):
         timers.begin("data")
 
 
@@ -121,4 +129,7 @@ def test_on_cuda_the_device_is_timed_and_not_waited_for() -> None:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     taken = timers.take(1)
-    assert taken["forward"] == pytest.approx(began.elapsed_time(ended), rel=0.1) and taken["optimizer"] < taken["forward"]
+    assert (
+        taken["forward"] == pytest.approx(began.elapsed_time(ended), rel=0.1)
+        and taken["optimizer"] < taken["forward"]
+    )

@@ -16,13 +16,26 @@ from trainkit.train.parallel.memory import Memory, resident_memory
 from trainkit.train.parallel.shards import held_parameters
 
 CPU = torch.device("cpu")
-LLAMA = Model(family="llama", num_layers=32, hidden_size=4096, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=14336, seq_length=4096)
+LLAMA = Model(
+    family="llama",
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=8,
+    ffn_hidden_size=14336,
+    seq_length=4096,
+)
 
 
 def job(device: str, ranks: int, **training: Any) -> Job:
     return Job(
         name="j",
-        cluster=Cluster(name="c", device=built_in_device(device), ranks_per_node=ranks, gpus_per_node=ranks if device != "cpu" else 0),
+        cluster=Cluster(
+            name="c",
+            device=built_in_device(device),
+            ranks_per_node=ranks,
+            gpus_per_node=ranks if device != "cpu" else 0,
+        ),
         model=LLAMA.model_copy(update={"name": "m", "vocab_size": 128256}),
         dataset=Dataset(name="mock", source="mock"),
         training=Training.model_validate({"train_iters": 10, "lr": 1e-3, **training}),
@@ -31,26 +44,46 @@ def job(device: str, ranks: int, **training: Any) -> Job:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_published_run(ranks: int) -> None:
-    """Llama-3-8B at 10,471 tokens/s on each H200: 51.1 % of 989.4 TFLOP/s with attention counted causally."""
-    utilization = Utilization(job("h200-sxm-141gb", ranks, precision="bf16", recompute_granularity="full"), 128256, CPU)
+    """Llama-3-8B at 10,471 tokens/s on each H200: 51.1 % of 989.4 TFLOP/s with attention counted
+    causally."""
+    utilization = Utilization(
+        job("h200-sxm-141gb", ranks, precision="bf16", recompute_granularity="full"), 128256, CPU
+    )
     found = utilization.of(10471.0 * ranks)
     assert found["mfu"] == pytest.approx(0.511, abs=5e-4)
-    assert found["model_tflops"] == pytest.approx(10471 * model_flops_per_token_of(LLAMA, 128256) / 1e12)
+    assert found["model_tflops"] == pytest.approx(
+        10471 * model_flops_per_token_of(LLAMA, 128256) / 1e12
+    )
     training = Training(train_iters=1, lr=1.0, recompute_granularity="full")
-    assert found["hardware_tflops"] == pytest.approx(10471 * hardware_flops_per_token_of(LLAMA, 128256, training) / 1e12)
-    assert isinstance(found["hfu"], float) and isinstance(found["mfu"], float) and 1.2 < found["hfu"] / found["mfu"] < 4 / 3
+    assert found["hardware_tflops"] == pytest.approx(
+        10471 * hardware_flops_per_token_of(LLAMA, 128256, training) / 1e12
+    )
+    assert (
+        isinstance(found["hfu"], float)
+        and isinstance(found["mfu"], float)
+        and 1.2 < found["hfu"] / found["mfu"] < 4 / 3
+    )
     assert found["peak"] == "989.4 TFLOP/s (H200 SXM 141 GB, bf16)"
 
 
-@pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("cuda", "bf16"), ("v100-sxm-16gb", "bf16")])
+@pytest.mark.parametrize(
+    ("device", "precision"), [("cpu", "fp32"), ("cuda", "bf16"), ("v100-sxm-16gb", "bf16")]
+)
 def test_without_a_known_peak_there_is_no_mfu(device: str, precision: str) -> None:
     found = Utilization(job(device, 1, precision=precision), 128256, CPU).of(100.0)
     assert (found["mfu"], found["hfu"], found["peak"]) == (None, None, None)
-    assert found["model_tflops"] == found["hardware_tflops"] == pytest.approx(100 * model_flops_per_token_of(LLAMA, 128256) / 1e12)
+    assert (
+        found["model_tflops"]
+        == found["hardware_tflops"]
+        == pytest.approx(100 * model_flops_per_token_of(LLAMA, 128256) / 1e12)
+    )
 
 
 def test_precisions_have_peaks_of_their_own() -> None:
-    peaks = [Utilization(job("v100-sxm-16gb", 1, precision=precision), 128256, CPU).peak_tflops for precision in ("fp16", "fp32")]
+    peaks = [
+        Utilization(job("v100-sxm-16gb", 1, precision=precision), 128256, CPU).peak_tflops
+        for precision in ("fp16", "fp32")
+    ]
     assert peaks == [125.0, 15.7]
 
 
@@ -85,13 +118,20 @@ def test_memory_by_kind() -> None:
     moments = [torch.zeros(5, 7), torch.zeros(5, 7, dtype=torch.float64), torch.zeros(5)]
     held = held_parameters(module, 1)
     found = Memory(held, moments, CPU).now()
-    assert (found["parameters"], found["gradients"], found["optimizer"]) == (160, 160, 140 + 280 + 20)
+    assert (found["parameters"], found["gradients"], found["optimizer"]) == (
+        160,
+        160,
+        140 + 280 + 20,
+    )
     assert Memory(held, moments, CPU, accumulates=True).now()["gradients"] == 320  # in fp64
     assert found["max_resident"] >= found["resident"] > 2**20
 
 
 def test_resident_memory_is_read_from_proc() -> None:
-    status = "Name:\tpython\nState:\tR (running)\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\nThreads:\t1\n"
+    status = (
+        "Name:\tpython\nState:\tR (running)\nVmHWM:\t    2048 kB\nVmRSS:\t    1024"
+        " kB\nThreads:\t1\n"
+    )
     assert resident_memory(status) == {"resident": 2**20, "max_resident": 2**21}
     assert resident_memory("Name:\tkthreadd\n") == {}
 

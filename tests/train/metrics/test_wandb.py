@@ -1,4 +1,5 @@
-"""Weights & Biases gets the metrics under the run's id and no secret, and can break without breaking training."""
+"""Weights & Biases gets the metrics under the run's id and no secret, and can break without
+breaking training."""
 
 from __future__ import annotations
 
@@ -22,11 +23,19 @@ from trainkit.train.metrics import wandb as wandb_log
 from trainkit.train.metrics.wandb import KEY, WandbLog, open_wandb, wandb_problems
 
 SECRET = "e5f0c2a94b7d"
-ROW = {"step": 3, "lm_loss": 2.5, "mfu": None, "peak": "n/a", "times_ms": {"forward": 1.5}, "memory_bytes": {"parameters": 400}}
+ROW = {
+    "step": 3,
+    "lm_loss": 2.5,
+    "mfu": None,
+    "peak": "n/a",
+    "times_ms": {"forward": 1.5},
+    "memory_bytes": {"parameters": 400},
+}
 
 
 class Double:
-    """Stands for the package and its run: keeps what it is told; `breaks` names the call that raises."""
+    """Stands for the package and its run: keeps what it is told; `breaks` names the call that
+    raises."""
 
     __spec__ = importlib.util.find_spec("json")  # a package that is there
 
@@ -60,10 +69,15 @@ class Double:
 
 
 def job(root: Path, **wandb: Any) -> Job:
-    secrets = {"secrets": (KEY, "OTHER_NAME?", "ABSENT?"), "env": {"NCCL_DEBUG": "INFO", "MY_TOKEN": "abcdefgh", "OTHER_NAME": "zyxwvuts"}}
+    secrets = {
+        "secrets": (KEY, "OTHER_NAME?", "ABSENT?"),
+        "env": {"NCCL_DEBUG": "INFO", "MY_TOKEN": "abcdefgh", "OTHER_NAME": "zyxwvuts"},
+    }
     cluster = Cluster(name="here", root=str(root), **secrets)  # type: ignore[arg-type]
     asked = Wandb(**{"project": "papers", "mode": "offline", **wandb})
-    return tiny_job(1, root).model_copy(update={"cluster": cluster, "wandb": asked, "description": f"by mistake: {SECRET}"})
+    return tiny_job(1, root).model_copy(
+        update={"cluster": cluster, "wandb": asked, "description": f"by mistake: {SECRET}"}
+    )
 
 
 @pytest.fixture
@@ -72,21 +86,29 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return new_run(tiny_job(1, tmp_path))
 
 
-def test_a_job_that_asks_for_none(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_asks_for_none(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert open_wandb(tiny_job(1, tmp_path), run) is None
 
 
-def test_what_is_missing_is_named_all_at_once(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named_all_at_once(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delenv(KEY)
     with pytest.raises(ConfigError) as caught:
         open_wandb(job(tmp_path, mode="online"), run)
     package, key = caught.value.list
-    assert "wandb is not installed" in package.message and package.hint.startswith(install_command("wandb"))
+    assert "wandb is not installed" in package.message and package.hint.startswith(
+        install_command("wandb")
+    )
     assert f"have no {KEY}" in key.message and f'clusters.here.secrets = ["{KEY}"]' in key.hint
     monkeypatch.setitem(sys.modules, "wandb", Double())
-    assert [problem.message for problem in wandb_problems(job(tmp_path, mode="online"))] == [key.message]
+    assert [problem.message for problem in wandb_problems(job(tmp_path, mode="online"))] == [
+        key.message
+    ]
     assert wandb_problems(job(tmp_path, mode="online"), {KEY: SECRET}) == []
     assert open_wandb(job(tmp_path), run) is not None  # offline needs no key
 
@@ -100,10 +122,19 @@ def test_what_it_is_sent(run: RunFolder, tmp_path: Path, mode: str, resume: str 
     log.close()
     log.close()
     began = double.began
-    assert (began["id"], began["resume"], began["mode"], began["dir"]) == (run.id, resume, mode, str(run.path))
+    assert (began["id"], began["resume"], began["mode"], began["dir"]) == (
+        run.id,
+        resume,
+        mode,
+        str(run.path),
+    )
     assert (began["project"], began["entity"], began["group"]) == ("papers", "us", "g")
     assert began["config"]["training"]["lr"] == 1e-2
-    assert began["config"]["cluster"]["env"] == {"NCCL_DEBUG": "INFO", "MY_TOKEN": None, "OTHER_NAME": None}
+    assert began["config"]["cluster"]["env"] == {
+        "NCCL_DEBUG": "INFO",
+        "MY_TOKEN": None,
+        "OTHER_NAME": None,
+    }
     assert began["config"]["description"] == "by mistake: ***" and SECRET not in str(began)
     assert double.axes == [("step", {}), ("*", {"step_metric": "step"})]
     assert double.rows == [
@@ -113,8 +144,21 @@ def test_what_it_is_sent(run: RunFolder, tmp_path: Path, mode: str, resume: str 
     assert double.calls == ["init", "log", "log", "finish"]
 
 
-@pytest.mark.parametrize(("breaks", "calls"), [("init", ["init"]), ("log", ["init", "log", "finish"]), ("finish", ["init", "log", "log", "finish"])])
-def test_it_breaks_and_training_goes_on(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], breaks: str, calls: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("breaks", "calls"),
+    [
+        ("init", ["init"]),
+        ("log", ["init", "log", "finish"]),
+        ("finish", ["init", "log", "log", "finish"]),
+    ],
+)
+def test_it_breaks_and_training_goes_on(
+    run: RunFolder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    breaks: str,
+    calls: list[str],
+) -> None:
     double = Double(breaks)
     log = WandbLog(double, job(tmp_path), run)
     log.step(ROW)
@@ -122,10 +166,17 @@ def test_it_breaks_and_training_goes_on(run: RunFolder, tmp_path: Path, capsys: 
     log.close()
     assert double.calls == calls
     warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 1 and f"ConnectionError: {breaks} is down; training goes on" in warnings[0]
+    assert (
+        len(warnings) == 1 and f"ConnectionError: {breaks} is down; training goes on" in warnings[0]
+    )
 
 
-def test_it_is_not_waited_for_for_ever(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_not_waited_for_for_ever(
+    run: RunFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(wandb_log, "FINISH_SECONDS", 0.02)
     over = threading.Event()
     double = Double()
@@ -140,8 +191,11 @@ def _holds(path: Path, word: bytes) -> bool:
     return word in path.read_bytes()
 
 
-def test_the_real_package_without_a_network(run: RunFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Twice, as after a crash: the same id, the same steps again. Nothing but the job and the metrics is in its files."""
+def test_the_real_package_without_a_network(
+    run: RunFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Twice, as after a crash: the same id, the same steps again. Nothing but the job and the
+    metrics is in its files."""
     pytest.importorskip("wandb")
     for _ in range(2):
         log = open_wandb(job(tmp_path), run)
@@ -155,7 +209,9 @@ def test_the_real_package_without_a_network(run: RunFolder, tmp_path: Path, capf
     assert len(folders) == 2
     for folder in folders:
         (journal,) = folder.glob("*.wandb")
-        wait_for(partial(_holds, journal, b"validation/valid/lm_loss"), "W&B's own process to write")
+        wait_for(
+            partial(_holds, journal, b"validation/valid/lm_loss"), "W&B's own process to write"
+        )
         content = journal.read_bytes()
         for word in ("papers", "times_ms/forward", "validation/valid/lm_loss", "NCCL_DEBUG"):
             assert word.encode() in content, word

@@ -1,4 +1,5 @@
-"""Attention against a dense product with a mask: whole samples, documents, caches, dropout; and the words given to the variable-length kernel."""
+"""Attention against a dense product with a mask: whole samples, documents, caches, dropout; and
+the words given to the variable-length kernel."""
 
 from __future__ import annotations
 
@@ -24,16 +25,26 @@ heads = st.sampled_from([(1, 1), (2, 2), (6, 1), (6, 2), (6, 3)])
 
 
 def qkv(
-    batch: int, heads: int, groups: int, length: int, head_size: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64
+    batch: int,
+    heads: int,
+    groups: int,
+    length: int,
+    head_size: int = 4,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(B, A, S, D), (B, G, S, D), (B, G, S, D), all leaves."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, n, length, head_size) for n in (heads, groups, groups)]
-    q_BASD, k_BGSD, v_BGSD = (torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes)
+    q_BASD, k_BGSD, v_BGSD = (
+        torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes
+    )
     return q_BASD, k_BGSD, v_BGSD
 
 
-def dense(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, bounds: Sequence[int] | None = None) -> Tensor:
+def dense(
+    q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, bounds: Sequence[int] | None = None
+) -> Tensor:
     """softmax(q k^T / sqrt(D)) v over the tokens up to each one's own, of its document."""
     batch, length = q_BASD.shape[0], q_BASD.shape[2]
     each = q_BASD.shape[1] // k_BGSD.shape[1]  # heads that share a group, side by side
@@ -47,7 +58,9 @@ def dense(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, bounds: Sequence[int] 
     return scores_BASS.masked_fill(~seen_BSS[:, None], -math.inf).softmax(-1) @ v_BASD
 
 
-def same_values_and_gradients(ours: Tensor, expected: Tensor, leaves: tuple[Tensor, ...], tolerance: float = 1e-12) -> None:
+def same_values_and_gradients(
+    ours: Tensor, expected: Tensor, leaves: tuple[Tensor, ...], tolerance: float = 1e-12
+) -> None:
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
     upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(5), dtype=ours.dtype)
     found, wanted = (torch.autograd.grad(y, leaves, upstream) for y in (ours, expected))
@@ -64,7 +77,8 @@ def test_equals_a_dense_product(batch: int, heads: tuple[int, int], length: int,
 
 @st.composite
 def packed(draw: st.DrawFn) -> tuple[int, int, list[int]]:
-    """(B, S, bounds): documents begin anywhere, also one token apart and where a sample begins anyway."""
+    """(B, S, bounds): documents begin anywhere, also one token apart and where a sample begins
+    anyway."""
     batch, length = draw(st.integers(1, 3)), draw(st.integers(1, 9))
     begun = draw(st.sets(st.integers(0, batch * length)))
     return batch, length, sorted(begun | {b * length for b in range(batch + 1)})
@@ -72,22 +86,29 @@ def packed(draw: st.DrawFn) -> tuple[int, int, list[int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(micro_batch=packed(), heads=heads, seed=st.integers(0, 99))
-def test_documents_equal_a_dense_mask(micro_batch: tuple[int, int, list[int]], heads: tuple[int, int], seed: int) -> None:
+def test_documents_equal_a_dense_mask(
+    micro_batch: tuple[int, int, list[int]], heads: tuple[int, int], seed: int
+) -> None:
     """Document by document, values and gradients."""
     batch, length, bounds = micro_batch
     leaves = qkv(batch, *heads, length, seed=seed)
-    same_values_and_gradients(attend(*leaves, documents_of(*bounds), 0.0), dense(*leaves, bounds), leaves)
+    same_values_and_gradients(
+        attend(*leaves, documents_of(*bounds), 0.0), dense(*leaves, bounds), leaves
+    )
 
 
 def test_documents_of_one_token() -> None:
     """Each sees only itself: its own value comes back."""
     q_BASD, k_BGSD, v_BGSD = qkv(2, 2, 2, 5)
-    torch.testing.assert_close(attend(q_BASD, k_BGSD, v_BGSD, documents_of(*range(11)), 0.0), v_BGSD, rtol=0, atol=0)
+    torch.testing.assert_close(
+        attend(q_BASD, k_BGSD, v_BGSD, documents_of(*range(11)), 0.0), v_BGSD, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("bounds", [None, (0, 3, 8, 13, 16)])
 def test_who_sees_whom(bounds: tuple[int, ...] | None) -> None:
-    """By gradients, without any formula: output s depends on token t where t <= s and both are of one document, and nowhere else."""
+    """By gradients, without any formula: output s depends on token t where t <= s and both are
+    of one document, and nowhere else."""
     length = 8
     documents = documents_of(*bounds) if bounds else None
     starts = bounds or (0, 8, 16)
@@ -105,10 +126,15 @@ def test_who_sees_whom(bounds: tuple[int, ...] | None) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(heads=heads, cuts=st.sets(st.integers(1, 9)), spare=st.integers(0, 3), seed=st.integers(0, 99))
+@given(
+    heads=heads, cuts=st.sets(st.integers(1, 9)), spare=st.integers(0, 3), seed=st.integers(0, 99)
+)
 @torch.no_grad()
-def test_a_cache_in_any_split(heads: tuple[int, int], cuts: set[int], spare: int, seed: int) -> None:
-    """Ten tokens read in parts, one or many at a time, into a cache with or without room to spare."""
+def test_a_cache_in_any_split(
+    heads: tuple[int, int], cuts: set[int], spare: int, seed: int
+) -> None:
+    """Ten tokens read in parts, one or many at a time, into a cache with or without room to
+    spare."""
     q_BASD, k_BGSD, v_BGSD = qkv(2, *heads, 10, seed=seed)
     cache = KeyValueCache(2, heads[1], 10 + spare, 4, dtype=torch.float64, device=CPU)
     parts = []
@@ -116,7 +142,9 @@ def test_a_cache_in_any_split(heads: tuple[int, int], cuts: set[int], spare: int
         k_BGTD, v_BGTD = cache.extend(k_BGSD[:, :, start:end], v_BGSD[:, :, start:end])
         assert cache.length == end and k_BGTD.shape[2] == end
         parts.append(attend(q_BASD[:, :, start:end], k_BGTD, v_BGTD, None, 0.0))
-    torch.testing.assert_close(torch.cat(parts, 2), dense(q_BASD, k_BGSD, v_BGSD), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat(parts, 2), dense(q_BASD, k_BGSD, v_BGSD), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_a_full_cache_is_an_error() -> None:
@@ -130,7 +158,8 @@ def test_a_full_cache_is_an_error() -> None:
 
 @pytest.mark.parametrize("bounds", [None, (0, 40, 64, 128)])
 def test_dropout_of_attention_weights(bounds: tuple[int, ...] | None) -> None:
-    """With the unit matrix as values the output is the weights: a fifth of those a token gives are 0, the others grow by 1 / (1 - rate)."""
+    """With the unit matrix as values the output is the weights: a fifth of those a token gives
+    are 0, the others grow by 1 / (1 - rate)."""
     length, rate = 64, 0.2
     q_BASD, k_BGSD, _ = qkv(2, 8, 8, length, head_size=length)
     v_BGSD = torch.eye(length, dtype=torch.float64).expand(2, 8, -1, -1)
@@ -140,17 +169,21 @@ def test_dropout_of_attention_weights(bounds: tuple[int, ...] | None) -> None:
     kept = (dropped != 0) & (weights != 0)
     torch.testing.assert_close(dropped[kept], weights[kept] / (1 - rate), rtol=1e-12, atol=1e-12)
     assert dropped[weights == 0].count_nonzero() == 0
-    assert kept.sum().item() / weights.count_nonzero().item() == pytest.approx(1 - rate, abs=0.01)  # of more than 20,000
+    # of more than 20,000
+    assert kept.sum().item() / weights.count_nonzero().item() == pytest.approx(1 - rate, abs=0.01)
 
 
 class Recorder:
-    """In varlen_attn's place: keeps the words it is given, and computes what the kernel would, sequence by sequence."""
+    """In varlen_attn's place: keeps the words it is given, and computes what the kernel would,
+    sequence by sequence."""
 
     def __init__(self) -> None:
         self.words: dict[str, Any] = {}
 
     def compute(self, q_NAD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bounds: Tensor) -> Tensor:
-        assert k_NGD.shape[1] == q_NAD.shape[1] or self.words.get("enable_gqa"), "the kernel would refuse this"
+        assert k_NGD.shape[1] == q_NAD.shape[1] or self.words.get("enable_gqa"), (
+            "the kernel would refuse this"
+        )
         parts = []
         for start, end in pairwise(bounds.tolist()):
             q, k, v = (t[start:end].transpose(0, 1)[None] for t in (q_NAD, k_NGD, v_NGD))
@@ -174,7 +207,12 @@ class OldKernel(Recorder):
         scale: float | None = None,
     ) -> Tensor:
         assert cu_seq_q is cu_seq_k
-        self.words = {"is_causal": is_causal, "scale": scale, "longest": (max_q, max_k), "groups": key.shape[1]}
+        self.words = {
+            "is_causal": is_causal,
+            "scale": scale,
+            "longest": (max_q, max_k),
+            "groups": key.shape[1],
+        }
         return self.compute(query, key, value, cu_seq_q)
 
 
@@ -196,15 +234,23 @@ class NewKernel(Recorder):
         enable_gqa: bool = False,
     ) -> Tensor:
         assert cu_seq_q is cu_seq_k
-        self.words = {"window_size": window_size, "enable_gqa": enable_gqa, "scale": scale, "longest": (max_q, max_k), "groups": key.shape[1]}
+        self.words = {
+            "window_size": window_size,
+            "enable_gqa": enable_gqa,
+            "scale": scale,
+            "longest": (max_q, max_k),
+            "groups": key.shape[1],
+        }
         return self.compute(query, key, value, cu_seq_q)
 
 
 @pytest.mark.parametrize("groups", [6, 2, 1])
 @pytest.mark.parametrize("kind", [OldKernel, NewKernel])
-def test_the_variable_length_kernel(kind: type[Recorder], groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All documents of a micro-batch as one sequence, causal in the words of either version, grouped queries where the kernel knows them; the
-    result is the loop's."""
+def test_the_variable_length_kernel(
+    kind: type[Recorder], groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All documents of a micro-batch as one sequence, causal in the words of either version,
+    grouped queries where the kernel knows them; the result is the loop's."""
     kernel = kind()
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     leaves = qkv(2, 6, groups, 8)
@@ -215,11 +261,17 @@ def test_the_variable_length_kernel(kind: type[Recorder], groups: int, monkeypat
     if kind is OldKernel:
         assert kernel.words == {"is_causal": True, "groups": 6, **shared}
     else:
-        assert kernel.words == {"window_size": (-1, 0), "enable_gqa": groups != 6, "groups": groups, **shared}
+        assert kernel.words == {
+            "window_size": (-1, 0),
+            "enable_gqa": groups != 6,
+            "groups": groups,
+            **shared,
+        }
 
 
 def test_the_installed_kernel_knows_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own function takes them: what it hands to its operation is causal attention over these bounds."""
+    """torch's own function takes them: what it hands to its operation is causal attention over
+    these bounds."""
     handed: list[Any] = []
 
     def operation(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,12 +282,18 @@ def test_the_installed_kernel_knows_the_words(monkeypatch: pytest.MonkeyPatch) -
     q_NAD, k_NGD, v_NGD = (t.detach()[0].transpose(0, 1) for t in qkv(1, 6, 2, 8))
     documents = documents_of(0, 5, 8)
     causal_varlen_attention(q_NAD, k_NGD, v_NGD, documents.bounds_D, documents.longest)
-    assert handed[3] is documents.bounds_D and handed[4] is documents.bounds_D and handed[5:7] == [5, 5]
+    assert (
+        handed[3] is documents.bounds_D
+        and handed[4] is documents.bounds_D
+        and handed[5:7] == [5, 5]
+    )
     assert handed[7] is True  # is_causal
 
 
 def test_which_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel has neither a CPU form nor fp32 nor dropout: the loop is for all of those."""
-    monkeypatch.setattr(attention, "_varlen", lambda *_: pytest.fail("the kernel was called on the CPU"))
+    monkeypatch.setattr(
+        attention, "_varlen", lambda *_: pytest.fail("the kernel was called on the CPU")
+    )
     leaves = qkv(1, 2, 2, 4, dtype=torch.bfloat16)
     attend(*leaves, documents_of(0, 2, 4), 0.0)

@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.train.peers import CASES, ONE_OF_EACH, POSITIONS, VOCAB, beside, documents_of, random_model, random_tokens, transformers_model
+from tests.train.peers import (
+    CASES,
+    ONE_OF_EACH,
+    POSITIONS,
+    VOCAB,
+    beside,
+    documents_of,
+    random_model,
+    random_tokens,
+    transformers_model,
+)
 from trainkit.jobs.schema import Model
 from trainkit.train.model import attention
 from trainkit.train.model import head_loss as loss
@@ -23,26 +33,31 @@ from trainkit.train.model.transformer import Block, Transformer, build_on_meta
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_logits_equal_transformers(name: str) -> None:
-    """Samples as long as there are positions. fp32: transformers' model as it is. fp64: its fp32 islands widened, so that a wrong epsilon, GELU or
-    frequency shows however little it does."""
+    """Samples as long as there are positions. fp32: transformers' model as it is. fp64: its fp32
+    islands widened, so that a wrong epsilon, GELU or frequency shows however little it does."""
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
         model, ours, theirs = beside(name, dtype)
         tokens_BS = random_tokens(2, model.positions)
         logits_BSV = ours(tokens_BS)
         assert logits_BSV.shape == (2, model.positions, VOCAB) and logits_BSV.dtype == dtype
         assert 0.3 < logits_BSV.std() < 3  # so that the tolerance means something
-        torch.testing.assert_close(logits_BSV, theirs(tokens_BS).logits, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            logits_BSV, theirs(tokens_BS).logits, rtol=tolerance, atol=tolerance
+        )
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_16_bits_are_as_exact_as_transformers(name: str, dtype: torch.dtype) -> None:
-    """Weights cast to 16 bits, as mixed precision computes: no farther from the fp32 logits than transformers' model in the same numbers."""
+    """Weights cast to 16 bits, as mixed precision computes: no farther from the fp32 logits than
+    transformers' model in the same numbers."""
     model, ours, theirs = beside(name, torch.float32)
     tokens_BS = random_tokens(4, model.positions)
     exact_BSV = ours(tokens_BS)
-    off, theirs_off = ((m.to(dtype)(tokens_BS) - exact_BSV).float().std() for m in (ours, Logits(theirs)))
+    off, theirs_off = (
+        (m.to(dtype)(tokens_BS) - exact_BSV).float().std() for m in (ours, Logits(theirs))
+    )
     assert 0 < off < 1.1 * theirs_off
 
 
@@ -58,10 +73,34 @@ class Logits(nn.Module):
         return logits_BSV
 
 
-GPT2 = {"family": "gpt", "num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024}
-NEOX_20B = {"family": "gpt-neox", "num_layers": 44, "hidden_size": 6144, "num_attention_heads": 64, "seq_length": 2048}
-GPT_175B = {"family": "gpt", "num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048}
-LLAMA_8B = {"family": "llama", "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 8192}
+GPT2 = {
+    "family": "gpt",
+    "num_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "seq_length": 1024,
+}
+NEOX_20B = {
+    "family": "gpt-neox",
+    "num_layers": 44,
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "seq_length": 2048,
+}
+GPT_175B = {
+    "family": "gpt",
+    "num_layers": 96,
+    "hidden_size": 12288,
+    "num_attention_heads": 96,
+    "seq_length": 2048,
+}
+LLAMA_8B = {
+    "family": "llama",
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "seq_length": 8192,
+}
 LLAMA_8B |= {"num_query_groups": 8, "ffn_hidden_size": 14336, "rotary_base": 500000.0}
 
 
@@ -85,14 +124,17 @@ def test_parameters_of_published_models(shape: dict[str, Any], vocab: int, count
 
 @pytest.mark.parametrize("name", CASES)
 def test_names_and_shapes(name: str) -> None:
-    """As checkpoints, initialization and the layouts know them; vocabulary and positions unpadded."""
+    """As checkpoints, initialization and the layouts know them; vocabulary and positions
+    unpadded."""
     model = CASES[name]
     h, f, kv = model.hidden_size, model.ffn_width, model.query_groups * model.head_size
     q = model.num_attention_heads * model.head_size
     bias = model.family != "llama"
     up = {"mlp.gate_up": (2 * f, h)} if model.family == "llama" else {"mlp.up": (f, h)}
     matrices = {"attention.qkv": (q + 2 * kv, h), "attention.out": (h, q), **up, "mlp.down": (h, f)}
-    norms = ["final_norm"] + [f"layers.{i}.{n}" for i in range(model.num_layers) for n in ("attention_norm", "mlp_norm")]
+    norms = ["final_norm"] + [
+        f"layers.{i}.{n}" for i in range(model.num_layers) for n in ("attention_norm", "mlp_norm")
+    ]
     expected: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCAB, h)}
     expected |= {"embed_positions.weight": (model.positions, h)} if model.family == "gpt" else {}
     expected |= {"head.weight": (VOCAB, h)} if model.untied else {}
@@ -101,8 +143,12 @@ def test_names_and_shapes(name: str) -> None:
             expected |= {f"{norm}.weight": (h,)} | ({f"{norm}.bias": (h,)} if bias else {})
     for i in range(model.num_layers):
         for matrix, shape in matrices.items():
-            expected |= {f"layers.{i}.{matrix}.weight": shape} | ({f"layers.{i}.{matrix}.bias": shape[:1]} if bias else {})
-    assert {n: tuple(p.shape) for n, p in build_on_meta(model, VOCAB).named_parameters()} == expected
+            expected |= {f"layers.{i}.{matrix}.weight": shape} | (
+                {f"layers.{i}.{matrix}.bias": shape[:1]} if bias else {}
+            )
+    assert {
+        n: tuple(p.shape) for n, p in build_on_meta(model, VOCAB).named_parameters()
+    } == expected
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -127,7 +173,10 @@ def test_a_cache_in_any_split(name: str, cuts: set[int], seed: int) -> None:
     ours = random_model(model, torch.float64, seed).eval()
     tokens_BS = random_tokens(2, 12, seed)
     shape = {"batch": 2, "groups": model.query_groups, "capacity": 12, "head_size": model.head_size}
-    caches = [KeyValueCache(**shape, dtype=torch.float64, device=torch.device("cpu")) for _ in range(model.num_layers)]
+    caches = [
+        KeyValueCache(**shape, dtype=torch.float64, device=torch.device("cpu"))
+        for _ in range(model.num_layers)
+    ]
     starts = [0, *sorted(cuts), 12]
     parts = [ours(tokens_BS[:, a:b], caches=caches) for a, b in pairwise(starts)]
     assert all(cache.length == 12 for cache in caches)
@@ -136,7 +185,8 @@ def test_a_cache_in_any_split(name: str, cuts: set[int], seed: int) -> None:
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_documents_are_read_as_if_alone(name: str) -> None:
-    """With attention kept within documents and positions that begin anew, logits, loss and gradients are those of each document by itself."""
+    """With attention kept within documents and positions that begin anew, logits, loss and
+    gradients are those of each document by itself."""
     model = CASES[name]
     ours = random_model(model, torch.float64).eval()
     tokens_BS, labels_BS = random_tokens(2, 12), random_tokens(2, 12, seed=2)
@@ -145,16 +195,22 @@ def test_documents_are_read_as_if_alone(name: str) -> None:
     positions_BS = torch.cat([torch.arange(b - a) for a, b in spans]).view(2, 12)
     told = {"positions_BS": positions_BS, "documents": documents_of(*bounds)}
     alone = [ours(tokens_BS.view(1, -1)[:, a:b]) for a, b in spans]
-    torch.testing.assert_close(ours(tokens_BS, **told).view(1, 24, -1), torch.cat(alone, 1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        ours(tokens_BS, **told).view(1, 24, -1), torch.cat(alone, 1), rtol=1e-12, atol=1e-12
+    )
 
     whole = ours(tokens_BS, Labels(labels_BS), **told)
     torch.autograd.backward(whole.objective)
     gradients = {n: p.grad for n, p in ours.named_parameters()}
     ours.zero_grad()
-    parts = [ours(tokens_BS.view(1, -1)[:, a:b], Labels(labels_BS.view(1, -1)[:, a:b])) for a, b in spans]
+    parts = [
+        ours(tokens_BS.view(1, -1)[:, a:b], Labels(labels_BS.view(1, -1)[:, a:b])) for a, b in spans
+    ]
     for part in parts:
         torch.autograd.backward(part.objective)
-    assert sum(p.cross_entropy.item() for p in parts) == pytest.approx(whole.cross_entropy.item(), rel=1e-12)
+    assert sum(p.cross_entropy.item() for p in parts) == pytest.approx(
+        whole.cross_entropy.item(), rel=1e-12
+    )
     for n, parameter in ours.named_parameters():
         torch.testing.assert_close(gradients[n], parameter.grad, rtol=1e-11, atol=1e-11, msg=n)
 
@@ -165,9 +221,12 @@ def test_positions_are_counted_from_0(name: str) -> None:
     ours, tokens_BS = random_model(model, torch.float64).eval(), random_tokens(2, 12)
     plain = ours(tokens_BS)
     assert torch.equal(plain, ours(tokens_BS, positions_BS=torch.arange(12)))
-    torch.testing.assert_close(plain, ours(tokens_BS, positions_BS=torch.arange(12).expand(2, 12)), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        plain, ours(tokens_BS, positions_BS=torch.arange(12).expand(2, 12)), rtol=1e-13, atol=1e-13
+    )
     moved = ours(tokens_BS, positions_BS=torch.arange(12) + 5)
-    assert torch.allclose(plain, moved, rtol=1e-10, atol=1e-10) == (model.family != "gpt")  # rotary positions know distances only
+    # rotary positions know distances only
+    assert torch.allclose(plain, moved, rtol=1e-10, atol=1e-10) == (model.family != "gpt")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -189,7 +248,8 @@ def test_padding_of_the_vocabulary_never_matters(name: str, multiple: int) -> No
 
 
 def test_the_product_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the multiple that the model names: without labels the weight, with labels the memory of the logits."""
+    """To the multiple that the model names: without labels the weight, with labels the memory of
+    the logits."""
     multiples, widths, logits = [], [], loss._logits
 
     def padded(weight_VH: Tensor, multiple: int) -> Tensor:
@@ -212,7 +272,14 @@ def test_the_product_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dropping(family: str, **changes: Any) -> Transformer:
     """A model with dropout and enough numbers to count."""
-    shape = {"family": family, "num_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64, **changes}
+    shape = {
+        "family": family,
+        "num_layers": 1,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "seq_length": 64,
+        **changes,
+    }
     return random_model(Model(**shape))
 
 
@@ -228,7 +295,9 @@ def seen(module: nn.Module, tokens_BS: Tensor, *names: str) -> dict[str, tuple[T
     found: dict[str, tuple[Tensor, Tensor]] = dict.fromkeys(names, (tokens_BS, tokens_BS))
 
     def hook(name: str) -> Any:
-        return lambda _, inputs, output: found.__setitem__(name, (inputs[0].detach(), output.detach()))
+        return lambda _, inputs, output: found.__setitem__(
+            name, (inputs[0].detach(), output.detach())
+        )
 
     handles = [module.get_submodule(name).register_forward_hook(hook(name)) for name in names]
     module(tokens_BS)
@@ -239,12 +308,19 @@ def seen(module: nn.Module, tokens_BS: Tensor, *names: str) -> dict[str, tuple[T
 
 @pytest.mark.parametrize("family", ["gpt", "gpt-neox", "llama"])
 def test_hidden_dropout(family: str) -> None:
-    """In training the embeddings, and what attention and MLP add to the residual stream, lose a fifth of their numbers."""
+    """In training the embeddings, and what attention and MLP add to the residual stream, lose a
+    fifth of their numbers."""
     rate, parallel = 0.2, family == "gpt-neox"
     module = dropping(family, hidden_dropout=rate, gpt_j_residual=False if parallel else None)
     tokens_BS = random_tokens(4, 64)
     torch.manual_seed(0)
-    names = ("layers.0.attention_norm", "layers.0.attention", "layers.0.mlp_norm", "layers.0.mlp", "layers.0")
+    names = (
+        "layers.0.attention_norm",
+        "layers.0.attention",
+        "layers.0.mlp_norm",
+        "layers.0.mlp",
+        "layers.0",
+    )
     norm, attended, mlp_norm, mlp, block = seen(module.train(), tokens_BS, *names).values()
     positions = module.embed_positions.weight if module.embed_positions is not None else 0
     shares = [
@@ -268,7 +344,9 @@ def test_hidden_dropout_of_a_parallel_block() -> None:
         with torch.no_grad():
             silent.weight.zero_()
             silent.bias.zero_()
-        found = seen(module.train(), random_tokens(4, 64), "layers.0", "layers.0.attention", "layers.0.mlp")
+        found = seen(
+            module.train(), random_tokens(4, 64), "layers.0", "layers.0.attention", "layers.0.mlp"
+        )
         (x, y), added = found["layers.0"], found["layers.0.attention"][1] + found["layers.0.mlp"][1]
         assert share_dropped(added, y - x, rate) == pytest.approx(rate, abs=0.01)
         with torch.no_grad():
@@ -279,7 +357,9 @@ def test_hidden_dropout_of_a_parallel_block() -> None:
 @pytest.mark.parametrize("family", ["gpt", "gpt-neox", "llama"])
 @pytest.mark.parametrize("kind", ["hidden_dropout", "attention_dropout"])
 @torch.no_grad()
-def test_dropout_is_for_training_only(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_is_for_training_only(
+    family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rates = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: None, dropout: float) -> Tensor:
@@ -298,7 +378,8 @@ def test_dropout_is_for_training_only(family: str, kind: str, monkeypatch: pytes
 
 
 def test_transformers_model_is_widened() -> None:
-    """The comparison in fp64 rests on it: transformers' own norms and tables are no better than fp32."""
+    """The comparison in fp64 rests on it: transformers' own norms and tables are no better than
+    fp32."""
     _, ours, widened = beside("llama-3-groups", torch.float64)
     as_it_is = transformers_model(CASES["llama-3-groups"], torch.float64)
     as_it_is.load_state_dict(widened.state_dict())

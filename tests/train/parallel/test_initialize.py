@@ -13,7 +13,9 @@ from trainkit.jobs.schema import Model
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel.initialize import deviation, initial_value, initialize
 
-NEOX_20B = Model(family="gpt-neox", num_layers=44, hidden_size=6144, num_attention_heads=64, seq_length=2048)
+NEOX_20B = Model(
+    family="gpt-neox", num_layers=44, hidden_size=6144, num_attention_heads=64, seq_length=2048
+)
 
 
 def initialized(model: Model, vocab: int = 97, seed: int = 1) -> Transformer:
@@ -27,24 +29,42 @@ def initialized(model: Model, vocab: int = 97, seed: int = 1) -> Transformer:
 
 @pytest.mark.parametrize(
     ("method", "expected"),
-    [("normal", 0.02), ("scaled", 0.0021320071635561044), ("small_init", 0.008068715304598786), ("wang_init", 0.0005798981398634418)],
+    [
+        ("normal", 0.02),
+        ("scaled", 0.0021320071635561044),
+        ("small_init", 0.008068715304598786),
+        ("wang_init", 0.0005798981398634418),
+    ],
 )
 def test_deviations_of_20b(method: str, expected: float) -> None:
-    """0.02, 0.02 / sqrt(88), sqrt(2 / 30720), 2 / (44 sqrt(6144)); the last two are what 20B was trained from."""
+    """0.02, 0.02 / sqrt(88), sqrt(2 / 30720), 2 / (44 sqrt(6144)); the last two are what 20B was
+    trained from."""
     assert deviation(method, NEOX_20B) == pytest.approx(expected, rel=1e-12)
 
 
 def test_init_method_std_scales_normal_and_scaled_only() -> None:
     twice = NEOX_20B.model_copy(update={"init_method_std": 0.04})
-    ratios = {m: deviation(m, twice) / deviation(m, NEOX_20B) for m in ("normal", "scaled", "small_init", "wang_init")}
+    ratios = {
+        m: deviation(m, twice) / deviation(m, NEOX_20B)
+        for m in ("normal", "scaled", "small_init", "wang_init")
+    }
     assert ratios == pytest.approx({"normal": 2, "scaled": 2, "small_init": 1, "wang_init": 1})
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-@pytest.mark.parametrize(("method", "output"), [("normal", "scaled"), ("small_init", "wang_init"), ("wang_init", "normal")])
+@pytest.mark.parametrize(
+    ("method", "output"),
+    [("normal", "scaled"), ("small_init", "wang_init"), ("wang_init", "normal")],
+)
 def test_which_parameters_get_which(name: str, method: str, output: str) -> None:
-    """Output projections by output_layer_init_method; embeddings, head and all other matrices by init_method; biases 0, norms 1."""
-    shape = {"num_layers": 3, "hidden_size": 192, "init_method": method, "output_layer_init_method": output}
+    """Output projections by output_layer_init_method; embeddings, head and all other matrices by
+    init_method; biases 0, norms 1."""
+    shape = {
+        "num_layers": 3,
+        "hidden_size": 192,
+        "init_method": method,
+        "output_layer_init_method": output,
+    }
     model = CASES[name].model_copy(update=shape)
     parameters = dict(initialized(model, vocab=300).named_parameters())
     outputs = {n for n in parameters if n.endswith((".attention.out.weight", ".mlp.down.weight"))}
@@ -58,9 +78,13 @@ def test_which_parameters_get_which(name: str, method: str, output: str) -> None
         else:
             expected = deviation(output if n in outputs else method, model)
             count = value.numel()
-            assert value.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * count)), n  # five standard errors
+            # five standard errors
+            assert value.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * count)), n
             assert abs(value.mean().item()) < 5 * expected / math.sqrt(count), n
-            assert (value.abs() < expected).float().mean().item() == pytest.approx(0.6827, abs=5 * 0.466 / math.sqrt(count)), n  # normal, not uniform
+            # normal, not uniform
+            assert (value.abs() < expected).float().mean().item() == pytest.approx(
+                0.6827, abs=5 * 0.466 / math.sqrt(count)
+            ), n
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -77,7 +101,9 @@ def test_the_value_depends_on_seed_and_name_only(name: str) -> None:
         assert torch.equal(p, second[n]), n
         assert torch.equal(p, initial_value(n, tuple(p.shape), model, 1)), n
     other = dict(initialized(model, seed=2).named_parameters())
-    assert {n for n in first if not torch.equal(first[n], other[n])} == {n for n, p in first.items() if p.dim() == 2}
+    assert {n for n in first if not torch.equal(first[n], other[n])} == {
+        n for n, p in first.items() if p.dim() == 2
+    }
 
 
 def test_a_part_of_the_model_gets_its_part() -> None:
@@ -96,16 +122,24 @@ def test_a_part_of_the_model_gets_its_part() -> None:
 
 
 def test_names_and_seeds_have_streams_of_their_own() -> None:
-    """No two alike, and no likeness between them: layers, kinds, neighbouring seeds, and names that run into seeds."""
+    """No two alike, and no likeness between them: layers, kinds, neighbouring seeds, and names
+    that run into seeds."""
     model, shape = CASES["neox"], (100, 100)
-    names = [f"layers.{i}.{kind}.weight" for i in (0, 1, 11) for kind in ("attention.qkv", "mlp.up")] + ["head.weight", "1head.weight"]
-    draws: list[Tensor] = [initial_value(n, shape, model, seed).flatten() for n in names for seed in (0, 1, 11, 2**63 - 1)]
+    names = [
+        f"layers.{i}.{kind}.weight" for i in (0, 1, 11) for kind in ("attention.qkv", "mlp.up")
+    ] + ["head.weight", "1head.weight"]
+    draws: list[Tensor] = [
+        initial_value(n, shape, model, seed).flatten()
+        for n in names
+        for seed in (0, 1, 11, 2**63 - 1)
+    ]
     likeness = torch.corrcoef(torch.stack(draws)) - torch.eye(len(draws))
     assert likeness.abs().max() < 6 / 100  # six standard errors
 
 
 def test_values_do_not_change_with_time() -> None:
-    """Runs of different versions of trainkit start from the same weights: two numbers, written down."""
+    """Runs of different versions of trainkit start from the same weights: two numbers, written
+    down."""
     value = initial_value("layers.0.mlp.up.weight", (4, 2), CASES["gpt"], 1234)
     assert value.dtype == torch.float32
     assert value[0].tolist() == pytest.approx([0.0163798146, -0.0345210694], rel=1e-5)

@@ -1,5 +1,6 @@
-"""Losses, gradient norms and every gradient in every layout against a plain loop over one process; checkpoints from one layout in others; an overflow
-that one rank has. One world of eight, one of four, one of two and one of one rank do all of it."""
+"""Losses, gradient norms and every gradient in every layout against a plain loop over one
+process; checkpoints from one layout in others; an overflow that one rank has. One world of
+eight, one of four, one of two and one of one rank do all of it."""
 
 from __future__ import annotations
 
@@ -13,12 +14,22 @@ import pytest
 import torch
 
 from tests.train.layout_cases import LONG, SHORT, in_fp32, layout, limit, words
-from tests.train.layouts import Apart, Case, StepFound, apart, compare, comparisons, reference, run_worlds
+from tests.train.layouts import (
+    Apart,
+    Case,
+    StepFound,
+    apart,
+    compare,
+    comparisons,
+    reference,
+    run_worlds,
+)
 from tests.train.support import same
 from trainkit.base.locks import locked
 
 SMALL: dict[str, Any] = {"train_iters": 4, "global_batch_size": 8}
-SAVED = Case("gpt", layout(2, 2, sp=True, zero=3), 8, SMALL)  # TP2, PP2, DP2: the widest cut there is
+# TP2, PP2, DP2: the widest cut there is
+SAVED = Case("gpt", layout(2, 2, sp=True, zero=3), 8, SMALL)
 LOADED = [
     Case("gpt", layout(), 1, SMALL),
     Case("gpt", layout(zero=3), 8, SMALL),
@@ -30,10 +41,14 @@ LOADED = [
 FP16 = {**SMALL, "precision": "fp16", "initial_loss_scale": 2.0**10, "hysteresis": 1}
 OVERFLOWS = {  # a layout, and the rank whose gradient is infinite: of the first stage, of the last
     "TP2, PP2 1F1B, DP2": (Case("gpt", layout(2, 2), 8, FP16, "fp32"), 1),
-    "TP2 + SP, PP2 interleaved, DP2 ZeRO 3": (Case("llama", layout(2, 2, "interleaved", sp=True, zero=3), 8, FP16, "fp32"), 6),
+    "TP2 + SP, PP2 interleaved, DP2 ZeRO 3": (
+        Case("llama", layout(2, 2, "interleaved", sp=True, zero=3), 8, FP16, "fp32"),
+        6,
+    ),
     "PP2 ZBV": (Case("gpt", layout(1, 2, "zbv"), 2, FP16, "fp32"), 1),
 }
-# Three steps in bf16, so many micro-batches each. Clipping is off: its divisor is one number of all gradients, whose last bit is the order's of a sum.
+# Three steps in bf16, so many micro-batches each. Clipping is off: its divisor is one number of all
+# gradients, whose last bit is the order's of a sum.
 BF16 = {"train_iters": 3, "global_batch_size": 4, "precision": "bf16", "clip_grad": 0.0}
 ONE = Case("gpt-untied", layout(), 1, BF16, "fp32")
 PAIRS = replace(ONE, training={**BF16, "micro_batch_size": 2})
@@ -42,18 +57,26 @@ ALIKE = [  # two ranks that compute the bits of one
     (replace(ONE, ranks=2, parallelism=layout(1, 2, "interleaved")), ONE),
     (replace(PAIRS, ranks=2, parallelism=layout(zero=3)), PAIRS),
 ]
-ZERO_3, SPLIT = replace(ONE, ranks=2, parallelism=layout(zero=3)), replace(ONE, ranks=2, parallelism=layout(2, sp=True))
+ZERO_3, SPLIT = (
+    replace(ONE, ranks=2, parallelism=layout(zero=3)),
+    replace(ONE, ranks=2, parallelism=layout(2, sp=True)),
+)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What every task of SHORT, of SAVED and LOADED, and of OVERFLOWS gave, by rank."""
-    shared = tmp_path_factory.getbasetemp().parent / "layout-matrix" if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.mktemp("layouts")
+    shared = (
+        tmp_path_factory.getbasetemp().parent / "layout-matrix"
+        if "PYTEST_XDIST_WORKER" in os.environ
+        else tmp_path_factory.mktemp("layouts")
+    )
     with locked(shared / "lock", {}):  # workers of pytest share what the first of them finds
         if not (shared / "found").exists():
             torch.save(_found(shared), shared / "found.tmp")
             (shared / "found.tmp").rename(shared / "found")
-        results: dict[str, list[Any]] = torch.load(shared / "found", weights_only=False)  # our own, of a moment ago
+        # our own, of a moment ago
+        results: dict[str, list[Any]] = torch.load(shared / "found", weights_only=False)
         return results
 
 
@@ -61,9 +84,15 @@ def _found(root: Path) -> dict[str, list[Any]]:
     tasks = comparisons(SHORT, root)
     tasks[8] = {"saved": ("tests.train.resharding:save_in", (SAVED, root)), **tasks[8]}
     for case in LOADED:
-        tasks.setdefault(case.ranks, {})[f"loaded {words(case)}"] = ("tests.train.resharding:load_in", (case, root))
+        tasks.setdefault(case.ranks, {})[f"loaded {words(case)}"] = (
+            "tests.train.resharding:load_in",
+            (case, root),
+        )
     for name, (case, where) in OVERFLOWS.items():
-        tasks[case.ranks][f"overflow {name}"] = ("tests.train.resharding:overflow_in", (case, root, where))
+        tasks[case.ranks][f"overflow {name}"] = (
+            "tests.train.resharding:overflow_in",
+            (case, root, where),
+        )
     for case in (ONE, PAIRS, *(case for case, _ in ALIKE), ZERO_3, SPLIT):
         tasks[case.ranks][words(case)] = ("tests.train.layouts:train_case", (case, root))
     return run_worlds(tasks)
@@ -86,9 +115,17 @@ def close(case: Case, a: Apart) -> None:
 
 
 def test_the_comparison_sees_one_element() -> None:
-    gradients = {"large": np.array([1.0, -2.0]), "small": np.array([1e-9, 0.0]), "middle": np.array([[0.5, 0.25]])}
+    gradients = {
+        "large": np.array([1.0, -2.0]),
+        "small": np.array([1e-9, 0.0]),
+        "middle": np.array([[0.5, 0.25]]),
+    }
     expected = [StepFound(2.0, 3.0, gradients)]
-    places: list[tuple[str, Any, float]] = [("large", 1, 1e-9), ("middle", (0, 1), 1e-9), ("small", 0, 1e-10)]
+    places: list[tuple[str, Any, float]] = [
+        ("large", 1, 1e-9),
+        ("middle", (0, 1), 1e-9),
+        ("small", 0, 1e-10),
+    ]
     for name, at, change in places:
         changed = {key: value.copy() for key, value in gradients.items()}
         changed[name][at] += change
@@ -102,12 +139,20 @@ def test_the_comparison_sees_one_element() -> None:
 
 @pytest.mark.parametrize("name", [words(case) for case in LOADED])
 def test_a_checkpoint_goes_from_any_layout_to_any(found: dict[str, list[Any]], name: str) -> None:
-    """Weights and both moments bit for bit, by name and global shape; then the same samples and, in fp64, the same losses."""
+    """Weights and both moments bit for bit, by name and global shape; then the same samples and,
+    in fp64, the same losses."""
     state, losses, checksums = found["saved"][0]
     assert len(state) == 3 * 64 and all(np.isfinite(value).all() for value in state.values())
     matrix = state["model.layers.1.attention.qkv.weight"]
-    assert matrix.shape == (96, 32) and all(np.abs(matrix[rows] - matrix[others]).min() > 0 for rows, others in ((0, 32), (31, 64), (1, 2)))
-    assert all(np.abs(state[f"optimizer.exp_avg_sq.{key[6:]}"]).max() > 0 for key in state if key.startswith("model."))
+    assert matrix.shape == (96, 32) and all(
+        np.abs(matrix[rows] - matrix[others]).min() > 0
+        for rows, others in ((0, 32), (31, 64), (1, 2))
+    )
+    assert all(
+        np.abs(state[f"optimizer.exp_avg_sq.{key[6:]}"]).max() > 0
+        for key in state
+        if key.startswith("model.")
+    )
     loaded, losses_here, checksums_here = found[f"loaded {name}"][0]
     assert same(loaded, state)
     assert checksums_here == checksums and losses_here == pytest.approx(losses, rel=1e-12)
@@ -115,7 +160,8 @@ def test_a_checkpoint_goes_from_any_layout_to_any(found: dict[str, list[Any]], n
 
 @pytest.mark.parametrize("name", OVERFLOWS)
 def test_an_overflow_of_one_rank_is_skipped_by_all(found: dict[str, list[Any]], name: str) -> None:
-    """In fp16, on a rank of the first or of the last stage: no rank changes a weight or a moment, all halve the scale, and all go on."""
+    """In fp16, on a rank of the first or of the last stage: no rank changes a weight or a
+    moment, all halve the scale, and all go on."""
     ranks = found[f"overflow {name}"]
     assert len(ranks) == OVERFLOWS[name][0].ranks
     for rank in ranks:
@@ -124,30 +170,42 @@ def test_an_overflow_of_one_rank_is_skipped_by_all(found: dict[str, list[Any]], 
         assert rank["losses"] == ranks[0]["losses"] and np.isfinite(rank["losses"]).all()
 
 
-@pytest.mark.parametrize(("case", "alone"), ALIKE, ids=lambda case: words(case) if case.ranks > 1 else "")
+@pytest.mark.parametrize(
+    ("case", "alone"), ALIKE, ids=lambda case: words(case) if case.ranks > 1 else ""
+)
 def test_bf16_is_the_same_to_the_bit(found: dict[str, list[Any]], case: Case, alone: Case) -> None:
-    """Data-parallel ranks and stages compute what one rank computes, micro-batch by micro-batch, and what they round to bf16 is the same: gradients are summed
-    in fp64, where the sum of so few numbers of 8 bits is exact, and rounded to fp32 once. So the bits are equal, after updates too. Under ZeRO 3 that holds
-    where a rank has one micro-batch a step."""
+    """Data-parallel ranks and stages compute what one rank computes, micro-batch by micro-batch,
+    and what they round to bf16 is the same: gradients are summed in fp64, where the sum of so
+    few numbers of 8 bits is exact, and rounded to fp32 once. So the bits are equal, after
+    updates too. Under ZeRO 3 that holds where a rank has one micro-batch a step."""
     for step, expected in zip(found[words(case)][0], found[words(alone)][0], strict=True):
         assert step.loss == expected.loss and same(step.gradients, expected.gradients)
         assert step.norm == pytest.approx(expected.norm, rel=1e-12)
 
 
 def test_bf16_under_zero_3_adds_shards_up_in_fp32(found: dict[str, list[Any]]) -> None:
-    """Of several micro-batches each sum is rounded to fp32, not the last alone: the first step's gradients are as far apart as that, its loss is not."""
+    """Of several micro-batches each sum is rounded to fp32, not the last alone: the first step's
+    gradients are as far apart as that, its loss is not."""
     (step, *_), (expected, *_) = found[words(ZERO_3)][0], found[words(ONE)][0]
     a = apart([step], [expected], 0.0)
     assert a.loss == 0 and a.gradient <= 2**-22
 
 
-def test_bf16_of_split_layers_is_as_far_from_fp32_as_of_whole_ones(found: dict[str, list[Any]]) -> None:
-    """Tensor parallelism rounds partial sums to bf16 that one rank does not round, so the bits are others; the error must be that of bf16 and no larger."""
-    exact = reference(replace(ONE, training={**BF16, "precision": "fp32"}).alone(Path()), torch.float64)[0]
+def test_bf16_of_split_layers_is_as_far_from_fp32_as_of_whole_ones(
+    found: dict[str, list[Any]],
+) -> None:
+    """Tensor parallelism rounds partial sums to bf16 that one rank does not round, so the bits
+    are others; the error must be that of bf16 and no larger."""
+    exact = reference(
+        replace(ONE, training={**BF16, "precision": "fp32"}).alone(Path()), torch.float64
+    )[0]
 
     def error(case: Case) -> dict[str, float]:
         gradients = found[words(case)][0][0].gradients
-        return {name: float(np.linalg.norm(gradients[name] - g) / np.linalg.norm(g)) for name, g in exact.gradients.items()}
+        return {
+            name: float(np.linalg.norm(gradients[name] - g) / np.linalg.norm(g))
+            for name, g in exact.gradients.items()
+        }
 
     whole, split = error(ONE), error(SPLIT)
     assert all(split[name] < 2 * whole[name] for name in whole) and max(whole.values()) < 0.05

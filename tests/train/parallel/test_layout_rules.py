@@ -1,4 +1,5 @@
-"""What the plan calls feasible is what the trainer takes: refused by both or by none, and what is taken can be built."""
+"""What the plan calls feasible is what the trainer takes: refused by both or by none, and what
+is taken can be built."""
 
 from __future__ import annotations
 
@@ -41,17 +42,50 @@ def jobs(draw: st.DrawFn) -> Job:
     """A job of the native engine on one node, of any layout that the schema takes."""
     family = draw(st.sampled_from(["gpt", "gpt-neox", "llama"]))
     heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
-    groups = draw(st.sampled_from([None, *(g for g in range(1, heads + 1) if heads % g == 0)])) if family == "llama" else None
-    sizes = {"ffn_hidden_size": draw(st.sampled_from([None, 3, 30, 64])), "vocab_size": draw(st.sampled_from([3, 16, 61]))}
-    model = shape(family, draw(st.integers(1, 9)), 8 * heads, heads, draw(st.sampled_from([4, 6, 8])), num_query_groups=groups, **sizes)
+    groups = (
+        draw(st.sampled_from([None, *(g for g in range(1, heads + 1) if heads % g == 0)]))
+        if family == "llama"
+        else None
+    )
+    sizes = {
+        "ffn_hidden_size": draw(st.sampled_from([None, 3, 30, 64])),
+        "vocab_size": draw(st.sampled_from([3, 16, 61])),
+    }
+    model = shape(
+        family,
+        draw(st.integers(1, 9)),
+        8 * heads,
+        heads,
+        draw(st.sampled_from([4, 6, 8])),
+        num_query_groups=groups,
+        **sizes,
+    )
     pipeline, zero = draw(st.integers(1, 4)), draw(st.integers(0, 3))
     schedule = draw(st.sampled_from(["1f1b", "interleaved", "zbv"])) if pipeline > 1 else "1f1b"
-    keys = layout(draw(st.integers(1, 4)), pipeline, schedule, sp=draw(st.booleans()), zero=zero, copies=draw(st.integers(1, 3)) if zero else 1)
-    training: dict[str, Any] = {"micro_batch_size": draw(st.integers(1, 2)), "global_batch_size": draw(st.integers(1, 24))}
+    keys = layout(
+        draw(st.integers(1, 4)),
+        pipeline,
+        schedule,
+        sp=draw(st.booleans()),
+        zero=zero,
+        copies=draw(st.integers(1, 3)) if zero else 1,
+    )
+    training: dict[str, Any] = {
+        "micro_batch_size": draw(st.integers(1, 2)),
+        "global_batch_size": draw(st.integers(1, 24)),
+    }
     if draw(st.booleans()):
         whole = training["global_batch_size"]
         start = draw(st.integers(1, whole))
-        training["rampup_batch_size"] = (start, draw(st.sampled_from([n for n in range(1, whole - start + 1) if (whole - start) % n == 0] or [1])), 50)
+        training["rampup_batch_size"] = (
+            start,
+            draw(
+                st.sampled_from(
+                    [n for n in range(1, whole - start + 1) if (whole - start) % n == 0] or [1]
+                )
+            ),
+            50,
+        )
     ranks = draw(st.integers(1, 16))
     fitting = keys["tensor_model_parallel_size"] * pipeline * draw(st.integers(1, 4))
     return job_of(model, draw(st.sampled_from([ranks, fitting])), parallelism=keys, **training)
@@ -59,8 +93,17 @@ def jobs(draw: st.DrawFn) -> Job:
 
 @settings(deadline=None, max_examples=200)
 @given(jobs())
-@example(job_of(shape(layers=4), 4, parallelism=layout(1, 4), global_batch_size=2))  # fewer micro-batches than stages
-@example(job_of(shape("llama", heads=8, hidden=16, num_query_groups=2), 4, parallelism=layout(4), global_batch_size=2))  # repeated key-value heads
+# fewer micro-batches than stages
+@example(job_of(shape(layers=4), 4, parallelism=layout(1, 4), global_batch_size=2))
+# repeated key-value heads
+@example(
+    job_of(
+        shape("llama", heads=8, hidden=16, num_query_groups=2),
+        4,
+        parallelism=layout(4),
+        global_batch_size=2,
+    )
+)
 @example(job_of(shape(layers=8), 4, parallelism=layout(1, 4, "interleaved"), global_batch_size=9))
 @example(job_of(shape(layers=4), 4, parallelism=layout(1, 2, zero=2), global_batch_size=8))
 def test_the_plan_refuses_what_the_trainer_refuses(job: Job) -> None:
@@ -81,25 +124,34 @@ TAKEN = {
 
 
 class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The most bytes of memory that all tensors which operations made had together at a time, those without memory left out."""
+    """The most bytes of memory that all tensors which operations made had together at a time,
+    those without memory left out."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.most, self._made = 0, dict[int, weakref.ref[torch.UntypedStorage]]()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = function(*args, **(kwargs or {}))
-        for leaf in (local_part(leaf) for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)):
+        for leaf in (
+            local_part(leaf) for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)
+        ):
             if leaf.device.type != "meta":
                 self._made[leaf.untyped_storage().data_ptr()] = weakref.ref(leaf.untyped_storage())
         self._made = {address: ref for address, ref in self._made.items() if ref() is not None}
-        self.most = max(self.most, sum(storage.nbytes() for ref in self._made.values() if (storage := ref()) is not None))
+        self.most = max(
+            self.most,
+            sum(storage.nbytes() for ref in self._made.values() if (storage := ref()) is not None),
+        )
         return made
 
 
 def begin_as_every_rank(root: Path) -> list[tuple[int, int, int, int]]:
-    """Of each rank of a model on TP2 x PP2: bytes of its parameters, of the largest whole tensor of which it holds a part, and the most there ever was, while
-    it was built and while its weights began."""
+    """Of each rank of a model on TP2 x PP2: bytes of its parameters, of the largest whole tensor
+    of which it holds a part, and the most there ever was, while it was built and while its
+    weights began."""
     found, device = [], torch.device("cpu")
     job = matrix_job("gpt-untied", 4, root, layout(2, 2))
     for number in range(4):
@@ -110,15 +162,30 @@ def begin_as_every_rank(root: Path) -> list[tuple[int, int, int, int]]:
         with Held() as beginning:
             begin_weights(job, parts)
         mine = sum(4 * local_part(held.parameter).numel() for held in parts.held.values())
-        found.append((mine, max(4 * math.prod(held.layout.shape) for held in parts.held.values()), building.most, beginning.most))
+        found.append(
+            (
+                mine,
+                max(4 * math.prod(held.layout.shape) for held in parts.held.values()),
+                building.most,
+                beginning.most,
+            )
+        )
         dist.destroy_process_group()
     return found
 
 
 def test_no_rank_ever_holds_the_model(tmp_path: Path) -> None:
-    """It is built where tensors have no memory; memory is its own share's alone, and what weights begin from is one tensor at a time."""
-    (found,) = run_ranks(1, "tests.train.parallel.test_layout_rules:begin_as_every_rank", tmp_path, timeout=900)
-    whole = 4 * sum(p.numel() for p in build_on_meta(matrix_job("gpt-untied", 4, tmp_path, layout(2, 2)).model, VOCAB).parameters())
+    """It is built where tensors have no memory; memory is its own share's alone, and what
+    weights begin from is one tensor at a time."""
+    (found,) = run_ranks(
+        1, "tests.train.parallel.test_layout_rules:begin_as_every_rank", tmp_path, timeout=900
+    )
+    whole = 4 * sum(
+        p.numel()
+        for p in build_on_meta(
+            matrix_job("gpt-untied", 4, tmp_path, layout(2, 2)).model, VOCAB
+        ).parameters()
+    )
     assert len(found) == 4
     for mine, largest, built, begun in found:
         assert built == mine < 0.4 * whole
@@ -126,23 +193,37 @@ def test_no_rank_ever_holds_the_model(tmp_path: Path) -> None:
 
 
 def build_as_every_rank(root: Path) -> dict[str, list[tuple[int, ...]]]:
-    """Build parts, optimizer and schedules of every rank of every TAKEN layout, without peers. Of each stage, the most bytes that one of its ranks holds of
-    parameters, of gradients and of the optimizer's state."""
+    """Build parts, optimizer and schedules of every rank of every TAKEN layout, without peers.
+    Of each stage, the most bytes that one of its ranks holds of parameters, of gradients and of
+    the optimizer's state."""
     found: dict[str, list[tuple[int, ...]]] = {}
     for name, (_, ranks, keys) in TAKEN.items():
         job, device = taken(name, root), torch.device("cpu")
         held: list[tuple[int, ...]] = [(0, 0, 0)] * keys["pipeline_model_parallel_size"]
         for number in range(ranks):
             dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=ranks)
-            mesh = Mesh.of(degrees_of(job), World(number, ranks), device, sequence=job.parallelism.sequence_parallel, tied_at=tied_at(job))
+            mesh = Mesh.of(
+                degrees_of(job),
+                World(number, ranks),
+                device,
+                sequence=job.parallelism.sequence_parallel,
+                tied_at=tied_at(job),
+            )
             parts = build(job, mesh, VOCAB)
             step = Step(job, parts, mesh, Timers(device))
             for learning in (True, False):
                 if step.pipeline is not None:
                     step.pipeline._schedule(job.gradient_accumulation_steps, learning)
-            memory = Memory(parts.held, step.optimizer.state_tensors().values(), device, accumulates=accumulates_whole(job)).now()
+            memory = Memory(
+                parts.held,
+                step.optimizer.state_tensors().values(),
+                device,
+                accumulates=accumulates_whole(job),
+            ).now()
             stage, kinds = mesh.place.pipeline, ("parameters", "gradients", "optimizer")
-            held[stage] = tuple(max(before, memory[kind]) for before, kind in zip(held[stage], kinds, strict=True))
+            held[stage] = tuple(
+                max(before, memory[kind]) for before, kind in zip(held[stage], kinds, strict=True)
+            )
             dist.destroy_process_group()
         found[name] = held
     return found
@@ -156,13 +237,18 @@ def taken(name: str, root: Path) -> Job:
 
 def test_what_is_taken_can_be_built_and_holds_the_planned_bytes(tmp_path: Path) -> None:
     """Parameters, gradients and optimizer state of every stage, to the byte."""
-    (found,) = run_ranks(1, "tests.train.parallel.test_layout_rules:build_as_every_rank", tmp_path, timeout=900)
+    (found,) = run_ranks(
+        1, "tests.train.parallel.test_layout_rules:build_as_every_rank", tmp_path, timeout=900
+    )
     for name in TAKEN:
         job = taken(name, tmp_path)
         assert not list(layout_problems(job, World(0, job.world_size)))
         plan = make_plan(job, rules=RULES["native"])
         assert plan.feasible and plan.memory is not None
-        assert found[name] == [(stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes) for stage in plan.memory.stages], name
+        assert found[name] == [
+            (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)
+            for stage in plan.memory.stages
+        ], name
 
 
 def test_every_reason_is_named_at_once() -> None:

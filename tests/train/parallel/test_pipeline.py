@@ -1,4 +1,5 @@
-"""Chunks of a model and their schedules; and whole training runs, evaluations and resumed dropout included, on four ranks against one."""
+"""Chunks of a model and their schedules; and whole training runs, evaluations and resumed
+dropout included, on four ranks against one."""
 
 from __future__ import annotations
 
@@ -20,15 +21,31 @@ from trainkit.train.metrics.heartbeat import Heartbeat
 from trainkit.train.model.transformer import build_on_meta
 from trainkit.train.parallel import data_parallel
 from trainkit.train.parallel.data_parallel import World
-from trainkit.train.parallel.pipeline import Chunk, chunks_on, chunks_per_stage, schedule_problem, tied_at
+from trainkit.train.parallel.pipeline import (
+    Chunk,
+    chunks_on,
+    chunks_per_stage,
+    schedule_problem,
+    tied_at,
+)
 from trainkit.train.parallel.shards import Shards
 from trainkit.train.trainer import Trainer
 
-GPT = Model(name="tiny", num_layers=5, hidden_size=24, num_attention_heads=4, seq_length=16, vocab_size=301)
+GPT = Model(
+    name="tiny", num_layers=5, hidden_size=24, num_attention_heads=4, seq_length=16, vocab_size=301
+)
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "1f1b": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+    "1f1b": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "sequence_parallel": True,
+    },
     "zbv": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"},
-    "interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "zero_stage": 3},
+    "interleaved": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "zero_stage": 3,
+    },
 }
 SIXTEEN_BITS: dict[str, dict[str, Any]] = {  # of equal layout, 16 micro-batches
     "bf16-1f1b": {"pipeline_model_parallel_size": 2},
@@ -40,7 +57,9 @@ def parallelism(stages: int, **keys: Any) -> Parallelism:
     return Parallelism(pipeline_model_parallel_size=stages, **keys)
 
 
-@pytest.mark.parametrize("keys", [{}, {"virtual_pipeline_model_parallel_size": 2}, {"pipeline_schedule": "zbv"}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"virtual_pipeline_model_parallel_size": 2}, {"pipeline_schedule": "zbv"}]
+)
 @pytest.mark.parametrize("untied", [False, True])
 def test_chunks_make_up_the_model(keys: dict[str, Any], untied: bool) -> None:
     """Each parameter is in one chunk; tied weights in the first and the last."""
@@ -50,14 +69,27 @@ def test_chunks_make_up_the_model(keys: dict[str, Any], untied: bool) -> None:
     numbers = [number for stage in range(2) for number in chunks_on(stage, p)]
     assert sorted(numbers) == list(range(count))
     with torch.device("meta"):
-        names = [name for number in range(count) for name, _ in Chunk(model, 301, number, count).named_parameters()]
+        names = [
+            name
+            for number in range(count)
+            for name, _ in Chunk(model, 301, number, count).named_parameters()
+        ]
     twice = [] if untied else ["embed_tokens.weight"]
-    assert sorted(names) == sorted([name for name, _ in build_on_meta(model, 301).named_parameters()] + twice)
+    assert sorted(names) == sorted(
+        [name for name, _ in build_on_meta(model, 301).named_parameters()] + twice
+    )
 
 
 def test_the_v_turns_on_the_last_stage() -> None:
-    assert [chunks_on(stage, parallelism(3, pipeline_schedule="zbv")) for stage in range(3)] == [(0, 5), (1, 4), (2, 3)]
-    assert [chunks_on(stage, parallelism(3, virtual_pipeline_model_parallel_size=2)) for stage in range(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [chunks_on(stage, parallelism(3, pipeline_schedule="zbv")) for stage in range(3)] == [
+        (0, 5),
+        (1, 4),
+        (2, 3),
+    ]
+    assert [
+        chunks_on(stage, parallelism(3, virtual_pipeline_model_parallel_size=2))
+        for stage in range(3)
+    ] == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_where_tied_weights_are(tmp_path: Path) -> None:
@@ -73,18 +105,32 @@ def test_where_tied_weights_are(tmp_path: Path) -> None:
 
 def test_schedules_say_what_they_cannot() -> None:
     interleaved = parallelism(4, virtual_pipeline_model_parallel_size=2)
-    assert schedule_problem(interleaved, 6) is None and schedule_problem(interleaved, 8) is None  # 1 round of 6, 2 of 4
+    # 1 round of 6, 2 of 4
+    assert schedule_problem(interleaved, 6) is None and schedule_problem(interleaved, 8) is None
     assert "2 rounds" in (schedule_problem(interleaved, 9) or "")
     assert schedule_problem(parallelism(4, pipeline_schedule="zbv"), 9) is None
 
 
 def _job(root: Path, ranks: int, keys: dict[str, Any], dropout: float, **training: Any) -> Job:
-    job = tiny_job(ranks, root, **{"train_iters": 4, "micro_batch_size": 1, "global_batch_size": 4, "eval_iters": 1, "eval_interval": 4, **training})
+    job = tiny_job(
+        ranks,
+        root,
+        **{
+            "train_iters": 4,
+            "micro_batch_size": 1,
+            "global_batch_size": 4,
+            "eval_iters": 1,
+            "eval_interval": 4,
+            **training,
+        },
+    )
     model = GPT.model_copy(update={"hidden_dropout": dropout, "attention_dropout": dropout})
     return job.model_copy(update={"model": model, "parallelism": Parallelism(**keys)})
 
 
-def _trained(root: Path, keys: dict[str, Any], dropout: float = 0.0, *, until: int = 0, **training: Any) -> dict[str, Any]:
+def _trained(
+    root: Path, keys: dict[str, Any], dropout: float = 0.0, *, until: int = 0, **training: Any
+) -> dict[str, Any]:
     """Go on with what lies in `root`, or begin, up to step `until` (0: the end), and save there."""
     world = World.from_environment()
     job = _job(root, world.size, keys, dropout, **training)
@@ -99,18 +145,25 @@ def _trained(root: Path, keys: dict[str, Any], dropout: float = 0.0, *, until: i
     else:
         made.train()
     here = made.maker.tensors()  # of the others there is nothing on this rank
-    tensors = {name: whole(here.get(name, Shards({}, shape, torch.float32))) for name, shape in sorted(made.maker.expected().items())}
+    tensors = {
+        name: whole(here.get(name, Shards({}, shape, torch.float32)))
+        for name, shape in sorted(made.maker.expected().items())
+    }
     return {"tensors": tensors, "rows": read_rows(run.metrics)}
 
 
 def _dropped(root: Path) -> dict[str, list[float]]:
     """Cross-entropy of the same weights and samples, dropping by two seeds, twice each."""
     job = _job(root, 1, {}, 0.3)
-    made = Trainer(job, new_run(job), World.from_environment(), Heartbeat(None, 0), threading.Event())
+    made = Trainer(
+        job, new_run(job), World.from_environment(), Heartbeat(None, 0), threading.Event()
+    )
     batches = list(made.train_feed.read(0, 4))
     found: dict[str, list[float]] = {"1": [], "2": []}
     for seed in (1, 2, 1, 2):
-        made.maker.job = job.model_copy(update={"training": job.training.model_copy(update={"seed": seed})})
+        made.maker.job = job.model_copy(
+            update={"training": job.training.model_copy(update={"seed": seed})}
+        )
         found[str(seed)].append(float(made.maker.backward(batches, 4)[0]))
         made.maker.optimizer.zero_grad()
     return found
@@ -123,10 +176,22 @@ def on_ranks(root: Path) -> dict[str, Any]:
         return {"one": _trained(root / "one", {}), "seeds": _dropped(root / "seeds")}
     found = {name: _trained(root / name, keys) for name, keys in LAYOUTS.items()}
     for name, keys in SIXTEEN_BITS.items():
-        found[name] = _trained(root / name, keys, train_iters=2, eval_iters=0, global_batch_size=32, precision="bf16", clip_grad=0.0)
+        found[name] = _trained(
+            root / name,
+            keys,
+            train_iters=2,
+            eval_iters=0,
+            global_batch_size=32,
+            precision="bf16",
+            clip_grad=0.0,
+        )
     alone: dict[str, Any] = {"tensor_model_parallel_size": 4}
     for name, keys in (("dropping-sp", LAYOUTS["1f1b"]), ("dropping-tp", alone)):
-        words: dict[str, Any] = {"train_iters": 2, "eval_iters": 0, "recompute_granularity": "full" if name == "dropping-tp" else "none"}
+        words: dict[str, Any] = {
+            "train_iters": 2,
+            "eval_iters": 0,
+            "recompute_granularity": "full" if name == "dropping-tp" else "none",
+        }
         found[name] = _trained(root / name, keys, 0.3, **words)
         _trained(root / f"{name}-broken", keys, 0.3, until=1, **words)
         found[f"{name}-resumed"] = _trained(root / f"{name}-broken", keys, 0.3, **words)
@@ -135,20 +200,36 @@ def on_ranks(root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    four = run_ranks(4, "tests.train.parallel.test_pipeline:on_ranks", tmp_path_factory.mktemp("four"), timeout=900)
-    found: dict[str, dict[str, Any]] = four[0] | run_ranks(1, "tests.train.parallel.test_pipeline:on_ranks", tmp_path_factory.mktemp("one"))[0]
+    four = run_ranks(
+        4,
+        "tests.train.parallel.test_pipeline:on_ranks",
+        tmp_path_factory.mktemp("four"),
+        timeout=900,
+    )
+    found: dict[str, dict[str, Any]] = (
+        four[0]
+        | run_ranks(
+            1, "tests.train.parallel.test_pipeline:on_ranks", tmp_path_factory.mktemp("one")
+        )[0]
+    )
     return found
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_is_the_same_in_every_layout(runs: dict[str, dict[str, Any]], name: str) -> None:
-    """Losses of training and evaluation, gradient norms and samples; weights as far as Adam allows."""
+    """Losses of training and evaluation, gradient norms and samples; weights as far as Adam
+    allows."""
     one, found = runs["one"], runs[name]
     assert len(found["rows"]) == len(one["rows"]) == 4 + 2  # steps, and evaluations at 0 and 4
     for ours, theirs in zip(found["rows"], one["rows"], strict=True):
-        assert ours["step"] == theirs["step"] and ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-6)
+        assert ours["step"] == theirs["step"] and ours["lm_loss"] == pytest.approx(
+            theirs["lm_loss"], rel=1e-6
+        )
         if "grad_norm" in theirs:
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5) and ours["batch_checksum"] == theirs["batch_checksum"]
+            assert (
+                ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+                and ours["batch_checksum"] == theirs["batch_checksum"]
+            )
     assert found["tensors"].keys() == one["tensors"].keys()
     for key, value in one["tensors"].items():
         np.testing.assert_allclose(found["tensors"][key], value, rtol=1e-3, atol=1e-5, err_msg=key)
@@ -159,26 +240,39 @@ def test_rows_tell_of_all_ranks(runs: dict[str, dict[str, Any]], name: str) -> N
     rows = [row for row in runs[name]["rows"] if "eval" not in row]
     for row in rows:
         ranks, pipeline = row["ranks"], row["pipeline"]
-        assert 0 < ranks["compute_ms_least"] <= ranks["compute_ms_mean"] <= ranks["compute_ms_most"] and ranks["slowest"] in range(4)
+        assert 0 < ranks["compute_ms_least"] <= ranks["compute_ms_mean"] <= ranks[
+            "compute_ms_most"
+        ] and ranks["slowest"] in range(4)
         assert 0 < pipeline["idle"] < 1 and 0 < pipeline["predicted_idle"] < 1
-        assert pipeline["memory_stage_0"] > 0 and pipeline["memory_stage_1"] > 0 and "memory_stage_2" not in pipeline
+        assert (
+            pipeline["memory_stage_0"] > 0
+            and pipeline["memory_stage_1"] > 0
+            and "memory_stage_2" not in pipeline
+        )
         assert row["times_ms"]["pipeline"] > 0
     assert "ranks" not in runs["one"]["rows"][1]
-    # of 4 micro-batches where ranks are tensor-parallel, of 2 on the others, whose data-parallel size is 2
-    assert rows[0]["pipeline"]["predicted_idle"] == pytest.approx({"1f1b": 1 / 5, "zbv": 1 / 13, "interleaved": 1 / 5}[name])
+    # of 4 micro-batches where ranks are tensor-parallel, of 2 on the others, whose data-parallel
+    # size is 2
+    assert rows[0]["pipeline"]["predicted_idle"] == pytest.approx(
+        {"1f1b": 1 / 5, "zbv": 1 / 13, "interleaved": 1 / 5}[name]
+    )
 
 
 @pytest.mark.parametrize("name", ["dropping-sp", "dropping-tp"])
 def test_dropout_is_resumed_bit_by_bit(runs: dict[str, dict[str, Any]], name: str) -> None:
     """What several ranks hold alike is alike after it, too: `whole` would find a difference."""
     assert same(runs[name]["tensors"], runs[f"{name}-resumed"]["tensors"])
-    losses, plain = ([row["lm_loss"] for row in rows if row["step"] == 1 and "grad_norm" in row] for rows in (runs[name]["rows"], runs["one"]["rows"]))
+    losses, plain = (
+        [row["lm_loss"] for row in rows if row["step"] == 1 and "grad_norm" in row]
+        for rows in (runs[name]["rows"], runs["one"]["rows"])
+    )
     assert len(losses) == len(plain) == 1 and losses != plain  # it does drop
 
 
 def test_zero_bubble_adds_up_as_1f1b_does(runs: dict[str, dict[str, Any]]) -> None:
-    """bf16 gradients of 16 micro-batches, whose weight halves come in a row: the fp64 sums of the CPU are exact, so the weights after two steps are the same
-    bits. Added up in bf16 they are not."""
+    """bf16 gradients of 16 micro-batches, whose weight halves come in a row: the fp64 sums of
+    the CPU are exact, so the weights after two steps are the same bits. Added up in bf16 they
+    are not."""
     zbv, plain = runs["bf16-zbv"], runs["bf16-1f1b"]
     assert same(zbv["tensors"], plain["tensors"])
 

@@ -26,7 +26,9 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.counts[function.overloadpacket.__name__] += 1
         return function(*args, **(kwargs or {}))
 
@@ -59,7 +61,9 @@ MODES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("family", ["gpt", "gpt-neox", "llama"])
 @pytest.mark.parametrize("mode", MODES, ids=["full", "every-2nd", "selective"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_losses_and_gradients_are_the_same(family: str, mode: dict[str, Any], dropout: float) -> None:
+def test_losses_and_gradients_are_the_same(
+    family: str, mode: dict[str, Any], dropout: float
+) -> None:
     drops = {"hidden_dropout": dropout, "attention_dropout": dropout}
     plain = gradients(built(family, torch.float64, {}, **drops))
     again = gradients(built(family, torch.float64, mode, **drops))
@@ -69,7 +73,8 @@ def test_losses_and_gradients_are_the_same(family: str, mode: dict[str, Any], dr
 
 
 def test_what_is_computed_twice() -> None:
-    """Full: every product of a recomputed block once more; selective: none of them, but the rest."""
+    """Full: every product of a recomputed block once more; selective: none of them, but the
+    rest."""
 
     def counts(mode: dict[str, Any]) -> Counter[str]:
         module = built("gpt", torch.float32, mode)
@@ -97,7 +102,10 @@ def test_compiled_blocks_give_the_same() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     plain = gradients(built("llama", torch.float32, {}, num_query_groups=2))
-    compiled = gradients(built("llama", torch.float32, {"compile": True, **MODES[0]}, num_query_groups=2))
+    compiled = gradients(
+        built("llama", torch.float32, {"compile": True, **MODES[0]}, num_query_groups=2)
+    )
     for ours, theirs in zip(compiled, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one serves all blocks, one is the loss
+    # one serves all blocks, one is the loss
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

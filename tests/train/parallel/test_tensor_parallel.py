@@ -1,4 +1,5 @@
-"""How tensor parallelism cuts a model, without ranks: every element of every tensor lies somewhere, and as often as its layout says."""
+"""How tensor parallelism cuts a model, without ranks: every element of every tensor lies
+somewhere, and as often as its layout says."""
 
 from __future__ import annotations
 
@@ -13,12 +14,26 @@ from trainkit.jobs.ranks import Degrees
 from trainkit.jobs.schema import Model
 from trainkit.train.model.transformer import build_on_meta
 from trainkit.train.parallel import tensor_parallel
-from trainkit.train.parallel.shards import Held, Segment, Shards, held_parameters, shards_of, slices, uncut
+from trainkit.train.parallel.shards import (
+    Held,
+    Segment,
+    Shards,
+    held_parameters,
+    shards_of,
+    slices,
+    uncut,
+)
 from trainkit.train.parallel.tensor_group import TensorGroup
 from trainkit.train.update.replicas import squared_norm
 
 VOCAB = 61
-SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8, "ffn_hidden_size": 71}
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 8,
+    "ffn_hidden_size": 71,
+}
 MODELS = {
     "gpt": Model(family="gpt", **SIZES),
     "neox": Model(family="gpt-neox", gpt_j_tied=True, **SIZES),
@@ -58,7 +73,11 @@ def test_a_fused_projection_keeps_queries_keys_and_values_together() -> None:
     tensor_parallel.apply(module, VOCAB, TensorGroup(2, 1))
     head = 8
     layout = held_parameters(module, 2)["layers.0.attention.qkv.weight"].layout
-    assert layout.segments == (Segment(0, 2 * head, 2 * head), Segment(2 * head, 5 * head, head), Segment(3 * head, 7 * head, head))
+    assert layout.segments == (
+        Segment(0, 2 * head, 2 * head),
+        Segment(2 * head, 5 * head, head),
+        Segment(3 * head, 7 * head, head),
+    )
     assert module.layers["0"].attention.widths == [2 * head, head, head]  # type: ignore[union-attr]
 
 
@@ -85,7 +104,8 @@ def test_shards_are_views_and_compute_nothing() -> None:
 
 
 def test_the_norm_counts_each_element_once_and_misses_no_infinity() -> None:
-    """On two ranks: what is whole on both counts half on each, what is split in full, the second copy of tied weights not at all, unless it is not finite."""
+    """On two ranks: what is whole on both counts half on each, what is split in full, the second
+    copy of tied weights not at all, unless it is not finite."""
 
     def held(name: str, replicas: int, *, counts: bool = True) -> Held:
         parameter = torch.nn.Parameter(torch.ones(4))
@@ -93,7 +113,11 @@ def test_the_norm_counts_each_element_once_and_misses_no_infinity() -> None:
         return Held(name, parameter, uncut((4,), replicas), counts)
 
     mesh: Any = SimpleNamespace(degrees=Degrees(tensor=2), device=torch.device("cpu"))
-    parameters = {"norm": held("norm", 2), "split": held("split", 1), "tied@last": held("tied", 1, counts=False)}
+    parameters = {
+        "norm": held("norm", 2),
+        "split": held("split", 1),
+        "tied@last": held("tied", 1, counts=False),
+    }
     assert float(squared_norm(parameters, mesh)) == 16 / 2 + 16
     parameters["tied@last"].parameter.grad[1] = torch.inf  # type: ignore[index]
     assert squared_norm(parameters, mesh).isnan()

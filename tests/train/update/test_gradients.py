@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.train.peers import CASES, ONE_OF_EACH, VOCAB, beside, in_their_layout, random_model, random_tokens
+from tests.train.peers import (
+    CASES,
+    ONE_OF_EACH,
+    VOCAB,
+    beside,
+    in_their_layout,
+    random_model,
+    random_tokens,
+)
 from trainkit.jobs.schema import Model
 from trainkit.train.model.head_loss import NO_LABEL, Labels, Losses
 from trainkit.train.model.transformer import Transformer
@@ -24,7 +32,9 @@ def labels_for(model: Model, batch: int) -> Tensor:
     return labels_BS
 
 
-def our_gradients(ours: Transformer, tokens_BS: Tensor, labels: Labels) -> tuple[Losses, dict[str, Tensor]]:
+def our_gradients(
+    ours: Transformer, tokens_BS: Tensor, labels: Labels
+) -> tuple[Losses, dict[str, Tensor]]:
     losses = ours(tokens_BS, labels)
     assert isinstance(losses, Losses)
     torch.autograd.backward(losses.objective)
@@ -33,7 +43,9 @@ def our_gradients(ours: Transformer, tokens_BS: Tensor, labels: Labels) -> tuple
     return losses, gradients  # type: ignore[return-value]
 
 
-def their_gradients(theirs: Any, model: Model, tokens_BS: Tensor, labels_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def their_gradients(
+    theirs: Any, model: Model, tokens_BS: Tensor, labels_BS: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """(mean cross-entropy, gradients of it and the mean z-loss) of transformers' logits."""
     logits_NV, labels_N = theirs(tokens_BS).logits.flatten(0, 1), labels_BS.flatten()
     entropy = F.cross_entropy(logits_NV, labels_N, ignore_index=NO_LABEL)
@@ -47,8 +59,9 @@ def their_gradients(theirs: Any, model: Model, tokens_BS: Tensor, labels_BS: Ten
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_transformers(name: str) -> None:
-    """Of the mean loss over tokens with a label, z-loss included: each tensor within 1e-5 of its norm in fp32, within 1e-10 in fp64 (there with
-    transformers' norms and rotary tables widened)."""
+    """Of the mean loss over tokens with a label, z-loss included: each tensor within 1e-5 of its
+    norm in fp32, within 1e-10 in fp64 (there with transformers' norms and rotary tables
+    widened)."""
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
         model, ours, theirs = beside(name, dtype)
         tokens_BS, labels_BS = random_tokens(2, model.positions), labels_for(model, 2)
@@ -67,10 +80,13 @@ def test_gradients_equal_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_micro_batches_add_up(name: str) -> None:
-    """Gradients summed over samples are those of all samples at once: nothing in the model or its loss is a mean over a micro-batch."""
+    """Gradients summed over samples are those of all samples at once: nothing in the model or
+    its loss is a mean over a micro-batch."""
     model = CASES[name]
     tokens_BS, labels_BS = random_tokens(4, model.positions), labels_for(model, 4)
-    _, whole = our_gradients(random_model(model, torch.float64), tokens_BS, Labels(labels_BS, Z_LOSS, 0.5))
+    _, whole = our_gradients(
+        random_model(model, torch.float64), tokens_BS, Labels(labels_BS, Z_LOSS, 0.5)
+    )
     ours = random_model(model, torch.float64)
     for rows in (slice(0, 1), slice(1, 4)):
         _, summed = our_gradients(ours, tokens_BS[rows], Labels(labels_BS[rows], Z_LOSS, 0.5))
@@ -80,13 +96,18 @@ def test_micro_batches_add_up(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_gradients_of_the_loss_are_those_of_the_logits(name: str) -> None:
-    """The head with its loss, as training runs it, against autograd through the logits that generation uses."""
+    """The head with its loss, as training runs it, against autograd through the logits that
+    generation uses."""
     model = CASES[name]
     tokens_BS, labels_BS = random_tokens(2, model.positions), labels_for(model, 2)
     _, gradients = our_gradients(random_model(model, torch.float64), tokens_BS, Labels(labels_BS))
     ours = random_model(model, torch.float64)
     logits_BSV = ours(tokens_BS)
     assert isinstance(logits_BSV, Tensor) and logits_BSV.shape[-1] == VOCAB
-    torch.autograd.backward(F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum", ignore_index=NO_LABEL))
+    torch.autograd.backward(
+        F.cross_entropy(
+            logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum", ignore_index=NO_LABEL
+        )
+    )
     for n, parameter in ours.named_parameters():
         torch.testing.assert_close(gradients[n], parameter.grad, rtol=1e-11, atol=1e-11, msg=n)

@@ -17,15 +17,25 @@ NO, YES = torch.tensor(False), torch.tensor(True)
 
 
 def training(**keys: object) -> Training:
-    return Training.model_validate({"train_iters": 10, "lr": 1.0, "spike_window": 4, "spike_factor": 2.0, **keys})
+    return Training.model_validate(
+        {"train_iters": 10, "lr": 1.0, "spike_window": 4, "spike_factor": 2.0, **keys}
+    )
 
 
-def judge(guard: Guard, loss: float, norm: float = 1.0, may_overflow: torch.Tensor = NO) -> tuple[float, ...]:
-    verdict = guard.judge(torch.tensor(loss, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64), may_overflow)
+def judge(
+    guard: Guard, loss: float, norm: float = 1.0, may_overflow: torch.Tensor = NO
+) -> tuple[float, ...]:
+    verdict = guard.judge(
+        torch.tensor(loss, dtype=torch.float64),
+        torch.tensor(norm, dtype=torch.float64),
+        may_overflow,
+    )
     return tuple(float(part) for part in verdict)
 
 
-@pytest.mark.parametrize("loss,norm", [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf), (1.0, math.nan)])
+@pytest.mark.parametrize(
+    "loss,norm", [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf), (1.0, math.nan)]
+)
 def test_what_is_not_finite_is_never_applied(loss: float, norm: float) -> None:
     guard = Guard(training(), CPU)
     assert judge(guard, loss, norm) == (1, 0, 1, 0)  # skip, overflow, nan, spike
@@ -55,7 +65,9 @@ def test_a_spike_needs_a_full_window_and_a_policy() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([1.0, 1.5, 1.9, 3.0, 10.0, math.nan]), max_size=40), st.integers(0, 40))
+@given(
+    st.lists(st.sampled_from([1.0, 1.5, 1.9, 3.0, 10.0, math.nan]), max_size=40), st.integers(0, 40)
+)
 def test_as_a_plain_loop_and_across_save_and_load(losses: list[float], cut: int) -> None:
     guard = Guard(training(on_spike="skip"), CPU)
     mean, seen, row = 0.0, 0, 0
@@ -70,4 +82,8 @@ def test_as_a_plain_loop_and_across_save_and_load(losses: list[float], cut: int)
         row = row + 1 if nan or spike else 0
         if not (nan or spike):
             mean, seen = mean + (loss - mean) / min(seen + 1, 4), seen + 1
-        assert guard.state() == {"guard_mean": pytest.approx(mean, rel=1e-12), "guard_seen": seen, "guard_skipped_in_a_row": row}
+        assert guard.state() == {
+            "guard_mean": pytest.approx(mean, rel=1e-12),
+            "guard_seen": seen,
+            "guard_skipped_in_a_row": row,
+        }

@@ -16,7 +16,8 @@ from trainkit.jobs.schema import Training
 from trainkit.train.update.loss_scale import LossScale
 
 State = tuple[float, int, int]
-# Megatron-Core 0.16.1's DynamicGradScaler(16, min_scale=1, growth_factor=2, backoff_factor=0.5, growth_interval=3, hysteresis=2):
+# Megatron-Core 0.16.1's DynamicGradScaler(16, min_scale=1, growth_factor=2, backoff_factor=0.5,
+# growth_interval=3, hysteresis=2):
 # overflow in this step?; after it: scale, growth tracker, hysteresis tracker.
 TABLE: list[tuple[bool, float, int, int]] = [
     (False, 16.0, 1, 2),
@@ -50,13 +51,23 @@ TABLE: list[tuple[bool, float, int, int]] = [
 
 def training(**keys: Any) -> Training:
     """fp16 as in TABLE."""
-    usual = {"precision": "fp16", "initial_loss_scale": 16.0, "min_loss_scale": 1.0, "loss_scale_window": 3, "hysteresis": 2}
+    usual = {
+        "precision": "fp16",
+        "initial_loss_scale": 16.0,
+        "min_loss_scale": 1.0,
+        "loss_scale_window": 3,
+        "hysteresis": 2,
+    }
     return Training(train_iters=1, lr=1.0, **{**usual, **keys})
 
 
 def state_of(loss_scale: LossScale) -> State:
     """Scale, growth tracker, hysteresis tracker."""
-    return float(loss_scale.scale), int(loss_scale.growth_tracker), int(loss_scale.hysteresis_tracker)
+    return (
+        float(loss_scale.scale),
+        int(loss_scale.growth_tracker),
+        int(loss_scale.hysteresis_tracker),
+    )
 
 
 def reference(state: State, overflow: bool, t: Training) -> State:
@@ -100,7 +111,9 @@ settings_drawn = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(settings_drawn, st.lists(st.tuples(st.booleans(), st.booleans()), max_size=40))
-def test_any_overflows_and_any_resumes(keys: dict[str, Any], steps: list[tuple[bool, bool]]) -> None:
+def test_any_overflows_and_any_resumes(
+    keys: dict[str, Any], steps: list[tuple[bool, bool]]
+) -> None:
     """Each step: whether it overflows and whether the run is resumed before it."""
     t = training(**keys)
     loss_scale, expected = LossScale(t, "cpu"), (t.initial_loss_scale, 0, t.hysteresis)
@@ -115,23 +128,37 @@ def test_any_overflows_and_any_resumes(keys: dict[str, Any], steps: list[tuple[b
 
 @settings(max_examples=60, deadline=None)
 @given(settings_drawn, st.lists(st.booleans(), max_size=40))
-def test_any_overflows_as_megatron_core_answers_them(keys: dict[str, Any], overflows: list[bool]) -> None:
+def test_any_overflows_as_megatron_core_answers_them(
+    keys: dict[str, Any], overflows: list[bool]
+) -> None:
     module = pytest.importorskip("megatron.core.optimizer.grad_scaler")
     t = training(**keys)
-    on_cpu = SimpleNamespace(tensor=lambda value, dtype, device: torch.tensor(value, dtype=dtype), float=torch.float, max=torch.max)
+    on_cpu = SimpleNamespace(
+        tensor=lambda value, dtype, device: torch.tensor(value, dtype=dtype),
+        float=torch.float,
+        max=torch.max,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "torch", on_cpu)  # it puts its tensors on CUDA
-        theirs = module.DynamicGradScaler(t.initial_loss_scale, t.min_loss_scale, 2.0, 0.5, t.loss_scale_window, t.hysteresis)
+        theirs = module.DynamicGradScaler(
+            t.initial_loss_scale, t.min_loss_scale, 2.0, 0.5, t.loss_scale_window, t.hysteresis
+        )
         loss_scale = LossScale(t, "cpu")
         for overflow in overflows:
             theirs.update(overflow)
             loss_scale.update(torch.tensor(overflow))
             answered = theirs.state_dict()
-            assert state_of(loss_scale) == (float(answered["scale"]), answered["growth_tracker"], answered["hysteresis_tracker"])
+            assert state_of(loss_scale) == (
+                float(answered["scale"]),
+                answered["growth_tracker"],
+                answered["hysteresis_tracker"],
+            )
 
 
 @pytest.mark.parametrize(
-    ("keys", "scale"), [({"loss_scale": 1024.0}, 1024.0), ({"precision": "bf16"}, 1.0), ({"precision": "fp32"}, 1.0)], ids=["fixed", "bf16", "fp32"]
+    ("keys", "scale"),
+    [({"loss_scale": 1024.0}, 1024.0), ({"precision": "bf16"}, 1.0), ({"precision": "fp32"}, 1.0)],
+    ids=["fixed", "bf16", "fp32"],
 )
 def test_a_fixed_scale_stays(keys: dict[str, Any], scale: float) -> None:
     loss_scale = LossScale(training(**keys), "cpu")

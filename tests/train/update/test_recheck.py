@@ -6,7 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.train.model.batch import Batch
-from trainkit.train.update.recheck import ALONE, BACKWARD, FORWARD, SUMMED, WEIGHTS, Finding, Found, Watch, in_words
+from trainkit.train.update.recheck import (
+    ALONE,
+    BACKWARD,
+    FORWARD,
+    SUMMED,
+    WEIGHTS,
+    Finding,
+    Found,
+    Watch,
+    in_words,
+)
 
 
 def batch(position: int) -> Batch:
@@ -24,7 +34,8 @@ def watched(model: nn.Module, inputs: list[Tensor]) -> Watch:
 
 
 def test_a_weights_gradient_alone_may_overflow() -> None:
-    """All activations and their gradients are finite; the product that makes the weight's gradient is not."""
+    """All activations and their gradients are finite; the product that makes the weight's
+    gradient is not."""
     first, second = (nn.Linear(1, 1, bias=False) for _ in range(2))
     model = nn.Sequential(first, second)
     large = torch.full((2, 3, 1), 3e38)
@@ -33,8 +44,12 @@ def test_a_weights_gradient_alone_may_overflow() -> None:
         second.weight.fill_(1.0)
     found = watched(model, [torch.ones(2, 3, 1), large]).first
     assert found is not None
-    assert found == Finding(ALONE, 1, BACKWARD, 0, found.number, 0, "the gradient of 0.weight, 1 of 1 values", (12, 13))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()), "hooks are left"
+    assert found == Finding(
+        ALONE, 1, BACKWARD, 0, found.number, 0, "the gradient of 0.weight, 1 of 1 values", (12, 13)
+    )
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    ), "hooks are left"
     assert watched(model, [torch.ones(2, 3, 1)] * 2).first is None
 
 
@@ -47,17 +62,32 @@ def test_what_is_nearer_to_the_cause_comes_first() -> None:
         (ALONE, 0, BACKWARD, 0),
         (ALONE, 1, FORWARD, 0),
     ]
-    findings = [Finding(*place, number=1, rank=0, what="x") for place in [*order, (SUMMED, 0, FORWARD, 0)]]
+    findings = [
+        Finding(*place, number=1, rank=0, what="x") for place in [*order, (SUMMED, 0, FORWARD, 0)]
+    ]
     findings.reverse()
     assert sorted(findings) == findings[::-1]
 
 
 def test_words() -> None:
     watch = Watch([], rank=3)
-    watch.look(WEIGHTS, [("a", torch.ones(2)), ("b", torch.tensor([1.0, torch.nan])), ("c", torch.tensor([torch.nan]))], "the weights")
+    watch.look(
+        WEIGHTS,
+        [
+            ("a", torch.ones(2)),
+            ("b", torch.tensor([1.0, torch.nan])),
+            ("c", torch.tensor([torch.nan])),
+        ],
+        "the weights",
+    )
     words = in_words(Found(watch.first, 1), 4, str)
-    assert words == "computed again, the first that is not finite: the weights of b, 1 of 2 values of this rank's part, rank 3"
+    assert (
+        words
+        == "computed again, the first that is not finite: the weights of b, 1 of 2 values of this"
+        " rank's part, rank 3"
+    )
     of_batch = Finding(ALONE, 1, FORWARD, 0, 5, 2, "the output of layers.1", tuple(range(8, 14)))
     assert in_words(Found(of_batch, 1), 4, lambda at: f"at {at}").endswith(
-        "layers.1, rank 2, micro-batch 1, sample 8 (at 8), 9 (at 9), 10 (at 10), 11 (at 11), ...; 1 of 4 ranks find something by themselves"
+        "layers.1, rank 2, micro-batch 1, sample 8 (at 8), 9 (at 9), 10 (at 10), 11 (at 11), ...; 1"
+        " of 4 ranks find something by themselves"
     )

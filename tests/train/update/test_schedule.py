@@ -15,26 +15,82 @@ from trainkit.jobs.schema import Training
 from trainkit.train.update.schedule import learning_rate, learning_rates
 
 COMPLETED = (0, 1, 4, 5, 8, 9, 11, 12, 13)
-BASE: dict[str, Any] = {"train_iters": 20, "lr": 1.0, "min_lr": 0.1, "lr_warmup_iters": 4, "lr_decay_iters": 12}
-# What Megatron-Core 0.16.1's OptimizerParamScheduler.get_lr answers for num_steps in COMPLETED, whole schedules of 12 steps.
+BASE: dict[str, Any] = {
+    "train_iters": 20,
+    "lr": 1.0,
+    "min_lr": 0.1,
+    "lr_warmup_iters": 4,
+    "lr_decay_iters": 12,
+}
+# What Megatron-Core 0.16.1's OptimizerParamScheduler.get_lr answers for num_steps in COMPLETED,
+# whole schedules of 12 steps.
 MEGATRON: list[tuple[dict[str, Any], list[float]]] = [
     ({"lr_decay_style": "linear"}, [0.0, 0.25, 1.0, 0.8875, 0.55, 0.4375, 0.2125, 0.1, 0.1]),
     ({"lr_decay_style": "constant"}, [0.0, 0.25, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-    ({"lr_decay_style": "cosine"}, [0.0, 0.25, 1.0, 0.9657457896300791, 0.55, 0.3777924554357096, 0.13425421036992097, 0.1, 0.1]),
+    (
+        {"lr_decay_style": "cosine"},
+        [
+            0.0,
+            0.25,
+            1.0,
+            0.9657457896300791,
+            0.55,
+            0.3777924554357096,
+            0.13425421036992097,
+            0.1,
+            0.1,
+        ],
+    ),
     (
         {"lr_decay_style": "inverse-square-root"},
-        [0.0, 0.25, 1.0, 0.8944271909999159, 0.7071067811865475, 0.6666666666666666, 0.6030226891555273, 0.5773502691896258, 0.1],
+        [
+            0.0,
+            0.25,
+            1.0,
+            0.8944271909999159,
+            0.7071067811865475,
+            0.6666666666666666,
+            0.6030226891555273,
+            0.5773502691896258,
+            0.1,
+        ],
     ),
     (
         {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 0},
-        [1.0, 1.0, 0.5, 0.4472135954999579, 0.35355339059327373, 0.3333333333333333, 0.30151134457776363, 0.2886751345948129, 0.1],
+        [
+            1.0,
+            1.0,
+            0.5,
+            0.4472135954999579,
+            0.35355339059327373,
+            0.3333333333333333,
+            0.30151134457776363,
+            0.2886751345948129,
+            0.1,
+        ],
     ),
     (
         {"lr_decay_style": "inverse-square-root", "min_lr": 0.65},
-        [0.0, 0.25, 1.0, 0.8944271909999159, 0.7071067811865475, 0.6666666666666666, 0.65, 0.65, 0.65],
+        [
+            0.0,
+            0.25,
+            1.0,
+            0.8944271909999159,
+            0.7071067811865475,
+            0.6666666666666666,
+            0.65,
+            0.65,
+            0.65,
+        ],
     ),
-    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}, [0.0, 0.25, 1.0, 1.0, 1.0, 0.7136135474566861, 0.2702864035024489, 0.1, 0.1]),
-    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "linear"}, [0.0, 0.25, 1.0, 1.0, 1.0, 0.775, 0.325, 0.1, 0.1]),
+    (
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4},
+        [0.0, 0.25, 1.0, 1.0, 1.0, 0.7136135474566861, 0.2702864035024489, 0.1, 0.1],
+    ),
+    (
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "linear"},
+        [0.0, 0.25, 1.0, 1.0, 1.0, 0.775, 0.325, 0.1, 0.1],
+    ),
     (
         {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "cosine"},
         [0.0, 0.25, 1.0, 1.0, 1.0, 0.8681980515339464, 0.23180194846605365, 0.1, 0.1],
@@ -43,25 +99,69 @@ MEGATRON: list[tuple[dict[str, Any], list[float]]] = [
         {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_wsd_decay_style": "minus_sqrt"},
         [0.0, 0.25, 1.0, 1.0, 1.0, 0.55, 0.22057713659400527, 0.1, 0.1],
     ),
-    ({"lr_warmup_init": 0.2}, [0.2, 0.4, 1.0, 0.9657457896300791, 0.55, 0.3777924554357096, 0.13425421036992097, 0.1, 0.1]),
+    (
+        {"lr_warmup_init": 0.2},
+        [
+            0.2,
+            0.4,
+            1.0,
+            0.9657457896300791,
+            0.55,
+            0.3777924554357096,
+            0.13425421036992097,
+            0.1,
+            0.1,
+        ],
+    ),
     (
         {"lr_decay_style": "linear", "lr_warmup_iters": 0, "lr_warmup_fraction": 0.2},
         [0.0, 0.41666666666666663, 0.85, 0.75625, 0.475, 0.38125, 0.19375, 0.1, 0.1],
     ),
     (  # the decay is shorter than one step
         {"lr_decay_style": "linear", "lr_warmup_iters": 0, "lr_warmup_fraction": 0.95},
-        [0.0, 0.08771929824561404, 0.3508771929824562, 0.4385964912280702, 0.7017543859649124, 0.7894736842105264, 0.9649122807017545, 0.1, 0.1],
+        [
+            0.0,
+            0.08771929824561404,
+            0.3508771929824562,
+            0.4385964912280702,
+            0.7017543859649124,
+            0.7894736842105264,
+            0.9649122807017545,
+            0.1,
+            0.1,
+        ],
     ),
     (
         {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 0, "lr_warmup_fraction": 0.3},
-        [0.0, 0.2777777777777778, 0.9486832980505138, 0.8485281374238569, 0.6708203932499368, 0.6324555320336759, 0.5720775535473553, 0.5477225575051661, 0.1],
+        [
+            0.0,
+            0.2777777777777778,
+            0.9486832980505138,
+            0.8485281374238569,
+            0.6708203932499368,
+            0.6324555320336759,
+            0.5720775535473553,
+            0.5477225575051661,
+            0.1,
+        ],
     ),
 ]
 
 
 @pytest.mark.parametrize(
     ("completed", "rate"),
-    [(0, 0.0), (1, 0.25), (2, 0.5), (4, 1.0), (5, 0.9657457896300791), (8, 0.55), (10, 0.23180194846605365), (12, 0.1), (13, 0.1), (100, 0.1)],
+    [
+        (0, 0.0),
+        (1, 0.25),
+        (2, 0.5),
+        (4, 1.0),
+        (5, 0.9657457896300791),
+        (8, 0.55),
+        (10, 0.23180194846605365),
+        (12, 0.1),
+        (13, 0.1),
+        (100, 0.1),
+    ],
 )
 def test_warmup_cosine_floor(completed: int, rate: float) -> None:
     """min + (1 + cos(pi * (n - 4) / 8)) / 2 * (max - min) from 4 to 12."""
@@ -80,7 +180,11 @@ def test_a_warmup_longer_than_the_decay() -> None:
     assert [learning_rate(training, n) for n in (4, 8, 9)] == [0.5, 1.0, 0.1]
 
 
-@pytest.mark.parametrize(("keys", "rates"), MEGATRON, ids=lambda v: " ".join(str(x) for x in v.values()) if isinstance(v, dict) else "")
+@pytest.mark.parametrize(
+    ("keys", "rates"),
+    MEGATRON,
+    ids=lambda v: " ".join(str(x) for x in v.values()) if isinstance(v, dict) else "",
+)
 def test_every_style_as_megatron_has_it(keys: dict[str, Any], rates: list[float]) -> None:
     training = Training(**{**BASE, **keys})
     assert [learning_rate(training, n) for n in COMPLETED] == pytest.approx(rates, rel=1e-12)
@@ -102,7 +206,9 @@ def schedules(draw: st.DrawFn) -> Training:
     keys["lr_decay_style"] = style
     if style == "WSD":
         keys["lr_wsd_decay_iters"] = draw(st.integers(1, int(decay - warmup)))
-        keys["lr_wsd_decay_style"] = draw(st.sampled_from(["exponential", "linear", "cosine", "minus_sqrt"]))
+        keys["lr_wsd_decay_style"] = draw(
+            st.sampled_from(["exponential", "linear", "cosine", "minus_sqrt"])
+        )
     lr = draw(st.floats(1e-6, 1))
     low, first = lr * draw(st.floats(0, 1)), lr * draw(st.floats(0, 1))
     return Training(train_iters=70, lr=lr, min_lr=low, lr_warmup_init=first, **keys)
@@ -129,7 +235,9 @@ def test_any_schedule_as_megatron_core_has_it(training: Training) -> None:
     )
     for n in range(training.train_iters + 1):
         theirs.num_steps = n
-        assert learning_rate(training, n) == pytest.approx(theirs.get_lr({}), rel=1e-12, abs=1e-18), n
+        assert learning_rate(training, n) == pytest.approx(
+            theirs.get_lr({}), rel=1e-12, abs=1e-18
+        ), n
 
 
 @settings(max_examples=60, deadline=None)
@@ -140,7 +248,10 @@ def test_a_rate_rises_in_the_warmup_and_never_after_it(training: Training) -> No
     rising, falling = rates[steps <= training.warmup_iters], rates[steps >= training.warmup_iters]
     tiny = 1e-12 * training.lr
     assert np.all(np.diff(rising) >= -tiny) and np.all(np.diff(falling) <= tiny)
-    assert rates.max() <= training.lr + tiny and rates.min() >= min(training.min_lr, training.lr_warmup_init) - tiny
+    assert (
+        rates.max() <= training.lr + tiny
+        and rates.min() >= min(training.min_lr, training.lr_warmup_init) - tiny
+    )
     assert training.warmup_iters == 0 or rates[0] == training.lr_warmup_init
     assert training.lr_decay_style == "constant" or rates[-1] == training.min_lr
 
@@ -150,6 +261,8 @@ def test_a_rate_rises_in_the_warmup_and_never_after_it(training: Training) -> No
 def test_the_table_on_the_device_holds_the_same_rates(training: Training) -> None:
     rates = learning_rates(training, "cpu")
     assert rates.dtype == torch.float32 and rates.shape == (training.train_iters + 1,)
-    assert rates.tolist() == [float(np.float32(learning_rate(training, n))) for n in range(training.train_iters + 1)]
+    assert rates.tolist() == [
+        float(np.float32(learning_rate(training, n))) for n in range(training.train_iters + 1)
+    ]
     steps = torch.tensor(7)
     assert rates.take(steps).shape == () and float(rates.take(steps)) == float(rates[7])

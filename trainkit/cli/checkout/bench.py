@@ -1,6 +1,8 @@
-"""The task bench: runs the files of benchmarks/ of this checkout, each beside its peers, in an environment of their own.
+"""The task bench: runs the files of benchmarks/ of this checkout, each beside its peers, in an
+environment of their own.
 
-As a program: says as one JSON object what machine this is and which versions stand in the environment it runs in.
+As a program: says as one JSON object what machine this is and which versions stand in the
+environment it runs in.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from trainkit.base.install import InstallError, ensure
 from trainkit.cli.checkout.test import checkout
 from trainkit.cli.wrapper import Answer, Talk
 
-FOLDER, PINS = ".venv-bench", "benchmarks/peers.txt"
-COMPARED = ("torch", "transformers", "litgpt", "lightning", "megatron-core", "numpy")  # whose versions a table is read with
+FOLDER = ".venv-bench"
+PINS = "benchmarks/peers.txt"
+# whose versions a table is read with
+COMPARED = ("torch", "transformers", "litgpt", "lightning", "megatron-core", "numpy")
 ENDS = 60.0  # seconds a benchmark has to end after Ctrl-C
 
 
@@ -52,7 +56,9 @@ class Benchmark:
 def read_benchmark(path: Path) -> Benchmark:
     """What a file says of itself, without running it."""
     tree = ast.parse(path.read_text())
-    words = frozenset(n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    words = frozenset(
+        n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    )
     return Benchmark(path, (ast.get_docstring(tree) or "").split("\n")[0], words)
 
 
@@ -61,8 +67,11 @@ def benchmarks(root: Path) -> list[Benchmark]:
     return [read_benchmark(path) for path in sorted((root / "benchmarks").glob("*.py"))]
 
 
-def chosen(found: list[Benchmark], name: str, options: dict[str, str]) -> tuple[list[Benchmark], list[str]]:
-    """(the benchmarks to run, lines about those left out). Those that do not take one of the options are left out, or refused if named.
+def chosen(
+    found: list[Benchmark], name: str, options: dict[str, str]
+) -> tuple[list[Benchmark], list[str]]:
+    """(the benchmarks to run, lines about those left out). Those that do not take one of the
+    options are left out, or refused if named.
 
     Args:
         found: all there are.
@@ -72,8 +81,12 @@ def chosen(found: list[Benchmark], name: str, options: dict[str, str]) -> tuple[
     Raises ConfigError.
     """
     if name and name not in {b.name for b in found}:
-        raise ConfigError(f"there is no benchmarks/{name}.py", hint=f"there are: {', '.join(b.name for b in found)}")
-    run, left_out = [], []
+        raise ConfigError(
+            f"there is no benchmarks/{name}.py",
+            hint=f"there are: {', '.join(b.name for b in found)}",
+        )
+    run = []
+    left_out = []
     for benchmark in (b for b in found if name in ("", b.name)):
         missing = [option for option in options if not benchmark.takes(option)]
         if missing and name:
@@ -96,7 +109,13 @@ def machine() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     cores = len(os.sched_getaffinity(0))
-    return {"cpu": _cpu_model(), "cores": cores, "gpus": _gpu_names(), "versions": versions, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    return {
+        "cpu": _cpu_model(),
+        "cores": cores,
+        "gpus": _gpu_names(),
+        "versions": versions,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
 
 
 def describe(machine: dict[str, Any]) -> str:
@@ -111,20 +130,46 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    fields = dict(reversed([(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)]))  # the first of each counts
+    # the first of each counts
+    fields = dict(
+        reversed(
+            [
+                (key.strip(), value.strip())
+                for key, _, value in (line.partition(":") for line in lines)
+            ]
+        )
+    )
     model = fields.get("model name") or platform.processor() or platform.machine()
     if not fields.get("cpu family"):
         return model
-    widest = next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in fields.get("flags", "").split()), "")
-    return f"{model} (family {fields['cpu family']}, model {fields.get('model', '?')}{f', {widest}' if widest else ''})"
+    widest = next(
+        (
+            name
+            for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+            if name in fields.get("flags", "").split()
+        ),
+        "",
+    )
+    return (
+        f"{model} (family {fields['cpu family']}, model"
+        f" {fields.get('model', '?')}{f', {widest}' if widest else ''})"
+    )
 
 
 def _gpu_names() -> list[str]:
     try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    if done.returncode == 0:
+        return done.stdout.splitlines()
+    return []
 
 
 def _peers_environment(root: Path) -> Path:
@@ -138,12 +183,24 @@ def _peers_environment(root: Path) -> Path:
 
 def _run(talk: Talk, python: Path, benchmark: Benchmark, options: list[str]) -> dict[str, Any]:
     """Run one, its words passed on as they come; returns what the document says of it."""
-    began, lines, rows = time.monotonic(), [], None
+    began = time.monotonic()
+    lines = []
+    rows = None
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "rows.json"
-        told = ["--rows", str(table)] if benchmark.takes("--rows") else []
+        if benchmark.takes("--rows"):
+            told = ["--rows", str(table)]
+        else:
+            told = []
         argv = [str(python), "-P", str(benchmark.path), *options, *told]
-        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace", bufsize=1)
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            bufsize=1,
+        )
         try:
             assert child.stdout is not None
             for line in child.stdout:
@@ -158,24 +215,40 @@ def _run(talk: Talk, python: Path, benchmark: Benchmark, options: list[str]) -> 
             raise
         if table.is_file():
             rows = json.loads(table.read_text())
-    words = {"name": benchmark.name, "claim": benchmark.claim, "exit": code, "seconds": round(time.monotonic() - began, 1)}
+    words = {
+        "name": benchmark.name,
+        "claim": benchmark.claim,
+        "exit": code,
+        "seconds": round(time.monotonic() - began, 1),
+    }
     return {**words, "output": lines, "rows": rows}
 
 
 def bench(talk: Talk, name: str, *, listing: bool, quick: bool, device: str) -> Answer:
-    """Run all benchmarks, or the one called `name`; exit 6 if one of them failed. Raises ConfigError for a name or an option that is none."""
+    """Run all benchmarks, or the one called `name`; exit 6 if one of them failed. Raises
+    ConfigError for a name or an option that is none."""
     root = checkout("benchmarks")
     found = benchmarks(root)
     if listing:
         width = max(len(b.name) for b in found)
         for benchmark in found:
             talk.say(f"{benchmark.name:{width}}  {benchmark.claim}")
-        return Answer({"schema": "benchmarks/1", "benchmarks": [{"name": b.name, "claim": b.claim} for b in found]})
+        return Answer(
+            {
+                "schema": "benchmarks/1",
+                "benchmarks": [{"name": b.name, "claim": b.claim} for b in found],
+            }
+        )
     options = {**({"--quick": ""} if quick else {}), **({"--device": device} if device else {})}
     run, left_out = chosen(found, name, options)
     python = _peers_environment(root)
     asked = subprocess.run(
-        [str(python), "-P", "-m", "trainkit.cli.checkout.bench"], cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+        [str(python), "-P", "-m", "trainkit.cli.checkout.bench"],
+        cwd=root,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     where = json.loads(asked.stdout)
     talk.say(describe(where))
@@ -189,7 +262,10 @@ def bench(talk: Talk, name: str, *, listing: bool, quick: bool, device: str) -> 
     failed = [d["name"] for d in done if d["exit"]]
     if failed:
         talk.say(f"failed: {', '.join(failed)}")
-    return Answer({"schema": "bench/1", "machine": where, "benchmarks": done}, Exit.STAGE_FAILED if failed else Exit.DONE)
+    return Answer(
+        {"schema": "bench/1", "machine": where, "benchmarks": done},
+        Exit.STAGE_FAILED if failed else Exit.DONE,
+    )
 
 
 if __name__ == "__main__":

@@ -19,15 +19,27 @@ NEEDED = ("pytest", "ruff", "mypy", "hypothesis", "xdist")
 
 
 def checkout(part: str) -> Path:
-    """The checkout this package was installed from, with its folder `part` in it. Raises ConfigError where it is none."""
+    """The checkout this package was installed from, with its folder `part` in it. Raises
+    ConfigError where it is none."""
     root = Path(trainkit.__file__).parent.parent
     if not all((root / name).exists() for name in (*CHECKOUT_FILES, part)):
-        raise ConfigError(f"trainkit is installed in {root}, which is no checkout with {part}", hint="clone the project and run ./inv there")
+        raise ConfigError(
+            f"trainkit is installed in {root}, which is no checkout with {part}",
+            hint="clone the project and run ./inv there",
+        )
     return root
 
 
-def test(paths: Sequence[str] = (), *, slow: bool = False, k: str = "", last_failed: bool = False, lint: bool = True) -> None:
-    """Ruff, mypy, pytest, in the checkout this package was installed from; the first failure ends it.
+def test(
+    paths: Sequence[str] = (),
+    *,
+    slow: bool = False,
+    k: str = "",
+    last_failed: bool = False,
+    lint: bool = True,
+) -> None:
+    """Ruff, mypy, pytest, in the checkout this package was installed from; the first failure
+    ends it.
 
     Args:
         paths: files, folders or tests (FILE::NAME) of the checkout; none: all of tests/.
@@ -39,21 +51,33 @@ def test(paths: Sequence[str] = (), *, slow: bool = False, k: str = "", last_fai
     root = checkout("tests")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the test extra is not installed ({', '.join(missing)} missing)", hint="./inv test installs it")
+        raise ConfigError(
+            f"the test extra is not installed ({', '.join(missing)} missing)",
+            hint="./inv test installs it",
+        )
     absent = [path for path in paths if not (root / path.partition("::")[0]).exists()]
     if absent:
-        raise ConfigError(f"no such test in {root}: {', '.join(absent)}", hint="give files or folders below it: ./inv test tests/data")
+        raise ConfigError(
+            f"no such test in {root}: {', '.join(absent)}",
+            hint="give files or folders below it: ./inv test tests/data",
+        )
     checks = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]]
     part = bool(paths or k or last_failed)
-    workers = len(os.sched_getaffinity(0)) + 2  # two more than processors: tests on several hosts mostly wait
+    # two more than processors: tests on several hosts mostly wait
+    workers = len(os.sched_getaffinity(0)) + 2
     pytest = ["pytest", "-n", str(workers), "--dist", "worksteal"]
     pytest += ["--hypothesis-profile=slow"] if slow else ["-m", "not slow"]
     pytest += ["-k", k] if k else []
     pytest += ["--last-failed"] if last_failed else []
-    # Without bytecode on disk each worker and each of a thousand programs compiles the package and the tests again.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    # Without bytecode on disk each worker and each of a thousand programs compiles the package and
+    # the tests again.
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     for words in [*(checks if lint and not part else []), [*pytest, *paths]]:
         print(f"$ {' '.join(words)}", flush=True)
-        code = subprocess.run([sys.executable, "-m", *words], cwd=root, env=environment, check=False).returncode
+        code = subprocess.run(
+            [sys.executable, "-m", *words], cwd=root, env=environment, check=False
+        ).returncode
         if code:
             raise Leave(code=code)

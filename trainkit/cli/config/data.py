@@ -24,22 +24,37 @@ BAR = 40  # columns of the longest bar
 
 
 def _folders(talk: Talk, name: str, job: str) -> list[tuple[Dataset, DataFolder]]:
-    """The dataset and its folder; of a blend, those of its parts. Raises ConfigError (exit 3) for random tokens."""
+    """The dataset and its folder; of a blend, those of its parts. Raises ConfigError (exit 3)
+    for random tokens."""
     jobs = load_jobs(talk)
     dataset = jobs.dataset(name)
     if dataset.source == "mock":
         raise ConfigError(f"dataset '{name}' is random tokens: there are no files to look at")
-    root = Path(jobs.resolve(job).job.cluster.root or ".") if job else jobs.root
-    parts = {part.dataset.name: part.dataset for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend) for part in blend.values()}
-    return [(found, DataFolder(root, found)) for found in (parts.values() if dataset.source == "blend" else [dataset])]
+    if job:
+        root = Path(jobs.resolve(job).job.cluster.root or ".")
+    else:
+        root = jobs.root
+    parts = {
+        part.dataset.name: part.dataset
+        for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend)
+        for part in blend.values()
+    }
+    return [
+        (found, DataFolder(root, found))
+        for found in (parts.values() if dataset.source == "blend" else [dataset])
+    ]
 
 
 def _prefixes(dataset: Dataset, folder: DataFolder) -> list[Path]:
     read_manifest(folder.manifest)  # or it is not prepared
-    return prefixes_of(dataset, folder.root) if dataset.source == "indexed" else folder.prefixes()
+    if dataset.source == "indexed":
+        return prefixes_of(dataset, folder.root)
+    return folder.prefixes()
 
 
-def stats(talk: Talk, name: str, job: str, *, count_only: bool, samples: int, seed: int, picture: str) -> Answer:
+def stats(
+    talk: Talk, name: str, job: str, *, count_only: bool, samples: int, seed: int, picture: str
+) -> Answer:
     """The task `data-stats`."""
     folders = _folders(talk, name, job)
     prefixes = [prefix for dataset, folder in folders for prefix in _prefixes(dataset, folder)]
@@ -59,7 +74,9 @@ def stats(talk: Talk, name: str, job: str, *, count_only: bool, samples: int, se
 
 
 def _counts(counts: Counts) -> str:
-    return f"{counts.documents:,} documents, {counts.sequences:,} sequences, {counts.tokens:,} tokens"
+    return (
+        f"{counts.documents:,} documents, {counts.sequences:,} sequences, {counts.tokens:,} tokens"
+    )
 
 
 def _table(*headings: str) -> Listing:
@@ -69,42 +86,76 @@ def _table(*headings: str) -> Listing:
 def _print(talk: Talk, found: Statistics) -> None:
     """Counts, lengths as bars, the most frequent tokens, the samples."""
     talk.say(_counts(found.counts))
-    told = ", ".join(f"{percent} % have at most {tokens:,}" for percent, tokens in found.percentiles.items())
-    talk.say(f"of the documents, {told or 'none has a length'} tokens; the longest has {found.longest:,}, {found.empty_documents:,} are empty")
-    lengths, most = _table("tokens", "documents", "of all tokens", ""), max((b.documents for b in found.lengths), default=1)
+    told = ", ".join(
+        f"{percent} % have at most {tokens:,}" for percent, tokens in found.percentiles.items()
+    )
+    talk.say(
+        f"of the documents, {told or 'none has a length'} tokens; the longest has"
+        f" {found.longest:,}, {found.empty_documents:,} are empty"
+    )
+    lengths, most = (
+        _table("tokens", "documents", "of all tokens", ""),
+        max((b.documents for b in found.lengths), default=1),
+    )
     for b in found.lengths:
         share = b.tokens / max(1, found.counts.tokens)
         lengths.add_row(
-            f"{b.low:,} to {b.high:,}" if b.high > b.low else f"{b.low:,}", f"{b.documents:,}", f"{share:.1%}", "#" * round(BAR * b.documents / most)
+            f"{b.low:,} to {b.high:,}" if b.high > b.low else f"{b.low:,}",
+            f"{b.documents:,}",
+            f"{share:.1%}",
+            "#" * round(BAR * b.documents / most),
         )
     talk.console.print(lengths)
     talk.say(f"{found.ids_used:,} of {found.vocab_size:,} ids occur; the most frequent:")
     tokens = _table("id", "times", "share", "token")
     for entry in found.frequent:
-        tokens.add_row(str(entry.id), f"{entry.count:,}", f"{entry.count / found.counts.tokens:.2%}", escape(repr(entry.text)))
+        tokens.add_row(
+            str(entry.id),
+            f"{entry.count:,}",
+            f"{entry.count / found.counts.tokens:.2%}",
+            escape(repr(entry.text)),
+        )
     talk.console.print(tokens)
     for sample in found.samples:
-        cut = " ..." if sample.tokens > len(sample.text) else ""
+        if sample.tokens > len(sample.text):
+            cut = " ..."
+        else:
+            cut = ""
         talk.say(f"--- document {sample.document:,} of {sample.pair}, {sample.tokens:,} tokens:")
         talk.say(f"{sample.text}{cut}")
 
 
 def verify(talk: Talk, name: str, job: str) -> Answer:
     """The task `data-verify`. Raises ConfigError (exit 6) with everything that is wrong."""
-    total, rows = Found(), []
+    total = Found()
+    rows = []
     for dataset, folder in _folders(talk, name, job):
         manifest = read_manifest(folder.manifest)
         assert dataset.tokenizer is not None
-        found = verify_dataset(folder.path, manifest, _prefixes(dataset, folder), eod=dataset.tokenizer.append_eod)
+        found = verify_dataset(
+            folder.path, manifest, _prefixes(dataset, folder), eod=dataset.tokenizer.append_eod
+        )
         rows.append(_row(dataset, found))
         total += found
     if total.problems:
         raise ConfigError(total.problems, exit=Exit.STAGE_FAILED)
     for row in rows:
-        sums = f", checksums of {row['checked_bytes'] / 1e6:,.1f} MB" if row["checked_bytes"] else "; there are no checksums of ready-made pairs"
-        talk.say(f"{row['name']} is sound: {row['documents']:,} documents, {row['sequences']:,} sequences, {row['tokens']:,} tokens{sums}")
+        if row["checked_bytes"]:
+            sums = f", checksums of {row['checked_bytes'] / 1e6:,.1f} MB"
+        else:
+            sums = "; there are no checksums of ready-made pairs"
+        talk.say(
+            f"{row['name']} is sound: {row['documents']:,} documents, {row['sequences']:,}"
+            f" sequences, {row['tokens']:,} tokens{sums}"
+        )
     return Answer(document("data-verify/1", dataset=name, datasets=rows))
 
 
 def _row(dataset: Dataset, found: Found) -> dict[str, Any]:
-    return {"name": dataset.name, "documents": found.documents, "sequences": found.sequences, "tokens": found.tokens, "checked_bytes": found.checked_bytes}
+    return {
+        "name": dataset.name,
+        "documents": found.documents,
+        "sequences": found.sequences,
+        "tokens": found.tokens,
+        "checked_bytes": found.checked_bytes,
+    }

@@ -31,7 +31,12 @@ def show(talk: Talk, job: str, explain: str, format: str, sets: Sequence[str]) -
         raise ConfigError(f"--format {format!r} is neither toml nor json")
     resolved = load_jobs(talk).resolve(job, sets)
     if format == "json" and not talk.json:
-        talk.say(json.dumps(look.explain(resolved, explain) if explain else look.show_document(resolved), indent=2))
+        talk.say(
+            json.dumps(
+                look.explain(resolved, explain) if explain else look.show_document(resolved),
+                indent=2,
+            )
+        )
         return Answer({})
     if explain:
         if not talk.json:

@@ -1,4 +1,5 @@
-"""The task `plan`: what a job will need, beside what its last run took; exit 4 when it cannot run."""
+"""The task `plan`: what a job will need, beside what its last run took; exit 4 when it cannot
+run."""
 
 from __future__ import annotations
 
@@ -26,20 +27,33 @@ from trainkit.runs.summary import summarize
 
 def plan(talk: Talk, name: str, nodes: int, cluster: str, sets: Sequence[str]) -> Answer:
     """The task `plan`."""
-    given = [*([f"cluster={json.dumps(cluster)}"] if cluster else []), *([f"nodes={nodes}"] if nodes else []), *sets]
+    given = [
+        *([f"cluster={json.dumps(cluster)}"] if cluster else []),
+        *([f"nodes={nodes}"] if nodes else []),
+        *sets,
+    ]
     jobs = load_jobs(talk)
     job = jobs.resolve(name, given).job
     made = plan_of(job)
     if not talk.json:
         from trainkit.cli.config.render_plan import print_page
 
-        print_page(talk.console, job, made, talk.command, launchable=_launchable(job), engine=jobs.engine(job.engine))
+        print_page(
+            talk.console,
+            job,
+            made,
+            talk.command,
+            launchable=_launchable(job),
+            engine=jobs.engine(job.engine),
+        )
     return Answer(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
 
 
 def plan_of(job: Job) -> Plan:
     """The plan of a job by its engine's rules, with what is prepared, free and measured here."""
-    return make_plan(job, rules=RULES[job.engine], prepared=prepared(job), measured=last_measured(job))
+    return make_plan(
+        job, rules=RULES[job.engine], prepared=prepared(job), measured=last_measured(job)
+    )
 
 
 def _launchable(job: Job) -> bool:
@@ -54,43 +68,76 @@ def _launchable(job: Job) -> bool:
 def prepared(job: Job) -> Prepared:
     """What of a job is there already. Raises ConfigError for a prepared dataset of another version.
 
-    The disk counts where ranks run on this machine for sure: GPUs of a local cluster may be those of another one that is planned for.
+    The disk counts where ranks run on this machine for sure: GPUs of a local cluster may be
+    those of another one that is planned for.
     """
     root = Path(job.cluster.root or ".")
-    manifest = DataFolder(root, job.dataset).manifest if job.dataset.tokenizer is not None else None
-    found = read_form(manifest, "dataset/1") if manifest is not None and manifest.is_file() else {}
+    if job.dataset.tokenizer is not None:
+        manifest = DataFolder(root, job.dataset).manifest
+    else:
+        manifest = None
+    if manifest is not None and manifest.is_file():
+        found = read_form(manifest, "dataset/1")
+    else:
+        found = {}
     here = job.cluster.launcher == "local" and job.cluster.device_type == "cpu"
-    free, memory = (_free_bytes(root), machine_bytes()) if here else (None, None)
+    if here:
+        free = _free_bytes(root)
+        memory = machine_bytes()
+    else:
+        free = None
+        memory = None
     return Prepared(found.get("vocab_size"), found.get("tokens"), free, memory)
 
 
 def machine_bytes(root: Path = Path("/")) -> int | None:
-    """Memory of this machine, or of the cgroup that this process may use less of; None where the system does not say.
+    """Memory of this machine, or of the cgroup that this process may use less of; None where the
+    system does not say.
 
     Args:
         root: of /proc and /sys.
     """
     try:
-        known = [int(line.split()[1]) * 1024 for line in (root / "proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:")]
-        group = next((line.split(":", 2)[2] for line in (root / "proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "/")
+        known = [
+            int(line.split()[1]) * 1024
+            for line in (root / "proc/meminfo").read_text().splitlines()
+            if line.startswith("MemTotal:")
+        ]
+        group = next(
+            (
+                line.split(":", 2)[2]
+                for line in (root / "proc/self/cgroup").read_text().splitlines()
+                if line.startswith("0::")
+            ),
+            "/",
+        )
     except (OSError, ValueError, IndexError):
         return None
     for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
         with contextlib.suppress(OSError, ValueError):  # "max", or no such controller
-            known.append(int((root / "sys/fs/cgroup" / folder.relative_to("/") / "memory.max").read_text()))
+            known.append(
+                int((root / "sys/fs/cgroup" / folder.relative_to("/") / "memory.max").read_text())
+            )
     return min(known, default=None)
 
 
 def _free_bytes(root: Path) -> int | None:
-    there = next((folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir()), None)
-    return shutil.disk_usage(there).free if there else None
+    there = next(
+        (folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir()), None
+    )
+    if there:
+        return shutil.disk_usage(there).free
+    return None
 
 
 def _runs_of(job: Job) -> Iterator[tuple[RunFolder, Job]]:
-    """Runs of this job on this cluster, newest first; those of another version of trainkit cannot be compared."""
+    """Runs of this job on this cluster, newest first; those of another version of trainkit
+    cannot be compared."""
     folder = Path(job.cluster.root or ".") / "runs" / job.name
     try:
-        ids = sorted((path.name for path in folder.iterdir() if (path / "job.json").is_file()), reverse=True)
+        ids = sorted(
+            (path.name for path in folder.iterdir() if (path / "job.json").is_file()), reverse=True
+        )
     except OSError:
         return
     for name in ids:
@@ -104,7 +151,8 @@ def _runs_of(job: Job) -> Iterator[tuple[RunFolder, Job]]:
 
 
 def last_measured(job: Job) -> Measured | None:
-    """What the newest run of this job on this cluster took, and what its plan had said; one of the same layout before others. None without any."""
+    """What the newest run of this job on this cluster took, and what its plan had said; one of
+    the same layout before others. None without any."""
     candidates = [(run, ran) for run, ran in _runs_of(job) if run.metrics.is_file()]
     same = [(run, ran) for run, ran in candidates if layout_key(ran) == layout_key(job)]
     for run, ran in [*same, *candidates]:
@@ -112,7 +160,8 @@ def last_measured(job: Job) -> Measured | None:
         if summary.tokens_per_second is None:
             continue
         planned = _planned(run)
-        memory, speed = planned.get("memory") or {}, (planned.get("duration") or {}).get("speed") or {}
+        memory = planned.get("memory") or {}
+        speed = (planned.get("duration") or {}).get("speed") or {}
         return Measured(
             run=run.id,
             same_layout=(run, ran) in same,
@@ -135,7 +184,8 @@ def _planned(run: RunFolder) -> dict[str, Any]:
 
 
 def _checkpoint_bytes(checkpoints: Path) -> int | None:
-    """Tensor bytes of the newest checkpoint, from its manifest; None where there is none that can be read."""
+    """Tensor bytes of the newest checkpoint, from its manifest; None where there is none that
+    can be read."""
     for manifest in sorted(checkpoints.glob("step-*/manifest.json"), reverse=True):
         try:
             tensors = read_form(manifest, "checkpoint/1")["tensors"]

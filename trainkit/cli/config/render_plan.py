@@ -17,7 +17,9 @@ from trainkit.plan.objection import Objection
 from trainkit.plan.planner import Plan
 from trainkit.plan.storage import GIB, Storage
 
-BAR, BESIDE = 48, 42  # columns of the longest bar; of what stands beside it
+# columns of the longest bar; of what stands beside it
+BAR = 48
+BESIDE = 42
 ROWS = 8  # bars at most
 LEGEND = 3  # entries of the legend side by side
 GAP = 3  # blanks between them
@@ -36,7 +38,15 @@ PARTS = {
 }
 
 
-def print_page(console: Console, job: Job, plan: Plan, command: str, *, launchable: bool = True, engine: Engine | None = None) -> None:
+def print_page(
+    console: Console,
+    job: Job,
+    plan: Plan,
+    command: str,
+    *,
+    launchable: bool = True,
+    engine: Engine | None = None,
+) -> None:
     """Print a plan for people.
 
     Args:
@@ -48,8 +58,14 @@ def print_page(console: Console, job: Job, plan: Plan, command: str, *, launchab
     page.add_column(no_wrap=True, style="bold")
     page.add_column(overflow="fold")
     if engine is not None:
-        revision = f" at {engine.revision}" if engine.revision else ""
-        image = f", container {engine.container}" if engine.container else ""
+        if engine.revision:
+            revision = f" at {engine.revision}"
+        else:
+            revision = ""
+        if engine.container:
+            image = f", container {engine.container}"
+        else:
+            image = ""
         page.add_row("engine", escape(f"{engine.name}: {engine.source}{revision}{image}"))
     for what, said in _rows(console, job, plan):
         page.add_row(what, said)
@@ -63,7 +79,10 @@ def print_page(console: Console, job: Job, plan: Plan, command: str, *, launchab
     elif launchable:
         console.print(f"[green]feasible[/]: {command} train {plan.job}")
     else:
-        words = f"this version plans the job, but does not launch it: {command} train {plan.job} says why"
+        words = (
+            f"this version plans the job, but does not launch it: {command} train {plan.job}"
+            " says why"
+        )
         if job.engine != "native":
             words = f"engine {job.engine} can be planned but not launched; use --set engine=native"
         console.print(f"[green]feasible[/]; {words}")
@@ -81,8 +100,17 @@ def _rows(console: Console, job: Job, plan: Plan) -> Iterator[tuple[str, Rendera
     if plan.storage:
         yield "disk", _disk(plan.storage, plan.duration)
     if plan.epochs:
-        about = "about " if plan.epochs.estimated else ""
-        yield "data", f"{plan.epochs.epochs:,.2f} epochs of {escape(job.dataset.name)}, {about}{_count(plan.epochs.dataset_tokens)} tokens"
+        if plan.epochs.estimated:
+            about = "about "
+        else:
+            about = ""
+        yield (
+            "data",
+            (
+                f"{plan.epochs.epochs:,.2f} epochs of {escape(job.dataset.name)},"
+                f" {about}{_count(plan.epochs.dataset_tokens)} tokens"
+            ),
+        )
     if plan.measured:
         yield "measured", _measured(plan)
 
@@ -100,7 +128,9 @@ def _span(seconds: float) -> str:
     for size, word in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {word}"
-    return f"{seconds:,.1f} s" if seconds >= 0.1 else f"{seconds * 1000:,.1f} ms"
+    if seconds >= 0.1:
+        return f"{seconds:,.1f} s"
+    return f"{seconds * 1000:,.1f} ms"
 
 
 def _gib(size: float) -> str:
@@ -113,20 +143,42 @@ def _gib(size: float) -> str:
 
 def _size(job: Job, plan: Plan) -> str:
     model = job.model
-    shape = f"{model.family}, {model.num_layers} layers of {model.hidden_size:,}, {model.num_attention_heads} heads, {model.seq_length:,} tokens a sample"
+    shape = (
+        f"{model.family}, {model.num_layers} layers of {model.hidden_size:,},"
+        f" {model.num_attention_heads} heads, {model.seq_length:,} tokens a sample"
+    )
     if plan.parameters is None or plan.vocab_size is None:
         return f"known once the tokenizer is prepared ({shape})"
-    padded = f" (padded to {plan.padded_vocab_size:,})" if plan.padded_vocab_size != plan.vocab_size else ""
+    if plan.padded_vocab_size != plan.vocab_size:
+        padded = f" (padded to {plan.padded_vocab_size:,})"
+    else:
+        padded = ""
     return f"{_count(plan.parameters)} parameters: {shape}, vocabulary {plan.vocab_size:,}{padded}"
 
 
 def _ranks(job: Job, plan: Plan) -> str:
-    layout, device = plan.layout, job.cluster.device
-    nodes = f"{job.nodes} node{'s' if job.nodes > 1 else ''} x {job.ranks_per_node} {device.label or device.name}"
-    split = f"tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}, ZeRO {job.parallelism.zero_stage}"
-    virtual = f", {layout.virtual} chunks a stage" if layout.virtual > 1 else ""
-    stages = f"; layers by stage: {_runs(layout.layers_by_stage)}" if layout.pipeline > 1 else ""
-    return f"{plan.world_size} = {nodes} of {escape(job.cluster.name)}, engine {plan.engine}: {split}{virtual}{stages}"
+    layout = plan.layout
+    device = job.cluster.device
+    nodes = (
+        f"{job.nodes} node{'s' if job.nodes > 1 else ''} x {job.ranks_per_node}"
+        f" {device.label or device.name}"
+    )
+    split = (
+        f"tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}, ZeRO"
+        f" {job.parallelism.zero_stage}"
+    )
+    if layout.virtual > 1:
+        virtual = f", {layout.virtual} chunks a stage"
+    else:
+        virtual = ""
+    if layout.pipeline > 1:
+        stages = f"; layers by stage: {_runs(layout.layers_by_stage)}"
+    else:
+        stages = ""
+    return (
+        f"{plan.world_size} = {nodes} of {escape(job.cluster.name)}, engine {plan.engine}:"
+        f" {split}{virtual}{stages}"
+    )
 
 
 def _runs(numbers: Sequence[int]) -> str:
@@ -141,28 +193,56 @@ def _runs(numbers: Sequence[int]) -> str:
 
 
 def _batch(job: Job, plan: Plan) -> str:
-    tokens, micro = plan.global_batch_size * job.model.seq_length, job.training.micro_batch_size
-    text = f"{plan.global_batch_size:,} samples = {tokens:,} tokens: {plan.gradient_accumulation_steps:,} micro-batches of {micro} a rank"
+    tokens = plan.global_batch_size * job.model.seq_length
+    micro = job.training.micro_batch_size
+    text = (
+        f"{plan.global_batch_size:,} samples = {tokens:,} tokens:"
+        f" {plan.gradient_accumulation_steps:,} micro-batches of {micro} a rank"
+    )
     if job.training.rampup_batch_size:
-        text += f", growing from {job.training.rampup_batch_size[0]} over {job.training.rampup_batch_size[2]:,} samples"
-    return f"{text}; {plan.layout.bubble_fraction:.1%} of a step is pipeline bubble" if plan.layout.pipeline > 1 else text
+        text += (
+            f", growing from {job.training.rampup_batch_size[0]} over"
+            f" {job.training.rampup_batch_size[2]:,} samples"
+        )
+    if plan.layout.pipeline > 1:
+        return f"{text}; {plan.layout.bubble_fraction:.1%} of a step is pipeline bubble"
+    return text
 
 
 def _memory(console: Console, memory: Memory) -> RenderableType:
-    fullest, device = memory.fullest, memory.device_bytes
-    verdict = {True: "[green]fits[/]", False: "[red]does not fit[/]", None: "the device's memory is not known"}[memory.fits]
-    of = f" of {_gib(device)}" if device else ""
+    fullest = memory.fullest
+    device = memory.device_bytes
+    verdict = {
+        True: "[green]fits[/]",
+        False: "[red]does not fit[/]",
+        None: "the device's memory is not known",
+    }[memory.fits]
+    if device:
+        of = f" of {_gib(device)}"
+    else:
+        of = ""
     bars = Table.grid(padding=(0, 1))
     bars.add_column(no_wrap=True)
     bars.add_column(no_wrap=True, justify="right")
     bars.add_column(no_wrap=True)
-    scale, width = max(device or 0, fullest.total_bytes), min(BAR, max(8, console.width - BESIDE))
+    scale = max(device or 0, fullest.total_bytes)
+    width = min(BAR, max(8, console.width - BESIDE))
     for first, last, rank in _bars(memory):
-        name = "every rank" if len(memory.stages) == 1 else f"stage {first}" if first == last else f"stages {first} to {last}"
+        if len(memory.stages) == 1:
+            name = "every rank"
+        elif first == last:
+            name = f"stage {first}"
+        else:
+            name = f"stages {first} to {last}"
         bars.add_row(name, _gib(rank.total_bytes), _bar(console, rank, scale, device, width))
-    shown = [Text(f"{_mark(console, part)} {PARTS[part][0]} {_gib(size)}", style=PARTS[part][2]) for part, size in fullest.parts.items() if size]
+    shown = [
+        Text(f"{_mark(console, part)} {PARTS[part][0]} {_gib(size)}", style=PARTS[part][2])
+        for part, size in fullest.parts.items()
+        if size
+    ]
     widest = max(entry.cell_len for entry in shown) + GAP
-    beside = max(1, min(LEGEND, (console.width - HEADINGS + GAP) // widest))  # a narrow terminal has fewer side by side: no figure is cut
+    # a narrow terminal has fewer side by side: no figure is cut
+    beside = max(1, min(LEGEND, (console.width - HEADINGS + GAP) // widest))
     legend = Table.grid(padding=(0, GAP))
     for _ in range(beside):
         legend.add_column(no_wrap=True)
@@ -172,7 +252,15 @@ def _memory(console: Console, memory: Memory) -> RenderableType:
     if memory.band_bytes is None:
         return Group(heading, bars, legend)
     low, high = memory.band_bytes
-    return Group(heading, bars, legend, Text(f"published runs of this engine took {_gib(low)} to {_gib(high)} where this plan says as much"))
+    return Group(
+        heading,
+        bars,
+        legend,
+        Text(
+            f"published runs of this engine took {_gib(low)} to {_gib(high)} where this plan says"
+            " as much"
+        ),
+    )
 
 
 def _node(host: HostMemory) -> str:
@@ -180,12 +268,16 @@ def _node(host: HostMemory) -> str:
     text = f"{_gib(host.needed_bytes)} of main memory for its ranks"
     if host.available_bytes is None:
         return f"{text}; what a node has is unknown (clusters.X.memory_bytes)"
-    verdict = "[green]fits[/]" if host.fits else "[red]does not fit[/]"
+    if host.fits:
+        verdict = "[green]fits[/]"
+    else:
+        verdict = "[red]does not fit[/]"
     return f"{text}, {_gib(host.available_bytes)} there by {escape(host.source or '')}: {verdict}"
 
 
 def _bars(memory: Memory) -> list[tuple[int, int, RankMemory]]:
-    """(first stage, last stage, the fullest of them): neighbours that look alike together, at most ROWS bars."""
+    """(first stage, last stage, the fullest of them): neighbours that look alike together, at
+    most ROWS bars."""
     groups: list[list[RankMemory]] = []
     for rank in memory.stages:
         if groups and _gib(groups[-1][0].total_bytes) == _gib(rank.total_bytes):
@@ -193,19 +285,31 @@ def _bars(memory: Memory) -> list[tuple[int, int, RankMemory]]:
         else:
             groups.append([rank])
     if len(groups) > ROWS:  # the first, the last, and the others in equal parts
-        inner, each = groups[1:-1], -(-(len(groups) - 2) // (ROWS - 2))
-        parts = [[rank for group in inner[i : i + each] for rank in group] for i in range(0, len(inner), each)]
+        inner = groups[1:-1]
+        each = -(-(len(groups) - 2) // (ROWS - 2))
+        parts = [
+            [rank for group in inner[i : i + each] for rank in group]
+            for i in range(0, len(inner), each)
+        ]
         groups = [groups[0], *parts, groups[-1]]
-    return [(group[0].stage, group[-1].stage, max(group, key=lambda rank: rank.total_bytes)) for group in groups]
+    return [
+        (group[0].stage, group[-1].stage, max(group, key=lambda rank: rank.total_bytes))
+        for group in groups
+    ]
 
 
 def _mark(console: Console, part: str) -> str:
-    return "█" if console.color_system else PARTS[part][1]
+    if console.color_system:
+        return "█"
+    return PARTS[part][1]
 
 
 def _bar(console: Console, rank: RankMemory, scale: int, device: int | None, width: int) -> Text:
-    """The parts of a rank side by side in so many columns, dots for what stays free, and a line where the device ends."""
-    bar, drawn, reached = Text(), 0, 0
+    """The parts of a rank side by side in so many columns, dots for what stays free, and a line
+    where the device ends."""
+    bar = Text()
+    drawn = 0
+    reached = 0
     for part, size in rank.parts.items():
         reached += size
         columns = round(reached / scale * width) - drawn
@@ -226,7 +330,10 @@ def _time(job: Job, plan: Plan) -> str:
     if duration is None:
         return f"{text}. Speed unknown for this device; the first run will measure it"
     speed = duration.speed
-    mfu = f" at {speed.mfu:.1%} MFU" if speed.mfu else ""
+    if speed.mfu:
+        mfu = f" at {speed.mfu:.1%} MFU"
+    else:
+        mfu = ""
     rate = f"{speed.tokens_per_second:,.0f} tokens/s"
     lines = [
         f"{text} of {_span(duration.step_seconds)}{mfu}, {rate}",
@@ -253,23 +360,42 @@ def _whole(job: Job, duration: Duration) -> str:
     listed = ", ".join(f"{word} {_span(seconds)}" for word, seconds in shown.items() if seconds)
     text = f"{_span(duration.days * 86400)} in all: {listed}"
     if job.cluster.device_type != "cpu":
-        devices = "GPU" if job.cluster.device_type == "cuda" else "device"
+        if job.cluster.device_type == "cuda":
+            devices = "GPU"
+        else:
+            devices = "device"
         text += f" ({duration.device_hours:,.0f} {devices}-hours)"
     if parts.saves is None:
         text += "\nCheckpoints are not in it: their file system has no write_gib_per_second"
-    return f"{text}; time in a queue is not in it" if job.cluster.launcher == "slurm" else text
+    if job.cluster.launcher == "slurm":
+        return f"{text}; time in a queue is not in it"
+    return text
 
 
 def _disk(storage: Storage, duration: Duration | None) -> str:
     text = f"{_gib(storage.checkpoint_bytes)} a checkpoint"
     if storage.write_seconds is not None:
         text += f", written in {_span(storage.write_seconds)}"
-    text += f"; {storage.checkpoints:,} over the run, {storage.on_disk:,} at once = {_gib(storage.on_disk_bytes)}"
+    text += (
+        f"; {storage.checkpoints:,} over the run, {storage.on_disk:,} at once ="
+        f" {_gib(storage.on_disk_bytes)}"
+    )
     if storage.capacity_bytes is not None:
-        text += f" of {_gib(storage.capacity_bytes)} ({escape(storage.filesystem)})" if storage.filesystem else f" of {_gib(storage.capacity_bytes)} free here"
-    if duration and duration.checkpoint_seconds and duration.checkpoint_steps and duration.checkpoint_seconds < duration.days * 86400:
+        text += (
+            f" of {_gib(storage.capacity_bytes)} ({escape(storage.filesystem)})"
+            if storage.filesystem
+            else f" of {_gib(storage.capacity_bytes)} free here"
+        )
+    if (
+        duration
+        and duration.checkpoint_seconds
+        and duration.checkpoint_steps
+        and duration.checkpoint_seconds < duration.days * 86400
+    ):
         every = f"{duration.checkpoint_steps:,} steps ({_span(duration.checkpoint_seconds)})"
-        text += f"\nBest checkpoint interval: {every}; {duration.lost_fraction:.2%} of the time lost"
+        text += (
+            f"\nBest checkpoint interval: {every}; {duration.lost_fraction:.2%} of the time lost"
+        )
     return text
 
 
@@ -278,13 +404,24 @@ def _measured(plan: Plan) -> str:
     measured = plan.measured
     assert measured is not None
     values = {
-        "tokens_per_second": f"{measured.tokens_per_second:,.0f} tokens/s" if measured.tokens_per_second else "",
+        "tokens_per_second": (
+            f"{measured.tokens_per_second:,.0f} tokens/s" if measured.tokens_per_second else ""
+        ),
         "peak_bytes": f"{_gib(measured.peak_bytes)} at most" if measured.peak_bytes else "",
-        "checkpoint_bytes": f"checkpoint {_gib(measured.checkpoint_bytes)}" if measured.checkpoint_bytes else "",
+        "checkpoint_bytes": (
+            f"checkpoint {_gib(measured.checkpoint_bytes)}" if measured.checkpoint_bytes else ""
+        ),
     }
     errors = measured.errors
-    told = [said + (f" (plan {errors[name]:+.1%})" if errors[name] is not None else "") for name, said in values.items() if said]
-    other = "" if measured.same_layout else ", laid out otherwise"
+    told = [
+        said + (f" (plan {errors[name]:+.1%})" if errors[name] is not None else "")
+        for name, said in values.items()
+        if said
+    ]
+    if measured.same_layout:
+        other = ""
+    else:
+        other = ", laid out otherwise"
     return f"run {measured.run}{other}: {', '.join(told)}"
 
 

@@ -20,7 +20,13 @@ from trainkit.launch.hosts.quarantine import quarantined
 from trainkit.launch.supervise.agent_pool import Hello, Missing
 
 GIB = 2**30
-HEADINGS = {"disk": "disk free", "gpus": "GPUs", "files": "open files", "shm": "/dev/shm", "proof": "proof of ends"}
+HEADINGS = {
+    "disk": "disk free",
+    "gpus": "GPUs",
+    "files": "open files",
+    "shm": "/dev/shm",
+    "proof": "proof of ends",
+}
 
 
 def doctor(talk: Talk, cluster: str, hostfile: str, *, all_reduce: bool) -> Answer:
@@ -29,13 +35,34 @@ def doctor(talk: Talk, cluster: str, hostfile: str, *, all_reduce: bool) -> Answ
     chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
     root = Path(chosen.root or ".")
     hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=all_reduce)
-    seen = examine(chosen, hosts, root, all_reduce=all_reduce, launcher=launcher) if hosts else Examination([], [])
+    if hosts:
+        seen = examine(chosen, hosts, root, all_reduce=all_reduce, launcher=launcher)
+    else:
+        seen = Examination([], [])
     busy = {name: why for name, why in others.items() if "allocated" in why}
-    advice = "`scontrol show node HOST` says since when; `scontrol update nodename=HOST state=resume` lets it in again"
+    advice = (
+        "`scontrol show node HOST` says since when; `scontrol update nodename=HOST state=resume`"
+        " lets it in again"
+    )
     down = [Finding(name, "reach", why, advice) for name, why in others.items() if name not in busy]
-    waits = [Finding(name, "reach", why, "it is working; look again later, or from inside its job (salloc)", wrong=False) for name, why in busy.items()]
+    waits = [
+        Finding(
+            name,
+            "reach",
+            why,
+            "it is working; look again later, or from inside its job (salloc)",
+            wrong=False,
+        )
+        for name, why in busy.items()
+    ]
     out = [
-        Finding(host, "reach", f"left out of runs until {entry.until}: {entry.why}", f"{talk.command} nodes --release {host} lets it in again", wrong=False)
+        Finding(
+            host,
+            "reach",
+            f"left out of runs until {entry.until}: {entry.why}",
+            f"{talk.command} nodes --release {host} lets it in again",
+            wrong=False,
+        )
         for host, entry in quarantined(root).items()
     ]
     findings = [*seen.findings, *down, *waits, *out]
@@ -44,36 +71,83 @@ def doctor(talk: Talk, cluster: str, hostfile: str, *, all_reduce: bool) -> Answ
     wrong = sum(finding.wrong for finding in findings)
     if all_reduce and len(hosts) < 2:
         talk.say("an all-reduce needs two hosts: none was measured")
-    rows = [{"host": answer.host, "clock_offset": round(answer.clock_offset, 3), **answer.facts} for answer in seen.answers if isinstance(answer, Hello)]
-    pairs = [{"hosts": [one, other], "gb_per_second": pair.gb_per_second, "error": pair.error or None} for one, other, pair in seen.pairs]
-    told = document("doctor/1", cluster=chosen.name, hosts=rows, findings=[vars(finding) for finding in findings], pairs=pairs, wrong=wrong)
+    rows = [
+        {"host": answer.host, "clock_offset": round(answer.clock_offset, 3), **answer.facts}
+        for answer in seen.answers
+        if isinstance(answer, Hello)
+    ]
+    pairs = [
+        {"hosts": [one, other], "gb_per_second": pair.gb_per_second, "error": pair.error or None}
+        for one, other, pair in seen.pairs
+    ]
+    told = document(
+        "doctor/1",
+        cluster=chosen.name,
+        hosts=rows,
+        findings=[vars(finding) for finding in findings],
+        pairs=pairs,
+        wrong=wrong,
+    )
     return Answer(told, Exit.HEALTH if wrong else Exit.DONE)
 
 
-def _print(talk: Talk, seen: Examination, findings: Sequence[Finding], others: dict[str, str]) -> None:
+def _print(
+    talk: Talk, seen: Examination, findings: Sequence[Finding], others: dict[str, str]
+) -> None:
     marks = {(finding.host, finding.what): finding.wrong for finding in findings}
     headings = {name: HEADINGS.get(name, name) for name in COLUMNS}
-    quiet = [name for name in reversed(COLUMNS) if all(what != name for _, what in marks)]  # those of findings are left out last
-    table = Listing("host", *headings.values(), drop=[headings[name] for name in [*quiet, *(name for name in reversed(COLUMNS) if name not in quiet)]])
+    # those of findings are left out last
+    quiet = [name for name in reversed(COLUMNS) if all(what != name for _, what in marks)]
+    table = Listing(
+        "host",
+        *headings.values(),
+        drop=[
+            headings[name]
+            for name in [*quiet, *(name for name in reversed(COLUMNS) if name not in quiet)]
+        ],
+    )
     for answer in seen.answers:
-        cells = dict.fromkeys(COLUMNS, "") if isinstance(answer, Missing) else _cells(answer)
+        if isinstance(answer, Missing):
+            cells = dict.fromkeys(COLUMNS, "")
+        else:
+            cells = _cells(answer)
         shown = [_marked(cells[name], marks.get((answer.host, name))) for name in COLUMNS]
         table.add_row(_marked(answer.host, marks.get((answer.host, "reach"))), *shown)
     for name in others:
         table.add_row(_marked(name, marks.get((name, "reach"))), *[""] * len(COLUMNS))
     talk.console.print(table)
     for one, other, pair in seen.pairs:
-        talk.say(f"all-reduce {one} - {other}: " + (f"{pair.gb_per_second:.3g} GB/s" if pair.gb_per_second is not None else f"failed: {pair.error}"))
+        talk.say(
+            f"all-reduce {one} - {other}: "
+            + (
+                f"{pair.gb_per_second:.3g} GB/s"
+                if pair.gb_per_second is not None
+                else f"failed: {pair.error}"
+            )
+        )
     for finding in findings:
-        colour, word = ("red", "wrong") if finding.wrong else ("yellow", "note")
-        talk.console.print(f"[{colour}]{word}[/] {escape(finding.host)} ({finding.what}): {escape(finding.message)}")
+        if finding.wrong:
+            colour = "red"
+            word = "wrong"
+        else:
+            colour = "yellow"
+            word = "note"
+        talk.console.print(
+            f"[{colour}]{word}[/] {escape(finding.host)} ({finding.what}):"
+            f" {escape(finding.message)}"
+        )
         talk.say(f"  {finding.advice}")
     wrong = sum(finding.wrong for finding in findings)
-    talk.say(f"{wrong} finding{'s' if wrong != 1 else ''} that would spoil a run" if wrong else "nothing is wrong")
+    talk.say(
+        f"{wrong} finding{'s' if wrong != 1 else ''} that would spoil a run"
+        if wrong
+        else "nothing is wrong"
+    )
 
 
 def _marked(text: str, wrong: bool | None) -> str:
-    """A cell; `wrong` is None where nothing is to be said of it. Without colours a mark is all there is."""
+    """A cell; `wrong` is None where nothing is to be said of it. Without colours a mark is all
+    there is."""
     if wrong is None:
         return escape(text)
     return f"[{'red' if wrong else 'yellow'}]{escape(text)} {'!!' if wrong else '!'}[/]"
@@ -83,10 +157,15 @@ def _cells(hello: Hello) -> dict[str, str]:
     facts = hello.facts
     versions: dict[str, Any] = facts.get("versions") or {}
     gpus = facts.get("gpus") or []
-    interface = f" ({facts['interface']})" if facts.get("interface") else ""
+    if facts.get("interface"):
+        interface = f" ({facts['interface']})"
+    else:
+        interface = ""
     files = facts.get("open_files")
     return {
-        **{name: str(versions.get(name) or "-") for name in ("python", "torch", "driver", "kernel")},
+        **{
+            name: str(versions.get(name) or "-") for name in ("python", "torch", "driver", "kernel")
+        },
         "clock": f"{hello.clock_offset:+.2f} s",
         "root": "seen" if facts.get("nonce") else "-",
         "disk": _gib(facts.get("disk_free")),
@@ -99,4 +178,6 @@ def _cells(hello: Hello) -> dict[str, str]:
 
 
 def _gib(size: int | None) -> str:
-    return "-" if size is None else f"{size / GIB:,.1f} GiB"
+    if size is None:
+        return "-"
+    return f"{size / GIB:,.1f} GiB"

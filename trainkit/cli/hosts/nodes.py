@@ -23,7 +23,8 @@ from trainkit.launch.supervise.orphan_sweep import HostReport, survey
 
 GIB = 2**30
 TOP_SECONDS = 30.0
-# by kind of device: what shows the devices and the processes on them once, and how many lines of it. neuron-top itself needs a terminal.
+# by kind of device: what shows the devices and the processes on them once, and how many lines of
+# it. neuron-top itself needs a terminal.
 TOPS: dict[str, tuple[list[str], int | None]] = {
     "cuda": (["nvidia-smi"], None),
     "neuron": (["neuron-ls", "--wide"], None),
@@ -37,24 +38,42 @@ def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
     chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
     root = Path(chosen.root or ".")
     if release_host:
-        released = [host for host in (list(quarantined(root)) if release_host == "all" else release_host.split(",")) if release(root, host)]
+        released = [
+            host
+            for host in (
+                list(quarantined(root)) if release_host == "all" else release_host.split(",")
+            )
+            if release(root, host)
+        ]
         if not released:
-            raise ConfigError(f"host '{release_host}' is not left out of cluster '{chosen.name}'", hint=f"left out: {', '.join(quarantined(root)) or 'none'}")
+            raise ConfigError(
+                f"host '{release_host}' is not left out of cluster '{chosen.name}'",
+                hint=f"left out: {', '.join(quarantined(root)) or 'none'}",
+            )
         talk.say(f"{', '.join(released)} may run again")
         return Answer(document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]))
     HostWords(hostfile=hostfile).refuse_where_unread(chosen)
     if chosen.launcher == "slurm":
         return slurm.nodes(talk, chosen)
-    hosts = hosts_of_file(find_hostfile(chosen, hostfile)) if chosen.launcher in OVER_SSH else (this_host(),)
+    if chosen.launcher in OVER_SSH:
+        hosts = hosts_of_file(find_hostfile(chosen, hostfile))
+    else:
+        hosts = (this_host(),)
     out = quarantined(root)
     reports = survey(chosen, hosts, root)
-    rows = [_row(host, report, out.get(host.name.lower())) for host, report in zip(hosts, reports, strict=True)]
+    rows = [
+        _row(host, report, out.get(host.name.lower()))
+        for host, report in zip(hosts, reports, strict=True)
+    ]
     if not talk.json:
         talk.console.print(_table(rows))
     unreachable = sum(not row["reachable"] for row in rows)
     if unreachable:
         talk.say(f"{unreachable} of {len(rows)} hosts cannot be used")
-    return Answer(document("nodes/1", cluster=chosen.name, hosts=rows), Exit.HEALTH if unreachable else Exit.DONE)
+    return Answer(
+        document("nodes/1", cluster=chosen.name, hosts=rows),
+        Exit.HEALTH if unreachable else Exit.DONE,
+    )
 
 
 def nodes_top(talk: Talk, cluster: str, hostfile: str) -> Answer:
@@ -63,24 +82,42 @@ def nodes_top(talk: Talk, cluster: str, hostfile: str) -> Answer:
     chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
     hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=False)
     argv, lines = TOPS[chosen.device_type]
-    rows: list[dict[str, Any]] = [{"host": host, "error": why, "text": ""} for host, why in others.items()]
+    rows: list[dict[str, Any]] = [
+        {"host": host, "error": why, "text": ""} for host, why in others.items()
+    ]
     if hosts:
-        for host, said in on_all(chosen, hosts, Path(chosen.root or "."), argv, TOP_SECONDS, launcher=launcher).items():
-            failed = said.last if said.error or said.code else None
-            rows.append({"host": host, "error": failed, "text": "\n".join(said.out.splitlines()[:lines])})
+        for host, said in on_all(
+            chosen, hosts, Path(chosen.root or "."), argv, TOP_SECONDS, launcher=launcher
+        ).items():
+            if said.error or said.code:
+                failed = said.last
+            else:
+                failed = None
+            rows.append(
+                {"host": host, "error": failed, "text": "\n".join(said.out.splitlines()[:lines])}
+            )
     for row in rows:
-        talk.say(f"== {row['host']}" + (f": {row['error']}" if row["error"] else "") + (f"\n{row['text']}" if row["text"] else ""))
+        talk.say(
+            f"== {row['host']}"
+            + (f": {row['error']}" if row["error"] else "")
+            + (f"\n{row['text']}" if row["text"] else "")
+        )
     if chosen.device_type == "neuron":
         talk.say("the moving picture: ssh -t HOST neuron-top")
     failures = sum(row["error"] is not None for row in rows)
-    return Answer(document("top/1", cluster=chosen.name, command=argv, hosts=rows), Exit.HEALTH if failures else Exit.DONE)
+    return Answer(
+        document("top/1", cluster=chosen.name, command=argv, hosts=rows),
+        Exit.HEALTH if failures else Exit.DONE,
+    )
 
 
 def usual_cluster(talk: Talk, jobs: Jobs) -> str:
     """The cluster of the job in [defaults]."""
     job = jobs.default_job
     if job is None:
-        raise ConfigError("which cluster?", hint="nodes --cluster NAME, or name a job in [defaults]")
+        raise ConfigError(
+            "which cluster?", hint="nodes --cluster NAME, or name a job in [defaults]"
+        )
     name = jobs.resolve(job).job.cluster.name
     talk.say(f"cluster {name}, that of job {job}, named in [defaults]")
     return name
@@ -105,15 +142,42 @@ def _row(host: Host, report: HostReport, out: Quarantine | None) -> dict[str, An
 
 
 def _table(rows: list[dict[str, Any]]) -> Listing:
-    table = Listing("host", "address", "cores", "GPUs", "disk free", "busy", "state", drop=("address", "cores", "disk free", "GPUs"))
+    table = Listing(
+        "host",
+        "address",
+        "cores",
+        "GPUs",
+        "disk free",
+        "busy",
+        "state",
+        drop=("address", "cores", "disk free", "GPUs"),
+    )
     for row in rows:
         runs = list(dict.fromkeys(str(each.get("run", "?")) for each in row["busy"]))
-        free = "" if row["disk_free"] is None else f"{row['disk_free'] / GIB:,.0f} GiB"
-        state = "[green]reachable[/]" if row["reachable"] else f"[red]{escape(str(row['error']))}[/]"
+        if row["disk_free"] is None:
+            free = ""
+        else:
+            free = f"{row['disk_free'] / GIB:,.0f} GiB"
+        if row["reachable"]:
+            state = "[green]reachable[/]"
+        else:
+            state = f"[red]{escape(str(row['error']))}[/]"
         if row["quarantine"]:
-            state += f", [yellow]left out until {row['quarantine']['until']}: {escape(row['quarantine']['why'])}[/]"
-        gpus = f"{len(row['gpus'])}" if row["gpus"] else "none"
+            state += (
+                f", [yellow]left out until {row['quarantine']['until']}:"
+                f" {escape(row['quarantine']['why'])}[/]"
+            )
+        if row["gpus"]:
+            gpus = f"{len(row['gpus'])}"
+        else:
+            gpus = "none"
         table.add_row(
-            escape(row["host"]), str(row["address"] or ""), str(row["cpus"] or ""), gpus if row["reachable"] else "", free, ", ".join(runs) or "", state
+            escape(row["host"]),
+            str(row["address"] or ""),
+            str(row["cpus"] or ""),
+            gpus if row["reachable"] else "",
+            free,
+            ", ".join(runs) or "",
+            state,
         )
     return table

@@ -18,8 +18,24 @@ from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.hosts.nodes import usual_cluster
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.clusters import Cluster
-from trainkit.launch.cluster_care.provision import CHANGED, HERE, PREAMBLE, Done, Step, Wanted, own_public_key, perform
-from trainkit.launch.hosts.hostfile import DEFAULT, OVER_SSH, Host, find_hostfile, parse_hostfile, read_hostfile
+from trainkit.launch.cluster_care.provision import (
+    CHANGED,
+    HERE,
+    PREAMBLE,
+    Done,
+    Step,
+    Wanted,
+    own_public_key,
+    perform,
+)
+from trainkit.launch.hosts.hostfile import (
+    DEFAULT,
+    OVER_SSH,
+    Host,
+    find_hostfile,
+    parse_hostfile,
+    read_hostfile,
+)
 from trainkit.launch.launchers import head_address
 
 UNKNOWN_KEY = "ssh-ed25519 PUBLIC-KEY-OF-THIS-MACHINE"
@@ -42,36 +58,70 @@ def setup_hosts(talk: Talk, cluster: str, words: SetupWords, *, performing: bool
     jobs = load_jobs(talk)
     chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
     if chosen.launcher not in OVER_SSH:
-        message = f"cluster '{chosen.name}' has launcher = '{chosen.launcher}'; hosts are set up for ssh and pdsh"
+        message = (
+            f"cluster '{chosen.name}' has launcher = '{chosen.launcher}'; hosts are set up for ssh"
+            " and pdsh"
+        )
         raise ConfigError(message, hint="name another with --cluster")
     wanted = _wanted(chosen, words)
     home = Path.home()
     if not performing or talk.dry_run:
-        steps = [*wanted.before(), *(step for host in wanted.away for step in wanted.of_host(host, own_public_key(home) or UNKNOWN_KEY)), *wanted.after()]
+        steps = [
+            *wanted.before(),
+            *(
+                step
+                for host in wanted.away
+                for step in wanted.of_host(host, own_public_key(home) or UNKNOWN_KEY)
+            ),
+            *wanted.after(),
+        ]
         _print(talk, wanted, steps)
-        return Answer(document("setup-hosts/1", cluster=chosen.name, performed=False, steps=[_row(Done(step, "not done", "")) for step in steps]))
+        return Answer(
+            document(
+                "setup-hosts/1",
+                cluster=chosen.name,
+                performed=False,
+                steps=[_row(Done(step, "not done", "")) for step in steps],
+            )
+        )
     done = _perform_all(talk, wanted, home)
     failed = [each for each in done if each.state == "failed"]
     changed = sum(each.state == CHANGED for each in done)
     talk.say(f"{changed} of {len(done)} steps changed something, {len(failed)} failed")
     if not failed:
         talk.say(f"{talk.command} doctor --cluster {chosen.name} looks whether all is well now")
-    told = document("setup-hosts/1", cluster=chosen.name, performed=True, steps=[_row(each) for each in done])
+    told = document(
+        "setup-hosts/1", cluster=chosen.name, performed=True, steps=[_row(each) for each in done]
+    )
     return Answer(told, Exit.HEALTH if failed else Exit.DONE)
 
 
 def _wanted(cluster: Cluster, words: SetupWords) -> Wanted:
     if words.hosts:
         hosts = parse_hostfile("\n".join(words.hosts), "--host")
-        path: Path | None = Path(words.hostfile or cluster.hostfile or DEFAULT).expanduser().absolute()
+        path: Path | None = (
+            Path(words.hostfile or cluster.hostfile or DEFAULT).expanduser().absolute()
+        )
     else:
-        hosts, path = read_hostfile(find_hostfile(cluster, words.hostfile)), None
-    share = Path(words.share).expanduser() if words.share else None
-    return Wanted(cluster, hosts, path, words.slots or cluster.ranks_per_node or cluster.gpus_per_node or 1, share, words.address or _own(cluster, hosts))
+        hosts = read_hostfile(find_hostfile(cluster, words.hostfile))
+        path = None
+    if words.share:
+        share = Path(words.share).expanduser()
+    else:
+        share = None
+    return Wanted(
+        cluster,
+        hosts,
+        path,
+        words.slots or cluster.ranks_per_node or cluster.gpus_per_node or 1,
+        share,
+        words.address or _own(cluster, hosts),
+    )
 
 
 def _own(cluster: Cluster, hosts: Sequence[Host]) -> str:
-    """This machine's address on the way to the hosts; its name where no host can be found from here."""
+    """This machine's address on the way to the hosts; its name where no host can be found from
+    here."""
     with contextlib.suppress(TrainkitError):
         return head_address(cluster, hosts)
     return os.uname().nodename
@@ -83,7 +133,10 @@ def _perform_all(talk: Talk, wanted: Wanted, home: Path) -> list[Done]:
     def run(step: Step) -> Done:
         done = perform(step, wanted.cluster, wanted.hosts, person=person)
         colour = {"failed": "red", CHANGED: "green"}.get(done.state, "white")
-        talk.console.print(f"{escape(step.where)}: {escape(step.title)}: [{colour}]{done.state}[/]" + (f": {escape(done.said)}" if done.said else ""))
+        talk.console.print(
+            f"{escape(step.where)}: {escape(step.title)}: [{colour}]{done.state}[/]"
+            + (f": {escape(done.said)}" if done.said else "")
+        )
         return done
 
     def on_host(host: Host, key: str) -> list[Done]:
@@ -93,7 +146,10 @@ def _perform_all(talk: Talk, wanted: Wanted, home: Path) -> list[Done]:
                 break
             done.append(run(step))
         if done[0].state == "failed":
-            talk.say(f"  from a machine that both let in: ssh {wanted.head} 'cat ~/.ssh/*.pub' | ssh {host.name} 'cat >> ~/.ssh/authorized_keys'")
+            talk.say(
+                f"  from a machine that both let in: ssh {wanted.head} 'cat ~/.ssh/*.pub' | ssh"
+                f" {host.name} 'cat >> ~/.ssh/authorized_keys'"
+            )
         return done
 
     here = [run(step) for step in wanted.before()]
@@ -101,7 +157,9 @@ def _perform_all(talk: Talk, wanted: Wanted, home: Path) -> list[Done]:
     if key is None or any(done.state == "failed" for done in here):
         return here
     with ThreadPoolExecutor(1 if person else AT_ONCE) as pool:
-        there = [done for each in pool.map(lambda host: on_host(host, key), wanted.away) for done in each]
+        there = [
+            done for each in pool.map(lambda host: on_host(host, key), wanted.away) for done in each
+        ]
     return [*here, *there, *map(run, wanted.after())]
 
 
@@ -109,15 +167,29 @@ def _print(talk: Talk, wanted: Wanted, steps: Sequence[Step]) -> None:
     """Shell to read and to paste, machine by machine; machines with the same text together."""
     texts: dict[str, list[str]] = {}
     for where in dict.fromkeys(step.where for step in steps):
-        of_one = "".join(f"# {step.title}\n(\n{step.script})\n" for step in steps if step.where == where)
+        of_one = "".join(
+            f"# {step.title}\n(\n{step.script})\n" for step in steps if step.where == where
+        )
         texts.setdefault(of_one, []).append(where)
     for text, machines in texts.items():
-        talk.say(f"### {'on this machine' if machines == [HERE] else 'on ' + ', '.join(machines)}, in bash:")
+        talk.say(
+            f"### {'on this machine' if machines == [HERE] else 'on ' + ', '.join(machines)}, in"
+            " bash:"
+        )
         talk.say(PREAMBLE + text)
     if not wanted.share:
-        talk.say("### no folder is shared: --share FOLDER adds the export here and the mount on the hosts")
+        talk.say(
+            "### no folder is shared: --share FOLDER adds the export here and the mount on the"
+            " hosts"
+        )
     talk.say(f"### nothing was done; --perform does it (by ssh to {len(wanted.away)} hosts)")
 
 
 def _row(done: Done) -> dict[str, str]:
-    return {"where": done.step.where, "title": done.step.title, "script": done.step.text, "state": done.state, "said": done.said}
+    return {
+        "where": done.step.where,
+        "title": done.step.title,
+        "script": done.step.text,
+        "state": done.state,
+        "said": done.said,
+    }

@@ -15,7 +15,16 @@ from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
 from trainkit.runs.checkpoint_errors import Damaged, Newer
-from trainkit.runs.checkpoints import finished, open_checkpoint, pin, set_aside_in, step_of, valid_by_size, verify, why_kept
+from trainkit.runs.checkpoints import (
+    finished,
+    open_checkpoint,
+    pin,
+    set_aside_in,
+    step_of,
+    valid_by_size,
+    verify,
+    why_kept,
+)
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import find_run
 
@@ -23,29 +32,60 @@ from trainkit.runs.record import find_run
 def _rows(run: RunFolder, *, hashes: bool) -> list[dict[str, Any]]:
     """A row of every folder that was published, oldest first; then of those that were set aside."""
     found = valid_by_size(run.checkpoints)
-    newest = found[-1].manifest.step if found else 0
-    reasons, rows = why_kept(found, read_job(run.job).checkpoint, newest), []
+    if found:
+        newest = found[-1].manifest.step
+    else:
+        newest = 0
+    reasons = why_kept(found, read_job(run.job).checkpoint, newest)
+    rows = []
     for folder in finished(run.checkpoints):
         step = step_of(folder)
-        row: dict[str, Any] = {"step": step, "folder": str(folder), "bytes": None, "layout": {}, "validation": {}, "kept": reasons.get(step, [])}
+        row: dict[str, Any] = {
+            "step": step,
+            "folder": str(folder),
+            "bytes": None,
+            "layout": {},
+            "validation": {},
+            "kept": reasons.get(step, []),
+        }
         try:
             c = open_checkpoint(folder)
-            row |= {"bytes": c.bytes, "layout": c.manifest.layout, "validation": c.manifest.validation}
-            row["problems"] = verify(folder) if hashes else []
+            row |= {
+                "bytes": c.bytes,
+                "layout": c.manifest.layout,
+                "validation": c.manifest.validation,
+            }
+            if hashes:
+                row["problems"] = verify(folder)
+            else:
+                row["problems"] = []
         except (Damaged, Newer) as damaged:
             row["problems"] = damaged.problem_list
         rows.append(row | {"checked": "full" if hashes else "size"})
     for folder in set_aside_in(run.checkpoints):
-        row = {"step": step_of(folder), "folder": str(folder), "bytes": None, "layout": {}, "validation": {}, "kept": []}
+        row = {
+            "step": step_of(folder),
+            "folder": str(folder),
+            "bytes": None,
+            "layout": {},
+            "validation": {},
+            "kept": [],
+        }
         rows.append(row | {"problems": [f"damaged; set aside as {folder.name}"], "checked": "size"})
     return rows
 
 
 def _layout_words(layout: dict[str, Any]) -> str:
     """2 ranks: TP 1 x PP 1 x DP 2, ZeRO 1."""
-    degrees = {"TP": "tensor_model_parallel_size", "PP": "pipeline_model_parallel_size", "DP": "data_parallel_size"}
+    degrees = {
+        "TP": "tensor_model_parallel_size",
+        "PP": "pipeline_model_parallel_size",
+        "DP": "data_parallel_size",
+    }
     words = " x ".join(f"{name} {layout.get(key, '?')}" for name, key in degrees.items())
-    return f"{layout['world_size']} ranks: {words}, ZeRO {layout.get('zero_stage', '?')}" if "world_size" in layout else ""
+    if "world_size" in layout:
+        return f"{layout['world_size']} ranks: {words}, ZeRO {layout.get('zero_stage', '?')}"
+    return ""
 
 
 def _print(talk: Talk, run: RunFolder, rows: list[dict[str, Any]]) -> None:
@@ -58,15 +98,29 @@ def _print(talk: Talk, run: RunFolder, rows: list[dict[str, Any]]) -> None:
         drop=("layout", "validation loss", "kept because"),
     )
     for row in rows:
-        size = "?" if row["bytes"] is None else f"{row['bytes'] / 1e9:,.3f} GB"
-        whole = f"[red]{escape('; '.join(row['problems']))}[/]" if row["problems"] else "[green]yes[/]" if row["checked"] == "full" else "sizes are right"
+        if row["bytes"] is None:
+            size = "?"
+        else:
+            size = f"{row['bytes'] / 1e9:,.3f} GB"
+        if row["problems"]:
+            whole = f"[red]{escape('; '.join(row['problems']))}[/]"
+        elif row["checked"] == "full":
+            whole = "[green]yes[/]"
+        else:
+            whole = "sizes are right"
         losses = ", ".join(f"{name} {loss:.4f}" for name, loss in row["validation"].items())
-        kept = ", ".join(row["kept"]) or ("damaged ones stay" if row["problems"] else "until the next save")
-        table.add_row(str(row["step"]), size, _layout_words(row["layout"]), escape(losses), kept, whole)
+        kept = ", ".join(row["kept"]) or (
+            "damaged ones stay" if row["problems"] else "until the next save"
+        )
+        table.add_row(
+            str(row["step"]), size, _layout_words(row["layout"]), escape(losses), kept, whole
+        )
     talk.console.print(table)
 
 
-def checkpoints(talk: Talk, words: str, *, hashes: bool, pinned: int | None, unpinned: int | None) -> Answer:
+def checkpoints(
+    talk: Talk, words: str, *, hashes: bool, pinned: int | None, unpinned: int | None
+) -> Answer:
     """The task `checkpoints`. Exit 16 where there are checkpoints and none is whole."""
     if pinned is not None and pinned == unpinned:
         raise ConfigError(f"--pin and --unpin both name step {pinned}")
@@ -78,7 +132,10 @@ def checkpoints(talk: Talk, words: str, *, hashes: bool, pinned: int | None, unp
     if not talk.json:
         _print(talk, run, rows)
     none_whole = bool(rows) and all(row["problems"] for row in rows)
-    return Answer(document("checkpoints/1", run=run.id, checkpoints=rows), exit=Exit.NO_CHECKPOINT if none_whole else Exit.DONE)
+    return Answer(
+        document("checkpoints/1", run=run.id, checkpoints=rows),
+        exit=Exit.NO_CHECKPOINT if none_whole else Exit.DONE,
+    )
 
 
 def replay(talk: Talk, words: str, step: int, samples: int) -> Answer:
@@ -95,14 +152,27 @@ def replay(talk: Talk, words: str, step: int, samples: int) -> Answer:
         False: "they are NOT those that the step was made with: the data has changed since",
     }
     if not talk.json:
-        talk.say(f"step {step} of run {run.id}: samples {batch.window.first} to {batch.window.first + batch.window.samples - 1} of the order;")
+        talk.say(
+            f"step {step} of run {run.id}: samples {batch.window.first} to"
+            f" {batch.window.first + batch.window.samples - 1} of the order;"
+        )
         talk.say(f"checksum {batch.checksum}: {same[batch.same]}")
         for s in shown:
-            talk.say(f"--- position {s.position}: sample {s.number} of {s.dataset}, micro-batch {s.micro_batch} of data-parallel rank {s.data_rank}")
+            talk.say(
+                f"--- position {s.position}: sample {s.number} of {s.dataset}, micro-batch"
+                f" {s.micro_batch} of data-parallel rank {s.data_rank}"
+            )
             talk.say(s.text if s.text is not None else " ".join(map(str, s.tokens)))
         if len(shown) < len(batch.samples):
             talk.say(f"--- {len(batch.samples) - len(shown)} more: --samples 0 shows all")
-    facts = {"step": step, "first": batch.window.first, "count": batch.window.samples, "batch_checksum": batch.checksum, "same": batch.same}
+    facts = {
+        "step": step,
+        "first": batch.window.first,
+        "count": batch.window.samples,
+        "batch_checksum": batch.checksum,
+        "same": batch.same,
+    }
     return Answer(
-        document("replay/1", run=run.id, **facts, samples=[asdict(s) for s in shown]), exit=Exit.DONE if batch.same is not False else Exit.STAGE_FAILED
+        document("replay/1", run=run.id, **facts, samples=[asdict(s) for s in shown]),
+        exit=Exit.DONE if batch.same is not False else Exit.STAGE_FAILED,
     )

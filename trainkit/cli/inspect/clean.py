@@ -1,4 +1,5 @@
-"""The task `clean`: checkpoints of ended runs that nobody needs to go on with them, by size; deleted only with --perform."""
+"""The task `clean`: checkpoints of ended runs that nobody needs to go on with them, by size;
+deleted only with --perform."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Checkpoint as Keep
 from trainkit.launch.slurm.reconcile import settled_all
-from trainkit.runs.checkpoints import UNFINISHED, open_whole, prune, set_aside_in, valid_by_size, why_kept
+from trainkit.runs.checkpoints import (
+    UNFINISHED,
+    open_whole,
+    prune,
+    set_aside_in,
+    valid_by_size,
+    why_kept,
+)
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import all_runs, find_run, read_record
 
@@ -41,13 +49,15 @@ def clean(talk: Talk, words: str, keep: int, *, damaged: bool, performing: bool)
     """The task `clean`.
 
     Args:
-        words: which run; "": all that have ended.
-        keep: so many of a run's newest checkpoints stay, besides those that its job keeps for other reasons.
-        damaged: those that were set aside as damaged go too.
-        performing: delete; else only say what would go.
+        words: which run; "": all that have ended. keep: so many of a run's newest checkpoints
+        stay, besides those that its job keeps for other reasons. damaged: those that were set
+        aside as damaged go too. performing: delete; else only say what would go.
     """
     roots = load_jobs(talk).roots()
-    found = [find_run(roots, words)] if words else all_runs(roots)
+    if words:
+        found = [find_run(roots, words)]
+    else:
+        found = all_runs(roots)
     records = settled_all([read_record(run) for run in found])
     left: list[Leftover] = []
     for record in records:
@@ -61,7 +71,14 @@ def clean(talk: Talk, words: str, keep: int, *, damaged: bool, performing: bool)
     done = performing and not talk.dry_run
     if not talk.json:
         _print(talk, left, done=done)
-    return Answer(document("clean/1", deleted=done, bytes=sum(each.bytes for each in left), leftovers=[asdict(each) for each in left]))
+    return Answer(
+        document(
+            "clean/1",
+            deleted=done,
+            bytes=sum(each.bytes for each in left),
+            leftovers=[asdict(each) for each in left],
+        )
+    )
 
 
 def _leftovers(run: RunFolder, keep: int, *, damaged: bool) -> Iterator[Leftover]:
@@ -70,7 +87,9 @@ def _leftovers(run: RunFolder, keep: int, *, damaged: bool) -> Iterator[Leftover
         reasons = why_kept(found, _policy(run, keep), found[-1].manifest.step)
         for checkpoint in found:
             if not reasons[checkpoint.manifest.step]:
-                yield Leftover(run.id, str(checkpoint.folder), "an older checkpoint", _size(checkpoint.folder))
+                yield Leftover(
+                    run.id, str(checkpoint.folder), "an older checkpoint", _size(checkpoint.folder)
+                )
     for folder in run.checkpoints.glob(f"step-*{UNFINISHED}"):
         yield Leftover(run.id, str(folder), "a save that was never finished", _size(folder))
     if damaged:
@@ -82,15 +101,20 @@ def _policy(run: RunFolder, keep: int) -> Keep:
     return read_job(run.job).checkpoint.model_copy(update={"keep_last": keep})
 
 
-def _deleted(talk: Talk, run: RunFolder, going: list[Leftover], keep: int, *, damaged: bool) -> list[Leftover]:
-    """Delete; returns what is gone. The checkpoint that stays is read first: without a whole one, older ones may be all there is."""
+def _deleted(
+    talk: Talk, run: RunFolder, going: list[Leftover], keep: int, *, damaged: bool
+) -> list[Leftover]:
+    """Delete; returns what is gone. The checkpoint that stays is read first: without a whole
+    one, older ones may be all there is."""
     from trainkit.train.checkpoint.save_load import LOCK  # imports torch
 
     found = valid_by_size(run.checkpoints)
     try:
         if found:
             open_whole(found[-1].folder)
-        with locked(run.checkpoints / LOCK, {"host": os.uname().nodename, "task": "clean"}, wait=False):
+        with locked(
+            run.checkpoints / LOCK, {"host": os.uname().nodename, "task": "clean"}, wait=False
+        ):
             if found:
                 prune(run.checkpoints, _policy(run, keep), found[-1].manifest.step)
             for folder in run.checkpoints.glob(f"step-*{UNFINISHED}"):
@@ -101,14 +125,19 @@ def _deleted(talk: Talk, run: RunFolder, going: list[Leftover], keep: int, *, da
         talk.say(f"run {run.id} is being written to: nothing of it goes")
         return []
     except TrainkitError as error:
-        talk.say(f"nothing of run {run.id} goes, its newest checkpoint cannot be relied on: {error.message}")
+        talk.say(
+            f"nothing of run {run.id} goes, its newest checkpoint cannot be relied on:"
+            f" {error.message}"
+        )
         return []
     return [each for each in going if not Path(each.path).exists()]
 
 
 def _size(folder: Path) -> int:
     """Bytes of the files in a folder; of a link none: what it points to is not the run's."""
-    return 0 if folder.is_symlink() else sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+    if folder.is_symlink():
+        return 0
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _print(talk: Talk, left: list[Leftover], *, done: bool) -> None:
@@ -117,7 +146,16 @@ def _print(talk: Talk, left: list[Leftover], *, done: bool) -> None:
         return
     table = Listing("run", "size", "what", "folder", right=["size"], drop=["folder"])
     for each in left:
-        table.add_row(escape(each.run), f"{each.bytes / GIB:,.3f} GiB", each.what, escape(Path(each.path).name))
+        table.add_row(
+            escape(each.run),
+            f"{each.bytes / GIB:,.3f} GiB",
+            each.what,
+            escape(Path(each.path).name),
+        )
     talk.console.print(table)
     size = f"{sum(each.bytes for each in left) / GIB:,.3f} GiB"
-    talk.say(f"deleted: {size}" if done else f"{size} would go: {talk.command} clean --perform deletes it")
+    talk.say(
+        f"deleted: {size}"
+        if done
+        else f"{size} would go: {talk.command} clean --perform deletes it"
+    )

@@ -29,11 +29,19 @@ MOST = 10**6  # ranks that one word may name
 LOOK_SECONDS = 0.2
 
 
-def logs(talk: Talk, words: str, rank: str, node: str, attempt: int, *, follow: bool, lines: int) -> Answer:
+def logs(
+    talk: Talk, words: str, rank: str, node: str, attempt: int, *, follow: bool, lines: int
+) -> Answer:
     """The task `logs`."""
     if follow and talk.json:
-        raise ConfigError("--follow and --json contradict each other", hint="one document is printed when all of it is known: leave out --follow")
-    wanted = None if rank in ("", FAILED) else _numbers(rank)
+        raise ConfigError(
+            "--follow and --json contradict each other",
+            hint="one document is printed when all of it is known: leave out --follow",
+        )
+    if rank in ("", FAILED):
+        wanted = None
+    else:
+        wanted = _numbers(rank)
     run = find_run(load_jobs(talk).roots(), words)
     chosen = _attempt(run, attempt)
     events = read_events(chosen)
@@ -45,17 +53,29 @@ def logs(talk: Talk, words: str, rank: str, node: str, attempt: int, *, follow: 
             talk.say(line)
         return _answer(run, chosen, [{"rank": None, "host": node, "lines": said}])
     if rank == FAILED:
-        wanted = {event["rank"] for event in events if event["event"] == "rank_ended" and not event["stopped"] and not event["done"] and event["code"] != 0}
+        wanted = {
+            event["rank"]
+            for event in events
+            if event["event"] == "rank_ended"
+            and not event["stopped"]
+            and not event["done"]
+            and event["code"] != 0
+        }
         if not wanted:
             talk.say(f"no rank of attempt {chosen.number} of run {run.id} failed by itself")
             return _answer(run, chosen, [])
     if node:
-        wanted = {r for r, host in hosts.items() if host == node and (wanted is None or r in wanted)}
+        wanted = {
+            r for r, host in hosts.items() if host == node and (wanted is None or r in wanted)
+        }
     ranks = sorted({0} if wanted is None else wanted)
     paths = {r: chosen.log(r) for r in ranks}
     if missing := [r for r, path in paths.items() if not path.is_file()]:
         there = sorted(int(p.stem) for p in chosen.log(0).parent.glob("*.log"))
-        raise ConfigError(f"run {run.id} has no log of rank {missing[0]}", hint=f"ranks with a log: {_spans(there) or 'none'}")
+        raise ConfigError(
+            f"run {run.id} has no log of rank {missing[0]}",
+            hint=f"ranks with a log: {_spans(there) or 'none'}",
+        )
     tails = [_Tail(path, f"[{r}] " if len(paths) > 1 else "") for r, path in paths.items()]
     told = []
     for rank_of, tail in zip(ranks, tails, strict=True):
@@ -77,9 +97,18 @@ def _numbers(text: str) -> set[int]:
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part.strip())
-        first, last = (int(match.group(1)), int(match.group(2) or match.group(1))) if match else (1, 0)
+        if match:
+            first = int(match.group(1))
+            last = int(match.group(2) or match.group(1))
+        else:
+            first = 1
+            last = 0
         if last < first or last >= MOST:
-            raise Leave(f"error: --rank takes ranks such as 3 or 0,8-15, or the word {FAILED}, not {text!r}", code=Exit.USAGE)
+            raise Leave(
+                f"error: --rank takes ranks such as 3 or 0,8-15, or the word {FAILED}, not"
+                f" {text!r}",
+                code=Exit.USAGE,
+            )
         found |= set(range(first, last + 1))
     return found
 
@@ -97,32 +126,48 @@ def _spans(ranks: list[int]) -> str:
 
 def _attempt(run: RunFolder, number: int) -> AttemptFolder:
     attempts = run.attempts()
-    chosen = [a for a in attempts if a.number == number] if number else attempts[-1:]
+    if number:
+        chosen = [a for a in attempts if a.number == number]
+    else:
+        chosen = attempts[-1:]
     if not chosen:
-        said = f"; what its batch script printed is in {output}" if (output := output_of(run)) is not None and output.is_file() else ""
+        if (output := output_of(run)) is not None and output.is_file():
+            said = f"; what its batch script printed is in {output}"
+        else:
+            said = ""
         hint = f"attempts: {', '.join(str(a.number) for a in attempts) or 'none'}{said}"
         raise ConfigError(f"run {run.id} has no attempt {number or ''}".rstrip(), hint=hint)
     return chosen[0]
 
 
-def _transport(run: RunFolder, attempt: AttemptFolder, node: str, hosts: list[str], lines: int) -> list[str]:
-    """What ssh or pdsh said of a host on which no rank was started. Raises ConfigError for a host that the attempt did not have."""
+def _transport(
+    run: RunFolder, attempt: AttemptFolder, node: str, hosts: list[str], lines: int
+) -> list[str]:
+    """What ssh or pdsh said of a host on which no rank was started. Raises ConfigError for a
+    host that the attempt did not have."""
     path = attempt.transports / f"{node.replace(os.sep, '_')}.log"
     if not path.is_file():
         there = sorted({*hosts, *(p.stem for p in attempt.transports.glob("*.log"))})
-        raise ConfigError(f"attempt {attempt.number} of run {run.id} had no host '{node}'", hint=f"its hosts: {', '.join(there) or 'none'}")
+        raise ConfigError(
+            f"attempt {attempt.number} of run {run.id} had no host '{node}'",
+            hint=f"its hosts: {', '.join(there) or 'none'}",
+        )
     return last_lines(path, lines or sys.maxsize)
 
 
 class _Tail:
-    """The end of one log, which may begin anew meanwhile (`part_before`). Beside others it is told in whole lines."""
+    """The end of one log, which may begin anew meanwhile (`part_before`). Beside others it is
+    told in whole lines."""
 
     def __init__(self, path: Path, prefix: str) -> None:
-        self.path, self.prefix, self.offset = path, prefix, 0
+        self.path = path
+        self.prefix = prefix
+        self.offset = 0
         self.file = 0  # the inode that the offset is of
 
     def last(self, count: int, *, torn: bool) -> list[str]:
-        """The last lines; `torn`: with a last one that has no end yet, else `new` gives it later."""
+        """The last lines; `torn`: with a last one that has no end yet, else `new` gives it
+        later."""
         lines: collections.deque[bytes] = collections.deque(maxlen=count)
         with contextlib.suppress(FileNotFoundError), open(part_before(self.path), "rb") as before:
             lines.extend(before)
@@ -138,19 +183,28 @@ class _Tail:
         """What has come since."""
         with open(self.path, "rb") as file:
             anew = (now := os.fstat(file.fileno()).st_ino) != self.file
-            rest, start = (self._rest(), 0) if anew else (b"", self.offset)
+            if anew:
+                rest = self._rest()
+                start = 0
+            else:
+                rest = b""
+                start = self.offset
             file.seek(start)
             data = rest + file.read()
         if self.prefix and not torn:
             data = data[: data.rfind(b"\n") + 1]
         if len(data) < len(rest):
             return ""  # the new part has not a whole line yet
-        self.file, self.offset = now, start + len(data) - len(rest)
+        self.file = now
+        self.offset = start + len(data) - len(rest)
         text = printable(data.decode(errors="replace"))
-        return "".join(f"{self.prefix}{line}\n" for line in text.removesuffix("\n").split("\n")) if self.prefix and text else text
+        if self.prefix and text:
+            return "".join(f"{self.prefix}{line}\n" for line in text.removesuffix("\n").split("\n"))
+        return text
 
     def _rest(self) -> bytes:
-        """What the part that was put aside has beyond what was told; nothing where another has taken its place since."""
+        """What the part that was put aside has beyond what was told; nothing where another has
+        taken its place since."""
         with contextlib.suppress(FileNotFoundError), open(part_before(self.path), "rb") as before:
             if os.fstat(before.fileno()).st_ino == self.file:
                 before.seek(self.offset)

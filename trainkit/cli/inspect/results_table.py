@@ -21,25 +21,36 @@ GIB = 2**30
 def refuse_unknown_convention(convention: str) -> None:
     """Raise ConfigError for a FLOPs convention that is not known; "" is none."""
     if convention and convention not in CONVENTIONS:
-        raise ConfigError(f"there is no FLOPs convention '{convention}'", hint=f"one of {', '.join(CONVENTIONS)}")
+        raise ConfigError(
+            f"there is no FLOPs convention '{convention}'", hint=f"one of {', '.join(CONVENTIONS)}"
+        )
 
 
 def by_convention(summary: Summary, convention: str) -> float | None:
     """TFLOP/s of each device as others count them; None where the run has no speed yet."""
     run = summary.run
-    job, vocab = read_job(run.job), read_form(run.plan, "plan/1").get("padded_vocab_size")
+    job = read_job(run.job)
+    vocab = read_form(run.plan, "plan/1").get("padded_vocab_size")
     if summary.tokens_per_second is None or vocab is None:
         return None
-    return tflops_per_device(convention, job.model, vocab, summary.tokens_per_second / job.model.seq_length, job.world_size)
+    return tflops_per_device(
+        convention,
+        job.model,
+        vocab,
+        summary.tokens_per_second / job.model.seq_length,
+        job.world_size,
+    )
 
 
 def result_row(record: Record, convention: str) -> dict[str, Any]:
     """One run's results, and the layout that they were had with."""
     run = record.run
-    job, summary = read_job(run.job), summarize(run)
+    job = read_job(run.job)
+    summary = summarize(run)
     milliseconds = summary.median("elapsed_ms")
     layout = job.parallelism
-    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    tensor = layout.tensor_model_parallel_size
+    pipeline = layout.pipeline_model_parallel_size
     row = {
         "run": run.id,
         "job": run.job_name,
@@ -59,10 +70,14 @@ def result_row(record: Record, convention: str) -> dict[str, Any]:
         "mfu": summary.median("mfu"),
         "peak_bytes": summary.peak_bytes,
     }
-    return {**row, "convention_tflops": by_convention(summary, convention)} if convention else row
+    if convention:
+        return {**row, "convention_tflops": by_convention(summary, convention)}
+    return row
 
 
-def result_rows(records: Sequence[Record], convention: str, warn: Callable[[str], None]) -> list[dict[str, Any]]:
+def result_rows(
+    records: Sequence[Record], convention: str, warn: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """Results of all runs that can be read; `warn` is told of the others (older forms)."""
     rows = []
     for record in records:
@@ -75,17 +90,66 @@ def result_rows(records: Sequence[Record], convention: str, warn: Callable[[str]
 
 def results_table(rows: Sequence[dict[str, Any]], convention: str) -> Listing:
     """Medians over the logged steps; "-" where nothing was logged."""
-    further = [f"TFLOP/s ({convention})"] if convention else []
-    names = ("run", "job", "nodes", "ranks", "TP x PP x DP", "micro", "global", "s/step", "tokens/s", "TFLOP/s a device", *further, "MFU", "memory a rank")
-    table = Listing(*names, right=names[2:], drop=("micro", "global", "nodes", "TP x PP x DP", "memory a rank", "s/step", *further, "job", "MFU", "ranks"))
+    if convention:
+        further = [f"TFLOP/s ({convention})"]
+    else:
+        further = []
+    names = (
+        "run",
+        "job",
+        "nodes",
+        "ranks",
+        "TP x PP x DP",
+        "micro",
+        "global",
+        "s/step",
+        "tokens/s",
+        "TFLOP/s a device",
+        *further,
+        "MFU",
+        "memory a rank",
+    )
+    table = Listing(
+        *names,
+        right=names[2:],
+        drop=(
+            "micro",
+            "global",
+            "nodes",
+            "TP x PP x DP",
+            "memory a rank",
+            "s/step",
+            *further,
+            "job",
+            "MFU",
+            "ranks",
+        ),
+    )
     for row in rows:
-        cells = [str(row["nodes"]), str(row["ranks"]), f"{row['tensor']} x {row['pipeline']} x {row['data']}", str(row["micro_batch_size"])]
-        cells += [_shown(row["global_batch_size"], ","), _shown(row["seconds_per_step"], ".3g"), _shown(row["tokens_per_second"], ",.0f")]
-        cells += [_shown(row["model_tflops"], ".4g"), *([_shown(row["convention_tflops"], ".4g")] if convention else [])]
-        cells += [_shown(row["mfu"], ".1%"), "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:,.2f} GiB"]
+        cells = [
+            str(row["nodes"]),
+            str(row["ranks"]),
+            f"{row['tensor']} x {row['pipeline']} x {row['data']}",
+            str(row["micro_batch_size"]),
+        ]
+        cells += [
+            _shown(row["global_batch_size"], ","),
+            _shown(row["seconds_per_step"], ".3g"),
+            _shown(row["tokens_per_second"], ",.0f"),
+        ]
+        cells += [
+            _shown(row["model_tflops"], ".4g"),
+            *([_shown(row["convention_tflops"], ".4g")] if convention else []),
+        ]
+        cells += [
+            _shown(row["mfu"], ".1%"),
+            "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:,.2f} GiB",
+        ]
         table.add_row(escape(row["run"]), escape(row["job"]), *cells)
     return table
 
 
 def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    if value is None:
+        return "-"
+    return format(value, form)

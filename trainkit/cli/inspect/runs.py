@@ -16,7 +16,12 @@ from rich.markup import escape
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.inspect.results_table import by_convention, refuse_unknown_convention, result_rows, results_table
+from trainkit.cli.inspect.results_table import (
+    by_convention,
+    refuse_unknown_convention,
+    result_rows,
+    results_table,
+)
 from trainkit.cli.run.summary import facts_table, print_next
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import Answer, Talk
@@ -28,7 +33,14 @@ from trainkit.runs.loss_plot import draw_losses
 from trainkit.runs.record import Record, all_runs, find_run, read_record
 from trainkit.runs.summary import summarize
 
-COLOURS = {"queued": "blue", "starting": "blue", "running": "cyan", "succeeded": "green", "failed": "red", "unknown": "magenta"}
+COLOURS = {
+    "queued": "blue",
+    "starting": "blue",
+    "running": "cyan",
+    "succeeded": "green",
+    "failed": "red",
+    "unknown": "magenta",
+}
 COLOURS |= dict.fromkeys(("cancelled", "preempted"), "yellow")
 WATCH_SECONDS = 2.0
 
@@ -38,23 +50,44 @@ def runs(talk: Talk, job: str, *, table: bool = False, flops: str = "") -> Answe
     if flops and not table:
         raise ConfigError("--flops is a column of --table", hint="runs --table --flops CONVENTION")
     refuse_unknown_convention(flops)
-    records = settled_all(list(_records(run for run in all_runs(load_jobs(talk).roots()) if not job or run.job_name == job)))
+    records = settled_all(
+        list(
+            _records(
+                run for run in all_runs(load_jobs(talk).roots()) if not job or run.job_name == job
+            )
+        )
+    )
     if table:
         rows = result_rows(records, flops, talk.say)
         if not talk.json:
-            talk.console.print(results_table(rows, flops) if rows else f"no runs yet; start one: {talk.command} train JOB")
+            talk.console.print(
+                results_table(rows, flops)
+                if rows
+                else f"no runs yet; start one: {talk.command} train JOB"
+            )
         return Answer(document("results/1", flops_convention=flops or None, runs=rows))
-    listed = Listing("run", "job", "state", "step", "attempt", right=("step", "attempt"), drop=("attempt", "job"))
+    listed = Listing(
+        "run", "job", "state", "step", "attempt", right=("step", "attempt"), drop=("attempt", "job")
+    )
     for record in records:
         colour = COLOURS.get(record.state, "white")
-        listed.add_row(record.run.id, record.run.job_name, f"[{colour}]{record.state}[/]", str(record.step), str(record.attempt))
+        listed.add_row(
+            record.run.id,
+            record.run.job_name,
+            f"[{colour}]{record.state}[/]",
+            str(record.step),
+            str(record.attempt),
+        )
     if not talk.json:
-        talk.console.print(listed if records else f"no runs yet; start one: {talk.command} train JOB")
+        talk.console.print(
+            listed if records else f"no runs yet; start one: {talk.command} train JOB"
+        )
     return Answer(document("runs/1", runs=[r.row() for r in records]))
 
 
 def _records(found: Iterable[RunFolder]) -> Iterator[Record]:
-    """The records of runs. One that cannot be read (another version's, a damaged file) is said, and hides no other."""
+    """The records of runs. One that cannot be read (another version's, a damaged file) is said,
+    and hides no other."""
     for run in found:
         try:
             yield read_record(run)
@@ -63,11 +96,17 @@ def _records(found: Iterable[RunFolder]) -> Iterator[Record]:
 
 
 def status(talk: Talk, words: str, *, watch: bool = False) -> Answer:
-    """The task `status`. With `watch` again and again until the run has ended; under --json only what is then."""
+    """The task `status`. With `watch` again and again until the run has ended; under --json only
+    what is then."""
     run = find_run(load_jobs(talk).roots(), words)
     while True:
         record = settled(read_record(run))
-        view = look_at_devices(run, "cuda" if read_job(run.job).cluster.device_type == "cuda" else "cpu") if record.state == "running" else DeviceView([])
+        if record.state == "running":
+            view = look_at_devices(
+                run, "cuda" if read_job(run.job).cluster.device_type == "cuda" else "cpu"
+            )
+        else:
+            view = DeviceView([])
         seen = seen_now(record)
         if not talk.json:
             if watch and talk.console.is_terminal:
@@ -76,33 +115,63 @@ def status(talk: Talk, words: str, *, watch: bool = False) -> Answer:
             if seen is not None:
                 talk.say(seen.words())
         if not watch or record.state not in ("queued", "starting", "running"):
-            return Answer({**record.to_json(), **view.to_json(), **({"slurm": asdict(seen)} if seen else {})})
+            return Answer(
+                {**record.to_json(), **view.to_json(), **({"slurm": asdict(seen)} if seen else {})}
+            )
         time.sleep(WATCH_SECONDS)
 
 
 def _bytes(size: int | None) -> str:
-    return "?" if size is None else f"{size / 2**30:,.2f} GiB"
+    if size is None:
+        return "?"
+    return f"{size / 2**30:,.2f} GiB"
 
 
 def _figure(value: float | None, unit: str) -> str:
-    return "?" if value is None else f"{value:.0f}{unit}"
+    if value is None:
+        return "?"
+    return f"{value:.0f}{unit}"
 
 
 def _gpu_cells(gpu: Gpu | None) -> list[str]:
     if gpu is None:
         return ["?"] * 5
     used = f"{_bytes(gpu.memory_used_bytes)} of {_bytes(gpu.memory_total_bytes)}"
-    watts, heat = _figure(gpu.power_watts, " W"), _figure(gpu.temperature_celsius, " C")
-    return [escape(f"{gpu.index}: {gpu.name}"), _figure(gpu.utilization_percent, "%"), used, watts, heat]
+    watts = _figure(gpu.power_watts, " W")
+    heat = _figure(gpu.temperature_celsius, " C")
+    return [
+        escape(f"{gpu.index}: {gpu.name}"),
+        _figure(gpu.utilization_percent, "%"),
+        used,
+        watts,
+        heat,
+    ]
 
 
 def devices_table(view: DeviceView) -> Listing:
     """A row a rank; columns of GPUs where any was seen."""
     gpus = any(rank.gpu for rank in view.ranks)
-    headings = ["rank", "pid", "CPU", "threads", "memory", *(["GPU", "busy", "GPU memory", "power", "heat"] if gpus else [])]
-    table = Listing(*headings, right=("rank", "pid", "CPU", "threads"), drop=[name for name in ("heat", "power", "threads", "pid") if name in headings])
+    headings = [
+        "rank",
+        "pid",
+        "CPU",
+        "threads",
+        "memory",
+        *(["GPU", "busy", "GPU memory", "power", "heat"] if gpus else []),
+    ]
+    table = Listing(
+        *headings,
+        right=("rank", "pid", "CPU", "threads"),
+        drop=[name for name in ("heat", "power", "threads", "pid") if name in headings],
+    )
     for rank in view.ranks:
-        cells = [str(rank.rank), str(rank.pid), f"{rank.cpu_percent:.0f}%", str(rank.threads), _bytes(rank.resident_bytes)]
+        cells = [
+            str(rank.rank),
+            str(rank.pid),
+            f"{rank.cpu_percent:.0f}%",
+            str(rank.threads),
+            _bytes(rank.resident_bytes),
+        ]
         table.add_row(*cells, *(_gpu_cells(rank.gpu) if gpus else []))
     return table
 
@@ -110,12 +179,21 @@ def devices_table(view: DeviceView) -> Listing:
 def _print_status(talk: Talk, run: RunFolder, record: Record, view: DeviceView) -> None:
     colour = COLOURS.get(record.state, "white")
     iters = read_job(run.job).training.train_iters
-    talk.console.print(f"[bold]{run.id}[/] ({run.job_name}): [{colour}]{record.state}[/], step {record.step} of {iters}, attempt {record.attempt}")
+    talk.console.print(
+        f"[bold]{run.id}[/] ({run.job_name}): [{colour}]{record.state}[/], step {record.step} of"
+        f" {iters}, attempt {record.attempt}"
+    )
     if record.root_cause:
-        kind = f", class {record.failure_class}" if record.failure_class else ""
+        if record.failure_class:
+            kind = f", class {record.failure_class}"
+        else:
+            kind = ""
         talk.say(f"exit {record.exit}{kind}: {record.root_cause.get('message')}")
     for survivor in record.survivors:
-        talk.say(f"left behind: pid {survivor['pid']} ({survivor.get('argv0', '?')}) on {survivor['host']}")
+        talk.say(
+            f"left behind: pid {survivor['pid']} ({survivor.get('argv0', '?')}) on"
+            f" {survivor['host']}"
+        )
     talk.console.print(facts_table(run))
     if view.ranks:
         talk.console.print(devices_table(view))
@@ -127,11 +205,18 @@ def _print_status(talk: Talk, run: RunFolder, record: Record, view: DeviceView) 
 def tunnel_words(environment: Mapping[str, str], port: int) -> list[str]:
     """The line of ssh that brings a port of this machine to the one that its person sits at.
 
-    This machine's address is the one it was logged in at (SSH_CONNECTION: the client's address and port, then ours; ssh(1)), else its name.
+    This machine's address is the one it was logged in at (SSH_CONNECTION: the client's address
+    and port, then ours; ssh(1)), else its name.
     """
     logged_in = environment.get("SSH_CONNECTION", "").split()
-    host = logged_in[2] if len(logged_in) == 4 else socket.getfqdn()
-    at = ["-p", logged_in[3]] if len(logged_in) == 4 and logged_in[3] != "22" else []
+    if len(logged_in) == 4:
+        host = logged_in[2]
+    else:
+        host = socket.getfqdn()
+    if len(logged_in) == 4 and logged_in[3] != "22":
+        at = ["-p", logged_in[3]]
+    else:
+        at = []
     user = environment.get("USER") or environment.get("LOGNAME")
     return ["ssh", "-N", "-L", f"{port}:localhost:{port}", *at, f"{user}@{host}" if user else host]
 
@@ -142,7 +227,16 @@ def tensorboard(talk: Talk, words: str, port: int) -> None:
     where = ["--logdir", str(find_run(roots, words).tensorboard if words else roots[0] / "runs")]
     if not words and len(roots) > 1:
         where = ["--logdir_spec", ",".join(f"{root.name}:{root / 'runs'}" for root in roots)]
-    argv = [sys.executable, "-m", "tensorboard.main", *where, "--port", str(port), "--host", "localhost"]
+    argv = [
+        sys.executable,
+        "-m",
+        "tensorboard.main",
+        *where,
+        "--port",
+        str(port),
+        "--host",
+        "localhost",
+    ]
     if talk.dry_run:
         talk.say(" ".join(argv))
     if talk.dry_run or os.environ.get("SSH_CONNECTION"):
@@ -161,13 +255,21 @@ def report(talk: Talk, words: str, picture: str, flops: str) -> Answer:
         draw_losses(run, Path(picture))
         talk.say(f"drew {picture}")
     summary = summarize(run)
-    counted = {"flops_convention": flops, "convention_tflops": by_convention(summary, flops)} if flops else {}
+    if flops:
+        counted = {"flops_convention": flops, "convention_tflops": by_convention(summary, flops)}
+    else:
+        counted = {}
     if not talk.json:
         _print_status(talk, run, read_record(run), DeviceView([]))
         if (tflops := summary.median("model_tflops")) is not None:
             mfu = summary.median("mfu")
-            used = "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}% of {summary.peak}"
+            if mfu is None:
+                used = "MFU n/a"
+            else:
+                used = f"MFU {100 * mfu:.1f}% of {summary.peak}"
             talk.say(f"{tflops:.3g} model TFLOP/s per device (median step), {used}")
         if counted.get("convention_tflops") is not None:
-            talk.say(f"{counted['convention_tflops']:.3g} TFLOP/s per device as {flops} counts them")
+            talk.say(
+                f"{counted['convention_tflops']:.3g} TFLOP/s per device as {flops} counts them"
+            )
     return Answer({**summary.to_json(), **counted})

@@ -23,7 +23,8 @@ from trainkit.runs.slurm import read_slurm_jobs
 
 LINES = 30
 SHOWN = 12  # later failures of other ranks
-WELL = BEFORE | RUNNING | {"COMPLETED", "CANCELLED"}  # a step of Slurm's that says nothing: srun's are cancelled with their job
+# a step of Slurm's that says nothing: srun's are cancelled with their job
+WELL = BEFORE | RUNNING | {"COMPLETED", "CANCELLED"}
 
 
 def why(talk: Talk, words: str, attempt: int) -> Answer:
@@ -32,9 +33,15 @@ def why(talk: Talk, words: str, attempt: int) -> Answer:
     record = settled(read_record(run))
     told = [_attempt(each) for each in run.attempts()]
     chosen = _chosen(run, record, told, attempt)
-    cause = dict(chosen["root_cause"] or {}) if chosen else {}
+    if chosen:
+        cause = dict(chosen["root_cause"] or {})
+    else:
+        cause = {}
     cause.setdefault("last", _last(cause))
-    others = _later_failures(run.attempt(chosen["attempt"]), cause) if chosen and chosen["attempt"] else []
+    if chosen and chosen["attempt"]:
+        others = _later_failures(run.attempt(chosen["attempt"]), cause)
+    else:
+        others = []
     kept = _kept_by_slurm(talk, run)
     if not talk.json:
         _print(talk, run, record, chosen, cause, others, told)
@@ -43,63 +50,150 @@ def why(talk: Talk, words: str, attempt: int) -> Answer:
             talk.console.print(_slurm_table(kept))
         if chosen is not None and cause.get("message"):
             print_next(talk, record, without="why")
-    answer = {"run": run.id, "job": run.job_name, "state": record.state, "exit": record.exit, "class": record.failure_class}
-    failure = {"attempt": chosen["attempt"] if chosen else None, "root_cause": cause if cause.get("message") else None, "others": others}
-    slurm = None if kept is None else [asdict(each) for each in kept]
-    return Answer(document("why/1", **answer, **failure, attempts=told, slurm=slurm, next=[task for task in record.next_tasks() if " why " not in task]))
+    answer = {
+        "run": run.id,
+        "job": run.job_name,
+        "state": record.state,
+        "exit": record.exit,
+        "class": record.failure_class,
+    }
+    failure = {
+        "attempt": chosen["attempt"] if chosen else None,
+        "root_cause": cause if cause.get("message") else None,
+        "others": others,
+    }
+    if kept is None:
+        slurm = None
+    else:
+        slurm = [asdict(each) for each in kept]
+    return Answer(
+        document(
+            "why/1",
+            **answer,
+            **failure,
+            attempts=told,
+            slurm=slurm,
+            next=[task for task in record.next_tasks() if " why " not in task],
+        )
+    )
 
 
 def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
-    """One attempt: how it ended, and why. `root_cause` is None where it ended well, was told to end, or left no word."""
+    """One attempt: how it ended, and why. `root_cause` is None where it ended well, was told to
+    end, or left no word."""
     events = read_events(attempt)
     started: dict[str, Any] = next((e for e in events if e["event"] == "started"), {})
     ended: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "ended"), {})
-    cause = (ended.get("root_cause") or {}) if ended.get("class") != "success" else {}
+    if ended.get("class") != "success":
+        cause = ended.get("root_cause") or {}
+    else:
+        cause = {}
     hosts = list(dict.fromkeys(e["host"] for e in events if e["event"] == "rank_started"))
     span = {"started": started.get("time"), "ended": ended.get("time")}
-    return {"attempt": attempt.number, **span, "exit": ended.get("exit"), "class": ended.get("class"), "hosts": hosts, "root_cause": cause or None}
+    return {
+        "attempt": attempt.number,
+        **span,
+        "exit": ended.get("exit"),
+        "class": ended.get("class"),
+        "hosts": hosts,
+        "root_cause": cause or None,
+    }
 
 
-def _chosen(run: RunFolder, record: Record, told: list[dict[str, Any]], number: int) -> dict[str, Any] | None:
-    """The attempt that is asked about: that of the number, else the newest one that went wrong; None where none did. Raises ConfigError."""
+def _chosen(
+    run: RunFolder, record: Record, told: list[dict[str, Any]], number: int
+) -> dict[str, Any] | None:
+    """The attempt that is asked about: that of the number, else the newest one that went wrong;
+    None where none did. Raises ConfigError."""
     if number and not any(each["attempt"] == number for each in told):
-        raise ConfigError(f"run {run.id} has no attempt {number}", hint=f"attempts: {', '.join(str(each['attempt']) for each in told) or 'none'}")
-    if record.state in ("failed", "unknown") and told and told[-1]["class"] is None:  # its supervisor left no word: the record says what is known
-        told[-1] |= {"root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
-    if record.root_cause and (not told or ("slurm_job" in record.root_cause and number in (0, told[-1]["attempt"]))):  # Slurm's word, after the last attempt's
-        return {"attempt": told[-1]["attempt"] if told else 0, "root_cause": record.root_cause, "exit": record.exit, "class": record.failure_class}
-    return next((each for each in reversed(told) if each["root_cause"] and number in (0, each["attempt"])), None)
+        raise ConfigError(
+            f"run {run.id} has no attempt {number}",
+            hint=f"attempts: {', '.join(str(each['attempt']) for each in told) or 'none'}",
+        )
+    # its supervisor left no word: the record says what is known
+    if record.state in ("failed", "unknown") and told and told[-1]["class"] is None:
+        told[-1] |= {
+            "root_cause": record.root_cause,
+            "exit": record.exit,
+            "class": record.failure_class,
+        }
+    # Slurm's word, after the last attempt's
+    if record.root_cause and (
+        not told or ("slurm_job" in record.root_cause and number in (0, told[-1]["attempt"]))
+    ):
+        return {
+            "attempt": told[-1]["attempt"] if told else 0,
+            "root_cause": record.root_cause,
+            "exit": record.exit,
+            "class": record.failure_class,
+        }
+    return next(
+        (each for each in reversed(told) if each["root_cause"] and number in (0, each["attempt"])),
+        None,
+    )
 
 
 def _last(cause: dict[str, Any]) -> list[str]:
-    return last_lines(Path(cause["log"]), LINES) if cause.get("log") else []
+    if cause.get("log"):
+        return last_lines(Path(cause["log"]), LINES)
+    return []
 
 
 def _kept_by_slurm(talk: Talk, run: RunFolder) -> list[Account] | None:
-    """Every start of the run's Slurm jobs, and what ended badly of their steps and of the jobs that made its stages, as slurmdbd keeps them; None where
-    there is no accounting, or no job."""
+    """Every start of the run's Slurm jobs, and what ended badly of their steps and of the jobs
+    that made its stages, as slurmdbd keeps them; None where there is no accounting, or no job."""
     ids = [job.id for job in read_slurm_jobs(run)]
     stages = [job.id for job in read_stage_jobs(run)]
     try:
-        rows = accounts([*stages, *ids]) if ids or stages else None
+        if ids or stages:
+            rows = accounts([*stages, *ids])
+        else:
+            rows = None
     except TrainkitError as error:
         talk.say(error.message)
         return None
-    return None if rows is None else [row for row in rows if row.id in ids or row.word not in WELL]
+    if rows is None:
+        return None
+    return [row for row in rows if row.id in ids or row.word not in WELL]
 
 
 def _slurm_table(rows: list[Account]) -> Listing:
-    table = Listing("job", "state", "exit code", "submitted", "began", "ended", "nodes", drop=("nodes", "submitted", "began"))
+    table = Listing(
+        "job",
+        "state",
+        "exit code",
+        "submitted",
+        "began",
+        "ended",
+        "nodes",
+        drop=("nodes", "submitted", "began"),
+    )
     for row in rows:
-        table.add_row(*(escape(cell) for cell in (row.id, row.state, row.code, row.submit, row.start, row.end, row.nodes)))
+        table.add_row(
+            *(
+                escape(cell)
+                for cell in (row.id, row.state, row.code, row.submit, row.start, row.end, row.nodes)
+            )
+        )
     return table
 
 
 def _later_failures(attempt: AttemptFolder, cause: dict[str, Any]) -> list[dict[str, Any]]:
     """Other ranks that ended badly by themselves: as a rule echoes of the first."""
     hosts = {e["rank"]: e["host"] for e in read_events(attempt) if e["event"] == "rank_started"}
-    ends = [e for e in read_events(attempt) if e["event"] == "rank_ended" and not e["stopped"] and not e["done"] and e["code"] not in (0, int(Exit.PREEMPTED))]
-    return [{"rank": e["rank"], "host": hosts.get(e["rank"]), "code": e["code"], "time": e["time"]} for e in ends if e["rank"] != cause.get("rank")]
+    ends = [
+        e
+        for e in read_events(attempt)
+        if e["event"] == "rank_ended"
+        and not e["stopped"]
+        and not e["done"]
+        and e["code"] not in (0, int(Exit.PREEMPTED))
+    ]
+    return [
+        {"rank": e["rank"], "host": hosts.get(e["rank"]), "code": e["code"], "time": e["time"]}
+        for e in ends
+        if e["rank"] != cause.get("rank")
+    ]
 
 
 def _how(cause: dict[str, Any]) -> str:
@@ -112,17 +206,34 @@ def _how(cause: dict[str, Any]) -> str:
 
 
 def _print(
-    talk: Talk, run: RunFolder, record: Record, chosen: dict[str, Any] | None, cause: dict[str, Any], others: list[dict[str, Any]], told: list[dict[str, Any]]
+    talk: Talk,
+    run: RunFolder,
+    record: Record,
+    chosen: dict[str, Any] | None,
+    cause: dict[str, Any],
+    others: list[dict[str, Any]],
+    told: list[dict[str, Any]],
 ) -> None:
     console = talk.console
     if chosen is None or not cause.get("message"):
         console.print(f"[bold]{run.id}[/] ({run.job_name}) is {record.state}: nothing has failed")
         return
-    where = f"rank {cause['rank']} on {cause.get('host', '?')}" if "rank" in cause else str(cause.get("host", "the run"))
-    what = f"attempt {chosen['attempt']} of {len(told)}: exit {chosen['exit']}, class [bold]{chosen['class'] or 'unknown'}[/]"
+    if "rank" in cause:
+        where = f"rank {cause['rank']} on {cause.get('host', '?')}"
+    else:
+        where = str(cause.get("host", "the run"))
+    what = (
+        f"attempt {chosen['attempt']} of {len(told)}: exit {chosen['exit']}, class"
+        f" [bold]{chosen['class'] or 'unknown'}[/]"
+    )
     console.print(f"[bold]{run.id}[/] ({run.job_name}) is {record.state}; {what}")
     console.print(f"[red]{escape(where)}: {escape(_how(cause))}[/]")
-    for key, text in (("time", "at {}"), ("step", "in step {}"), ("log", "log: {}"), ("advice", "advice: {}")):
+    for key, text in (
+        ("time", "at {}"),
+        ("step", "in step {}"),
+        ("log", "log: {}"),
+        ("advice", "advice: {}"),
+    ):
         if cause.get(key) not in (None, ""):
             talk.say("  " + text.format(cause[key]))
     if cause.get("last"):
@@ -134,7 +245,9 @@ def _print(
     if len(others) > SHOWN:
         talk.say(f"later: {len(others) - SHOWN} more ranks")
     if len(told) > 1:
-        console.print(_attempts_table(told, "running" if record.state == "running" else "no last word"))
+        console.print(
+            _attempts_table(told, "running" if record.state == "running" else "no last word")
+        )
 
 
 def _attempts_table(told: list[dict[str, Any]], wordless: str) -> Listing:
@@ -142,12 +255,22 @@ def _attempts_table(told: list[dict[str, Any]], wordless: str) -> Listing:
     for each in told:
         cause = each["root_cause"] or {}
         cells = [cause.get("rank", ""), cause.get("host", ""), cause.get("step", "")]
-        first = (_how(cause).splitlines() or [""])[0] if cause.get("message") else "" if each["class"] else wordless
+        if cause.get("message"):
+            first = (_how(cause).splitlines() or [""])[0]
+        elif each["class"]:
+            first = ""
+        else:
+            first = wordless
         table.add_row(
-            str(each["attempt"]), *("" if each[key] is None else str(each[key]) for key in ("exit", "class")), *map(_cell, cells), escape(first[:100])
+            str(each["attempt"]),
+            *("" if each[key] is None else str(each[key]) for key in ("exit", "class")),
+            *map(_cell, cells),
+            escape(first[:100]),
         )
     return table
 
 
 def _cell(value: object) -> str:
-    return "" if value is None else escape(str(value))
+    if value is None:
+        return ""
+    return escape(str(value))

@@ -18,18 +18,28 @@ from trainkit.runs.record import find_run
 if TYPE_CHECKING:
     from trainkit.train.huggingface.writing import TokenizerFile
 
-FORMATS, DTYPES = ("hf",), ("fp32", "bf16", "fp16")
+FORMATS = ("hf",)
+DTYPES = ("fp32", "bf16", "fp16")
 
 
-def export(talk: Talk, words: str, format: str, to: str, step: int | None, dtype: str, shard_gb: float) -> Answer:
+def export(
+    talk: Talk, words: str, format: str, to: str, step: int | None, dtype: str, shard_gb: float
+) -> Answer:
     """The task `export`."""
     problems = []
     if format not in FORMATS:
-        problems.append(Problem(f"--format {format!r} is none of: {', '.join(FORMATS)}", hint="hf: a folder that transformers' from_pretrained loads"))
+        problems.append(
+            Problem(
+                f"--format {format!r} is none of: {', '.join(FORMATS)}",
+                hint="hf: a folder that transformers' from_pretrained loads",
+            )
+        )
     if dtype not in DTYPES:
         problems.append(Problem(f"--dtype {dtype!r} is none of: {', '.join(DTYPES)}"))
     if not to:
-        problems.append(Problem("--to DIR is missing: the folder to write, which must not be there yet"))
+        problems.append(
+            Problem("--to DIR is missing: the folder to write, which must not be there yet")
+        )
     if problems:
         raise ConfigError(problems)
     run = find_run(load_jobs(talk).roots(), words)
@@ -38,10 +48,23 @@ def export(talk: Talk, words: str, format: str, to: str, step: int | None, dtype
     from trainkit.train.inference.load import choose_checkpoint
 
     warn_of_another_tokenizer(run)
-    saved, target, tokenizer = choose_checkpoint(run, step), Path(to).absolute(), _tokenizer(job)
+    saved = choose_checkpoint(run, step)
+    target = Path(to).absolute()
+    tokenizer = _tokenizer(job)
     about = {"trainkit_run": run.id, "trainkit_step": str(saved.manifest.step)}
-    written = write(saved, job.model, target, dtype=dtype, shard_bytes=int(shard_gb * 1e9), tokenizer=tokenizer, about=about)
-    talk.say(f"exported step {saved.manifest.step} of run {run.id} to {target}: {written.parameters / 1e6:,.2f} million parameters in {dtype}")
+    written = write(
+        saved,
+        job.model,
+        target,
+        dtype=dtype,
+        shard_bytes=int(shard_gb * 1e9),
+        tokenizer=tokenizer,
+        about=about,
+    )
+    talk.say(
+        f"exported step {saved.manifest.step} of run {run.id} to {target}:"
+        f" {written.parameters / 1e6:,.2f} million parameters in {dtype}"
+    )
     if tokenizer is None:
         talk.say("without a tokenizer: the run was trained on random tokens")
     return Answer(
@@ -61,12 +84,16 @@ def export(talk: Talk, words: str, format: str, to: str, step: int | None, dtype
 
 
 def _tokenizer(job: Job) -> TokenizerFile | None:
-    """The tokenizer of the job's dataset; None for random tokens. Raises ConfigError where it is gone."""
+    """The tokenizer of the job's dataset; None for random tokens. Raises ConfigError where it is
+    gone."""
     from trainkit.train.huggingface.writing import TokenizerFile
 
     if job.dataset.tokenizer is None:
         return None
     path = DataFolder(Path(job.cluster.root or "."), job.dataset).tokenizer
     if not path.is_file():
-        raise ConfigError(f"the tokenizer of dataset {job.dataset.name!r} is gone: {path}", hint="run prep-data again")
+        raise ConfigError(
+            f"the tokenizer of dataset {job.dataset.name!r} is gone: {path}",
+            hint="run prep-data again",
+        )
     return TokenizerFile(path, job.dataset.tokenizer.eod_token)

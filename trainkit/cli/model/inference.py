@@ -32,9 +32,11 @@ from trainkit.train.inference import ranks as sharded
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Prompts of a file: a line is a JSON string, or a JSON object whose key "prompt" holds one; empty lines are passed over.
+    """Prompts of a file: a line is a JSON string, or a JSON object whose key "prompt" holds one;
+    empty lines are passed over.
 
-    Raises ConfigError for the first line that is neither, and for a file without prompts. OSError as reading does.
+    Raises ConfigError for the first line that is neither, and for a file without prompts.
+    OSError as reading does.
     """
     prompts = []
     try:
@@ -48,9 +50,15 @@ def read_prompts(path: Path) -> list[str]:
             value = json.loads(line)
         except ValueError:
             value = None
-        prompt = value.get("prompt") if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            prompt = value.get("prompt")
+        else:
+            prompt = value
         if not isinstance(prompt, str):
-            raise ConfigError(f'{path}:{number}: neither a JSON string nor {{"prompt": "..."}}: {line[:60]}', hint="plain text to JSON lines: jq -R .")
+            raise ConfigError(
+                f'{path}:{number}: neither a JSON string nor {{"prompt": "..."}}: {line[:60]}',
+                hint="plain text to JSON lines: jq -R .",
+            )
         prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{path} holds no prompt")
@@ -77,7 +85,12 @@ def generate(
     asked = [*prompts, *(read_prompts(Path(prompts_file)) if prompts_file else [])] or [""]
     run = find_run(load_jobs(talk).roots(), words)
     warn_of_another_tokenizer(run)
-    choice: dict[str, Any] = {"max_new_tokens": max_new_tokens, "step": step, "device": device, "ranks": tensor_parallel}
+    choice: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "step": step,
+        "device": device,
+        "ranks": tensor_parallel,
+    }
     found, generations = write(run, asked, how, **choice, together=run_together)
     if not talk.json:
         for number, generation in enumerate(generations, start=1):
@@ -86,20 +99,47 @@ def generate(
             talk.say(generation.text)
     first = generations[0]
     return Answer(
-        document("generate/1", run=run.id, step=found, prompt=first.prompt, text=first.text, generations=[dataclasses.asdict(g) for g in generations])
+        document(
+            "generate/1",
+            run=run.id,
+            step=found,
+            prompt=first.prompt,
+            text=first.text,
+            generations=[dataclasses.asdict(g) for g in generations],
+        )
     )
 
 
-def evaluate(talk: Talk, words: str, dataset: str, split: str, samples: int, step: int | None, device: str, tensor_parallel: int) -> Answer:
+def evaluate(
+    talk: Talk,
+    words: str,
+    dataset: str,
+    split: str,
+    samples: int,
+    step: int | None,
+    device: str,
+    tensor_parallel: int,
+) -> Answer:
     """The task `evaluate`."""
     from trainkit.train.inference.evaluate import Evaluation, Windows, refuse_unreadable
     from trainkit.train.inference.evaluate import evaluate as measure
-    from trainkit.train.inference.load import PRECISIONS, choose_checkpoint, choose_device, load_model, load_own_tokenizer, refuse_unsplittable, vocabulary
+    from trainkit.train.inference.load import (
+        PRECISIONS,
+        choose_checkpoint,
+        choose_device,
+        load_model,
+        load_own_tokenizer,
+        refuse_unsplittable,
+        vocabulary,
+    )
 
     jobs = load_jobs(talk)
     run = find_run(jobs.roots(), words)
     job = read_job(run.job)
-    wanted = jobs.dataset(dataset) if dataset else job.dataset
+    if dataset:
+        wanted = jobs.dataset(dataset)
+    else:
+        wanted = job.dataset
     refuse_unreadable(wanted, split)
     tokenizer, end = load_own_tokenizer(job)
     on = choose_device(job, device)
@@ -107,34 +147,69 @@ def evaluate(talk: Talk, words: str, dataset: str, split: str, samples: int, ste
     saved = choose_checkpoint(run, step)
     warn_of_another_tokenizer(run)
     _prepare(talk, job, wanted, tokenizer)
-    facts = {"run": run.id, "step": saved.manifest.step, "dataset": wanted.name, "split": split, "device": on.type, "precision": job.training.precision}
+    facts = {
+        "run": run.id,
+        "step": saved.manifest.step,
+        "dataset": wanted.name,
+        "split": split,
+        "device": on.type,
+        "precision": job.training.precision,
+    }
     if talk.dry_run:
-        talk.say(f"would evaluate step {saved.manifest.step} of run {run.id} on the {split} split of {wanted.name} on {on.type}")
+        talk.say(
+            f"would evaluate step {saved.manifest.step} of run {run.id} on the {split} split of"
+            f" {wanted.name} on {on.type}"
+        )
         return Answer(document("evaluate/1", dry_run=True, **facts))
-    windows = Windows(job, wanted, split, vocabulary(saved), on)  # before ranks are started: it may refuse
+    # before ranks are started: it may refuse
+    windows = Windows(job, wanted, split, vocabulary(saved), on)
     with _bar(talk) as progress:
         if tensor_parallel > 1:
-            spec = sharded.spec_of("evaluate", job, saved.folder, on.type, dataset=wanted.model_dump(mode="json"), split=split, samples=samples)
-            found = Evaluation(**run_together(sharded.ARGV, spec, tensor_parallel, on.type, progress))
+            spec = sharded.spec_of(
+                "evaluate",
+                job,
+                saved.folder,
+                on.type,
+                dataset=wanted.model_dump(mode="json"),
+                split=split,
+                samples=samples,
+            )
+            found = Evaluation(
+                **run_together(sharded.ARGV, spec, tensor_parallel, on.type, progress)
+            )
         else:
             model = load_model(job, saved, on, PRECISIONS[job.training.precision])
             found = measure(model, windows, tokenizer, end, samples=samples, progress=progress)
-    talk.say(f"step {facts['step']} of run {run.id} on {wanted.name} ({split}): {found.tokens:,} tokens of {found.samples:,} samples in {found.seconds:.1f} s")
-    perplexity = "beyond floating point" if found.perplexity is None else f"{found.perplexity:,.4f}"
-    bits = "n/a" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
-    talk.say(f"loss {found.loss:.4f} nats/token, perplexity {perplexity}, {bits} bits/byte of {found.bytes:,} bytes")
+    talk.say(
+        f"step {facts['step']} of run {run.id} on {wanted.name} ({split}): {found.tokens:,} tokens"
+        f" of {found.samples:,} samples in {found.seconds:.1f} s"
+    )
+    if found.perplexity is None:
+        perplexity = "beyond floating point"
+    else:
+        perplexity = f"{found.perplexity:,.4f}"
+    if found.bits_per_byte is None:
+        bits = "n/a"
+    else:
+        bits = f"{found.bits_per_byte:.4f}"
+    talk.say(
+        f"loss {found.loss:.4f} nats/token, perplexity {perplexity}, {bits} bits/byte of"
+        f" {found.bytes:,} bytes"
+    )
     return Answer(document("evaluate/1", dry_run=False, **facts, **dataclasses.asdict(found)))
 
 
 def _prepare(talk: Talk, job: Job, wanted: Dataset, tokenizer: Tokenizer) -> None:
-    """Have `wanted` prepared with the job's own tokenizer. The run's own data is never made anew: its tokenizer would be, too.
+    """Have `wanted` prepared with the job's own tokenizer. The run's own data is never made
+    anew: its tokenizer would be, too.
 
     Raises ConfigError for another tokenizer, before a preparation that would only make one.
     """
     from trainkit.train.inference.evaluate import refuse_other_tokenizer
 
     root = Path(job.cluster.root or ".")
-    own, folder = DataFolder(root, job.dataset), DataFolder(root, wanted)
+    own = DataFolder(root, job.dataset)
+    folder = DataFolder(root, wanted)
     if folder.path == own.path:
         return
     assert wanted.tokenizer is not None, "only mock data has none"
@@ -144,7 +219,8 @@ def _prepare(talk: Talk, job: Job, wanted: Dataset, tokenizer: Tokenizer) -> Non
         refuse_other_tokenizer(job, tokenizer, wanted, folder.tokenizer)
     else:
         raise ConfigError(
-            f"dataset {wanted.name!r} is not prepared, and its tokenizer {wanted.tokenizer.name!r} would be trained on its own text",
+            f"dataset {wanted.name!r} is not prepared, and its tokenizer {wanted.tokenizer.name!r}"
+            " would be trained on its own text",
             hint=f'give it a tokenizer of type = "file" with path = "{own.tokenizer}"',
         )
     needs = needs_of_dataset(wanted, root, stamps_folder(root, PrepData.name))
@@ -154,14 +230,19 @@ def _prepare(talk: Talk, job: Job, wanted: Dataset, tokenizer: Tokenizer) -> Non
 
 
 def warn_of_another_tokenizer(run: RunFolder) -> None:
-    """Say on stderr if the run's tokenizer.json is not the file it began with: its ids may mean other text now."""
+    """Say on stderr if the run's tokenizer.json is not the file it began with: its ids may mean
+    other text now."""
     inputs = run.path / "launch" / "inputs.json"
     if not inputs.is_file():  # made by hand
         return
     for old in read_form(inputs, "inputs/1")["files"]:
         path = Path(old[0])
         if path.name == "tokenizer.json" and path.is_file() and file_identity(path) != old:
-            print(f"WARNING: {path} has changed since run {run.id} began; if its ids mean other text now, what follows is nonsense", file=sys.stderr)
+            print(
+                f"WARNING: {path} has changed since run {run.id} began; if its ids mean other text"
+                " now, what follows is nonsense",
+                file=sys.stderr,
+            )
 
 
 @contextlib.contextmanager
@@ -170,7 +251,13 @@ def _bar(talk: Talk) -> Iterator[Callable[[int, int], None]]:
     if not talk.console.is_terminal:
         yield lambda done, total: None
         return
-    columns = TextColumn("[bold]evaluate[/]"), BarColumn(), MofNCompleteColumn(), TextColumn("samples"), TimeRemainingColumn()
+    columns = (
+        TextColumn("[bold]evaluate[/]"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("samples"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=talk.console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,4 +1,5 @@
-"""Following a run whose supervisor is another process: what `train` does over a hostfile, and the task `attach`."""
+"""Following a run whose supervisor is another process: what `train` does over a hostfile, and
+the task `attach`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from trainkit.runs.record import Record, find_run, read_record
 from trainkit.runs.slurm import read_slurm_jobs
 
 POLL_SECONDS = 0.05
-LOOK_SECONDS = 0.5  # between looks at the record: on a shared file system each costs several round trips
+# between looks at the record: on a shared file system each costs several round trips
+LOOK_SECONDS = 0.5
 GOING = ("queued", "starting", "running")
 CONFIRM_SECONDS = 5.0  # that a second Ctrl-C has to stop the run
 
@@ -34,7 +36,8 @@ def attach(talk: Talk, words: str) -> Answer:
 
 
 def started(run: RunFolder, events: EventTail) -> bool:
-    """Wait until the ranks of a run have been started, or a person presses Ctrl-C; False where it ended before. The supervisor bounds the time."""
+    """Wait until the ranks of a run have been started, or a person presses Ctrl-C; False where
+    it ended before. The supervisor bounds the time."""
     try:
         while True:
             running = read_record(run).state in ("starting", "running")
@@ -48,12 +51,13 @@ def started(run: RunFolder, events: EventTail) -> bool:
 
 
 def follow_run(talk: Talk, run: RunFolder, events: EventTail, *, attached: bool = False) -> Answer:
-    """Show how a run goes on until it ends; the exit code is the run's. Ctrl-C twice saves and stops the run; once only ends the following (130).
-    A run of Slurm's is followed through the queue too, and Ctrl-C does nothing to it.
+    """Show how a run goes on until it ends; the exit code is the run's. Ctrl-C twice saves and
+    stops the run; once only ends the following (130). A run of Slurm's is followed through the
+    queue too, and Ctrl-C does nothing to it.
 
     Args:
-        events: those that it gives are said.
-        attached: by `attach`, perhaps long after its end: then the model is not loaded for a sample, which a login node may not bear.
+        events: those that it gives are said. attached: by `attach`, perhaps long after its end:
+        then the model is not loaded for a sample, which a login node may not bear.
     """
     job = read_job(run.job)
     record: Record | None = settled(read_record(run))
@@ -63,20 +67,27 @@ def follow_run(talk: Talk, run: RunFolder, events: EventTail, *, attached: bool 
         try:
             with _presses() as presses:
                 view.begin(run)
-                record = _Follower(run, view, events, presses, Queue(run) if read_slurm_jobs(run) else None).follow()
+                record = _Follower(
+                    run, view, events, presses, Queue(run) if read_slurm_jobs(run) else None
+                ).follow()
         finally:
             view.end()
     if record is None:
-        talk.say(f"run {run.id} goes on; {talk.command} attach {run.id} follows it again, {talk.command} cancel {run.id} stops it")
+        talk.say(
+            f"run {run.id} goes on; {talk.command} attach {run.id} follows it again, {talk.command}"
+            f" cancel {run.id} stops it"
+        )
         return Answer(read_record(run).to_json(), Exit.INTERRUPTED)
-    with contextlib.suppress(OSError, SystemExit):  # a terminal that is gone does not change how the run ended
+    # a terminal that is gone does not change how the run ended
+    with contextlib.suppress(OSError, SystemExit):
         print_ending(talk, run, job, record, sample=going or not attached)
     return Answer(record.to_json(), Exit(record.exit or 0))
 
 
 @contextlib.contextmanager
 def _presses() -> Iterator[list[float]]:
-    """Times at which Ctrl-C was pressed in the block: an exception at any place would leave a bar half drawn."""
+    """Times at which Ctrl-C was pressed in the block: an exception at any place would leave a
+    bar half drawn."""
     times: list[float] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: times.append(time.monotonic()))
     try:
@@ -88,8 +99,19 @@ def _presses() -> Iterator[list[float]]:
 class _Follower:
     """Looks at the run folder until the run has ended, and heeds Ctrl-C."""
 
-    def __init__(self, run: RunFolder, view: TrainingView, events: EventTail, presses: list[float], queue: Queue | None) -> None:
-        self.run, self.view, self.events, self.presses, self.queue = run, view, events, presses, queue
+    def __init__(
+        self,
+        run: RunFolder,
+        view: TrainingView,
+        events: EventTail,
+        presses: list[float],
+        queue: Queue | None,
+    ) -> None:
+        self.run = run
+        self.view = view
+        self.events = events
+        self.presses = presses
+        self.queue = queue
         self.heeded = 0
 
     def follow(self) -> Record | None:
@@ -105,7 +127,8 @@ class _Follower:
             if self.heeded == 1 and time.monotonic() - self.presses[0] > CONFIRM_SECONDS:
                 return None
             if time.monotonic() - looked >= LOOK_SECONDS:
-                record, said = read_record(self.run), ""
+                record = read_record(self.run)
+                said = ""
                 if self.queue is not None:
                     record, said = self.queue.look(record)
                 if said:
@@ -120,15 +143,26 @@ class _Follower:
 
     def _heed(self, times: int) -> None:
         if times == 1:
-            self.view.notice(f"Ctrl-C again within {CONFIRM_SECONDS:g} s saves and stops the run; otherwise only following ends, and the run goes on")
+            self.view.notice(
+                f"Ctrl-C again within {CONFIRM_SECONDS:g} s saves and stops the run; otherwise only"
+                " following ends, and the run goes on"
+            )
             return
         try:
             answer = ask(self.run, {"type": "cancel", "save": times == 2})
         except TrainkitError as error:
             self.view.notice(str(error))
             return
-        saving = "saving at the end of this step, then stopping the run; Ctrl-C again stops it at once"
-        self.view.notice("its supervisor is gone" if answer is None else saving if times == 2 else "stopping the run")
+        saving = (
+            "saving at the end of this step, then stopping the run; Ctrl-C again stops it at once"
+        )
+        self.view.notice(
+            "its supervisor is gone"
+            if answer is None
+            else saving
+            if times == 2
+            else "stopping the run"
+        )
 
 
 def told(attempt: int, event: dict[str, Any]) -> str:
@@ -141,19 +175,33 @@ def told(attempt: int, event: dict[str, Any]) -> str:
         case "host_left_out":
             return f"{event.get('host', '?')} is left out: {event.get('why', '')}"
         case "hang":
-            return f"no rank moves any more: a hang; missing ranks: {_listed(event.get('missing'))}; all stacks are in attempts/{attempt}/stacks"
+            return (
+                f"no rank moves any more: a hang; missing ranks: {_listed(event.get('missing'))};"
+                f" all stacks are in attempts/{attempt}/stacks"
+            )
         case "saving":
             return "saving at the end of this step, then stopping"
         case "stranger":
-            return f"somebody without the token knocked: {event.get('peer') or event.get('address', '?')}"
+            return (
+                "somebody without the token knocked:"
+                f" {event.get('peer') or event.get('address', '?')}"
+            )
         case "requeue_failed":
             return f"Slurm does not put the job back into the queue: {event.get('why', '')}"
         case "retry" if event.get("by") == "slurm":
-            return f"attempt {attempt} ended ({event.get('class', '?')}); Slurm goes on with the run as attempt {event.get('next_attempt', attempt + 1)}"
+            return (
+                f"attempt {attempt} ended ({event.get('class', '?')}); Slurm goes on with the run"
+                f" as attempt {event.get('next_attempt', attempt + 1)}"
+            )
         case "retry":
-            return f"attempt {attempt} failed ({event.get('class', '?')}); going on as attempt {event.get('next_attempt', attempt + 1)}"
+            return (
+                f"attempt {attempt} failed ({event.get('class', '?')}); going on as attempt"
+                f" {event.get('next_attempt', attempt + 1)}"
+            )
     return ""
 
 
 def _listed(values: object) -> str:
-    return ", ".join(map(str, values)) if isinstance(values, (list, tuple)) and values else "none"
+    if isinstance(values, (list, tuple)) and values:
+        return ", ".join(map(str, values))
+    return "none"

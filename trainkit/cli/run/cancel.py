@@ -25,7 +25,15 @@ from trainkit.launch.slurm.reconcile import newest_job, settled
 from trainkit.launch.start import SPAWN_SECONDS
 from trainkit.launch.supervise.orphan_sweep import sweep
 from trainkit.runs.folder import AttemptFolder, RunFolder
-from trainkit.runs.record import EventLog, Record, find_run, read_events, read_maker, read_record, read_supervisor
+from trainkit.runs.record import (
+    EventLog,
+    Record,
+    find_run,
+    read_events,
+    read_maker,
+    read_record,
+    read_supervisor,
+)
 
 POLL_SECONDS = 0.3
 BEGIN_SECONDS = 300.0  # for a run to be handed over: an sbatch for each of its arrays
@@ -55,31 +63,50 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
         if record.state == "succeeded":
             talk.say(f"run {run.id} finished before that")
         slurm.make_sure(run)
-        rows = _rows_of_end(run, job, ended) if ended else _sweep(run, job)
+        if ended:
+            rows = _rows_of_end(run, job, ended)
+        else:
+            rows = _sweep(run, job)
         return _answer(talk, record, rows)
     record = settled(read_record(run))  # it may have ended while it was asked
     if record.state not in ("running", "unknown") and not _may_have_left(run, ended):
-        if left := slurm.end_stages(run, time.monotonic() + slurm.CANCEL_SECONDS) if still_to_be_made(run) else []:
+        if left := (
+            slurm.end_stages(run, time.monotonic() + slurm.CANCEL_SECONDS)
+            if still_to_be_made(run)
+            else []
+        ):
             talk.say(f"what was to make its stages is out of the queue (jobs {', '.join(left)})")
         talk.say(f"run {run.id} has ended already: {record.state}, exit {record.exit}")
         return Answer(document("cancel/1", **_head(record), hosts=[]))
     talk.say(f"run {run.id} has no supervisor that could be asked; asking its nodes what is left")
     rows = _sweep(run, job)
-    ended = _last_end(run)  # Slurm's TERM lets a supervisor that could not be reached have its last word
-    if ended is None and not any(row["left"] for row in rows) and (force or all(row["answered"] for row in rows)):
+    # Slurm's TERM lets a supervisor that could not be reached have its last word
+    ended = _last_end(run)
+    if (
+        ended is None
+        and not any(row["left"] for row in rows)
+        and (force or all(row["answered"] for row in rows))
+    ):
         _close(run, record)
     return _answer(talk, read_record(run), rows, force=force)
 
 
 def _begun(talk: Talk, run: RunFolder) -> Record:
-    """The record once the run is no longer starting: before, nobody knows what would have to be stopped. Raises TrainkitError (exit 13) where that lasts."""
-    deadline, said = time.monotonic() + BEGIN_SECONDS, False
+    """The record once the run is no longer starting: before, nobody knows what would have to be
+    stopped. Raises TrainkitError (exit 13) where that lasts."""
+    deadline = time.monotonic() + BEGIN_SECONDS
+    said = False
     while (record := settled(read_record(run))).state == "starting":
         maker = read_maker(run)
-        who = f"pid {maker.pid} on {maker.host}" if maker else "somebody"
+        if maker:
+            who = f"pid {maker.pid} on {maker.host}"
+        else:
+            who = "somebody"
         if time.monotonic() > deadline:
             hint = "is it stopped, or does its file system hang? end it, then cancel again"
-            raise TrainkitError(f"run {run.id} is still being begun by {who}", exit=Exit.CONTACT_LOST, hint=hint)
+            raise TrainkitError(
+                f"run {run.id} is still being begun by {who}", exit=Exit.CONTACT_LOST, hint=hint
+            )
         if not said:
             talk.say(f"run {run.id} is being begun by {who}; waiting for that")
         said = True
@@ -88,7 +115,8 @@ def _begun(talk: Talk, run: RunFolder) -> Record:
 
 
 def _told(talk: Talk, record: Record, *, save: bool) -> bool:
-    """Tell the supervisor; whether there was one. Raises TrainkitError (exit 13) where it lives and cannot be reached, and nobody else could end the run."""
+    """Tell the supervisor; whether there was one. Raises TrainkitError (exit 13) where it lives
+    and cannot be reached, and nobody else could end the run."""
     try:
         return ask(record.run, {"type": "cancel", "save": save}) is not None
     except TrainkitError as error:
@@ -102,22 +130,32 @@ def _told(talk: Talk, record: Record, *, save: bool) -> bool:
 
 
 def _made_just_now(run: RunFolder) -> bool:
-    """A run that was made this minute may have a supervisor that has not said so yet: only with its word can it be told to stop. Waits for that; returns
-    whether it came."""
+    """A run that was made this minute may have a supervisor that has not said so yet: only with
+    its word can it be told to stop. Waits for that; returns whether it came."""
     waited = False
-    while (sign := read_supervisor(run)) is None and not run.attempts() and time.time() - run.job.stat().st_mtime < SPAWN_SECONDS:
+    while (
+        (sign := read_supervisor(run)) is None
+        and not run.attempts()
+        and time.time() - run.job.stat().st_mtime < SPAWN_SECONDS
+    ):
         waited = True
         time.sleep(POLL_SECONDS)
     return waited and sign is not None
 
 
 def _close(run: RunFolder, record: Record) -> None:
-    """Write the last word that a dead supervisor could not, so that the run can be resumed: nothing of it is left."""
+    """Write the last word that a dead supervisor could not, so that the run can be resumed:
+    nothing of it is left."""
     why = (record.root_cause or {}).get("message") or "its supervisor is gone"
     for attempt in run.attempts()[-1:]:
         events = EventLog(attempt)
         rest = {"survivors": [], "unanswered": [], "class": "cancelled"}
-        events.write("ended", exit=int(Exit.CANCELLED), root_cause={"message": f"stopped by invoke cancel; {why}"}, **rest)
+        events.write(
+            "ended",
+            exit=int(Exit.CANCELLED),
+            root_cause={"message": f"stopped by invoke cancel; {why}"},
+            **rest,
+        )
         events.close()
     if run.supervisor.is_file():
         write_json(run.supervisor, read_form(run.supervisor, "supervisor/1") | {"ended": True})
@@ -126,28 +164,39 @@ def _close(run: RunFolder, record: Record) -> None:
 def _last_end(run: RunFolder) -> dict[str, Any] | None:
     """The newest attempt's last word."""
     attempts = run.attempts()
-    return next((e for e in reversed(read_events(attempts[-1])) if e["event"] == "ended"), None) if attempts else None
+    if attempts:
+        return next((e for e in reversed(read_events(attempts[-1])) if e["event"] == "ended"), None)
+    return None
 
 
 def _may_have_left(run: RunFolder, ended: dict[str, Any] | None) -> bool:
-    """Whether processes may be left of a run whose supervisor is gone: it left no last word, or one that says so."""
+    """Whether processes may be left of a run whose supervisor is gone: it left no last word, or
+    one that says so."""
     sign = read_supervisor(run)
     if ended is None:
         return bool(run.attempts()) or sign is not None
-    return bool(ended["survivors"] or ended.get("unanswered")) or (sign is not None and not sign.ended)
+    return bool(ended["survivors"] or ended.get("unanswered")) or (
+        sign is not None and not sign.ended
+    )
 
 
 def _wait(talk: Talk, run: RunFolder, job: Job, *, save: bool) -> Record:
-    """Wait for the end. Saving takes as long as a step and a checkpoint take; stopping is bounded. Raises TrainkitError (exit 13) beyond that."""
+    """Wait for the end. Saving takes as long as a step and a checkpoint take; stopping is
+    bounded. Raises TrainkitError (exit 13) beyond that."""
     watch = job.cluster.watch
-    began, limit = time.monotonic(), watch.lease + watch.grace + ROOM_SECONDS
+    began = time.monotonic()
+    limit = watch.lease + watch.grace + ROOM_SECONDS
     said = seen = began
     while (record := read_record(run)).state in ("running", "unknown"):
         now = time.monotonic()
         if record.state == "running":
             seen = now
         if (not save and now - began > limit) or now - seen > limit:
-            raise TrainkitError(f"run {run.id} was told to stop {limit:.0f} s ago and still runs", exit=Exit.CONTACT_LOST, hint=f"invoke logs {run.id}")
+            raise TrainkitError(
+                f"run {run.id} was told to stop {limit:.0f} s ago and still runs",
+                exit=Exit.CONTACT_LOST,
+                hint=f"invoke logs {run.id}",
+            )
         if now - said > SAY_SECONDS:
             said = now
             talk.say(f"  waiting, {now - began:.0f} s so far; the run is at step {record.step}")
@@ -161,18 +210,28 @@ def _rows_of_end(run: RunFolder, job: Job, ended: dict[str, Any]) -> list[NodeRo
     names = [host.name for host in _hosts(run, job, run.attempts()[-1:])]
     rows = dict.fromkeys([*names, *silent, *(each["host"] for each in ended["survivors"])])
     left = {name: [each for each in ended["survivors"] if each["host"] == name] for name in rows}
-    return [{"host": name, "answered": name not in silent, "error": None, "left": left[name]} for name in rows]
+    return [
+        {"host": name, "answered": name not in silent, "error": None, "left": left[name]}
+        for name in rows
+    ]
 
 
 def _hosts(run: RunFolder, job: Job, attempts: Sequence[AttemptFolder]) -> list[Host]:
-    """The hosts on which some attempts had an agent; where none is known, all that the run may have used."""
+    """The hosts on which some attempts had an agent; where none is known, all that the run may
+    have used."""
     listed = (read_hosts(run) if hosts_path(run).is_file() else local_hosts(job)).hosts
-    used = {event["host"] for attempt in attempts for event in read_events(attempt) if event["event"] == "agent_joined"}
+    used = {
+        event["host"]
+        for attempt in attempts
+        for event in read_events(attempt)
+        if event["event"] == "agent_joined"
+    }
     return [host for host in listed if host.name in used] or list(listed)
 
 
 def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
-    """Ask every host that the run ever used by itself, and end what is left there. Nodes of Slurm's are not asked: it ends all that a job left."""
+    """Ask every host that the run ever used by itself, and end what is left there. Nodes of
+    Slurm's are not asked: it ends all that a job left."""
     hosts = _hosts(run, job, run.attempts())
     if (newest := newest_job(run)) is not None:
         slurm.end_job(run, newest)
@@ -180,15 +239,31 @@ def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
     try:
         reports = sweep(run, job, hosts, kill=True)
     except TrainkitError as error:  # no way leads to any of them
-        return [{"host": host.name, "answered": False, "error": error.message, "left": [], "killed": 0} for host in hosts]
+        return [
+            {"host": host.name, "answered": False, "error": error.message, "left": [], "killed": 0}
+            for host in hosts
+        ]
     return [
-        {"host": each.host, "answered": each.error is None, "error": each.error, "left": each.left, "killed": len(each.killed), "proof": each.proof}
+        {
+            "host": each.host,
+            "answered": each.error is None,
+            "error": each.error,
+            "left": each.left,
+            "killed": len(each.killed),
+            "proof": each.proof,
+        }
         for each in reports
     ]
 
 
 def _head(record: Record) -> dict[str, Any]:
-    return {"run": record.run.id, "job": record.run.job_name, "state": record.state, "exit": record.exit, "class": record.failure_class}
+    return {
+        "run": record.run.id,
+        "job": record.run.job_name,
+        "state": record.state,
+        "exit": record.exit,
+        "class": record.failure_class,
+    }
 
 
 def _answer(talk: Talk, record: Record, rows: list[NodeRow], *, force: bool = False) -> Answer:
@@ -204,7 +279,10 @@ def _answer(talk: Talk, record: Record, rows: list[NodeRow], *, force: bool = Fa
     elif record.state == "succeeded":
         code = Exit.DONE
     else:
-        code = Exit.PREEMPTED if record.state == "preempted" and (record.root_cause or {}).get("saved") else Exit.CANCELLED
+        if record.state == "preempted" and (record.root_cause or {}).get("saved"):
+            code = Exit.PREEMPTED
+        else:
+            code = Exit.CANCELLED
     if code == Exit.PREEMPTED:
         talk.say(f"saved at step {record.step}; {talk.command} resume {record.run.id} goes on")
     elif record.state == "preempted":
@@ -214,7 +292,18 @@ def _answer(talk: Talk, record: Record, rows: list[NodeRow], *, force: bool = Fa
 
 def _left(row: NodeRow) -> str:
     if not row["answered"]:
-        return "did not answer" + (f": {row['error']}" if row["error"] else "; what is left there is not known")
-    unproved = " that can be seen (no cgroup there: see `doctor`)" if row.get("proof", "") is None else ""
-    killed = f" ({row['killed']} ended just now)" if row.get("killed") else ""
-    return ", ".join(f"pid {each['pid']} {each.get('argv0', '')}".rstrip() for each in row["left"]) or f"nothing{unproved}{killed}"
+        return "did not answer" + (
+            f": {row['error']}" if row["error"] else "; what is left there is not known"
+        )
+    if row.get("proof", "") is None:
+        unproved = " that can be seen (no cgroup there: see `doctor`)"
+    else:
+        unproved = ""
+    if row.get("killed"):
+        killed = f" ({row['killed']} ended just now)"
+    else:
+        killed = ""
+    return (
+        ", ".join(f"pid {each['pid']} {each.get('argv0', '')}".rstrip() for each in row["left"])
+        or f"nothing{unproved}{killed}"
+    )

@@ -14,9 +14,12 @@ from trainkit.runs.folder import RunFolder
 
 def session_to_show(job: Job, run: RunFolder, attempt: int, hosts: Sequence[Host]) -> Session:
     """The session of an attempt as it would be; the code's hash is not known yet."""
-    folder, code = run.session(attempt), run.root / "code" / "SHA256"
+    folder = run.session(attempt)
+    code = run.root / "code" / "SHA256"
     box = around(job, folder, run.id, attempt, kept_since(run))
-    return new_session(folder, run.id, attempt, hosts, job.cluster, code, run.attempt(attempt).transports, {}, box)
+    return new_session(
+        folder, run.id, attempt, hosts, job.cluster, code, run.attempt(attempt).transports, {}, box
+    )
 
 
 def say_scripts(talk: Talk, session: Session) -> None:

@@ -1,6 +1,8 @@
-"""The last step before ranks: what is refused once the stages are made. As a program, in a small job of Slurm's, the same for a run whose stages it made.
+"""The last step before ranks: what is refused once the stages are made. As a program, in a small
+job of Slurm's, the same for a run whose stages it made.
 
-`python -I RUN/code/trainkit/cli/run/preflight.py RUN` on a node, after the last array of RUN's graph has gone well.
+`python -I RUN/code/trainkit/cli/run/preflight.py RUN` on a node, after the last array of RUN's
+graph has gone well.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # by path: the snapshot this file is part of comes first
-    os.umask(os.umask(0o002) | 0o002)  # before an import writes bytecode: files.keep_others_from_writing says why
+    # before an import writes bytecode: files.keep_others_from_writing says why
+    os.umask(os.umask(0o002) | 0o002)
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from rich.console import Console
@@ -36,7 +39,15 @@ from trainkit.launch.slurm.shared_arrays import Asking
 from trainkit.plan.planner import Plan
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import Reporter, complete, make_fresh, needs_in_turn, needs_of, refuse_stale, stamps_folder
+from trainkit.stages.execute import (
+    Reporter,
+    complete,
+    make_fresh,
+    needs_in_turn,
+    needs_of,
+    refuse_stale,
+    stamps_folder,
+)
 from trainkit.stages.in_flight import drop_own_making
 from trainkit.stages.local import execute_here
 from trainkit.stages.stamps import judge
@@ -45,34 +56,55 @@ from trainkit.stages.stamps import judge
 def refuse_infeasible(plan: Plan) -> Plan:
     """The plan itself. Raises TrainkitError (exit 4) with every objection."""
     if not plan.feasible:
-        raise TrainkitError("; ".join(f"{o.key}: {o.message}" for o in plan.objections), exit=Exit.PLAN, hint=f"invoke plan {plan.job}")
+        raise TrainkitError(
+            "; ".join(f"{o.key}: {o.message}" for o in plan.objections),
+            exit=Exit.PLAN,
+            hint=f"invoke plan {plan.job}",
+        )
     return plan
 
 
 def refuse_without_samples(job: Job) -> None:
-    """Open what every rank will read, before any of them starts. Raises ConfigError as `open_mixture`."""
+    """Open what every rank will read, before any of them starts. Raises ConfigError as
+    `open_mixture`."""
     allow_open_files()
-    evaluated = {"valid": job.dataset, **job.validation} if job.training.eval_iters else {}
+    if job.training.eval_iters:
+        evaluated = {"valid": job.dataset, **job.validation}
+    else:
+        evaluated = {}
     open_mixture(job, job.dataset, "train", vocab=job.model.vocab_size or 1)
     for dataset in evaluated.values():
         open_mixture(job, dataset, "valid", vocab=job.model.vocab_size or 1)
 
 
 def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
-    """Stamp what the arrays of a run have made, make the stages that waited for it, plan, and note what the samples come from.
+    """Stamp what the arrays of a run have made, make the stages that waited for it, plan, and
+    note what the samples come from.
 
-    Raises TrainkitError: 5 where an input has changed meanwhile, 6 where a unit is not made, 4 where the plan objects, 3 as `open_mixture`.
+    Raises TrainkitError: 5 where an input has changed meanwhile, 6 where a unit is not made, 4
+    where the plan objects, 3 as `open_mixture`.
     """
     job = read_job(run.job)
     stages = [stage for stage in STAGES if stage.name != "build"]
     for need in graph["needs"]:
         _stamp(run, need)
-    refuse_stale(needs_of(job, [stage for stage in stages if stage.name not in graph["deferred"]]), run.root)
-    reporter, asking = StageReporter(Console()), Asking(lambda text: print(text, flush=True))
+    refuse_stale(
+        needs_of(job, [stage for stage in stages if stage.name not in graph["deferred"]]), run.root
+    )
+    reporter = StageReporter(Console())
+    asking = Asking(lambda text: print(text, flush=True))
 
     def execute(need: Need, units: Sequence[Unit], stamps: Path, reporter: Reporter) -> None:
         code = run.code.resolve()
-        execute_here(need, [replace(unit, argv=tuple(argv_there(unit.argv, sys.executable, code))) for unit in units], stamps, reporter)
+        execute_here(
+            need,
+            [
+                replace(unit, argv=tuple(argv_there(unit.argv, sys.executable, code)))
+                for unit in units
+            ],
+            stamps,
+            reporter,
+        )
 
     for need in needs_in_turn(job, [stage for stage in stages if stage.name in graph["deferred"]]):
         make_fresh(need, run.root, execute, reporter, going=asking)
@@ -83,15 +115,25 @@ def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
 
 
 def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
-    """The stamp of a need, for the inputs that were seen when it was submitted; whoever else waited for the same arrays may have done it."""
-    need, stamps = need_of(written), stamps_folder(run.root, written["stage"])
-    with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}):  # the submitter's, until all is submitted
+    """The stamp of a need, for the inputs that were seen when it was submitted; whoever else
+    waited for the same arrays may have done it."""
+    need = need_of(written)
+    stamps = stamps_folder(run.root, written["stage"])
+    # the submitter's, until all is submitted
+    with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}):
         drop_own_making(stamps, need.name, written["levels"])
         if judge(need, stamps).fresh:
             return
         if left := [unit["name"] for unit in units_of(written) if not is_made(unit)]:
-            message = f"{need.stage} {need.name}: {len(left)} units are not made as they were submitted, {left[0]} for one"
-            raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=f"was it made anew meanwhile? invoke train {run.job_name} looks again")
+            message = (
+                f"{need.stage} {need.name}: {len(left)} units are not made as they were submitted,"
+                f" {left[0]} for one"
+            )
+            raise TrainkitError(
+                message,
+                exit=Exit.STAGE_FAILED,
+                hint=f"was it made anew meanwhile? invoke train {run.job_name} looks again",
+            )
         complete(need, stamps, written["seen"])
         for unit in units_of(written):
             Path(unit["out"]).unlink(missing_ok=True)

@@ -9,7 +9,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from trainkit.cli.tables import Listing
 from trainkit.runs.folder import RunFolder
@@ -21,7 +28,8 @@ LINE_SECONDS = 10.0  # between lines where there is no terminal for a bar
 
 
 class StageReporter:
-    """Prints verdicts; draws one bar over the units of a stage, or writes a line now and then where there is no terminal.
+    """Prints verdicts; draws one bar over the units of a stage, or writes a line now and then
+    where there is no terminal.
 
     Sums are kept up to date change by change: a stage may have 100,000 units.
     """
@@ -30,28 +38,47 @@ class StageReporter:
         self.console = console
         self.bar: Progress | None = None
         self.took: dict[str, float] = {}  # seconds that what was made took, by name
-        self.wrote: dict[str, dict[str, int]] = {}  # tokens and bytes of text that were read for it in that time
+        # tokens and bytes of text that were read for it in that time
+        self.wrote: dict[str, dict[str, int]] = {}
         self._begin(())
 
     def _begin(self, units: Sequence[Unit]) -> None:
         self.sizes = {unit.name: max(1, unit.size) for unit in units}
         self.fractions = dict.fromkeys(self.sizes, 0.0)
-        self.total, self.completed, self.undone = sum(self.sizes.values()), 0.0, len(units)
-        self.shards: dict[str, Mapping[str, int]] = {unit.name: {} for unit in units if unit.spec.get("do") == "tokens"}
-        self.shards_done, self.counts = 0, {"tokens": 0, "text_bytes": 0}
+        self.total = sum(self.sizes.values())
+        self.completed = 0.0
+        self.undone = len(units)
+        self.shards: dict[str, Mapping[str, int]] = {
+            unit.name: {} for unit in units if unit.spec.get("do") == "tokens"
+        }
+        self.shards_done = 0
+        self.counts = {"tokens": 0, "text_bytes": 0}
         self.began = self.last_line = time.monotonic()
         self.first_tokens: float | None = None
 
     def verdict(self, verdict: Verdict) -> None:
-        mark = "[green]fresh[/]" if verdict.fresh else "[yellow]stale[/]"
-        self.console.print(f"{verdict.stage} [bold]{verdict.name}[/] is {mark} because {escape(verdict.because)}")
+        if verdict.fresh:
+            mark = "[green]fresh[/]"
+        else:
+            mark = "[yellow]stale[/]"
+        self.console.print(
+            f"{verdict.stage} [bold]{verdict.name}[/] is {mark} because {escape(verdict.because)}"
+        )
 
     def waiting(self, need: Need, holder: str) -> None:
-        self.console.print(f"{need.stage} [bold]{need.name}[/]: waiting for {escape(holder)}, which is making it")
+        self.console.print(
+            f"{need.stage} [bold]{need.name}[/]: waiting for {escape(holder)}, which is making it"
+        )
 
     def started(self, need: Need, units: Sequence[Unit]) -> None:
         self._begin(units)
-        columns = TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TimeRemainingColumn()
+        columns = (
+            TextColumn("  {task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         self.bar = Progress(*columns, console=self.console, transient=True)
         self.bar.add_task(need.stage, total=max(1, self.total))
         if self.console.is_terminal:
@@ -69,76 +96,125 @@ class StageReporter:
     def progress(self, unit: Unit, fraction: float) -> None:
         if self.bar is None:
             return
-        before, self.fractions[unit.name] = self.fractions[unit.name], fraction
+        before = self.fractions[unit.name]
+        self.fractions[unit.name] = fraction
         self.completed += self.sizes[unit.name] * (fraction - before)
         if fraction == 1 and before < 1:
             self.undone -= 1
             self.shards_done += unit.name in self.shards
         now = time.monotonic()
         if self.console.is_terminal:
-            self.bar.update(self.bar.task_ids[0], completed=self.completed, description=self._words(unit, now))
+            self.bar.update(
+                self.bar.task_ids[0], completed=self.completed, description=self._words(unit, now)
+            )
         elif now - self.last_line >= LINE_SECONDS:
             self.last_line = now
-            left = (now - self.began) * (self.total / self.completed - 1) if self.completed else None
-            about = "" if left is None else f", about {left:,.0f} s left"
-            self.console.print(f"  {self.completed / max(1, self.total):.0%} {self._words(unit, now)}{about}")
+            if self.completed:
+                left = (now - self.began) * (self.total / self.completed - 1)
+            else:
+                left = None
+            if left is None:
+                about = ""
+            else:
+                about = f", about {left:,.0f} s left"
+            self.console.print(
+                f"  {self.completed / max(1, self.total):.0%} {self._words(unit, now)}{about}"
+            )
 
     def _words(self, unit: Unit, now: float) -> str:
         """What is done at what speed; a unit's name before any shard has said what it wrote."""
         if self.first_tokens is None:
             return unit.name
         seconds = max(0.1, now - self.first_tokens)
-        rates = f"{self.counts['text_bytes'] / 1e6 / seconds:,.1f} MB/s of text, {self.counts['tokens'] / 1e6 / seconds:,.2f} million tokens/s"
+        rates = (
+            f"{self.counts['text_bytes'] / 1e6 / seconds:,.1f} MB/s of text,"
+            f" {self.counts['tokens'] / 1e6 / seconds:,.2f} million tokens/s"
+        )
         return f"{self.shards_done:,}/{len(self.shards):,} shards, {rates}"
 
     def finished(self, need: Need) -> None:
         if self.bar is not None and self.bar.live.is_started:
             self.bar.stop()
         self.bar = None
-        self.took[need.name], self.wrote[need.name] = time.monotonic() - self.began, self.counts
+        self.took[need.name] = time.monotonic() - self.began
+        self.wrote[need.name] = self.counts
         if not self.undone:
-            self.console.print(f"  {need.stage}: {len(self.sizes)} units done in {self.took[need.name]:.1f} s")
+            self.console.print(
+                f"  {need.stage}: {len(self.sizes)} units done in {self.took[need.name]:.1f} s"
+            )
 
 
 def dataset_table(rows: Sequence[Mapping[str, Any]]) -> Listing:
     """What prepared datasets hold.
 
     Args:
-        rows: the counts of dataset.json with "name" and, of those made just now, "seconds" and "mb_per_second".
+        rows: the counts of dataset.json with "name" and, of those made just now, "seconds" and
+        "mb_per_second".
     """
     numbers = ("documents", "tokens", "text MB", "rejects", "seconds", "MB/s")
-    table = Listing("dataset", "documents", "tokens", "text MB", "left out", "rejects", "seconds", "MB/s", right=numbers, drop=("seconds", "MB/s", "text MB"))
+    table = Listing(
+        "dataset",
+        "documents",
+        "tokens",
+        "text MB",
+        "left out",
+        "rejects",
+        "seconds",
+        "MB/s",
+        right=numbers,
+        drop=("seconds", "MB/s", "text MB"),
+    )
     for row in rows:
-        reasons = {**row.get("left_out", {}), **({"empty": row["empty_documents"]} if row.get("empty_documents") else {})}
-        told = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
-        size = f"{row['text_bytes'] / 1e6:,.1f}" if "text_bytes" in row else ""
+        reasons = {
+            **row.get("left_out", {}),
+            **({"empty": row["empty_documents"]} if row.get("empty_documents") else {}),
+        }
+        told = (
+            ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
+        )
+        if "text_bytes" in row:
+            size = f"{row['text_bytes'] / 1e6:,.1f}"
+        else:
+            size = ""
         speed = [f"{row[key]:,.1f}" if key in row else "" for key in ("seconds", "mb_per_second")]
         counts = [f"{row[key]:,}" if key in row else "" for key in ("documents", "tokens")]
-        table.add_row(escape(row["name"]), *counts, size, escape(told), f"{row.get('rejects', 0):,}", *speed)
+        table.add_row(
+            escape(row["name"]), *counts, size, escape(told), f"{row.get('rejects', 0):,}", *speed
+        )
     return table
 
 
 def _shown(loss: float | None) -> str:
     """A loss for people; metrics hold null where it is not finite."""
-    return "not finite" if loss is None else f"{loss:.4f}"
+    if loss is None:
+        return "not finite"
+    return f"{loss:.4f}"
 
 
 class TrainingView:
     """Follows metrics.jsonl of a run: a bar on a terminal, now and then a line elsewhere."""
 
     def __init__(self, console: Console, train_iters: int) -> None:
-        self.console, self.train_iters = console, train_iters
+        self.console = console
+        self.train_iters = train_iters
         self.tail: MetricsTail | None = None
         self.bar: Progress | None = None
         self.last_line = 0.0
         self.last_look = 0.0
 
     def begin(self, run: RunFolder) -> None:
-        """Start following; called before the ranks start. What an earlier attempt has logged is not told again."""
+        """Start following; called before the ranks start. What an earlier attempt has logged is
+        not told again."""
         self.tail = MetricsTail(run.metrics)
         self.tail.new_rows()
         self.console.print(f"run [bold]{run.id}[/] in {escape(str(run.path))}")
-        columns = TextColumn("[bold]train[/]"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+        columns = (
+            TextColumn("[bold]train[/]"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
         self.bar = Progress(*columns, console=self.console)
         self.bar.add_task("starting the ranks", total=self.train_iters)
         if self.console.is_terminal:
@@ -152,11 +228,15 @@ class TrainingView:
         self.last_look = now
         for row in self.tail.new_rows():
             if "eval" in row:
-                self.console.print(f"  step {row['step']}: {row['eval']} loss {_shown(row['lm_loss'])}")
+                self.console.print(
+                    f"  step {row['step']}: {row['eval']} loss {_shown(row['lm_loss'])}"
+                )
                 continue
             text = f"loss {_shown(row['lm_loss'])}  {row['tokens_per_second']:,.0f} tokens/s"
             self.bar.update(self.bar.task_ids[0], completed=row["step"], description=text)
-            if not self.console.is_terminal and (now - self.last_line > LINE_SECONDS or row["step"] == self.train_iters):
+            if not self.console.is_terminal and (
+                now - self.last_line > LINE_SECONDS or row["step"] == self.train_iters
+            ):
                 self.last_line = now
                 self.console.print(f"  step {row['step']}/{self.train_iters}  {text}")
 

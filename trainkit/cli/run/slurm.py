@@ -35,13 +35,23 @@ POLL_SECONDS = 0.5
 
 
 def dry_run(talk: Talk, job: Job, plan: Plan, root: Path, after: str = "") -> Answer:
-    """Print the batch script, the line that submits it and the line of srun in it. Nothing is written. `after`: the job that completes its stages."""
+    """Print the batch script, the line that submits it and the line of srun in it. Nothing is
+    written. `after`: the job that completes its stages."""
     run = RunFolder(root.absolute() / "runs" / job.name / "RUN")
-    text, line = batch_script(job, run), submit_words(run, words_after(after, job.sbatch_options) if after else [])
-    hosts = [Host(f"NODE{node}", slots=tuple(range(job.ranks_per_node))) for node in range(job.nodes)]
+    text = batch_script(job, run)
+    line = submit_words(run, words_after(after, job.sbatch_options) if after else [])
+    hosts = [
+        Host(f"NODE{node}", slots=tuple(range(job.ranks_per_node))) for node in range(job.nodes)
+    ]
     session = session_to_show(job, run, 1, hosts)
-    variables = {"SLURM_JOB_CPUS_PER_NODE": "CPUS_OF_A_NODE", **allocation_variables(all_options(job, run))}
-    lines = [*([look_words(session, hosts, variables)] if pyxis_of(session) else []), srun_words(session, hosts, variables)]
+    variables = {
+        "SLURM_JOB_CPUS_PER_NODE": "CPUS_OF_A_NODE",
+        **allocation_variables(all_options(job, run)),
+    }
+    lines = [
+        *([look_words(session, hosts, variables)] if pyxis_of(session) else []),
+        srun_words(session, hosts, variables),
+    ]
     command = ENGINES[job.engine].command(job, run, 1)
     talk.say(f"would submit: {shlex.join(line)}")
     for each in text.rstrip("\n").split("\n"):
@@ -49,8 +59,20 @@ def dry_run(talk: Talk, job: Job, plan: Plan, root: Path, after: str = "") -> An
     for words in lines:
         talk.say(f"would run in it: {shlex.join(words)}")
     say_scripts(talk, session)
-    talk.say(f"would start on each of {job.nodes} nodes: {job.ranks_per_node} ranks, each {shlex.join(command.argv)}")
-    return Answer(document("dry-run/1", plan=plan.to_json(), command=command.to_json(), sbatch=line, script=text, launcher=[list(words) for words in lines]))
+    talk.say(
+        f"would start on each of {job.nodes} nodes: {job.ranks_per_node} ranks, each"
+        f" {shlex.join(command.argv)}"
+    )
+    return Answer(
+        document(
+            "dry-run/1",
+            plan=plan.to_json(),
+            command=command.to_json(),
+            sbatch=line,
+            script=text,
+            launcher=[list(words) for words in lines],
+        )
+    )
 
 
 def say_submitted(talk: Talk, run: RunFolder, id: str, *, detach: bool) -> None:
@@ -61,8 +83,9 @@ def say_submitted(talk: Talk, run: RunFolder, id: str, *, detach: bool) -> None:
 
 
 def end_job(run: RunFolder, job: SlurmJob) -> tuple[str, list[str]]:
-    """scancel the run's job, its successors and those that make its stages, and wait until Slurm says that all are over: (its last state, jobs of its
-    stages that were taken out too). Raises TrainkitError (exit 13), naming them, where they are not."""
+    """scancel the run's job, its successors and those that make its stages, and wait until Slurm
+    says that all are over: (its last state, jobs of its stages that were taken out too). Raises
+    TrainkitError (exit 13), naming them, where they are not."""
     ids = [job.id, *(each.id for each in read_slurm_jobs(run) if each.follows == job.id)]
     refused = ""
     try:
@@ -70,12 +93,22 @@ def end_job(run: RunFolder, job: SlurmJob) -> tuple[str, list[str]]:
     except TrainkitError as error:  # as for a job that is over, by some versions
         refused = error.message
     deadline = time.monotonic() + CANCEL_SECONDS
-    stages = end_stages(run, deadline) if still_to_be_made(run) else []
+    if still_to_be_made(run):
+        stages = end_stages(run, deadline)
+    else:
+        stages = []
     while going := _still_going(ids, refused):
         if refused or time.monotonic() > deadline:
-            told = f"could not be cancelled ({refused})" if refused else f"were cancelled {CANCEL_SECONDS:.0f} s ago"
+            if refused:
+                told = f"could not be cancelled ({refused})"
+            else:
+                told = f"were cancelled {CANCEL_SECONDS:.0f} s ago"
             states = ", ".join(f"{id} {state}" for id, state in going.items())
-            raise TrainkitError(f"jobs {told}, and Slurm still has them: {states}", exit=Exit.CONTACT_LOST, hint=f"scancel {' '.join(going)}")
+            raise TrainkitError(
+                f"jobs {told}, and Slurm still has them: {states}",
+                exit=Exit.CONTACT_LOST,
+                hint=f"scancel {' '.join(going)}",
+            )
         time.sleep(POLL_SECONDS)
     for each in ids[1:]:
         drop_slurm_job(run, each)
@@ -84,16 +117,20 @@ def end_job(run: RunFolder, job: SlurmJob) -> tuple[str, list[str]]:
 
 
 def _still_going(ids: Sequence[str], refused: str) -> dict[str, str]:
-    """State of those of the jobs that are not over. Raises TrainkitError (exit 13), naming them all, where Slurm cannot be asked."""
+    """State of those of the jobs that are not over. Raises TrainkitError (exit 13), naming them
+    all, where Slurm cannot be asked."""
     try:
         return {id: seen.state for id, seen in look(ids).items() if not seen.over}
     except TrainkitError as error:
         message = f"whether jobs {', '.join(ids)} are over is not known: {refused or error.message}"
-        raise TrainkitError(message, exit=Exit.CONTACT_LOST, hint=f"scancel {' '.join(ids)}, once Slurm answers") from None
+        raise TrainkitError(
+            message, exit=Exit.CONTACT_LOST, hint=f"scancel {' '.join(ids)}, once Slurm answers"
+        ) from None
 
 
 def end_stages(run: RunFolder, deadline: float) -> list[str]:
-    """scancel the jobs that make a run's stages, but for those that another run waits for too, and wait for their end: their numbers.
+    """scancel the jobs that make a run's stages, but for those that another run waits for too,
+    and wait for their end: their numbers.
 
     Raises TrainkitError (exit 13) where they are not over by `deadline` (of time.monotonic()).
     """
@@ -101,7 +138,9 @@ def end_stages(run: RunFolder, deadline: float) -> list[str]:
     while ids and not over_in_slurm(ids):
         if time.monotonic() > deadline:
             raise TrainkitError(
-                f"jobs {', '.join(ids)} were cancelled, and Slurm still runs them", exit=Exit.CONTACT_LOST, hint=f"squeue --jobs={','.join(ids)}"
+                f"jobs {', '.join(ids)} were cancelled, and Slurm still runs them",
+                exit=Exit.CONTACT_LOST,
+                hint=f"squeue --jobs={','.join(ids)}",
             )
         time.sleep(POLL_SECONDS)
     return ids
@@ -112,13 +151,25 @@ def cancel_queued(talk: Talk, run: RunFolder) -> None:
     job = newest_job(run)
     assert job is not None
     state, stages = end_job(run, job)
-    note_end(run, job.id, {"state": "CANCELLED", "message": f"job {job.id} was taken out of the queue", "exit": int(Exit.CANCELLED)})
-    with_stages = f", with jobs {', '.join(stages)} that were to make its stages" if stages else ""
+    note_end(
+        run,
+        job.id,
+        {
+            "state": "CANCELLED",
+            "message": f"job {job.id} was taken out of the queue",
+            "exit": int(Exit.CANCELLED),
+        },
+    )
+    if stages:
+        with_stages = f", with jobs {', '.join(stages)} that were to make its stages"
+    else:
+        with_stages = ""
     talk.say(f"job {job.id} is out of the queue ({state}){with_stages}")
 
 
 def make_sure(run: RunFolder) -> None:
-    """After its supervisor has stopped a run: the job is to end too, with any successor. Raises TrainkitError (exit 13) where it does not."""
+    """After its supervisor has stopped a run: the job is to end too, with any successor. Raises
+    TrainkitError (exit 13) where it does not."""
     jobs = read_slurm_jobs(run)
     if jobs:  # of a chain the one that the newest follows may still run
         end_job(run, next((job for job in jobs if job.id == jobs[-1].follows), jobs[-1]))
@@ -127,11 +178,26 @@ def make_sure(run: RunFolder) -> None:
 def nodes(talk: Talk, cluster: Cluster) -> Answer:
     """The task `nodes` of a cluster of Slurm's: what sinfo knows, drained nodes with the reason."""
     argv = ["sinfo", "--Node", "--noheader", "--format=%N|%T|%P|%c|%G|%E"]
-    rows = [dict(zip(("host", "state", "partition", "cpus", "gres", "reason"), line.split("|"), strict=True)) for line in ask(argv).splitlines() if line]
-    table = Listing("host", "state", "partition", "CPUs", "GRES", "reason", drop=("GRES", "CPUs", "partition"))
+    rows = [
+        dict(
+            zip(
+                ("host", "state", "partition", "cpus", "gres", "reason"),
+                line.split("|"),
+                strict=True,
+            )
+        )
+        for line in ask(argv).splitlines()
+        if line
+    ]
+    table = Listing(
+        "host", "state", "partition", "CPUs", "GRES", "reason", drop=("GRES", "CPUs", "partition")
+    )
     for row in rows:
-        row["reason"] = "" if row["reason"] == "none" else row["reason"]
-        table.add_row(*(escape(row[key]) for key in ("host", "state", "partition", "cpus", "gres", "reason")))
+        if row["reason"] == "none":
+            row["reason"] = ""
+        table.add_row(
+            *(escape(row[key]) for key in ("host", "state", "partition", "cpus", "gres", "reason"))
+        )
     if not talk.json:
         talk.console.print(table)
     return Answer(document("nodes/1", cluster=cluster.name, hosts=rows))

@@ -1,4 +1,5 @@
-"""Stages of `train` that Slurm makes: which they are, what is done of them here before, and the graph that is submitted with the run."""
+"""Stages of `train` that Slurm makes: which they are, what is done of them here before, and the
+graph that is submitted with the run."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from trainkit.cli.run.stages import STAGES, agree, bring_up_to_date, term_interr
 from trainkit.cli.wrapper import Answer, Talk
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.arrays import SlurmPlace, dry_lines, follow, slurm_place_of, split
-from trainkit.launch.slurm.job_graph import Followed, Graph, Part, describe_ready, ready_script, stages_of, words_of_stages
+from trainkit.launch.slurm.job_graph import (
+    Followed,
+    Graph,
+    Part,
+    describe_ready,
+    ready_script,
+    stages_of,
+    words_of_stages,
+)
 from trainkit.launch.slurm.shared_arrays import Asking
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
@@ -43,13 +52,15 @@ class Queued:
 
 
 def _queued(talk: Talk, job: Job, reporter: StageReporter) -> Queued:
-    """Ask each stage in turn what the job needs of it; what is not Slurm's is brought up to date at once, under a dry run said."""
+    """Ask each stage in turn what the job needs of it; what is not Slurm's is brought up to date
+    at once, under a dry run said."""
     found = Queued([], [])
     for stage in STAGES:
         if {need.stage for _, need in found.needs}.intersection(stage.waits_for(job)):
             found.deferred.append(stage.name)
             continue
-        place, stamps = slurm_place_of(job, stage.name, talk.say), stamps_folder(_root(job), stage.name)
+        place = slurm_place_of(job, stage.name, talk.say)
+        stamps = stamps_folder(_root(job), stage.name)
         for need in stage.needs(job, stamps):
             if place is None or judge(need, stamps).fresh:
                 bring_up_to_date(talk, [need], _root(job), job=job, reporter=reporter)
@@ -60,11 +71,13 @@ def _queued(talk: Talk, job: Job, reporter: StageReporter) -> Queued:
 
 @contextlib.contextmanager
 def graph_of(talk: Talk, job: Job) -> Iterator[Graph]:
-    """What Slurm has to make before `job` can run; all other stages are up to date then. In the block the stages' locks are held: submit it there.
+    """What Slurm has to make before `job` can run; all other stages are up to date then. In the
+    block the stages' locks are held: submit it there.
 
     Raises TrainkitError as `make_fresh`.
     """
-    reporter, asking = StageReporter(talk.console), Asking(talk.say)
+    reporter = StageReporter(talk.console)
+    asking = Asking(talk.say)
     while True:
         queued = _queued(talk, job, reporter)
         if not queued.needs:
@@ -75,14 +88,20 @@ def graph_of(talk: Talk, job: Job) -> Iterator[Graph]:
                 agree(talk, need.announcement)
         with _held(job, queued, reporter):
             if (other := _in_the_way(job, queued, asking)) is None:
-                with term_interrupts():  # while it is submitted too: half a graph is taken out again
-                    if parts := [part for place, need in queued.needs if (part := _part(job, place, need, reporter)) is not None]:
+                # while it is submitted too: half a graph is taken out again
+                with term_interrupts():
+                    if parts := [
+                        part
+                        for place, need in queued.needs
+                        if (part := _part(job, place, need, reporter)) is not None
+                    ]:
                         yield Graph(tuple(parts), tuple(queued.deferred))
                         return
                 continue  # somebody has made them meanwhile: what comes after them may be known now
         need, making = other
         reporter.waiting(need, making.words())
-        wait_while(making, asking)  # without the locks: those jobs need them to say that they are done
+        # without the locks: those jobs need them to say that they are done
+        wait_while(making, asking)
 
 
 def _root(job: Job) -> Path:
@@ -99,12 +118,19 @@ def _held(job: Job, queued: Queued, reporter: StageReporter) -> Iterator[None]:
             def waits(holder: dict[str, object], need: Need = need) -> None:
                 reporter.waiting(need, f"pid {holder.get('pid', '?')}")
 
-            stack.enter_context(locked(stamps_folder(_root(job), stage) / f"{lock}.lock", {"stage": stage, "name": need.name}, on_wait=waits))
+            stack.enter_context(
+                locked(
+                    stamps_folder(_root(job), stage) / f"{lock}.lock",
+                    {"stage": stage, "name": need.name},
+                    on_wait=waits,
+                )
+            )
         yield
 
 
 def _in_the_way(job: Job, queued: Queued, asking: Asking) -> tuple[Need, Making] | None:
-    """A need that cannot begin yet, and another run's arrays that still write into the same folders; None where all can begin, or wait for those very arrays.
+    """A need that cannot begin yet, and another run's arrays that still write into the same
+    folders; None where all can begin, or wait for those very arrays.
 
     Records of arrays that are over are dropped.
     """
@@ -123,12 +149,18 @@ def _in_the_way(job: Job, queued: Queued, asking: Asking) -> tuple[Need, Making]
 
 
 def _is_same(making: Making, need: Need) -> bool:
-    """Whether a run can wait for these arrays: they make the very same, and nobody is taking them out."""
-    return bool(making.runs) and making.name == need.name and making.digest == need_digest(need, input_identities(need))
+    """Whether a run can wait for these arrays: they make the very same, and nobody is taking
+    them out."""
+    return (
+        bool(making.runs)
+        and making.name == need.name
+        and making.digest == need_digest(need, input_identities(need))
+    )
 
 
 def _part(job: Job, place: SlurmPlace, need: Need, reporter: StageReporter) -> Part | None:
-    """A need as part of the graph, after what only this machine can do of it; None where nothing is left for Slurm."""
+    """A need as part of the graph, after what only this machine can do of it; None where nothing
+    is left for Slurm."""
     stamps = stamps_folder(_root(job), need.stage)
     verdict = judge(need, stamps)
     reporter.verdict(verdict)
@@ -153,9 +185,13 @@ def _part(job: Job, place: SlurmPlace, need: Need, reporter: StageReporter) -> P
 
 
 def dry_graph(talk: Talk, job: Job) -> Graph:
-    """Say what would be made where, and print the scripts of the graph but for the run's own. Nothing is written."""
-    reporter, parts, before = StageReporter(talk.console), list[Part](), None
-    queued, run = _queued(talk, job, reporter), RunFolder(_root(job).absolute() / "runs" / job.name / "RUN")
+    """Say what would be made where, and print the scripts of the graph but for the run's own.
+    Nothing is written."""
+    reporter = StageReporter(talk.console)
+    parts = list[Part]()
+    before = None
+    queued = _queued(talk, job, reporter)
+    run = RunFolder(_root(job).absolute() / "runs" / job.name / "RUN")
     for place, need in queued.needs:
         stamps = stamps_folder(_root(job), need.stage)
         reporter.verdict(judge(need, stamps))
@@ -174,8 +210,10 @@ def dry_graph(talk: Talk, job: Job) -> Graph:
 
 
 def follow_graph(talk: Talk, run: RunFolder, followed: list[Followed]) -> Answer:
-    """Show how the stages of a run that was just submitted are made, then the run; Ctrl-C only ends the following."""
-    reporter, told = StageReporter(talk.console), [""]
+    """Show how the stages of a run that was just submitted are made, then the run; Ctrl-C only
+    ends the following."""
+    reporter = StageReporter(talk.console)
+    told = [""]
 
     def tell() -> None:
         if (words := words_of_stages(run)) not in ("", told[-1]):
@@ -190,7 +228,10 @@ def follow_graph(talk: Talk, run: RunFolder, followed: list[Followed]) -> Answer
             finally:
                 reporter.finished(each.part.need)
     except KeyboardInterrupt:
-        talk.say(f"run {run.id} goes on; {talk.command} attach {run.id} follows it again, {talk.command} cancel {run.id} stops it")
+        talk.say(
+            f"run {run.id} goes on; {talk.command} attach {run.id} follows it again, {talk.command}"
+            f" cancel {run.id} stops it"
+        )
         return Answer(read_record(run).to_json(), Exit.INTERRUPTED)
     except TrainkitError as error:  # Slurm could not be asked just now
         talk.say(str(error))

@@ -31,7 +31,13 @@ from trainkit.launch.slurm.arrays import dry_lines, execute_in_slurm, slurm_plac
 from trainkit.launch.slurm.shared_arrays import Asking
 from trainkit.stages.build import Build
 from trainkit.stages.contract import Need, Stage
-from trainkit.stages.execute import make_fresh, missing_units, needs_in_turn, needs_of, stamps_folder
+from trainkit.stages.execute import (
+    make_fresh,
+    missing_units,
+    needs_in_turn,
+    needs_of,
+    stamps_folder,
+)
 from trainkit.stages.index import Index
 from trainkit.stages.local import execute_here
 from trainkit.stages.prep_data import PrepData, needs_of_dataset
@@ -44,16 +50,26 @@ STAGES: tuple[Stage, ...] = (Build(), PrepData(), *LATER)
 
 
 def say_unused_places(talk: Talk, job: Job) -> None:
-    """Say which of clusters.X.stages nobody reads: a name that is misspelt, or of a stage that this version has not."""
+    """Say which of clusters.X.stages nobody reads: a name that is misspelt, or of a stage that
+    this version has not."""
     names = [stage.name for stage in STAGES]
     for unused in sorted(set(job.cluster.stages) - set(names)):
-        talk.say(f"note: clusters.{job.cluster.name}.stages.{unused} is the place of no stage of this version; stages are {', '.join(names)}")
+        talk.say(
+            f"note: clusters.{job.cluster.name}.stages.{unused} is the place of no stage of this"
+            f" version; stages are {', '.join(names)}"
+        )
 
 
 @contextlib.contextmanager
 def term_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP (a terminal that is closed) end the block as Ctrl-C does: workers are stopped, what is half done is undone, finished units stay."""
-    heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores
+    """SIGTERM and SIGHUP (a terminal that is closed) end the block as Ctrl-C does: workers are
+    stopped, what is half done is undone, finished units stay."""
+    # nohup ignores
+    heeded = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
     former = {number: signal.signal(number, signal.default_int_handler) for number in heeded}
     try:
         yield
@@ -63,7 +79,8 @@ def term_interrupts() -> Iterator[None]:
 
 
 def agree(talk: Talk, large: Announcement) -> None:
-    """Say what is to be fetched and have somebody agree. Raises ConfigError (exit 6) where nobody does, or there is no room."""
+    """Say what is to be fetched and have somebody agree. Raises ConfigError (exit 6) where
+    nobody does, or there is no room."""
     talk.say(str(large))
     large.check_space()
     if large.accepted:
@@ -77,16 +94,26 @@ def agree(talk: Talk, large: Announcement) -> None:
 
 
 def _executor(job: Job | None, stage: str, notice: Callable[[str], None]) -> Callable[..., None]:
-    """What runs the units of a stage: this machine, the hosts of a hostfile, or Slurm, as the job's cluster says."""
+    """What runs the units of a stage: this machine, the hosts of a hostfile, or Slurm, as the
+    job's cluster says."""
     if job is not None and (arrays := slurm_place_of(job, stage, notice)) is not None:
         return functools.partial(execute_in_slurm, arrays)
-    place = place_of(job, stage, notice) if job is not None else None
-    return execute_here if place is None else functools.partial(execute_on, place)
+    if job is not None:
+        place = place_of(job, stage, notice)
+    else:
+        place = None
+    if place is None:
+        return execute_here
+    return functools.partial(execute_on, place)
 
 
 def _lacks_ftfy(need: Need) -> bool:
-    """Whether a unit of this would fail for a package that `./inv` can install: asked here, before there are workers."""
-    return any(key.endswith(".fix_text") and value for key, value in need.settings.items()) and importlib.util.find_spec("ftfy") is None
+    """Whether a unit of this would fail for a package that `./inv` can install: asked here,
+    before there are workers."""
+    return (
+        any(key.endswith(".fix_text") and value for key, value in need.settings.items())
+        and importlib.util.find_spec("ftfy") is None
+    )
 
 
 def bring_up_to_date(
@@ -102,40 +129,82 @@ def bring_up_to_date(
     """Make every need fresh, or under a dry run print what would be run.
 
     Args:
-        job: on whose behalf; its cluster may have other hosts for the units of a stage.
-        workers: units at once; by default one a core here, and clusters.X.stages.STAGE.tasks_per_node on other hosts.
+        job: on whose behalf; its cluster may have other hosts for the units of a stage. workers:
+        units at once; by default one a core here, and clusters.X.stages.STAGE.tasks_per_node on
+        other hosts.
     """
     reporter = reporter or StageReporter(talk.console)
     if not talk.dry_run:
-        verdicts, asking = [], Asking(talk.say)
+        verdicts = []
+        asking = Asking(talk.say)
         with term_interrupts():
             for need in needs:
-                if need.announcement is not None and not judge(need, stamps_folder(root, need.stage), force=force).fresh:
+                if (
+                    need.announcement is not None
+                    and not judge(need, stamps_folder(root, need.stage), force=force).fresh
+                ):
                     agree(talk, need.announcement)
                 executor = _executor(job, need.stage, talk.say)
-                if executor is execute_here and _lacks_ftfy(need) and not judge(need, stamps_folder(root, need.stage), force=force).fresh:
-                    raise MissingExtra("fix_text = true needs ftfy, which is not installed", "data", exit=Exit.STAGE_FAILED)
+                if (
+                    executor is execute_here
+                    and _lacks_ftfy(need)
+                    and not judge(need, stamps_folder(root, need.stage), force=force).fresh
+                ):
+                    raise MissingExtra(
+                        "fix_text = true needs ftfy, which is not installed",
+                        "data",
+                        exit=Exit.STAGE_FAILED,
+                    )
                 execute = functools.partial(executor, workers=workers, counted=reporter.counted)
-                verdicts.append(make_fresh(need, root, execute, reporter, force=force, going=asking))
+                verdicts.append(
+                    make_fresh(need, root, execute, reporter, force=force, going=asking)
+                )
         return verdicts
     verdicts = []
     for need in needs:
         stamps = stamps_folder(root, need.stage)
         verdicts.append(judge(need, stamps, force=force))
         reporter.verdict(verdicts[-1])
-        if job and not verdicts[-1].fresh and (arrays := slurm_place_of(job, need.stage, talk.say)) is not None:
-            for line in dry_lines(arrays, need, missing_units(need, stamps, force=force), unit_folder(stamps, need.name))[0]:
+        if (
+            job
+            and not verdicts[-1].fresh
+            and (arrays := slurm_place_of(job, need.stage, talk.say)) is not None
+        ):
+            for line in dry_lines(
+                arrays,
+                need,
+                missing_units(need, stamps, force=force),
+                unit_folder(stamps, need.name),
+            )[0]:
                 talk.say(f"  {line}")
             continue
-        place = place_of(job, need.stage, talk.say) if job else None
-        where = "" if place is None else f" on one of {', '.join(host.name for host in place.hosts)}"
+        if job:
+            place = place_of(job, need.stage, talk.say)
+        else:
+            place = None
+        if place is None:
+            where = ""
+        else:
+            where = f" on one of {', '.join(host.name for host in place.hosts)}"
         for unit in [] if verdicts[-1].fresh else missing_units(need, stamps, force=force):
-            talk.say(f"  would run {shlex.join(unit.argv)} {unit.name}.spec.json{'' if unit.network else where}")
+            talk.say(
+                f"  would run {shlex.join(unit.argv)}"
+                f" {unit.name}.spec.json{'' if unit.network else where}"
+            )
     return verdicts
 
 
-def _answer(talk: Talk, verdicts: Sequence[Verdict], datasets: Sequence[dict[str, Any]] = ()) -> Answer:
-    return Answer(document("stages/1", dry_run=talk.dry_run, stages=[vars(v) for v in verdicts], datasets=list(datasets)))
+def _answer(
+    talk: Talk, verdicts: Sequence[Verdict], datasets: Sequence[dict[str, Any]] = ()
+) -> Answer:
+    return Answer(
+        document(
+            "stages/1",
+            dry_run=talk.dry_run,
+            stages=[vars(v) for v in verdicts],
+            datasets=list(datasets),
+        )
+    )
 
 
 def build(talk: Talk, *, force: bool) -> Answer:
@@ -143,52 +212,89 @@ def build(talk: Talk, *, force: bool) -> Answer:
     root = find_root(talk.folder)
     needs = Build().needs(None, stamps_folder(root, "build"))
     if not needs:
-        talk.say("trainkit is installed, not a checkout: its extension is there and works, nothing is to be built")
+        talk.say(
+            "trainkit is installed, not a checkout: its extension is there and works, nothing is to"
+            " be built"
+        )
     return _answer(talk, bring_up_to_date(talk, needs, root, force=force))
 
 
 def _root_of(talk: Talk, jobs: Jobs, dataset: str, cluster: str) -> Path:
-    """Where a dataset goes that is prepared for no job: below the root of `cluster`, by default below this folder.
+    """Where a dataset goes that is prepared for no job: below the root of `cluster`, by default
+    below this folder.
 
-    Raises ConfigError (exit 3) where nobody has said which of several roots is meant for what is too large to lie in the wrong place.
+    Raises ConfigError (exit 3) where nobody has said which of several roots is meant for what is
+    too large to lie in the wrong place.
     """
     if cluster:
         return Path(jobs.cluster(cluster).root or jobs.root)
     others = [str(root) for root in jobs.roots() if root.resolve() != jobs.root.resolve()]
     if others:
         asked = jobs.dataset(dataset)
-        parts = [asked, *(part.dataset for blend in (asked.blend, asked.valid_blend, asked.test_blend) for part in blend.values())]
+        parts = [
+            asked,
+            *(
+                part.dataset
+                for blend in (asked.blend, asked.valid_blend, asked.test_blend)
+                for part in blend.values()
+            ),
+        ]
         size = sum(max(part.download_bytes or 0, part.text_bytes or 0) for part in parts)
         words = f"clusters of jobs.toml have other roots: {', '.join(others)}"
         if size > LARGE:
             hint = "name whose root is meant: --cluster NAME, or --job NAME"
-            raise ConfigError(f"datasets.{dataset}, about {size / 1e9:,.0f} GB, would be prepared below {jobs.root}, but {words}", hint=hint)
+            raise ConfigError(
+                f"datasets.{dataset}, about {size / 1e9:,.0f} GB, would be prepared below"
+                f" {jobs.root}, but {words}",
+                hint=hint,
+            )
         talk.say(f"below {jobs.root} ({words}: --cluster NAME)")
     return jobs.root
 
 
-def prep_data(talk: Talk, dataset: str, job: str, cluster: str, workers: int, *, force: bool) -> Answer:
-    """The task `prep-data`: data and beginning weights of a job, or one dataset below the root of that job or cluster, or of this checkout."""
+def prep_data(
+    talk: Talk, dataset: str, job: str, cluster: str, workers: int, *, force: bool
+) -> Answer:
+    """The task `prep-data`: data and beginning weights of a job, or one dataset below the root
+    of that job or cluster, or of this checkout."""
     jobs = load_jobs(talk)
     if cluster and (job or not dataset):
-        raise ConfigError("--cluster says where --dataset is prepared; a job has a cluster of its own", hint="--dataset NAME --cluster NAME, or --job NAME")
+        raise ConfigError(
+            "--cluster says where --dataset is prepared; a job has a cluster of its own",
+            hint="--dataset NAME --cluster NAME, or --job NAME",
+        )
     name = job or jobs.default_job
     if name is None and not dataset:
-        raise ConfigError("neither --job nor --dataset nor [defaults] job says what to prepare", hint=f"jobs: {', '.join(jobs.names())}")
+        raise ConfigError(
+            "neither --job nor --dataset nor [defaults] job says what to prepare",
+            hint=f"jobs: {', '.join(jobs.names())}",
+        )
     if not job and not dataset:
         talk.say(f"for the job {name}, named in [defaults]")
-    resolved = jobs.resolve(name).job if name and (job or not dataset) else None
-    root = Path(resolved.cluster.root or ".") if resolved else _root_of(talk, jobs, dataset, cluster)
+    if name and (job or not dataset):
+        resolved = jobs.resolve(name).job
+    else:
+        resolved = None
+    if resolved:
+        root = Path(resolved.cluster.root or ".")
+    else:
+        root = _root_of(talk, jobs, dataset, cluster)
     stamps = stamps_folder(root, PrepData.name)
     needs: Iterable[Need]
-    patience = HASTY if talk.dry_run else PATIENT
+    if talk.dry_run:
+        patience = HASTY
+    else:
+        patience = PATIENT
     try:
         if dataset:
-            needs = needs_of_dataset(jobs.dataset(dataset), root, stamps, anew=force, patience=patience)
+            needs = needs_of_dataset(
+                jobs.dataset(dataset), root, stamps, anew=force, patience=patience
+            )
         else:
             assert resolved is not None
             needs = PrepData(patience).needs(resolved, stamps, anew=force)
-            later = needs_of(resolved, LATER)  # before the first begins: what is hopeless is said at once
+            # before the first begins: what is hopeless is said at once
+            later = needs_of(resolved, LATER)
     except Unreachable as error:
         if not talk.dry_run:
             raise
@@ -200,8 +306,13 @@ def prep_data(talk: Talk, dataset: str, job: str, cluster: str, workers: int, *,
         needs = itertools.chain(datasets, later if talk.dry_run else needs_in_turn(resolved, LATER))
     verdicts = bring_up_to_date(talk, Build().needs(None, stamps_folder(root, Build.name)), root)
     reporter = StageReporter(talk.console)
-    verdicts += bring_up_to_date(talk, needs, root, job=resolved, force=force, workers=workers or None, reporter=reporter)
-    rows = [] if talk.dry_run else [_row(need, reporter) for need in datasets]
+    verdicts += bring_up_to_date(
+        talk, needs, root, job=resolved, force=force, workers=workers or None, reporter=reporter
+    )
+    if talk.dry_run:
+        rows = []
+    else:
+        rows = [_row(need, reporter) for need in datasets]
     if rows and not talk.json:
         talk.console.print(dataset_table(rows))
         for row in rows:
@@ -211,8 +322,15 @@ def prep_data(talk: Talk, dataset: str, job: str, cluster: str, workers: int, *,
 
 
 def _not_listed(talk: Talk, name: str, error: Unreachable) -> Answer:
-    """What a dry run says of a dataset whose files no server names now: that this would come first."""
-    verdict = Verdict(PrepData.name, name, False, f"its files were not listed yet, which its servers would be asked first; now they cannot be: {error.message}")
+    """What a dry run says of a dataset whose files no server names now: that this would come
+    first."""
+    verdict = Verdict(
+        PrepData.name,
+        name,
+        False,
+        "its files were not listed yet, which its servers would be asked first; now they cannot"
+        f" be: {error.message}",
+    )
     StageReporter(talk.console).verdict(verdict)
     return _answer(talk, [verdict])
 
@@ -223,6 +341,10 @@ def _row(need: Need, reporter: StageReporter) -> dict[str, Any]:
     row = {key: manifest[key] for key in ("name", *COUNTS, *REASONS) if key in manifest}
     row["encoders"] = manifest.get("encoders", [])
     if need.name in reporter.took:
-        seconds, size = reporter.took[need.name], reporter.wrote[need.name]["text_bytes"]
-        row |= {"seconds": round(seconds, 3), "mb_per_second": round(size / 1e6 / max(seconds, 1e-3), 3)}
+        seconds = reporter.took[need.name]
+        size = reporter.wrote[need.name]["text_bytes"]
+        row |= {
+            "seconds": round(seconds, 3),
+            "mb_per_second": round(size / 1e6 / max(seconds, 1e-3), 3),
+        }
     return row

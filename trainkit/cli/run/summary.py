@@ -26,11 +26,14 @@ LOG_LINES = 15
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a text file and, where it has begun anew, of the part before it; none where there is no file. Reads at most the lines' worth into
-    memory."""
+    """The last lines of a text file and, where it has begun anew, of the part before it; none
+    where there is no file. Reads at most the lines' worth into memory."""
     lines: collections.deque[str] = collections.deque(maxlen=count)
     for part in (part_before(path), path):
-        with contextlib.suppress(FileNotFoundError), open(part, encoding="utf-8", errors="replace") as file:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(part, encoding="utf-8", errors="replace") as file,
+        ):
             lines.extend(file)
     return [printable(line.rstrip("\n")) for line in lines]
 
@@ -39,7 +42,10 @@ def facts_table(run: RunFolder) -> Listing:
     """Losses, skipped steps, speed, places: two columns."""
     summary = summarize(run)
     table = Listing("", "")
-    table_of = {"training loss": (summary.training, summary.training_loss()), "validation loss": (summary.evaluations(), summary.validation_loss())}
+    table_of = {
+        "training loss": (summary.training, summary.training_loss()),
+        "validation loss": (summary.evaluations(), summary.validation_loss()),
+    }
     for name, losses in summary.further_validation_losses().items():
         table_of[f"validation loss on {name}"] = summary.evaluations(name), losses
     for what, (rows, both) in table_of.items():
@@ -47,16 +53,26 @@ def facts_table(run: RunFolder) -> Listing:
         if both and len(steps) == 1:  # measured once: there is no after yet
             table.add_row(escape(what), f"[bold]{both[0]:.4f}[/] at step {steps[0]}")
         elif both:
-            table.add_row(escape(what), f"[bold]{both[0]:.4f}[/] before, [bold]{both[1]:.4f}[/] after")
+            table.add_row(
+                escape(what), f"[bold]{both[0]:.4f}[/] before, [bold]{both[1]:.4f}[/] after"
+            )
     if skipped := summary.skipped_iterations:
-        nan = f", {summary.nan_iterations} of them for a loss or gradient norm that is not finite" if summary.nan_iterations else ""
+        if summary.nan_iterations:
+            nan = (
+                f", {summary.nan_iterations} of them for a loss or gradient norm that is not finite"
+            )
+        else:
+            nan = ""
         table.add_row("skipped steps", f"[yellow]{skipped}[/]{nan}")
     if summary.tokens_per_second:
         tokens = f"{summary.tokens_per_second:,.0f} tokens/s (median step)"
         table.add_row("speed", tokens)
     table.add_row("run folder", escape(str(run.path)))
     table.add_row("metrics", f"{run.metrics.name}, {run.tensorboard.name}/")
-    newest = sorted(p.name for p in run.checkpoints.glob("step-*") if p.name[5:].isdigit()) if run.checkpoints.is_dir() else []
+    if run.checkpoints.is_dir():
+        newest = sorted(p.name for p in run.checkpoints.glob("step-*") if p.name[5:].isdigit())
+    else:
+        newest = []
     table.add_row("checkpoints", ", ".join(newest) or "none")
     table.add_row("logs", f"attempts/{len(run.attempts())}/logs/")
     return table
@@ -65,13 +81,24 @@ def facts_table(run: RunFolder) -> Listing:
 def _print_sample(talk: Talk, run: RunFolder, job: Job) -> None:
     if job.dataset.source == "mock":
         return
-    from trainkit.train.inference.generate import generate  # imports torch: not before training has ended
+    # imports torch: not before training has ended
+    from trainkit.train.inference.generate import generate
     from trainkit.train.inference.sampling import Sampling
 
     try:
-        how, ranks = Sampling(seed=job.training.seed), job.parallelism.tensor_model_parallel_size  # as the model fitted in training
-        _, (sample,) = generate(run, [job.generate.prompt], how, max_new_tokens=job.generate.max_new_tokens, ranks=ranks, together=run_together)
-    except TrainkitError as error:  # a host without the ranks' devices, say: training succeeded all the same
+        # as the model fitted in training
+        how = Sampling(seed=job.training.seed)
+        ranks = job.parallelism.tensor_model_parallel_size
+        _, (sample,) = generate(
+            run,
+            [job.generate.prompt],
+            how,
+            max_new_tokens=job.generate.max_new_tokens,
+            ranks=ranks,
+            together=run_together,
+        )
+    except TrainkitError as error:
+        # a host without the ranks' devices, say: training succeeded all the same
         talk.say(f"no sample from the model: {error}")
         return
     talk.console.print(_sample_box(sample.text, talk.console))
@@ -80,25 +107,39 @@ def _print_sample(talk: Talk, run: RunFolder, job: Job) -> None:
 def _sample_box(text: str, console: Console) -> RenderableType:
     """A frame on a terminal; elsewhere the lines as they are, below a heading."""
     title = "a sample from the model"
-    return Panel(Text(text), title=title, title_align="left") if console.is_terminal else Text(f"{title}:\n{text}")
+    if console.is_terminal:
+        return Panel(Text(text), title=title, title_align="left")
+    return Text(f"{title}:\n{text}")
 
 
 def _print_failure(talk: Talk, record: Record) -> None:
     cause = record.root_cause or {}
-    where = f" on rank {cause['rank']} ({cause['host']})" if "rank" in cause else ""
-    text = Text(f"{record.state}, exit {record.exit}, class {record.failure_class}{where}: {cause.get('message', 'no reason is recorded')}")
+    if "rank" in cause:
+        where = f" on rank {cause['rank']} ({cause['host']})"
+    else:
+        where = ""
+    text = Text(
+        f"{record.state}, exit {record.exit}, class {record.failure_class}{where}:"
+        f" {cause.get('message', 'no reason is recorded')}"
+    )
     talk.console.print(text, style="red" if record.state == "failed" else "yellow")
     if cause.get("advice") and record.state == "failed":
         talk.say(f"advice: {cause['advice']}")
-    lines = last_lines(Path(cause["log"]), LOG_LINES) if cause.get("log") and record.state == "failed" else []
+    if cause.get("log") and record.state == "failed":
+        lines = last_lines(Path(cause["log"]), LOG_LINES)
+    else:
+        lines = []
     if lines:
         talk.say(f"last lines of {cause['log']}:")
     for line in lines:
         talk.say(f"  {line}")
 
 
-def print_ending(talk: Talk, run: RunFolder, job: Job, record: Record, *, sample: bool = True) -> None:
-    """Success: facts, a sample (which loads the model), what to try next. Otherwise: what failed where, and what to do."""
+def print_ending(
+    talk: Talk, run: RunFolder, job: Job, record: Record, *, sample: bool = True
+) -> None:
+    """Success: facts, a sample (which loads the model), what to try next. Otherwise: what failed
+    where, and what to do."""
     if record.state == "succeeded":
         talk.console.print(facts_table(run))
         if sample:

@@ -17,7 +17,14 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.config.plan import plan_of
-from trainkit.cli.host_options import NO_WORDS, HostWords, hosts_of_job, resolve_on_hosts, say_hosts, sets_of_hosts
+from trainkit.cli.host_options import (
+    NO_WORDS,
+    HostWords,
+    hosts_of_job,
+    resolve_on_hosts,
+    say_hosts,
+    sets_of_hosts,
+)
 from trainkit.cli.run import slurm
 from trainkit.cli.run.attach import follow_run, started
 from trainkit.cli.run.dry_run import say_scripts, session_to_show
@@ -54,30 +61,50 @@ from trainkit.stages.index import Index
 
 
 def _refuse_without_wandb(job: Job) -> None:
-    """Raise ConfigError where the job asks for Weights & Biases and its ranks could not have it; before there is a run."""
+    """Raise ConfigError where the job asks for Weights & Biases and its ranks could not have it;
+    before there is a run."""
     if job.wandb is None:
         return
     from trainkit.train.metrics.wandb import wandb_problems
 
-    problems = wandb_problems(job, {**job.environment, **secret_values(job.cluster.secrets, os.environ)})
-    if len(problems) == 1 and importlib.util.find_spec("wandb") is None:  # ./inv can mend that by itself
+    problems = wandb_problems(
+        job, {**job.environment, **secret_values(job.cluster.secrets, os.environ)}
+    )
+    # ./inv can mend that by itself
+    if len(problems) == 1 and importlib.util.find_spec("wandb") is None:
         raise MissingExtra(problems[0].message, "wandb", otherwise="or leave out wandb")
     if problems:
         raise ConfigError(problems)
 
 
 def _print_plan(talk: Talk, plan: Plan, job: Job) -> None:
-    size = f"{plan.parameters / 1e6:,.2f} million parameters" if plan.parameters else "parameters known when the tokenizer is"
-    batch = f"{plan.global_batch_size} x {job.model.seq_length} tokens ({plan.gradient_accumulation_steps} micro-batches of {job.training.micro_batch_size})"
-    ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} on {job.cluster.device.name}"
-    talk.console.print(f"[bold]{job.name}[/]: {size}, {ranks}, {job.training.train_iters} steps of {batch} = {plan.tokens / 1e6:,.2f} million tokens")
+    if plan.parameters:
+        size = f"{plan.parameters / 1e6:,.2f} million parameters"
+    else:
+        size = "parameters known when the tokenizer is"
+    batch = (
+        f"{plan.global_batch_size} x {job.model.seq_length} tokens"
+        f" ({plan.gradient_accumulation_steps} micro-batches of {job.training.micro_batch_size})"
+    )
+    ranks = (
+        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} on {job.cluster.device.name}"
+    )
+    talk.console.print(
+        f"[bold]{job.name}[/]: {size}, {ranks}, {job.training.train_iters} steps of {batch} ="
+        f" {plan.tokens / 1e6:,.2f} million tokens"
+    )
 
 
-def _say_start(talk: Talk, run: RunFolder, job: Job, attempt: int, hosts: HostList, *, background: bool) -> tuple[Command, list[list[str]]]:
-    """Say what an attempt would start where. Returns the ranks' command, and the launcher's command lines. Nothing is written."""
+def _say_start(
+    talk: Talk, run: RunFolder, job: Job, attempt: int, hosts: HostList, *, background: bool
+) -> tuple[Command, list[list[str]]]:
+    """Say what an attempt would start where. Returns the ranks' command, and the launcher's
+    command lines. Nothing is written."""
     command = ENGINES[job.engine].command(job, run, attempt)
     session = session_to_show(job, run, attempt, hosts.running)
-    lines = [list(words) for words in LAUNCHERS[job.cluster.launcher].commands(session, hosts.running)]
+    lines = [
+        list(words) for words in LAUNCHERS[job.cluster.launcher].commands(session, hosts.running)
+    ]
     if background:
         talk.say("would start a supervisor in a session of its own, which outlives this terminal")
     for words in lines:
@@ -85,7 +112,10 @@ def _say_start(talk: Talk, run: RunFolder, job: Job, attempt: int, hosts: HostLi
     say_scripts(talk, session)
     ranks = job.ranks_per_node
     for node, host in enumerate(hosts.running):
-        talk.say(f"would start on {host.name}: {_span(node * ranks, ranks)}, each {shlex.join(command.argv)}")
+        talk.say(
+            f"would start on {host.name}: {_span(node * ranks, ranks)}, each"
+            f" {shlex.join(command.argv)}"
+        )
     for name, value in command.env.items():
         talk.say(f"  with {name}={value}")
     for name in command.secret_names:
@@ -95,15 +125,25 @@ def _say_start(talk: Talk, run: RunFolder, job: Job, attempt: int, hosts: HostLi
 
 def _dry_run(talk: Talk, job: Job, plan: Plan, hosts: HostList, *, background: bool) -> Answer:
     """Say what would be started where."""
-    run, ranks = RunFolder(Path(job.cluster.root or ".") / "runs" / job.name / "RUN"), job.ranks_per_node
+    run = RunFolder(Path(job.cluster.root or ".") / "runs" / job.name / "RUN")
+    ranks = job.ranks_per_node
     command, lines = _say_start(talk, run, job, 1, hosts, background=background)
-    listed = [{"host": host.name, "ranks": list(range(node * ranks, (node + 1) * ranks)), "slots": list(host.slots)} for node, host in enumerate(hosts.running)]
+    listed = [
+        {
+            "host": host.name,
+            "ranks": list(range(node * ranks, (node + 1) * ranks)),
+            "slots": list(host.slots),
+        }
+        for node, host in enumerate(hosts.running)
+    ]
     told = {"hosts": listed, "spares": [host.name for host in hosts.spares], "launcher": lines}
     return Answer(document("dry-run/1", plan=plan.to_json(), command=command.to_json(), **told))
 
 
 def _span(first: int, count: int) -> str:
-    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+    if count == 1:
+        return f"rank {first}"
+    return f"ranks {first} to {first + count - 1}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +154,8 @@ class Following:
     foreground: bool = False
 
     def background(self, job: Job) -> bool:
-        """Whether the supervisor is a process of its own, which no terminal ends. Raises ConfigError where both words are given."""
+        """Whether the supervisor is a process of its own, which no terminal ends. Raises
+        ConfigError where both words are given."""
         if self.detach and self.foreground:
             raise ConfigError("--detach and --foreground contradict each other")
         return self.detach or (job.cluster.launcher in OVER_SSH and not self.foreground)
@@ -123,10 +164,20 @@ class Following:
 USUAL = Following()
 
 
-def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bool, words: HostWords = NO_WORDS, following: Following = USUAL) -> Answer:
+def train(
+    talk: Talk,
+    name: str,
+    sets: Sequence[str],
+    *,
+    stages: bool,
+    share: bool,
+    words: HostWords = NO_WORDS,
+    following: Following = USUAL,
+) -> Answer:
     """The task `train`."""
     jobs = load_jobs(talk)
-    refuse_unlaunchable(jobs.resolve(name, [*words.sets(), *sets]).job)  # before its hosts are looked for
+    # before its hosts are looked for
+    refuse_unlaunchable(jobs.resolve(name, [*words.sets(), *sets]).job)
     resolved, hosts = resolve_on_hosts(jobs, name, sets, words)
     job = resolved.job
     refuse_unmountable(job)
@@ -138,7 +189,8 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     say_hosts(talk, job, hosts)
     say_unused_places(talk, job)
     root = Path(job.cluster.root or ".")
-    needs = needs_of(job, STAGES)  # of all, before the first begins: what is hopeless is said at once
+    # of all, before the first begins: what is hopeless is said at once
+    needs = needs_of(job, STAGES)
     on_slurm = job.cluster.launcher == "slurm" and not words.existing
     if not stages:
         refuse_stale(needs, root)
@@ -151,12 +203,16 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
                 run, id, followed = submit_with_stages(resolved, plan, graph, jobs.root, talk.say)
         if graph.parts:
             slurm.say_submitted(talk, run, id, detach=following.detach)
-            return Answer(read_record(run).to_json()) if following.detach else follow_graph(talk, run, followed)
+            if following.detach:
+                return Answer(read_record(run).to_json())
+            return follow_graph(talk, run, followed)
     else:
         bring_up_to_date(talk, needs if talk.dry_run else needs_in_turn(job, STAGES), root, job=job)
     plan = refuse_infeasible(plan_of(job))
     if talk.dry_run:
-        return slurm.dry_run(talk, job, plan, root) if on_slurm else _dry_run(talk, job, plan, hosts, background=background)
+        if on_slurm:
+            return slurm.dry_run(talk, job, plan, root)
+        return _dry_run(talk, job, plan, hosts, background=background)
     refuse_without_samples(job)
     needs = needs_of(job, STAGES)  # as they are now that they are done
     if on_slurm:
@@ -165,30 +221,50 @@ def train(talk: Talk, name: str, sets: Sequence[str], *, stages: bool, share: bo
     view = TrainingView(talk.console, job.training.train_iters)
     try:
         watch = Watch(view.begin, view.tick, view.notice)
-        run, outcome = start_run(resolved, plan, needs, jobs.root, watch, hosts=hosts, share=share, background=background)
+        run, outcome = start_run(
+            resolved, plan, needs, jobs.root, watch, hosts=hosts, share=share, background=background
+        )
     finally:
         view.end()
     return _finish(talk, run, job, outcome, EventTail(run), following)
 
 
 def _beginning(talk: Talk, run: RunFolder) -> str:
-    """What a resumed run would begin with, by manifests and sizes. Raises TrainkitError (exit 16) where there are checkpoints and none is right."""
-    newest = newest_valid(run.checkpoints, lambda words: talk.say(f"would be passed over: {words}"), open_checkpoint)
-    return f"the checkpoint of step {newest.manifest.step}" if newest else "step 0: it has no checkpoint"
+    """What a resumed run would begin with, by manifests and sizes. Raises TrainkitError (exit
+    16) where there are checkpoints and none is right."""
+    newest = newest_valid(
+        run.checkpoints, lambda words: talk.say(f"would be passed over: {words}"), open_checkpoint
+    )
+    if newest:
+        return f"the checkpoint of step {newest.manifest.step}"
+    return "step 0: it has no checkpoint"
 
 
 def _say_lasting_longer(talk: Talk, job: Job) -> None:
-    """The end of the decay does not move with train_iters: steps after it may do little, with min_lr = 0 nothing."""
+    """The end of the decay does not move with train_iters: steps after it may do little, with
+    min_lr = 0 nothing."""
     t = job.training
     if t.train_iters > t.decay_iters and t.lr_decay_style != "constant":
         way = f"--set training.lr_decay_iters={t.train_iters} would make the decay longer"
         talk.say(f"after step {t.decay_iters} the learning rate is min_lr = {t.min_lr:g}; {way}")
 
 
-def resume(talk: Talk, text: str, sets: Sequence[str], *, share: bool, words: HostWords = NO_WORDS, following: Following = USUAL, code: str = "run") -> Answer:
+def resume(
+    talk: Talk,
+    text: str,
+    sets: Sequence[str],
+    *,
+    share: bool,
+    words: HostWords = NO_WORDS,
+    following: Following = USUAL,
+    code: str = "run",
+) -> Answer:
     """The task `resume`."""
     if code not in ("run", "current"):
-        raise ConfigError(f"--code {code!r} is neither run (the code that the run began with) nor current (that of this checkout)")
+        raise ConfigError(
+            f"--code {code!r} is neither run (the code that the run began with) nor current (that"
+            " of this checkout)"
+        )
     jobs = load_jobs(talk)
     run = find_run(jobs.roots(), text)
     record = settled(read_record(run))
@@ -199,39 +275,68 @@ def resume(talk: Talk, text: str, sets: Sequence[str], *, share: bool, words: Ho
     root = Path(job.cluster.root or ".")
     refuse_infeasible(plan_of(job))
     if record.state == "succeeded" and record.step >= job.training.train_iters:
-        talk.say(f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is nothing to resume")
+        talk.say(
+            f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is"
+            " nothing to resume"
+        )
         return Answer(record.to_json())
     _refuse_without_wandb(job)
     _say_lasting_longer(talk, job)
     say_hosts(talk, job, hosts)
     if talk.dry_run:
-        talk.say(f"would go on with run {run.id} in {run.path}, attempt {record.attempt + 1}, from {_beginning(talk, run)}")
+        talk.say(
+            f"would go on with run {run.id} in {run.path}, attempt {record.attempt + 1}, from"
+            f" {_beginning(talk, run)}"
+        )
         _say_start(talk, run, job, record.attempt + 1, hosts, background=background)
         return Answer(record.to_json())
     bring_up_to_date(talk, Index().needs(job, stamps_folder(root, Index.name)), root, job=job)
     refuse_without_samples(job)
-    talk.say(f"run {run.id} ({record.state}) is at step {record.step}; going on as attempt {record.attempt + 1}")
+    talk.say(
+        f"run {run.id} ({record.state}) is at step {record.step}; going on as attempt"
+        f" {record.attempt + 1}"
+    )
     if job.cluster.launcher == "slurm" and not words.existing:
         events = EventTail(run, told=True)
         id = submit_again(run, job, changed, code=code == "current", project=jobs.root)
         return _follow_submitted(talk, run, id, events, following)
-    view, events = TrainingView(talk.console, job.training.train_iters), EventTail(run, told=True)
+    view = TrainingView(talk.console, job.training.train_iters)
+    events = EventTail(run, told=True)
     try:
         watch = Watch(view.begin, view.tick, view.notice)
-        outcome = resume_run(run, job, changed, watch, hosts=hosts, share=share, background=background, code=code == "current", project=jobs.root)
+        outcome = resume_run(
+            run,
+            job,
+            changed,
+            watch,
+            hosts=hosts,
+            share=share,
+            background=background,
+            code=code == "current",
+            project=jobs.root,
+        )
     finally:
         view.end()
     return _finish(talk, run, job, outcome, events, following)
 
 
-def _changed(jobs: Jobs, run: RunFolder, sets: Sequence[str], words: HostWords) -> tuple[dict[str, Any], Job, HostList]:
-    """(document, job, hosts) that a run goes on with: where no others are asked for, those it had."""
-    moved = jobs.resolve(run.job_name, [f"cluster={json.dumps(words.cluster)}"]) if words.cluster else None
+def _changed(
+    jobs: Jobs, run: RunFolder, sets: Sequence[str], words: HostWords
+) -> tuple[dict[str, Any], Job, HostList]:
+    """(document, job, hosts) that a run goes on with: where no others are asked for, those it
+    had."""
+    if words.cluster:
+        moved = jobs.resolve(run.job_name, [f"cluster={json.dumps(words.cluster)}"])
+    else:
+        moved = None
     given = [*replace(words, cluster="").sets(), *sets]
     _, job = changed_job(run.job, given, moved)
     refuse_unlaunchable(job)
     refuse_unmountable(job)
-    former = read_hosts(run) if hosts_path(run).is_file() and moved is None else None
+    if hosts_path(run).is_file() and moved is None:
+        former = read_hosts(run)
+    else:
+        former = None
     hosts = hosts_of_job(job, words, former)
     changed, job = changed_job(run.job, [*given, *sets_of_hosts(job, hosts, sets)], moved)
     return changed, job, hosts
@@ -241,30 +346,58 @@ def _refuse_running(record: Record) -> None:
     run = record.run
     if record.state in ("starting", "running"):
         message = f"run {run.id} is still running (attempt {record.attempt}, step {record.step})"
-        raise TrainkitError(message, exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}; invoke attach {run.id} follows it")
+        raise TrainkitError(
+            message,
+            exit=Exit.HOSTS_BUSY,
+            hint=f"invoke status {run.id}; invoke attach {run.id} follows it",
+        )
     if record.state == "queued":
-        hint = f"invoke attach {run.id} follows it, invoke cancel {run.id} takes it out of the queue"
+        hint = (
+            f"invoke attach {run.id} follows it, invoke cancel {run.id} takes it out of the queue"
+        )
         raise TrainkitError(f"run {run.id} waits in Slurm's queue", exit=Exit.HOSTS_BUSY, hint=hint)
     if record.state == "unknown":
-        hint = f"ask there, or end what may be left of it: invoke cancel {run.id} (--force where a host is gone for good)"
-        raise TrainkitError(f"run {run.id}: {(record.root_cause or {}).get('message')}", exit=Exit.CONTACT_LOST, hint=hint)
+        hint = (
+            f"ask there, or end what may be left of it: invoke cancel {run.id} (--force where a"
+            " host is gone for good)"
+        )
+        raise TrainkitError(
+            f"run {run.id}: {(record.root_cause or {}).get('message')}",
+            exit=Exit.CONTACT_LOST,
+            hint=hint,
+        )
 
 
-def _follow_submitted(talk: Talk, run: RunFolder, id: str, events: EventTail, following: Following) -> Answer:
+def _follow_submitted(
+    talk: Talk, run: RunFolder, id: str, events: EventTail, following: Following
+) -> Answer:
     """Follow a run of Slurm's from the queue to its end, unless nobody wants to."""
     slurm.say_submitted(talk, run, id, detach=following.detach)
-    return Answer(read_record(run).to_json()) if following.detach else follow_run(talk, run, events)
+    if following.detach:
+        return Answer(read_record(run).to_json())
+    return follow_run(talk, run, events)
 
 
-def _finish(talk: Talk, run: RunFolder, job: Job, outcome: Outcome | None, events: EventTail, following: Following) -> Answer:
-    """How it ended. Without an outcome a supervisor of its own goes on with the run: follow it, unless nobody wants to."""
+def _finish(
+    talk: Talk,
+    run: RunFolder,
+    job: Job,
+    outcome: Outcome | None,
+    events: EventTail,
+    following: Following,
+) -> Answer:
+    """How it ended. Without an outcome a supervisor of its own goes on with the run: follow it,
+    unless nobody wants to."""
     if outcome is None and following.detach and started(run, events):
         talk.say(f"run {run.id} goes on by itself in {run.path}")
-        talk.say(f"  {talk.command} attach {run.id} follows it, {talk.command} cancel {run.id} stops it")
+        talk.say(
+            f"  {talk.command} attach {run.id} follows it, {talk.command} cancel {run.id} stops it"
+        )
         return Answer(read_record(run).to_json())
     if outcome is None:
         return follow_run(talk, run, events)
     record = read_record(run)
-    with contextlib.suppress(OSError, SystemExit):  # a terminal that is gone does not change how the run ended
+    # a terminal that is gone does not change how the run ended
+    with contextlib.suppress(OSError, SystemExit):
         print_ending(talk, run, job, record)
     return Answer(record.to_json(), outcome.exit)

@@ -1,4 +1,5 @@
-"""Files of object stores, by fsspec: s3:// with s3fs, gs:// with gcsfs, and whatever scheme is installed."""
+"""Files of object stores, by fsspec: s3:// with s3fs, gs:// with gcsfs, and whatever scheme is
+installed."""
 
 from __future__ import annotations
 
@@ -12,29 +13,60 @@ from trainkit.base.extras import MissingExtra
 from trainkit.data.fetch.retry import Changed, Patience, Seen, Transient
 
 BLOCK = 2**23  # bytes of one request
-ANONYMOUS: dict[str, dict[str, Any]] = {"s3": {"anon": True}, "s3a": {"anon": True}, "gs": {"token": "anon"}, "gcs": {"token": "anon"}, "abfs": {"anon": True}}
+ANONYMOUS: dict[str, dict[str, Any]] = {
+    "s3": {"anon": True},
+    "s3a": {"anon": True},
+    "gs": {"token": "anon"},
+    "gcs": {"token": "anon"},
+    "abfs": {"anon": True},
+}
 ENDPOINT = {"s3", "s3a", "gs", "gcs"}  # whose libraries take endpoint_url
-_FINAL = ("NoCredentials", "PartialCredentials", "InvalidAccessKeyId", "SignatureDoesNotMatch", "NoSuchBucket", "InvalidBucketName", "Invalid endpoint")
+_FINAL = (
+    "NoCredentials",
+    "PartialCredentials",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "NoSuchBucket",
+    "InvalidBucketName",
+    "Invalid endpoint",
+)
 
 
 def file_system(scheme: str, endpoint: str | None, anonymous: bool, patience: Patience) -> Any:
     """The fsspec file system of a scheme. Credentials are found where its library looks for them.
 
-    Raises ConfigError (exit 6): its package is not installed, or it knows no endpoint or no anonymous access.
+    Raises ConfigError (exit 6): its package is not installed, or it knows no endpoint or no
+    anonymous access.
     """
     import fsspec
 
     if endpoint and scheme not in ENDPOINT:
-        raise ConfigError(f"endpoint = {endpoint!r} means nothing to {scheme}://", exit=Exit.STAGE_FAILED, hint="take it away")
+        raise ConfigError(
+            f"endpoint = {endpoint!r} means nothing to {scheme}://",
+            exit=Exit.STAGE_FAILED,
+            hint="take it away",
+        )
     if anonymous and scheme not in ANONYMOUS:
-        raise ConfigError(f"anonymous = true means nothing to {scheme}://", exit=Exit.STAGE_FAILED, hint="take it away")
-    options = dict(ANONYMOUS[scheme]) if anonymous else {}
+        raise ConfigError(
+            f"anonymous = true means nothing to {scheme}://",
+            exit=Exit.STAGE_FAILED,
+            hint="take it away",
+        )
+    if anonymous:
+        options = dict(ANONYMOUS[scheme])
+    else:
+        options = {}
     if endpoint:
         options["endpoint_url"] = endpoint
     if scheme in ("s3", "s3a"):
-        options["config_kwargs"] = {"connect_timeout": patience.timeout, "read_timeout": patience.timeout}
+        options["config_kwargs"] = {
+            "connect_timeout": patience.timeout,
+            "read_timeout": patience.timeout,
+        }
     try:
-        return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
+        return fsspec.filesystem(
+            scheme, use_listings_cache=False, skip_instance_cache=True, **options
+        )
     except (ImportError, ValueError) as error:
         message = f"{scheme}:// cannot be read here: {error}"
         if scheme in ("s3", "s3a"):
@@ -44,7 +76,8 @@ def file_system(scheme: str, endpoint: str | None, anonymous: bool, patience: Pa
 
 
 def matches(files: Any, url: str, shown: str) -> list[str]:
-    """Addresses of the files that a pattern with `*` stands for, sorted. One attempt; raises Transient."""
+    """Addresses of the files that a pattern with `*` stands for, sorted. One attempt; raises
+    Transient."""
     scheme = url.partition("://")[0]
     with errors(shown):
         found = files.glob(url)
@@ -67,8 +100,16 @@ class StoredFile:
             return None
         etag = about.get("ETag") or about.get("etag")
         if etag is not None:
-            return Seen(about.get("size"), str(etag))  # it decides alone: dates here are whole seconds
-        modified = next((about[key] for key in ("LastModified", "updated", "last_modified", "mtime") if about.get(key)), None)
+            # it decides alone: dates here are whole seconds
+            return Seen(about.get("size"), str(etag))
+        modified = next(
+            (
+                about[key]
+                for key in ("LastModified", "updated", "last_modified", "mtime")
+                if about.get(key)
+            ),
+            None,
+        )
         return Seen(about.get("size"), modified=None if modified is None else str(modified))
 
     def blocks(self, start: int, known: Seen) -> Iterator[bytes]:
@@ -85,30 +126,43 @@ class StoredFile:
             yield block
             at += len(block)
             if at >= known.size:
-                self._compare(known)  # each block is a request of its own: all of them were of one version only if it is still that
+                # each block is a request of its own: all of them were of one version only if it is
+                # still that
+                self._compare(known)
 
     def _compare(self, known: Seen) -> None:
         now = self.look()
         if known.size is None:
-            raise TrainkitError(f"{self.shown}: the store does not say how long the file is", exit=Exit.STAGE_FAILED)
+            raise TrainkitError(
+                f"{self.shown}: the store does not say how long the file is", exit=Exit.STAGE_FAILED
+            )
         if change := "no file any more" if now is None else known.difference(now):
             raise Changed(change)
 
 
 @contextlib.contextmanager
 def errors(shown: str) -> Iterator[None]:
-    """The libraries' errors are of many types, some of them no OSError: what can be helped by waiting is Transient."""
+    """The libraries' errors are of many types, some of them no OSError: what can be helped by
+    waiting is Transient."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, Transient, Changed, TrainkitError):
         raise
     except PermissionError as error:
-        hint = "public data: anonymous = true; else export the credentials that the store's library reads, such as AWS_PROFILE"
-        raise TrainkitError(f"{shown}: access is refused: {_words(error)}", exit=Exit.STAGE_FAILED, hint=hint) from None
+        hint = (
+            "public data: anonymous = true; else export the credentials that the store's library"
+            " reads, such as AWS_PROFILE"
+        )
+        raise TrainkitError(
+            f"{shown}: access is refused: {_words(error)}", exit=Exit.STAGE_FAILED, hint=hint
+        ) from None
     except Exception as error:
         why = f"{type(error).__name__}: {_words(error)}"
         if any(word in why for word in _FINAL):
-            hint = "public data: anonymous = true; else export the credentials that the store's library reads, such as AWS_PROFILE"
+            hint = (
+                "public data: anonymous = true; else export the credentials that the store's"
+                " library reads, such as AWS_PROFILE"
+            )
             raise TrainkitError(f"{shown}: {why}", exit=Exit.STAGE_FAILED, hint=hint) from None
         raise Transient(why) from None
 

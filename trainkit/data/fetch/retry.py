@@ -47,7 +47,8 @@ class Transient(Exception):
 
     def __init__(self, why: str, after: float | None = None) -> None:
         super().__init__(why)
-        self.why, self.after = why, after
+        self.why = why
+        self.after = after
 
 
 class Changed(Exception):
@@ -55,10 +56,13 @@ class Changed(Exception):
 
 
 class Gate:
-    """Holds all who ask one server back while it wants to be left alone; `close` sends them home."""
+    """Holds all who ask one server back while it wants to be left alone; `close` sends them
+    home."""
 
     def __init__(self) -> None:
-        self._until, self._lock, self._closed = 0.0, threading.Lock(), threading.Event()
+        self._until = 0.0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
 
     def hold(self, seconds: float) -> None:
         """Let nobody through for that long."""
@@ -70,7 +74,9 @@ class Gate:
         while (left := self._until - time.monotonic()) > 0 and not self._closed.wait(left):
             pass
         if self._closed.is_set():
-            raise TrainkitError("given up: another file of the same dataset failed", exit=Exit.STAGE_FAILED)
+            raise TrainkitError(
+                "given up: another file of the same dataset failed", exit=Exit.STAGE_FAILED
+            )
 
     def close(self) -> None:
         self._closed.set()
@@ -80,7 +86,10 @@ class Tries:
     """Counts the failures of one file in a row, and waits between them, longer each time."""
 
     def __init__(self, shown: str, patience: Patience, gate: Gate | None = None) -> None:
-        self.shown, self.patience, self.gate, self.failures = shown, patience, gate or Gate(), 0
+        self.shown = shown
+        self.patience = patience
+        self.gate = gate or Gate()
+        self.failures = 0
 
     def progressed(self) -> None:
         """A byte came: the server is alive."""
@@ -91,13 +100,24 @@ class Tries:
         self.failures += 1
         asked = error.after or 0.0
         if self.failures >= self.patience.attempts or asked > self.patience.longest_asked:
-            wants = f", and wants to be asked again in {asked:,.0f} s" if asked > self.patience.longest_asked else ""
+            if asked > self.patience.longest_asked:
+                wants = f", and wants to be asked again in {asked:,.0f} s"
+            else:
+                wants = ""
             message = f"{self.shown}: {error.why}{wants} (attempt {self.failures} in a row)"
-            hint = "is the address right, is the server up, is a proxy needed? What has come is kept: the same call goes on from there"
+            hint = (
+                "is the address right, is the server up, is a proxy needed? What has come is kept:"
+                " the same call goes on from there"
+            )
             raise Unreachable(message, hint) from None
-        pause = min(self.patience.longest, self.patience.first * 2 ** (self.failures - 1)) * random.uniform(0.75, 1.25)
+        pause = min(
+            self.patience.longest, self.patience.first * 2 ** (self.failures - 1)
+        ) * random.uniform(0.75, 1.25)
         print(
-            f"{self.shown}: {error.why}; attempt {self.failures} of {self.patience.attempts}, again in {max(asked, pause):.0f} s", file=sys.stderr, flush=True
+            f"{self.shown}: {error.why}; attempt {self.failures} of {self.patience.attempts}, again"
+            f" in {max(asked, pause):.0f} s",
+            file=sys.stderr,
+            flush=True,
         )
         self.gate.hold(max(asked, pause))
         self.gate.wait()
@@ -128,18 +148,22 @@ class Seen:
         return bool(self.etag or self.modified or self.sha256)
 
     def difference(self, other: Seen) -> str | None:
-        """In what `other` is surely another file, or None. Mirrors behind one name give other ETags: an equal date outweighs them."""
+        """In what `other` is surely another file, or None. Mirrors behind one name give other
+        ETags: an equal date outweighs them."""
         if None not in (self.size, other.size) and self.size != other.size:
             return f"{other.size:,} bytes instead of {self.size:,}"
         if None not in (self.modified, other.modified):
-            return f"last changed {other.modified} instead of {self.modified}" if self.modified != other.modified else None
+            if self.modified != other.modified:
+                return f"last changed {other.modified} instead of {self.modified}"
+            return None
         if None not in (self.etag, other.etag) and self.etag != other.etag:
             return f"ETag {other.etag} instead of {self.etag}"
         return None
 
 
 class Remote(Protocol):
-    """One file elsewhere. Both methods are one attempt: they raise Transient for what may pass, and TrainkitError (exit 6) for what will not."""
+    """One file elsewhere. Both methods are one attempt: they raise Transient for what may pass,
+    and TrainkitError (exit 6) for what will not."""
 
     shown: str
 
@@ -161,14 +185,17 @@ def look(remote: Remote, patience: Patience, gate: Gate | None = None) -> Seen |
             tries.failed(error)
 
 
-def read_on(remote: Remote, start: int, known: Seen, patience: Patience) -> Generator[bytes, None, None]:
+def read_on(
+    remote: Remote, start: int, known: Seen, patience: Patience
+) -> Generator[bytes, None, None]:
     """All bytes of a file from `start`, connecting anew where it breaks.
 
     Raises:
         TrainkitError: exit 6, the server was given up, or sends more than it said.
         Changed: it became another file meanwhile.
     """
-    tries, at = Tries(remote.shown, patience), start
+    tries = Tries(remote.shown, patience)
+    at = start
     while known.size is None or at < known.size:
         try:
             for block in remote.blocks(at, known):

@@ -1,10 +1,13 @@
-"""Brings a remote file here, or reads it as a stream: `python -m trainkit.data.fetch.worker SPEC.json` is the unit `fetch-NAME`.
+"""Brings a remote file here, or reads it as a stream: `python -m trainkit.data.fetch.worker
+SPEC.json` is the unit `fetch-NAME`.
 
-A file appears under its name only when all of it is there and is what it should be. What belongs to its making lies beside it in .fetch/:
-NAME.part and NAME.part.json while it comes, NAME.json afterwards (the form fetched/1), NAME.lock while somebody is at it.
+A file appears under its name only when all of it is there and is what it should be. What belongs
+to its making lies beside it in .fetch/: NAME.part and NAME.part.json while it comes, NAME.json
+afterwards (the form fetched/1), NAME.lock while somebody is at it.
 
-A recipe says where a file comes from and goes to; `sources.listing` makes them, `recipe` below spells one out. No secret is in it: the worker
-reads the token from the variable that the recipe names.
+A recipe says where a file comes from and goes to; `sources.listing` makes them, `recipe` below
+spells one out. No secret is in it: the worker reads the token from the variable that the recipe
+names.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from trainkit.data.fetch.http import HttpFile, client
 from trainkit.data.fetch.object_store import StoredFile, file_system
 from trainkit.data.fetch.retry import PATIENT, Changed, Patience, Remote, Seen, look, read_on
 
-SCHEMA, STATE = "fetched/1", ".fetch"
+SCHEMA = "fetched/1"
+STATE = ".fetch"
 BLOCK = 2**20
-RANDOM_ACCESS = (".zip", ".parquet")  # formats whose table of contents is at the end: they cannot be read as a stream
+# formats whose table of contents is at the end: they cannot be read as a stream
+RANDOM_ACCESS = (".zip", ".parquet")
 
 
 def recipe(
@@ -47,28 +52,46 @@ def recipe(
     """How a file is fetched, as JSON.
 
     Args:
-        url: http(s):// or a scheme of fsspec's.
-        path: where it goes.
-        known: what the listing says of it; None: it is asked for when it is fetched, and a file that is there already is taken as it is.
-        shown: its address as the dataset has it.
-        token: name of the environment variable with the access token.
-        endpoint: another address of an object store.
-        anonymous: of an object store, without credentials.
-        keep: False: read as a stream, nothing is left below `path`.
-        listing: deleted when the file turns out not to be the one that was listed, so that the next call lists anew.
+        url: http(s):// or a scheme of fsspec's. path: where it goes. known: what the listing
+        says of it; None: it is asked for when it is fetched, and a file that is there already is
+        taken as it is. shown: its address as the dataset has it. token: name of the environment
+        variable with the access token. endpoint: another address of an object store. anonymous:
+        of an object store, without credentials. keep: False: read as a stream, nothing is left
+        below `path`. listing: deleted when the file turns out not to be the one that was listed,
+        so that the next call lists anew.
     """
-    about = None if known is None else known.to_json()
-    words = {"url": url, "shown": shown or url, "path": str(path), "known": about, "token": token, "endpoint": endpoint}
-    return {**words, "anonymous": anonymous, "keep": keep, "listing": None if listing is None else str(listing)}
+    if known is None:
+        about = None
+    else:
+        about = known.to_json()
+    words = {
+        "url": url,
+        "shown": shown or url,
+        "path": str(path),
+        "known": about,
+        "token": token,
+        "endpoint": endpoint,
+    }
+    return {
+        **words,
+        "anonymous": anonymous,
+        "keep": keep,
+        "listing": None if listing is None else str(listing),
+    }
 
 
 def secret(name: str | None) -> str | None:
-    """The value of the variable that a dataset's `token` names. Raises ConfigError (exit 6) where it is not set."""
+    """The value of the variable that a dataset's `token` names. Raises ConfigError (exit 6)
+    where it is not set."""
     if name is None:
         return None
     value = os.environ.get(name)
     if not value:
-        raise ConfigError(f"token = {name!r}: there is no such environment variable here", exit=Exit.STAGE_FAILED, hint=f"export {name}=...")
+        raise ConfigError(
+            f"token = {name!r}: there is no such environment variable here",
+            exit=Exit.STAGE_FAILED,
+            hint=f"export {name}=...",
+        )
     return value
 
 
@@ -80,7 +103,10 @@ def remote_of(recipe: Mapping[str, Any], patience: Patience) -> Iterator[Remote]
         with client(patience) as pool:
             yield HttpFile(url, pool, secret(recipe["token"]), recipe["token"])
     else:
-        yield StoredFile(file_system(url.partition("://")[0], recipe["endpoint"], recipe["anonymous"], patience), url)
+        yield StoredFile(
+            file_system(url.partition("://")[0], recipe["endpoint"], recipe["anonymous"], patience),
+            url,
+        )
 
 
 class _Place:
@@ -88,8 +114,13 @@ class _Place:
 
     def __init__(self, path: Path) -> None:
         state = path.parent / STATE
-        self.path, self.part, self.about = path, state / f"{path.name}.part", state / f"{path.name}.part.json"
-        self.stamp, self.lock = state / f"{path.name}.json", state / f"{path.name}.lock"
+        self.path, self.part, self.about = (
+            path,
+            state / f"{path.name}.part",
+            state / f"{path.name}.part.json",
+        )
+        self.stamp = state / f"{path.name}.json"
+        self.lock = state / f"{path.name}.lock"
 
     def forget_part(self) -> None:
         self.part.unlink(missing_ok=True)
@@ -102,7 +133,9 @@ def _read(path: Path) -> dict[str, Any]:
         value = read_json(path)
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def _identity(path: Path) -> list[int]:
@@ -113,22 +146,34 @@ def _identity(path: Path) -> list[int]:
 def _stamped(place: _Place, recipe: Mapping[str, Any], known: Seen | None) -> dict[str, Any] | None:
     """The result of an earlier fetch of the same version, if nobody has touched the file since."""
     stamp = _read(place.stamp)
-    if not place.path.is_file() or stamp.get("schema") != SCHEMA or stamp.get("file") != _identity(place.path):
+    if (
+        not place.path.is_file()
+        or stamp.get("schema") != SCHEMA
+        or stamp.get("file") != _identity(place.path)
+    ):
         return None
     was = Seen(**stamp["known"])
-    if known is not None and known.sha256:  # what has the same sum is the same, whatever its address is now
+    # what has the same sum is the same, whatever its address is now
+    if known is not None and known.sha256:
         same = known.sha256 == was.sha256
     else:
         same = stamp["url"] == recipe["url"] and (known is None or known.difference(was) is None)
-    return dict(stamp["result"]) if same else None
+    if same:
+        return dict(stamp["result"])
+    return None
 
 
-def _taken_over(place: _Place, recipe: Mapping[str, Any], known: Seen | None) -> dict[str, Any] | None:
-    """The result for a file that somebody else put there, if size and published sum say it is the one; unlisted, it is."""
+def _taken_over(
+    place: _Place, recipe: Mapping[str, Any], known: Seen | None
+) -> dict[str, Any] | None:
+    """The result for a file that somebody else put there, if size and published sum say it is
+    the one; unlisted, it is."""
     if not place.path.is_file():
         return None
     identity = _identity(place.path)
-    if _read(place.stamp).get("file") == identity or (known is not None and known.size not in (None, identity[0])):
+    if _read(place.stamp).get("file") == identity or (
+        known is not None and known.size not in (None, identity[0])
+    ):
         return None  # ours, of another version; or another file
     with open(place.path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -137,33 +182,63 @@ def _taken_over(place: _Place, recipe: Mapping[str, Any], known: Seen | None) ->
     return _stamp(place, recipe, known or Seen(), identity, {"bytes": identity[0], "sha256": found})
 
 
-def _stamp(place: _Place, recipe: Mapping[str, Any], known: Seen, identity: list[int], result: dict[str, Any]) -> dict[str, Any]:
+def _stamp(
+    place: _Place,
+    recipe: Mapping[str, Any],
+    known: Seen,
+    identity: list[int],
+    result: dict[str, Any],
+) -> dict[str, Any]:
     known = Seen(result["bytes"], known.etag, known.modified, result["sha256"])
-    write_json(place.stamp, document(SCHEMA, url=recipe["url"], known=known.to_json(), file=identity, result=result, made=utc_now()))
+    write_json(
+        place.stamp,
+        document(
+            SCHEMA,
+            url=recipe["url"],
+            known=known.to_json(),
+            file=identity,
+            result=result,
+            made=utc_now(),
+        ),
+    )
     return result
 
 
-def fetch(recipe: Mapping[str, Any], progress: Progress, patience: Patience = PATIENT) -> dict[str, Any]:
-    """Bring one file here; nothing is asked of the server where it is here already. Two at once: the second waits and finds it.
+def fetch(
+    recipe: Mapping[str, Any], progress: Progress, patience: Patience = PATIENT
+) -> dict[str, Any]:
+    """Bring one file here; nothing is asked of the server where it is here already. Two at once:
+    the second waits and finds it.
 
     Args:
         recipe: as `recipe` makes it.
         progress: told bytes done and to do.
         patience: with the server.
 
-    Returns {"bytes", "sha256"}. Raises TrainkitError (exit 6): it is not to be had, is not what was listed or published, or cannot be written.
+    Returns {"bytes", "sha256"}. Raises TrainkitError (exit 6): it is not to be had, is not what
+    was listed or published, or cannot be written.
     """
     place = _Place(Path(recipe["path"]))
     known = None if recipe["known"] is None else Seen(**recipe["known"])
     result = _stamped(place, recipe, known)
     if result is None:
         with _disk_errors(place.path), locked(place.lock, {"fetch": recipe["shown"]}, remove=True):
-            result = _stamped(place, recipe, known) or _taken_over(place, recipe, known) or _fetched(place, recipe, known, progress, patience)
+            result = (
+                _stamped(place, recipe, known)
+                or _taken_over(place, recipe, known)
+                or _fetched(place, recipe, known, progress, patience)
+            )
     progress(result["bytes"], result["bytes"])
     return result
 
 
-def _fetched(place: _Place, recipe: Mapping[str, Any], known: Seen | None, progress: Progress, patience: Patience) -> dict[str, Any]:
+def _fetched(
+    place: _Place,
+    recipe: Mapping[str, Any],
+    known: Seen | None,
+    progress: Progress,
+    patience: Patience,
+) -> dict[str, Any]:
     with remote_of(recipe, patience) as remote:
         if known is None:
             known = look(remote, patience)
@@ -177,28 +252,48 @@ def _fetched(place: _Place, recipe: Mapping[str, Any], known: Seen | None, progr
     return _stamp(place, recipe, known, _identity(place.path), result)
 
 
-def _refuse_contradiction(remote: Remote, known: Seen, change: Changed, place: _Place, patience: Patience) -> None:
-    """Raise TrainkitError (exit 6) where the server, asked anew, still names the file that was listed, and sends another: listing it again would not help."""
+def _refuse_contradiction(
+    remote: Remote, known: Seen, change: Changed, place: _Place, patience: Patience
+) -> None:
+    """Raise TrainkitError (exit 6) where the server, asked anew, still names the file that was
+    listed, and sends another: listing it again would not help."""
     again = look(remote, patience)
     if again is None or known.difference(again) is not None:
         return
     place.forget_part()
-    message = f"{remote.shown}: the server contradicts itself: asked about the file (HEAD) it still names the listed one, and what it sends has {change}"
-    hint = f"it is the server's fault: take the file from another, or fetch it by hand to {place.path} and give its path instead of the address"
+    message = (
+        f"{remote.shown}: the server contradicts itself: asked about the file (HEAD) it still names"
+        f" the listed one, and what it sends has {change}"
+    )
+    hint = (
+        f"it is the server's fault: take the file from another, or fetch it by hand to {place.path}"
+        " and give its path instead of the address"
+    )
     raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hint)
 
 
 def _missing(remote: Remote) -> TrainkitError:
-    return TrainkitError(f"{remote.shown}: the server says there is no such file (404)", exit=Exit.STAGE_FAILED, hint="look at the address")
+    return TrainkitError(
+        f"{remote.shown}: the server says there is no such file (404)",
+        exit=Exit.STAGE_FAILED,
+        hint="look at the address",
+    )
 
 
-def _download(remote: Remote, known: Seen, place: _Place, progress: Progress, patience: Patience) -> dict[str, Any]:
+def _download(
+    remote: Remote, known: Seen, place: _Place, progress: Progress, patience: Patience
+) -> dict[str, Any]:
     """Add to NAME.part until it is whole, check it, and give it its name."""
-    goes_on = place.part.is_file() and known.told_apart and _read(place.about) == {"url": remote.shown, **known.to_json()}
+    goes_on = (
+        place.part.is_file()
+        and known.told_apart
+        and _read(place.about) == {"url": remote.shown, **known.to_json()}
+    )
     if not goes_on:
         place.forget_part()
         write_json(place.about, {"url": remote.shown, **known.to_json()})
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with open(place.part, "a+b") as file:
         file.seek(0)
         while block := file.read(BLOCK):  # a sum cannot be taken up in the middle
@@ -206,7 +301,8 @@ def _download(remote: Remote, known: Seen, place: _Place, progress: Progress, pa
             size += len(block)
         if known.size is not None and size > known.size:
             file.truncate(0)
-            digest, size = hashlib.sha256(), 0
+            digest = hashlib.sha256()
+            size = 0
         _check_space(place.part, (known.size or 0) - size)
         for block in read_on(remote, size, known, patience):
             file.write(block)
@@ -228,23 +324,40 @@ def _check_sum(shown: str, found: str, known: Seen, place: _Place | None) -> Non
     if place is not None:
         place.forget_part()
     hint = "what came was thrown away; run it again, or look at the sum in jobs.toml"
-    raise TrainkitError(f"{shown}: SHA-256 is {found}, published is {known.sha256}", exit=Exit.STAGE_FAILED, hint=hint)
+    raise TrainkitError(
+        f"{shown}: SHA-256 is {found}, published is {known.sha256}",
+        exit=Exit.STAGE_FAILED,
+        hint=hint,
+    )
 
 
 def _check_space(path: Path, missing: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if missing > free:
         message = f"{path.parent}: {missing:,} bytes are still to come, {free:,} are free there"
-        raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint="make room, set clusters.X.root to a larger disk, or keep_download = false")
+        raise TrainkitError(
+            message,
+            exit=Exit.STAGE_FAILED,
+            hint="make room, set clusters.X.root to a larger disk, or keep_download = false",
+        )
 
 
-def _not_as_listed(shown: str, change: Changed, recipe: Mapping[str, Any], place: _Place | None) -> TrainkitError:
+def _not_as_listed(
+    shown: str, change: Changed, recipe: Mapping[str, Any], place: _Place | None
+) -> TrainkitError:
     if place is not None:
         place.forget_part()
     if recipe["listing"] is not None:
         Path(recipe["listing"]).unlink(missing_ok=True)
-    hint = "the file changed on the server: the next call lists the dataset anew and makes again what depends on it"
-    return TrainkitError(f"{shown} is no longer the file that was listed: it has {change}", exit=Exit.STAGE_FAILED, hint=hint)
+    hint = (
+        "the file changed on the server: the next call lists the dataset anew and makes again what"
+        " depends on it"
+    )
+    return TrainkitError(
+        f"{shown} is no longer the file that was listed: it has {change}",
+        exit=Exit.STAGE_FAILED,
+        hint=hint,
+    )
 
 
 @contextlib.contextmanager
@@ -256,15 +369,25 @@ def _disk_errors(path: Path) -> Iterator[None]:
         if error.errno is None:
             raise
         message = f"{error.filename or path}: {os.strerror(error.errno)}"
-        raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=DISK_HINTS.get(error.errno, "it is needed for what is fetched")) from None
+        raise TrainkitError(
+            message,
+            exit=Exit.STAGE_FAILED,
+            hint=DISK_HINTS.get(error.errno, "it is needed for what is fetched"),
+        ) from None
 
 
 class _Stream(io.RawIOBase):
     """A remote file as a stream of bytes, verified at its end."""
 
-    def __init__(self, remote: Remote, recipe: Mapping[str, Any], known: Seen, patience: Patience) -> None:
-        self.remote, self.recipe, self.known = remote, recipe, known
-        self.blocks, self.rest, self.digest = read_on(remote, 0, known, patience), memoryview(b""), hashlib.sha256()
+    def __init__(
+        self, remote: Remote, recipe: Mapping[str, Any], known: Seen, patience: Patience
+    ) -> None:
+        self.remote = remote
+        self.recipe = recipe
+        self.known = known
+        self.blocks = read_on(remote, 0, known, patience)
+        self.rest = memoryview(b"")
+        self.digest = hashlib.sha256()
 
     def readable(self) -> bool:
         return True
@@ -290,13 +413,17 @@ class _Stream(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def open_stream(what: Path | Mapping[str, Any], patience: Patience = PATIENT) -> Iterator[IO[bytes]]:
+def open_stream(
+    what: Path | Mapping[str, Any], patience: Patience = PATIENT
+) -> Iterator[IO[bytes]]:
     """The bytes of a file, as they lie there: of a local one, or of a recipe's.
 
-    A recipe that keeps is fetched first, if its unit has not done so. One that does not is read from the server as a stream, and verified when its
-    end is read; formats that need to be read from the end are fetched, and deleted after a block that ends well.
+    A recipe that keeps is fetched first, if its unit has not done so. One that does not is read
+    from the server as a stream, and verified when its end is read; formats that need to be read
+    from the end are fetched, and deleted after a block that ends well.
 
-    Raises TrainkitError (exit 6) as `fetch` does, when opened and from `read`; ConfigError (exit 6) where a local file is not there.
+    Raises TrainkitError (exit 6) as `fetch` does, when opened and from `read`; ConfigError (exit
+    6) where a local file is not there.
     """
     if isinstance(what, Path) or what.get("url") is None:
         with _opened(what if isinstance(what, Path) else Path(what["path"])) as file:

@@ -1,4 +1,5 @@
-"""dataset.json: what a prepared dataset holds, what was left out of it and why, what each shard came from, and the sums of its files."""
+"""dataset.json: what a prepared dataset holds, what was left out of it and why, what each shard
+came from, and the sums of its files."""
 
 from __future__ import annotations
 
@@ -23,12 +24,17 @@ REASONS = ("left_out", "rejected", "passed_over")
 def read_manifest(path: Path) -> dict[str, Any]:
     """A dataset.json. Raises ConfigError (exit 6) where there is none."""
     if not path.is_file():
-        raise ConfigError(f"{path} is not there: the dataset is not prepared", exit=Exit.STAGE_FAILED, hint="invoke prep-data --dataset NAME")
+        raise ConfigError(
+            f"{path} is not there: the dataset is not prepared",
+            exit=Exit.STAGE_FAILED,
+            hint="invoke prep-data --dataset NAME",
+        )
     return read_form(path, SCHEMA)
 
 
 def read_results(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the units of each shard reported, in the shards' order: the tokens unit's words, and below "text" and "fetch" those of the units before it."""
+    """What the units of each shard reported, in the shards' order: the tokens unit's words, and
+    below "text" and "fetch" those of the units before it."""
     found = []
     for shard in spec["shards"]:
         results = {kind: read_json(Path(path))["result"] for kind, path in shard["stamps"].items()}
@@ -45,18 +51,31 @@ def _sum(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def totals(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts over all shards; "left_out": {reason: documents}, "rejected": {kind: lines}, "passed_over": {reason: members of archives}."""
-    reasons = {name: _sum(result.get(name, {}) for shard in shards for result in (shard, shard.get("text", {}))) for name in REASONS}
+    """Counts over all shards; "left_out": {reason: documents}, "rejected": {kind: lines},
+    "passed_over": {reason: members of archives}."""
+    reasons = {
+        name: _sum(
+            result.get(name, {}) for shard in shards for result in (shard, shard.get("text", {}))
+        )
+        for name in REASONS
+    }
     return {**{name: sum(shard[name] for shard in shards) for name in COUNTS}, **reasons}
 
 
 def encoders(shards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What encoded the shards, and why: {"encoder", "because", "shards", "compared", "passed_on"} each (see trainkit.data.tokenize.shard_worker)."""
+    """What encoded the shards, and why: {"encoder", "because", "shards", "compared",
+    "passed_on"} each (see trainkit.data.tokenize.shard_worker)."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for shard in shards:
         if "encoder" not in shard:
             continue
-        entry = {"encoder": shard["encoder"], "because": shard["encoder_because"], "shards": 0, "compared": 0, "passed_on": 0}
+        entry = {
+            "encoder": shard["encoder"],
+            "because": shard["encoder_because"],
+            "shards": 0,
+            "compared": 0,
+            "passed_on": 0,
+        }
         entry = found.setdefault((shard["encoder"], shard["encoder_because"]), entry)
         entry["shards"] += 1
         entry["compared"] += shard["compared"]
@@ -65,32 +84,55 @@ def encoders(shards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def ranges_path(prefix: Path) -> Path:
-    """What a merged pair is made of, from just before it stands under its name until dataset.json says so: {"pair": [size and mtime in ns of .bin and .idx],
-    "shards": [name, sequences, documents]}. Without it, a process that is killed in between would leave a pair that nobody knows the parts of."""
+    """What a merged pair is made of, from just before it stands under its name until
+    dataset.json says so: {"pair": [size and mtime in ns of .bin and .idx], "shards": [name,
+    sequences, documents]}. Without it, a process that is killed in between would leave a pair
+    that nobody knows the parts of."""
     return prefix.with_name(f"{prefix.name}.ranges.json")
 
 
 def check_declared(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
-    """Compare with what jobs.toml says was published. Raises ConfigError (exit 6) naming every count that is wrong; the shards are kept."""
-    seen = {"documents": sum(shard["lines"] for shard in shards), "text_bytes": totals(shards)["text_bytes"]}
+    """Compare with what jobs.toml says was published. Raises ConfigError (exit 6) naming every
+    count that is wrong; the shards are kept."""
+    seen = {
+        "documents": sum(shard["lines"] for shard in shards),
+        "text_bytes": totals(shards)["text_bytes"],
+    }
     declared = Dataset.model_construct(name=spec["name"], **spec["declared"])
     check_published(declared, {key: seen[key] for key in spec["declared"]})
 
 
 def check_drop(name: str, shards: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError (exit 6) for a field of `drop` that no document has: what was to be left out would be there unnoticed."""
+    """Raise ConfigError (exit 6) for a field of `drop` that no document has: what was to be left
+    out would be there unnoticed."""
     present = _sum(shard.get("drop_present", {}) for shard in shards)
-    if missing := [path for path, count in present.items() if not count and any(shard["documents"] for shard in shards)]:
-        message = f"datasets.{name}.drop: no document has the field {', '.join(map(repr, missing))}, so nothing was left out by it"
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="correct its path (dots go into objects), or take it out; the shards are kept")
+    if missing := [
+        path
+        for path, count in present.items()
+        if not count and any(shard["documents"] for shard in shards)
+    ]:
+        message = (
+            f"datasets.{name}.drop: no document has the field {', '.join(map(repr, missing))}, so"
+            " nothing was left out by it"
+        )
+        raise ConfigError(
+            message,
+            exit=Exit.STAGE_FAILED,
+            hint="correct its path (dots go into objects), or take it out; the shards are kept",
+        )
 
 
-def _checksums(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], folder: Path, itemsize: int) -> list[dict[str, Any]]:
-    """Sums of every byte of the pairs. A merged .bin has those of its parts: nothing is read again, and damage is narrowed down."""
+def _checksums(
+    spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], folder: Path, itemsize: int
+) -> list[dict[str, Any]]:
+    """Sums of every byte of the pairs. A merged .bin has those of its parts: nothing is read
+    again, and damage is narrowed down."""
     sums: list[dict[str, Any]] = []
 
     def add(path: Path, start: int, size: int, digest: str) -> None:
-        sums.append({"file": str(path.relative_to(folder)), "start": start, "bytes": size, "xxh128": digest})
+        sums.append(
+            {"file": str(path.relative_to(folder)), "start": start, "bytes": size, "xxh128": digest}
+        )
 
     def add_whole(path: Path, digest: str | None = None) -> None:
         add(path, 0, path.stat().st_size, digest or file_sum(path))
@@ -100,7 +142,8 @@ def _checksums(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], fol
             add_whole(bin_path(Path(given["prefix"])), shard["bin_xxh128"])
             add_whole(idx_path(Path(given["prefix"])), shard["idx_xxh128"])
         return sums
-    merged, start = Path(spec["prefix"]), 0
+    merged = Path(spec["prefix"])
+    start = 0
     if spec["shuffle"]:
         add_whole(bin_path(merged))
     else:
@@ -113,13 +156,22 @@ def _checksums(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], fol
 
 
 def write_manifest(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Write dataset.json beside the tokenizer; paths in it are relative to its folder. Returns the counts, what it was made from left out."""
-    path, tokenizer_path = Path(spec["manifest"]), Path(spec["tokenizer"])
+    """Write dataset.json beside the tokenizer; paths in it are relative to its folder. Returns
+    the counts, what it was made from left out."""
+    path = Path(spec["manifest"])
+    tokenizer_path = Path(spec["tokenizer"])
     tokenizer = load_tokenizer(tokenizer_path)
     vocab_size = tokenizer.get_vocab_size()
     counts = totals(shards)
-    parts = [Path(given["prefix"]) for given, shard in zip(spec["shards"], shards, strict=True) if shard["tokens"]]
-    pairs = parts if spec["prefix"] is None else [Path(spec["prefix"])]
+    parts = [
+        Path(given["prefix"])
+        for given, shard in zip(spec["shards"], shards, strict=True)
+        if shard["tokens"]
+    ]
+    if spec["prefix"] is None:
+        pairs = parts
+    else:
+        pairs = [Path(spec["prefix"])]
     own = ("documents", "sequences", "tokens", "text_bytes", "rejects", "left_out")
     manifest = document(
         SCHEMA,
@@ -132,7 +184,11 @@ def write_manifest(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]])
         **counts,
         pairs=[str(pair.relative_to(path.parent)) for pair in pairs],
         shards=[
-            {"name": given["name"], "source": {**given["source"], **shard.get("fetch", {})}, **{key: shard[key] for key in own if shard.get(key)}}
+            {
+                "name": given["name"],
+                "source": {**given["source"], **shard.get("fetch", {})},
+                **{key: shard[key] for key in own if shard.get(key)},
+            }
             for given, shard in zip(spec["shards"], shards, strict=True)
         ],
         **({"shuffled": True} if spec["shuffle"] else {}),

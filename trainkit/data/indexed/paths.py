@@ -49,7 +49,8 @@ class DataFolder:
 
     @property
     def prefix(self) -> Path:
-        """The merged .bin/.idx without their endings, named as Megatron's preprocess_data.py names them."""
+        """The merged .bin/.idx without their endings, named as Megatron's preprocess_data.py
+        names them."""
         return self.path / f"{self.dataset.name}_text_document"
 
     @property
@@ -58,7 +59,8 @@ class DataFolder:
         return self.path / MANIFEST
 
     def prefixes(self) -> list[Path]:
-        """The pairs that hold the dataset's tokens: the merged one or, with merge = false, those of the shards that have any, in order.
+        """The pairs that hold the dataset's tokens: the merged one or, with merge = false, those
+        of the shards that have any, in order.
 
         Raises ConfigError (exit 6) where shards were to stay pairs and are not prepared.
         """

@@ -8,13 +8,16 @@ from trainkit.base.errors import ConfigError, Exit, Problem
 from trainkit.jobs.schema import Dataset
 
 ROUND = 4  # digits; a number with fewer before its zeros is somebody's "about"
-ABOUT, ROUNDED = 0.05, 0.01
+ABOUT = 0.05
+ROUNDED = 0.01
 
 
 def tolerance(published: int) -> int:
-    """How far from a published number the true one may be. One that ends in 0 was rounded, often from other units (GiB): a hundredth; an "about": a twentieth.
+    """How far from a published number the true one may be. One that ends in 0 was rounded, often
+    from other units (GiB): a hundredth; an "about": a twentieth.
 
-    36,445,475: 0; 457,414,000,000 (426 GiB): 4,574,140,000; 895,000,000,000: 44,750,000,000. Whether every file is there is not judged by this.
+    36,445,475: 0; 457,414,000,000 (426 GiB): 4,574,140,000; 895,000,000,000: 44,750,000,000.
+    Whether every file is there is not judged by this.
     """
     digits = str(published).rstrip("0")
     if digits == str(published):
@@ -26,8 +29,8 @@ def check_published(dataset: Dataset, found: Mapping[str, int]) -> None:
     """Compare what was found with the dataset's key of the same name, where it is given.
 
     Args:
-        dataset: whose `files`, `documents`, `download_bytes`, `text_bytes`, `tokens` were published.
-        found: the true numbers, before anything was left out on purpose.
+        dataset: whose `files`, `documents`, `download_bytes`, `text_bytes`, `tokens` were
+        published. found: the true numbers, before anything was left out on purpose.
 
     Raises ConfigError (exit 6) naming every number that is wrong.
     """
@@ -35,7 +38,17 @@ def check_published(dataset: Dataset, found: Mapping[str, int]) -> None:
     for key, number in found.items():
         published = getattr(dataset, key)
         if published is not None and abs(number - published) > tolerance(published):
-            message = f"datasets.{dataset.name}.{key} = {published:,} was published, {number:,} are there"
-            problems.append(Problem(message, hint=f"part of the dataset is missing or it is another version; if {number:,} is right, write that"))
+            message = (
+                f"datasets.{dataset.name}.{key} = {published:,} was published, {number:,} are there"
+            )
+            problems.append(
+                Problem(
+                    message,
+                    hint=(
+                        f"part of the dataset is missing or it is another version; if {number:,} is"
+                        " right, write that"
+                    ),
+                )
+            )
     if problems:
         raise ConfigError(problems, exit=Exit.STAGE_FAILED)

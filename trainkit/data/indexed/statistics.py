@@ -1,4 +1,5 @@
-"""What is in prepared data: counts, lengths of documents, the most frequent tokens, and some documents to read. Memory does not grow with the data."""
+"""What is in prepared data: counts, lengths of documents, the most frequent tokens, and some
+documents to read. Memory does not grow with the data."""
 
 from __future__ import annotations
 
@@ -90,17 +91,32 @@ class Statistics:
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the occurrences of all ids."""
-        own = {name: value for name, value in vars(self).items() if name not in ("counts", "occurrences", "lengths", "frequent", "samples")}
-        lists = {name: [asdict(entry) for entry in getattr(self, name)] for name in ("lengths", "frequent", "samples")}
-        return {**asdict(self.counts), **own, "percentiles": {str(k): v for k, v in self.percentiles.items()}, **lists}
+        own = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("counts", "occurrences", "lengths", "frequent", "samples")
+        }
+        lists = {
+            name: [asdict(entry) for entry in getattr(self, name)]
+            for name in ("lengths", "frequent", "samples")
+        }
+        return {
+            **asdict(self.counts),
+            **own,
+            "percentiles": {str(k): v for k, v in self.percentiles.items()},
+            **lists,
+        }
 
 
 def count(prefixes: Sequence[Path]) -> Counts:
-    """Documents, sequences and tokens of pairs, from their indices alone. Raises ConfigError (exit 6): one is damaged or not there."""
+    """Documents, sequences and tokens of pairs, from their indices alone. Raises ConfigError
+    (exit 6): one is damaged or not there."""
     documents = sequences = tokens = 0
     for prefix in prefixes:  # one open at a time: a process may map some 65,000 files
         pair = IndexedDataset(prefix)
-        documents, sequences, tokens = documents + len(pair.document_indices) - 1, sequences + len(pair), tokens + pair.num_tokens
+        documents = documents + len(pair.document_indices) - 1
+        sequences = sequences + len(pair)
+        tokens = tokens + pair.num_tokens
     return Counts(documents, sequences, tokens)
 
 
@@ -118,7 +134,9 @@ class _Lengths:
 
     def __init__(self) -> None:
         self.exact = np.zeros(LONGEST + 1, np.int64)
-        self.documents, self.tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)  # by bit length
+        # by bit length
+        self.documents = np.zeros(64, np.int64)
+        self.tokens = np.zeros(64, np.int64)
         self.longest = 0
 
     def add(self, lengths: Int64) -> None:
@@ -129,18 +147,35 @@ class _Lengths:
         self.longest = max(self.longest, int(lengths.max(initial=0)))
 
     def percentiles(self) -> dict[int, int]:
-        """By nearest rank: the smallest length that so many percent of the documents do not exceed."""
+        """By nearest rank: the smallest length that so many percent of the documents do not
+        exceed."""
         ends = np.cumsum(self.exact)
-        return {p: int(np.searchsorted(ends, -(-int(ends[-1]) * p // 100))) for p in PERCENTILES} if ends[-1] else {}
+        if ends[-1]:
+            return {
+                p: int(np.searchsorted(ends, -(-int(ends[-1]) * p // 100))) for p in PERCENTILES
+            }
+        return {}
 
     def bins(self) -> list[Bin]:
         used = np.flatnonzero(self.documents)
-        rows = range(int(used[0]), int(used[-1]) + 1) if len(used) else range(0)
-        return [Bin(2 ** (b - 1) if b else 0, 2**b - 1, int(self.documents[b]), int(self.tokens[b])) for b in rows]
+        if len(used):
+            rows = range(int(used[0]), int(used[-1]) + 1)
+        else:
+            rows = range(0)
+        return [
+            Bin(2 ** (b - 1) if b else 0, 2**b - 1, int(self.documents[b]), int(self.tokens[b]))
+            for b in rows
+        ]
 
 
 def statistics(
-    prefixes: Sequence[Path], tokenizer: Tokenizer, *, frequent: int = 20, samples: int = 3, sample_tokens: int = 80, seed: int = 1234
+    prefixes: Sequence[Path],
+    tokenizer: Tokenizer,
+    *,
+    frequent: int = 20,
+    samples: int = 3,
+    sample_tokens: int = 80,
+    seed: int = 1234,
 ) -> Statistics:
     """Read all of the pairs once.
 
@@ -149,16 +184,21 @@ def statistics(
         samples: how many documents are shown, drawn from all that have a token with `seed`.
         sample_tokens: at most so many tokens of each.
 
-    Raises ConfigError (exit 6): a pair is damaged or not there. An id above the vocabulary is counted, not refused: `verify` is for that.
+    Raises ConfigError (exit 6): a pair is damaged or not there. An id above the vocabulary is
+    counted, not refused: `verify` is for that.
     """
-    vocab_size, lengths = tokenizer.get_vocab_size(), _Lengths()
-    occurrences, counts = np.zeros(vocab_size, np.int64), count(prefixes)
+    vocab_size = tokenizer.get_vocab_size()
+    lengths = _Lengths()
+    occurrences = np.zeros(vocab_size, np.int64)
+    counts = count(prefixes)
     for prefix in prefixes:
         pair = IndexedDataset(prefix)
         for part in document_lengths(pair):
             lengths.add(part)
         for start in range(0, pair.num_tokens, BLOCK):
-            more = np.bincount(np.maximum(pair.tokens[start : start + BLOCK], 0), minlength=len(occurrences))
+            more = np.bincount(
+                np.maximum(pair.tokens[start : start + BLOCK], 0), minlength=len(occurrences)
+            )
             if len(more) > len(occurrences):
                 occurrences = np.pad(occurrences, (0, len(more) - len(occurrences)))
             occurrences += more
@@ -172,8 +212,19 @@ def statistics(
         ids_used=int(np.count_nonzero(occurrences)),
         vocab_size=vocab_size,
         occurrences=occurrences,
-        frequent=[Frequent(int(i), _decode(tokenizer, [int(i)]), int(occurrences[i])) for i in top if occurrences[i]],
-        samples=_samples(prefixes, counts.documents - int(lengths.exact[0]), tokenizer, samples, sample_tokens, seed),
+        frequent=[
+            Frequent(int(i), _decode(tokenizer, [int(i)]), int(occurrences[i]))
+            for i in top
+            if occurrences[i]
+        ],
+        samples=_samples(
+            prefixes,
+            counts.documents - int(lengths.exact[0]),
+            tokenizer,
+            samples,
+            sample_tokens,
+            seed,
+        ),
     )
 
 
@@ -181,27 +232,53 @@ def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def _samples(prefixes: Sequence[Path], documents: int, tokenizer: Tokenizer, wanted: int, most: int, seed: int) -> list[Sample]:
-    """Documents number n of those that have a token, counted over all pairs, for random n without repetition."""
-    drawn = np.sort(np.random.default_rng(seed).choice(documents, min(wanted, documents), replace=False)) if documents else np.empty(0, np.int64)
+def _samples(
+    prefixes: Sequence[Path],
+    documents: int,
+    tokenizer: Tokenizer,
+    wanted: int,
+    most: int,
+    seed: int,
+) -> list[Sample]:
+    """Documents number n of those that have a token, counted over all pairs, for random n
+    without repetition."""
+    if documents:
+        drawn = np.sort(
+            np.random.default_rng(seed).choice(documents, min(wanted, documents), replace=False)
+        )
+    else:
+        drawn = np.empty(0, np.int64)
     found: list[Sample] = []
     before = 0  # documents with a token in what was passed
     for prefix in prefixes:
         if len(found) == len(drawn):
             break
-        pair, first, token = IndexedDataset(prefix), 0, 0
+        pair = IndexedDataset(prefix)
+        first = 0
+        token = 0
         for lengths in document_lengths(pair):
-            filled, starts = np.flatnonzero(lengths), token + np.cumsum(lengths) - lengths
+            filled = np.flatnonzero(lengths)
+            starts = token + np.cumsum(lengths) - lengths
             for number in drawn[len(found) :][drawn[len(found) :] < before + len(filled)]:
                 at = filled[number - before]
                 ids = pair.tokens[starts[at] : starts[at] + min(int(lengths[at]), most)]
-                found.append(Sample(prefix.name, first + int(at), int(lengths[at]), _decode(tokenizer, ids.tolist())))
-            before, first, token = before + len(filled), first + len(lengths), token + int(lengths.sum())
+                found.append(
+                    Sample(
+                        prefix.name,
+                        first + int(at),
+                        int(lengths[at]),
+                        _decode(tokenizer, ids.tolist()),
+                    )
+                )
+            before = before + len(filled)
+            first = first + len(lengths)
+            token = token + int(lengths.sum())
     return found
 
 
 def draw(name: str, found: Statistics, path: Path) -> None:
-    """Draw the lengths of documents and how often tokens occur, by rank, into `path` (.svg, .png or .pdf).
+    """Draw the lengths of documents and how often tokens occur, by rank, into `path` (.svg, .png
+    or .pdf).
 
     Raises ConfigError (exit 3) for another ending and without matplotlib (the extra `report`).
     """
@@ -218,12 +295,24 @@ def draw(name: str, found: Statistics, path: Path) -> None:
         edges = [bin.low for bin in found.lengths]
         left.bar(range(len(edges)), [bin.documents for bin in found.lengths], width=0.9)
         left.set_xticks(range(len(edges)), [f"{edge:,}" for edge in edges], rotation=60)
-        left.set(xlabel="tokens of a document, at least", ylabel="documents", title=f"{name}: {found.counts.documents:,} documents")
+        left.set(
+            xlabel="tokens of a document, at least",
+            ylabel="documents",
+            title=f"{name}: {found.counts.documents:,} documents",
+        )
         ranked = np.sort(found.occurrences)[::-1]
         ranked = ranked[ranked > 0]
         ranks = np.unique(np.geomspace(1, max(1, len(ranked)), 400).astype(np.int64))
         right.loglog(ranks, ranked[ranks - 1] if len(ranked) else ranks * 0 + 1, linewidth=1.2)
-        right.set(xlabel="rank of the token", ylabel="occurrences", title=f"{found.counts.tokens:,} tokens, {found.ids_used:,} of {found.vocab_size:,} ids")
+        right.set(
+            xlabel="rank of the token",
+            ylabel="occurrences",
+            title=f"{found.counts.tokens:,} tokens, {found.ids_used:,} of {found.vocab_size:,} ids",
+        )
         right.grid(alpha=0.3)
         with atomic_open(path) as file:
-            figure.savefig(file, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(
+                file,
+                format=path.suffix[1:],
+                metadata={"Date": None} if path.suffix == ".svg" else None,
+            )

@@ -15,8 +15,9 @@ from trainkit.data.order.megatron_index import MegatronIndex
 class MegatronOrder:
     """Which sample stands at which position of a run in Megatron's order (a `SampleOrder`).
 
-    Position p is sample shuffle[p] of the only index, or of a blend sample shuffle_d[numbers[p]] of dataset d = datasets[p]. It ends with the index:
-    Megatron's holds as many epochs as were asked for.
+    Position p is sample shuffle[p] of the only index, or of a blend sample shuffle_d[numbers[p]]
+    of dataset d = datasets[p]. It ends with the index: Megatron's holds as many epochs as were
+    asked for.
 
     Args:
         indexes: one, or those of a blend.
@@ -28,27 +29,41 @@ class MegatronOrder:
     """
 
     def __init__(
-        self, indexes: Sequence[MegatronIndex], dataset_index: NDArray[np.int16] | None = None, dataset_sample_index: NDArray[np.int64] | None = None
+        self,
+        indexes: Sequence[MegatronIndex],
+        dataset_index: NDArray[np.int16] | None = None,
+        dataset_sample_index: NDArray[np.int64] | None = None,
     ) -> None:
         if dataset_index is None or dataset_sample_index is None:
             if len(indexes) != 1 or dataset_index is not dataset_sample_index:
-                raise ValueError("several indices take the two arrays of a blend, one takes both or none")
+                raise ValueError(
+                    "several indices take the two arrays of a blend, one takes both or none"
+                )
         elif len(dataset_index) != len(dataset_sample_index):
-            raise ValueError(f"dataset_index has {len(dataset_index)} entries, dataset_sample_index {len(dataset_sample_index)}")
+            raise ValueError(
+                f"dataset_index has {len(dataset_index)} entries, dataset_sample_index"
+                f" {len(dataset_sample_index)}"
+            )
         self._shuffles = [index.shuffle for index in indexes]
         self._prefixes = [str(index.request.prefix) for index in indexes[:3]]
-        self._datasets, self._numbers = dataset_index, dataset_sample_index
-        self.num_samples = indexes[0].num_samples if dataset_index is None else len(dataset_index)
+        self._datasets = dataset_index
+        self._numbers = dataset_sample_index
+        if dataset_index is None:
+            self.num_samples = indexes[0].num_samples
+        else:
+            self.num_samples = len(dataset_index)
 
     def window(self, consumed: int, n: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-        """The samples at positions consumed .. consumed + n - 1: (dataset_index int16 [n], sample_number int64 [n]).
+        """The samples at positions consumed .. consumed + n - 1: (dataset_index int16 [n],
+        sample_number int64 [n]).
 
         Raises ConfigError (exit 6): the index ends before.
         """
         end = consumed + n
         if not 0 <= consumed <= end <= self.num_samples:
             raise ConfigError(
-                f"samples {consumed:,}..{end - 1:,} are asked for, but Megatron's sample order was built with {self.num_samples:,}",
+                f"samples {consumed:,}..{end - 1:,} are asked for, but Megatron's sample order was"
+                f" built with {self.num_samples:,}",
                 exit=Exit.STAGE_FAILED,
                 hint='use sample_order = "native", which has no end',
             )
@@ -58,19 +73,28 @@ class MegatronOrder:
             return np.zeros(n, np.int16), shuffled
         datasets = np.array(self._datasets[consumed:end])
         self._check(datasets, len(self._shuffles), "the blend's dataset index")
-        places, numbers = self._numbers[consumed:end], np.empty(n, np.int64)
+        places = self._numbers[consumed:end]
+        numbers = np.empty(n, np.int64)
         for dataset in np.unique(datasets):
-            rows, shuffle = np.flatnonzero(datasets == dataset), self._shuffles[dataset]
+            rows = np.flatnonzero(datasets == dataset)
+            shuffle = self._shuffles[dataset]
             self._check(places[rows], len(shuffle), "the blend's sample index")
             numbers[rows] = shuffle[places[rows]]
             self._check(numbers[rows], len(shuffle), "a shuffle index")
         return datasets, numbers
 
     def _check(self, values: NDArray[Any], size: int, what: str) -> None:
-        """Refuse what can only be damage: the files are as they were written only by their size and time."""
+        """Refuse what can only be damage: the files are as they were written only by their size
+        and time."""
         if len(values) and not 0 <= values.min() <= values.max() < size:
-            wrong = values.min() if values.min() < 0 else values.max()
+            if values.min() < 0:
+                wrong = values.min()
+            else:
+                wrong = values.max()
             hint = "build it anew: invoke prep-data --force --job JOB"
             raise ConfigError(
-                f"{what} of {', '.join(self._prefixes)} holds {wrong} among numbers below {size:,}: it is damaged", exit=Exit.STAGE_FAILED, hint=hint
+                f"{what} of {', '.join(self._prefixes)} holds {wrong} among numbers below {size:,}:"
+                " it is damaged",
+                exit=Exit.STAGE_FAILED,
+                hint=hint,
             )

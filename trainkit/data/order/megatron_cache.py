@@ -1,8 +1,11 @@
-"""What Megatron calls the files of its sample order, and how they are written: a folder of them serves as its data_cache_path.
+"""What Megatron calls the files of its sample order, and how they are written: a folder of them
+serves as its data_cache_path.
 
-Megatron-core 0.16 (core/datasets/megatron_dataset.py, gpt_dataset.py, blended_dataset.py) describes an index by a JSON text whose MD5 begins the
-names of its files. The text does not hold everything the index depends on (the .idx itself, the extra token, drop-last), so beside Megatron's files
-stands one of ours, MARK, which does: `read_mark` refuses what was built from something else.
+Megatron-core 0.16 (core/datasets/megatron_dataset.py, gpt_dataset.py, blended_dataset.py)
+describes an index by a JSON text whose MD5 begins the names of its files. The text does not hold
+everything the index depends on (the .idx itself, the extra token, drop-last), so beside
+Megatron's files stands one of ours, MARK, which does: `read_mark` refuses what was built from
+something else.
 """
 
 from __future__ import annotations
@@ -26,20 +29,23 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import atomic_open, remove_leftovers, write_json, write_text
 from trainkit.data.order.native import parse_split
 
-DESCRIPTION, MARK = "description.txt", "trainkit.json"
+DESCRIPTION = "description.txt"
+MARK = "trainkit.json"
 Tokenizer = Mapping[str, Any] | None  # `unique_identifiers` of Megatron's tokenizer, as JSON values
 Bounds = tuple[float, float]
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """weights / sum in float64, in numpy's order of summation (core/datasets/utils.py). Not idempotent: Megatron does it twice, so must we."""
+    """weights / sum in float64, in numpy's order of summation (core/datasets/utils.py). Not
+    idempotent: Megatron does it twice, so must we."""
     values = np.array(weights, dtype=np.float64)
     shares: list[float] = (values / np.sum(values)).tolist()
     return shares
 
 
 def split_matrix(split: str) -> list[Bounds | None]:
-    """Where train, valid and test begin and end as parts of the whole; None where a weight is 0 (core/datasets/blended_megatron_dataset_config.py).
+    """Where train, valid and test begin and end as parts of the whole; None where a weight is 0
+    (core/datasets/blended_megatron_dataset_config.py).
 
     Raises ConfigError: see `parse_split`.
     """
@@ -50,8 +56,12 @@ def split_matrix(split: str) -> list[Bounds | None]:
 
 
 def split_ranges(split: str, sequences: int) -> list[tuple[int, int] | None]:
-    """First sequence and the one after the last of train, valid and test: the bounds times `sequences`, rounded half to even. None as `split_matrix`."""
-    scaled = [bounds and tuple(round(bound * float(sequences)) for bound in bounds) for bounds in split_matrix(split)]
+    """First sequence and the one after the last of train, valid and test: the bounds times
+    `sequences`, rounded half to even. None as `split_matrix`."""
+    scaled = [
+        bounds and tuple(round(bound * float(sequences)) for bound in bounds)
+        for bounds in split_matrix(split)
+    ]
     return [(bounds[0], bounds[1]) if bounds else None for bounds in scaled]
 
 
@@ -87,20 +97,26 @@ def describe(identifiers: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def npy_file(path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> Iterator[tuple[int, int]]:
-    """An .npy file that appears whole or not at all: (file descriptor, byte at which the array begins), to be filled by pwrite.
+    """An .npy file that appears whole or not at all: (file descriptor, byte at which the array
+    begins), to be filled by pwrite.
 
     Raises OSError as the write does.
     """
     with atomic_open(path) as file:
         descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
-        np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": descr, "fortran_order": False, "shape": shape}
+        )
         file.flush()
         yield file.fileno(), file.tell()
 
 
 @contextlib.contextmanager
-def published(folder: Path, names: CacheNames, arrays: Sequence[str], schema: str, facts: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block the arrays are written; the description and the mark vanish before it and are there again only after all of them."""
+def published(
+    folder: Path, names: CacheNames, arrays: Sequence[str], schema: str, facts: Mapping[str, Any]
+) -> Iterator[None]:
+    """Inside the block the arrays are written; the description and the mark vanish before it and
+    are there again only after all of them."""
     for part in (MARK, DESCRIPTION):
         names.path(folder, part).unlink(missing_ok=True)
     for part in (MARK, DESCRIPTION, *arrays):
@@ -110,7 +126,9 @@ def published(folder: Path, names: CacheNames, arrays: Sequence[str], schema: st
     write_json(names.path(folder, MARK), document(schema, **facts))
 
 
-def read_mark(folder: Path, names: CacheNames, schema: str, facts: Mapping[str, Any], what: str) -> None:
+def read_mark(
+    folder: Path, names: CacheNames, schema: str, facts: Mapping[str, Any], what: str
+) -> None:
     """Check that what lies there was built from `facts`.
 
     Raises ConfigError (exit 6): nothing is there, or it was built from something else (named).
@@ -118,11 +136,19 @@ def read_mark(folder: Path, names: CacheNames, schema: str, facts: Mapping[str, 
     path = names.path(folder, MARK)
     hint = "build the index stage: invoke prep-data"
     if not path.is_file():
-        raise ConfigError(f"the sample order of {what} is not built: there is no {path}", exit=Exit.STAGE_FAILED, hint=hint)
+        raise ConfigError(
+            f"the sample order of {what} is not built: there is no {path}",
+            exit=Exit.STAGE_FAILED,
+            hint=hint,
+        )
     found = read_form(path, schema)
     for key, value in json.loads(json.dumps(facts)).items():
         if found.get(key) != value:
-            raise ConfigError(f"{path} was built with {key} = {found.get(key)!r}, not {value!r}", exit=Exit.STAGE_FAILED, hint=hint)
+            raise ConfigError(
+                f"{path} was built with {key} = {found.get(key)!r}, not {value!r}",
+                exit=Exit.STAGE_FAILED,
+                hint=hint,
+            )
 
 
 def map_array(path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray[Any, Any]:
@@ -136,9 +162,24 @@ def map_array(path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarra
         array = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise TrainkitError(f"{path}: {error.strerror}", exit=Exit.STAGE_FAILED, hint="raise the limit of open files: ulimit -n") from None
-        raise ConfigError(f"{path}: {error}", exit=Exit.STAGE_FAILED, hint="delete it and build the index stage again: invoke prep-data") from None
+            raise TrainkitError(
+                f"{path}: {error.strerror}",
+                exit=Exit.STAGE_FAILED,
+                hint="raise the limit of open files: ulimit -n",
+            ) from None
+        raise ConfigError(
+            f"{path}: {error}",
+            exit=Exit.STAGE_FAILED,
+            hint="delete it and build the index stage again: invoke prep-data",
+        ) from None
     if array.shape != shape or array.dtype != np.dtype(dtype):
-        message = f"{path} holds {array.dtype.name} {list(array.shape)}, not {np.dtype(dtype).name} {list(shape)}"
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="delete it and build the index stage again: invoke prep-data")
+        message = (
+            f"{path} holds {array.dtype.name} {list(array.shape)}, not {np.dtype(dtype).name}"
+            f" {list(shape)}"
+        )
+        raise ConfigError(
+            message,
+            exit=Exit.STAGE_FAILED,
+            hint="delete it and build the index stage again: invoke prep-data",
+        )
     return np.asarray(array)

@@ -1,13 +1,16 @@
-"""Megatron's sample order, bit for bit: document, sample and shuffle index of one split of one dataset.
+"""Megatron's sample order, bit for bit: document, sample and shuffle index of one split of one
+dataset.
 
-Megatron-core 0.16, core/datasets/gpt_dataset.py, trains on samples as follows. The unit is the sequence of .idx, called document here.
+Megatron-core 0.16, core/datasets/gpt_dataset.py, trains on samples as follows. The unit is the
+sequence of .idx, called document here.
 
-    document index   E copies of the split's document ids, shuffled together; the last copy by itself if less than 80 % of it is needed
-    sample index     row k: where sample k begins, (position in the document index, token offset); samples run across documents
-    shuffle index    the numbers of the samples, shuffled; those of a separate last copy by themselves
+    document index   E copies of the split's document ids, shuffled together; the last copy by
+    itself if less than 80 % of it is needed sample index     row k: where sample k begins,
+    (position in the document index, token offset); samples run across documents shuffle index
+    the numbers of the samples, shuffled; those of a separate last copy by themselves
 
-All shuffles draw from one numpy RandomState(seed). `build_index` writes the three arrays under the names of Megatron's own cache, `MegatronIndex`
-maps them.
+All shuffles draw from one numpy RandomState(seed). `build_index` writes the three arrays under
+the names of Megatron's own cache, `MegatronIndex` maps them.
 """
 
 from __future__ import annotations
@@ -25,13 +28,24 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.worker import Progress
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.indexed.format import HEADER, data_error, idx_path
-from trainkit.data.order.megatron_cache import CacheNames, Tokenizer, describe, map_array, npy_file, published, read_mark, split_matrix
+from trainkit.data.order.megatron_cache import (
+    CacheNames,
+    Tokenizer,
+    describe,
+    map_array,
+    npy_file,
+    published,
+    read_mark,
+    split_matrix,
+)
 from trainkit.data.order.native import SplitName
 
 Numbers = NDArray[np.integer[Any]]
 
 SCHEMA = "megatron-index/1"
-DOCUMENTS, SAMPLES, SHUFFLE = "document_index.npy", "sample_index.npy", "shuffle_index.npy"
+DOCUMENTS = "document_index.npy"
+SAMPLES = "sample_index.npy"
+SHUFFLE = "shuffle_index.npy"
 INT32 = 2**31 - 1
 UINT32 = 2**32 - 2  # from so many samples on the shuffle index is int64
 LAST_EPOCH = 0.80  # a last epoch of which less is needed is shuffled by itself
@@ -42,16 +56,14 @@ class IndexRequest:
     """What an index is built from.
 
     Args:
-        prefix: path of the .bin/.idx pair, as Megatron is given it.
-        first: first document of the split.
-        last: the one after its last.
-        split_name: which split.
-        seq_length: tokens of a sample, without the extra one.
-        seed: of numpy's RandomState.
-        num_samples: how many are asked for, over as many epochs as that takes; None: one epoch.
-        extra_token: whether a sample has one token more, its last label (Megatron's add_extra_token_to_sequence).
-        drop_last: whether a last sample that is not full is left out; Megatron keeps it in the valid split only, where asked to.
-        split: weights of the three splits where they share the dataset, "949,50,1"; None where each split has datasets of its own.
+        prefix: path of the .bin/.idx pair, as Megatron is given it. first: first document of the
+        split. last: the one after its last. split_name: which split. seq_length: tokens of a
+        sample, without the extra one. seed: of numpy's RandomState. num_samples: how many are
+        asked for, over as many epochs as that takes; None: one epoch. extra_token: whether a
+        sample has one token more, its last label (Megatron's add_extra_token_to_sequence).
+        drop_last: whether a last sample that is not full is left out; Megatron keeps it in the
+        valid split only, where asked to. split: weights of the three splits where they share the
+        dataset, "949,50,1"; None where each split has datasets of its own.
 
     Raises:
         ConfigError: a value is outside its range (exit 3), or the split has no document (exit 6).
@@ -71,18 +83,39 @@ class IndexRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix", Path(self.prefix))
         if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed {self.seed} is outside [0, 2^32), numpy's RandomState takes no other", hint="set training.seed to one that is inside")
+            raise ConfigError(
+                f"seed {self.seed} is outside [0, 2^32), numpy's RandomState takes no other",
+                hint="set training.seed to one that is inside",
+            )
         if not 1 <= self.seq_length <= INT32:
-            raise ConfigError(f"seq_length is {self.seq_length}, not in 1..2^31-1", hint="set model.seq_length")
+            raise ConfigError(
+                f"seq_length is {self.seq_length}, not in 1..2^31-1", hint="set model.seq_length"
+            )
         if self.num_samples is not None and self.num_samples < 1:
-            raise ConfigError(f"num_samples is {self.num_samples}, but at least 1 has to be asked for", hint="leave out a split that is not read")
+            raise ConfigError(
+                f"num_samples is {self.num_samples}, but at least 1 has to be asked for",
+                hint="leave out a split that is not read",
+            )
         if not self.drop_last and self.split_name != "valid":
-            raise ConfigError(f"the {self.split_name} split drops its last partial sample: Megatron keeps it in the valid split only")
+            raise ConfigError(
+                f"the {self.split_name} split drops its last partial sample: Megatron keeps it in"
+                " the valid split only"
+            )
         if not 0 <= self.first <= self.last:
-            raise ConfigError(f"{self.prefix}: the documents {self.first}..{self.last} of the {self.split_name} split are no range")
+            raise ConfigError(
+                f"{self.prefix}: the documents {self.first}..{self.last} of the {self.split_name}"
+                " split are no range"
+            )
         if self.first == self.last:
-            message = f"{self.prefix}: the {self.split_name} split has no document: its width is zero at {self.first}"
-            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="give it more weight in datasets.NAME.split, or add data")
+            message = (
+                f"{self.prefix}: the {self.split_name} split has no document: its width is zero at"
+                f" {self.first}"
+            )
+            raise ConfigError(
+                message,
+                exit=Exit.STAGE_FAILED,
+                hint="give it more weight in datasets.NAME.split, or add data",
+            )
 
     def identifiers(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """What Megatron describes the index by, in its order."""
@@ -122,14 +155,15 @@ def cache_names(request: IndexRequest, tokenizer: Tokenizer = None) -> CacheName
     """Names of the index's files in a data_cache_path of Megatron.
 
     Args:
-        request: what it is built from.
-        tokenizer: what Megatron's tokenizer gives as its `unique_identifiers`; it decides nothing but the names.
+        request: what it is built from. tokenizer: what Megatron's tokenizer gives as its
+        `unique_identifiers`; it decides nothing but the names.
     """
     return CacheNames(describe(request.identifiers(tokenizer)), "GPTDataset", request.split_name)
 
 
 def _samples_of(tokens: int, request: IndexRequest) -> int:
-    """Samples that so many tokens give. A last one that is not full is counted in float32, as helpers.cpp does: wrong above 2^24 tokens, and kept."""
+    """Samples that so many tokens give. A last one that is not full is counted in float32, as
+    helpers.cpp does: wrong above 2^24 tokens, and kept."""
     usable = tokens - request.extra_token
     if request.drop_last:
         return usable // request.seq_length
@@ -137,16 +171,24 @@ def _samples_of(tokens: int, request: IndexRequest) -> int:
 
 
 def count(request: IndexRequest, tokens: int) -> Counts:
-    """The sizes of the index of a split of `tokens` tokens (GPTDataset._build_document_sample_shuffle_indices).
+    """The sizes of the index of a split of `tokens` tokens
+    (GPTDataset._build_document_sample_shuffle_indices).
 
-    Raises ConfigError (exit 6): the split is shorter than one sample, or, where samples are asked for and its epochs are joined, empty.
+    Raises ConfigError (exit 6): the split is shorter than one sample, or, where samples are
+    asked for and its epochs are joined, empty.
     """
-    extra, length, asked = int(request.extra_token), request.seq_length, request.num_samples
-    epochs = 1 if asked is None or tokens < 1 else max(1, -(-(asked * length + extra) // tokens))
+    extra = int(request.extra_token)
+    length = request.seq_length
+    asked = request.num_samples
+    if asked is None or tokens < 1:
+        epochs = 1
+    else:
+        epochs = max(1, -(-(asked * length + extra) // tokens))
     samples = _samples_of(epochs * tokens, request)
     if tokens < 1 or samples < 1:
         raise ConfigError(
-            f"{request.prefix}: the {request.split_name} split has {tokens:,} tokens, fewer than one sample of {length + extra:,}",
+            f"{request.prefix}: the {request.split_name} split has {tokens:,} tokens, fewer than"
+            f" one sample of {length + extra:,}",
             exit=Exit.STAGE_FAILED,
             hint="add data, or lower model.seq_length",
         )
@@ -159,25 +201,41 @@ def count(request: IndexRequest, tokens: int) -> Counts:
 
 def _position(dataset: IndexedDataset, sequence: int) -> int:
     """Token at which a sequence begins, from its offset in .idx."""
-    return dataset.num_tokens if sequence == len(dataset) else int(dataset.offsets[sequence]) // dataset.dtype.itemsize
+    if sequence == len(dataset):
+        return dataset.num_tokens
+    return int(dataset.offsets[sequence]) // dataset.dtype.itemsize
 
 
 def _tokens(request: IndexRequest) -> int:
-    """The tokens of the split, without reading all of .idx. Raises ConfigError (exit 6): see `IndexedDataset`, and `count_of`."""
+    """The tokens of the split, without reading all of .idx. Raises ConfigError (exit 6): see
+    `IndexedDataset`, and `count_of`."""
     dataset = IndexedDataset(request.prefix)
     if len(dataset) > INT32:
-        message = f"{request.prefix} has {len(dataset):,} sequences, but Megatron's document ids are int32"
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint='split the data into several datasets, or use sample_order = "native"')
+        message = (
+            f"{request.prefix} has {len(dataset):,} sequences, but Megatron's document ids are"
+            " int32"
+        )
+        raise ConfigError(
+            message,
+            exit=Exit.STAGE_FAILED,
+            hint='split the data into several datasets, or use sample_order = "native"',
+        )
     if request.last > len(dataset):
-        message = f"{request.prefix} has {len(dataset):,} sequences, the {request.split_name} split was to end with number {request.last - 1:,}"
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="the data changed: run the stage again")
+        message = (
+            f"{request.prefix} has {len(dataset):,} sequences, the {request.split_name} split was"
+            f" to end with number {request.last - 1:,}"
+        )
+        raise ConfigError(
+            message, exit=Exit.STAGE_FAILED, hint="the data changed: run the stage again"
+        )
     return _position(dataset, request.last) - _position(dataset, request.first)
 
 
 def count_of(request: IndexRequest) -> Counts:
     """The sizes of an index that need not be built yet.
 
-    Raises ConfigError (exit 6): the data cannot be read, is shorter than the split or than one sample, or has more than 2^31 - 1 sequences.
+    Raises ConfigError (exit 6): the data cannot be read, is shorter than the split or than one
+    sample, or has more than 2^31 - 1 sequences.
     """
     return count(request, _tokens(request))
 
@@ -188,13 +246,21 @@ def request_form(request: IndexRequest) -> dict[str, Any]:
 
 
 def facts_of(request: IndexRequest) -> dict[str, Any]:
-    """What the index depends on, as JSON values: the request and the .idx as it is now. Raises ConfigError (exit 6): there is none."""
+    """What the index depends on, as JSON values: the request and the .idx as it is now. Raises
+    ConfigError (exit 6): there is none."""
     path = idx_path(request.prefix)
     try:
         status = path.stat()
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", exit=Exit.STAGE_FAILED, hint="prepare the data first: invoke prep-data") from None
-    return {"request": request_form(request), "idx": {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}}
+        raise ConfigError(
+            f"{path}: {error.strerror}",
+            exit=Exit.STAGE_FAILED,
+            hint="prepare the data first: invoke prep-data",
+        ) from None
+    return {
+        "request": request_form(request),
+        "idx": {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns},
+    }
 
 
 def ticker(progress: Progress, total: int) -> Callable[[int], None]:
@@ -213,10 +279,18 @@ def no_progress(done: int, total: int) -> None:
     """Tells nobody."""
 
 
-def build_index(request: IndexRequest, folder: Path, threads: int, tokenizer: Tokenizer = None, progress: Progress = no_progress) -> Counts:
-    """Write the three arrays, their description and our mark into `folder`; what was there under these names is replaced.
+def build_index(
+    request: IndexRequest,
+    folder: Path,
+    threads: int,
+    tokenizer: Tokenizer = None,
+    progress: Progress = no_progress,
+) -> Counts:
+    """Write the three arrays, their description and our mark into `folder`; what was there under
+    these names is replaced.
 
-    Memory: 8 bytes an entry of the document index, then 4 a sample (8 above 2^32 - 3 samples), and a few MB.
+    Memory: 8 bytes an entry of the document index, then 4 a sample (8 above 2^32 - 3 samples),
+    and a few MB.
 
     Args:
         request: what to build.
@@ -226,8 +300,8 @@ def build_index(request: IndexRequest, folder: Path, threads: int, tokenizer: To
         progress: called now and then.
 
     Raises:
-        ConfigError (exit 6): see `count_of`; .idx is damaged; the last sample would end before the last document.
-        OSError: as reading and writing does.
+        ConfigError (exit 6): see `count_of`; .idx is damaged; the last sample would end before
+        the last document. OSError: as reading and writing does.
     """
     facts = facts_of(request)
     tokens = _tokens(request)
@@ -237,49 +311,88 @@ def build_index(request: IndexRequest, folder: Path, threads: int, tokenizer: To
     entries = documents * counts.epochs
     tick = ticker(progress, 2 * entries + 2 * counts.samples)
     generator = _index.MersenneTwister(request.seed)
-    with published(folder, names, (DOCUMENTS, SAMPLES, SHUFFLE), SCHEMA, {**facts, **asdict(counts)}):
+    with published(
+        folder, names, (DOCUMENTS, SAMPLES, SHUFFLE), SCHEMA, {**facts, **asdict(counts)}
+    ):
         index = _documents(request, counts, tick)
-        together = entries - documents if counts.separate_last else entries
+        if counts.separate_last:
+            together = entries - documents
+        else:
+            together = entries
         index.shuffle(generator, 0, together, tick)
         index.shuffle(generator, together, entries, tick)
         _check_last(request, counts, index)
         with npy_file(names.path(folder, DOCUMENTS), (entries,), np.int32) as (file, at):
             index.write_ids(file, at, threads)
         wide = entries > INT32
-        with npy_file(names.path(folder, SAMPLES), (counts.samples + 1, 2), np.int64 if wide else np.int32) as (file, at):
-            index.write_samples(file, at, request.seq_length, int(request.extra_token), counts.samples, wide, threads)
+        with npy_file(
+            names.path(folder, SAMPLES), (counts.samples + 1, 2), np.int64 if wide else np.int32
+        ) as (file, at):
+            index.write_samples(
+                file,
+                at,
+                request.seq_length,
+                int(request.extra_token),
+                counts.samples,
+                wide,
+                threads,
+            )
         del index  # before the shuffle index takes its memory
         wide = counts.samples >= UINT32
-        with npy_file(names.path(folder, SHUFFLE), (counts.samples,), np.int64 if wide else np.uint32) as (file, at):
-            _index.write_shuffle_index(generator, counts.separate, counts.samples, wide, file, at, tick)
+        with npy_file(
+            names.path(folder, SHUFFLE), (counts.samples,), np.int64 if wide else np.uint32
+        ) as (file, at):
+            _index.write_shuffle_index(
+                generator, counts.separate, counts.samples, wide, file, at, tick
+            )
     progress(1, 1)
     return counts
 
 
-def _documents(request: IndexRequest, counts: Counts, tick: Callable[[int], None]) -> _index.MegatronDocuments:
+def _documents(
+    request: IndexRequest, counts: Counts, tick: Callable[[int], None]
+) -> _index.MegatronDocuments:
     path = idx_path(request.prefix)
     with open(path, "rb") as file:
         try:
-            index = _index.MegatronDocuments(file.fileno(), HEADER.size, request.first, request.last, counts.epochs, tick)
+            index = _index.MegatronDocuments(
+                file.fileno(), HEADER.size, request.first, request.last, counts.epochs, tick
+            )
         except RuntimeError as error:
             raise data_error(path, str(error)) from None
         except MemoryError:
             needed = 8 * counts.epochs * (request.last - request.first) / 2**30
-            message = f"{request.prefix}: {counts.epochs:,} epochs of its documents take {needed:,.0f} GiB of memory, which this machine does not give"
-            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint='use sample_order = "native", which needs no index') from None
+            message = (
+                f"{request.prefix}: {counts.epochs:,} epochs of its documents take {needed:,.0f}"
+                " GiB of memory, which this machine does not give"
+            )
+            raise ConfigError(
+                message,
+                exit=Exit.STAGE_FAILED,
+                hint='use sample_order = "native", which needs no index',
+            ) from None
     if index.tokens != counts.epochs * counts.tokens:
-        raise data_error(path, f"lengths sum to {index.tokens // counts.epochs:,} tokens, offsets say {counts.tokens:,}")
+        raise data_error(
+            path,
+            f"lengths sum to {index.tokens // counts.epochs:,} tokens, offsets say"
+            f" {counts.tokens:,}",
+        )
     return index
 
 
 def _check_last(request: IndexRequest, counts: Counts, index: _index.MegatronDocuments) -> None:
-    """Refuse the row Megatron fails on: a last sample that is not full, behind a last document without a token, would begin at offset -1."""
+    """Refuse the row Megatron fails on: a last sample that is not full, behind a last document
+    without a token, would begin at offset -1."""
     ends = counts.samples * request.seq_length + request.extra_token
     if ends > index.tokens and index.last_length < request.extra_token:
         raise ConfigError(
-            f"{request.prefix}: seed {request.seed} puts a document of no tokens last, and Megatron cannot keep a partial last sample before it",
+            f"{request.prefix}: seed {request.seed} puts a document of no tokens last, and Megatron"
+            " cannot keep a partial last sample before it",
             exit=Exit.STAGE_FAILED,
-            hint="drop the last partial sample, choose another seed, or write the data without empty sequences",
+            hint=(
+                "drop the last partial sample, choose another seed, or write the data without empty"
+                " sequences"
+            ),
         )
 
 
@@ -292,23 +405,39 @@ class MegatronIndex:
         tokenizer: as it was then.
 
     Attributes:
-        documents: document ids, int32 [entries].
-        samples: position in `documents` and token offset of each sample's begin, int32 or int64 [num_samples + 1, 2].
-        shuffle: the sample at each position of training, uint32 or int64 [num_samples].
-        num_samples: of the index, at least as many as were asked for.
+        documents: document ids, int32 [entries]. samples: position in `documents` and token
+        offset of each sample's begin, int32 or int64 [num_samples + 1, 2]. shuffle: the sample
+        at each position of training, uint32 or int64 [num_samples]. num_samples: of the index,
+        at least as many as were asked for.
 
     Raises:
-        ConfigError (exit 6): it is not built, it was built from something else, or a file is damaged.
+        ConfigError (exit 6): it is not built, it was built from something else, or a file is
+        damaged.
     """
 
     def __init__(self, folder: Path, request: IndexRequest, tokenizer: Tokenizer = None) -> None:
         names = cache_names(request, tokenizer)
         counts = count_of(request)
-        read_mark(folder, names, SCHEMA, {**facts_of(request), **asdict(counts)}, f"{request.prefix} ({request.split_name})")
-        self.request, self.num_samples = request, counts.samples
+        read_mark(
+            folder,
+            names,
+            SCHEMA,
+            {**facts_of(request), **asdict(counts)},
+            f"{request.prefix} ({request.split_name})",
+        )
+        self.request = request
+        self.num_samples = counts.samples
         entries = counts.epochs * (request.last - request.first)
-        self.documents: NDArray[np.int32] = map_array(names.path(folder, DOCUMENTS), (entries,), np.int32)
+        self.documents: NDArray[np.int32] = map_array(
+            names.path(folder, DOCUMENTS), (entries,), np.int32
+        )
         rows = (self.num_samples + 1, 2)
-        self.samples: Numbers = map_array(names.path(folder, SAMPLES), rows, np.int64 if entries > INT32 else np.int32)
+        self.samples: Numbers = map_array(
+            names.path(folder, SAMPLES), rows, np.int64 if entries > INT32 else np.int32
+        )
         numbers = (self.num_samples,)
-        self.shuffle: Numbers = map_array(names.path(folder, SHUFFLE), numbers, np.int64 if self.num_samples >= UINT32 else np.uint32)
+        self.shuffle: Numbers = map_array(
+            names.path(folder, SHUFFLE),
+            numbers,
+            np.int64 if self.num_samples >= UINT32 else np.uint32,
+        )

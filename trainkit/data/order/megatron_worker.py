@@ -1,4 +1,5 @@
-"""Megatron's sample order for a split of a job's dataset: what is built before the run, and how a rank opens it. As a program, the unit that builds it."""
+"""Megatron's sample order for a split of a job's dataset: what is built before the run, and how
+a rank opens it. As a program, the unit that builds it."""
 
 from __future__ import annotations
 
@@ -60,28 +61,62 @@ class Asked:
 
 
 def asked_of(job: Job, dataset: Dataset, split: SplitName, pairs: Sequence[Pair]) -> Asked:
-    """What training with `job` reads of a split. Megatron-LM asks for eval_iters global batches of validation samples at every evaluation and one
-    time more (training/training.py, get_train_valid_test_num_samples); trainkit reads the first eval_iters of them each time."""
-    t, batch = job.training, job.global_batch_size
+    """What training with `job` reads of a split. Megatron-LM asks for eval_iters global batches
+    of validation samples at every evaluation and one time more (training/training.py,
+    get_train_valid_test_num_samples); trainkit reads the first eval_iters of them each time."""
+    t = job.training
+    batch = job.global_batch_size
     evaluations = t.train_iters // (t.eval_interval or t.train_iters) + 1
     once = t.eval_iters * batch
-    samples = {"train": consumed_after(job, t.train_iters), "valid": evaluations * once, "test": once}[split]
-    least = samples if split == "train" else once
+    samples = {
+        "train": consumed_after(job, t.train_iters),
+        "valid": evaluations * once,
+        "test": once,
+    }[split]
+    if split == "train":
+        least = samples
+    else:
+        least = once
     folder = DataFolder(Path(job.cluster.root or "."), dataset).path / "megatron"
-    described = dataset.tokenizer.megatron if dataset.tokenizer and dataset.tokenizer.megatron else None
-    return Asked(tuple(pairs), split, samples, least, job.model.seq_length, job.training.seed, folder, described)
+    if dataset.tokenizer and dataset.tokenizer.megatron:
+        described = dataset.tokenizer.megatron
+    else:
+        described = None
+    return Asked(
+        tuple(pairs),
+        split,
+        samples,
+        least,
+        job.model.seq_length,
+        job.training.seed,
+        folder,
+        described,
+    )
 
 
 def _requests(asked: Asked) -> list[IndexRequest]:
-    """One a pair, not saying yet how many samples. Raises ConfigError where the split has no width there."""
+    """One a pair, not saying yet how many samples. Raises ConfigError where the split has no
+    width there."""
     requests = []
     for pair in asked.pairs:
-        bounds = split_ranges(pair.split, len(IndexedDataset(pair.prefix)))[SPLITS.index(asked.split)]
+        bounds = split_ranges(pair.split, len(IndexedDataset(pair.prefix)))[
+            SPLITS.index(asked.split)
+        ]
         if bounds is None:
             message = f"the split {pair.split!r} of {pair.prefix} gives {asked.split} no width"
-            raise ConfigError(message, hint="give it a weight, or set training.eval_iters = 0 if it is only evaluated")
-        shared = None if pair.split == WHOLE[asked.split] else pair.split
-        requests.append(IndexRequest(pair.prefix, *bounds, asked.split, asked.seq_length, asked.seed, split=shared))
+            raise ConfigError(
+                message,
+                hint="give it a weight, or set training.eval_iters = 0 if it is only evaluated",
+            )
+        if pair.split == WHOLE[asked.split]:
+            shared = None
+        else:
+            shared = pair.split
+        requests.append(
+            IndexRequest(
+                pair.prefix, *bounds, asked.split, asked.seq_length, asked.seed, split=shared
+            )
+        )
     return requests
 
 
@@ -100,15 +135,24 @@ def pair_tokens(pair: Pair) -> int:
     return IndexedDataset(pair.prefix).num_tokens
 
 
-def open_order(job: Job, dataset: Dataset, split: SplitName, pairs: Sequence[Pair]) -> tuple[MegatronOrder, list[MegatronSamples]]:
+def open_order(
+    job: Job, dataset: Dataset, split: SplitName, pairs: Sequence[Pair]
+) -> tuple[MegatronOrder, list[MegatronSamples]]:
     """The order, and the samples of each pair. Every rank maps the arrays; none waits for another.
 
-    Raises ConfigError: it was not built or was built from something else (exit 6), or has fewer samples than will be read (exit 3).
+    Raises ConfigError: it was not built or was built from something else (exit 6), or has fewer
+    samples than will be read (exit 3).
     """
     asked = asked_of(job, dataset, split, pairs)
     order, indexes = open_asked(asked)
     samples = [
-        MegatronSamples(IndexedDataset(pair.prefix), index.documents, index.samples, asked.seq_length, mmap=pair.mmap)
+        MegatronSamples(
+            IndexedDataset(pair.prefix),
+            index.documents,
+            index.samples,
+            asked.seq_length,
+            mmap=pair.mmap,
+        )
         for pair, index in zip(pairs, indexes, strict=True)
     ]
     return order, samples
@@ -119,7 +163,8 @@ def open_asked(asked: Asked) -> tuple[MegatronOrder, list[MegatronIndex]]:
     plan = _plan(asked)
     if isinstance(plan, Blend):
         blend = MegatronBlend(asked.folder, plan, asked.tokenizer)
-        order, indexes = MegatronOrder(blend.indexes, blend.datasets, blend.numbers), blend.indexes
+        order = MegatronOrder(blend.indexes, blend.datasets, blend.numbers)
+        indexes = blend.indexes
     else:
         indexes = [MegatronIndex(asked.folder, plan, asked.tokenizer)]
         order = MegatronOrder(indexes)
@@ -129,20 +174,36 @@ def open_asked(asked: Asked) -> tuple[MegatronOrder, list[MegatronIndex]]:
 
 def _refuse_too_few(asked: Asked, there: int) -> None:
     if there < asked.least:
-        names = ", ".join(pair.name for pair in asked.pairs[:4]) + (", ..." if len(asked.pairs) > 4 else "")
-        message = f"Megatron's blend by size of {names} has {there:,} {asked.split} samples, one epoch of each; {asked.least:,} will be read"
-        raise ConfigError(message, hint='give the datasets weights, lower training.train_iters, or use sample_order = "native"')
+        names = ", ".join(pair.name for pair in asked.pairs[:4]) + (
+            ", ..." if len(asked.pairs) > 4 else ""
+        )
+        message = (
+            f"Megatron's blend by size of {names} has {there:,} {asked.split} samples, one epoch of"
+            f" each; {asked.least:,} will be read"
+        )
+        raise ConfigError(
+            message,
+            hint=(
+                "give the datasets weights, lower training.train_iters, or use sample_order ="
+                ' "native"'
+            ),
+        )
 
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Build all that a split needs; what is there and fits is kept. Returns {"samples"}."""
     asked = Asked.from_json(spec["asked"])
     plan = _plan(asked)
-    requests = plan.requests if isinstance(plan, Blend) else (plan,)
-    if isinstance(plan, Blend) and plan.weights is None:  # else as many epochs are built as it takes
+    if isinstance(plan, Blend):
+        requests = plan.requests
+    else:
+        requests = (plan,)
+    # else as many epochs are built as it takes
+    if isinstance(plan, Blend) and plan.weights is None:
         _refuse_too_few(asked, sum(count_of(request).samples for request in requests))
     sizes = [request.last - request.first for request in requests]
-    total, done = sum(sizes), 0
+    total = sum(sizes)
+    done = 0
     for request, size in zip(requests, sizes, strict=True):
         if not _there(asked, request):
             before = done
@@ -151,7 +212,9 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
                 asked.folder,
                 spec["threads"],
                 asked.tokenizer,
-                lambda part, whole, before=before, size=size: progress(before + size * part // max(1, whole), total),
+                lambda part, whole, before=before, size=size: progress(
+                    before + size * part // max(1, whole), total
+                ),
             )
         done += size
         progress(done, total)

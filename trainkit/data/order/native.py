@@ -1,7 +1,9 @@
-"""The order of samples: pure functions of position, so that resume and every layout of ranks see the same samples.
+"""The order of samples: pure functions of position, so that resume and every layout of ranks see
+the same samples.
 
-An order knows how many samples the datasets have and says which one stands where; the tokens in it are `trainkit.data.order.samples`' matter.
-Split: a dataset of W samples in the order of the file is cut into train, valid and test at floor(cumulative weight * W).
+An order knows how many samples the datasets have and says which one stands where; the tokens in
+it are `trainkit.data.order.samples`' matter. Split: a dataset of W samples in the order of the
+file is cut into train, valid and test at floor(cumulative weight * W).
 """
 
 from __future__ import annotations
@@ -34,71 +36,104 @@ def parse_split(text: str) -> Split:
     Raises ConfigError: not one to three non-negative numbers, or all are zero.
     """
     if not _SPLIT_TEXT.fullmatch(text):
-        raise ConfigError(f"split {text!r} is not one to three non-negative numbers with commas", hint='for example "949,50,1"')
+        raise ConfigError(
+            f"split {text!r} is not one to three non-negative numbers with commas",
+            hint='for example "949,50,1"',
+        )
     weights = [Fraction(part) for part in text.split(",")]
     weights += [Fraction(0)] * (len(SPLITS) - len(weights))
     total = sum(weights)
     if total == 0:
-        raise ConfigError(f"split {text!r} gives every split the weight 0", hint='for example "949,50,1"')
+        raise ConfigError(
+            f"split {text!r} gives every split the weight 0", hint='for example "949,50,1"'
+        )
     return weights[0] / total, weights[1] / total, weights[2] / total
 
 
-def split_bounds(split: Split, num_windows: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """First window and the one after the last of train, valid and test: floor(cumulative weight * num_windows), exact."""
+def split_bounds(
+    split: Split, num_windows: int
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """First window and the one after the last of train, valid and test: floor(cumulative weight
+    * num_windows), exact."""
     train, valid, test = (int(part * num_windows) for part in accumulate(split))
     return (0, train), (train, valid), (valid, test)
 
 
 class SampleOrder(Protocol):
-    """Which sample stands at which position of a run: a pure function, in which the number of ranks and the micro-batch have no part."""
+    """Which sample stands at which position of a run: a pure function, in which the number of
+    ranks and the micro-batch have no part."""
 
     def window(self, consumed: int, n: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-        """The samples at positions consumed .. consumed + n - 1: (dataset_index int16 [n], sample_number int64 [n]). ConfigError: there are none."""
+        """The samples at positions consumed .. consumed + n - 1: (dataset_index int16 [n],
+        sample_number int64 [n]). ConfigError: there are none."""
 
 
 class NativeOrder:
-    """One dataset or a blend of several, without an index: nothing grows with the data or the length of the training.
+    """One dataset or a blend of several, without an index: nothing grows with the data or the
+    length of the training.
 
-    Position p of the run is sample c of dataset d by `trainkit._index.Blend`: in proportion to the weights, within 2 samples at every p.
-    Sample c of a dataset of N samples lies in its epoch c // N and has the number P(c % N), P the permutation of `trainkit._index.permute`
-    under the key of (seed, split, epoch), and in a blend the dataset's name: another dataset beside it does not change its order.
+    Position p of the run is sample c of dataset d by `trainkit._index.Blend`: in proportion to
+    the weights, within 2 samples at every p. Sample c of a dataset of N samples lies in its
+    epoch c // N and has the number P(c % N), P the permutation of `trainkit._index.permute`
+    under the key of (seed, split, epoch), and in a blend the dataset's name: another dataset
+    beside it does not change its order.
 
     Args:
-        sizes: samples of an epoch of each dataset, in this split.
-        weights: their shares; None: their sizes, so that the first sum(sizes) positions hold every sample exactly once. One dataset needs none.
-        split: the name of the split; salts the keys.
-        seed: the run's seed.
+        sizes: samples of an epoch of each dataset, in this split. weights: their shares; None:
+        their sizes, so that the first sum(sizes) positions hold every sample exactly once. One
+        dataset needs none. split: the name of the split; salts the keys. seed: the run's seed.
         names: what the datasets are called.
 
     Raises:
-        ConfigError: weights negative, NaN, infinite, all 0, or not one a dataset; no dataset, more than 32,766, or one named twice; more than 2^62 samples.
+        ConfigError: weights negative, NaN, infinite, all 0, or not one a dataset; no dataset,
+        more than 32,766, or one named twice; more than 2^62 samples.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, split: SplitName, seed: int, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float] | None,
+        split: SplitName,
+        seed: int,
+        names: Sequence[str],
+    ) -> None:
         if len(sizes) != len(names) or min(sizes, default=0) < 0:
             raise ValueError(f"sizes {sizes} do not fit the datasets {names}")
         check_names(names)
-        self.sizes, self.split, self.seed, self.names = tuple(sizes), split, seed, tuple(names)
-        shares = size_weights(sizes) if weights is None else integer_weights(weights, names)
+        self.sizes = tuple(sizes)
+        self.split = split
+        self.seed = seed
+        self.names = tuple(names)
+        if weights is None:
+            shares = size_weights(sizes)
+        else:
+            shares = integer_weights(weights, names)
         self._blend = _index.Blend(shares) if shares.any() else None
         missing = np.flatnonzero((shares > 0) & (np.array(self.sizes) == 0))
-        self._missing = self.names[missing[0]] if len(missing) else None  # drawn from, but without a sample
+        # drawn from, but without a sample
+        if len(missing):
+            self._missing = self.names[missing[0]]
+        else:
+            self._missing = None
 
     def window(self, consumed: int, n: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-        """The samples at positions consumed .. consumed + n - 1: (dataset_index int16 [n], sample_number int64 [n]).
+        """The samples at positions consumed .. consumed + n - 1: (dataset_index int16 [n],
+        sample_number int64 [n]).
 
         Raises:
-            ConfigError: no dataset has a sample in this split, or one with a weight above 0 has none.
-            ValueError: positions outside 0 .. 2^62.
+            ConfigError: no dataset has a sample in this split, or one with a weight above 0 has
+            none. ValueError: positions outside 0 .. 2^62.
         """
-        datasets, counts = np.empty(n, np.int16), np.empty(n, np.int64)
+        datasets = np.empty(n, np.int16)
+        counts = np.empty(n, np.int64)
         if n == 0:
             return datasets, counts
         self._checked_blend().at(consumed, datasets, counts)
         if len(self.sizes) == 1:
             return datasets, self._numbers(0, int(counts[0]), n)
         grouped = np.argsort(datasets, kind="stable")  # a radix sort
-        numbers, done = np.empty(n, np.int64), 0
+        numbers = np.empty(n, np.int64)
+        done = 0
         for dataset, drawn in enumerate(np.bincount(datasets).tolist()):
             if drawn:
                 at = grouped[done : done + drawn]
@@ -107,30 +142,39 @@ class NativeOrder:
         return datasets, numbers
 
     def epochs(self, samples: int) -> NDArray[np.float64]:
-        """How often each dataset has been seen after the first `samples` positions, float64 [D]: 1.5 is once and half of it again; 0 without samples.
+        """How often each dataset has been seen after the first `samples` positions, float64 [D]:
+        1.5 is once and half of it again; 0 without samples.
 
         Raises as `window`.
         """
         counts = self._checked_blend().counts(samples)
-        return np.divide(counts, self.sizes, out=np.zeros(len(self.sizes)), where=np.array(self.sizes) > 0)
+        return np.divide(
+            counts, self.sizes, out=np.zeros(len(self.sizes)), where=np.array(self.sizes) > 0
+        )
 
     def _checked_blend(self) -> _index.Blend:
         if self._blend is None or not any(self.sizes):
             raise _empty(f"the {self.split} split has no sample")
         if self._missing is not None:
-            raise _empty(f"dataset {self._missing!r} has a weight above 0, but no {self.split} sample")
+            raise _empty(
+                f"dataset {self._missing!r} has a weight above 0, but no {self.split} sample"
+            )
         return self._blend
 
     def _key(self, dataset: int, epoch: int) -> int:
-        """The first 8 bytes, little endian, of BLAKE2b-64 over the text "trainkit-order/1 SEED SPLIT EPOCH", in a blend with " NAME" behind it."""
+        """The first 8 bytes, little endian, of BLAKE2b-64 over the text "trainkit-order/1 SEED
+        SPLIT EPOCH", in a blend with " NAME" behind it."""
         text = f"trainkit-order/1 {self.seed} {self.split} {epoch}"
         if len(self.sizes) > 1:
             text += f" {self.names[dataset]}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def _numbers(self, dataset: int, first: int, n: int) -> NDArray[np.int64]:
-        """The numbers of samples first .. first + n - 1 that a dataset gives, counted through its epochs, int64 [n]."""
-        size, numbers, done = self.sizes[dataset], np.empty(n, np.int64), 0
+        """The numbers of samples first .. first + n - 1 that a dataset gives, counted through
+        its epochs, int64 [n]."""
+        size = self.sizes[dataset]
+        numbers = np.empty(n, np.int64)
+        done = 0
         while done < n:
             epoch, start = divmod(first + done, size)
             count = min(n - done, size - start)
@@ -140,4 +184,10 @@ class NativeOrder:
 
 
 def _empty(message: str) -> ConfigError:
-    return ConfigError(message, hint="give the split a larger weight, add data, or set training.eval_iters = 0 if it is only evaluated")
+    return ConfigError(
+        message,
+        hint=(
+            "give the split a larger weight, add data, or set training.eval_iters = 0 if it is only"
+            " evaluated"
+        ),
+    )

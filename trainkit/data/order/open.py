@@ -1,4 +1,5 @@
-"""From a dataset of a job to what a loader takes: an order of samples, and the samples of each pair of files in it."""
+"""From a dataset of a job to what a loader takes: an order of samples, and the samples of each
+pair of files in it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from trainkit.data.order.resolve_pairs import pairs_of, weights_of
 from trainkit.data.order.samples import MockSamples, NativeSamples, Samples
 from trainkit.jobs.schema import Dataset, Job
 
-MOCK: dict[SplitName, tuple[int, int]] = {"train": (0, 2**20), "valid": (1, 2**12), "test": (2, 2**12)}  # added to the seed, and samples of an epoch
+# added to the seed, and samples of an epoch
+MOCK: dict[SplitName, tuple[int, int]] = {
+    "train": (0, 2**20),
+    "valid": (1, 2**12),
+    "test": (2, 2**12),
+}
 
 
 @dataclass(frozen=True)
@@ -35,25 +41,39 @@ def open_mixture(job: Job, dataset: Dataset, split: SplitName, vocab: int) -> Mi
         split: which.
         vocab: ids of random tokens are below it.
 
-    Raises ConfigError: a file is missing or damaged (exit 6), the split holds no sample (exit 3), Megatron's index was not built or is of other data (exit 6).
+    Raises ConfigError: a file is missing or damaged (exit 6), the split holds no sample (exit
+    3), Megatron's index was not built or is of other data (exit 6).
     """
-    length, seed = job.model.seq_length, job.training.seed
+    length = job.model.seq_length
+    seed = job.training.seed
     if dataset.source == "mock":
         salt, count = MOCK[split]
         mock = MockSamples(vocab, length, seed + salt, count)
-        return Mixture(NativeOrder([count], None, split, seed, [dataset.name]), [mock], [dataset.name])
+        return Mixture(
+            NativeOrder([count], None, split, seed, [dataset.name]), [mock], [dataset.name]
+        )
     pairs = pairs_of(Path(job.cluster.root or "."), dataset, split)
     if not pairs:
-        raise _no_sample(dataset, split, length, f"datasets.{dataset.name} has no files for the {split} split")
+        raise _no_sample(
+            dataset, split, length, f"datasets.{dataset.name} has no files for the {split} split"
+        )
     names = [pair.name for pair in pairs]
     if job.sample_order == "megatron":
         order, of_index = open_order(job, dataset, split, pairs)
         return Mixture(order, of_index, names)
-    samples = [NativeSamples(IndexedDataset(pair.prefix), pair.split, split, length, pair.mmap) for pair in pairs]
+    samples = [
+        NativeSamples(IndexedDataset(pair.prefix), pair.split, split, length, pair.mmap)
+        for pair in pairs
+    ]
     sizes = [part.num_samples for part in samples]
     if not any(sizes):
-        cut = f"datasets.{dataset.name}.split ({dataset.split!r})" if len(pairs) == 1 else f"datasets.{dataset.name}"
-        raise _no_sample(dataset, split, length, f"{cut} leaves the {split} split no sample of {length} tokens")
+        if len(pairs) == 1:
+            cut = f"datasets.{dataset.name}.split ({dataset.split!r})"
+        else:
+            cut = f"datasets.{dataset.name}"
+        raise _no_sample(
+            dataset, split, length, f"{cut} leaves the {split} split no sample of {length} tokens"
+        )
     native = NativeOrder(sizes, weights_of(pairs, sizes), split, seed, names)
     native.window(0, 1)  # a dataset without a sample is named now, not at the first batch
     return Mixture(native, samples, names)

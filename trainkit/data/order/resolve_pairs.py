@@ -1,4 +1,5 @@
-"""Which .bin/.idx pairs a dataset is made of, split by split. Reads file names, and the list of shards that were not merged."""
+"""Which .bin/.idx pairs a dataset is made of, split by split. Reads file names, and the list of
+shards that were not merged."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.order.native import SplitName
 from trainkit.jobs.schema import Dataset
 
-WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}  # a split of which one part is everything
+# a split of which one part is everything
+WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,11 @@ class Pair:
     """One .bin/.idx pair as a split reads it.
 
     Args:
-        name: of the dataset it belongs to, with its file's where there are several: "pile", "slimpajama.chunk3_text_document". Salts its order.
-        prefix: without .bin and .idx.
-        split: which part of it, as `parse_split` takes it.
-        mmap: map .bin, or read it by pread.
-        group: the dataset's name; `weight` is that of the whole group.
-        weight: over the sum of all groups' weights; None: all by size.
+        name: of the dataset it belongs to, with its file's where there are several: "pile",
+        "slimpajama.chunk3_text_document". Salts its order. prefix: without .bin and .idx. split:
+        which part of it, as `parse_split` takes it. mmap: map .bin, or read it by pread. group:
+        the dataset's name; `weight` is that of the whole group. weight: over the sum of all
+        groups' weights; None: all by size.
     """
 
     name: str
@@ -39,7 +40,8 @@ class Pair:
 
 
 def prefixes_of(dataset: Dataset, root: Path) -> list[Path]:
-    """The pairs of a dataset with source = "indexed", in the order of `prefixes`, sorted within a glob pattern; without any, those its `urls` name.
+    """The pairs of a dataset with source = "indexed", in the order of `prefixes`, sorted within
+    a glob pattern; without any, those its `urls` name.
 
     Raises ConfigError (exit 6) where one is not there.
     """
@@ -49,10 +51,19 @@ def prefixes_of(dataset: Dataset, root: Path) -> list[Path]:
         return fetched_prefixes(dataset, DataFolder(root, dataset).corpus)
     found: list[Path] = []
     for pattern in (text for given in dataset.prefixes for text in expand(given)):
-        matches = [Path(match.removesuffix(".idx")) for match in sorted(glob.glob(f"{pattern}.idx", recursive=True))]
+        matches = [
+            Path(match.removesuffix(".idx"))
+            for match in sorted(glob.glob(f"{pattern}.idx", recursive=True))
+        ]
         if not matches:
-            hint = "give paths without .bin and .idx; relative ones begin at the folder of jobs.toml"
-            raise ConfigError(f"datasets.{dataset.name}.prefixes: there is no {pattern}.idx", exit=Exit.STAGE_FAILED, hint=hint)
+            hint = (
+                "give paths without .bin and .idx; relative ones begin at the folder of jobs.toml"
+            )
+            raise ConfigError(
+                f"datasets.{dataset.name}.prefixes: there is no {pattern}.idx",
+                exit=Exit.STAGE_FAILED,
+                hint=hint,
+            )
         found += matches
     return list(dict.fromkeys(found))
 
@@ -75,44 +86,73 @@ def pairs_of(root: Path, dataset: Dataset, split: SplitName) -> list[Pair]:
     for part in (blends[split] if apart else dataset.blend).values():
         if part.weight == 0:
             continue  # never drawn
-        cut = part.dataset.model_copy(update={"split": WHOLE[split], "valid_files": 0, "test_files": 0}) if apart else part.dataset
+        if apart:
+            cut = part.dataset.model_copy(
+                update={"split": WHOLE[split], "valid_files": 0, "test_files": 0}
+            )
+        else:
+            cut = part.dataset
         pairs += _pairs_of_one(root, cut, split, part.weight)
     return pairs
 
 
-def _pairs_of_one(root: Path, dataset: Dataset, split: SplitName, weight: float | None) -> list[Pair]:
-    prefixes = prefixes_of(dataset, root) if dataset.source == "indexed" else DataFolder(root, dataset).prefixes()
+def _pairs_of_one(
+    root: Path, dataset: Dataset, split: SplitName, weight: float | None
+) -> list[Pair]:
+    if dataset.source == "indexed":
+        prefixes = prefixes_of(dataset, root)
+    else:
+        prefixes = DataFolder(root, dataset).prefixes()
     cut = dataset.split
     if dataset.valid_files or dataset.test_files:
-        prefixes, cut = _held_out(dataset, prefixes)[split], WHOLE[split]
-    names = [dataset.name] if len(prefixes) == 1 else [f"{dataset.name}.{name}" for name in _distinct([prefix.name for prefix in prefixes])]
-    return [Pair(name, prefix, cut, dataset.mmap, dataset.name, weight) for name, prefix in zip(names, prefixes, strict=True)]
+        prefixes = _held_out(dataset, prefixes)[split]
+        cut = WHOLE[split]
+    if len(prefixes) == 1:
+        names = [dataset.name]
+    else:
+        names = [
+            f"{dataset.name}.{name}" for name in _distinct([prefix.name for prefix in prefixes])
+        ]
+    return [
+        Pair(name, prefix, cut, dataset.mmap, dataset.name, weight)
+        for name, prefix in zip(names, prefixes, strict=True)
+    ]
 
 
 def _distinct(names: list[str]) -> list[str]:
     """Names that come again (files of one name in several folders) with their count behind them."""
-    counts, distinct = Counter(names), []
+    counts = Counter(names)
+    distinct = []
     for at, name in enumerate(names):
         distinct.append(name if counts[name] == 1 else f"{name}.{names[: at + 1].count(name)}")
     return distinct
 
 
 def _held_out(dataset: Dataset, prefixes: list[Path]) -> dict[str, list[Path]]:
-    """Files of each split: the last are for validation, those before them for the test, as in Azure's GPT-3 scripts (the last 15 of 72, and 15)."""
+    """Files of each split: the last are for validation, those before them for the test, as in
+    Azure's GPT-3 scripts (the last 15 of 72, and 15)."""
     train = len(prefixes) - dataset.valid_files - dataset.test_files
     if train < 1:
         held = f"valid_files {dataset.valid_files} + test_files {dataset.test_files}"
-        raise ConfigError(f"datasets.{dataset.name}: {held} leave none of {len(prefixes)} files to train on", hint="hold fewer out")
+        raise ConfigError(
+            f"datasets.{dataset.name}: {held} leave none of {len(prefixes)} files to train on",
+            hint="hold fewer out",
+        )
     test = train + dataset.test_files
     return {"train": prefixes[:train], "test": prefixes[train:test], "valid": prefixes[test:]}
 
 
 def weights_of(pairs: Sequence[Pair], sizes: Sequence[int]) -> list[float] | None:
-    """The weight of each pair: that of its dataset, shared among the dataset's pairs by size. None where all go by size."""
+    """The weight of each pair: that of its dataset, shared among the dataset's pairs by size.
+    None where all go by size."""
     if any(pair.weight is None for pair in pairs):
         return None
     totals: dict[str, int] = {}
     for pair, size in zip(pairs, sizes, strict=True):
         totals[pair.group] = totals.get(pair.group, 0) + size
-    alone = {pair.group for pair in pairs if not totals[pair.group]}  # without a sample: the order names it
-    return [float(pair.weight or 0) * (1.0 if pair.group in alone else size / totals[pair.group]) for pair, size in zip(pairs, sizes, strict=True)]
+    # without a sample: the order names it
+    alone = {pair.group for pair in pairs if not totals[pair.group]}
+    return [
+        float(pair.weight or 0) * (1.0 if pair.group in alone else size / totals[pair.group])
+        for pair, size in zip(pairs, sizes, strict=True)
+    ]

@@ -1,6 +1,7 @@
 """The tokens of samples, a whole batch at a time.
 
-Shapes: n samples that are read, B rows of a batch, S = seq_length. A row holds S + 1 tokens: one more, which is the last label.
+Shapes: n samples that are read, B rows of a batch, S = seq_length. A row holds S + 1 tokens: one
+more, which is the last label.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from trainkit.data.order.native import SPLITS, SplitName, parse_split, split_bou
 
 Numbers = NDArray[np.int64]
 NO_TOKEN = -1  # in a row: the sample has no token there
-DROP_EVERY = 2**16  # samples after which mapped index arrays are let go: a sample touches a page of each, so at most 4 x 256 MB are resident
+# samples after which mapped index arrays are let go: a sample touches a page of each, so at most 4
+# x 256 MB are resident
+DROP_EVERY = 2**16
 
 
 class Ids(NamedTuple):
-    """What was read: the lowest and the highest id (0 and -1: nothing), and how many places of the rows hold NO_TOKEN."""
+    """What was read: the lowest and the highest id (0 and -1: nothing), and how many places of
+    the rows hold NO_TOKEN."""
 
     lowest: int
     highest: int
@@ -65,12 +69,19 @@ def _open(dataset: IndexedDataset, mmap: bool) -> _index.Reader:
     except OSError as error:
         raise _unreadable(error) from None
     if reader.num_tokens < dataset.num_tokens:
-        raise data_error(dataset.bin, f"has {reader.num_tokens:,} tokens now, and had {dataset.num_tokens:,}", "it was written anew meanwhile: start again")
+        raise data_error(
+            dataset.bin,
+            f"has {reader.num_tokens:,} tokens now, and had {dataset.num_tokens:,}",
+            "it was written anew meanwhile: start again",
+        )
     return reader
 
 
 def _unreadable(error: OSError) -> ConfigError:
-    hint = "raise the limit of open files: ulimit -n" if error.errno == errno.EMFILE else "is it being written, or is its file system gone?"
+    if error.errno == errno.EMFILE:
+        hint = "raise the limit of open files: ulimit -n"
+    else:
+        hint = "is it being written, or is its file system gone?"
     return ConfigError(str(error.strerror), exit=Exit.STAGE_FAILED, hint=hint)
 
 
@@ -84,44 +95,71 @@ def _named(dataset: IndexedDataset) -> Iterator[None]:
     except ValueError as error:
         if "sample index" not in str(error):
             raise  # an argument is wrong, not the index
-        raise data_error(dataset.bin, f"{error}", "the index is damaged or was made for other data: invoke prep-data --force --job JOB") from None
+        raise data_error(
+            dataset.bin,
+            f"{error}",
+            "the index is damaged or was made for other data: invoke prep-data --force --job JOB",
+        ) from None
 
 
 class NativeSamples:
-    """Fixed windows of a dataset's token stream: window k holds tokens k * S .. k * S + S, so neighbours share one.
+    """Fixed windows of a dataset's token stream: window k holds tokens k * S .. k * S + S, so
+    neighbours share one.
 
     Args:
-        dataset: the tokens; of its .idx nothing but the header is read.
-        split: weights as `parse_split` takes them.
-        name: which split.
-        seq_length: S.
-        mmap: map .bin; False: read it by pread. (Where a file is cut short during a read, a map ends the process with SIGBUS.)
+        dataset: the tokens; of its .idx nothing but the header is read. split: weights as
+        `parse_split` takes them. name: which split. seq_length: S. mmap: map .bin; False: read
+        it by pread. (Where a file is cut short during a read, a map ends the process with
+        SIGBUS.)
 
     Raises:
-        ConfigError: the split is malformed (exit 3), the data is shorter than one sample or cannot be read (exit 6).
-        ConfigError (exit 3): on `read`, if the split has no window.
+        ConfigError: the split is malformed (exit 3), the data is shorter than one sample or
+        cannot be read (exit 6). ConfigError (exit 3): on `read`, if the split has no window.
     """
 
-    def __init__(self, dataset: IndexedDataset, split: str, name: SplitName, seq_length: int, mmap: bool = True) -> None:
-        self.dataset, self.split, self.name, self.seq_length = dataset, split, name, seq_length
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        split: str,
+        name: SplitName,
+        seq_length: int,
+        mmap: bool = True,
+    ) -> None:
+        self.dataset = dataset
+        self.split = split
+        self.name = name
+        self.seq_length = seq_length
         parts = parse_split(split)
         if dataset.num_tokens < seq_length + 1:
             raise ConfigError(
-                f"{dataset.prefix} has {dataset.num_tokens:,} tokens, fewer than one sample of seq_length + 1 = {seq_length + 1:,}",
+                f"{dataset.prefix} has {dataset.num_tokens:,} tokens, fewer than one sample of"
+                f" seq_length + 1 = {seq_length + 1:,}",
                 exit=Exit.STAGE_FAILED,
                 hint="add data, or lower model.seq_length",
             )
         low, high = split_bounds(parts, (dataset.num_tokens - 1) // seq_length)[SPLITS.index(name)]
-        self.first_window, self.num_samples = low, high - low
+        self.first_window = low
+        self.num_samples = high - low
         self._reader = _open(dataset, mmap)
 
     def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> Ids:
         if self.num_samples == 0 and len(numbers):
-            message = f"{self.dataset.prefix} has no {self.name} sample: split {self.split!r} leaves it no window of {self.seq_length} tokens"
-            raise ConfigError(message, hint="give the split a larger weight, add data, or set training.eval_iters = 0 if it is only evaluated")
+            message = (
+                f"{self.dataset.prefix} has no {self.name} sample: split {self.split!r} leaves it"
+                f" no window of {self.seq_length} tokens"
+            )
+            raise ConfigError(
+                message,
+                hint=(
+                    "give the split a larger weight, add data, or set training.eval_iters = 0 if it"
+                    " is only evaluated"
+                ),
+            )
         _check_width(out, self.seq_length)
         try:
-            return Ids(*self._reader.windows(self.first_window, self.num_samples, numbers, rows, out))
+            return Ids(
+                *self._reader.windows(self.first_window, self.num_samples, numbers, rows, out)
+            )
         except OSError as error:
             raise _unreadable(error) from None
 
@@ -130,10 +168,12 @@ class NativeSamples:
 
 
 class MegatronSamples:
-    """The samples of Megatron's GPTDataset, by its document and sample index (facts of the format: trainkit/data/order/megatron.py).
+    """The samples of Megatron's GPTDataset, by its document and sample index (facts of the
+    format: trainkit/data/order/megatron.py).
 
-    Sample k goes from place sample_index[k] to place sample_index[k + 1]; a place (p, o) is token o of sequence document_index[p]. With
-    `extra_token` the token at the second place belongs to it, too; without, the last label is missing. Where tokens are missing, also of a
+    Sample k goes from place sample_index[k] to place sample_index[k + 1]; a place (p, o) is
+    token o of sequence document_index[p]. With `extra_token` the token at the second place
+    belongs to it, too; without, the last label is missing. Where tokens are missing, also of a
     last sample that was kept though it is short, a row holds NO_TOKEN.
 
     Args:
@@ -158,7 +198,9 @@ class MegatronSamples:
         extra_token: bool = True,
         mmap: bool = True,
     ) -> None:
-        self.dataset, self.seq_length, self.extra = dataset, seq_length, int(extra_token)
+        self.dataset = dataset
+        self.seq_length = seq_length
+        self.extra = int(extra_token)
         self.num_samples = max(0, len(sample_index) - 1)
         self._arrays = (document_index, sample_index, dataset.lengths, dataset.offsets)
         self._maps = [held for array in self._arrays if (held := _mapped(array)) is not None]
@@ -177,7 +219,8 @@ class MegatronSamples:
             self._reader.ahead_of_documents(*self._arrays, numbers, self.seq_length + 1, self.extra)
 
     def _drop(self, count: int) -> None:
-        """Let go of the index arrays' resident pages now and then: over an epoch every page of them is touched. The page cache keeps them."""
+        """Let go of the index arrays' resident pages now and then: over an epoch every page of
+        them is touched. The page cache keeps them."""
         self._since_drop += count
         if self._since_drop >= DROP_EVERY:
             self._since_drop = 0
@@ -186,27 +229,45 @@ class MegatronSamples:
 
 
 def _mapped(array: NDArray[Any]) -> mmap_module.mmap | None:
-    """The file's map that an array is a view of. None for other memory, and for memory that can be written, which would be lost."""
+    """The file's map that an array is a view of. None for other memory, and for memory that can
+    be written, which would be lost."""
     base: Any = array
     while isinstance(base, np.ndarray | memoryview):
-        base = base.base if isinstance(base, np.ndarray) else base.obj
-    return base if isinstance(base, mmap_module.mmap) and not array.flags.writeable else None
+        if isinstance(base, np.ndarray):
+            base = base.base
+        else:
+            base = base.obj
+    if isinstance(base, mmap_module.mmap) and not array.flags.writeable:
+        return base
+    return None
 
 
 class MockSamples:
-    """Random tokens for trying a cluster without data: token i of a sample is raw output i of Philox4x64 keyed by (seed, number), modulo vocab_size."""
+    """Random tokens for trying a cluster without data: token i of a sample is raw output i of
+    Philox4x64 keyed by (seed, number), modulo vocab_size."""
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int, num_samples: int) -> None:
-        self.vocab_size, self.seq_length, self.seed, self.num_samples = vocab_size, seq_length, seed, num_samples
+        self.vocab_size = vocab_size
+        self.seq_length = seq_length
+        self.seed = seed
+        self.num_samples = num_samples
 
     def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> Ids:
         _check_width(out, self.seq_length)
         self.ahead(numbers)
-        for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):  # numpy's Philox has one key: a sample at a time
-            raw = np.random.Philox(key=np.array([self.seed, number], np.uint64)).random_raw(self.seq_length + 1)
+        # numpy's Philox has one key: a sample at a time
+        for number, row in zip(numbers.tolist(), rows.tolist(), strict=True):
+            raw = np.random.Philox(key=np.array([self.seed, number], np.uint64)).random_raw(
+                self.seq_length + 1
+            )
             out[row] = raw % np.uint64(self.vocab_size)
-        return Ids(0, self.vocab_size - 1, 0) if len(numbers) else Ids(0, -1, 0)
+        if len(numbers):
+            return Ids(0, self.vocab_size - 1, 0)
+        return Ids(0, -1, 0)
 
     def ahead(self, numbers: Numbers) -> None:
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.num_samples:
-            raise IndexError(f"sample {numbers.min() if numbers.min() < 0 else numbers.max()} of {self.num_samples}")
+            raise IndexError(
+                f"sample {numbers.min() if numbers.min() < 0 else numbers.max()} of"
+                f" {self.num_samples}"
+            )

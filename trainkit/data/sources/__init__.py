@@ -8,6 +8,21 @@ from trainkit.data.sources.stdlib import Stdlib
 from trainkit.data.sources.tokenizers import tokenizer_fetches
 from trainkit.data.sources.web import Web, fetches
 
-SOURCES: dict[str, Source] = {"stdlib": Stdlib(), "files": Files(), "web": Web(), "indexed": Indexed()}
+SOURCES: dict[str, Source] = {
+    "stdlib": Stdlib(),
+    "files": Files(),
+    "web": Web(),
+    "indexed": Indexed(),
+}
 
-__all__ = ["SOURCES", "Announcement", "Fetch", "Shard", "Source", "announce", "fetched_prefixes", "fetches", "tokenizer_fetches"]
+__all__ = [
+    "SOURCES",
+    "Announcement",
+    "Fetch",
+    "Shard",
+    "Source",
+    "announce",
+    "fetched_prefixes",
+    "fetches",
+    "tokenizer_fetches",
+]

@@ -1,4 +1,5 @@
-"""The addresses of a dataset's `urls`: what kind each is, and what its file is called below corpus/."""
+"""The addresses of a dataset's `urls`: what kind each is, and what its file is called below
+corpus/."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Address:
 def addresses_of(dataset: Dataset) -> list[Address]:
     """Every address that `urls` stands for, in order.
 
-    Raises ConfigError (exit 6): one is no address, holds a password, comes twice, or has a sum though it stands for several files.
+    Raises ConfigError (exit 6): one is no address, holds a password, comes twice, or has a sum
+    though it stands for several files.
     """
     found: dict[str, Address] = {}
     sums = dataset.sha256 or [None] * len(dataset.urls)
@@ -44,10 +46,16 @@ def addresses_of(dataset: Dataset) -> list[Address]:
         texts = expand(given)
         if wanted is not None and (len(texts) > 1 or "*" in given):
             raise _wrong(
-                dataset, f"{given} stands for several files, so it cannot have one sha256", "give each file its own entry of urls, or leave sha256 out"
+                dataset,
+                f"{given} stands for several files, so it cannot have one sha256",
+                "give each file its own entry of urls, or leave sha256 out",
             )
-        if wanted is not None and (len(wanted) != 64 or set(wanted.lower()) - set("0123456789abcdef")):
-            raise _wrong(dataset, f"sha256 {wanted!r} of {given} is no SHA-256", "64 hexadecimal digits")
+        if wanted is not None and (
+            len(wanted) != 64 or set(wanted.lower()) - set("0123456789abcdef")
+        ):
+            raise _wrong(
+                dataset, f"sha256 {wanted!r} of {given} is no SHA-256", "64 hexadecimal digits"
+            )
         for text in texts:
             if text in found:
                 raise _wrong(dataset, f"{text} is named twice", "name every file once")
@@ -58,37 +66,54 @@ def addresses_of(dataset: Dataset) -> list[Address]:
 def _kind(dataset: Dataset, text: str) -> Kind:
     scheme, colon, rest = text.partition("://")
     if not colon or not rest or not scheme.isascii():
-        raise _wrong(dataset, f"{text!r} is no address", "https://, hf://datasets/OWNER/NAME/PATH, s3://BUCKET/KEY or file:///PATH")
+        raise _wrong(
+            dataset,
+            f"{text!r} is no address",
+            "https://, hf://datasets/OWNER/NAME/PATH, s3://BUCKET/KEY or file:///PATH",
+        )
     if scheme in ("http", "https"):
         parts = urlsplit(text)
         if parts.username or parts.password or not parts.hostname:
-            raise _wrong(dataset, f"{scheme}://...{parts.path} holds a user's name or names no host", "name the variable of an access token: token = ...")
+            raise _wrong(
+                dataset,
+                f"{scheme}://...{parts.path} holds a user's name or names no host",
+                "name the variable of an access token: token = ...",
+            )
         return "http"
     if scheme == "hf":
         parse_hub(text)
         return "hub"
     if scheme == "file":
         if not rest.startswith("/"):
-            raise _wrong(dataset, f"{text} is relative", "file:///PATH; or source = 'files' with paths")
+            raise _wrong(
+                dataset, f"{text} is relative", "file:///PATH; or source = 'files' with paths"
+            )
         return "file"
     return "store"
 
 
 def local_names(texts: Sequence[str]) -> list[str]:
-    """Relative names for files of these addresses: what follows the folder that all have in common. The query is left out.
+    """Relative names for files of these addresses: what follows the folder that all have in
+    common. The query is left out.
 
     Raises ConfigError (exit 6): two would be one file, or a part of a name cannot be a file's.
     """
     parts = [_parts(text) for text in texts]
     common = 0
     folders = [p[:-1] for p in parts]
-    while folders and all(len(f) > common for f in folders) and len({f[common] for f in folders}) == 1:
+    while (
+        folders and all(len(f) > common for f in folders) and len({f[common] for f in folders}) == 1
+    ):
         common += 1
     names: dict[str, str] = {}
     for text, part in zip(texts, parts, strict=True):
         name = "/".join(part[common:])
         if name in names:
-            raise ConfigError(f"{text} and {names[name]} would both be kept as {name}", exit=Exit.STAGE_FAILED, hint="name one of them only")
+            raise ConfigError(
+                f"{text} and {names[name]} would both be kept as {name}",
+                exit=Exit.STAGE_FAILED,
+                hint="name one of them only",
+            )
         names[name] = text
     return list(names)
 
@@ -99,14 +124,21 @@ def _parts(text: str) -> list[str]:
         rest = rest.partition("?")[0].partition("#")[0]
     parts = [scheme]
     for part in rest.split("/"):
-        name = unquote(part) if scheme in ("http", "https") and "/" not in unquote(part) else part
+        if scheme in ("http", "https") and "/" not in unquote(part):
+            name = unquote(part)
+        else:
+            name = part
         if not name:
             continue
         if name in (".", "..", STATE) or "\0" in name or len(name.encode()) > 200:
-            raise ConfigError(f"{text}: {name[:40]!r} cannot be the name of a file here", exit=Exit.STAGE_FAILED)
+            raise ConfigError(
+                f"{text}: {name[:40]!r} cannot be the name of a file here", exit=Exit.STAGE_FAILED
+            )
         parts.append(name)
     return parts
 
 
 def _wrong(dataset: Dataset, message: str, hint: str) -> ConfigError:
-    return ConfigError(f"datasets.{dataset.name}.urls: {message}", exit=Exit.STAGE_FAILED, hint=hint)
+    return ConfigError(
+        f"datasets.{dataset.name}.urls: {message}", exit=Exit.STAGE_FAILED, hint=hint
+    )

@@ -37,7 +37,9 @@ class Announcement:
     free: int | None
 
     def __str__(self) -> str:
-        lines = [f"{self.dataset}: {self.files:,} files, {self.bytes / 1e9:,.0f} GB are to be fetched"]
+        lines = [
+            f"{self.dataset}: {self.files:,} files, {self.bytes / 1e9:,.0f} GB are to be fetched"
+        ]
         lines.append(f"  licence: {self.licence or 'not stated in jobs.toml'}")
         if self.homepage:
             lines.append(f"  described at {self.homepage}")
@@ -47,8 +49,15 @@ class Announcement:
 
     def refusal(self) -> ConfigError:
         """What to raise where nobody has said yes."""
-        hint = f"look at the licence, then: accept_download = true in [datasets.{self.dataset}], or say yes on a terminal"
-        return ConfigError(f"{self}\n  nobody has agreed to a download of more than {LARGE / 1e9:,.0f} GB", exit=Exit.STAGE_FAILED, hint=hint)
+        hint = (
+            f"look at the licence, then: accept_download = true in [datasets.{self.dataset}], or"
+            " say yes on a terminal"
+        )
+        return ConfigError(
+            f"{self}\n  nobody has agreed to a download of more than {LARGE / 1e9:,.0f} GB",
+            exit=Exit.STAGE_FAILED,
+            hint=hint,
+        )
 
     def check_space(self) -> None:
         """Raise ConfigError (exit 6) where the disk cannot hold it."""
@@ -58,7 +67,8 @@ class Announcement:
 
 
 def announce(dataset: Dataset, corpus: Path, shards: Sequence[Shard]) -> Announcement | None:
-    """What is to be said before `shards` are fetched below `corpus`, or None where that is no large download."""
+    """What is to be said before `shards` are fetched below `corpus`, or None where that is no
+    large download."""
     coming = [shard for shard in shards if shard.remote and not shard.path.is_file()]
     size = sum(shard.size for shard in coming)
     if not all(shard.size for shard in coming):  # a server does not say
@@ -66,5 +76,16 @@ def announce(dataset: Dataset, corpus: Path, shards: Sequence[Shard]) -> Announc
     if size <= LARGE:
         return None
     there = next(folder for folder in (corpus, *corpus.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(there).free if dataset.keep_download else None
-    return Announcement(dataset.name, len(coming), size, dataset.licence, dataset.homepage, dataset.accept_download, free)
+    if dataset.keep_download:
+        free = shutil.disk_usage(there).free
+    else:
+        free = None
+    return Announcement(
+        dataset.name,
+        len(coming),
+        size,
+        dataset.licence,
+        dataset.homepage,
+        dataset.accept_download,
+        free,
+    )

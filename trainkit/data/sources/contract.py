@@ -1,4 +1,5 @@
-"""What a source of text is: it names its shards before anything is read, so that each can be a unit of its own."""
+"""What a source of text is: it names its shards before anything is read, so that each can be a
+unit of its own."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ class Shard:
     """One file of text.
 
     Args:
-        name: "00000", "00001", ... in the order of the corpus.
-        path: the file; its name says its format.
-        size: bytes of text, or of the file where that is unknown; only for progress and balance.
-        recipe: what `Source.write` needs to make the file, or `fetch.open_stream` to fetch or read it; empty: the file is there already.
+        name: "00000", "00001", ... in the order of the corpus. path: the file; its name says its
+        format. size: bytes of text, or of the file where that is unknown; only for progress and
+        balance. recipe: what `Source.write` needs to make the file, or `fetch.open_stream` to
+        fetch or read it; empty: the file is there already.
     """
 
     name: str
@@ -59,12 +60,16 @@ class Source(Protocol):
     def identity(self, dataset: Dataset) -> dict[str, str]:
         """What freshness depends on beyond the dataset's own keys."""
 
-    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT) -> list[Shard]:
-        """All shards, in order. Of what is fetched, servers are asked only if no listing below `corpus` says it, or `anew`. Writes nothing.
+    def shards(
+        self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT
+    ) -> list[Shard]:
+        """All shards, in order. Of what is fetched, servers are asked only if no listing below
+        `corpus` says it, or `anew`. Writes nothing.
 
-        Raises Unreachable (exit 6) where a server gave no answer within `patience`; ConfigError or TrainkitError (exit 6): there are none, or not those
-        that were published.
+        Raises Unreachable (exit 6) where a server gave no answer within `patience`; ConfigError
+        or TrainkitError (exit 6): there are none, or not those that were published.
         """
 
     def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
-        """Make one shard from its recipe. Returns {"documents", "text_bytes", "left_out": {reason: documents}}."""
+        """Make one shard from its recipe. Returns {"documents", "text_bytes", "left_out":
+        {reason: documents}}."""

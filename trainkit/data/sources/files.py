@@ -1,4 +1,5 @@
-"""source = "files": files that are there already, by path or glob pattern; {00..29} stands for every number of a range."""
+"""source = "files": files that are there already, by path or glob pattern; {00..29} stands for
+every number of a range."""
 
 from __future__ import annotations
 
@@ -16,12 +17,15 @@ from trainkit.jobs.schema import Dataset
 
 
 class Files:
-    """Every matching file is a shard, in the order of `paths` and sorted within a pattern. Nothing is copied."""
+    """Every matching file is a shard, in the order of `paths` and sorted within a pattern.
+    Nothing is copied."""
 
     def identity(self, dataset: Dataset) -> dict[str, str]:
         return {}
 
-    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT) -> list[Shard]:
+    def shards(
+        self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT
+    ) -> list[Shard]:
         found: dict[Path, None] = {}
         missing = []
         for pattern in (text for given in dataset.paths for text in expand(given)):
@@ -30,17 +34,35 @@ class Files:
                 missing.append(pattern)
             found.update(dict.fromkeys(matches))
         if missing and (dataset.missing_files == "refuse" or not found):
-            more = f" ({len(missing) - 1:,} more match none)" if len(missing) > 1 else ""
-            raise ConfigError(f"datasets.{dataset.name}.paths: {missing[0]!r} matches no file{more}", exit=Exit.STAGE_FAILED)
+            if len(missing) > 1:
+                more = f" ({len(missing) - 1:,} more match none)"
+            else:
+                more = ""
+            raise ConfigError(
+                f"datasets.{dataset.name}.paths: {missing[0]!r} matches no file{more}",
+                exit=Exit.STAGE_FAILED,
+            )
         for path in found:
             if not path.is_file() or not path.name.endswith(READABLE):
-                raise ConfigError(f"datasets.{dataset.name}.paths: {path} is no file that ends in {' or '.join(READABLE)}", exit=Exit.STAGE_FAILED)
+                raise ConfigError(
+                    f"datasets.{dataset.name}.paths: {path} is no file that ends in"
+                    f" {' or '.join(READABLE)}",
+                    exit=Exit.STAGE_FAILED,
+                )
         sizes = [path.stat().st_size for path in found]
         if dataset.files is not None and len(found) != dataset.files:
-            message = f"datasets.{dataset.name}: {len(found):,} files are there, files = {dataset.files:,}"
-            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="some were not copied; or correct `files`")
+            message = (
+                f"datasets.{dataset.name}: {len(found):,} files are there, files ="
+                f" {dataset.files:,}"
+            )
+            raise ConfigError(
+                message, exit=Exit.STAGE_FAILED, hint="some were not copied; or correct `files`"
+            )
         check_published(dataset, {"download_bytes": sum(sizes)})
-        return [Shard(f"{i:05d}", path, size) for i, (path, size) in enumerate(zip(found, sizes, strict=True))]
+        return [
+            Shard(f"{i:05d}", path, size)
+            for i, (path, size) in enumerate(zip(found, sizes, strict=True))
+        ]
 
     def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
         raise AssertionError("files are never written")

@@ -14,17 +14,24 @@ from trainkit.jobs.schema import Dataset
 
 
 class Indexed:
-    """Every .bin and every .idx is a file of its own; none may lack the other. Without urls there is nothing to fetch."""
+    """Every .bin and every .idx is a file of its own; none may lack the other. Without urls
+    there is nothing to fetch."""
 
     def identity(self, dataset: Dataset) -> dict[str, str]:
         return {}
 
-    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT) -> list[Shard]:
+    def shards(
+        self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT
+    ) -> list[Shard]:
         if not dataset.urls:
             return []
         if not dataset.keep_download:
             hint = "training reads the files themselves: take keep_download away"
-            raise ConfigError(f"datasets.{dataset.name}: keep_download = false with source = 'indexed'", exit=Exit.STAGE_FAILED, hint=hint)
+            raise ConfigError(
+                f"datasets.{dataset.name}: keep_download = false with source = 'indexed'",
+                exit=Exit.STAGE_FAILED,
+                hint=hint,
+            )
         found = as_shards(dataset, corpus, list_files(dataset, corpus, patience, anew=anew))
         _prefixes(dataset, found)
         return found
@@ -34,14 +41,19 @@ class Indexed:
 
 
 def fetched_prefixes(dataset: Dataset, corpus: Path) -> list[Path]:
-    """The pairs that `urls` name, without .bin and .idx, in the order of the .idx files. Asks no server.
+    """The pairs that `urls` name, without .bin and .idx, in the order of the .idx files. Asks no
+    server.
 
     Raises ConfigError (exit 6) where prep-data has not fetched them.
     """
     found = read_listing(dataset, corpus)
     if found is None:
         hint = f"invoke prep-data --dataset {dataset.name}"
-        raise ConfigError(f"datasets.{dataset.name}: what its urls name was not fetched to {corpus}", exit=Exit.STAGE_FAILED, hint=hint)
+        raise ConfigError(
+            f"datasets.{dataset.name}: what its urls name was not fetched to {corpus}",
+            exit=Exit.STAGE_FAILED,
+            hint=hint,
+        )
     return _prefixes(dataset, as_shards(dataset, corpus, found))
 
 
@@ -50,8 +62,14 @@ def _prefixes(dataset: Dataset, shards: list[Shard]) -> list[Path]:
     for path in paths:
         other = {".bin": ".idx", ".idx": ".bin"}.get(path.suffix)
         if other is None:
-            raise ConfigError(f"datasets.{dataset.name}.urls: {path.name} ends neither in .bin nor in .idx", exit=Exit.STAGE_FAILED)
+            raise ConfigError(
+                f"datasets.{dataset.name}.urls: {path.name} ends neither in .bin nor in .idx",
+                exit=Exit.STAGE_FAILED,
+            )
         if path.with_suffix(other) not in paths:
-            message = f"datasets.{dataset.name}.urls: {path.name} comes without {path.with_suffix(other).name}"
+            message = (
+                f"datasets.{dataset.name}.urls: {path.name} comes without"
+                f" {path.with_suffix(other).name}"
+            )
             raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="name both files of every pair")
     return [path.with_suffix("") for path in paths if path.suffix == ".idx"]

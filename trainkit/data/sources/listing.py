@@ -1,4 +1,5 @@
-"""What the servers have of a dataset's addresses: found once, checked against what was published, and kept as corpus/.fetch/listing.json (listing/1)."""
+"""What the servers have of a dataset's addresses: found once, checked against what was
+published, and kept as corpus/.fetch/listing.json (listing/1)."""
 
 from __future__ import annotations
 
@@ -21,9 +22,13 @@ from trainkit.data.indexed.published import check_published
 from trainkit.data.sources.address import Address, addresses_of
 from trainkit.jobs.schema import Dataset
 
-SCHEMA, LISTING = "listing/1", f"{STATE}/listing.json"
-AT_ONCE = 32  # questions under way; a server that finds that too many says 429, and is left alone as long as it asks
-ASKED = {"urls", "sha256", "endpoint", "anonymous", "files", "missing_files", "download_bytes"}  # what a listing depends on
+SCHEMA = "listing/1"
+LISTING = f"{STATE}/listing.json"
+# questions under way; a server that finds that too many says 429, and is left alone as long as it
+# asks
+AT_ONCE = 32
+# what a listing depends on
+ASKED = {"urls", "sha256", "endpoint", "anonymous", "files", "missing_files", "download_bytes"}
 NAMED = 5  # missing files in a message
 
 
@@ -42,17 +47,25 @@ class Found:
     known: Seen
 
 
-def list_files(dataset: Dataset, corpus: Path, patience: Patience = PATIENT, *, anew: bool = False) -> list[Found]:
-    """All files of `urls`, in order, from corpus/.fetch/listing.json if that is of these very keys, else, or `anew`, from the servers. Writes nothing.
+def list_files(
+    dataset: Dataset, corpus: Path, patience: Patience = PATIENT, *, anew: bool = False
+) -> list[Found]:
+    """All files of `urls`, in order, from corpus/.fetch/listing.json if that is of these very
+    keys, else, or `anew`, from the servers. Writes nothing.
 
-    Raises ConfigError or TrainkitError (exit 6): a file is missing, their number or size is not what was published, a server refuses.
+    Raises ConfigError or TrainkitError (exit 6): a file is missing, their number or size is not
+    what was published, a server refuses.
     """
-    kept = None if anew else read_listing(dataset, corpus)
+    if anew:
+        kept = None
+    else:
+        kept = read_listing(dataset, corpus)
     if kept is not None:
         return kept
     addresses = addresses_of(dataset)
     answers = _ask(dataset, addresses, patience)
-    found, missing = [], []
+    found = []
+    missing = []
     for address in addresses:
         there = answers[address.text]
         found += [_with_sum(dataset, address, file) for file in there]
@@ -64,7 +77,11 @@ def list_files(dataset: Dataset, corpus: Path, patience: Patience = PATIENT, *, 
 
 def listing_document(dataset: Dataset, found: Sequence[Found]) -> dict[str, Any]:
     """What listing.json holds."""
-    return document(SCHEMA, of=_asked(dataset), files=[{"text": f.text, "url": f.url, "known": f.known.to_json()} for f in found])
+    return document(
+        SCHEMA,
+        of=_asked(dataset),
+        files=[{"text": f.text, "url": f.url, "known": f.known.to_json()} for f in found],
+    )
 
 
 def _asked(dataset: Dataset) -> dict[str, Any]:
@@ -82,24 +99,40 @@ def read_listing(dataset: Dataset, corpus: Path) -> list[Found] | None:
         return None  # there is none, or none that can be used: the servers are asked
 
 
-def _ask(dataset: Dataset, addresses: Sequence[Address], patience: Patience) -> dict[str, list[Found]]:
+def _ask(
+    dataset: Dataset, addresses: Sequence[Address], patience: Patience
+) -> dict[str, list[Found]]:
     """The files of each address, none where the server says there is no such file."""
     answers: dict[str, list[Found]] = {}
-    kinds = {kind: [a for a in addresses if a.kind == kind] for kind in ("http", "hub", "file", "store")}
+    kinds = {
+        kind: [a for a in addresses if a.kind == kind] for kind in ("http", "hub", "file", "store")
+    }
     if (kinds["file"] or kinds["store"]) and dataset.token is not None:
         message = f"datasets.{dataset.name}.token = {dataset.token!r} is for https:// and hf://"
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="object stores take credentials where their library looks for them, such as AWS_PROFILE")
+        raise ConfigError(
+            message,
+            exit=Exit.STAGE_FAILED,
+            hint=(
+                "object stores take credentials where their library looks for them, such as"
+                " AWS_PROFILE"
+            ),
+        )
     token = secret(dataset.token)
     if kinds["http"]:
         with client(patience, AT_ONCE) as pool:
             remotes = {a.text: HttpFile(a.text, pool, token, dataset.token) for a in kinds["http"]}
-            answers |= {text: [Found(text, text, seen)] if seen else [] for text, seen in _look_at_all(remotes, patience).items()}
+            answers |= {
+                text: [Found(text, text, seen)] if seen else []
+                for text, seen in _look_at_all(remotes, patience).items()
+            }
     if kinds["hub"]:
         paths = {a.text: parse_hub(a.text) for a in kinds["hub"]}
         there = Hub(dataset.endpoint, token, dataset.token, patience).files(list(paths.values()))
         for text, path in paths.items():
             front = text.removesuffix(path.path)
-            answers[text] = [Found(f"{front}{name}", url, known) for name, url, known in there[path]]
+            answers[text] = [
+                Found(f"{front}{name}", url, known) for name, url, known in there[path]
+            ]
     for address in kinds["file"]:
         answers[address.text] = _local(address)
     for scheme in dict.fromkeys(a.scheme for a in kinds["store"]):
@@ -109,17 +142,32 @@ def _ask(dataset: Dataset, addresses: Sequence[Address], patience: Patience) -> 
 
 def _local(address: Address) -> list[Found]:
     path = Path(address.text.removeprefix("file://"))
-    names = sorted(path.parent.glob(path.name)) if address.is_pattern else [path]
-    return [Found(f"file://{p}", f"file://{p}", Seen(p.stat().st_size)) for p in names if p.is_file()]
+    if address.is_pattern:
+        names = sorted(path.parent.glob(path.name))
+    else:
+        names = [path]
+    return [
+        Found(f"file://{p}", f"file://{p}", Seen(p.stat().st_size)) for p in names if p.is_file()
+    ]
 
 
-def _stored(dataset: Dataset, addresses: Sequence[Address], patience: Patience) -> dict[str, list[Found]]:
+def _stored(
+    dataset: Dataset, addresses: Sequence[Address], patience: Patience
+) -> dict[str, list[Found]]:
     files = file_system(addresses[0].scheme, dataset.endpoint, dataset.anonymous, patience)
     urls: dict[str, list[str]] = {}
     for address in addresses:
-        urls[address.text] = _matches(files, address.text, patience) if address.is_pattern else [address.text]
-    seen = _look_at_all({url: StoredFile(files, url) for found in urls.values() for url in found}, patience)
-    return {text: [Found(url, url, known) for url in found if (known := seen[url]) is not None] for text, found in urls.items()}
+        if address.is_pattern:
+            urls[address.text] = _matches(files, address.text, patience)
+        else:
+            urls[address.text] = [address.text]
+    seen = _look_at_all(
+        {url: StoredFile(files, url) for found in urls.values() for url in found}, patience
+    )
+    return {
+        text: [Found(url, url, known) for url in found if (known := seen[url]) is not None]
+        for text, found in urls.items()
+    }
 
 
 def _matches(files: Any, url: str, patience: Patience) -> list[str]:
@@ -154,25 +202,53 @@ def _with_sum(dataset: Dataset, address: Address, file: Found) -> Found:
     if address.wanted is None or address.wanted == file.known.sha256:
         return file
     if file.known.sha256 is not None:
-        message = f"datasets.{dataset.name}: {file.text} has the SHA-256 {file.known.sha256}, sha256 says {address.wanted}"
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="it is another file than the one that was meant: look at urls and sha256")
-    return Found(file.text, file.url, Seen(file.known.size, file.known.etag, file.known.modified, address.wanted))
+        message = (
+            f"datasets.{dataset.name}: {file.text} has the SHA-256 {file.known.sha256}, sha256 says"
+            f" {address.wanted}"
+        )
+        raise ConfigError(
+            message,
+            exit=Exit.STAGE_FAILED,
+            hint="it is another file than the one that was meant: look at urls and sha256",
+        )
+    return Found(
+        file.text,
+        file.url,
+        Seen(file.known.size, file.known.etag, file.known.modified, address.wanted),
+    )
 
 
 def _check(dataset: Dataset, found: Sequence[Found], missing: Sequence[str]) -> None:
     """Refuse what is not complete. Raises ConfigError (exit 6) that names what is missing."""
-    named = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED:,} more" if len(missing) > NAMED else "")
+    named = ", ".join(missing[:NAMED]) + (
+        f" and {len(missing) - NAMED:,} more" if len(missing) > NAMED else ""
+    )
     if missing and dataset.missing_files == "refuse":
         of = len(found) + len(missing)
-        message = f"datasets.{dataset.name}: {len(missing):,} of {of:,} files are not there: {named}"
-        hint = "look at urls; where some numbers of a range never existed, say how many files there are: missing_files = 'allow', files = N"
+        message = (
+            f"datasets.{dataset.name}: {len(missing):,} of {of:,} files are not there: {named}"
+        )
+        hint = (
+            "look at urls; where some numbers of a range never existed, say how many files there"
+            " are: missing_files = 'allow', files = N"
+        )
         raise ConfigError(message, exit=Exit.STAGE_FAILED, hint=hint)
     if not found:
         raise ConfigError(f"datasets.{dataset.name}: urls name no file", exit=Exit.STAGE_FAILED)
     if dataset.files is not None and len(found) != dataset.files:
-        lost = f"; not there: {named}" if missing else ""
-        message = f"datasets.{dataset.name}: {len(found):,} files are there, files = {dataset.files:,} were published{lost}"
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="some were taken away or not uploaded yet; or correct `files`")
+        if missing:
+            lost = f"; not there: {named}"
+        else:
+            lost = ""
+        message = (
+            f"datasets.{dataset.name}: {len(found):,} files are there, files = {dataset.files:,}"
+            f" were published{lost}"
+        )
+        raise ConfigError(
+            message,
+            exit=Exit.STAGE_FAILED,
+            hint="some were taken away or not uploaded yet; or correct `files`",
+        )
     sizes = [file.known.size for file in found]
     if None not in sizes:
         check_published(dataset, {"download_bytes": sum(size or 0 for size in sizes)})

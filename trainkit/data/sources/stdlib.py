@@ -1,4 +1,5 @@
-"""source = "stdlib": the source files of Python's standard library, one document a file. Real text that every machine has."""
+"""source = "stdlib": the source files of Python's standard library, one document a file. Real
+text that every machine has."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 def source_files(stdlib: Path) -> list[str]:
-    """Relative names of *.py files below `stdlib`, sorted, without installed packages, tests and caches."""
+    """Relative names of *.py files below `stdlib`, sorted, without installed packages, tests and
+    caches."""
 
     def give_up(error: OSError) -> None:
         raise error  # os.walk would leave the folder out without a word
@@ -27,17 +29,22 @@ def source_files(stdlib: Path) -> list[str]:
     names = []
     for folder, folders, files in os.walk(stdlib, onerror=give_up):
         folders[:] = [f for f in folders if f not in LEFT_OUT]
-        names += [os.path.relpath(os.path.join(folder, f), stdlib) for f in files if f.endswith(".py")]
+        names += [
+            os.path.relpath(os.path.join(folder, f), stdlib) for f in files if f.endswith(".py")
+        ]
     return sorted(names)
 
 
 class Stdlib:
-    """Cuts the sorted files into shards of about `shard_bytes` and writes each like a downloaded corpus."""
+    """Cuts the sorted files into shards of about `shard_bytes` and writes each like a downloaded
+    corpus."""
 
     def identity(self, dataset: Dataset) -> dict[str, str]:
         return {"python_version": platform.python_version()}
 
-    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT) -> list[Shard]:
+    def shards(
+        self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT
+    ) -> list[Shard]:
         stdlib = Path(sysconfig.get_path("stdlib"))
         groups: list[tuple[list[str], int]] = []
         for name in source_files(stdlib):
@@ -48,8 +55,18 @@ class Stdlib:
             groups[-1] = ([*names, name], total + size)
         if not groups:
             hint = "install Python's standard library as source, or use another dataset"
-            raise ConfigError(f"{stdlib} holds no Python source file", exit=Exit.STAGE_FAILED, hint=hint)
-        return [Shard(f"{i:05d}", corpus / f"shard-{i:05d}.jsonl.zst", size, {"folder": str(stdlib), "files": names}) for i, (names, size) in enumerate(groups)]
+            raise ConfigError(
+                f"{stdlib} holds no Python source file", exit=Exit.STAGE_FAILED, hint=hint
+            )
+        return [
+            Shard(
+                f"{i:05d}",
+                corpus / f"shard-{i:05d}.jsonl.zst",
+                size,
+                {"folder": str(stdlib), "files": names},
+            )
+            for i, (names, size) in enumerate(groups)
+        ]
 
     def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
         left_out = {"not_utf8": 0, "empty": 0}

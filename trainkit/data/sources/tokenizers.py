@@ -15,32 +15,59 @@ from trainkit.jobs.datasets import Tokenizer
 FILES = (("path", "url"), ("vocab_file", "vocab_url"), ("merge_file", "merge_url"))
 
 
-def tokenizer_fetches(tokenizer: Tokenizer, token: str | None = None, endpoint: str | None = None) -> list[Fetch]:
-    """The units that bring a tokenizer's files here, one for each that says where it is published. A file that somebody put there is never replaced.
+def tokenizer_fetches(
+    tokenizer: Tokenizer, token: str | None = None, endpoint: str | None = None
+) -> list[Fetch]:
+    """The units that bring a tokenizer's files here, one for each that says where it is
+    published. A file that somebody put there is never replaced.
 
     Args:
-        tokenizer: of whatever type.
-        token: name of the environment variable with an access token, for those behind terms: the dataset's.
-        endpoint: of the hub, for hf:// addresses: the dataset's.
+        tokenizer: of whatever type. token: name of the environment variable with an access
+        token, for those behind terms: the dataset's. endpoint: of the hub, for hf:// addresses:
+        the dataset's.
 
     Raises ConfigError (exit 6): a url of a kind that cannot be fetched.
     """
     units = []
     for key, url_key in FILES:
-        path, url = getattr(tokenizer, key), getattr(tokenizer, url_key)
+        path = getattr(tokenizer, key)
+        url = getattr(tokenizer, url_key)
         if path is None or url is None:
             continue
-        address = _https(url, endpoint) if url.startswith(SCHEME) else url
+        if url.startswith(SCHEME):
+            address = _https(url, endpoint)
+        else:
+            address = url
         if not address.startswith(("http://", "https://", "s3://", "gs://")):
             message = f"tokenizers.{tokenizer.name}.{url_key} = {url!r} is no address"
-            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint=f"https://, hf://OWNER/NAME/FILE or s3://; a file that is here goes into {key}")
-        about = recipe(address, Path(path), shown=url, token=token if address.startswith("http") else None)
-        units.append(Fetch(f"fetch-{key.replace('_', '-')}", "trainkit.data.fetch.worker", {"do": "fetch", "recipe": about}, (Path(path),)))
+            raise ConfigError(
+                message,
+                exit=Exit.STAGE_FAILED,
+                hint=(
+                    f"https://, hf://OWNER/NAME/FILE or s3://; a file that is here goes into {key}"
+                ),
+            )
+        about = recipe(
+            address, Path(path), shown=url, token=token if address.startswith("http") else None
+        )
+        units.append(
+            Fetch(
+                f"fetch-{key.replace('_', '-')}",
+                "trainkit.data.fetch.worker",
+                {"do": "fetch", "recipe": about},
+                (Path(path),),
+            )
+        )
     return units
 
 
 def _https(address: str, endpoint: str | None) -> str:
     """The file's address on the hub, at the revision as it is when it is asked for."""
     where = parse_hub(address)
-    kind = "datasets/" if where.kind == "dataset" else ""
-    return f"{(endpoint or PUBLIC).rstrip('/')}/{kind}{where.name}/resolve/{quote(where.revision, safe='')}/{quote(where.path)}"
+    if where.kind == "dataset":
+        kind = "datasets/"
+    else:
+        kind = ""
+    base = (endpoint or PUBLIC).rstrip("/")
+    revision = quote(where.revision, safe="")
+    return f"{base}/{kind}{where.name}/resolve/{revision}/{quote(where.path)}"

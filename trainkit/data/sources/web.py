@@ -1,4 +1,5 @@
-"""source = "web": files fetched from http(s)://, a hub (hf://), an object store (s3://, ...) or file://."""
+"""source = "web": files fetched from http(s)://, a hub (hf://), an object store (s3://, ...) or
+file://."""
 
 from __future__ import annotations
 
@@ -21,11 +22,17 @@ class Web:
     def identity(self, dataset: Dataset) -> dict[str, str]:
         return {}
 
-    def shards(self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT) -> list[Shard]:
+    def shards(
+        self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT
+    ) -> list[Shard]:
         found = as_shards(dataset, corpus, list_files(dataset, corpus, patience, anew=anew))
         for shard in found:
             if not shard.path.name.endswith(READABLE):
-                raise ConfigError(f"datasets.{dataset.name}.urls: {shard.path.name} ends in none of {', '.join(READABLE)}", exit=Exit.STAGE_FAILED)
+                raise ConfigError(
+                    f"datasets.{dataset.name}.urls: {shard.path.name} ends in none of"
+                    f" {', '.join(READABLE)}",
+                    exit=Exit.STAGE_FAILED,
+                )
         return found
 
     def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
@@ -35,7 +42,8 @@ class Web:
 def as_shards(dataset: Dataset, corpus: Path, found: list[Found]) -> list[Shard]:
     """A shard for every file of a listing, of whatever format."""
     names = iter(local_names([f.text for f in found if not f.text.startswith("file://")]))
-    shards, listing = [], corpus / LISTING
+    shards = []
+    listing = corpus / LISTING
     for i, file in enumerate(found):
         size = file.known.size or 0
         if file.text.startswith("file://"):
@@ -58,9 +66,11 @@ def as_shards(dataset: Dataset, corpus: Path, found: list[Found]) -> list[Shard]
 
 
 def fetches(dataset: Dataset, corpus: Path, shards: list[Shard]) -> list[Fetch]:
-    """The units that bring remote shards here: one writes down the listing, and each file that is kept has one.
+    """The units that bring remote shards here: one writes down the listing, and each file that
+    is kept has one.
 
-    None waits for the listing: a new one makes only what is different in it again, and what comes after that.
+    None waits for the listing: a new one makes only what is different in it again, and what
+    comes after that.
 
     Args:
         dataset: source = "web", or "indexed" with urls.
@@ -70,10 +80,23 @@ def fetches(dataset: Dataset, corpus: Path, shards: list[Shard]) -> list[Fetch]:
     remote = [shard for shard in shards if shard.remote]
     if not remote:
         return []
-    spec = {"do": "listing", "path": str(corpus / LISTING), "listing": listing_document(dataset, [_found(shard) for shard in shards])}
+    spec = {
+        "do": "listing",
+        "path": str(corpus / LISTING),
+        "listing": listing_document(dataset, [_found(shard) for shard in shards]),
+    }
     listing = Fetch("listing", "trainkit.data.fetch.worker", spec, (corpus / LISTING,))
     kept = [shard for shard in remote if shard.recipe["keep"]]
-    units = [Fetch(f"fetch-{s.name}", "trainkit.data.fetch.worker", {"do": "fetch", "recipe": s.recipe}, (s.path,), size=s.size) for s in kept]
+    units = [
+        Fetch(
+            f"fetch-{s.name}",
+            "trainkit.data.fetch.worker",
+            {"do": "fetch", "recipe": s.recipe},
+            (s.path,),
+            size=s.size,
+        )
+        for s in kept
+    ]
     return [listing, *units]
 
 

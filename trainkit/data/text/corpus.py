@@ -1,4 +1,5 @@
-"""One shard of text: opened where it lies or while it is fetched, read as documents, and written."""
+"""One shard of text: opened where it lies or while it is fetched, read as documents, and
+written."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from trainkit.data.text.rejects import raise_bad
 
 
 class _Counted:
-    """A stream that knows how much of it was read, and the sum of that. A class of its own for files that can be sought: not all can.
+    """A stream that knows how much of it was read, and the sum of that. A class of its own for
+    files that can be sought: not all can.
 
     Attributes:
         position: bytes so far.
@@ -29,7 +31,10 @@ class _Counted:
     """
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.position, self.digest, self.in_order = stream, 0, xxhash.xxh3_128(), True
+        self._stream = stream
+        self.position = 0
+        self.digest = xxhash.xxh3_128()
+        self.in_order = True
 
     def read(self, size: int = -1, /) -> bytes:
         data: bytes = self._stream.read(size)
@@ -59,11 +64,14 @@ def reading_of(spec: Mapping[str, Any]) -> Reading:
 
 def filter_of(spec: Mapping[str, Any]) -> Filter:
     """What is left out, from the keys of a unit's spec."""
-    return Filter(spec.get("drop", {}), spec.get("min_document_bytes", 0), spec.get("fix_text", False))
+    return Filter(
+        spec.get("drop", {}), spec.get("min_document_bytes", 0), spec.get("fix_text", False)
+    )
 
 
 def open_shard(path: Path, recipe: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
-    """The bytes of a shard as stored: the file at `path`, or by `recipe` what is being fetched (see trainkit.data.fetch.worker)."""
+    """The bytes of a shard as stored: the file at `path`, or by `recipe` what is being fetched
+    (see trainkit.data.fetch.worker)."""
     if not recipe:
         return open(path, "rb")
     from trainkit.data.fetch.worker import open_stream
@@ -99,9 +107,13 @@ def read_documents(path: Path, text_key: str) -> Iterator[Record]:
 
 
 def write_documents(path: Path, texts: Iterable[str], text_key: str) -> tuple[int, int]:
-    """Write texts as .jsonl.zst, whole or not at all. Returns (documents, bytes of text in UTF-8)."""
+    """Write texts as .jsonl.zst, whole or not at all. Returns (documents, bytes of text in
+    UTF-8)."""
     documents = size = 0
-    with atomic_open(path) as raw, zstandard.ZstdCompressor(level=3).stream_writer(raw, closefd=False) as file:
+    with (
+        atomic_open(path) as raw,
+        zstandard.ZstdCompressor(level=3).stream_writer(raw, closefd=False) as file,
+    ):
         for text in texts:
             file.write((json.dumps({text_key: text}, ensure_ascii=False) + "\n").encode())
             documents += 1

@@ -18,14 +18,15 @@ class Filter:
     """The filters of a dataset, in this order: drop, ftfy, length.
 
     Args:
-        drop: field path -> values; a document with one of them is left out, as SlimPajama's extraction drops its books.
+        drop: field path -> values; a document with one of them is left out, as SlimPajama's
+        extraction drops its books.
             A value that is no text is compared as JSON writes it: "true", "3".
         min_document_bytes: documents of less text in UTF-8 are left out; at 0 empty ones stay.
         fix_text: repair mojibake with ftfy.
 
     Attributes:
-        dropped: {reason: documents} so far.
-        present: {field path of drop: documents that have it} so far; of those left out by another path not counted.
+        dropped: {reason: documents} so far. present: {field path of drop: documents that have
+        it} so far; of those left out by another path not counted.
 
     Raises ConfigError (exit 6): fix_text without ftfy.
     """
@@ -38,7 +39,11 @@ class Filter:
 
     def __post_init__(self) -> None:
         self.present = dict.fromkeys(self.drop, 0)
-        self._fix: Callable[[str], str] | None = _ftfy() if self.fix_text else None
+        self._fix: Callable[[str], str] | None
+        if self.fix_text:
+            self._fix = _ftfy()
+        else:
+            self._fix = None
         self._drop = [(path, frozenset(values)) for path, values in self.drop.items()]
 
     def __call__(self, record: Record) -> list[bytes] | None:
@@ -46,10 +51,17 @@ class Filter:
         for path, values in self._drop:
             value = field_of(record.fields, path)
             self.present[path] += value is not None
-            if value is not None and (words := value if isinstance(value, str) else json.dumps(value, default=str)) in values:
+            if (
+                value is not None
+                and (words := value if isinstance(value, str) else json.dumps(value, default=str))
+                in values
+            ):
                 self._count(f"{path} = {words}")
                 return None
-        parts = [record.text] if isinstance(record.text, str) else record.text
+        if isinstance(record.text, str):
+            parts = [record.text]
+        else:
+            parts = record.text
         if self._fix is not None:
             parts = [self._fix(part) for part in parts]
         data = [part.encode() for part in parts]
@@ -66,6 +78,8 @@ def _ftfy() -> Callable[[str], str]:
     try:
         import ftfy
     except ImportError:
-        raise MissingExtra("fix_text = true needs ftfy, which is not installed", "data", exit=Exit.STAGE_FAILED) from None
+        raise MissingExtra(
+            "fix_text = true needs ftfy, which is not installed", "data", exit=Exit.STAGE_FAILED
+        ) from None
     fix: Callable[[str], Any] = ftfy.fix_text
     return lambda text: str(fix(text))

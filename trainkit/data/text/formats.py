@@ -1,13 +1,15 @@
-"""Files of text as a stream of documents: JSON lines, columns, plain text, alone or in archives, compressed or not. Nothing is extracted to disk.
+"""Files of text as a stream of documents: JSON lines, columns, plain text, alone or in archives,
+compressed or not. Nothing is extracted to disk.
 
-    .jsonl .json          one JSON object a line                                 and these three with .gz, .zst, .bz2 or .xz behind
-    .txt                  one document, or what stands between `text_separator`
-    .tar (.tgz)           of all of those
-    .zip                  of all of those; also members without an ending, read as .txt (enwik8)
-    .parquet              one document a row; .zip and .parquet are read from their end, so not while they are fetched
+    .jsonl .json          one JSON object a line                                 and these three
+    with .gz, .zst, .bz2 or .xz behind .txt                  one document, or what stands between
+    `text_separator` .tar (.tgz)           of all of those .zip                  of all of those;
+    also members without an ending, read as .txt (enwik8) .parquet              one document a
+    row; .zip and .parquet are read from their end, so not while they are fetched
 
-A text may be a list of strings: several sequences of one document, as in Megatron's preprocess_data.py. What is no document is not raised but yielded as
-`Bad`, so that the caller decides (on_error); a file that cannot be read at all is raised.
+A text may be a list of strings: several sequences of one document, as in Megatron's
+preprocess_data.py. What is no document is not raised but yielded as `Bad`, so that the caller
+decides (on_error); a file that cannot be read at all is raised.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ import orjson
 from trainkit.base.extras import install_command
 from trainkit.data.text.decompress import COMPRESSED, Joined, Stream, blocks, bounded, damaged
 
-LINES, TEXT = (".jsonl", ".json"), (".txt",)
+LINES = (".jsonl", ".json")
+TEXT = (".txt",)
 SINGLE = tuple(kind + packed for kind in (*LINES, *TEXT) for packed in ("", *COMPRESSED))
 TAR = (".tar", *(f".tar{packed}" for packed in COMPRESSED), ".tgz")
 READABLE = (*SINGLE, *TAR, ".zip", ".parquet")
@@ -54,7 +57,8 @@ class Record(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """A line that is no document. `kind` is one of few words to count by; `around`: what stands there, cut."""
+    """A line that is no document. `kind` is one of few words to count by; `around`: what stands
+    there, cut."""
 
     line: int
     where: str
@@ -76,10 +80,10 @@ class Reading:
     """How documents are found in a file.
 
     Args:
-        text_key: the key that holds the text; dots go into objects.
-        text_separator: what stands between the documents of a .txt; None: it is one document.
-        max_document_bytes: of text, in UTF-8; longer ones are bad. A JSON line may have three times that.
-        fields: further keys that are wanted, for columns.
+        text_key: the key that holds the text; dots go into objects. text_separator: what stands
+        between the documents of a .txt; None: it is one document. max_document_bytes: of text,
+        in UTF-8; longer ones are bad. A JSON line may have three times that. fields: further
+        keys that are wanted, for columns.
     """
 
     text_key: str = "text"
@@ -97,13 +101,18 @@ def field(value: Any, path: str) -> Any:
     if isinstance(value, Mapping) and path in value:
         return value[path]
     for key in path.split("."):
-        value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
+        if isinstance(value, Mapping):
+            value = value.get(key, _MISSING)
+        else:
+            value = _MISSING
         if value is _MISSING:
             return None
     return value
 
 
-def open_documents(name: str, stream: Stream, reading: Reading, where: str | None = None) -> Iterator[Found]:
+def open_documents(
+    name: str, stream: Stream, reading: Reading, where: str | None = None
+) -> Iterator[Found]:
     """The documents of a file, in order, with bounded memory.
 
     Args:
@@ -111,7 +120,8 @@ def open_documents(name: str, stream: Stream, reading: Reading, where: str | Non
         stream: its bytes as they are stored; .zip and .parquet need seek and tell too.
         where: what errors call it; by default `name`.
 
-    Raises ConfigError (exit 6): an ending not known, a file cut off or damaged, a bomb, a member's name that leaves the archive.
+    Raises ConfigError (exit 6): an ending not known, a file cut off or damaged, a bomb, a
+    member's name that leaves the archive.
     """
     where = where or name
     lower = name.lower()
@@ -119,29 +129,45 @@ def open_documents(name: str, stream: Stream, reading: Reading, where: str | Non
         return _tar(_unpacked_name(lower), stream, reading, where)
     if lower.endswith((".zip", ".parquet")):
         if not (hasattr(stream, "seek") and getattr(stream, "seekable", lambda: True)()):
-            raise damaged(where, "is read from its end, which cannot be done while it is fetched", "set datasets.X.keep_download = true")
-        return _zip(stream, reading, where) if lower.endswith(".zip") else _parquet(stream, reading, where)
+            raise damaged(
+                where,
+                "is read from its end, which cannot be done while it is fetched",
+                "set datasets.X.keep_download = true",
+            )
+        if lower.endswith(".zip"):
+            return _zip(stream, reading, where)
+        return _parquet(stream, reading, where)
     if lower.endswith(SINGLE):
         return _single(lower, blocks(lower, stream, where), reading, where)
-    raise damaged(where, f"cannot be read as text: its name ends in none of {', '.join(READABLE)}", "rename it, or leave it out")
+    raise damaged(
+        where,
+        f"cannot be read as text: its name ends in none of {', '.join(READABLE)}",
+        "rename it, or leave it out",
+    )
 
 
 def _unpacked_name(name: str) -> str:
-    return name.removesuffix(".tgz") + ".tar.gz" if name.endswith(".tgz") else name
+    if name.endswith(".tgz"):
+        return name.removesuffix(".tgz") + ".tar.gz"
+    return name
 
 
 def _single(name: str, data: Iterator[bytes], reading: Reading, where: str) -> Iterator[Found]:
     kind = name.removesuffix(next((packed for packed in COMPRESSED if name.endswith(packed)), ""))
-    return _json_lines(data, reading, where) if kind.endswith(LINES) else _pieces(data, reading, where)
+    if kind.endswith(LINES):
+        return _json_lines(data, reading, where)
+    return _pieces(data, reading, where)
 
 
 # ---- JSON lines
 
 
 def _lines(data: Iterator[bytes], limit: int) -> Iterator[bytes | memoryview | int]:
-    """Lines without their newline, the last one too if it has none; of a line that grows beyond `limit` only its length.
+    """Lines without their newline, the last one too if it has none; of a line that grows beyond
+    `limit` only its length.
 
-    Those that lie within a block are views of it: copying them would take as long as all the rest of this.
+    Those that lie within a block are views of it: copying them would take as long as all the
+    rest of this.
     """
     rest: list[bytes] = []  # pieces of a line that is not at its end yet
     held = 0
@@ -154,16 +180,20 @@ def _lines(data: Iterator[bytes], limit: int) -> Iterator[bytes | memoryview | i
         if end < 0:
             continue
         yield held if held > limit else b"".join(rest)
-        start, view = end + 1, memoryview(block)
+        start = end + 1
+        view = memoryview(block)
         while (end := block.find(b"\n", start)) >= 0:
             yield view[start:end]
             start = end + 1
-        rest, held = [block[start:]], len(block) - start
+        rest = [block[start:]]
+        held = len(block) - start
     yield held if held > limit else b"".join(rest)
 
 
 def _json_lines(data: Iterator[bytes], reading: Reading, where: str) -> Iterator[Found]:
-    key, nested, most = reading.text_key, "." in reading.text_key, reading.max_document_bytes
+    key = reading.text_key
+    nested = "." in reading.text_key
+    most = reading.max_document_bytes
     for number, line in enumerate(_lines(data, 3 * most + 2**20), 1):
         if not line:
             continue
@@ -179,65 +209,140 @@ def _json_lines(data: Iterator[bytes], reading: Reading, where: str) -> Iterator
             if isinstance(value, Bad):
                 yield value
                 continue
-        text = (field(value, key) if nested else value.get(key)) if isinstance(value, dict) else None
+        if isinstance(value, dict):
+            if nested:
+                text = field(value, key)
+            else:
+                text = value.get(key)
+        else:
+            text = None
         yield _record(number, text, where, value, line, reading)
 
 
-def _record(number: int, text: Any, where: str, value: Any, line: bytes | memoryview, reading: Reading) -> Record | Bad:
-    """The document, or why it is none. Sizes: `len` of a str is at most its bytes, so that few texts have to be encoded for it."""
-    parts = [text] if isinstance(text, str) else text if isinstance(text, list) and all(isinstance(part, str) for part in text) else None
+def _record(
+    number: int, text: Any, where: str, value: Any, line: bytes | memoryview, reading: Reading
+) -> Record | Bad:
+    """The document, or why it is none. Sizes: `len` of a str is at most its bytes, so that few
+    texts have to be encoded for it."""
+    if isinstance(text, str):
+        parts = [text]
+    elif isinstance(text, list) and all(isinstance(part, str) for part in text):
+        parts = text
+    else:
+        parts = None
     if parts is None:
-        found = f"keys {', '.join(map(repr, list(value)[:20]))}" if isinstance(value, dict) else type(value).__name__
+        if isinstance(value, dict):
+            found = f"keys {', '.join(map(repr, list(value)[:20]))}"
+        else:
+            found = type(value).__name__
         hint = "set datasets.X.text_key to the key that holds the text, or see datasets.X.on_error"
-        if isinstance(value, list) and number == 1 and any(isinstance(item, dict) for item in value):
+        if (
+            isinstance(value, list)
+            and number == 1
+            and any(isinstance(item, dict) for item in value)
+        ):
             hint = ARRAY_HINT
-        return Bad(number, where, "no text", f"has no text under the key {reading.text_key!r} (found {found})", _shown(line, 0), hint)
+        return Bad(
+            number,
+            where,
+            "no text",
+            f"has no text under the key {reading.text_key!r} (found {found})",
+            _shown(line, 0),
+            hint,
+        )
     most = reading.max_document_bytes
-    if sum(map(len, parts)) * 4 > most and (size := sum(len(part.encode()) for part in parts)) > most:
+    if (
+        sum(map(len, parts)) * 4 > most
+        and (size := sum(len(part.encode()) for part in parts)) > most
+    ):
         return _too_long(number, where, size, _shown(line, 0), most)
     return Record(number, text, where, value if isinstance(value, dict) else {})
 
 
 def _too_long(number: int, where: str, size: int, around: str, most: int) -> Bad:
     hint = "set datasets.X.max_document_bytes to more, or see datasets.X.on_error"
-    return Bad(number, where, "too long", f"has {size:,} bytes, more than max_document_bytes = {most:,} allows", around, hint)
+    return Bad(
+        number,
+        where,
+        "too long",
+        f"has {size:,} bytes, more than max_document_bytes = {most:,} allows",
+        around,
+        hint,
+    )
 
 
 def _second_try(line: bytes, number: int, where: str, key: str) -> Any:
-    """What orjson refuses and Python's json, with which others read, may not (NaN, a BOM, a lone surrogate in a key not used); or Bad."""
+    """What orjson refuses and Python's json, with which others read, may not (NaN, a BOM, a lone
+    surrogate in a key not used); or Bad."""
     if number == 1:
         line = line.removeprefix(codecs.BOM_UTF8)
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
-        return Bad(number, where, "invalid UTF-8", f"holds invalid UTF-8: {error.reason} at byte {error.start}", _shown(line, error.start))
+        return Bad(
+            number,
+            where,
+            "invalid UTF-8",
+            f"holds invalid UTF-8: {error.reason} at byte {error.start}",
+            _shown(line, error.start),
+        )
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         at = len(text[: error.pos].encode())
         if number == 1 and text.lstrip().startswith("["):
-            return Bad(number, where, "not JSON", "is the beginning of a JSON array, not one object", _shown(line, at), ARRAY_HINT)
-        return Bad(number, where, "not JSON", f"is not JSON: {error.msg} at byte {at}", _shown(line, at))
+            return Bad(
+                number,
+                where,
+                "not JSON",
+                "is the beginning of a JSON array, not one object",
+                _shown(line, at),
+                ARRAY_HINT,
+            )
+        return Bad(
+            number, where, "not JSON", f"is not JSON: {error.msg} at byte {at}", _shown(line, at)
+        )
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 5,000 deep
-        return Bad(number, where, "not JSON", f"is not JSON that can be read: {error}", _shown(line, 0))
+        return Bad(
+            number, where, "not JSON", f"is not JSON that can be read: {error}", _shown(line, 0)
+        )
     wanted = field(value, key)
     try:
         for part in wanted if isinstance(wanted, list) else [wanted]:
-            _ = part.encode() if isinstance(part, str) else b""
+            if isinstance(part, str):
+                _ = part.encode()
+            else:
+                _ = b""
     except UnicodeEncodeError as error:
         escape = _SURROGATE_ESCAPE.search(text)
-        at = len(text[: escape.start()].encode()) if escape else 0
-        return Bad(number, where, "lone surrogate", f"holds a lone surrogate, half of a character, at character {error.start} of its text", _shown(line, at))
+        if escape:
+            at = len(text[: escape.start()].encode())
+        else:
+            at = 0
+        return Bad(
+            number,
+            where,
+            "lone surrogate",
+            f"holds a lone surrogate, half of a character, at character {error.start} of its text",
+            _shown(line, at),
+        )
     return value
 
 
-_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_SURROGATE_ESCAPE = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
 
 
 def _shown(line: bytes | bytearray | memoryview, at: int) -> str:
     """The bytes around a place, printable."""
-    low, high = max(0, at - SHOWN), at + SHOWN
-    return ("..." if low else "") + bytes(line[low:high]).decode("utf-8", "backslashreplace") + ("..." if high < len(line) else "")
+    low = max(0, at - SHOWN)
+    high = at + SHOWN
+    return (
+        ("..." if low else "")
+        + bytes(line[low:high]).decode("utf-8", "backslashreplace")
+        + ("..." if high < len(line) else "")
+    )
 
 
 # ---- plain text
@@ -245,8 +350,12 @@ def _shown(line: bytes | bytearray | memoryview, at: int) -> str:
 
 def _pieces(data: Iterator[bytes], reading: Reading, where: str) -> Iterator[Found]:
     """Documents of a .txt, numbered from 1. Nothing between two separators is no document."""
-    separator, most = (reading.text_separator or "").encode(), reading.max_document_bytes
-    buffer, number, dropped = bytearray(), 0, 0  # `dropped`: bytes of a piece above the limit that are not held
+    separator = (reading.text_separator or "").encode()
+    most = reading.max_document_bytes
+    # `dropped`: bytes of a piece above the limit that are not held
+    buffer = bytearray()
+    number = 0
+    dropped = 0
     for block in data:
         unseen = max(0, len(buffer) - len(separator) + 1)
         buffer += block
@@ -265,15 +374,29 @@ def _pieces(data: Iterator[bytes], reading: Reading, where: str) -> Iterator[Fou
         yield found
 
 
-def _piece(piece: bytearray, number: int, where: str, dropped: int, reading: Reading) -> Found | None:
+def _piece(
+    piece: bytearray, number: int, where: str, dropped: int, reading: Reading
+) -> Found | None:
     if dropped or len(piece) > reading.max_document_bytes:
-        return _too_long(number, where, dropped + len(piece), "" if dropped else _shown(piece, 0), reading.max_document_bytes)
+        return _too_long(
+            number,
+            where,
+            dropped + len(piece),
+            "" if dropped else _shown(piece, 0),
+            reading.max_document_bytes,
+        )
     if not piece.strip():
         return None
     try:
         return Record(number, piece.decode(), where, {})
     except UnicodeDecodeError as error:
-        return Bad(number, where, "invalid UTF-8", f"holds invalid UTF-8: {error.reason} at byte {error.start}", _shown(piece, error.start))
+        return Bad(
+            number,
+            where,
+            "invalid UTF-8",
+            f"holds invalid UTF-8: {error.reason} at byte {error.start}",
+            _shown(piece, error.start),
+        )
 
 
 # ---- archives
@@ -282,12 +405,17 @@ def _piece(piece: bytearray, number: int, where: str, dropped: int, reading: Rea
 def _member_name(name: str, where: str) -> str:
     parts = PurePosixPath(name.replace("\\", "/"))
     if parts.is_absolute() or ".." in parts.parts or re.match(r"[A-Za-z]:", name):
-        raise damaged(where, f"has a member named {name!r}, which leads out of the archive", "such archives are made to do harm: fetch it elsewhere")
+        raise damaged(
+            where,
+            f"has a member named {name!r}, which leads out of the archive",
+            "such archives are made to do harm: fetch it elsewhere",
+        )
     return f"{where}!{name}"
 
 
 def _tar(name: str, stream: Stream, reading: Reading, where: str) -> Iterator[Found]:
-    joined, readable = Joined(blocks(name, stream, where)), 0
+    joined = Joined(blocks(name, stream, where))
+    readable = 0
     try:
         with tarfile.open(fileobj=cast(IO[bytes], joined), mode="r|") as archive:
             for member in archive:
@@ -295,21 +423,28 @@ def _tar(name: str, stream: Stream, reading: Reading, where: str) -> Iterator[Fo
                 if member.isdir():
                     continue
                 if not member.isfile() or not member.name.lower().endswith(SINGLE):
-                    yield Passed(at, "a link or device" if not member.isfile() else "no text by its ending")
+                    yield Passed(
+                        at, "a link or device" if not member.isfile() else "no text by its ending"
+                    )
                     continue
                 file = archive.extractfile(member)
                 assert file is not None
                 readable += 1
                 lower = member.name.lower()
                 yield from _single(lower, blocks(lower, file, at), reading, at)
-            end = archive.offset  # where tarfile saw no header: it takes a damaged one for the end, too
+            # where tarfile saw no header: it takes a damaged one for the end, too
+            end = archive.offset
         while joined.read(2**20):
             pass  # what follows the end: it belongs to the file, whose own end must be there
     except (tarfile.TarError, EOFError) as error:
         raise damaged(where, f"is no tar file, or a truncated one: {error}") from None
     if joined.content > end:
         hint = "fetch or write it again; of several tar files joined into one, give each by itself"
-        raise damaged(where, f"is a damaged tar file: at byte {end:,} of it stands neither a header nor its end", hint)
+        raise damaged(
+            where,
+            f"is a damaged tar file: at byte {end:,} of it stands neither a header nor its end",
+            hint,
+        )
     if not joined.zeros:
         raise damaged(where, "is a truncated tar file: the block of zeros at its end is not there")
     if not readable:
@@ -332,9 +467,20 @@ def _zip(stream: Any, reading: Reading, where: str) -> Iterator[Found]:
                 readable += 1
                 with archive.open(info) as file:
                     plain = Joined(bounded(file, at, info.compress_size))
-                    yield from _single(".txt" if bare else lower, blocks(lower, plain, at), reading, at)
-    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, OSError) as error:
-        # NotImplementedError, RuntimeError: a method not known, a password; OSError without a number: bzip2's word for damage
+                    yield from _single(
+                        ".txt" if bare else lower, blocks(lower, plain, at), reading, at
+                    )
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        OSError,
+    ) as error:
+        # NotImplementedError, RuntimeError: a method not known, a password; OSError without a
+        # number: bzip2's word for damage
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise damaged(where, f"is no zip file, or a damaged one: {error}") from None
@@ -350,14 +496,22 @@ def _parquet(stream: Any, reading: Reading, where: str) -> Iterator[Found]:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError:
-        raise damaged(where, ".parquet is read by pyarrow, which is not installed", install_command()) from None
+        raise damaged(
+            where, ".parquet is read by pyarrow, which is not installed", install_command()
+        ) from None
     try:
         table = parquet.ParquetFile(stream, pre_buffer=False)
         columns = [reading.text_key, *reading.fields]
         known = {table.schema.column(i).path for i in range(len(table.schema))}
-        if not any(path == reading.text_key or path.startswith(f"{reading.text_key}.") for path in known):
+        if not any(
+            path == reading.text_key or path.startswith(f"{reading.text_key}.") for path in known
+        ):
             hint = "set datasets.X.text_key to the column that holds the text"
-            raise damaged(where, f"has no column {reading.text_key!r} (it has {', '.join(sorted(known)[:20])})", hint)
+            raise damaged(
+                where,
+                f"has no column {reading.text_key!r} (it has {', '.join(sorted(known)[:20])})",
+                hint,
+            )
         number = 0
         for batch in table.iter_batches(batch_size=256, columns=columns, use_threads=False):
             for row in batch.to_pylist():
@@ -375,5 +529,11 @@ def _checked_row(number: int, row: dict[str, Any], where: str, reading: Reading)
         try:
             text = text.decode()
         except UnicodeDecodeError as error:
-            return Bad(number, where, "invalid UTF-8", f"holds invalid UTF-8: {error.reason} at byte {error.start}", _shown(text, error.start))
+            return Bad(
+                number,
+                where,
+                "invalid UTF-8",
+                f"holds invalid UTF-8: {error.reason} at byte {error.start}",
+                _shown(text, error.start),
+            )
     return _record(number, text, where, row, b"", reading)

@@ -1,4 +1,5 @@
-"""Lines that are no documents: the first one stops the shard (on_error = "stop"), or they are kept in a file (on_error = "skip") while they are few."""
+"""Lines that are no documents: the first one stops the shard (on_error = "stop"), or they are
+kept in a file (on_error = "skip") while they are few."""
 
 from __future__ import annotations
 
@@ -14,39 +15,50 @@ from trainkit.base.files import atomic_open
 from trainkit.data.text.decompress import COMPRESSED
 from trainkit.data.text.formats import Bad
 
-EVERY = 10_000  # lines after which the fraction is looked at, besides the end: a shard that is all bad ends early
+# lines after which the fraction is looked at, besides the end: a shard that is all bad ends early
+EVERY = 10_000
 
 
 def to_the_end(where: str, rest: Iterable[object]) -> None:
-    """Read what is left of a file that carries sums of its bytes: they lie behind what they are of, and a damaged byte is a bad line before it is told as
-    damage. Raises ConfigError (exit 6) where the file or archive is damaged."""
+    """Read what is left of a file that carries sums of its bytes: they lie behind what they are
+    of, and a damaged byte is a bad line before it is told as damage. Raises ConfigError (exit 6)
+    where the file or archive is damaged."""
     if any(part.lower().endswith((*COMPRESSED, ".tgz", ".zip")) for part in where.split("!")):
         for _ in rest:
             pass
 
 
 def raise_bad(bad: Bad, rest: Iterable[object] = ()) -> NoReturn:
-    """Raise ConfigError (exit 6) with file, line, reason and the bytes around; where `rest` of the file, what is still to be read of it, shows that it is
-    damaged, that is raised instead."""
+    """Raise ConfigError (exit 6) with file, line, reason and the bytes around; where `rest` of
+    the file, what is still to be read of it, shows that it is damaged, that is raised instead."""
     to_the_end(bad.where, rest)
-    around = f": {bad.around}" if bad.around else ""
-    raise ConfigError([Problem(f"{bad.reason}{around}", Place(bad.where, bad.line), bad.hint)], exit=Exit.STAGE_FAILED)
+    if bad.around:
+        around = f": {bad.around}"
+    else:
+        around = ""
+    raise ConfigError(
+        [Problem(f"{bad.reason}{around}", Place(bad.where, bad.line), bad.hint)],
+        exit=Exit.STAGE_FAILED,
+    )
 
 
 class Rejects:
-    """What is done with bad lines of one shard. A context manager: the file is there when the block ends without an exception, if there was a bad line.
+    """What is done with bad lines of one shard. A context manager: the file is there when the
+    block ends without an exception, if there was a bad line.
 
     Args:
-        path: where skipped lines go, one {"file", "line", "kind", "reason", "around"} each; a former one is removed. None: nowhere.
-        skip: go on after bad lines.
-        max_fraction: of lines that may be bad.
+        path: where skipped lines go, one {"file", "line", "kind", "reason", "around"} each; a
+        former one is removed. None: nowhere. skip: go on after bad lines. max_fraction: of lines
+        that may be bad.
 
     Attributes:
         counts: {kind: lines}.
     """
 
     def __init__(self, path: Path | None, *, skip: bool, max_fraction: float) -> None:
-        self.path, self.skip, self.max_fraction = path, skip, max_fraction
+        self.path = path
+        self.skip = skip
+        self.max_fraction = max_fraction
         self.counts: dict[str, int] = {}
         self._stack = contextlib.ExitStack()
         self._file: IO[bytes] | None = None
@@ -57,7 +69,12 @@ class Rejects:
             self.path.unlink(missing_ok=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.__exit__(kind, error, trace)
 
     @property
@@ -66,25 +83,40 @@ class Rejects:
         return sum(self.counts.values())
 
     def add(self, bad: Bad, rest: Iterable[object] = ()) -> None:
-        """Take in one bad line. Raises ConfigError (exit 6) as `raise_bad`, unless they are skipped."""
+        """Take in one bad line. Raises ConfigError (exit 6) as `raise_bad`, unless they are
+        skipped."""
         if not self.skip:
             raise_bad(bad, rest)
         if self._file is None and self.path is not None:
             self._file = self._stack.enter_context(atomic_open(self.path))
         if self._file is not None:
-            value: dict[str, Any] = {"file": bad.where, "line": bad.line, "kind": bad.kind, "reason": bad.reason, "around": bad.around}
+            value: dict[str, Any] = {
+                "file": bad.where,
+                "line": bad.line,
+                "kind": bad.kind,
+                "reason": bad.reason,
+                "around": bad.around,
+            }
             self._file.write(json.dumps(value).encode() + b"\n")
         self.counts[bad.kind] = self.counts.get(bad.kind, 0) + 1
         self._last = bad
 
     def check(self, lines: int, rest: Iterable[object] = ()) -> None:
-        """Raise ConfigError (exit 6) if more than `max_fraction` of `lines`, those so far, were bad; or as `to_the_end`."""
+        """Raise ConfigError (exit 6) if more than `max_fraction` of `lines`, those so far, were
+        bad; or as `to_the_end`."""
         if self._last is None or self.total <= self.max_fraction * lines:
             return
         to_the_end(self._last.where, rest)
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.counts.items()))
         message = (
-            f"{self.total:,} of {lines:,} lines are bad ({kinds}), more than max_reject_fraction = {self.max_fraction:g} allows; the last: {self._last.reason}"
+            f"{self.total:,} of {lines:,} lines are bad ({kinds}), more than max_reject_fraction ="
+            f" {self.max_fraction:g} allows; the last: {self._last.reason}"
         )
-        hint = f"the bytes around: {self._last.around}" if self._last.around else "look at the file, or set datasets.X.max_reject_fraction to more"
-        raise ConfigError([Problem(message, Place(self._last.where, self._last.line), hint)], exit=Exit.STAGE_FAILED)
+        if self._last.around:
+            hint = f"the bytes around: {self._last.around}"
+        else:
+            hint = "look at the file, or set datasets.X.max_reject_fraction to more"
+        raise ConfigError(
+            [Problem(message, Place(self._last.where, self._last.line), hint)],
+            exit=Exit.STAGE_FAILED,
+        )

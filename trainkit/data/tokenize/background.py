@@ -1,4 +1,5 @@
-"""Work that goes on beside other work: an iterator or a sink in a thread of its own, with a bounded queue between."""
+"""Work that goes on beside other work: an iterator or a sink in a thread of its own, with a
+bounded queue between."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class _Channel(Generic[T]):
 
 @contextmanager
 def ahead(source: Iterator[T], depth: int = 1) -> Iterator[Iterator[T]]:
-    """Run `source` in a thread, at most `depth` items ahead of who iterates over what is given. Its exceptions are raised there.
+    """Run `source` in a thread, at most `depth` items ahead of who iterates over what is given.
+    Its exceptions are raised there.
 
     When the block ends the source has been closed, in its thread.
     """
@@ -78,9 +80,11 @@ def ahead(source: Iterator[T], depth: int = 1) -> Iterator[Iterator[T]]:
 
 @contextmanager
 def behind(sink: Callable[[T], None], depth: int = 1) -> Iterator[Callable[[T], None]]:
-    """Run `sink` in a thread, at most `depth` items behind who calls what is given. Its exception is raised by a later call or at the block's end.
+    """Run `sink` in a thread, at most `depth` items behind who calls what is given. Its
+    exception is raised by a later call or at the block's end.
 
-    Without an exception, all items have been taken when the block ends; with one in the block, the waiting ones are not.
+    Without an exception, all items have been taken when the block ends; with one in the block,
+    the waiting ones are not.
     """
     channel: _Channel[T] = _Channel(depth)
     failed: list[BaseException] = []

@@ -1,4 +1,5 @@
-"""The last unit of prep-data for ready-made .bin/.idx pairs: each is checked, and the dataset's manifest written."""
+"""The last unit of prep-data for ready-made .bin/.idx pairs: each is checked, and the dataset's
+manifest written."""
 
 from __future__ import annotations
 
@@ -26,10 +27,14 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     tokenizer = load_tokenizer(Path(spec["tokenizer"]))
     vocab_size = tokenizer.get_vocab_size()
     counts = {"documents": 0, "sequences": 0, "tokens": 0}
-    total, done = sum(IndexedDataset(Path(prefix)).num_tokens for prefix in spec["prefixes"]), 0
-    dtypes, read = set(), list[list[Any]]()
+    total = sum(IndexedDataset(Path(prefix)).num_tokens for prefix in spec["prefixes"])
+    done = 0
+    dtypes = set()
+    read = list[list[Any]]()
     for prefix in spec["prefixes"]:
-        identities = [identity_of(path) for path in (bin_path(Path(prefix)), idx_path(Path(prefix)))]
+        identities = [
+            identity_of(path) for path in (bin_path(Path(prefix)), idx_path(Path(prefix)))
+        ]
         digest = xxhash.xxh3_128()
         pair = IndexedDataset(Path(prefix))  # one at a time: maps are few
         pair.verify()
@@ -39,11 +44,21 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
             digest.update(block.data)
             highest = int(block.max())
             if highest >= vocab_size or int(block.min()) < 0:
-                message = f"{bin_path(pair.prefix)} holds the id {highest} among tokens {start:,} and after, but {spec['tokenizer']} has {vocab_size:,} ids"
-                raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="name the tokenizer that these pairs were written with")
+                message = (
+                    f"{bin_path(pair.prefix)} holds the id {highest} among tokens {start:,} and"
+                    f" after, but {spec['tokenizer']} has {vocab_size:,} ids"
+                )
+                raise ConfigError(
+                    message,
+                    exit=Exit.STAGE_FAILED,
+                    hint="name the tokenizer that these pairs were written with",
+                )
             done += min(BLOCK, pair.num_tokens - start)
             progress(done, total)
-        read += [[*identities[0], digest.hexdigest()], [*identities[1], file_sum(idx_path(pair.prefix))]]
+        read += [
+            [*identities[0], digest.hexdigest()],
+            [*identities[1], file_sum(idx_path(pair.prefix))],
+        ]
         counts["documents"] += pair.num_documents
         counts["sequences"] += len(pair)
         counts["tokens"] += pair.num_tokens

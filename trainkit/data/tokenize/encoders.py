@@ -1,11 +1,14 @@
-"""Text to ids, in batches: one small contract, two encoders, what both of them together make, and the one checked against the other.
+"""Text to ids, in batches: one small contract, two encoders, what both of them together make,
+and the one checked against the other.
 
-The ids are those of Hugging Face's tokenizers, whoever makes them. gigatoken makes the same, many times faster, of every document without a code point
-that the two see differently (trainkit/data/tokenize/proved.py); documents with one are encoded by tokenizers.
+The ids are those of Hugging Face's tokenizers, whoever makes them. gigatoken makes the same,
+many times faster, of every document without a code point that the two see differently
+(trainkit/data/tokenize/proved.py); documents with one are encoded by tokenizers.
 
-Special tokens that stand in a text, such as a literal <|endoftext|>, are ordinary text under special_tokens = "text" (what tiktoken's encode_ordinary and
-nanoGPT do: no document can end another), and the token itself under "parse" (what Megatron-LM and GPT-NeoX do). Added tokens that are not special, such
-as GPT-NeoX-20B's runs of spaces, are always tokens.
+Special tokens that stand in a text, such as a literal <|endoftext|>, are ordinary text under
+special_tokens = "text" (what tiktoken's encode_ordinary and nanoGPT do: no document can end
+another), and the token itself under "parse" (what Megatron-LM and GPT-NeoX do). Added tokens
+that are not special, such as GPT-NeoX-20B's runs of spaces, are always tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ Ids = NDArray[np.unsignedinteger[Any]]
 Lengths = NDArray[np.int64]
 SpecialTokens = Literal["text", "parse"]
 EncoderKey = Literal["auto", "gigatoken", "tokenizers"]
-CHECKED_BYTES = 2**20  # of the first documents that are compared whole; of the rest of them the first CHECKED_START
+# of the first documents that are compared whole; of the rest of them the first CHECKED_START
+CHECKED_BYTES = 2**20
 CHECKED_START = 2**12
 CHECKED_EVERY = 10_000  # one document in so many is compared later on, whole
 
@@ -45,7 +49,8 @@ class Encoder(Protocol):
     def highest(self) -> int: ...
 
     def encode(self, texts: Sequence[bytes]) -> tuple[Ids, Lengths]:
-        """Ids of all texts (valid UTF-8), one after another [n], and how many each has [len(texts)]."""
+        """Ids of all texts (valid UTF-8), one after another [n], and how many each has
+        [len(texts)]."""
 
 
 class Tokenizers:
@@ -62,16 +67,22 @@ class Tokenizers:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
 
     def encode(self, texts: Sequence[bytes]) -> tuple[Ids, Lengths]:
-        encodings = self.tokenizer.encode_batch_fast([str(text, "utf-8") for text in texts], add_special_tokens=False)
+        encodings = self.tokenizer.encode_batch_fast(
+            [str(text, "utf-8") for text in texts], add_special_tokens=False
+        )
         parts = [np.array(encoding.ids, np.uint32) for encoding in encodings]
-        return np.concatenate(parts) if parts else np.empty(0, np.uint32), np.array([len(part) for part in parts], np.int64)
+        return np.concatenate(parts) if parts else np.empty(0, np.uint32), np.array(
+            [len(part) for part in parts], np.int64
+        )
 
 
 class Gigatoken:
-    """gigatoken on the calling thread, the interpreter's lock released: byte-level BPE at 20 to 100 times the speed of `Tokenizers`.
+    """gigatoken on the calling thread, the interpreter's lock released: byte-level BPE at 20 to
+    100 times the speed of `Tokenizers`.
 
-    It always parses special tokens that it knows of; to have them as text it is given a tokenizer.json without them.
-    Its own readers of files, which drop bad lines without a word, are not used.
+    It always parses special tokens that it knows of; to have them as text it is given a
+    tokenizer.json without them. Its own readers of files, which drop bad lines without a word,
+    are not used.
     """
 
     def __init__(self, path: Path, special_tokens: SpecialTokens) -> None:
@@ -79,17 +90,25 @@ class Gigatoken:
             import gigatoken
         except ImportError:
             hint = f'{install_command()}\n  or set tokenizers.X.encoder = "tokenizers"'
-            raise ConfigError('encoder = "gigatoken" needs gigatoken, which is not installed', exit=Exit.STAGE_FAILED, hint=hint) from None
+            raise ConfigError(
+                'encoder = "gigatoken" needs gigatoken, which is not installed',
+                exit=Exit.STAGE_FAILED,
+                hint=hint,
+            ) from None
         content = path.read_bytes()
         try:
             if special_tokens == "text":
                 value = orjson.loads(content)
-                value["added_tokens"] = [token for token in value.get("added_tokens") or [] if not token.get("special")]
+                value["added_tokens"] = [
+                    token for token in value.get("added_tokens") or [] if not token.get("special")
+                ]
                 content = orjson.dumps(value)
             self._tokenizer = gigatoken.Tokenizer.from_json(content)
         except Exception as error:  # whatever the library makes of a model it does not have
             hint = 'set tokenizers.X.encoder = "tokenizers"'
-            raise ConfigError(f"gigatoken cannot use {path}: {plain(error)}", exit=Exit.STAGE_FAILED, hint=hint) from None
+            raise ConfigError(
+                f"gigatoken cannot use {path}: {plain(error)}", exit=Exit.STAGE_FAILED, hint=hint
+            ) from None
 
     @property
     def highest(self) -> int:
@@ -99,7 +118,8 @@ class Gigatoken:
         if not texts:
             return np.empty(0, np.uint32), np.empty(0, np.int64)
         layout = self._tokenizer.encode_batch(list(texts), parallel=False).layout
-        offsets, ids = np.asarray(layout.offsets.data), np.asarray(layout.content.data)
+        offsets = np.asarray(layout.offsets.data)
+        ids = np.asarray(layout.content.data)
         return ids[offsets[0] : offsets[-1]], np.diff(offsets)
 
 
@@ -111,7 +131,9 @@ class Together:
     """
 
     def __init__(self, fast: Encoder, exact: Encoder, ranges: Sequence[tuple[int, int]]) -> None:
-        self.fast, self.exact, self.passed_on = fast, exact, 0
+        self.fast = fast
+        self.exact = exact
+        self.passed_on = 0
         self._points = _index.CodePoints(ranges)
 
     @property
@@ -124,14 +146,18 @@ class Together:
             return self.fast.encode(texts)
         self.passed_on += len(found)
         theirs = set(found)
-        ids, lengths = self.fast.encode([b"" if number in theirs else text for number, text in enumerate(texts)])
+        ids, lengths = self.fast.encode(
+            [b"" if number in theirs else text for number, text in enumerate(texts)]
+        )
         starts = np.cumsum(lengths) - lengths
-        parts, done = list[Ids](), 0
+        parts = list[Ids]()
+        done = 0
         for number in found:
             own, _ = self.exact.encode([texts[number]])
             start = int(starts[number])
             parts += [ids[done:start], own]
-            lengths[number], done = len(own), start
+            lengths[number] = len(own)
+            done = start
         return np.concatenate([*parts, ids[done:]]), lengths
 
 
@@ -140,16 +166,17 @@ class Difference(Exception):
 
     def __init__(self, index: int, words: str) -> None:
         super().__init__(words)
-        self.index, self.words = index, words
+        self.index = index
+        self.words = words
 
 
 class Checked:
-    """An encoder whose ids are compared with another's: for the first texts, and for one in CHECKED_EVERY after that.
+    """An encoder whose ids are compared with another's: for the first texts, and for one in
+    CHECKED_EVERY after that.
 
     Args:
-        fast: gives the ids.
-        exact: is asked as well.
-        first: of how many texts from the start all are compared: whole while they have CHECKED_BYTES together, then the start of each.
+        fast: gives the ids. exact: is asked as well. first: of how many texts from the start all
+        are compared: whole while they have CHECKED_BYTES together, then the start of each.
         offset: which of CHECKED_EVERY texts is compared; other shards should have others.
 
     Attributes:
@@ -157,7 +184,10 @@ class Checked:
     """
 
     def __init__(self, fast: Encoder, exact: Encoder, first: int, offset: int) -> None:
-        self.fast, self.exact, self.first, self.offset = fast, exact, first, offset % CHECKED_EVERY
+        self.fast = fast
+        self.exact = exact
+        self.first = first
+        self.offset = offset % CHECKED_EVERY
         self.seen = self.compared = self._bytes = 0
 
     @property
@@ -168,8 +198,13 @@ class Checked:
         """As `Encoder`. Raises Difference."""
         ids, lengths = self.fast.encode(texts)
         for index in self._chosen(len(texts)):
-            before = self._bytes if self.seen + index < self.first else 0  # later documents are few: each by itself
-            whole = before + len(texts[index]) <= CHECKED_BYTES  # tokenizers takes 100 bytes of memory a byte
+            # later documents are few: each by itself
+            if self.seen + index < self.first:
+                before = self._bytes
+            else:
+                before = 0
+            # tokenizers takes 100 bytes of memory a byte
+            whole = before + len(texts[index]) <= CHECKED_BYTES
             if whole:
                 start = int(lengths[:index].sum())
                 given = ids[start : start + int(lengths[index])]
@@ -193,8 +228,14 @@ class Checked:
         if np.array_equal(expected, given):
             return
         most = min(len(expected), len(given))
-        at = int(np.argmax(expected[:most] != given[:most])) if not np.array_equal(expected[:most], given[:most]) else most
-        words = f"id {at} is {given[at : at + 4].tolist()}, not {expected[at : at + 4].tolist()} ({len(given):,} ids and {len(expected):,})"
+        if not np.array_equal(expected[:most], given[:most]):
+            at = int(np.argmax(expected[:most] != given[:most]))
+        else:
+            at = most
+        words = (
+            f"id {at} is {given[at : at + 4].tolist()}, not {expected[at : at + 4].tolist()}"
+            f" ({len(given):,} ids and {len(expected):,})"
+        )
         raise Difference(index, words)
 
 
@@ -212,7 +253,8 @@ class Choice:
 def choose(path: Path, key: EncoderKey, special_tokens: SpecialTokens) -> Choice:
     """What encodes for the tokenizer.json at `path`, by the key `encoder` of its table.
 
-    Raises ConfigError (exit 6): gigatoken is asked for, and is not proved to give the ids of tokenizers for this file.
+    Raises ConfigError (exit 6): gigatoken is asked for, and is not proved to give the ids of
+    tokenizers for this file.
     """
     if key == "tokenizers":
         return Choice("tokenizers", "tokenizers.X.encoder asks for it")
@@ -221,36 +263,62 @@ def choose(path: Path, key: EncoderKey, special_tokens: SpecialTokens) -> Choice
         versions = " and ".join(f"{name} {version}" for name, version in installed().items())
         return Choice("gigatoken", f"it is proved to give the same ids: {versions} were compared")
     if key == "gigatoken" and not why_not.endswith("is not installed"):
-        hint = 'set tokenizers.X.encoder = "auto" (gigatoken where it is proved, else tokenizers) or "tokenizers"'
-        raise ConfigError(f"gigatoken is not proved to give the ids of {path}: {why_not}", exit=Exit.STAGE_FAILED, hint=hint)
+        hint = (
+            'set tokenizers.X.encoder = "auto" (gigatoken where it is proved, else tokenizers) or'
+            ' "tokenizers"'
+        )
+        raise ConfigError(
+            f"gigatoken is not proved to give the ids of {path}: {why_not}",
+            exit=Exit.STAGE_FAILED,
+            hint=hint,
+        )
     return Choice("gigatoken" if key == "gigatoken" else "tokenizers", why_not)
 
 
 class Encoders:
-    """Encoders by tokenizer.json, each loaded once: a process may write thousands of small shards."""
+    """Encoders by tokenizer.json, each loaded once: a process may write thousands of small
+    shards."""
 
     def __init__(self) -> None:
-        self._loaded: dict[tuple[Path, str, str], tuple[Choice, Tokenizers, Gigatoken | None, Sequence[tuple[int, int]]]] = {}
+        self._loaded: dict[
+            tuple[Path, str, str],
+            tuple[Choice, Tokenizers, Gigatoken | None, Sequence[tuple[int, int]]],
+        ] = {}
 
-    def get(self, path: Path, key: EncoderKey, special_tokens: SpecialTokens, *, first: int, offset: int) -> tuple[Tokenizer, Encoder, Choice]:
-        """(the tokenizer.json at `path`, its encoder, which one that is); gigatoken's ids are checked besides (see `Checked`).
+    def get(
+        self, path: Path, key: EncoderKey, special_tokens: SpecialTokens, *, first: int, offset: int
+    ) -> tuple[Tokenizer, Encoder, Choice]:
+        """(the tokenizer.json at `path`, its encoder, which one that is); gigatoken's ids are
+        checked besides (see `Checked`).
 
-        Raises ConfigError (exit 6): see `load_tokenizer` and `choose`; gigatoken is asked for and not installed, or cannot use the file.
+        Raises ConfigError (exit 6): see `load_tokenizer` and `choose`; gigatoken is asked for
+        and not installed, or cannot use the file.
         """
         wanted = (path, key, special_tokens)
         if wanted not in self._loaded:
             exact = Tokenizers(load_tokenizer(path), special_tokens)
             choice = choose(path, key, special_tokens)
-            fast = None if choice.name == "tokenizers" else Gigatoken(path, special_tokens)
-            self._loaded[wanted] = choice, exact, fast, () if fast is None else listed(orjson.loads(path.read_bytes()))
+            if choice.name == "tokenizers":
+                fast = None
+            else:
+                fast = Gigatoken(path, special_tokens)
+            self._loaded[wanted] = (
+                choice,
+                exact,
+                fast,
+                () if fast is None else listed(orjson.loads(path.read_bytes())),
+            )
         choice, exact, fast, ranges = self._loaded[wanted]
         if fast is None:
             return exact.tokenizer, exact, choice
         return exact.tokenizer, Checked(Together(fast, exact, ranges), exact, first, offset), choice
 
 
-def with_eod(ids: Ids, lengths: Lengths, sequences: Lengths | None, eod: int | None, dtype: DTypeLike) -> tuple[NDArray[Any], Lengths]:
-    """Put the end-of-document id behind the last token of each document that has any, as Megatron's preprocess_data.py.
+def with_eod(
+    ids: Ids, lengths: Lengths, sequences: Lengths | None, eod: int | None, dtype: DTypeLike
+) -> tuple[NDArray[Any], Lengths]:
+    """Put the end-of-document id behind the last token of each document that has any, as
+    Megatron's preprocess_data.py.
 
     Args:
         ids: of all sequences, [n]; each fits `dtype`.
@@ -265,9 +333,12 @@ def with_eod(ids: Ids, lengths: Lengths, sequences: Lengths | None, eod: int | N
     ends = np.flatnonzero(lengths)  # sequences with tokens
     if sequences is not None:
         document = np.repeat(np.arange(len(sequences)), sequences)[ends]
-        ends = ends[np.append(document[1:] != document[:-1], True)]  # the last such of each document
+        # the last such of each document
+        ends = ends[np.append(document[1:] != document[:-1], True)]
     longer = lengths.copy()
     longer[ends] += 1
     out = np.empty(len(ids) + len(ends), dtype)
-    _index.interleave(np.ascontiguousarray(ids, np.uint32), np.cumsum(lengths, dtype=np.int64)[ends], eod, out)
+    _index.interleave(
+        np.ascontiguousarray(ids, np.uint32), np.cumsum(lengths, dtype=np.int64)[ends], eod, out
+    )
     return out, longer

@@ -1,7 +1,9 @@
-"""The last unit of prep-data: token shards joined into one .bin/.idx, or left as they are, and the dataset's manifest.
+"""The last unit of prep-data: token shards joined into one .bin/.idx, or left as they are, and
+the dataset's manifest.
 
-Where every byte goes is known from the shards' indices, so all of it is written at once: tokens by the kernel (copy_file_range(2), which on
-some file systems copies nothing at all), the index by numpy in blocks. Memory does not grow with the corpus.
+Where every byte goes is known from the shards' indices, so all of it is written at once: tokens
+by the kernel (copy_file_range(2), which on some file systems copies nothing at all), the index
+by numpy in blocks. Memory does not grow with the corpus.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from trainkit.base.files import fsync_folder, temporary_name, write_json
 from trainkit.base.worker import Progress, run_unit
 from trainkit.data.indexed.dataset import CODES, IndexedDataset, bin_path, idx_path
 from trainkit.data.indexed.format import CHUNK, HEADER, MAGIC, VERSION
-from trainkit.data.indexed.manifest import check_declared, check_drop, ranges_path, read_results, write_manifest
+from trainkit.data.indexed.manifest import (
+    check_declared,
+    check_drop,
+    ranges_path,
+    read_results,
+    write_manifest,
+)
 from trainkit.data.sums import identity_of
 
 PIECE = 2**28  # bytes of .bin that one thread copies before it takes the next
@@ -37,7 +45,8 @@ SHUFFLE_MEMORY = 2**30
 
 @dataclass(frozen=True)
 class Part:
-    """A pair, or so many sequences and documents of one from the given ones on: a shard that was merged before."""
+    """A pair, or so many sequences and documents of one from the given ones on: a shard that was
+    merged before."""
 
     prefix: Path
     from_sequence: int = 0
@@ -63,11 +72,16 @@ class _Place:
 
 
 class _Layout:
-    """The merged pair before it is written. Opens every pair once, which checks it; holds one of them open."""
+    """The merged pair before it is written. Opens every pair once, which checks it; holds one of
+    them open."""
 
     def __init__(self, parts: Sequence[Part], out_prefix: Path) -> None:
         if not parts:
-            raise ConfigError(f"{out_prefix}: there is nothing to merge", exit=Exit.STAGE_FAILED, hint="the dataset has no shard")
+            raise ConfigError(
+                f"{out_prefix}: there is nothing to merge",
+                exit=Exit.STAGE_FAILED,
+                hint="the dataset has no shard",
+            )
         self.places: list[_Place] = []
         self.sequences = self.documents = self.size = 0
         dtype: np.dtype[Any] | None = None
@@ -77,32 +91,69 @@ class _Layout:
             if pair is None or pair.prefix != prefix:
                 pair = IndexedDataset(prefix)
                 pair.verify()
-            dtype = pair.dtype if dtype is None else dtype
+            if dtype is None:
+                dtype = pair.dtype
             if pair.dtype != dtype:
-                message = f"{idx_path(prefix)} holds {pair.dtype.name}, but {idx_path(parts[0].prefix).name} {dtype.name}"
-                raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="merge files of one tokenizer only")
+                message = (
+                    f"{idx_path(prefix)} holds {pair.dtype.name}, but"
+                    f" {idx_path(parts[0].prefix).name} {dtype.name}"
+                )
+                raise ConfigError(
+                    message, exit=Exit.STAGE_FAILED, hint="merge files of one tokenizer only"
+                )
             if pair.modes is not None:
-                raise ConfigError(f"{idx_path(prefix)} is multimodal", exit=Exit.STAGE_FAILED, hint="trainkit merges text only")
+                raise ConfigError(
+                    f"{idx_path(prefix)} is multimodal",
+                    exit=Exit.STAGE_FAILED,
+                    hint="trainkit merges text only",
+                )
             place = self._place(part, pair)
             self.places.append(place)
-            self.sequences, self.documents, self.size = self.sequences + place.sequences, self.documents + place.documents, self.size + place.size
+            self.sequences = self.sequences + place.sequences
+            self.documents = self.documents + place.documents
+            self.size = self.size + place.size
         assert dtype is not None
         self.dtype = dtype
         self.offsets_at = HEADER.size + 4 * self.sequences
         self.documents_at = HEADER.size + 12 * self.sequences
 
     def _place(self, part: Part, pair: IndexedDataset) -> _Place:
-        sequences = len(pair) if part.sequences is None else part.sequences
-        documents = pair.num_documents if part.documents is None else part.documents
+        if part.sequences is None:
+            sequences = len(pair)
+        else:
+            sequences = part.sequences
+        if part.documents is None:
+            documents = pair.num_documents
+        else:
+            documents = part.documents
         last = part.from_sequence + sequences
-        if last > len(pair) or part.from_document + documents > pair.num_documents or pair.document_indices[part.from_document] != part.from_sequence:
-            message = f"{idx_path(part.prefix)} does not hold the sequences {part.from_sequence:,} to {last:,} as its dataset.json says"
+        if (
+            last > len(pair)
+            or part.from_document + documents > pair.num_documents
+            or pair.document_indices[part.from_document] != part.from_sequence
+        ):
+            message = (
+                f"{idx_path(part.prefix)} does not hold the sequences {part.from_sequence:,} to"
+                f" {last:,} as its dataset.json says"
+            )
             raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="make it anew: --force")
         lengths = pair.lengths[part.from_sequence : last]
         size = int(lengths.sum(dtype=np.int64)) * pair.dtype.itemsize
-        from_byte = int(pair.offsets[part.from_sequence]) if sequences else 0
+        if sequences:
+            from_byte = int(pair.offsets[part.from_sequence])
+        else:
+            from_byte = 0
         counts = sequences, documents, size
-        return _Place(part.prefix, *counts, self.sequences, self.documents, self.size, part.from_sequence, part.from_document, from_byte)
+        return _Place(
+            part.prefix,
+            *counts,
+            self.sequences,
+            self.documents,
+            self.size,
+            part.from_sequence,
+            part.from_document,
+            from_byte,
+        )
 
     def header(self) -> bytes:
         return HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequences, self.documents + 1)
@@ -116,7 +167,8 @@ def merge_pairs(
     progress: Progress = lambda done, total: None,
     before: Callable[[tuple[Path, Path]], None] = lambda names: None,
 ) -> None:
-    """Join pairs in the given order into one, byte for byte as Megatron's add_index does; it is there whole or not at all.
+    """Join pairs in the given order into one, byte for byte as Megatron's add_index does; it is
+    there whole or not at all.
 
     Args:
         pairs: prefixes, or parts of pairs; one may be a part of what stands at `out_prefix` so far.
@@ -124,7 +176,8 @@ def merge_pairs(
         progress: told bytes of .bin.
         before: told the whole .bin and .idx before they get their names.
 
-    Raises ConfigError (exit 6): no prefix is given, a pair is damaged, dtypes differ or one is multimodal. OSError as writing does.
+    Raises ConfigError (exit 6): no prefix is given, a pair is damaged, dtypes differ or one is
+    multimodal. OSError as writing does.
     """
     layout = _Layout([pair if isinstance(pair, Part) else Part(pair) for pair in pairs], out_prefix)
     out_prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +206,8 @@ def _created(path: Path) -> Iterator[int]:
 
 
 def _copy_all(layout: _Layout, tokens: int, index: int, threads: int, progress: Progress) -> None:
-    """Everything but the header, in parallel. The first failure, or Ctrl-C, ends it after the pieces at hand."""
+    """Everything but the header, in parallel. The first failure, or Ctrl-C, ends it after the
+    pieces at hand."""
     jobs: list[Callable[[], int]] = []
     for place in layout.places:
         jobs.append(lambda place=place: _write_index(layout, place, index))  # type: ignore[misc]
@@ -173,13 +227,22 @@ def _copy_all(layout: _Layout, tokens: int, index: int, threads: int, progress: 
 
 def _copy(place: _Place, start: int, target: int) -> int:
     """Copy a piece of a shard's .bin; returns its bytes."""
-    path, size = bin_path(place.prefix), min(PIECE, place.size - start)
+    path = bin_path(place.prefix)
+    size = min(PIECE, place.size - start)
     with open(path, "rb", buffering=0) as source:
-        done = _copy_in_kernel(source.fileno(), target, place.from_byte + start, place.first_byte + start, size)
+        done = _copy_in_kernel(
+            source.fileno(), target, place.from_byte + start, place.first_byte + start, size
+        )
         while done < size:
-            block = os.pread(source.fileno(), min(BUFFER, size - done), place.from_byte + start + done)
+            block = os.pread(
+                source.fileno(), min(BUFFER, size - done), place.from_byte + start + done
+            )
             if not block:
-                raise ConfigError(f"{path} became shorter while it was read", exit=Exit.STAGE_FAILED, hint="prepare the data again")
+                raise ConfigError(
+                    f"{path} became shorter while it was read",
+                    exit=Exit.STAGE_FAILED,
+                    hint="prepare the data again",
+                )
             _write(target, block, place.first_byte + start + done)
             done += len(block)
     return size
@@ -205,7 +268,8 @@ def _write(handle: int, data: bytes | memoryview, at: int) -> None:
     view = memoryview(data).cast("B")
     while view:
         written = os.pwrite(handle, view, at)
-        view, at = view[written:], at + written
+        view = view[written:]
+        at = at + written
 
 
 def _write_array(handle: int, values: NDArray[Any], dtype: DTypeLike, at: int) -> None:
@@ -214,21 +278,29 @@ def _write_array(handle: int, values: NDArray[Any], dtype: DTypeLike, at: int) -
 
 
 def _write_index(layout: _Layout, place: _Place, index: int) -> int:
-    """Write a shard's lengths, offsets and documents to their places in the merged index; returns 0 bytes of .bin."""
+    """Write a shard's lengths, offsets and documents to their places in the merged index;
+    returns 0 bytes of .bin."""
     pair = IndexedDataset(place.prefix)
     position = place.first_byte
     for first in range(0, place.sequences, CHUNK):
         start = place.from_sequence + first
-        lengths, sequence = pair.lengths[start : min(start + CHUNK, place.from_sequence + place.sequences)], place.first_sequence + first
+        lengths = pair.lengths[start : min(start + CHUNK, place.from_sequence + place.sequences)]
+        sequence = place.first_sequence + first
         ends = position + np.cumsum(lengths, dtype=np.int64) * layout.dtype.itemsize
         _write_array(index, lengths, "<i4", HEADER.size + 4 * sequence)
-        _write_array(index, np.concatenate(([position], ends[:-1])), "<i8", layout.offsets_at + 8 * sequence)
+        _write_array(
+            index, np.concatenate(([position], ends[:-1])), "<i8", layout.offsets_at + 8 * sequence
+        )
         position = int(ends[-1])
     for first in range(1, place.documents + 1, CHUNK):
         start = place.from_document + first
-        found = pair.document_indices[start : min(start + CHUNK, place.from_document + place.documents + 1)]
+        found = pair.document_indices[
+            start : min(start + CHUNK, place.from_document + place.documents + 1)
+        ]
         documents = found - place.from_sequence + place.first_sequence
-        _write_array(index, documents, "<i8", layout.documents_at + 8 * (place.first_document + first))
+        _write_array(
+            index, documents, "<i8", layout.documents_at + 8 * (place.first_document + first)
+        )
     return 0
 
 
@@ -244,15 +316,25 @@ def _publish(names: tuple[Path, Path], prefix: Path) -> None:
 
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Merge, or shuffle, or leave the shards alone as `spec["prefix"]` and `spec["shuffle"]` say; then write dataset.json.
+    """Merge, or shuffle, or leave the shards alone as `spec["prefix"]` and `spec["shuffle"]`
+    say; then write dataset.json.
 
     Returns the dataset's counts. Raises ConfigError (exit 6) as `merge_pairs` and `check_declared`.
     """
     shards = read_results(spec)
     if not any(shard["tokens"] for shard in shards):
         left_out = sum(sum(shard.get("left_out", {}).values()) for shard in shards)
-        message = f"datasets.{spec['name']}: {len(shards):,} files hold no token ({left_out:,} documents were left out)"
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="look at the files, at text_key, and at what is left out (drop, min_document_bytes)")
+        message = (
+            f"datasets.{spec['name']}: {len(shards):,} files hold no token ({left_out:,} documents"
+            " were left out)"
+        )
+        raise ConfigError(
+            message,
+            exit=Exit.STAGE_FAILED,
+            hint=(
+                "look at the files, at text_key, and at what is left out (drop, min_document_bytes)"
+            ),
+        )
     check_declared(spec, shards)
     check_drop(spec["name"], shards)
     prefixes = [Path(shard["prefix"]) for shard in spec["shards"]]
@@ -264,39 +346,70 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     counts = write_manifest(spec, shards)
     if spec["prefix"] is not None:
         ranges_path(Path(spec["prefix"])).unlink(missing_ok=True)
-    _tidy(prefixes[0].parent, {f"{prefix.name}{ending}" for prefix in prefixes for ending in (".bin", ".idx", ".lock")})
-    _tidy(Path(spec["rejects"]), {f"{given['name']}.jsonl" for given, shard in zip(spec["shards"], shards, strict=True) if shard["rejects"]})
+    _tidy(
+        prefixes[0].parent,
+        {f"{prefix.name}{ending}" for prefix in prefixes for ending in (".bin", ".idx", ".lock")},
+    )
+    _tidy(
+        Path(spec["rejects"]),
+        {
+            f"{given['name']}.jsonl"
+            for given, shard in zip(spec["shards"], shards, strict=True)
+            if shard["rejects"]
+        },
+    )
     progress(1, 1)
     return counts
 
 
-def _merge(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], progress: Progress) -> None:
-    target, threads = Path(spec["prefix"]), min(MOST_THREADS, len(os.sched_getaffinity(0)))
+def _merge(
+    spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], progress: Progress
+) -> None:
+    target = Path(spec["prefix"])
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
     def note(names: tuple[Path, Path]) -> None:
-        made_of = [[given["name"], shard["sequences"], shard["documents"]] for given, shard in zip(spec["shards"], shards, strict=True)]
-        write_json(ranges_path(target), {"pair": [identity_of(name)[1:] for name in names], "shards": made_of})
+        made_of = [
+            [given["name"], shard["sequences"], shard["documents"]]
+            for given, shard in zip(spec["shards"], shards, strict=True)
+        ]
+        write_json(
+            ranges_path(target),
+            {"pair": [identity_of(name)[1:] for name in names], "shards": made_of},
+        )
 
     merge_pairs(_parts(spec), target, threads=threads, progress=progress, before=note)
 
 
 def _parts(spec: Mapping[str, Any]) -> list[Part]:
-    """Where each shard lies: in its own pair, or, where that is not there, in what was merged before, which must be what it was when that was planned.
+    """Where each shard lies: in its own pair, or, where that is not there, in what was merged
+    before, which must be what it was when that was planned.
 
     Raises ConfigError (exit 6): it is another one now.
     """
-    target, parts = Path(spec["prefix"]), []
+    target = Path(spec["prefix"])
+    parts = []
     for shard in spec["shards"]:
-        prefix, kept = Path(shard["prefix"]), shard.get("kept")
-        parts.append(Part(prefix) if kept is None or idx_path(prefix).is_file() else Part(target, *kept))
-    if any(part.prefix == target for part in parts) and [identity_of(path) for path in (bin_path(target), idx_path(target))] != spec["former"]:
-        message = f"{bin_path(target)} is not what it was when this was planned: another process wrote it meanwhile"
+        prefix = Path(shard["prefix"])
+        kept = shard.get("kept")
+        parts.append(
+            Part(prefix) if kept is None or idx_path(prefix).is_file() else Part(target, *kept)
+        )
+    if (
+        any(part.prefix == target for part in parts)
+        and [identity_of(path) for path in (bin_path(target), idx_path(target))] != spec["former"]
+    ):
+        message = (
+            f"{bin_path(target)} is not what it was when this was planned: another process wrote it"
+            " meanwhile"
+        )
         raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="run it again")
     return parts
 
 
 def _shuffle(prefixes: Sequence[Path], target: Path, progress: Progress) -> None:
-    """All documents in one random order. Many shards are joined first, for shuffling holds every pair open; the order is the same."""
+    """All documents in one random order. Many shards are joined first, for shuffling holds every
+    pair open; the order is the same."""
     from trainkit.data.tokenize.shuffle import shuffle_documents
 
     if len(prefixes) <= MOST_OPEN:
@@ -312,7 +425,8 @@ def _shuffle(prefixes: Sequence[Path], target: Path, progress: Progress) -> None
 
 
 def _tidy(folder: Path, known: set[str]) -> None:
-    """Delete files that shards of a former dataset.json, or workers that were killed, left in a folder of ours."""
+    """Delete files that shards of a former dataset.json, or workers that were killed, left in a
+    folder of ours."""
     for entry in os.scandir(folder) if folder.is_dir() else ():
         if entry.name not in known and entry.is_file(follow_symlinks=False):
             os.unlink(entry)

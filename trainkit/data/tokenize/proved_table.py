@@ -1,4 +1,5 @@
-"""Code points of which gigatoken and tokenizers differ, as inclusive ranges: made by tests/data/encoder_proof.py, not by hand."""
+"""Code points of which gigatoken and tokenizers differ, as inclusive ranges: made by
+tests/data/encoder_proof.py, not by hand."""
 
 # versions that were compared, with this result
 VERSIONS: dict[str, tuple[str, ...]] = {

@@ -1,18 +1,24 @@
-"""The units of prep-data that work on one shard: `python -m trainkit.data.tokenize.shard_worker SPEC.json` writes its text or its tokens.
+"""The units of prep-data that work on one shard: `python -m trainkit.data.tokenize.shard_worker
+SPEC.json` writes its text or its tokens.
 
-Tokens are made as a stream: one thread reads, decompresses, parses and filters, this one encodes, a third writes. The spec's keys of do = "tokens":
+Tokens are made as a stream: one thread reads, decompresses, parses and filters, this one
+encodes, a third writes. The spec's keys of do = "tokens":
 
-    shard, recipe          the file; or, where it is fetched while it is read, what trainkit.data.fetch.worker.open_stream takes (then `shard` only names it)
-    size                   bytes, for progress
-    tokenizer, eod_token   tokenizer.json and the token that ends a document
-    prefix, rejects        of the .bin/.idx to write; where bad lines go (on_error = "skip"), if there are any
-    append_eod, encoder, special_tokens                                               of the tokenizer's table, by default as there ("auto")
-    text_key, text_separator, drop, min_document_bytes, max_document_bytes, fix_text, on_error, max_reject_fraction      of the dataset's table, likewise
-    first                  the dataset's first shard (the default): where gigatoken encodes, its first 200 documents are compared with tokenizers
+    shard, recipe          the file; or, where it is fetched while it is read, what
+    trainkit.data.fetch.worker.open_stream takes (then `shard` only names it) size
+    bytes, for progress tokenizer, eod_token   tokenizer.json and the token that ends a document
+    prefix, rejects        of the .bin/.idx to write; where bad lines go (on_error = "skip"), if
+    there are any append_eod, encoder, special_tokens
+    of the tokenizer's table, by default as there ("auto") text_key, text_separator, drop,
+    min_document_bytes, max_document_bytes, fix_text, on_error, max_reject_fraction      of the
+    dataset's table, likewise first                  the dataset's first shard (the default):
+    where gigatoken encodes, its first 200 documents are compared with tokenizers
 
-The result: documents, empty_documents, sequences, tokens, text_bytes, lines (documents, left out and rejected ones), left_out {reason: documents},
-rejects and rejected {kind: lines}, passed_over {reason: members of archives}, encoder and encoder_because, compared (texts, with tokenizers), passed_on
-(texts that gigatoken left to tokenizers), bin_xxh128, idx_xxh128, read ([path, size, mtime in ns, xxh128] of a file that lies here, for freshness).
+The result: documents, empty_documents, sequences, tokens, text_bytes, lines (documents, left out
+and rejected ones), left_out {reason: documents}, rejects and rejected {kind: lines}, passed_over
+{reason: members of archives}, encoder and encoder_because, compared (texts, with tokenizers),
+passed_on (texts that gigatoken left to tokenizers), bin_xxh128, idx_xxh128, read ([path, size,
+mtime in ns, xxh128] of a file that lies here, for freshness).
 """
 
 from __future__ import annotations
@@ -39,7 +45,16 @@ from trainkit.data.text.corpus import counted, filter_of, open_shard, reading_of
 from trainkit.data.text.formats import Bad, Passed, open_documents
 from trainkit.data.text.rejects import EVERY, Rejects
 from trainkit.data.tokenize.background import ahead, behind
-from trainkit.data.tokenize.encoders import Checked, Difference, Encoder, Encoders, Ids, Lengths, Together, with_eod
+from trainkit.data.tokenize.encoders import (
+    Checked,
+    Difference,
+    Encoder,
+    Encoders,
+    Ids,
+    Lengths,
+    Together,
+    with_eod,
+)
 from trainkit.data.tokenizer import end_of_document
 
 BATCH_BYTES = 2**20  # of text encoded at once: bounds memory whatever the corpus's size
@@ -81,18 +96,27 @@ class ShardReader:
     """
 
     def __init__(self, spec: Mapping[str, Any], rejects: Rejects) -> None:
-        self.path, self.recipe = Path(spec["shard"]), spec.get("recipe")
-        self.reading, self.filter, self.rejects = reading_of(spec), filter_of(spec), rejects
+        self.path = Path(spec["shard"])
+        self.recipe = spec.get("recipe")
+        self.reading = reading_of(spec)
+        self.filter = filter_of(spec)
+        self.rejects = rejects
         self.lines = 0
         self.passed: dict[str, int] = {}
         self.read: list[list[Any]] = []  # of a file that is here: what was read of it
 
     def batches(self) -> Iterator[Batch]:
         """All of them. Raises ConfigError (exit 6) as `open_documents` and `Rejects` do."""
-        batch, identity = Batch(), [] if self.recipe else identity_of(self.path)
+        batch = Batch()
+        if self.recipe:
+            identity = []
+        else:
+            identity = identity_of(self.path)
         with open_shard(self.path, self.recipe) as raw:
             stream = counted(raw)
-            with closing(open_documents(self.path.name, stream, self.reading, str(self.path))) as found:  # type: ignore[type-var]
+            with closing(
+                open_documents(self.path.name, stream, self.reading, str(self.path))
+            ) as found:  # type: ignore[type-var]
                 for item in found:
                     if isinstance(item, Passed):
                         self.passed[item.reason] = self.passed.get(item.reason, 0) + 1
@@ -113,7 +137,10 @@ class ShardReader:
                         self.rejects.check(self.lines, found)
             self.rejects.check(self.lines)
             if identity:
-                digest = stream.digest.hexdigest() if stream.position == identity[1] and stream.in_order else file_sum(self.path)
+                if stream.position == identity[1] and stream.in_order:
+                    digest = stream.digest.hexdigest()
+                else:
+                    digest = file_sum(self.path)
                 self.read.append([*identity, digest])
             batch.position = stream.position
             if batch.places:
@@ -129,21 +156,31 @@ class ShardWriter:
     """
 
     def __init__(self, writer: IndexedWriter, eod: int | None) -> None:
-        self.writer, self.eod = writer, eod
+        self.writer = writer
+        self.eod = eod
         self.documents = self.empty = self.sequences = self.tokens = self.text_bytes = 0
         self.hash = xxhash.xxh3_128()
 
     def __call__(self, item: tuple[Batch, Ids, Lengths]) -> None:
         """Write one batch."""
         batch, ids, lengths = item
-        several = len(batch.sequences) != len(batch.texts) or any(count != 1 for count in batch.sequences)
-        sequences: NDArray[np.int64] | None = np.array(batch.sequences, np.int64) if several else None
+        several = len(batch.sequences) != len(batch.texts) or any(
+            count != 1 for count in batch.sequences
+        )
+        sequences: NDArray[np.int64] | None
+        if several:
+            sequences = np.array(batch.sequences, np.int64)
+        else:
+            sequences = None
         tokens, lengths = with_eod(ids, lengths, sequences, self.eod, self.writer.dtype)
         self.writer.add_documents(tokens, lengths, sequences)
         self.hash.update(tokens.data)
         there = lengths > 0
         written = int(there.sum())
-        full = written if sequences is None else len(np.unique(np.repeat(np.arange(len(sequences)), sequences)[there]))
+        if sequences is None:
+            full = written
+        else:
+            full = len(np.unique(np.repeat(np.arange(len(sequences)), sequences)[there]))
         self.documents += len(batch.sequences)
         self.empty += len(batch.sequences) - full
         self.sequences += written
@@ -159,24 +196,46 @@ def write_text(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
 
 
 def write_tokens(spec: dict[str, Any], progress: Progress, encoders: Encoders) -> dict[str, Any]:
-    """Encode one shard of text to .bin/.idx: the end-of-document id after every document that has a token.
+    """Encode one shard of text to .bin/.idx: the end-of-document id after every document that
+    has a token.
 
-    An empty document becomes an entry of the document index without a sequence, as in Megatron's preprocess_data.py.
-    Raises ConfigError (exit 6): see `open_documents`, `Rejects`, `Encoders`; gigatoken's ids are not those of tokenizers.
+    An empty document becomes an entry of the document index without a sequence, as in Megatron's
+    preprocess_data.py. Raises ConfigError (exit 6): see `open_documents`, `Rejects`, `Encoders`;
+    gigatoken's ids are not those of tokenizers.
     """
-    prefix, path = Path(spec["prefix"]), Path(spec["tokenizer"])
-    first, offset = CHECK_DOCUMENTS if spec.get("first", True) else 0, zlib.crc32(prefix.name.encode())
+    prefix = Path(spec["prefix"])
+    path = Path(spec["tokenizer"])
+    if spec.get("first", True):
+        first = CHECK_DOCUMENTS
+    else:
+        first = 0
+    offset = zlib.crc32(prefix.name.encode())
     special_tokens = spec.get("special_tokens", "text")
-    tokenizer, encoder, choice = encoders.get(path, spec.get("encoder", "auto"), special_tokens, first=first, offset=offset)
-    eod = end_of_document(tokenizer, spec["eod_token"], path) if spec.get("append_eod", True) else None
+    tokenizer, encoder, choice = encoders.get(
+        path, spec.get("encoder", "auto"), special_tokens, first=first, offset=offset
+    )
+    if spec.get("append_eod", True):
+        eod = end_of_document(tokenizer, spec["eod_token"], path)
+    else:
+        eod = None
     dtype = best_dtype(tokenizer.get_vocab_size())
     if encoder.highest > np.iinfo(dtype).max:
-        message = f"{path} has {tokenizer.get_vocab_size():,} ids, which is why they are written as {dtype.name}, but its highest is {encoder.highest:,}"
+        message = (
+            f"{path} has {tokenizer.get_vocab_size():,} ids, which is why they are written as"
+            f" {dtype.name}, but its highest is {encoder.highest:,}"
+        )
         raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="use a tokenizer without such gaps")
-    rejects_path = Path(spec["rejects"]) if spec.get("rejects") else None
+    if spec.get("rejects"):
+        rejects_path = Path(spec["rejects"])
+    else:
+        rejects_path = None
     with (
         locked(prefix.with_name(prefix.name + ".lock"), {"shard": spec["shard"]}),
-        Rejects(rejects_path, skip=spec.get("on_error", "stop") == "skip", max_fraction=spec.get("max_reject_fraction", 0.001)) as rejects,
+        Rejects(
+            rejects_path,
+            skip=spec.get("on_error", "stop") == "skip",
+            max_fraction=spec.get("max_reject_fraction", 0.001),
+        ) as rejects,
     ):
         reader = ShardReader(spec, rejects)
         with IndexedWriter(prefix, dtype) as pair:
@@ -197,14 +256,20 @@ def write_tokens(spec: dict[str, Any], progress: Progress, encoders: Encoders) -
         "encoder": choice.name,
         "encoder_because": choice.because,
         "compared": encoder.compared if isinstance(encoder, Checked) else 0,
-        "passed_on": encoder.fast.passed_on if isinstance(encoder, Checked) and isinstance(encoder.fast, Together) else 0,
+        "passed_on": (
+            encoder.fast.passed_on
+            if isinstance(encoder, Checked) and isinstance(encoder.fast, Together)
+            else 0
+        ),
         "bin_xxh128": writer.hash.hexdigest(),
         "idx_xxh128": file_sum(idx_path(prefix)),
         "read": reader.read,
     }
 
 
-def _run(reader: ShardReader, encoder: Encoder, writer: ShardWriter, size: int, progress: Progress) -> None:
+def _run(
+    reader: ShardReader, encoder: Encoder, writer: ShardWriter, size: int, progress: Progress
+) -> None:
     """Batch after batch through the three threads."""
     total = size_of(reader.path) or size
     with ahead(reader.batches()) as batches, behind(writer) as write:
@@ -214,13 +279,22 @@ def _run(reader: ShardReader, encoder: Encoder, writer: ShardWriter, size: int, 
             except Difference as found:
                 place = batch.place(found.index)
                 message = f"gigatoken does not give the ids of tokenizers: {found.words}"
-                raise ConfigError([Problem(message, place, 'set tokenizers.X.encoder = "tokenizers"')], exit=Exit.STAGE_FAILED) from None
+                raise ConfigError(
+                    [Problem(message, place, 'set tokenizers.X.encoder = "tokenizers"')],
+                    exit=Exit.STAGE_FAILED,
+                ) from None
             write((batch, ids, lengths))
-            progress(min(batch.position, total), max(1, total), tokens=writer.tokens, text_bytes=writer.text_bytes)
+            progress(
+                min(batch.position, total),
+                max(1, total),
+                tokens=writer.tokens,
+                text_bytes=writer.text_bytes,
+            )
 
 
 def _one_arena() -> None:
-    """Have glibc's malloc serve all threads from one heap: texts are made in one thread and freed in another, and a heap for each costs 70 MB more.
+    """Have glibc's malloc serve all threads from one heap: texts are made in one thread and
+    freed in another, and a heap for each costs 70 MB more.
 
     Other C libraries know no mallopt, and need none.
     """
@@ -236,10 +310,13 @@ class Work:
         self._encoders = Encoders()
 
     def __call__(self, spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
-        return write_text(spec, progress) if spec["do"] == "text" else write_tokens(spec, progress, self._encoders)
+        if spec["do"] == "text":
+            return write_text(spec, progress)
+        return write_tokens(spec, progress, self._encoders)
 
 
 if __name__ == "__main__":
     _one_arena()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a shard: the processes are the parallelism
+    # one process a shard: the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     run_unit(Work())

@@ -1,4 +1,5 @@
-"""What the agent does on each frame of its supervisor. An order that takes time is a generator, which the agent's loop goes on with at each turn."""
+"""What the agent does on each frame of its supervisor. An order that takes time is a generator,
+which the agent's loop goes on with at each turn."""
 
 from __future__ import annotations
 
@@ -35,10 +36,16 @@ def ping(agent: Agent, frame: Frame) -> None:
 
 
 def reserve(agent: Agent, frame: Frame) -> Task:
-    """Take the host's slots; end first what a dead run left on them. Who shares takes those that are free, so that the next one finds a holder."""
+    """Take the host's slots; end first what a dead run left on them. Who shares takes those that
+    are free, so that the next one finds a holder."""
     folder = Path(agent.session["node_folder"])
     _free(agent)
-    words = {"run": frame["run"], "attempt": frame["attempt"], "mark": agent.mark, "folder": agent.session.get("folder", str(agent.folder))}
+    words = {
+        "run": frame["run"],
+        "attempt": frame["attempt"],
+        "mark": agent.mark,
+        "folder": agent.session.get("folder", str(agent.folder)),
+    }
     try:
         held = slots.reserve(folder, frame["slots"], words, share=bool(frame.get("share")))
     except Busy as busy:
@@ -51,7 +58,8 @@ def reserve(agent: Agent, frame: Frame) -> Task:
     while (left := [p for mark in stale for p in _left_of(mark)]) and time.monotonic() < deadline:
         for mark in stale:
             kill_groups(mark, 0.0)
-        marks.kill(left)  # nobody holds its lock any more: agent and keeper are dead, these are its orphans
+        # nobody holds its lock any more: agent and keeper are dead, these are its orphans
+        marks.kill(left)
         yield
     if left:
         _free(agent)
@@ -62,10 +70,22 @@ def reserve(agent: Agent, frame: Frame) -> Task:
 
 
 def _stale_marks(cleared: list[dict[str, Any]], living: dict[str, dict[str, Any]]) -> list[str]:
-    """Marks of what may be ended. Anybody can write into a slot that is free: a word against a run that holds one now is not believed."""
-    said = [mark for holder in cleared if isinstance(mark := holder.get("mark"), str) and mark.count("/") >= 2]
+    """Marks of what may be ended. Anybody can write into a slot that is free: a word against a
+    run that holds one now is not believed."""
+    said = [
+        mark
+        for holder in cleared
+        if isinstance(mark := holder.get("mark"), str) and mark.count("/") >= 2
+    ]
     held = [mark for holder in living.values() if isinstance(mark := holder.get("mark"), str)]
-    return [mark for mark in said if not any(f"{mark}/".startswith(f"{other}/") or f"{other}/".startswith(f"{mark}/") for other in held)]
+    return [
+        mark
+        for mark in said
+        if not any(
+            f"{mark}/".startswith(f"{other}/") or f"{other}/".startswith(f"{mark}/")
+            for other in held
+        )
+    ]
 
 
 def _free(agent: Agent) -> None:
@@ -76,7 +96,8 @@ def _free(agent: Agent) -> None:
 
 
 def _private_folder(folder: Path, mark: str) -> Path:
-    """A folder of ours on this node; where the node's folder cannot be used, in the temporary one."""
+    """A folder of ours on this node; where the node's folder cannot be used, in the temporary
+    one."""
     name = f"trainkit-{mark.replace('/', '-')}-"
     try:
         return Path(tempfile.mkdtemp(prefix=name, dir=folder))
@@ -86,7 +107,10 @@ def _private_folder(folder: Path, mark: str) -> Path:
 
 def listen(agent: Agent, frame: Frame) -> None:
     """Listen on the first port that is free; who connects is told that it is us."""
-    family = socket.AF_INET6 if agent.connection and ":" in agent.connection.sock.getsockname()[0] else socket.AF_INET
+    if agent.connection and ":" in agent.connection.sock.getsockname()[0]:
+        family = socket.AF_INET6
+    else:
+        family = socket.AF_INET
     _close_listener(agent)
     why = "no port was named"
     for port in frame["ports"]:
@@ -101,7 +125,9 @@ def listen(agent: Agent, frame: Frame) -> None:
             continue
         listener.setblocking(False)
         agent.listener = listener
-        agent.selector.register(listener, selectors.EVENT_READ, partial(_greet, listener, agent.token))
+        agent.selector.register(
+            listener, selectors.EVENT_READ, partial(_greet, listener, agent.token)
+        )
         agent.send({"type": "listening", "port": listener.getsockname()[1]})
         return
     agent.send({"type": "listening", "port": None, "error": why})
@@ -134,10 +160,13 @@ def unlisten(agent: Agent, frame: Frame) -> None:
 
 def connect(agent: Agent, frame: Frame) -> Task:
     """Try to reach rank 0's port, and see that it is the run's own agent who answers there."""
-    address, port = frame["address"], int(frame["port"])
+    address = frame["address"]
+    port = int(frame["port"])
     error: str | None = None
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+        family, _, _, _, place = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
         with socket.socket(family, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
             yield from _reach(sock, place, _greeting(agent.token, port))
@@ -161,7 +190,14 @@ def _reach(sock: socket.socket, place: tuple[Any, ...], expected: bytes) -> Task
                     raise OSError(errno.EPROTO, "something else than this run answers there")
                 said += data or b""
         if time.monotonic() > deadline:
-            raise OSError(errno.ETIMEDOUT, "connected, but nothing of this run answers there" if _is_connected(sock) else os.strerror(errno.ETIMEDOUT))
+            raise OSError(
+                errno.ETIMEDOUT,
+                (
+                    "connected, but nothing of this run answers there"
+                    if _is_connected(sock)
+                    else os.strerror(errno.ETIMEDOUT)
+                ),
+            )
         if len(said) < len(expected):
             yield
     if said != expected:
@@ -186,17 +222,22 @@ def _is_connected(sock: socket.socket) -> bool:
 
 
 def go(agent: Agent, frame: Frame) -> None:
-    """Start programs. The secrets they may have are read now, from the session's folder, and never again."""
+    """Start programs. The secrets they may have are read now, from the session's folder, and
+    never again."""
     try:
         secrets = _secrets(agent, frame.get("secret_names") or [])
-        agent.heartbeats = agent.heartbeats or _private_folder(Path(agent.session["node_folder"]), agent.mark)
+        agent.heartbeats = agent.heartbeats or _private_folder(
+            Path(agent.session["node_folder"]), agent.mark
+        )
     except (OSError, ValueError) as error:
         for spec in frame["processes"]:
             agent.send({"type": "start_failed", "key": str(spec["key"]), "error": str(error)})
         return
     redactor = Redactor(secrets.values())
     agent.memory = agent.memory or OutOfMemory()
-    agent.link.guard(agent.mark, lease=agent.session["lease"], folders=[agent.heartbeats], group=agent.group)
+    agent.link.guard(
+        agent.mark, lease=agent.session["lease"], folders=[agent.heartbeats], group=agent.group
+    )
     for spec in frame["processes"]:
         key = str(spec["key"])
         try:
@@ -204,7 +245,15 @@ def go(agent: Agent, frame: Frame) -> None:
                 raise CannotStart("this agent is about to leave")
             if key in agent.children:
                 raise CannotStart(f"process {key} runs already")
-            child = Child(spec, child_mark(agent.mark, key), secrets, redactor, agent.writer, agent.heartbeats, agent.group)
+            child = Child(
+                spec,
+                child_mark(agent.mark, key),
+                secrets,
+                redactor,
+                agent.writer,
+                agent.heartbeats,
+                agent.group,
+            )
         except CannotStart as error:
             agent.send({"type": "start_failed", "key": key, "error": redactor.text(str(error))})
             continue
@@ -215,7 +264,11 @@ def go(agent: Agent, frame: Frame) -> None:
 
 def _secrets(agent: Agent, names: list[str]) -> dict[str, str]:
     """The values of those that are there. Raises OSError or ValueError."""
-    stored: dict[str, Any] = read_json(agent.folder / "secrets.json") if names else {}
+    stored: dict[str, Any]
+    if names:
+        stored = read_json(agent.folder / "secrets.json")
+    else:
+        stored = {}
     return {name: str(stored[name]) for name in names if name in stored}
 
 
@@ -230,18 +283,28 @@ def send_signal(agent: Agent, frame: Frame) -> None:
 def stop(agent: Agent, frame: Frame) -> Task:
     """End programs, or everything; what is left is looked for, not assumed."""
     keys = frame.get("keys")
-    wanted = None if keys is None else [str(key) for key in keys]
+    if keys is None:
+        wanted = None
+    else:
+        wanted = [str(key) for key in keys]
     yield from agent.end(wanted, float(frame["grace"]))
-    left = agent.strays() if wanted is None else [p for key in wanted for p in marks.marked(child_mark(agent.mark, key))]
+    if wanted is None:
+        left = agent.strays()
+    else:
+        left = [p for key in wanted for p in marks.marked(child_mark(agent.mark, key))]
     told = [{"pid": p.pid, "argv0": p.argv0} for p in left]
     if wanted is None and not told and not agent.proved():
-        told = [{"pid": 0, "argv0": "something that ends and begins faster than it can be looked at"}]
+        told = [
+            {"pid": 0, "argv0": "something that ends and begins faster than it can be looked at"}
+        ]
     agent.send({"type": "stopped", "left": told, "proof": agent.proof if not told else None})
 
 
 def stacks(agent: Agent, frame: Frame) -> Task:
     """Where every program stands."""
-    for answer in collect_stacks([c for c in agent.children.values() if c.running], py_spy=bool(frame.get("py_spy"))):
+    for answer in collect_stacks(
+        [c for c in agent.children.values() if c.running], py_spy=bool(frame.get("py_spy"))
+    ):
         if answer is None:
             yield
         else:
@@ -262,14 +325,33 @@ def sweep(agent: Agent, frame: Frame) -> Task:
             break
         yield
         left = _left_of(run)
-    told = [[{"pid": p.pid, "mark": p.mark, "argv0": p.argv0} for p in found] for found in (left, [p for p in killed.values() if p not in left])]
-    agent.send({"type": "swept", "left": told[0], "killed": told[1], "proof": "cgroup" if agent.group and not left else None})
+    told = [
+        [{"pid": p.pid, "mark": p.mark, "argv0": p.argv0} for p in found]
+        for found in (left, [p for p in killed.values() if p not in left])
+    ]
+    agent.send(
+        {
+            "type": "swept",
+            "left": told[0],
+            "killed": told[1],
+            "proof": "cgroup" if agent.group and not left else None,
+        }
+    )
 
 
 def _left_of(run: str) -> list[marks.Marked]:
-    """What lives on this host with the mark of a run (its agents and keepers too) or of a part of it, in one of its groups, or with its limit."""
-    held = [process for group in groups(run) for pid in group.pids() if (process := marks.described(pid))]
-    nameless = [] if "/" in run else marks.limited(run)
+    """What lives on this host with the mark of a run (its agents and keepers too) or of a part
+    of it, in one of its groups, or with its limit."""
+    held = [
+        process
+        for group in groups(run)
+        for pid in group.pids()
+        if (process := marks.described(pid))
+    ]
+    if "/" in run:
+        nameless = []
+    else:
+        nameless = marks.limited(run)
     return list({p.pid: p for p in (*marks.marked(run), *held, *nameless)}.values())
 
 

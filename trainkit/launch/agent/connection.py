@@ -1,4 +1,5 @@
-"""The agent's connection to its supervisor: dialled, proved on both sides, never waiting for a slow reader."""
+"""The agent's connection to its supervisor: dialled, proved on both sides, never waiting for a
+slow reader."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 from trainkit.launch.protocol import frames
 from trainkit.launch.protocol.frames import BadFrame, Decoder, Frame
 
-ROOM = 2**18  # bytes under way to the supervisor up to which more output is taken from the ranks' buffers
+# bytes under way to the supervisor up to which more output is taken from the ranks' buffers
+ROOM = 2**18
 MOST = 2 * frames.LIMIT  # bytes under way that mean nobody reads any more
 PROOF_SECONDS = 30.0  # a thousand agents may knock at once
 
@@ -29,7 +31,8 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket, decoder: Decoder) -> None:
-        self.sock, self._decoder = sock, decoder
+        self.sock = sock
+        self._decoder = decoder
         self._out = bytearray()
         sock.setblocking(False)
 
@@ -61,7 +64,8 @@ class Connection:
             raise Lost(f"the connection broke: {error.strerror or error}") from None
 
     def receive(self) -> Iterator[Frame]:
-        """Frames that are there now. Raises Lost at the end of the connection, BadFrame for what is none."""
+        """Frames that are there now. Raises Lost at the end of the connection, BadFrame for what
+        is none."""
         try:
             data = self.sock.recv(2**18)
         except BlockingIOError:
@@ -82,28 +86,44 @@ class Connection:
                 self.flush()
 
 
-def dial(address: str, port: int, token: bytes, node: int, seconds: float = PROOF_SECONDS) -> Connection:
+def dial(
+    address: str, port: int, token: bytes, node: int, seconds: float = PROOF_SECONDS
+) -> Connection:
     """Connect to the supervisor, have it prove that it knows the token, and prove it ourselves.
 
-    Raises Lost where nobody is there or it cannot prove itself within `seconds`; nothing has been done for it then.
+    Raises Lost where nobody is there or it cannot prove itself within `seconds`; nothing has
+    been done for it then.
     """
     deadline = time.monotonic() + seconds
     sock = _connect(address, port, deadline)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         frames.be_impatient(sock)
-        decoder, own = Decoder(), frames.new_nonce()
+        decoder = Decoder()
+        own = frames.new_nonce()
         _say(sock, {"type": "knock", "role": "agent", "node": node, "nonce": own}, deadline)
         challenge = _hear(sock, decoder, deadline)
         theirs = challenge.get("nonce")
-        if challenge["type"] != "challenge" or not isinstance(theirs, str) or not frames.proved(challenge.get("proof"), token, "supervisor", theirs, own):
-            raise Lost(f"{address} port {port} cannot prove that it is the supervisor of this session")
-        _say(sock, {"type": "answer", "proof": frames.proof(token, "agent", own, theirs, f"agent:{node}")}, deadline)
+        if (
+            challenge["type"] != "challenge"
+            or not isinstance(theirs, str)
+            or not frames.proved(challenge.get("proof"), token, "supervisor", theirs, own)
+        ):
+            raise Lost(
+                f"{address} port {port} cannot prove that it is the supervisor of this session"
+            )
+        _say(
+            sock,
+            {"type": "answer", "proof": frames.proof(token, "agent", own, theirs, f"agent:{node}")},
+            deadline,
+        )
         decoder.limit = frames.LIMIT
         return Connection(sock, decoder)
     except (OSError, BadFrame) as error:
         sock.close()
-        raise Lost(f"{address} port {port} did not prove that it is the supervisor: {error}") from None
+        raise Lost(
+            f"{address} port {port} did not prove that it is the supervisor: {error}"
+        ) from None
     except BaseException:
         sock.close()
         raise
@@ -112,10 +132,15 @@ def dial(address: str, port: int, token: bytes, node: int, seconds: float = PROO
 def _connect(address: str, port: int, deadline: float) -> socket.socket:
     while True:
         try:
-            return socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic()))
+            return socket.create_connection(
+                (address, port), timeout=max(0.1, deadline - time.monotonic())
+            )
         except OSError as error:
             if time.monotonic() + 0.5 > deadline:
-                raise Lost(f"cannot connect to the supervisor at {address} port {port}: {error.strerror or error}") from None
+                raise Lost(
+                    f"cannot connect to the supervisor at {address} port {port}:"
+                    f" {error.strerror or error}"
+                ) from None
         time.sleep(0.2)
 
 
@@ -125,7 +150,8 @@ def _say(sock: socket.socket, frame: Frame, deadline: float) -> None:
 
 
 def _hear(sock: socket.socket, decoder: Decoder, deadline: float) -> dict[str, Any]:
-    """The next frame. Nothing may follow the challenge before our answer: what does is no supervisor."""
+    """The next frame. Nothing may follow the challenge before our answer: what does is no
+    supervisor."""
     while True:
         sock.settimeout(max(0.1, deadline - time.monotonic()))
         data = sock.recv(4096)

@@ -1,4 +1,5 @@
-"""What an agent says of its host before anything is started: cheap facts, each for itself, so that one that fails hides no other."""
+"""What an agent says of its host before anything is started: cheap facts, each for itself, so
+that one that fails hides no other."""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ from trainkit.launch.protocol.frames import Frame
 NVIDIA = Path("/proc/driver/nvidia")
 
 
-def hello(session: Mapping[str, Any], folder: Path, node: int, local_address: str, code: Path) -> Frame:
+def hello(
+    session: Mapping[str, Any], folder: Path, node: int, local_address: str, code: Path
+) -> Frame:
     """The "hello" frame.
 
     Args:
-        session: the form session/1.
-        folder: where it was read from.
-        local_address: this host's end of the connection to the supervisor, for where no interface is asked for.
-        code: the root of the code that runs here.
+        session: the form session/1. folder: where it was read from. local_address: this host's
+        end of the connection to the supervisor, for where no interface is asked for. code: the
+        root of the code that runs here.
     """
     errors: dict[str, str] = {}
 
@@ -45,14 +47,20 @@ def hello(session: Mapping[str, Any], folder: Path, node: int, local_address: st
             return None
 
     wanted = session.get("interface")
-    address = fact("address", lambda: address_in(wanted)) if wanted else local_address
+    if wanted:
+        address = fact("address", lambda: address_in(wanted))
+    else:
+        address = local_address
     facts = {
         "host": os.uname().nodename,
         "pid": os.getpid(),
         "identity": identity().as_dict(),
         "address": address or local_address,
         "address_error": errors.get("address"),
-        "interface": fact("interface", lambda: {a: name for name, a in own_addresses()}.get(address or local_address)),
+        "interface": fact(
+            "interface",
+            lambda: {a: name for name, a in own_addresses()}.get(address or local_address),
+        ),
         "versions": {
             "python": platform.python_version(),
             "torch": fact("torch", lambda: version_of("torch", session.get("python_paths") or ())),
@@ -67,8 +75,10 @@ def hello(session: Mapping[str, Any], folder: Path, node: int, local_address: st
         "gpus": fact("gpus", gpus) or [],
         "cpus": fact("cpus", lambda: len(os.sched_getaffinity(0))),
         "disk_free": fact("disk_free", lambda: free_bytes(session["root"])),
-        "shared_memory": fact("shared_memory", lambda: free_bytes("/dev/shm")),  # NCCL's and the data loader's
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # the hard limits: ranks raise their own; -1: none
+        # NCCL's and the data loader's
+        "shared_memory": fact("shared_memory", lambda: free_bytes("/dev/shm")),
+        # the hard limits: ranks raise their own; -1: none
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
         "slots": fact("slots", lambda: slots.holders(Path(session["node_folder"]))) or {},
     }
@@ -76,13 +86,18 @@ def hello(session: Mapping[str, Any], folder: Path, node: int, local_address: st
 
 
 def version_of(package: str, further: tuple[str, ...] | list[str] = ()) -> str | None:
-    """The version of a package that `python -I` would import here, from its version.py or its metadata; None where it is not installed.
+    """The version of a package that `python -I` would import here, from its version.py or its
+    metadata; None where it is not installed.
 
     This process has no site-packages on its path (`-S`), and importing torch takes seconds.
     """
     for folder in (*map(Path, further), *_site_folders()):
         with contextlib.suppress(OSError):
-            if match := re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", (folder / package / "version.py").read_text(), re.MULTILINE):
+            if match := re.search(
+                r"^__version__\s*=\s*['\"]([^'\"]+)",
+                (folder / package / "version.py").read_text(),
+                re.MULTILINE,
+            ):
                 return match[1]
         for metadata in folder.glob(f"{package}-*.dist-info"):
             return metadata.name.removesuffix(".dist-info").partition("-")[2]
@@ -90,14 +105,19 @@ def version_of(package: str, further: tuple[str, ...] | list[str] = ()) -> str |
 
 
 def extension_error(package: Path) -> str | None:
-    """Why this Python cannot load the compiled part of a package; None where it can, or there is none.
+    """Why this Python cannot load the compiled part of a package; None where it can, or there is
+    none.
 
-    It is loaded, not imported: the dynamic linker says what the processor, the C library or its version do not have, and numpy is not needed.
+    It is loaded, not imported: the dynamic linker says what the processor, the C library or its
+    version do not have, and numpy is not needed.
     """
     built = sorted(path.name for path in package.glob("_index.*.so"))
     fitting = [name for name in built if name.removeprefix("_index") in EXTENSION_SUFFIXES]
     if built and not fitting:
-        return f"{', '.join(built)} is for another Python than {platform.python_version()}, which loads _index{EXTENSION_SUFFIXES[0]}"
+        return (
+            f"{', '.join(built)} is for another Python than {platform.python_version()}, which"
+            f" loads _index{EXTENSION_SUFFIXES[0]}"
+        )
     for name in fitting:
         try:
             ctypes.CDLL(str(package / name))
@@ -109,20 +129,34 @@ def extension_error(package: Path) -> str | None:
 def _site_folders() -> Iterator[Path]:
     """Where this interpreter's packages are, the virtual environment's first."""
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    here = Path(sys.executable).parent.parent  # of a virtual environment's bin/python, a link that must not be followed
+    # of a virtual environment's bin/python, a link that must not be followed
+    here = Path(sys.executable).parent.parent
     settings = ""
     with contextlib.suppress(OSError):
         settings = (here / "pyvenv.cfg").read_text().lower()
-    prefixes = [here] if settings and not re.search(r"include-system-site-packages\s*=\s*true", settings) else [here, Path(sys.base_prefix)]
+    if settings and not re.search(r"include-system-site-packages\s*=\s*true", settings):
+        prefixes = [here]
+    else:
+        prefixes = [here, Path(sys.base_prefix)]
     for prefix in dict.fromkeys(prefixes):
-        for inner in (f"lib64/{name}/site-packages", f"lib/{name}/site-packages", f"local/lib/{name}/dist-packages", "lib/python3/dist-packages"):
+        for inner in (
+            f"lib64/{name}/site-packages",
+            f"lib/{name}/site-packages",
+            f"local/lib/{name}/dist-packages",
+            "lib/python3/dist-packages",
+        ):
             if (prefix / inner).is_dir():
                 yield prefix / inner
 
 
 def gpus(devices: Path = Path("/dev"), driver: Path = NVIDIA) -> list[str]:
-    """Names of the GPUs whose device files are here, by their numbers; NVIDIA's driver says them in /proc, without nvidia-smi's second."""
-    present = {int(p.name.removeprefix("nvidia")) for p in devices.glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()}
+    """Names of the GPUs whose device files are here, by their numbers; NVIDIA's driver says them
+    in /proc, without nvidia-smi's second."""
+    present = {
+        int(p.name.removeprefix("nvidia"))
+        for p in devices.glob("nvidia[0-9]*")
+        if p.name.removeprefix("nvidia").isdigit()
+    }
     names = {}
     for about in driver.glob("gpus/*/information"):
         said = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", about.read_text(), re.MULTILINE))
@@ -138,7 +172,9 @@ def driver_version(driver: Path = NVIDIA) -> str | None:
     except FileNotFoundError:
         return None
     match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return match[1] if match else None
+    if match:
+        return match[1]
+    return None
 
 
 def _write_error(folder: Path, node: int) -> str | None:

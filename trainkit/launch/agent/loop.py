@@ -1,4 +1,5 @@
-"""The agent's loop: one thread that hears the supervisor, reads what its programs print, notices their ends, and never waits for any one of them."""
+"""The agent's loop: one thread that hears the supervisor, reads what its programs print, notices
+their ends, and never waits for any one of them."""
 
 from __future__ import annotations
 
@@ -41,14 +42,17 @@ class Agent:
     """One host's part of a session.
 
     Args:
-        folder: the session's folder, which this host must see as the supervisor does.
-        node: this host's number in the session.
-        link: to the keeper of this process, which is the agent's own: it takes the signals and answers for all descendants.
-        orders: what is done on a frame, by its type.
+        folder: the session's folder, which this host must see as the supervisor does. node: this
+        host's number in the session. link: to the keeper of this process, which is the agent's
+        own: it takes the signals and answers for all descendants. orders: what is done on a
+        frame, by its type.
     """
 
     def __init__(self, folder: Path, node: int, link: Link, orders: Mapping[str, Order]) -> None:
-        self.folder, self.node, self.link, self.orders = folder, node, link, orders
+        self.folder = folder
+        self.node = node
+        self.link = link
+        self.orders = orders
         self.session: dict[str, Any] = {}
         self.token = b""
         self.mark = ""
@@ -74,13 +78,18 @@ class Agent:
             self.session = read_form(self.folder / "session.json", "session/1")
             self.token = bytes.fromhex((self.folder / "token").read_text().strip())
         except (OSError, ValueError, TrainkitError) as error:
-            say(f"{os.uname().nodename} cannot read the session: {error} (is the root a folder that all nodes share?)")
+            say(
+                f"{os.uname().nodename} cannot read the session: {error} (is the root a folder that"
+                " all nodes share?)"
+            )
             return int(Exit.HEALTH)
         self.mark = f"{self.session['run']}/{self.session['attempt']}/{self.node}"
         self.group = new_group(self.mark)
         self.link.guard(self.mark, lease=START_LEASE, group=self.group)
         try:
-            self.connection = dial(self.session["address"], self.session["port"], self.token, self.node)
+            self.connection = dial(
+                self.session["address"], self.session["port"], self.token, self.node
+            )
         except Lost as error:
             say(f"{os.uname().nodename}: {error}")
             return int(Exit.START)
@@ -88,7 +97,18 @@ class Agent:
         try:
             self._listen_to_all()
             code = Path(__file__).resolve().parents[3]
-            self.send({**hello(self.session, self.folder, self.node, self.connection.sock.getsockname()[0], code), "proof": self.proof})
+            self.send(
+                {
+                    **hello(
+                        self.session,
+                        self.folder,
+                        self.node,
+                        self.connection.sock.getsockname()[0],
+                        code,
+                    ),
+                    "proof": self.proof,
+                }
+            )
             while self.code is None:
                 self._turn()
             return self.code
@@ -100,7 +120,9 @@ class Agent:
     def _listen_to_all(self) -> None:
         assert self.connection
         self.selector.register(self.connection.sock, selectors.EVENT_READ, self._hear)
-        self.selector.register(self.link, selectors.EVENT_READ, lambda: self.lose("the keeper of this agent is gone"))
+        self.selector.register(
+            self.link, selectors.EVENT_READ, lambda: self.lose("the keeper of this agent is gone")
+        )
         woken, wake = socket.socketpair()
         woken.setblocking(False)
         wake.setblocking(False)
@@ -109,15 +131,23 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
-        self.selector.register(woken, selectors.EVENT_READ, lambda: self._signalled(woken.recv(4096)))
+        self.selector.register(
+            woken, selectors.EVENT_READ, lambda: self._signalled(woken.recv(4096))
+        )
         if self.session.get("stdin") != "none" and _open_pipe(0):
             self.selector.register(0, selectors.EVENT_READ, self._stdin)
 
     def _signalled(self, numbers: bytes) -> None:
         if self.session.get("term") == "save":
-            return  # Slurm tells every process of the job: the ranks save, and the supervisor says what is next
+            # Slurm tells every process of the job: the ranks save, and the supervisor says what is
+            # next
+            return
         if {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} & set(numbers):
-            self.leave(int(Exit.CANCELLED), "it was told to stop by a signal", self.session["grace"] if self.leaving is None else 0.0)
+            self.leave(
+                int(Exit.CANCELLED),
+                "it was told to stop by a signal",
+                self.session["grace"] if self.leaving is None else 0.0,
+            )
 
     def _stdin(self) -> None:
         """ssh and pdsh hold our stdin open for as long as they live."""
@@ -155,13 +185,16 @@ class Agent:
 
     def _turn(self) -> None:
         if self.connection:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.connection.waiting else 0)
+            wanted = selectors.EVENT_READ | (
+                selectors.EVENT_WRITE if self.connection.waiting else 0
+            )
             if self.selector.get_key(self.connection.sock).events != wanted:
                 self.selector.modify(self.connection.sock, wanted, self._hear)
         for key, events in self.selector.select(self._patience(time.monotonic())):
             if events & selectors.EVENT_WRITE and self.connection:
                 self._flush()
-            if events & selectors.EVENT_READ and self._watched(key.fd):  # an earlier event may have taken it out
+            # an earlier event may have taken it out
+            if events & selectors.EVENT_READ and self._watched(key.fd):
                 key.data()
         now = time.monotonic()
         self._collect()
@@ -192,12 +225,15 @@ class Agent:
 
     def _collect(self) -> None:
         """Notice who has ended."""
-        ended = [child for child in self.children.values() if child.running and self._collect_one(child)]
+        ended = [
+            child for child in self.children.values() if child.running and self._collect_one(child)
+        ]
         self.telling += ended
         if not self.tasks:
             _reap_orphans({child.pid for child in self.children.values() if child.running})
         if ended and not any(child.running for child in self.children.values()):
-            marks.kill(self.strays())  # what overwrote its environment; the last of the run here has ended
+            # what overwrote its environment; the last of the run here has ended
+            marks.kill(self.strays())
         for child in [c for c in self.telling if c.logged()]:
             self.telling.remove(child)
             self._note_troubles()
@@ -231,7 +267,9 @@ class Agent:
             self.beaten = now
             self.link.beat()
             if self.connection and self.connection.room:  # else: the next one says it all
-                beats = {child.key: said for child in self.children.values() if (said := child.beat())}
+                beats = {
+                    child.key: said for child in self.children.values() if (said := child.beat())
+                }
                 self.send({"type": "heartbeat", "beats": beats, "clock": time.time()})
 
     def _note_troubles(self) -> None:
@@ -240,20 +278,26 @@ class Agent:
             path, why = self.writer.troubles.popleft()
             for child in self.children.values():
                 if child.log == path:
-                    child.output.note(f"cannot write {path} on {os.uname().nodename}: {why}; the process goes on, its log is incomplete")
+                    child.output.note(
+                        f"cannot write {path} on {os.uname().nodename}: {why}; the process goes on,"
+                        " its log is incomplete"
+                    )
 
     def _send_output(self, child: Child) -> None:
         for frame in child.output.frames():
             self.send(frame)
 
     def watch(self, child: Child) -> None:
-        """Read the child's pipes, or let it wait while its output must be whole and nobody takes it."""
+        """Read the child's pipes, or let it wait while its output must be whole and nobody takes
+        it."""
         for handle in child.pipes.open:
             watched = self._watched(handle)
             if watched and child.output.full:
                 self.selector.unregister(handle)
             elif not watched and not child.output.full:
-                self.selector.register(handle, selectors.EVENT_READ, partial(self._read, child, handle))
+                self.selector.register(
+                    handle, selectors.EVENT_READ, partial(self._read, child, handle)
+                )
 
     def _read(self, child: Child, handle: int) -> None:
         child.pipes.read(handle)
@@ -287,7 +331,8 @@ class Agent:
         if self.leaving is None or grace == 0:
             if self.leaving is None and code:
                 say(f"{os.uname().nodename}: stops everything: {why}")
-            self.leaving = code if self.leaving is None else self.leaving
+            if self.leaving is None:
+                self.leaving = code
             self.tasks.append(self._leave(grace))
 
     def _leave(self, grace: float) -> Task:
@@ -300,7 +345,8 @@ class Agent:
         self.code = self.leaving
 
     def end(self, keys: list[str] | None, grace: float) -> Task:
-        """TERM, KILL after the grace, until nothing is left or does not die: of these processes, or with None of everything."""
+        """TERM, KILL after the grace, until nothing is left or does not die: of these processes,
+        or with None of everything."""
         if self.memory is None:
             return  # nothing was ever started
         children = [child for child in self.children.values() if keys is None or child.key in keys]
@@ -310,11 +356,18 @@ class Agent:
         for process in self.strays() if keys is None else ():
             for number in (signal.SIGTERM, signal.SIGCONT):
                 marks.send(process, number)
-        while time.monotonic() < deadline and (any(c.running for c in children) or (keys is None and self.strays())):
+        while time.monotonic() < deadline and (
+            any(c.running for c in children) or (keys is None and self.strays())
+        ):
             yield
-        until, clean = time.monotonic() + KILL_SECONDS, 0
-        while clean < 2 and time.monotonic() < until:  # one look may miss a child in the middle of its exec
-            left = self.strays() if keys is None else [p for child in children for p in marks.marked(child.mark)]
+        until = time.monotonic() + KILL_SECONDS
+        clean = 0
+        # one look may miss a child in the middle of its exec
+        while clean < 2 and time.monotonic() < until:
+            if keys is None:
+                left = self.strays()
+            else:
+                left = [p for child in children for p in marks.marked(child.mark)]
             for child in children:
                 child.kill()
             if keys is None and self.group:
@@ -323,23 +376,40 @@ class Agent:
             if keys is None:
                 marks.kill_children()
             marks.kill(left)
-            clean = 0 if left or any(child.running for child in children) or (keys is None and not self.proved()) else clean + 1
+            if (
+                left
+                or any(child.running for child in children)
+                or (keys is None and not self.proved())
+            ):
+                clean = 0
+            else:
+                clean = clean + 1
             yield
         while any(child in self.telling for child in children):
             yield
 
     def strays(self) -> list[marks.Marked]:
         """Everything of the run on this host, as this agent knows it."""
-        held = [p for pid in (self.group.pids() if self.group else ()) if (p := marks.described(pid))]
-        return list({p.pid: p for p in (*marks.marked(self.mark), *marks.descendants(os.getpid()), *held)}.values())
+        held = [
+            p for pid in (self.group.pids() if self.group else ()) if (p := marks.described(pid))
+        ]
+        return list(
+            {
+                p.pid: p for p in (*marks.marked(self.mark), *marks.descendants(os.getpid()), *held)
+            }.values()
+        )
 
     @property
     def proof(self) -> str:
-        """What this host can prove with that nothing is left: a cgroup, which whoever comes later finds too, or that this process has no child."""
-        return "cgroup" if self.group else "children"
+        """What this host can prove with that nothing is left: a cgroup, which whoever comes
+        later finds too, or that this process has no child."""
+        if self.group:
+            return "cgroup"
+        return "children"
 
     def proved(self) -> bool:
-        """Whether the kernel says that nothing is left: no child, and so no descendant, for orphans become our children; and nobody in the group."""
+        """Whether the kernel says that nothing is left: no child, and so no descendant, for
+        orphans become our children; and nobody in the group."""
         _reap_orphans({child.pid for child in self.children.values() if child.running})
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -371,7 +441,8 @@ def say(words: str) -> None:
 
 
 def _open_pipe(handle: int) -> bool:
-    """Whether it is a pipe or socket that somebody holds open at the other end: its end of file will mean something."""
+    """Whether it is a pipe or socket that somebody holds open at the other end: its end of file
+    will mean something."""
     with contextlib.suppress(OSError):
         mode = os.fstat(handle).st_mode
         if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
@@ -383,7 +454,10 @@ def _open_pipe(handle: int) -> bool:
 
 
 def _reap_orphans(own: set[int]) -> None:
-    """Take the exit codes of descendants that became our children. One of ours at the head of the line waits for its turn."""
+    """Take the exit codes of descendants that became our children. One of ours at the head of
+    the line waits for its turn."""
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+        while (
+            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and ended.si_pid not in own:
             os.waitpid(ended.si_pid, 0)

@@ -1,9 +1,12 @@
-"""The program of one host: python -I -S <snapshot>/trainkit/launch/agent/main.py SESSION_FOLDER NODE.
+"""The program of one host: python -I -S <snapshot>/trainkit/launch/agent/main.py SESSION_FOLDER
+NODE.
 
-It dials the run's supervisor, starts what that tells it to and answers for its end. Standard library, trainkit.base and the frames only.
+It dials the run's supervisor, starts what that tells it to and answers for its end. Standard
+library, trainkit.base and the frames only.
 
-Exit codes: 0 the supervisor said goodbye; 7 the session's folder cannot be read here; 8 the supervisor cannot be reached or cannot prove itself;
-13 contact lost; 15 told to stop by TERM. Nothing of the run is left on this host by then.
+Exit codes: 0 the supervisor said goodbye; 7 the session's folder cannot be read here; 8 the
+supervisor cannot be reached or cannot prove itself; 13 contact lost; 15 told to stop by TERM.
+Nothing of the run is left on this host by then.
 """
 
 from __future__ import annotations
@@ -14,18 +17,26 @@ from pathlib import Path
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):  # noqa: UP036 - whatever is on a host or in an image may be asked to run this
-        sys.exit(f"trainkit agent: {sys.executable} is Python {sys.version.split()[0]}; 3.11 is needed: clusters.X.python, containers.X.python")
-    os.umask(os.umask(0o002) | 0o002)  # before an import writes bytecode: files.keep_others_from_writing says why
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the snapshot this file is part of
+    # whatever Python is on a host or in an image may be asked to run this
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.exit(
+            f"trainkit agent: {sys.executable} is Python {sys.version.split()[0]}; 3.11 is needed:"
+            " clusters.X.python, containers.X.python"
+        )
+    # before an import writes bytecode: files.keep_others_from_writing says why
+    os.umask(os.umask(0o002) | 0o002)
+    # the snapshot this file is part of
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from trainkit.base.watchdog import keep
     from trainkit.launch.agent.commands import ORDERS
     from trainkit.launch.agent.loop import Agent
 
     if len(sys.argv) != 3 or not sys.argv[2].isdigit():
         sys.exit("usage: agent/main.py SESSION_FOLDER NODE")
-    folder, node = Path(sys.argv[1]), int(sys.argv[2])
-    title = f"run-keeper {'/'.join(folder.parts[-3:])} {node}"  # `pkill -9 -f trainkit` and `killall -9 python` spare it: it ends what they leave
+    folder = Path(sys.argv[1])
+    node = int(sys.argv[2])
+    # `pkill -9 -f trainkit` and `killall -9 python` spare it: it ends what they leave
+    title = f"run-keeper {'/'.join(folder.parts[-3:])} {node}"
     sys.exit(keep(lambda link: Agent(folder, node, link, ORDERS).run(), title))
 
 

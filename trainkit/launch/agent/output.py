@@ -1,6 +1,8 @@
-"""What a process prints: read at once, without secrets, into its log and to the supervisor; nothing of it can make the process wait.
+"""What a process prints: read at once, without secrets, into its log and to the supervisor;
+nothing of it can make the process wait.
 
-A slow disk is the matter of a thread, a slow supervisor that of a bounded buffer; what does not fit is dropped and counted.
+A slow disk is the matter of a thread, a slow supervisor that of a bounded buffer; what does not
+fit is dropped and counted.
 """
 
 from __future__ import annotations
@@ -23,17 +25,23 @@ BATCH = 2**16  # bytes of a process's output that wait for the supervisor, the o
 WHOLE = 2**20  # of a process whose output must be whole: then it waits itself
 LONGEST = 2**24  # of a line that must be whole; a longer one is cut
 DRAIN = 2**24  # bytes read after a process's end
-FULL = 2**26  # bytes of a log, which then begins anew; the part before it is kept, so that a rank has twice as many at most
+# bytes of a log, which then begins anew; the part before it is kept, so that a rank has twice as
+# many at most
+FULL = 2**26
 QUEUE = 2**23  # bytes that wait for one log, the newest dropped
 PARTIAL_SECONDS = 0.25  # how long the beginning of a line waits for its end
-LAST_LINES, LAST_BYTES = 30, 2000  # what is kept of the end: lines, and bytes of one
+# what is kept of the end: lines, and bytes of one
+LAST_LINES = 30
+LAST_BYTES = 2000
 
 
 class LogWriter:
-    """Appends to log files in a thread of its own: a file system that hangs or is full holds nobody up.
+    """Appends to log files in a thread of its own: a file system that hangs or is full holds
+    nobody up.
 
     Args:
-        full: bytes of a file, which is then put aside (`part_before`, in place of an earlier one) and begins anew.
+        full: bytes of a file, which is then put aside (`part_before`, in place of an earlier
+        one) and begins anew.
     """
 
     def __init__(self, full: int = FULL) -> None:
@@ -80,7 +88,13 @@ class LogWriter:
                     self._change.wait()
                 path, data = self._queue.popleft()
                 lost = self._lost.pop(path, 0)
-            note = f"[trainkit: {lost:,} bytes of output are missing here: this log could not be written]\n".encode() if lost else b""
+            if lost:
+                note = (
+                    f"[trainkit: {lost:,} bytes of output are missing here: this log could not be"
+                    " written]\n".encode()
+                )
+            else:
+                note = b""
             self._do(path, data, note)
             with self._change:
                 self._waiting[path] -= len(data or b"") + 1
@@ -107,14 +121,18 @@ class LogWriter:
                 self.troubles.append((path, error.strerror or str(error)))
 
     def _begin_anew(self, path: Path) -> bytes:
-        """Put the file aside; returns what the new one begins with. One that cannot be put aside goes on."""
+        """Put the file aside; returns what the new one begins with. One that cannot be put aside
+        goes on."""
         try:
             os.replace(path, part_before(path))
         except OSError:
             return b""
         self._files[path].close()
         self._files[path] = FileIO(path, "a")
-        words = f"this log was full ({self._full:,} bytes): what came before is in {part_before(path).name}, and what was there before that is gone"
+        words = (
+            f"this log was full ({self._full:,} bytes): what came before is in"
+            f" {part_before(path).name}, and what was there before that is gone"
+        )
         return f"[trainkit: {words}]\n".encode()
 
 
@@ -136,10 +154,26 @@ class Output:
         told: the supervisor gets it at all; else only what we have to say about it.
     """
 
-    def __init__(self, key: str, log: Path | None, redactor: Redactor, writer: LogWriter, *, whole: bool, told: bool = True) -> None:
-        self.key, self.log, self.whole, self._told, self._writer = key, log, whole, told, writer
+    def __init__(
+        self,
+        key: str,
+        log: Path | None,
+        redactor: Redactor,
+        writer: LogWriter,
+        *,
+        whole: bool,
+        told: bool = True,
+    ) -> None:
+        self.key = key
+        self.log = log
+        self.whole = whole
+        self._told = told
+        self._writer = writer
         decoder = codecs.getincrementaldecoder("utf-8")
-        self._streams = {name: _Stream(name, RedactedStream(redactor), decoder("surrogateescape")) for name in ("out", "err")}
+        self._streams = {
+            name: _Stream(name, RedactedStream(redactor), decoder("surrogateescape"))
+            for name in ("out", "err")
+        }
         self._batch: deque[tuple[str, bytearray]] = deque()
         self._held = self.dropped = 0
         self._last: deque[bytes] = deque(maxlen=LAST_LINES)
@@ -154,10 +188,14 @@ class Output:
 
     def take(self, name: str, data: bytes) -> None:
         """Bytes of a stream as they were read; b"" at its end."""
-        stream, now = self._streams[name], time.monotonic()
+        stream = self._streams[name]
+        now = time.monotonic()
         stream.partial += stream.redacted.feed(data) if data else stream.redacted.end()
         cut = not data or len(stream.partial) > (LONGEST if self.whole else READ)
-        end = len(stream.partial) if cut else stream.partial.rfind(b"\n") + 1
+        if cut:
+            end = len(stream.partial)
+        else:
+            end = stream.partial.rfind(b"\n") + 1
         if end:
             self._give(stream, bytes(stream.partial[:end]))
             del stream.partial[:end]
@@ -183,7 +221,15 @@ class Output:
         while self._batch:
             name, data = self._batch.popleft()
             text = self._streams[name].decoder.decode(bytes(data))
-            made.append({"type": "output", "key": self.key, "stream": name, "text": text, "dropped": self.dropped})
+            made.append(
+                {
+                    "type": "output",
+                    "key": self.key,
+                    "stream": name,
+                    "text": text,
+                    "dropped": self.dropped,
+                }
+            )
             self.dropped = 0
         self._held = 0
         return made
@@ -217,7 +263,8 @@ class Output:
             head = self._batch[0]
             over = min(self._held - BATCH, len(head[1]))
             del head[1][:over]
-            self._held, self.dropped = self._held - over, self.dropped + over
+            self._held = self._held - over
+            self.dropped = self.dropped + over
             if not head[1]:
                 self._batch.popleft()
 
@@ -251,7 +298,8 @@ class Pipes:
         return bool(data)
 
     def close(self) -> None:
-        """Read what is there now, then close both: the process has ended. Who still writes, endlessly even, is none of it."""
+        """Read what is there now, then close both: the process has ended. Who still writes,
+        endlessly even, is none of it."""
         for handle, name in list(self.open.items()):
             for _ in range(DRAIN // READ):
                 if not self.read(handle):

@@ -1,4 +1,5 @@
-"""One program that the agent started: its environment, its pipes, how far it says it is, and how it ended."""
+"""One program that the agent started: its environment, its pipes, how far it says it is, and how
+it ended."""
 
 from __future__ import annotations
 
@@ -49,16 +50,36 @@ class Child:
     """
 
     def __init__(
-        self, spec: Mapping[str, Any], mark: str, secrets: Mapping[str, str], redactor: Redactor, writer: LogWriter, heartbeats: Path, group: Group | None
+        self,
+        spec: Mapping[str, Any],
+        mark: str,
+        secrets: Mapping[str, str],
+        redactor: Redactor,
+        writer: LogWriter,
+        heartbeats: Path,
+        group: Group | None,
     ) -> None:
-        self.key, self.mark = str(spec["key"]), mark
-        self.log, self.error = _path(spec.get("log")), _path(spec.get("error"))
-        self.heartbeat = heartbeats / f"{_file_name(self.key)}.json" if spec.get("heartbeat") else None
-        self.redactor, self.writer = redactor, writer
-        self.output = Output(self.key, self.log, redactor, writer, whole=bool(spec.get("whole")), told=bool(spec.get("output", True)))
+        self.key = str(spec["key"])
+        self.mark = mark
+        self.log = _path(spec.get("log"))
+        self.error = _path(spec.get("error"))
+        self.heartbeat = (
+            heartbeats / f"{_file_name(self.key)}.json" if spec.get("heartbeat") else None
+        )
+        self.redactor = redactor
+        self.writer = writer
+        self.output = Output(
+            self.key,
+            self.log,
+            redactor,
+            writer,
+            whole=bool(spec.get("whole")),
+            told=bool(spec.get("output", True)),
+        )
         self.code: int | None = None
         self.began = time.monotonic()
-        self.ended_at, self._log_until = 0.0, 0.0
+        self.ended_at = 0.0
+        self._log_until = 0.0
         self.stopped = False  # we told it to end
         self._beat_seen = (0, 0)
         own = {MARK_VARIABLE: mark, PARENT_VARIABLE: str(os.getpid())}
@@ -71,7 +92,12 @@ class Child:
         entrance = -1
         try:
             self.group = group.inside(_file_name(self.key)) if group else None
-            entrance = self.group.entrance() if self.group else -1
+            if self.group:
+                entrance = self.group.entrance()
+            else:
+                entrance = -1
+            limit = marks.limit_of(mark.partition("/")[0])
+            contained = _contained(entrance, limit, dying_with(os.getpid()))
             self.process = subprocess.Popen(
                 [str(word) for word in spec["argv"]],
                 env=environment,
@@ -80,18 +106,26 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=_contained(entrance, marks.limit_of(mark.partition("/")[0]), dying_with(os.getpid())),  # noqa: PLW1509 - two calls of the system; the only other thread writes logs
+                # two calls of the system; the only other thread writes logs
+                preexec_fn=contained,  # noqa: PLW1509
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             if self.log:
                 writer.close(self.log)
-            where = f" {error.filename}" if isinstance(error, OSError) and error.filename else ""
-            raise CannotStart(f"{getattr(error, 'strerror', None) or error}:{where or ' ' + str(spec['argv'][0])}") from None
+            if isinstance(error, OSError) and error.filename:
+                where = f" {error.filename}"
+            else:
+                where = ""
+            raise CannotStart(
+                f"{getattr(error, 'strerror', None) or error}:{where or ' ' + str(spec['argv'][0])}"
+            ) from None
         finally:
             if entrance >= 0:
                 os.close(entrance)
         assert self.process.stdout and self.process.stderr
-        self.pipes = Pipes(self.output, os.dup(self.process.stdout.fileno()), os.dup(self.process.stderr.fileno()))
+        self.pipes = Pipes(
+            self.output, os.dup(self.process.stdout.fileno()), os.dup(self.process.stderr.fileno())
+        )
         self.process.stdout.close()
         self.process.stderr.close()
 
@@ -101,7 +135,8 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether it has not been reaped: as long as it is, its pid and its group's number are its own."""
+        """Whether it has not been reaped: as long as it is, its pid and its group's number are
+        its own."""
         return self.code is None
 
     def signal(self, number: int, *, group: bool = False) -> None:
@@ -127,11 +162,14 @@ class Child:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def collect(self) -> bool:
-        """Reap it if it has ended, kill what it left behind and read the rest of its output. Returns whether that was now."""
+        """Reap it if it has ended, kill what it left behind and read the rest of its output.
+        Returns whether that was now."""
         if not self.running or not self._has_ended():
             return False
-        self.ended_at, self._log_until = time.time(), time.monotonic() + LOG_SECONDS
-        self.signal(signal.SIGKILL, group=True)  # before the reaping: until then the group's number is nobody else's
+        self.ended_at = time.time()
+        self._log_until = time.monotonic() + LOG_SECONDS
+        # before the reaping: until then the group's number is nobody else's
+        self.signal(signal.SIGKILL, group=True)
         self.code = self.process.wait()
         if self.group:
             with contextlib.suppress(OSError):
@@ -167,22 +205,37 @@ class Child:
 
     def done(self) -> bool:
         """Whether it said that it has done all its work."""
-        said = _document(self.heartbeat) if self.heartbeat else None
+        if self.heartbeat:
+            said = _document(self.heartbeat)
+        else:
+            said = None
         return bool(said and said.get("phase") == "done")
 
     def ended(self, *, oom: bool) -> Frame:
         """The "ended" frame."""
-        error = _document(self.error) if self.error else None
+        if self.error:
+            error = _document(self.error)
+        else:
+            error = None
         shown = self.redactor.value(error)
         if self.error and shown != error:
             with contextlib.suppress(OSError):
                 write_json(self.error, shown)
-        words = {"key": self.key, "code": self.code, "time": self.ended_at, "done": self.done(), "stopped": self.stopped}
+        words = {
+            "key": self.key,
+            "code": self.code,
+            "time": self.ended_at,
+            "done": self.done(),
+            "stopped": self.stopped,
+        }
         return {"type": "ended", **words, "error": shown, "last": self.output.last(), "oom": oom}
 
 
-def _contained(entrance: int, limit: tuple[int, int] | None, then: Callable[[], None]) -> Callable[[], None]:
-    """For a child between fork and exec: enter the group behind an open file, take the limit that is a mark, where there are such, and go on."""
+def _contained(
+    entrance: int, limit: tuple[int, int] | None, then: Callable[[], None]
+) -> Callable[[], None]:
+    """For a child between fork and exec: enter the group behind an open file, take the limit
+    that is a mark, where there are such, and go on."""
 
     def prepare() -> None:
         if entrance >= 0:
@@ -195,7 +248,9 @@ def _contained(entrance: int, limit: tuple[int, int] | None, then: Callable[[], 
 
 
 def _path(text: str | None) -> Path | None:
-    return Path(text) if text else None
+    if text:
+        return Path(text)
+    return None
 
 
 def _file_name(key: str) -> str:
@@ -208,11 +263,23 @@ def child_mark(mark: str, key: str) -> str:
 
 
 def _expanded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Values with ${node:VAR} replaced from this node's environment. Raises CannotStart naming every one that is not there."""
-    missing = {name for value in environment.values() for name in NODE_VALUE.findall(value) if name not in os.environ}
+    """Values with ${node:VAR} replaced from this node's environment. Raises CannotStart naming
+    every one that is not there."""
+    missing = {
+        name
+        for value in environment.values()
+        for name in NODE_VALUE.findall(value)
+        if name not in os.environ
+    }
     if missing:
-        raise CannotStart(f"${{node:VAR}} asks for what is not in the environment of {os.uname().nodename}: {', '.join(sorted(missing))}")
-    return {name: NODE_VALUE.sub(lambda match: os.environ[match[1]], value) for name, value in environment.items()}
+        raise CannotStart(
+            f"${{node:VAR}} asks for what is not in the environment of {os.uname().nodename}:"
+            f" {', '.join(sorted(missing))}"
+        )
+    return {
+        name: NODE_VALUE.sub(lambda match: os.environ[match[1]], value)
+        for name, value in environment.items()
+    }
 
 
 def _document(path: Path) -> dict[str, Any] | None:
@@ -221,11 +288,14 @@ def _document(path: Path) -> dict[str, Any] | None:
             value = json.loads(file.read(LARGEST))
     except (OSError, ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        return value
+    return None
 
 
 class OutOfMemory:
-    """Evidence that the kernel killed for want of memory: the memory cgroup's own count, or its line about the pid. Best effort."""
+    """Evidence that the kernel killed for want of memory: the memory cgroup's own count, or its
+    line about the pid. Best effort."""
 
     def __init__(self) -> None:
         self._seen = _oom_kills()
@@ -261,7 +331,8 @@ def _count(path: Path) -> int:
 
 
 def _killed_pids(since: float) -> set[int]:
-    """Pids of the kernel log's "Killed process N" lines after a moment of the monotonic clock (this pid namespace's pids on a plain host).
+    """Pids of the kernel log's "Killed process N" lines after a moment of the monotonic clock
+    (this pid namespace's pids on a plain host).
 
     A record is "priority,number,microseconds,flags;text" (Documentation/ABI/testing/dev-kmsg).
     """

@@ -1,4 +1,5 @@
-"""Where processes that do not move stand: stacks by faulthandler and py-spy, states by the kernel."""
+"""Where processes that do not move stand: stacks by faulthandler and py-spy, states by the
+kernel."""
 
 from __future__ import annotations
 
@@ -30,13 +31,19 @@ def collect_stacks(children: Sequence[Child], *, py_spy: bool) -> Iterator[Frame
         child.output.captured = bytearray()
         if catches(child.pid, signal.SIGUSR2):
             child.signal(signal.SIGUSR2)
-    spies = _start_py_spy(children) if py_spy else {}
+    if py_spy:
+        spies = _start_py_spy(children)
+    else:
+        spies = {}
     yield from _until_answered([child for child in children if catches(child.pid, signal.SIGUSR2)])
     stacks = {}
     for child in children:
         text = bytes(child.output.captured or b"").decode("utf-8", "replace")
         child.output.captured = None
-        stacks[child.key] = text if FIRST_WORDS.decode() in text else ""
+        if FIRST_WORDS.decode() in text:
+            stacks[child.key] = text
+        else:
+            stacks[child.key] = ""
     deadline = time.monotonic() + PY_SPY_SECONDS
     for child in children:
         if child.key in spies:
@@ -49,24 +56,37 @@ def collect_stacks(children: Sequence[Child], *, py_spy: bool) -> Iterator[Frame
 
 
 def _until_answered(asked: Sequence[Child]) -> Iterator[None]:
-    deadline, sizes, since = time.monotonic() + ANSWER_SECONDS, {child.key: 0 for child in asked}, {child.key: 0.0 for child in asked}
+    deadline = time.monotonic() + ANSWER_SECONDS
+    sizes = {child.key: 0 for child in asked}
+    since = {child.key: 0.0 for child in asked}
     while (now := time.monotonic()) < deadline:
         for child in asked:
             captured = child.output.captured or b""
             if len(captured) != sizes[child.key] or not captured:
-                sizes[child.key], since[child.key] = len(captured), now
-        if all(FIRST_WORDS in (child.output.captured or b"") and now - since[child.key] > QUIET_SECONDS for child in asked):
+                sizes[child.key] = len(captured)
+                since[child.key] = now
+        if all(
+            FIRST_WORDS in (child.output.captured or b"") and now - since[child.key] > QUIET_SECONDS
+            for child in asked
+        ):
             return
         yield None
 
 
-def _start_py_spy(children: Sequence[Child]) -> dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]]:
+def _start_py_spy(
+    children: Sequence[Child],
+) -> dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]]:
     started: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
     for child in children:
         report = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             argv = ["py-spy", "dump", "--nonblocking", "--pid", str(child.pid)]
-            started[child.key] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=report, stderr=subprocess.DEVNULL), report
+            started[child.key] = (
+                subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=report, stderr=subprocess.DEVNULL
+                ),
+                report,
+            )
         except OSError:  # not installed here
             report.close()
     return started
@@ -79,11 +99,14 @@ def _report(child: Child, spy: subprocess.Popen[bytes], report: IO[bytes]) -> st
     with report:
         report.seek(0)
         text = child.redactor.bytes(report.read(2**18)).decode("utf-8", "replace")
-    return f"\npy-spy:\n{text}" if text.strip() else ""
+    if text.strip():
+        return f"\npy-spy:\n{text}"
+    return ""
 
 
 def state(pid: int) -> str:
-    """The process's state as ps shows it (R, S, D, T, Z), with what it waits for in the kernel where that can be read; "" where it is gone."""
+    """The process's state as ps shows it (R, S, D, T, Z), with what it waits for in the kernel
+    where that can be read; "" where it is gone."""
     with contextlib.suppress(OSError, IndexError):
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         waits = ""

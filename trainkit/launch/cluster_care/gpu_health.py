@@ -1,7 +1,9 @@
-"""What NVIDIA's own tool says of the health of a host's GPUs: memory errors, and clocks that the hardware slows down.
+"""What NVIDIA's own tool says of the health of a host's GPUs: memory errors, and clocks that the
+hardware slows down.
 
-`nvidia-smi -q -x` is read by what the names of its elements end in: they have kept that over drivers (clocks_throttle_reasons became
-clocks_event_reasons), while a single field of --query-gpu that a driver does not know makes it say nothing at all.
+`nvidia-smi -q -x` is read by what the names of its elements end in: they have kept that over
+drivers (clocks_throttle_reasons became clocks_event_reasons), while a single field of
+--query-gpu that a driver does not know makes it say nothing at all.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ class Symptom:
 
 
 def symptoms(said: Said) -> list[Symptom]:
-    """What is wrong with the GPUs of a host that has said this; nothing where it has no such tool."""
-    if said.error is not None or NO_DEVICES in said.out:  # no such program, or no GPU to be seen: how many there are is another question
+    """What is wrong with the GPUs of a host that has said this; nothing where it has no such
+    tool."""
+    # no such program, or no GPU to be seen: how many there are is another question
+    if said.error is not None or NO_DEVICES in said.out:
         return []
     advice = "`nvidia-smi` and `dmesg | grep -i xid` there"
     if said.code:
@@ -49,26 +53,51 @@ def symptoms(said: Said) -> list[Symptom]:
         log = ElementTree.fromstring(said.out)
     except ElementTree.ParseError as error:
         return [Symptom(f"nvidia-smi -q -x prints no XML: {error}", advice, wrong=False)]
-    return [symptom for number, gpu in enumerate(log.iter("gpu")) for symptom in _of_gpu(number, gpu)]
+    return [
+        symptom for number, gpu in enumerate(log.iter("gpu")) for symptom in _of_gpu(number, gpu)
+    ]
 
 
 def _of_gpu(number: int, gpu: ElementTree.Element) -> Iterator[Symptom]:
-    name, reset = f"GPU {number} ({gpu.get('id', '?')})", f"`nvidia-smi -r -i {number}` when it is idle, or a reboot"
+    name = f"GPU {number} ({gpu.get('id', '?')})"
+    reset = f"`nvidia-smi -r -i {number}` when it is idle, or a reboot"
     if errors := sum(_uncorrectable(volatile) for volatile in gpu.iter("volatile")):
-        words = f"{name}: {errors} uncorrectable memory error{'s' if errors > 1 else ''} since its driver was loaded"
-        yield Symptom(words, f"{reset}; where they come again leave the host out (--exclude) and have the GPU replaced")
-    flags = {element.tag for element in gpu.iter() if (element.text or "").strip() in ("Yes", "Active")}
+        words = (
+            f"{name}: {errors} uncorrectable memory error{'s' if errors > 1 else ''} since its"
+            " driver was loaded"
+        )
+        yield Symptom(
+            words,
+            f"{reset}; where they come again leave the host out (--exclude) and have the GPU"
+            " replaced",
+        )
+    flags = {
+        element.tag for element in gpu.iter() if (element.text or "").strip() in ("Yes", "Active")
+    }
     if "remapped_row_failure" in flags:
-        yield Symptom(f"{name}: a broken row of its memory could not be remapped", "leave the host out (--exclude) and have the GPU replaced")
+        yield Symptom(
+            f"{name}: a broken row of its memory could not be remapped",
+            "leave the host out (--exclude) and have the GPU replaced",
+        )
     if flags & {"remapped_row_pending", "pending_retirement", "pending_blacklist"}:
         yield Symptom(f"{name}: broken memory waits to be taken out of use", reset, wrong=False)
-    if slowed := [words for end, words in SLOWED.items() if any(flag.endswith(f"_{end}") for flag in flags)]:
-        advice = "temperature, fans, power supply and power cap of the host: the slowest GPU is everybody's speed"
+    if slowed := [
+        words for end, words in SLOWED.items() if any(flag.endswith(f"_{end}") for flag in flags)
+    ]:
+        advice = (
+            "temperature, fans, power supply and power cap of the host: the slowest GPU is"
+            " everybody's speed"
+        )
         yield Symptom(f"{name}: its clocks are slowed down ({', '.join(slowed)})", advice)
 
 
 def _uncorrectable(volatile: ElementTree.Element) -> int:
-    """Errors since the driver was loaded: by kind of memory, or on GPUs before Ampere the total of double-bit ones."""
+    """Errors since the driver was loaded: by kind of memory, or on GPUs before Ampere the total
+    of double-bit ones."""
     old = [element.find("total") for element in volatile.iter("double_bit")]
     new = [element for element in volatile.iter() if "uncorrectable" in element.tag]
-    return sum(int(text) for element in (*old, *new) if element is not None and (text := (element.text or "").strip()).isdigit())
+    return sum(
+        int(text)
+        for element in (*old, *new)
+        if element is not None and (text := (element.text or "").strip()).isdigit()
+    )

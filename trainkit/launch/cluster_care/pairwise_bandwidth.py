@@ -1,7 +1,8 @@
 """All-reduces between pairs of hosts: which pair is slow, which host is.
 
-In a round every host has one partner, so that no two pairs share a host; a few rounds give every host several partners. A host that is slow with all
-of them is the reason itself; one slow pair of two hosts that are fast with others is the way between them.
+In a round every host has one partner, so that no two pairs share a host; a few rounds give every
+host several partners. A host that is slow with all of them is the reason itself; one slow pair
+of two hosts that are fast with others is the way between them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ REPEAT = 5
 JOIN_SECONDS = 30.0  # for both sides to come together, and for one all-reduce
 ROUND_SECONDS = 120.0  # for a whole round, torch's import included
 SLOW = 0.5  # of what a usual pair does, or of what the network is said to do
-USUAL = 0.75  # which pair is a usual one, from the slowest on: one slow host of three spoils two of three pairs
+# which pair is a usual one, from the slowest on: one slow host of three spoils two of three pairs
+USUAL = 0.75
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What was measured between two nodes (numbers in the crew): bus bandwidth in GB/s (1e9 bytes), None where it failed, with the reason."""
+    """What was measured between two nodes (numbers in the crew): bus bandwidth in GB/s (1e9
+    bytes), None where it failed, with the reason."""
 
     first: int
     second: int
@@ -45,9 +48,11 @@ class Slow:
 
 
 def rounds(nodes: Sequence[int], most: int = ROUNDS) -> list[list[tuple[int, int]]]:
-    """Disjoint pairs of nodes, round by round: no pair twice, all of them after len(nodes) - 1 rounds (the circle method of round-robin tournaments)."""
+    """Disjoint pairs of nodes, round by round: no pair twice, all of them after len(nodes) - 1
+    rounds (the circle method of round-robin tournaments)."""
     circle: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
-    half, found = len(circle) // 2, []
+    half = len(circle) // 2
+    found = []
     for _ in range(min(most, len(circle) - 1)):
         facing = zip(circle[:half], reversed(circle[half:]), strict=True)
         found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
@@ -56,9 +61,13 @@ def rounds(nodes: Sequence[int], most: int = ROUNDS) -> list[list[tuple[int, int
 
 
 def judge(pairs: Sequence[Pair], expected: float | None = None) -> list[Slow]:
-    """What is slow: below half of what a usual pair does, and of `expected` GB/s where that is known. A host before its pairs."""
+    """What is slow: below half of what a usual pair does, and of `expected` GB/s where that is
+    known. A host before its pairs."""
     speeds = sorted(pair.gb_per_second for pair in pairs if pair.gb_per_second is not None)
-    usual = speeds[int(USUAL * len(speeds))] if speeds else 0.0
+    if speeds:
+        usual = speeds[int(USUAL * len(speeds))]
+    else:
+        usual = 0.0
     limit = SLOW * max(usual, expected or 0.0)
     bad = [pair for pair in pairs if pair.gb_per_second is None or pair.gb_per_second < limit]
     by_node: dict[int, list[Pair]] = {}
@@ -66,24 +75,52 @@ def judge(pairs: Sequence[Pair], expected: float | None = None) -> list[Slow]:
         by_node.setdefault(pair.first, []).append(pair)
         by_node.setdefault(pair.second, []).append(pair)
     # with one partner nobody can say which of the two it is
-    slow_nodes = {node for node, each in by_node.items() if len(each) > 1 and all(pair in bad for pair in each)}
+    slow_nodes = {
+        node
+        for node, each in by_node.items()
+        if len(each) > 1 and all(pair in bad for pair in each)
+    }
     everybody = slow_nodes == set(by_node)
-    found = [] if everybody else [Slow((node,), _words(by_node[node], usual, expected)) for node in sorted(slow_nodes)]
-    named = set() if everybody else slow_nodes
-    return found + [Slow((pair.first, pair.second), _words([pair], usual, expected)) for pair in bad if not {pair.first, pair.second} & named]
+    if everybody:
+        found = []
+    else:
+        found = [
+            Slow((node,), _words(by_node[node], usual, expected)) for node in sorted(slow_nodes)
+        ]
+    if everybody:
+        named = set()
+    else:
+        named = slow_nodes
+    return found + [
+        Slow((pair.first, pair.second), _words([pair], usual, expected))
+        for pair in bad
+        if not {pair.first, pair.second} & named
+    ]
 
 
 def _words(pairs: Sequence[Pair], usual: float, expected: float | None) -> str:
     speeds = [pair.gb_per_second for pair in pairs if pair.gb_per_second is not None]
     errors = [pair.error for pair in pairs if pair.gb_per_second is None]
-    said = f"all-reduce at {max(speeds):.3g} GB/s" if speeds else f"no all-reduce: {errors[0]}"
-    times = f" at best with any of {len(pairs)} partners" if len(pairs) > 1 and speeds else f" with any of {len(pairs)} partners" if len(pairs) > 1 else ""
-    beside = [*([f"a usual pair has {usual:.3g}"] if usual else []), *([f"the network is said to have {expected:.3g}"] if expected else [])]
+    if speeds:
+        said = f"all-reduce at {max(speeds):.3g} GB/s"
+    else:
+        said = f"no all-reduce: {errors[0]}"
+    if len(pairs) > 1 and speeds:
+        times = f" at best with any of {len(pairs)} partners"
+    elif len(pairs) > 1:
+        times = f" with any of {len(pairs)} partners"
+    else:
+        times = ""
+    beside = [
+        *([f"a usual pair has {usual:.3g}"] if usual else []),
+        *([f"the network is said to have {expected:.3g}"] if expected else []),
+    ]
     return f"{said}{times}" + (f"; {', '.join(beside)}" if speeds and beside else "")
 
 
 async def measure_pairs(crew: Crew, *, most: int = ROUNDS) -> list[Pair]:
-    """Run the rounds over all agents that are there; CUDA clusters by NCCL with all slots of a host, others by gloo with one rank a host."""
+    """Run the rounds over all agents that are there; CUDA clusters by NCCL with all slots of a
+    host, others by gloo with one rank a host."""
     found = []
     for number, pairs in enumerate(rounds(crew.present, most)):
         ports = await _ports(crew, [first for first, _ in pairs], number)
@@ -98,10 +135,15 @@ async def measure_pairs(crew: Crew, *, most: int = ROUNDS) -> list[Pair]:
 
 async def _ports(crew: Crew, nodes: Sequence[int], number: int) -> dict[int, int]:
     """A free port on each of these nodes."""
-    frames: dict[int, Frame] = {node: {"type": "listen", "ports": port_candidates(f"{crew.session.run}/{number}/{node}")} for node in nodes}
+    frames: dict[int, Frame] = {
+        node: {"type": "listen", "ports": port_candidates(f"{crew.session.run}/{number}/{node}")}
+        for node in nodes
+    }
     got, _ = await crew.ask(frames, {"listening"}, crew.session.connect)
     ports = {node: int(frame["port"]) for node, frame in got.items() if frame.get("port")}
-    await crew.ask({node: {"type": "unlisten"} for node in ports}, {"unlistened"}, crew.session.connect)
+    await crew.ask(
+        {node: {"type": "unlisten"} for node in ports}, {"unlistened"}, crew.session.connect
+    )
     return ports
 
 
@@ -109,18 +151,45 @@ def _programs(crew: Crew, pair: tuple[int, int], port: int) -> dict[int, list[Pr
     """The ranks of one pair, by node."""
     cluster = crew.session.cluster
     cuda = cluster.device_type == "cuda"
-    slots = {node: crew.session.hosts[node].slots or tuple(range(cluster.gpus_per_node or 1)) if cuda else (0,) for node in pair}
-    world, rank, found = sum(map(len, slots.values())), 0, dict[int, list[Program]]()
-    backend = "nccl" if cuda else "gloo"
-    common = {"backend": backend, "address": str(crew.hellos[pair[0]].facts["address"]), "port": port, "world": world}
+    slots = {
+        node: (
+            crew.session.hosts[node].slots or tuple(range(cluster.gpus_per_node or 1))
+            if cuda
+            else (0,)
+        )
+        for node in pair
+    }
+    world = sum(map(len, slots.values()))
+    rank = 0
+    found = dict[int, list[Program]]()
+    if cuda:
+        backend = "nccl"
+    else:
+        backend = "gloo"
+    common = {
+        "backend": backend,
+        "address": str(crew.hellos[pair[0]].facts["address"]),
+        "port": port,
+        "world": world,
+    }
     for node in pair:
         interface = crew.hellos[node].facts.get("interface")
-        network = {"GLOO_SOCKET_IFNAME": str(interface)} if interface else {}
+        if interface:
+            network = {"GLOO_SOCKET_IFNAME": str(interface)}
+        else:
+            network = {}
         if interface and cluster.interface:
             network["NCCL_SOCKET_IFNAME"] = f"={interface}"
         found[node] = []
         for slot in slots[node]:
-            asked = {**common, "rank": rank, "device": slot if cuda else None, "bytes": BYTES[backend], "repeat": REPEAT, "seconds": JOIN_SECONDS}
+            asked = {
+                **common,
+                "rank": rank,
+                "device": slot if cuda else None,
+                "bytes": BYTES[backend],
+                "repeat": REPEAT,
+                "seconds": JOIN_SECONDS,
+            }
             script = str(program_path(crew.session.code, "bandwidth_rank"))
             argv = [crew.session.python, "-I", script, json.dumps(asked)]
             found[node].append(Program(argv, {**network, **cluster.env}, key=str(slot)))
@@ -135,7 +204,11 @@ def _pair(pair: tuple[int, int], said: Mapping[tuple[int, str], Said]) -> Pair:
         return Pair(*pair, None, "no free port")
     if failed := [each for each in of_pair.values() if each.error or each.code != 0]:
         return Pair(*pair, None, failed[0].last)
-    results: list[dict[str, Any]] = [json.loads(each.out.splitlines()[-1]) for each in of_pair.values()]
+    results: list[dict[str, Any]] = [
+        json.loads(each.out.splitlines()[-1]) for each in of_pair.values()
+    ]
     if not all(result["right"] for result in results):
-        return Pair(*pair, None, "the sum came out wrong: memory, a GPU or the network changes data")
+        return Pair(
+            *pair, None, "the sum came out wrong: memory, a GPU or the network changes data"
+        )
     return Pair(*pair, min(float(result["gb_per_second"]) for result in results))

@@ -1,4 +1,5 @@
-"""The compute fleet of an AWS ParallelCluster: nodes that cost money while they run. `pcluster` (version 3) is what starts and stops them."""
+"""The compute fleet of an AWS ParallelCluster: nodes that cost money while they run. `pcluster`
+(version 3) is what starts and stops them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from trainkit.jobs.clusters import Cluster, Fleet
 
 ANSWER_SECONDS = 60.0  # of one call
 POLL_SECONDS = 10.0
-# The words of updateComputeFleet and describeComputeFleet for clusters with Slurm (AWS ParallelCluster User Guide, API reference)
+# The words of updateComputeFleet and describeComputeFleet for clusters with Slurm (AWS
+# ParallelCluster User Guide, API reference)
 REQUESTS = {"start": "START_REQUESTED", "stop": "STOP_REQUESTED"}
 REACHED = {"start": "RUNNING", "stop": "STOPPED"}
 ON_THE_WAY = {"start": ("START_REQUESTED", "STARTING"), "stop": ("STOP_REQUESTED", "STOPPING")}
@@ -31,7 +33,10 @@ class FleetStatus:
 def fleet_of(cluster: Cluster) -> Fleet:
     """The fleet that a cluster of jobs.toml names. Raises ConfigError where it names none."""
     if cluster.fleet is None:
-        hint = f'[clusters.{cluster.name}.fleet] with name = "..." and region = "...", as `pcluster list-clusters` has them'
+        hint = (
+            f'[clusters.{cluster.name}.fleet] with name = "..." and region = "...", as `pcluster'
+            " list-clusters` has them"
+        )
         raise ConfigError(f"clusters.{cluster.name} has no fleet", hint=hint)
     return cluster.fleet
 
@@ -49,14 +54,22 @@ def status(fleet: Fleet) -> FleetStatus:
     return _ask(words_of(fleet, "status"))
 
 
-def change(fleet: Fleet, verb: str, seconds: float, told: Callable[[FleetStatus], None] = lambda status: None, *, poll: float = POLL_SECONDS) -> FleetStatus:
+def change(
+    fleet: Fleet,
+    verb: str,
+    seconds: float,
+    told: Callable[[FleetStatus], None] = lambda status: None,
+    *,
+    poll: float = POLL_SECONDS,
+) -> FleetStatus:
     """Start or stop the fleet and wait until it is so; at once where it is already.
 
     Args:
         seconds: how long to wait.
         told: of every change on the way.
 
-    Raises TrainkitError (exit 8) where it is not reached in time, or pcluster says that it goes another way (PROTECTED: nodes failed to boot).
+    Raises TrainkitError (exit 8) where it is not reached in time, or pcluster says that it goes
+    another way (PROTECTED: nodes failed to boot).
     """
     seen = status(fleet)
     told(seen)
@@ -65,14 +78,32 @@ def change(fleet: Fleet, verb: str, seconds: float, told: Callable[[FleetStatus]
     if seen.status not in ON_THE_WAY[verb]:
         seen = _ask(words_of(fleet, verb))
         told(seen)
-    deadline, asked = time.monotonic() + seconds, time.monotonic()
+    deadline = time.monotonic() + seconds
+    asked = time.monotonic()
     while seen.status != REACHED[verb]:
-        if seen.status not in ON_THE_WAY[verb] and time.monotonic() - asked > 3 * poll:  # it may show its former state for a moment
-            hint = "PROTECTED: its nodes failed to boot; `pcluster get-cluster-log-events` says why" if seen.status == "PROTECTED" else ""
-            raise TrainkitError(f"fleet {fleet.name} was asked to {verb} and is {seen.status}", exit=Exit.START, hint=hint)
+        # it may show its former state for a moment
+        if seen.status not in ON_THE_WAY[verb] and time.monotonic() - asked > 3 * poll:
+            if seen.status == "PROTECTED":
+                hint = (
+                    "PROTECTED: its nodes failed to boot; `pcluster get-cluster-log-events`"
+                    " says why"
+                )
+            else:
+                hint = ""
+            raise TrainkitError(
+                f"fleet {fleet.name} was asked to {verb} and is {seen.status}",
+                exit=Exit.START,
+                hint=hint,
+            )
         if time.monotonic() > deadline:
-            message = f"fleet {fleet.name} is {seen.status} {seconds:g} s after it was asked to {verb}"
-            raise TrainkitError(message, exit=Exit.START, hint=f"it goes on by itself; look again: {' '.join(words_of(fleet, 'status'))}")
+            message = (
+                f"fleet {fleet.name} is {seen.status} {seconds:g} s after it was asked to {verb}"
+            )
+            raise TrainkitError(
+                message,
+                exit=Exit.START,
+                hint=f"it goes on by itself; look again: {' '.join(words_of(fleet, 'status'))}",
+            )
         time.sleep(poll)
         newer = status(fleet)
         if newer.status != seen.status:
@@ -83,13 +114,26 @@ def change(fleet: Fleet, verb: str, seconds: float, told: Callable[[FleetStatus]
 
 def _ask(words: Sequence[str]) -> FleetStatus:
     if shutil.which(words[0]) is None:
-        hint = "`pip install aws-parallelcluster` into a virtual environment of its own; it is typed where your AWS credentials are, not on the head node"
+        hint = (
+            "`pip install aws-parallelcluster` into a virtual environment of its own; it is typed"
+            " where your AWS credentials are, not on the head node"
+        )
         raise TrainkitError(f"there is no {words[0]} on this machine", exit=Exit.START, hint=hint)
     line = " ".join(words[:2])
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=ANSWER_SECONDS, check=False)
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ANSWER_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        raise TrainkitError(f"{line} did not answer within {ANSWER_SECONDS:g} s", exit=Exit.START) from None
+        raise TrainkitError(
+            f"{line} did not answer within {ANSWER_SECONDS:g} s", exit=Exit.START
+        ) from None
     said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
     if done.returncode != 0:
         raise TrainkitError(f"{line} exited with {done.returncode}: {said}", exit=Exit.START)
@@ -97,4 +141,8 @@ def _ask(words: Sequence[str]) -> FleetStatus:
         answer = json.loads(done.stdout)
         return FleetStatus(str(answer["status"]), str(answer.get("lastStatusUpdatedTime", "")))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise TrainkitError(f"{line} gave an answer of another form: {said[:200]}", exit=Exit.START, hint="pcluster 3 is needed") from None
+        raise TrainkitError(
+            f"{line} gave an answer of another form: {said[:200]}",
+            exit=Exit.START,
+            hint="pcluster 3 is needed",
+        ) from None

@@ -1,8 +1,10 @@
-"""What makes a cluster of bare machines: keys, a shared folder over NFS, a hostfile. Each step is a piece of shell that a person can read and run, and
-that may run again: it says "already" where nothing is left to do.
+"""What makes a cluster of bare machines: keys, a shared folder over NFS, a hostfile. Each step
+is a piece of shell that a person can read and run, and that may run again: it says "already"
+where nothing is left to do.
 
-Lines in files of the system stand between two lines that name trainkit, so that a second run replaces them and never adds to them (appending with
-`tee -a` joins a line to one that lacks its newline, and doubles it the next time).
+Lines in files of the system stand between two lines that name trainkit, so that a second run
+replaces them and never adds to them (appending with `tee -a` joins a line to one that lacks its
+newline, and doubles it the next time).
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from trainkit.launch.session import SAFE_PATH, is_here
 
 STEP_SECONDS = 300.0  # of one step: a package or a mount may take its time
 HERE = "here"
-ALREADY, CHANGED = "already", "changed"
+ALREADY = "already"
+CHANGED = "changed"
 KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
-# Every step begins with this. block FILE NAME: what comes on stdin replaces what stands between NAME's two lines in FILE, or is added at its end.
+# Every step begins with this. block FILE NAME: what comes on stdin replaces what stands between
+# NAME's two lines in FILE, or is added at its end.
 PREAMBLE = """\
 set -eu
 say() { echo "trainkit: $*"; }
@@ -30,8 +34,17 @@ SUDO=; [ "$(id -u)" = 0 ] || SUDO='sudo -n'
 block() {
     begin="# trainkit $2: begin" end="# trainkit $2: end" old=$(mktemp) new=$(mktemp)
     $SUDO cat "$1" > "$old" 2> /dev/null || :
-    if [ "$(grep -cxF "$begin" "$old")" != "$(grep -cxF "$end" "$old")" ]; then echo "$1: '$begin' and '$end' do not pair; correct it by hand" >&2; exit 1; fi
-    { awk -v b="$begin" -v e="$end" '$0 == b { out = 1 } !out { print } $0 == e { out = 0 }' "$old"; echo "$begin"; cat; echo "$end"; } > "$new"
+    if [ "$(grep -cxF "$begin" "$old")" != "$(grep -cxF "$end" "$old")" ]; then
+        echo "$1: '$begin' and '$end' do not pair; correct it by hand" >&2
+        exit 1
+    fi
+    {
+        awk -v b="$begin" -v e="$end" \
+            '$0 == b { out = 1 } !out { print } $0 == e { out = 0 }' "$old"
+        echo "$begin"
+        cat
+        echo "$end"
+    } > "$new"
     if cmp -s "$old" "$new"; then rm "$old" "$new"; return 1; fi
     $SUDO mkdir -p "$(dirname "$1")" && $SUDO tee "$1" < "$new" > /dev/null || exit 1
     rm "$old" "$new"
@@ -44,10 +57,9 @@ class Step:
     """One thing to set up.
 
     Args:
-        where: HERE, or a host's name.
-        title: what it does, in words.
-        script: shell that does it and says "trainkit: already" or "trainkit: changed"; without PREAMBLE.
-        asks: over ssh it may be the first contact: a person may have to type a password.
+        where: HERE, or a host's name. title: what it does, in words. script: shell that does it
+        and says "trainkit: already" or "trainkit: changed"; without PREAMBLE. asks: over ssh it
+        may be the first contact: a person may have to type a password.
     """
 
     where: str
@@ -97,11 +109,15 @@ say {CHANGED}
 
 
 def export_step(folder: Path, hosts: Sequence[Host]) -> Step:
-    """This machine exports a folder to the hosts over NFS (exports(5)): root stays root, so that a run's files have one owner."""
+    """This machine exports a folder to the hosts over NFS (exports(5)): root stays root, so that
+    a run's files have one owner."""
     options = "(rw,sync,no_subtree_check,no_root_squash)"
     line = f"{folder} " + " ".join(f"{host.name}{options}" for host in hosts)
     script = f"""\
-command -v exportfs > /dev/null || {{ echo "there is no NFS server: apt-get install nfs-kernel-server, or dnf install nfs-utils" >&2; exit 1; }}
+command -v exportfs > /dev/null || {{
+    echo "there is no NFS server: apt-get install nfs-kernel-server, or dnf install nfs-utils" >&2
+    exit 1
+}}
 $SUDO mkdir -p {folder}
 if block /etc/exports {shlex.quote(str(folder))} <<'EXPORT'
 {line}
@@ -112,10 +128,14 @@ then $SUDO exportfs -ra; say {CHANGED}; else say {ALREADY}; fi
 
 
 def mount_step(folder: Path, head: str, host: Host) -> Step:
-    """A host mounts the head's folder under the same path, now and at every boot. `head`: this machine's address, as the host reaches it."""
+    """A host mounts the head's folder under the same path, now and at every boot. `head`: this
+    machine's address, as the host reaches it."""
     line = f"{_bracketed(head)}:{folder} {folder} nfs rw,hard,noatime,_netdev,nofail 0 0"
     script = f"""\
-command -v mount.nfs > /dev/null || {{ echo "there is no NFS client: apt-get install nfs-common, or dnf install nfs-utils" >&2; exit 1; }}
+command -v mount.nfs > /dev/null || {{
+    echo "there is no NFS client: apt-get install nfs-common, or dnf install nfs-utils" >&2
+    exit 1
+}}
 changed=
 $SUDO mkdir -p {folder}
 block /etc/fstab {shlex.quote(str(folder))} <<'MOUNT' && changed=1
@@ -136,7 +156,10 @@ cat > "$wanted" <<'HOSTS'
 {lines}
 HOSTS
 if [ -s {path} ]; then
-    if {{ cat {path}; echo; }} | sed 's/ *#.*//; /^ *$/d' | cmp -s - "$wanted"; then say {ALREADY}; exit 0; fi
+    if {{ cat {path}; echo; }} | sed 's/ *#.*//; /^ *$/d' | cmp -s - "$wanted"; then
+        say {ALREADY}
+        exit 0
+    fi
     echo "{path} is there and names other hosts; correct it by hand" >&2; exit 1
 fi
 $SUDO mkdir -p {path.parent}
@@ -147,7 +170,8 @@ say {CHANGED}
 
 
 def pdsh_step() -> Step:
-    """What people who type pdsh themselves need: Debian's takes rsh by default. trainkit's own says it on the line."""
+    """What people who type pdsh themselves need: Debian's takes rsh by default. trainkit's own
+    says it on the line."""
     script = f"""\
 if block ~/.bashrc pdsh <<'PDSH'
 export DSHPATH=$PATH PDSH_RCMD_TYPE=ssh
@@ -182,8 +206,12 @@ class Wanted:
     def __post_init__(self) -> None:
         for path in filter(None, (self.hostfile, self.share)):
             if not SAFE_PATH.fullmatch(str(path)) or not path.is_absolute():
-                message = f"{path}: an absolute path of letters, digits and _ . / + = : @ , - is needed"
-                raise ConfigError(message, hint="lines of /etc/exports and /etc/fstab have no quotes")
+                message = (
+                    f"{path}: an absolute path of letters, digits and _ . / + = : @ , - is needed"
+                )
+                raise ConfigError(
+                    message, hint="lines of /etc/exports and /etc/fstab have no quotes"
+                )
 
     @property
     def away(self) -> list[Host]:
@@ -192,15 +220,24 @@ class Wanted:
 
     def before(self) -> list[Step]:
         """What is done here before hosts are logged in to."""
-        return [key_step(), *([export_step(self.share, self.away)] if self.share and self.away else [])]
+        return [
+            key_step(),
+            *([export_step(self.share, self.away)] if self.share and self.away else []),
+        ]
 
     def of_host(self, host: Host, public_key: str) -> list[Step]:
         """What is done on a host; the second only where the first has worked."""
-        return [accept_step(host, public_key), *([mount_step(self.share, self.head, host)] if self.share else [])]
+        return [
+            accept_step(host, public_key),
+            *([mount_step(self.share, self.head, host)] if self.share else []),
+        ]
 
     def after(self) -> list[Step]:
         """What is done here at last."""
-        written = [hostfile_step(self.hostfile, self.hosts, self.slots)] if self.hostfile else []
+        if self.hostfile:
+            written = [hostfile_step(self.hostfile, self.hosts, self.slots)]
+        else:
+            written = []
         return [*written, *([pdsh_step()] if self.cluster.launcher == "pdsh" else [])]
 
 
@@ -211,31 +248,72 @@ def own_public_key(home: Path) -> str | None:
 
 
 def _entry(host: Host) -> str:
-    port = f":{host.port}" if host.port else ""
+    if host.port:
+        port = f":{host.port}"
+    else:
+        port = ""
     return (f"{host.user}@" if host.user else "") + (_bracketed(host.name) + port)
 
 
 def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
+    if ":" in address:
+        return f"[{address}]"
+    return address
 
 
 def ssh_words(cluster: Cluster, host: Host, *, person: bool) -> list[str]:
-    """The line of ssh to a host that may never have been logged in to from here. `person`: somebody is there to type a password."""
-    port = ["-p", str(host.port)] if host.port else []
-    user = ["-l", host.user] if host.user else []
-    asking = [] if person else ["-oBatchMode=yes"]
-    return ["ssh", *cluster.ssh_args, *asking, "-oStrictHostKeyChecking=accept-new", "-oConnectTimeout=10", *port, *user, host.name, "bash", "-s"]
+    """The line of ssh to a host that may never have been logged in to from here. `person`:
+    somebody is there to type a password."""
+    if host.port:
+        port = ["-p", str(host.port)]
+    else:
+        port = []
+    if host.user:
+        user = ["-l", host.user]
+    else:
+        user = []
+    if person:
+        asking = []
+    else:
+        asking = ["-oBatchMode=yes"]
+    return [
+        "ssh",
+        *cluster.ssh_args,
+        *asking,
+        "-oStrictHostKeyChecking=accept-new",
+        "-oConnectTimeout=10",
+        *port,
+        *user,
+        host.name,
+        "bash",
+        "-s",
+    ]
 
 
 def perform(step: Step, cluster: Cluster, hosts: Sequence[Host], *, person: bool) -> Done:
     """Run one step; its text goes in by stdin, so that nothing of it is quoted twice."""
     host = next((host for host in hosts if host.name == step.where), None)
-    words = ["bash", "-s"] if host is None else ssh_words(cluster, host, person=person and step.asks)
+    if host is None:
+        words = ["bash", "-s"]
+    else:
+        words = ssh_words(cluster, host, person=person and step.asks)
     try:
-        done = subprocess.run(words, input=step.text, capture_output=True, text=True, errors="replace", timeout=STEP_SECONDS, check=False)
+        done = subprocess.run(
+            words,
+            input=step.text,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=STEP_SECONDS,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Done(step, "failed", str(error))
-    states = [line.removeprefix("trainkit: ") for line in done.stdout.splitlines() if line.startswith("trainkit: ")]
+    states = [
+        line.removeprefix("trainkit: ")
+        for line in done.stdout.splitlines()
+        if line.startswith("trainkit: ")
+    ]
     if done.returncode == 0 and states and states[-1] in (ALREADY, CHANGED):
         return Done(step, states[-1], "")
     said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]

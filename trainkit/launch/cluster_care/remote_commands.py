@@ -38,8 +38,14 @@ class Said:
     @property
     def last(self) -> str:
         """One line for a table: why it failed."""
-        lines = [line.strip() for line in (self.error or self.err or self.out).splitlines() if line.strip()]
-        return lines[-1] if lines else f"it ended with {self.code} and said nothing"
+        lines = [
+            line.strip()
+            for line in (self.error or self.err or self.out).splitlines()
+            if line.strip()
+        ]
+        if lines:
+            return lines[-1]
+        return f"it ended with {self.code} and said nothing"
 
 
 @dataclass(frozen=True)
@@ -60,11 +66,18 @@ async def guard(crew: Crew) -> None:
     """What will be started on the crew's agents is to die with them; they hold no slot."""
     session = crew.session
     rest: Frame = {"type": "reserve", "run": session.run, "attempt": 0, "slots": [], "share": True}
-    await crew.ask({node: {**rest, "mark": session.mark(node)} for node in crew.present}, {"reserved"}, session.connect)
+    await crew.ask(
+        {node: {**rest, "mark": session.mark(node)} for node in crew.present},
+        {"reserved"},
+        session.connect,
+    )
 
 
-async def run_together(crew: Crew, programs: Mapping[int, Sequence[Program]], seconds: float, *, turn: str = "") -> dict[tuple[int, str], Said]:
-    """Start programs by node, all at once, and wait until all have ended; what has not after so many `seconds` is stopped.
+async def run_together(
+    crew: Crew, programs: Mapping[int, Sequence[Program]], seconds: float, *, turn: str = ""
+) -> dict[tuple[int, str], Said]:
+    """Start programs by node, all at once, and wait until all have ended; what has not after so
+    many `seconds` is stopped.
 
     Args:
         turn: tells the programs of several calls on one crew apart.
@@ -75,7 +88,14 @@ async def run_together(crew: Crew, programs: Mapping[int, Sequence[Program]], se
     said = {(node, program.key): Said() for node, each in programs.items() for program in each}
     ended = set[tuple[int, str]]()
     for node, each in programs.items():
-        crew.send(node, {"type": "go", "processes": [program.process(turn + program.key) for program in each], "secret_names": []})
+        crew.send(
+            node,
+            {
+                "type": "go",
+                "processes": [program.process(turn + program.key) for program in each],
+                "secret_names": [],
+            },
+        )
     deadline = time.monotonic() + seconds
     while len(ended) < len(said):
         for node, frame in crew.lost.items():
@@ -95,7 +115,10 @@ async def run_together(crew: Crew, programs: Mapping[int, Sequence[Program]], se
     if slow := [who for who in said if who not in ended]:
         for who in slow:
             said[who].error = f"no end within {seconds:g} s"
-        frames: dict[int, Frame] = {node: {"type": "stop", "grace": 1.0, "keys": [turn + k for n, k in slow if n == node]} for node in {n for n, _ in slow}}
+        frames: dict[int, Frame] = {
+            node: {"type": "stop", "grace": 1.0, "keys": [turn + k for n, k in slow if n == node]}
+            for node in {n for n, _ in slow}
+        }
         await crew.ask(frames, {"stopped"}, 1.0 + STOP_SECONDS)
     return said
 
@@ -114,18 +137,37 @@ def _take(said: Said, frame: Frame, ended: set[tuple[int, str]], who: tuple[int,
         ended.add(who)
 
 
-def on_all(cluster: Cluster, hosts: Sequence[Host], root: Path, argv: Sequence[str], seconds: float, *, launcher: Launcher | None = None) -> dict[str, Said]:
+def on_all(
+    cluster: Cluster,
+    hosts: Sequence[Host],
+    root: Path,
+    argv: Sequence[str],
+    seconds: float,
+    *,
+    launcher: Launcher | None = None,
+) -> dict[str, Said]:
     """What one command line says on each host, by host, in order."""
 
     async def run() -> dict[str, Said]:
         async with open_crew(cluster, hosts, root, "once", launcher=launcher) as crew:
             answers = await crew.gather(crew.session.connect)
             await guard(crew)
-            said = await run_together(crew, {node: [Program(argv, dict(cluster.env))] for node in crew.present}, seconds)
-        return {a.host: said[a.node, "0"] if isinstance(a, Hello) and (a.node, "0") in said else Said(error=_why(a)) for a in answers}
+            said = await run_together(
+                crew, {node: [Program(argv, dict(cluster.env))] for node in crew.present}, seconds
+            )
+        return {
+            a.host: (
+                said[a.node, "0"]
+                if isinstance(a, Hello) and (a.node, "0") in said
+                else Said(error=_why(a))
+            )
+            for a in answers
+        }
 
     return asyncio.run(run())
 
 
 def _why(answer: Hello | Missing) -> str:
-    return answer.why if isinstance(answer, Missing) else "its agent was lost"
+    if isinstance(answer, Missing):
+        return answer.why
+    return "its agent was lost"

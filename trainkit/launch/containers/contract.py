@@ -1,4 +1,5 @@
-"""What a runtime is asked: the words that start one container on a node, with the agent as its only command."""
+"""What a runtime is asked: the words that start one container on a node, with the agent as its
+only command."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ from trainkit.runs.record import read_events
 SHARED_MEMORY = "/dev/shm"  # the host's own under every runtime here
 NODE = '"$1"'  # of node.sh and inside.sh: the node's number
 # Variables that would change the runtime itself, which is the host's program: only ranks get them.
-ONLY_INSIDE = re.compile(r"PATH|HOME|TMPDIR|(LD|XDG|DOCKER|CONTAINERS?|PODMAN|APPTAINER|SINGULARITY|ENROOT|SLURM)_\w*")
-CALLER = ("USER", "LOGNAME", "CUDA_VISIBLE_DEVICES")  # of the host's own, ranks get these: torch asks for a name, Slurm says which GPUs
+ONLY_INSIDE = re.compile(
+    r"PATH|HOME|TMPDIR|(LD|XDG|DOCKER|CONTAINERS?|PODMAN|APPTAINER|SINGULARITY|ENROOT|SLURM)_\w*"
+)
+# of the host's own, ranks get these: torch asks for a name, Slurm says which GPUs
+CALLER = ("USER", "LOGNAME", "CUDA_VISIBLE_DEVICES")
 
 
 class Raw(str):
@@ -51,15 +55,11 @@ class Around:
     """The container around a node's agent, the same on every node of a session.
 
     Args:
-        container: its table of jobs.toml.
-        mounts: all of them, outer ones first.
-        env: what is set around the runtime too, since its hooks read some of it (NVIDIA_VISIBLE_DEVICES). ${node:VAR} is not in it: agents fill that in.
-        gpus: the job computes on NVIDIA's GPUs.
-        root: clusters.X.root, where it begins.
-        node_folder: clusters.X.node_folder, made where it is missing.
-        run: the run's id.
-        attempt: its number.
-        folder: the session's folder.
+        container: its table of jobs.toml. mounts: all of them, outer ones first. env: what is
+        set around the runtime too, since its hooks read some of it (NVIDIA_VISIBLE_DEVICES).
+        ${node:VAR} is not in it: agents fill that in. gpus: the job computes on NVIDIA's GPUs.
+        root: clusters.X.root, where it begins. node_folder: clusters.X.node_folder, made where
+        it is missing. run: the run's id. attempt: its number. folder: the session's folder.
         since: the attempt from whose start on a container that a node has kept is a good one.
     """
 
@@ -110,8 +110,12 @@ class Runtime:
 
 
 def kept_since(run: RunFolder) -> int:
-    """The attempt after the last whose ranks did not begin: one of its nodes may have been stopped while it imported the image, and keeps half of it."""
-    began = {attempt.number: any(event["event"] == "go" for event in read_events(attempt)) for attempt in run.attempts()}
+    """The attempt after the last whose ranks did not begin: one of its nodes may have been
+    stopped while it imported the image, and keeps half of it."""
+    began = {
+        attempt.number: any(event["event"] == "go" for event in read_events(attempt))
+        for attempt in run.attempts()
+    }
     return 1 + max((number for number, well in began.items() if not well), default=0)
 
 
@@ -128,12 +132,28 @@ def around(job: Job, folder: Path, run: str, attempt: int, since: int = 1) -> Ar
     if job.container is None:
         return None
     cluster = job.cluster
-    env = {name: value for name, value in job.environment.items() if "${node:" not in value and not ONLY_INSIDE.fullmatch(name)}
-    return Around(job.container, mounts_of(job), env, cluster.device_type == "cuda", _root(job), cluster.node_folder, run, attempt, folder, since)
+    env = {
+        name: value
+        for name, value in job.environment.items()
+        if "${node:" not in value and not ONLY_INSIDE.fullmatch(name)
+    }
+    return Around(
+        job.container,
+        mounts_of(job),
+        env,
+        cluster.device_type == "cuda",
+        _root(job),
+        cluster.node_folder,
+        run,
+        attempt,
+        folder,
+        since,
+    )
 
 
 def refuse_unmountable(job: Job) -> None:
-    """Raise ConfigError (exit 3) with every path that the job's container has to have and no runtime can mount."""
+    """Raise ConfigError (exit 3) with every path that the job's container has to have and no
+    runtime can mount."""
     if job.container is not None:
         mounts_of(job)
 
@@ -143,21 +163,46 @@ def _root(job: Job) -> str:
 
 
 def mounts_of(job: Job) -> tuple[Mount, ...]:
-    """Everything ranks read or write, at the path it has outside, and the container's own mounts; none twice, and none hidden by a later one."""
+    """Everything ranks read or write, at the path it has outside, and the container's own
+    mounts; none twice, and none hidden by a later one."""
     assert job.container is not None
     root = _root(job)
-    given = [Mount(source, target, bool(ro)) for source, target, *ro in (text.split(":") for text in job.container.mounts)]
-    seen = [Mount(path, path) for path in dict.fromkeys([root, os.path.realpath(root), job.cluster.node_folder, *read_by(job)])]
+    given = [
+        Mount(source, target, bool(ro))
+        for source, target, *ro in (text.split(":") for text in job.container.mounts)
+    ]
+    seen = [
+        Mount(path, path)
+        for path in dict.fromkeys(
+            [root, os.path.realpath(root), job.cluster.node_folder, *read_by(job)]
+        )
+    ]
     mounts: list[Mount] = []
     for mount in seen:
-        covered = [m for m in (*given, *mounts) if m.source == m.target and not m.read_only and _below(mount.target, m.target)]
+        covered = [
+            m
+            for m in (*given, *mounts)
+            if m.source == m.target and not m.read_only and _below(mount.target, m.target)
+        ]
         replaced = any(m.target == mount.target for m in given)
         if not covered and not replaced and not _below(mount.target, SHARED_MEMORY):
             mounts.append(mount)
     if bad := [repr(m.source) for m in mounts if not re.fullmatch(MOUNTABLE, m.source)]:
-        hint = "no runtime takes a path with a blank, a comma, a colon or a quote: give the folder another name, or a link without them"
-        raise ConfigError(f"containers.{job.container.name} cannot mount {', '.join(bad)}, which the job reads or writes", hint=hint)
-    return tuple(sorted(dict.fromkeys([*mounts, *given]), key=lambda mount: len(Path(os.path.normpath(mount.target)).parts)))
+        hint = (
+            "no runtime takes a path with a blank, a comma, a colon or a quote: give the folder"
+            " another name, or a link without them"
+        )
+        raise ConfigError(
+            f"containers.{job.container.name} cannot mount {', '.join(bad)}, which the job reads or"
+            " writes",
+            hint=hint,
+        )
+    return tuple(
+        sorted(
+            dict.fromkeys([*mounts, *given]),
+            key=lambda mount: len(Path(os.path.normpath(mount.target)).parts),
+        )
+    )
 
 
 def _below(path: str, folder: str) -> bool:
@@ -165,11 +210,21 @@ def _below(path: str, folder: str) -> bool:
 
 
 def read_by(job: Job) -> list[str]:
-    """Folders outside of the root that the job's own table sends its ranks to: pairs of `prefixes`, a model of `init_from`."""
+    """Folders outside of the root that the job's own table sends its ranks to: pairs of
+    `prefixes`, a model of `init_from`."""
     datasets: list[Dataset] = [job.dataset, *job.validation.values()]
     for dataset in datasets:  # blends may hold blends
-        datasets += [part.dataset for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend) for part in blend.values()]
-    folders = [_before_pattern(text) for dataset in datasets for given in dataset.prefixes for text in expand(given)]
+        datasets += [
+            part.dataset
+            for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend)
+            for part in blend.values()
+        ]
+    folders = [
+        _before_pattern(text)
+        for dataset in datasets
+        for given in dataset.prefixes
+        for text in expand(given)
+    ]
     if job.init_from and not job.init_from.startswith("hf:"):
         folders.append(job.init_from)
     return sorted(dict.fromkeys(folders))
@@ -178,5 +233,7 @@ def read_by(job: Job) -> list[str]:
 def _before_pattern(path: str) -> str:
     """The folder of a path as far as it is no glob pattern."""
     parts = Path(path).parent.parts
-    plain = next((at for at, part in enumerate(parts) if any(sign in part for sign in "*?[")), len(parts))
+    plain = next(
+        (at for at, part in enumerate(parts) if any(sign in part for sign in "*?[")), len(parts)
+    )
     return str(Path(*parts[:plain]))

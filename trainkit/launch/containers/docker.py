@@ -1,7 +1,9 @@
-"""runtime = "docker" and "podman": OCI containers in the host's own network, shared memory and processes.
+"""runtime = "docker" and "podman": OCI containers in the host's own network, shared memory and
+processes.
 
-Network and shared memory are the host's because NCCL and Gloo want both; processes, so that a run's are found by their mark from outside. What docker
-started outlives its client: the agent ends by itself when its supervisor is gone, and with it the container and everything in it.
+Network and shared memory are the host's because NCCL and Gloo want both; processes, so that a
+run's are found by their mark from outside. What docker started outlives its client: the agent
+ends by itself when its supervisor is gone, and with it the container and everything in it.
 """
 
 from __future__ import annotations
@@ -10,27 +12,55 @@ from trainkit.launch.containers.contract import CALLER, Around, Mount, Raw, Runt
 
 ROOT = '[ "$(id -u)" = 0 ]'
 USER = '--user="$(id -u):$(id -g)"'
-# --user alone takes the caller's other groups away, and with them what they may read: project folders belong to a group
+# --user alone takes the caller's other groups away, and with them what they may read: project
+# folders belong to a group
 GROUPS = "$(for group in $(id -G); do echo --group-add=$group; done)"
-KEEP = f"$({ROOT} || echo --userns=keep-id --group-add=keep-groups)"  # of rootless podman, whose users are others inside; keep-groups is crun's
-LONG_AGO = "hour|day|week|month|year"  # as both clients say it: what was made then and does not run never will
+# of rootless podman, whose users are others inside; keep-groups is crun's
+KEEP = f"$({ROOT} || echo --userns=keep-id --group-add=keep-groups)"
+# as both clients say it: what was made then and does not run never will
+LONG_AGO = "hour|day|week|month|year"
 # --mount, since -v makes a folder of a source that is not there
-COMMON = ("--network=host", "--ipc=host", "--pid=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864")
+COMMON = (
+    "--network=host",
+    "--ipc=host",
+    "--pid=host",
+    "--ulimit=memlock=-1",
+    "--ulimit=stack=67108864",
+)
 
 
 def run_words(around: Around, program: str, *devices: str) -> tuple[str, ...]:
     """docker-run(1), podman-run(1), as far as both are the same."""
     container = around.container
     name = Raw(f'--name=trainkit-{around.run}-{around.attempt}-"$1"')
-    start = (program, "run", "--rm", name, f"--label=trainkit.run={around.run}", "--pull=never", "--entrypoint=/bin/bash")
-    env = tuple(f"--env={name}" for name in (*CALLER, *around.env))  # their values are taken from around the client
+    start = (
+        program,
+        "run",
+        "--rm",
+        name,
+        f"--label=trainkit.run={around.run}",
+        "--pull=never",
+        "--entrypoint=/bin/bash",
+    )
+    # their values are taken from around the client
+    env = tuple(f"--env={name}" for name in (*CALLER, *around.env))
     mounts = tuple(map(_mount, around.mounts))
     place = (*COMMON, Raw(USER), f"--workdir={around.root}")
-    return (*start, *place, *devices, *env, *mounts, *container.args, container.image, *around.command[1:])
+    return (
+        *start,
+        *place,
+        *devices,
+        *env,
+        *mounts,
+        *container.args,
+        container.image,
+        *around.command[1:],
+    )
 
 
 def _mount(mount: Mount) -> str:
-    return f"--mount=type=bind,source={mount.source},target={mount.target}{',readonly' if mount.read_only else ''}"
+    read_only = ",readonly" if mount.read_only else ""
+    return f"--mount=type=bind,source={mount.source},target={mount.target}{read_only}"
 
 
 def docker_words(around: Around) -> tuple[str, ...]:
@@ -39,14 +69,23 @@ def docker_words(around: Around) -> tuple[str, ...]:
 
 def podman_words(around: Around) -> tuple[str, ...]:
     """GPUs come by the Container Device Interface."""
-    return run_words(around, "podman", Raw(KEEP), *(("--device=nvidia.com/gpu=all",) if around.gpus else ()))
+    return run_words(
+        around, "podman", Raw(KEEP), *(("--device=nvidia.com/gpu=all",) if around.gpus else ())
+    )
 
 
 def leftovers_line(program: str, age: str = LONG_AGO) -> str:
-    """Takes away what clients left that were killed between making a container and starting it: --rm comes with an end only. Never one that runs or has
-    run. No `container prune`: podman 4.3 forgets one of two filters now and then."""
-    names = f"timeout 5 {program} ps --all --format '{{{{.Names}}}} {{{{.Status}}}} {{{{.RunningFor}}}}' | grep -E '^trainkit-[^ ]+ Created .*({age})'"
-    return f"{{ {names} | cut -d ' ' -f 1 | timeout 5 xargs --no-run-if-empty {program} rm; }} > /dev/null 2>&1 || true"
+    """Takes away what clients left that were killed between making a container and starting it:
+    --rm comes with an end only. Never one that runs or has run. No `container prune`: podman 4.3
+    forgets one of two filters now and then."""
+    names = (
+        f"timeout 5 {program} ps --all --format '{{{{.Names}}}} {{{{.Status}}}}"
+        f" {{{{.RunningFor}}}}' | grep -E '^trainkit-[^ ]+ Created .*({age})'"
+    )
+    return (
+        f"{{ {names} | cut -d ' ' -f 1 | timeout 5 xargs --no-run-if-empty {program} rm; }} >"
+        " /dev/null 2>&1 || true"
+    )
 
 
 DOCKER = Runtime("docker", docker_words, before=lambda around: (leftovers_line("docker"),))

@@ -1,6 +1,8 @@
-"""runtime = "pyxis": a plugin of Slurm's, by which a task of srun is in the container from its start.
+"""runtime = "pyxis": a plugin of Slurm's, by which a task of srun is in the container from its
+start.
 
-So its words are srun's, and what a node lacks has to be looked at by a step without a container before that.
+So its words are srun's, and what a node lacks has to be looked at by a step without a container
+before that.
 """
 
 from __future__ import annotations
@@ -13,29 +15,49 @@ from trainkit.base.errors import Exit
 from trainkit.launch.containers.contract import Around
 from trainkit.launch.containers.scripts import FAILED, mount_lines
 
-LOOK, STEP = "mounts.sh", "step.sh"  # in the session's folder
-LOOK_SHARE = 0.9  # of watch.connect, for the look at the mounts: its words must be there before the supervisor gives up
+# in the session's folder
+LOOK = "mounts.sh"
+STEP = "step.sh"
+# of watch.connect, for the look at the mounts: its words must be there before the supervisor gives
+# up
+LOOK_SHARE = 0.9
 REMOVAL_MINUTES = 1  # for a root file system of some 20 GB
 EVERYTHING = ("ALL", "NONE", "NIL")  # values of --export that are no list of names
 
 
 def container_name(around: Around) -> str:
-    """What a run's container is called on every node, where an attempt that follows finds it and imports nothing; "" where its table has a name of its own."""
-    return "" if any(word.startswith("--container-name") for word in around.container.args) else f"trainkit-{around.run}-{around.since}"
+    """What a run's container is called on every node, where an attempt that follows finds it and
+    imports nothing; "" where its table has a name of its own."""
+    if any(word.startswith("--container-name") for word in around.container.args):
+        return ""
+    return f"trainkit-{around.run}-{around.since}"
 
 
 def removal_words(around: Around, nodes: int) -> tuple[str, ...]:
-    """The line of srun that takes the containers of a run off its nodes, where the plugin does not (container_scope=global); none without a name of ours."""
+    """The line of srun that takes the containers of a run off its nodes, where the plugin does
+    not (container_scope=global); none without a name of ours."""
     if not container_name(around):
         return ()
     names = [f"pyxis_trainkit-{around.run}-{since}" for since in range(1, around.since + 1)]
     remove = 'for name; do enroot remove --force "$name"; done'
     step = ("--overlap", "--input=none", "--mpi=none", f"--time={REMOVAL_MINUTES}")
-    return ("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *step, "/bin/bash", "-c", remove, "remove", *names)
+    return (
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        *step,
+        "/bin/bash",
+        "-c",
+        remove,
+        "remove",
+        *names,
+    )
 
 
 def pyxis_words(around: Around) -> tuple[str, ...]:
-    """srun's words. Variables of the image come before those of the host unless --container-env names them."""
+    """srun's words. Variables of the image come before those of the host unless --container-env
+    names them."""
     container = around.container
     mounts = ",".join(mount.text for mount in around.mounts)
     env = (f"--container-env={','.join(around.env)}",) if around.env else ()
@@ -46,13 +68,22 @@ def pyxis_words(around: Around) -> tuple[str, ...]:
         *(("--container-writable",) if container.writable else ()),
     )
     name = (f"--container-name={called}",) if (called := container_name(around)) else ()
-    return (f"--container-image={container.image}", *name, f"--container-mounts={mounts}", *env, *place, *container.args)
+    return (
+        f"--container-image={container.image}",
+        *name,
+        f"--container-mounts={mounts}",
+        *env,
+        *place,
+        *container.args,
+    )
 
 
 def exported(names: str, env: Mapping[str, str]) -> str:
     """srun's --export with these variables, where it is a list."""
     listed = names.split(",")
-    return names if listed[0] in EVERYTHING else ",".join(dict.fromkeys([*listed, *env]))
+    if listed[0] in EVERYTHING:
+        return names
+    return ",".join(dict.fromkeys([*listed, *env]))
 
 
 def look_seconds(connect: float) -> int:
@@ -66,27 +97,41 @@ def look_minutes(connect: float) -> int:
 
 
 def step_scripts(around: Around, lines: Sequence[Sequence[str]], connect: float) -> dict[str, str]:
-    """What looks at the mounts on each node, and what runs the two lines of srun one after the other, by names in the session's folder."""
+    """What looks at the mounts on each node, and what runs the two lines of srun one after the
+    other, by names in the session's folder."""
     look, start = map(shlex.join, lines)
     seconds = look_seconds(connect)
     slow = (
-        f"nothing was started: no look within {seconds} s at what {around.called} mounts; a prolog or a file system that is slow needs a longer watch.connect"
+        f"nothing was started: no look within {seconds} s at what {around.called} mounts; a prolog"
+        " or a file system that is slow needs a longer watch.connect"
     )
+    missing = f"nothing was started: not every node has what {around.called} mounts"
+    failed = f"nothing was started: the step that looks at what {around.called} mounts ended with"
     step = [
         "#!/bin/bash",
-        f"said=$(timeout --kill-after=5 {seconds} {look} 2>&1)  # of tasks the output is elsewhere: these are srun's words",
+        "# the output of tasks is elsewhere: these are srun's words",
+        f"said=$(timeout --kill-after=5 {seconds} {look} 2>&1)",
         "code=$?",
         '[ -z "$said" ] || echo "$said"',
         "case $code in",
         "0) ;;",
-        f"{int(Exit.START)}) echo {shlex.quote(f'nothing was started: not every node has what {around.called} mounts')} ;;",
+        f"{int(Exit.START)}) echo {shlex.quote(missing)} ;;",
         f"124 | 137) echo {shlex.quote(slow)} ;;",
-        f"""*) echo {shlex.quote(f"nothing was started: the step that looks at what {around.called} mounts ended with")} "$code: ${{said##*$'\\n'}}" ;;""",
+        f"""*) echo {shlex.quote(failed)} "$code: ${{said##*$'\\n'}}" ;;""",
         "esac",
         f"[ $code = 0 ] || {FAILED}",
         f"exec {start}",
     ]
     return {
-        LOOK: "\n".join(["#!/bin/bash", "# What a node must have before a container starts on it", *mount_lines(around)]) + "\n",
+        LOOK: (
+            "\n".join(
+                [
+                    "#!/bin/bash",
+                    "# What a node must have before a container starts on it",
+                    *mount_lines(around),
+                ]
+            )
+            + "\n"
+        ),
         STEP: "\n".join(step) + "\n",
     }

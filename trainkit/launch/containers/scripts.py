@@ -1,4 +1,5 @@
-"""The scripts by which a node's agent comes to run in its container: what is looked at outside, and what is run inside."""
+"""The scripts by which a node's agent comes to run in its container: what is looked at outside,
+and what is run inside."""
 
 from __future__ import annotations
 
@@ -11,41 +12,69 @@ from trainkit.launch.containers.contract import NODE, SHARED_MEMORY, Around, Run
 from trainkit.launch.containers.docker import DOCKER, PODMAN
 from trainkit.launch.containers.enroot import ENROOT
 
-RUNTIMES: dict[str, Runtime] = {"docker": DOCKER, "podman": PODMAN, "apptainer": APPTAINER, "enroot": ENROOT}  # pyxis is a part of srun's own words
+# pyxis is a part of srun's own words
+RUNTIMES: dict[str, Runtime] = {
+    "docker": DOCKER,
+    "podman": PODMAN,
+    "apptainer": APPTAINER,
+    "enroot": ENROOT,
+}
 FAILED = f"exit {int(Exit.START)}"
-# The host's home is not there, and an image may know another or none; caches go to it, which users of a node must not share
+# The host's home is not there, and an image may know another or none; caches go to it, which users
+# of a node must not share
 HOME_LINE = (
-    '[ -w "${HOME:-/}" ] || { export HOME="/tmp/home-$(id -u)"; mkdir -p -m 700 "$HOME"; [ -O "$HOME" ]; }'
-    f' || {{ echo "$HOSTNAME: $HOME cannot be the home of $(id -u)" >&2; {FAILED}; }}'
+    '[ -w "${HOME:-/}" ] || { export HOME="/tmp/home-$(id -u)"; mkdir -p -m 700 "$HOME"; [ -O'
+    f' "$HOME" ]; }} || {{ echo "$HOSTNAME: $HOME cannot be the home of $(id -u)" >&2; {FAILED}; }}'
 )
 # What the clients' own exit codes mean: docker-run(1), podman-run(1)
-CODES = {125: "it could not start the container", 126: "a program in the image cannot be run", 127: "a program is not in the image"}
+CODES = {
+    125: "it could not start the container",
+    126: "a program in the image cannot be run",
+    127: "a program is not in the image",
+}
 
 
 def mount_lines(around: Around) -> list[str]:
-    """Lines of bash that end the script, naming all that is missing, unless the source of every mount is on this node."""
+    """Lines of bash that end the script, naming all that is missing, unless the source of every
+    mount is on this node."""
     folder = shlex.quote(around.node_folder)
-    make = [] if around.node_folder == SHARED_MEMORY else [f"[ -d {folder} ] || {{ mkdir -p {folder} && chmod 1777 {folder}; }}"]
+    if around.node_folder == SHARED_MEMORY:
+        make = []
+    else:
+        make = [f"[ -d {folder} ] || {{ mkdir -p {folder} && chmod 1777 {folder}; }}"]
     sources = " ".join(shlex.quote(mount.source) for mount in around.mounts)
     return [
         *make,
         "missing=()",
         f'for source in {sources}; do [ -e "$source" ] || missing+=("$source"); done',
-        f'[ ${{#missing[@]}} = 0 ] || {{ echo "$HOSTNAME does not have what {around.called} mounts: ${{missing[*]}}" >&2; {FAILED}; }}',
+        (
+            f'[ ${{#missing[@]}} = 0 ] || {{ echo "$HOSTNAME does not have what {around.called}'
+            f' mounts: ${{missing[*]}}" >&2; {FAILED}; }}'
+        ),
     ]
 
 
 def start_lines(around: Around) -> list[str]:
     """The last lines of node.sh: from the host into the container."""
     runtime = RUNTIMES[around.container.runtime]
-    there = f'command -v {runtime.program} > /dev/null || {{ echo "$HOSTNAME has no {runtime.program}, the runtime of {around.called}" >&2; {FAILED}; }}'
+    there = (
+        f'command -v {runtime.program} > /dev/null || {{ echo "$HOSTNAME has no {runtime.program},'
+        f' the runtime of {around.called}" >&2; {FAILED}; }}'
+    )
     variables = {**(runtime.variables or {}), **around.env}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    return [there, *mount_lines(around), *exports, *runtime.before(around), f"exec {line(runtime.words(around))}"]
+    return [
+        there,
+        *mount_lines(around),
+        *exports,
+        *runtime.before(around),
+        f"exec {line(runtime.words(around))}",
+    ]
 
 
 def inside_text(around: Around, agent: Sequence[str], marked: str) -> str:
-    """inside.sh. `agent`: the words after the interpreter; `marked`: the line that says whose it is."""
+    """inside.sh. `agent`: the words after the interpreter; `marked`: the line that says whose it
+    is."""
     python = shlex.quote(around.container.python)
     lines = [
         "#!/bin/bash",
@@ -53,7 +82,10 @@ def inside_text(around: Around, agent: Sequence[str], marked: str) -> str:
         "set -e",
         HOME_LINE,
         *around.container.prolog,
-        f'command -v {python} > /dev/null || {{ echo "$HOSTNAME: the image has no {around.container.python} ({around.called}.python)" >&2; {FAILED}; }}',
+        (
+            f'command -v {python} > /dev/null || {{ echo "$HOSTNAME: the image has no'
+            f' {around.container.python} ({around.called}.python)" >&2; {FAILED}; }}'
+        ),
         marked,
         f"exec {python} {shlex.join(agent)} {NODE}",
     ]
@@ -63,10 +95,18 @@ def inside_text(around: Around, agent: Sequence[str], marked: str) -> str:
 def further_files(around: Around) -> Mapping[str, str]:
     """What else the session's folder has to hold, by name."""
     runtime = RUNTIMES.get(around.container.runtime)
-    return runtime.files(around) if runtime else {}
+    if runtime:
+        return runtime.files(around)
+    return {}
 
 
 def in_words(around: Around, code: int, last: str) -> str:
     """How the start of a container ended, for a person."""
-    meaning = CODES.get(code, "") if around.container.runtime in ("docker", "podman") else ""
-    return f"{around.container.runtime} ended with {code}{f' ({meaning})' if meaning else ''}: {last or 'without a word'}"
+    if around.container.runtime in ("docker", "podman"):
+        meaning = CODES.get(code, "")
+    else:
+        meaning = ""
+    return (
+        f"{around.container.runtime} ended with {code}{f' ({meaning})' if meaning else ''}:"
+        f" {last or 'without a word'}"
+    )

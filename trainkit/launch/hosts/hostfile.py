@@ -1,8 +1,10 @@
 """Which hosts a run has: DeepSpeed's hostfile format, read strictly, and its filters.
 
-One host or range a line, in rank order: `[user@]host[:port] slots=N`; `#` begins a comment; an IPv6 address stands in brackets;
-`node[1-16]` and `rack[1-2]n[01-32]` are ranges as ClusterShell writes them. Without `slots=` a host has the cluster's ranks_per_node.
-DeepSpeed takes `slots=8x` for 8, a missing file for "this host alone" and drops unknown hosts of a filter in silence; here each is an error.
+One host or range a line, in rank order: `[user@]host[:port] slots=N`; `#` begins a comment; an
+IPv6 address stands in brackets; `node[1-16]` and `rack[1-2]n[01-32]` are ranges as ClusterShell
+writes them. Without `slots=` a host has the cluster's ranks_per_node. DeepSpeed takes `slots=8x`
+for 8, a missing file for "this host alone" and drops unknown hosts of a filter in silence; here
+each is an error.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ OVER_SSH = ("ssh", "pdsh")
 MOST_HOSTS = 10_000  # of one range; a slip such as node[1-10000000] must not fill the memory
 MOST_SLOTS = 4096
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?")
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")  # never a leading "-": ssh would take it for an option
+# never a leading "-": ssh would take it for an option
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:/(\d{1,9}))?)?")
 
-_PART = re.compile(r"(\[[^\]]*:[^\]]*\]|(?:[^:\[\]]|\[[^\]]*\])*)(?::(.*))?")  # of a filter: HOST or [IPv6] or RANGE, and :SLOTS
+# of a filter: HOST or [IPv6] or RANGE, and :SLOTS
+_PART = re.compile(r"(\[[^\]]*:[^\]]*\]|(?:[^:\[\]]|\[[^\]]*\])*)(?::(.*))?")
 
 
 @dataclass(frozen=True)
@@ -55,32 +59,59 @@ class _Wrong(Exception):
 
     def __init__(self, message: str, offset: int, hint: str = "") -> None:
         super().__init__(message)
-        self.message, self.offset, self.hint = message, offset, hint
+        self.message = message
+        self.offset = offset
+        self.hint = hint
 
 
 def find_hostfile(cluster: Cluster, option: str = "", default: Path = DEFAULT) -> Path:
-    """The hostfile of a cluster whose launcher is ssh or pdsh: `--hostfile`, else the cluster's, else /job/hostfile.
+    """The hostfile of a cluster whose launcher is ssh or pdsh: `--hostfile`, else the cluster's,
+    else /job/hostfile.
 
-    Raises ConfigError where there is none; a run never shrinks to one host because a file is missing.
+    Raises ConfigError where there is none; a run never shrinks to one host because a file is
+    missing.
     """
-    said = f"--hostfile {option}" if option else f"clusters.{cluster.name}.hostfile = '{cluster.hostfile}'" if cluster.hostfile else ""
-    path = Path(option).expanduser() if option else Path(cluster.hostfile) if cluster.hostfile else default
+    if option:
+        said = f"--hostfile {option}"
+    elif cluster.hostfile:
+        said = f"clusters.{cluster.name}.hostfile = '{cluster.hostfile}'"
+    else:
+        said = ""
+    if option:
+        path = Path(option).expanduser()
+    elif cluster.hostfile:
+        path = Path(cluster.hostfile)
+    else:
+        path = default
     if path.is_file():
         return path
     if said:
         raise ConfigError(f"{said}: there is no such file", hint="one line a host: HOST slots=N")
-    message = f"cluster '{cluster.name}' (launcher {cluster.launcher}) has no hostfile: neither --hostfile nor clusters.{cluster.name}.hostfile is given"
-    raise ConfigError(f"{message}, and {default} is not there", hint="one line a host: HOST slots=N")
+    message = (
+        f"cluster '{cluster.name}' (launcher {cluster.launcher}) has no hostfile: neither"
+        f" --hostfile nor clusters.{cluster.name}.hostfile is given"
+    )
+    raise ConfigError(
+        f"{message}, and {default} is not there", hint="one line a host: HOST slots=N"
+    )
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file, in order. Raises ConfigError with everything that is wrong with it, by line and column."""
+    """The hosts of a file, in order. Raises ConfigError with everything that is wrong with it,
+    by line and column."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read the hostfile {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError([Problem(f"no UTF-8 text: {error.reason}", Place(str(path), error.object[: error.start].count(b"\n") + 1))]) from None
+        raise ConfigError(
+            [
+                Problem(
+                    f"no UTF-8 text: {error.reason}",
+                    Place(str(path), error.object[: error.start].count(b"\n") + 1),
+                )
+            ]
+        ) from None
     return parse_hostfile(text, str(path))
 
 
@@ -97,15 +128,26 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
     problems: list[Problem] = []
     first: dict[str, int] = {}
     for line, content in enumerate(text.split("\n"), 1):
-        words = [(match.start(), match.group()) for match in re.finditer(r"\S+", content.partition("#")[0])]
+        words = [
+            (match.start(), match.group())
+            for match in re.finditer(r"\S+", content.partition("#")[0])
+        ]
         try:
             for host in _hosts_of(words) if words else ():
                 if (earlier := first.setdefault(who(host.name), len(hosts))) < len(hosts):
                     message = f"host '{host.name}' stands in line {hosts[earlier].line} already"
-                    raise _Wrong(message, words[0][0], "a host has one line; its slots say how often it is used")
+                    raise _Wrong(
+                        message,
+                        words[0][0],
+                        "a host has one line; its slots say how often it is used",
+                    )
                 hosts.append(replace(host, line=line))
         except _Wrong as wrong:
-            problems.append(Problem(f"{wrong.message} (column {wrong.offset + 1})", Place(path, line), wrong.hint))
+            problems.append(
+                Problem(
+                    f"{wrong.message} (column {wrong.offset + 1})", Place(path, line), wrong.hint
+                )
+            )
     if not hosts and not problems:
         problems = [Problem("names no host", Place(path), "one line a host: HOST slots=N")]
     if problems:
@@ -114,9 +156,12 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
 
 
 def who(name: str) -> str:
-    """One word for equal hosts: names of hosts know no case, and this machine's loopback has several."""
+    """One word for equal hosts: names of hosts know no case, and this machine's loopback has
+    several."""
     lower = name.lower()
-    return "localhost" if lower in ("localhost", "::1") or lower.startswith("127.") else lower
+    if lower in ("localhost", "::1") or lower.startswith("127."):
+        return "localhost"
+    return lower
 
 
 def _hosts_of(words: Sequence[tuple[int, str]]) -> list[Host]:
@@ -125,7 +170,10 @@ def _hosts_of(words: Sequence[tuple[int, str]]) -> list[Host]:
     for offset, word in words[1:]:
         name, equals, value = word.partition("=")
         if name != "slots" or not equals:
-            hint = "write slots=N, without spaces" if "slots" in word else "one host or range a line: HOST slots=N; '#' begins a comment"
+            if "slots" in word:
+                hint = "write slots=N, without spaces"
+            else:
+                hint = "one host or range a line: HOST slots=N; '#' begins a comment"
             raise _Wrong(f"unknown word '{word}'", offset, hint)
         if slots:
             raise _Wrong(f"'{word}': slots are given twice", offset)
@@ -142,15 +190,22 @@ def _expanded(word: str, offset: int) -> Iterator[Host]:
     if at and not _USER.fullmatch(user):
         raise _Wrong(f"'{user}' is no user's name", offset)
     names, port = _address(rest, offset + len(user) + len(at))
-    if (at or port) and any(who(name) == "localhost" for name in names):  # its agent is started without ssh
-        hint = "write `localhost`; or, for a host behind a tunnel, a name that ~/.ssh/config has with HostName, Port and User"
+    # its agent is started without ssh
+    if (at or port) and any(who(name) == "localhost" for name in names):
+        hint = (
+            "write `localhost`; or, for a host behind a tunnel, a name that ~/.ssh/config has with"
+            " HostName, Port and User"
+        )
         raise _Wrong(f"'{word}' is this machine, which takes no user and no port", offset, hint)
     return (Host(name, user if at else None, port) for name in names)
 
 
 def _address(word: str, offset: int) -> tuple[list[str], int | None]:
-    """(names, port) of HOST, HOST:PORT, RANGE:PORT, [IPv6] or [IPv6]:PORT. `offset`: where the word begins, for errors."""
-    if bracketed := re.fullmatch(r"\[([0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[A-Za-z0-9_.-]+)?)\](?::(.*))?", word):
+    """(names, port) of HOST, HOST:PORT, RANGE:PORT, [IPv6] or [IPv6]:PORT. `offset`: where the
+    word begins, for errors."""
+    if bracketed := re.fullmatch(
+        r"\[([0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[A-Za-z0-9_.-]+)?)\](?::(.*))?", word
+    ):
         address, port = bracketed.groups()
         try:
             ipaddress.IPv6Address(address)
@@ -159,7 +214,11 @@ def _address(word: str, offset: int) -> tuple[list[str], int | None]:
         return [address], _port(port, offset + len(address) + 3) if port is not None else None
     host, colon, port = word.partition(":")
     if ":" in port:
-        raise _Wrong(f"'{word}' has more than one colon", offset, "an IPv6 address stands in brackets: [fd00::1] or [fd00::1]:22")
+        raise _Wrong(
+            f"'{word}' has more than one colon",
+            offset,
+            "an IPv6 address stands in brackets: [fd00::1] or [fd00::1]:22",
+        )
     return _names(host, offset), _port(port, offset + len(host) + 1) if colon else None
 
 
@@ -172,9 +231,16 @@ def _port(text: str, offset: int) -> int:
 def _names(word: str, offset: int) -> list[str]:
     """A name, or the names of a range, in the order written."""
     if re.search(r"[,&!^]", re.sub(r"\[[^\]]*\]", "", word)):
-        raise _Wrong(f"'{word}': one host or range a line", offset, "inside brackets commas are fine: node[1-3,7]")
+        raise _Wrong(
+            f"'{word}': one host or range a line",
+            offset,
+            "inside brackets commas are fine: node[1-3,7]",
+        )
     pieces = re.split(r"\[([^\[\]]*)\]", word)
-    choices_of = [list(_numbers(piece, word, offset)) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+    choices_of = [
+        list(_numbers(piece, word, offset)) if index % 2 else [piece]
+        for index, piece in enumerate(pieces)
+    ]
     count = 1
     for each in choices_of:
         count *= len(each)
@@ -183,29 +249,46 @@ def _names(word: str, offset: int) -> list[str]:
     names = ["".join(parts) for parts in itertools.product(*choices_of)]
     for name in names[:1]:  # they differ in digits only
         if not _NAME.fullmatch(name) or len(name) > 253:
-            raise _Wrong(f"'{word}' is no host's name or address", offset, "letters, digits, '.', '_' and '-'; ranges as in node[01-16]")
+            raise _Wrong(
+                f"'{word}' is no host's name or address",
+                offset,
+                "letters, digits, '.', '_' and '-'; ranges as in node[01-16]",
+            )
     return names
 
 
 def _numbers(content: str, word: str, offset: int) -> Iterator[str]:
-    """The numbers of "1-3,7" or "01-16/2" as written: padding is kept, and so is the order (a RangeSet of all of them would sort)."""
+    """The numbers of "1-3,7" or "01-16/2" as written: padding is kept, and so is the order (a
+    RangeSet of all of them would sort)."""
     for part in content.split(","):
         match = _RANGE.fullmatch(part)
-        low, high, step = (int(number) if number else None for number in match.groups()) if match else (None, None, None)
+        if match:
+            low, high, step = (int(number) if number else None for number in match.groups())
+        else:
+            low = None
+            high = None
+            step = None
         if low is None or (high is not None and high < low) or step == 0:
-            raise _Wrong(f"'[{content}]' in '{word}' is no range", offset, "for example node[1-16], node[01-16], node[1-3,7]")
+            raise _Wrong(
+                f"'[{content}]' in '{word}' is no range",
+                offset,
+                "for example node[1-16], node[01-16], node[1-3,7]",
+            )
         if high is not None and (high - low) // (step or 1) >= MOST_HOSTS:
             raise _Wrong(f"'{word}' names more than {MOST_HOSTS:,} hosts", offset)
         try:
             yield from RangeSet(part).striter()
-        except ValueError as error:  # the library's own errors are ValueErrors: padding that does not fit, say
+        except ValueError as error:
+            # the library's own errors are ValueErrors: padding that does not fit, say
             raise _Wrong(f"'[{content}]' in '{word}' is no range: {error}", offset) from None
 
 
 def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """The hosts that DeepSpeed's filters leave, in the hostfile's order: `HOST[:SLOTS]@HOST[:SLOTS]...`, SLOTS as in 0,2-3.
+    """The hosts that DeepSpeed's filters leave, in the hostfile's order:
+    `HOST[:SLOTS]@HOST[:SLOTS]...`, SLOTS as in 0,2-3.
 
-    With both, what is excluded is taken from what is included; naming the same host or slot in both is a contradiction.
+    With both, what is excluded is taken from what is included; naming the same host or slot in
+    both is a contradiction.
 
     Raises ConfigError with every unknown host and slot, by column, and where no host is left.
     """
@@ -215,23 +298,37 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple
     for name in wanted.keys() & unwanted.keys():
         both = wanted[name][0] & unwanted[name][0]
         if wanted[name][1] == unwanted[name][1] and both:
-            said = f"{name}:{','.join(map(str, sorted(both)))}" if wanted[name][1] else name
+            if wanted[name][1]:
+                said = f"{name}:{','.join(map(str, sorted(both)))}"
+            else:
+                said = name
             problems.append(Problem(f"'{said}' is both in --include and in --exclude"))
     if problems:
         raise ConfigError(problems)
     left = []
     for host in hosts:
-        slots = wanted[host.name][0] if host.name in wanted else set() if include else set(host.slots)
+        if host.name in wanted:
+            slots = wanted[host.name][0]
+        elif include:
+            slots = set()
+        else:
+            slots = set(host.slots)
         slots = slots - (unwanted[host.name][0] if host.name in unwanted else set())
         if slots:
             left.append(replace(host, slots=tuple(sorted(slots))))
     if not left:
-        raise ConfigError(f"no host is left of {len(hosts)} after " + " and ".join(f for f in (include and "--include", exclude and "--exclude") if f))
+        raise ConfigError(
+            f"no host is left of {len(hosts)} after "
+            + " and ".join(f for f in (include and "--include", exclude and "--exclude") if f)
+        )
     return tuple(left)
 
 
-def _filtered(hosts: Sequence[Host], text: str, flag: str, problems: list[Problem]) -> dict[str, tuple[set[int], bool]]:
-    """{host: (slots, whether slots were written)} of one filter; what is wrong is added to `problems`."""
+def _filtered(
+    hosts: Sequence[Host], text: str, flag: str, problems: list[Problem]
+) -> dict[str, tuple[set[int], bool]]:
+    """{host: (slots, whether slots were written)} of one filter; what is wrong is added to
+    `problems`."""
     known = {who(host.name): host for host in hosts}
     found: dict[str, tuple[set[int], bool]] = {}
     offset = 0
@@ -241,18 +338,31 @@ def _filtered(hosts: Sequence[Host], text: str, flag: str, problems: list[Proble
             if not words or not words.group(1):
                 raise _Wrong(f"'{part}' is no HOST or HOST:SLOTS", offset)
             names, _ = _address(words.group(1), offset)
-            slots = None if words.group(2) is None else _slot_numbers(words.group(2), offset + len(words.group(1)) + 1)
+            if words.group(2) is None:
+                slots = None
+            else:
+                slots = _slot_numbers(words.group(2), offset + len(words.group(1)) + 1)
             for name in names:
                 host = known.get(who(name))
                 if host is None:
-                    raise _Wrong(f"the hostfile has no host '{name}'", offset, choices(name, [h.name for h in hosts]) if len(hosts) <= 64 else "")
+                    raise _Wrong(
+                        f"the hostfile has no host '{name}'",
+                        offset,
+                        choices(name, [h.name for h in hosts]) if len(hosts) <= 64 else "",
+                    )
                 if host.name in found:
                     raise _Wrong(f"host '{name}' is named twice", offset)
                 if slots is not None and (missing := sorted(slots - set(host.slots))):
-                    raise _Wrong(f"host '{name}' has no slot {missing[0]}", offset, f"its slots: {_shown(host.slots)}")
+                    raise _Wrong(
+                        f"host '{name}' has no slot {missing[0]}",
+                        offset,
+                        f"its slots: {_shown(host.slots)}",
+                    )
                 found[host.name] = (set(host.slots) if slots is None else slots, slots is not None)
         except _Wrong as wrong:
-            problems.append(Problem(f"{wrong.message} (column {wrong.offset + 1})", Place(flag), wrong.hint))
+            problems.append(
+                Problem(f"{wrong.message} (column {wrong.offset + 1})", Place(flag), wrong.hint)
+            )
         offset += len(part) + 1
     return found
 
@@ -262,7 +372,10 @@ def _slot_numbers(text: str, offset: int) -> set[int]:
     found: set[int] = set()
     for part in text.split(","):
         low, dash, high = part.partition("-")
-        ends = [low, high] if dash else [low]
+        if dash:
+            ends = [low, high]
+        else:
+            ends = [low]
         if not all(re.fullmatch(r"[0-9]{1,4}", end) for end in ends) or int(ends[-1]) < int(low):
             raise _Wrong(f"'{text}' are no slots", offset, "for example 0,2-3")
         found |= set(range(int(low), int(ends[-1]) + 1))
@@ -270,4 +383,6 @@ def _slot_numbers(text: str, offset: int) -> set[int]:
 
 
 def _shown(slots: Sequence[int]) -> str:
-    return f"{slots[0]}-{slots[-1]}" if len(slots) > 1 and slots[-1] - slots[0] == len(slots) - 1 else ",".join(map(str, slots))
+    if len(slots) > 1 and slots[-1] - slots[0] == len(slots) - 1:
+        return f"{slots[0]}-{slots[-1]}"
+    return ",".join(map(str, slots))

@@ -1,4 +1,5 @@
-"""Hosts that are suspected of failures: left out for a while. One file a host below <root>/quarantine, so that every run on that root knows."""
+"""Hosts that are suspected of failures: left out for a while. One file a host below
+<root>/quarantine, so that every run on that root knows."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def _path(root: Path, host: str) -> Path:
 def suspect(root: Path, host: str, why: str, run: str, seconds: float) -> Quarantine:
     """Leave `host` out of runs on this root for so many seconds from now."""
     now = datetime.datetime.now(datetime.UTC)
-    found = Quarantine(host.lower(), _iso(now), _iso(now + datetime.timedelta(seconds=seconds)), why, run)
+    found = Quarantine(
+        host.lower(), _iso(now), _iso(now + datetime.timedelta(seconds=seconds)), why, run
+    )
     write_json(_path(root, host), document(SCHEMA, **asdict(found)))
     return found
 
@@ -50,16 +53,21 @@ def _iso(time: datetime.datetime) -> str:
 
 
 def quarantined(root: Path, now: datetime.datetime | None = None) -> dict[str, Quarantine]:
-    """The hosts that are left out now, by name in small letters. Raises ConfigError where a file there is none of these."""
+    """The hosts that are left out now, by name in small letters. Raises ConfigError where a file
+    there is none of these."""
     now = now or datetime.datetime.now(datetime.UTC)
     found = {}
     for path in sorted((root / FOLDER).glob("*.json")):
         value = read_form(path, SCHEMA)
         try:
-            entry = Quarantine(*(str(value[key]) for key in ("host", "since", "until", "why", "run")))
+            entry = Quarantine(
+                *(str(value[key]) for key in ("host", "since", "until", "why", "run"))
+            )
             over = datetime.datetime.fromisoformat(entry.until) <= now
         except (KeyError, ValueError, TypeError) as error:
-            raise ConfigError(f"{path} is no quarantine of a host: {error}", hint="delete it") from None
+            raise ConfigError(
+                f"{path} is no quarantine of a host: {error}", hint="delete it"
+            ) from None
         if not over:
             found[entry.host] = entry
     return found

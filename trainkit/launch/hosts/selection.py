@@ -1,4 +1,5 @@
-"""The hosts of one run, chosen from a hostfile: launch/hosts.json. Its order is that of the ranks."""
+"""The hosts of one run, chosen from a hostfile: launch/hosts.json. Its order is that of the
+ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +24,9 @@ class HostList:
     """Hosts in rank order; each has its slots.
 
     Args:
-        hosts: those that run, then the spares.
-        nodes: how many run.
-        hostfile: where they come from; None: no file.
-        left_out: names of those that would have been taken, were they not suspected of failures. Not kept in hosts.json.
+        hosts: those that run, then the spares. nodes: how many run. hostfile: where they come
+        from; None: no file. left_out: names of those that would have been taken, were they not
+        suspected of failures. Not kept in hosts.json.
     """
 
     hosts: tuple[Host, ...]
@@ -49,7 +49,12 @@ class HostList:
 
     def to_json(self) -> dict[str, Any]:
         """The form hosts/1."""
-        return document("hosts/1", hosts=[asdict(host) for host in self.hosts], nodes=self.nodes, hostfile=self.hostfile)
+        return document(
+            "hosts/1",
+            hosts=[asdict(host) for host in self.hosts],
+            nodes=self.nodes,
+            hostfile=self.hostfile,
+        )
 
 
 def hosts_path(run: RunFolder) -> Path:
@@ -64,7 +69,11 @@ def write_hosts(run: RunFolder, hosts: HostList) -> None:
 def read_hosts(run: RunFolder) -> HostList:
     """Read launch/hosts.json. Raises ConfigError where it is missing or of another form."""
     value = read_form(hosts_path(run), "hosts/1")
-    return HostList(tuple(Host(**{**host, "slots": tuple(host["slots"])}) for host in value["hosts"]), value["nodes"], value["hostfile"])
+    return HostList(
+        tuple(Host(**{**host, "slots": tuple(host["slots"])}) for host in value["hosts"]),
+        value["nodes"],
+        value["hostfile"],
+    )
 
 
 def this_host() -> Host:
@@ -77,8 +86,11 @@ def local_hosts(job: Job) -> HostList:
     return HostList((replace(this_host(), slots=tuple(range(job.ranks_per_node))),), 1)
 
 
-def hosts_of_file(path: Path, include: str = "", exclude: str = "", slots: int = 1) -> tuple[Host, ...]:
-    """The hosts of a hostfile after its filters. `localhost` has this machine's own name then: others see it too.
+def hosts_of_file(
+    path: Path, include: str = "", exclude: str = "", slots: int = 1
+) -> tuple[Host, ...]:
+    """The hosts of a hostfile after its filters. `localhost` has this machine's own name then:
+    others see it too.
 
     Args:
         path: the hostfile.
@@ -86,10 +98,14 @@ def hosts_of_file(path: Path, include: str = "", exclude: str = "", slots: int =
         exclude: as in `select`.
         slots: of hosts without `slots=`.
 
-    Raises ConfigError as the reader and `select`, and where this machine is there by its own name as well.
+    Raises ConfigError as the reader and `select`, and where this machine is there by its own
+    name as well.
     """
-    usual, own = tuple(range(slots)), this_host().name
-    found = select([replace(host, slots=host.slots or usual) for host in read_hostfile(path)], include, exclude)
+    usual = tuple(range(slots))
+    own = this_host().name
+    found = select(
+        [replace(host, slots=host.slots or usual) for host in read_hostfile(path)], include, exclude
+    )
     hosts = tuple(replace(host, name=own) if who(host.name) == HERE else host for host in found)
     here = [host for host in hosts if host.name.lower() == own.lower()]
     if len(here) > 1:
@@ -98,7 +114,14 @@ def hosts_of_file(path: Path, include: str = "", exclude: str = "", slots: int =
     return hosts
 
 
-def choose_hosts(job: Job, path: Path, *, include: str = "", exclude: str = "", bad: Mapping[str, str] | None = None) -> HostList:
+def choose_hosts(
+    job: Job,
+    path: Path,
+    *,
+    include: str = "",
+    exclude: str = "",
+    bad: Mapping[str, str] | None = None,
+) -> HostList:
     """The first hosts of a hostfile, as many as the job has nodes, and its spares.
 
     Args:
@@ -108,19 +131,32 @@ def choose_hosts(job: Job, path: Path, *, include: str = "", exclude: str = "", 
         exclude: as in `select`.
         bad: hosts to leave out now, and why (those in quarantine).
 
-    Raises ConfigError where there are fewer hosts than nodes (exit 8 where there would be enough if none were left out), and where hosts differ in
-    their number of slots: every node has as many ranks.
+    Raises ConfigError where there are fewer hosts than nodes (exit 8 where there would be enough
+    if none were left out), and where hosts differ in their number of slots: every node has as
+    many ranks.
     """
     bad = bad or {}
     found = hosts_of_file(path, include, exclude, job.ranks_per_node)
     usable = [host for host in found if host.name.lower() not in bad]
     passed_over = tuple(host.name for host in found if host.name.lower() in bad)
     if len(usable) < job.nodes:
-        filtered = " that --include and --exclude leave" if include or exclude else ""
-        message = f"job '{job.name}' wants {job.nodes} nodes, and {path} has {len(found)} host{'s' if len(found) != 1 else ''}{filtered}"
+        if include or exclude:
+            filtered = " that --include and --exclude leave"
+        else:
+            filtered = ""
+        message = (
+            f"job '{job.name}' wants {job.nodes} nodes, and {path} has {len(found)}"
+            f" host{'s' if len(found) != 1 else ''}{filtered}"
+        )
         out = [f"{name} is left out: {bad[name.lower()]}" for name in passed_over]
-        hint = "--nodes N runs it on fewer" + (", `invoke nodes --release HOST` lets a host in again" if out else "")
-        raise ConfigError("; ".join([message, *out]), exit=Exit.START if len(found) >= job.nodes else Exit.CONFIG, hint=hint)
+        hint = "--nodes N runs it on fewer" + (
+            ", `invoke nodes --release HOST` lets a host in again" if out else ""
+        )
+        raise ConfigError(
+            "; ".join([message, *out]),
+            exit=Exit.START if len(found) >= job.nodes else Exit.CONFIG,
+            hint=hint,
+        )
     chosen = usable[: job.nodes + job.cluster.spares]
     _refuse_unequal(chosen, path)
     return HostList(tuple(chosen), job.nodes, str(path), passed_over)
@@ -130,7 +166,8 @@ def _refuse_unequal(hosts: Sequence[Host], path: Path) -> None:
     first = hosts[0]
     problems = [
         Problem(
-            f"host '{host.name}' has {len(host.slots)} slots, '{first.name}' has {len(first.slots)}; every node must have the same number of ranks",
+            f"host '{host.name}' has {len(host.slots)} slots, '{first.name}' has"
+            f" {len(first.slots)}; every node must have the same number of ranks",
             Place(str(path), host.line),
             "leave it out with --exclude, or give it as many: HOST slots=N, --include HOST:0-3",
         )

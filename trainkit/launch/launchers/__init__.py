@@ -16,14 +16,16 @@ from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.launchers.ssh import Ssh, real_name
 from trainkit.launch.session import is_here
 
-LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (Local(), Ssh(), Pdsh(), Slurm())}
+LAUNCHERS: dict[str, Launcher] = {
+    launcher.name: launcher for launcher in (Local(), Ssh(), Pdsh(), Slurm())
+}
 
 TRIED = 8  # hosts: a name server that does not answer takes seconds for each
 
 
 def head_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
-    """The address of this machine that the agents dial: on the cluster's network where we have one there, else on the way to the first other host
-    that has an address.
+    """The address of this machine that the agents dial: on the cluster's network where we have
+    one there, else on the way to the first other host that has an address.
 
     Raises TrainkitError (exit 8) where no way leads to any of the first hosts.
     """
@@ -31,13 +33,15 @@ def head_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
     if not away:
         return "127.0.0.1"
     if cluster.interface:
-        with contextlib.suppress(ConfigError):  # the head of a cluster need not be on the network of its ranks
+        # the head of a cluster need not be on the network of its ranks
+        with contextlib.suppress(ConfigError):
             return address_in(cluster.interface)
     problem: TrainkitError | None = None
     for host in away[:TRIED]:
         try:
             return toward(real_name(cluster, host) if cluster.launcher in OVER_SSH else host.name)
-        except TrainkitError as error:  # a host that has no address is a row of a table later; here it only cannot show the way
+        except TrainkitError as error:
+            # a host that has no address is a row of a table later; here it only cannot show the way
             problem = problem or error
     assert problem is not None
     raise problem

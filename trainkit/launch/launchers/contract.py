@@ -1,4 +1,5 @@
-"""What a launcher is: it starts one agent a host, and knows how its transports ended. Everything else is said over the agents' own connections."""
+"""What a launcher is: it starts one agent a host, and knows how its transports ended. Everything
+else is said over the agents' own connections."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ class Launcher(Protocol):
         """The command lines that `start` would run, for a dry run."""
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
-        """Start an agent for every host of the session, in order; node K is hosts[K]. Does not wait for them.
+        """Start an agent for every host of the session, in order; node K is hosts[K]. Does not
+        wait for them.
 
-        Raises TrainkitError (exit 3 or 8) where it cannot even try: a host name that does not fit, a program that is not installed; NoStart where a host is
-        to blame for that.
+        Raises TrainkitError (exit 3 or 8) where it cannot even try: a host name that does not
+        fit, a program that is not installed; NoStart where a host is to blame for that.
         """

@@ -1,6 +1,8 @@
-"""launcher "debug": agents as coroutines of the supervisor's own loop, for tests and for measuring a thousand of them. Not to be chosen in jobs.toml.
+"""launcher "debug": agents as coroutines of the supervisor's own loop, for tests and for
+measuring a thousand of them. Not to be chosen in jobs.toml.
 
-They speak the whole protocol and really start the programs, but guard nothing: what outlives a killed supervisor is not their business.
+They speak the whole protocol and really start the programs, but guard nothing: what outlives a
+killed supervisor is not their business.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class StubAgent:
     """One agent; a test overrides what should go wrong."""
 
     def __init__(self, session: Session, node: int) -> None:
-        self.session, self.node = session, node
+        self.session = session
+        self.node = node
         self.children: dict[str, asyncio.subprocess.Process] = {}
         self.stopped: set[str] = set()
         self.waiters: list[asyncio.Task[None]] = []
@@ -75,11 +78,19 @@ class StubAgent:
             self.link.close()
 
     async def _knock(self) -> None:
-        token, ours = self.session.token, new_nonce()
+        token = self.session.token
+        ours = new_nonce()
         self.link.send({"type": "knock", "role": "agent", "node": self.node, "nonce": ours})
         challenge = await self.link.receive()
-        assert challenge is not None and proved(challenge["proof"], token, "supervisor", challenge["nonce"], ours)
-        self.link.send({"type": "answer", "proof": proof(token, "agent", ours, challenge["nonce"], f"agent:{self.node}")})
+        assert challenge is not None and proved(
+            challenge["proof"], token, "supervisor", challenge["nonce"], ours
+        )
+        self.link.send(
+            {
+                "type": "answer",
+                "proof": proof(token, "agent", ours, challenge["nonce"], f"agent:{self.node}"),
+            }
+        )
         self.link.trust()
 
     async def on_reserve(self, frame: Frame) -> None:
@@ -105,10 +116,16 @@ class StubAgent:
 
     async def on_go(self, frame: Frame) -> None:
         path = self.session.folder / "secrets.json"
-        hidden = read_json(path) if path.exists() else {}
+        if path.exists():
+            hidden = read_json(path)
+        else:
+            hidden = {}
         for process in frame["processes"]:
             own = {PARENT_VARIABLE: str(os.getpid()), "TRAINKIT_RUN": self.session.mark(self.node)}
-            beats = {"TRAINKIT_HEARTBEAT_FILE": str(self._beats(process["key"]))} if process["heartbeat"] else {}
+            if process["heartbeat"]:
+                beats = {"TRAINKIT_HEARTBEAT_FILE": str(self._beats(process["key"]))}
+            else:
+                beats = {}
             environment = {**self.session.environment, **process["env"], **hidden, **own, **beats}
             await self._start(process, environment)
 
@@ -131,14 +148,29 @@ class StubAgent:
         self.waiters.append(asyncio.create_task(self._wait(key, child, process)))
         return self.link.send({"type": "started", "key": key, "pid": child.pid})
 
-    async def _wait(self, key: str, child: asyncio.subprocess.Process, process: Mapping[str, Any]) -> None:
+    async def _wait(
+        self, key: str, child: asyncio.subprocess.Process, process: Mapping[str, Any]
+    ) -> None:
         code = await child.wait()
-        beat, error = self._beat_of(key), None
+        beat = self._beat_of(key)
+        error = None
         with contextlib.suppress(OSError, ValueError, TypeError):
             error = read_json(Path(process["error"]))
-        last = Path(process["log"]).read_text(errors="replace").splitlines()[-30:] if process["log"] else []
-        said = {"type": "ended", "key": key, "code": code, "time": time.time(), "done": beat.get("phase") == "done", "stopped": key in self.stopped}
-        self.link.send({"type": "heartbeat", "beats": {key: beat} if beat else {}, "clock": time.time()})
+        if process["log"]:
+            last = Path(process["log"]).read_text(errors="replace").splitlines()[-30:]
+        else:
+            last = []
+        said = {
+            "type": "ended",
+            "key": key,
+            "code": code,
+            "time": time.time(),
+            "done": beat.get("phase") == "done",
+            "stopped": key in self.stopped,
+        }
+        self.link.send(
+            {"type": "heartbeat", "beats": {key: beat} if beat else {}, "clock": time.time()}
+        )
         self.link.send({**said, "error": error, "last": last, "oom": False})
 
     def _beats(self, key: str) -> Path:
@@ -154,7 +186,11 @@ class StubAgent:
         known: dict[str, Any] = {}
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            fresh = {key: beat for key in self.children if (beat := self._beat_of(key)) and beat != known.get(key)}
+            fresh = {
+                key: beat
+                for key in self.children
+                if (beat := self._beat_of(key)) and beat != known.get(key)
+            }
             known |= fresh
             self.link.send({"type": "heartbeat", "beats": fresh, "clock": time.time()})
 
@@ -164,7 +200,9 @@ class StubAgent:
                 child.send_signal(signal.Signals[f"SIG{frame['signal']}"])
 
     async def on_stacks(self, frame: Frame) -> None:
-        self.link.send({"type": "stacks", "stacks": {}, "silent": sorted(self.children), "states": {}})
+        self.link.send(
+            {"type": "stacks", "stacks": {}, "silent": sorted(self.children), "states": {}}
+        )
 
     async def on_sweep(self, frame: Frame) -> None:
         self.link.send({"type": "swept", "left": [], "killed": []})
@@ -202,7 +240,9 @@ class Debug:
         return []
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
-        return _Tasks([asyncio.create_task(self.make(session, node).run()) for node in range(len(hosts))])
+        return _Tasks(
+            [asyncio.create_task(self.make(session, node).run()) for node in range(len(hosts))]
+        )
 
 
 class _Tasks:
@@ -210,7 +250,11 @@ class _Tasks:
         self.tasks = tasks
 
     def poll(self) -> Mapping[int, LaunchEnd]:
-        return {node: LaunchEnd(_code(task), _words(task)) for node, task in enumerate(self.tasks) if task.done()}
+        return {
+            node: LaunchEnd(_code(task), _words(task))
+            for node, task in enumerate(self.tasks)
+            if task.done()
+        }
 
     def close(self) -> None:
         for task in self.tasks:
@@ -218,9 +262,16 @@ class _Tasks:
 
 
 def _code(task: asyncio.Task[None]) -> int:
-    return -signal.SIGKILL if task.cancelled() else int(task.exception() is not None)
+    if task.cancelled():
+        return -signal.SIGKILL
+    return int(task.exception() is not None)
 
 
 def _words(task: asyncio.Task[None]) -> str:
-    error = None if task.cancelled() else task.exception()
-    return f"{type(error).__name__}: {error}" if error else ""
+    if task.cancelled():
+        error = None
+    else:
+        error = task.exception()
+    if error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -14,13 +14,17 @@ from trainkit.launch.session import Session, log_of
 
 
 class Local:
-    """This machine alone. The agent sees of the caller's environment what the session passes on, and so do its ranks."""
+    """This machine alone. The agent sees of the caller's environment what the session passes on,
+    and so do its ranks."""
 
     name = "local"
 
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
         if len(hosts) != 1:
-            raise ConfigError(f"launcher = 'local' is this machine alone; nodes = {len(hosts)} need launcher = 'ssh' or 'pdsh' and a hostfile")
+            raise ConfigError(
+                f"launcher = 'local' is this machine alone; nodes = {len(hosts)} need launcher ="
+                " 'ssh' or 'pdsh' and a hostfile"
+            )
         return [local_words(session, 0)]
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
@@ -31,7 +35,12 @@ class Local:
 def transport_here(session: Session, node: int) -> tuple[subprocess.Popen[bytes], Path]:
     """An agent started on this machine, and the file its output goes to."""
     output = log_of(session, node)
-    return start_transport(local_words(session, node), output, environment=session.environment, keep_stdin=False), output
+    return (
+        start_transport(
+            local_words(session, node), output, environment=session.environment, keep_stdin=False
+        ),
+        output,
+    )
 
 
 def local_words(session: Session, node: int) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """launcher = "pdsh": one pdsh for all hosts, ssh underneath.
 
-pdsh forwards no stdin and no signal, rewrites %h %n %u in its words and waits for the slowest host, so it carries a single safe line and is never
-asked how things went: agents say that themselves.
+pdsh forwards no stdin and no signal, rewrites %h %n %u in its words and waits for the slowest
+host, so it carries a single safe line and is never asked how things went: agents say that
+themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import LaunchEnd, Started
 from trainkit.launch.launchers.local import local_words, transport_here
 from trainkit.launch.launchers.ssh import ssh_options
-from trainkit.launch.launchers.transports import OnePerHost, end_all, last_line, start_transport, starting
+from trainkit.launch.launchers.transports import (
+    OnePerHost,
+    end_all,
+    last_line,
+    start_transport,
+    starting,
+)
 from trainkit.launch.session import Session, is_here, log_of
 
 FITTING = re.compile(r"[A-Za-z0-9_.-]+")  # a host name that pdsh takes as one word
@@ -43,31 +50,75 @@ class Pdsh:
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
         if shutil.which("pdsh") is None:
-            raise TrainkitError("there is no pdsh on this machine", exit=Exit.START, hint="install it, or set launcher = 'ssh'")
-        away, output = _away(hosts), session.logs / "pdsh.log"
-        words, variables = (self._words(session, away), ssh_variables(session)) if away else ((), {})
+            raise TrainkitError(
+                "there is no pdsh on this machine",
+                exit=Exit.START,
+                hint="install it, or set launcher = 'ssh'",
+            )
+        away = _away(hosts)
+        output = session.logs / "pdsh.log"
         if away:
-            write_text(_script(session), f'#!/bin/bash\nnodes=({" ".join(map(str, away))})\nexec bash {session.script} "${{nodes[$1]}}"\n', 0o755)
+            words = self._words(session, away)
+            variables = ssh_variables(session)
+        else:
+            words = ()
+            variables = {}
+        if away:
+            write_text(
+                _script(session),
+                f"#!/bin/bash\nnodes=({' '.join(map(str, away))})\nexec bash {session.script}"
+                ' "${nodes[$1]}"\n',
+                0o755,
+            )
         with starting() as children:
             for node in (node for node, host in enumerate(hosts) if is_here(host)):
                 children[node] = transport_here(session, node)
             if not away:
                 return OnePerHost(children)
-            child = start_transport(words, output, environment={**os.environ, **variables}, keep_stdin=True)
-        return OneForAll(child, output, {node: log_of(session, node) for node in away}, labels({n: hosts[n].name for n in away}), OnePerHost(children))
+            child = start_transport(
+                words, output, environment={**os.environ, **variables}, keep_stdin=True
+            )
+        return OneForAll(
+            child,
+            output,
+            {node: log_of(session, node) for node in away},
+            labels({n: hosts[n].name for n in away}),
+            OnePerHost(children),
+        )
 
     def _words(self, session: Session, away: Sequence[int]) -> tuple[str, ...]:
         hosts = [session.hosts[node] for node in away]
         odd = [host.name for host in hosts if not FITTING.fullmatch(host.name)]
         if odd:
-            raise ConfigError(f"pdsh cannot take host names like {odd[0]!r}", hint="set launcher = 'ssh', or name the host in ~/.ssh/config")
+            raise ConfigError(
+                f"pdsh cannot take host names like {odd[0]!r}",
+                hint="set launcher = 'ssh', or name the host in ~/.ssh/config",
+            )
         if ports := sorted({host.port for host in hosts if host.port}):
             hint = "write `Host NAME` and `Port N` into ~/.ssh/config, or set launcher = 'ssh'"
-            raise ConfigError(f"pdsh cannot take a port for a host (the hostfile has {', '.join(map(str, ports))})", hint=hint)
+            raise ConfigError(
+                "pdsh cannot take a port for a host (the hostfile has"
+                f" {', '.join(map(str, ports))})",
+                hint=hint,
+            )
         names = ",".join(f"{host.user}@{host.name}" if host.user else host.name for host in hosts)
         timeout = str(max(1, round(session.cluster.connect_seconds() / 2)))
         fanout = str(max(LEAST_FANOUT, len(hosts)))
-        return ("pdsh", "-R", "ssh", "-S", "-t", timeout, "-f", fanout, "-w", names, "bash", str(_script(session)), "%n")
+        return (
+            "pdsh",
+            "-R",
+            "ssh",
+            "-S",
+            "-t",
+            timeout,
+            "-f",
+            fanout,
+            "-w",
+            names,
+            "bash",
+            str(_script(session)),
+            "%n",
+        )
 
 
 def _away(hosts: Sequence[Host]) -> list[int]:
@@ -95,11 +146,13 @@ def _is_address(name: str) -> bool:
 
 
 def ssh_variables(session: Session) -> dict[str, str]:
-    """How pdsh's ssh is told its options. Raises ConfigError for one with a space in it: pdsh splits there."""
+    """How pdsh's ssh is told its options. Raises ConfigError for one with a space in it: pdsh
+    splits there."""
     options = ssh_options(session)
     if odd := [word for word in options if not word or any(c.isspace() for c in word)]:
         raise ConfigError(
-            f"clusters.{session.cluster.name}.ssh_args: pdsh cannot pass {odd[0]!r} on", hint="write it into ~/.ssh/config, or set launcher = 'ssh'"
+            f"clusters.{session.cluster.name}.ssh_args: pdsh cannot pass {odd[0]!r} on",
+            hint="write it into ~/.ssh/config, or set launcher = 'ssh'",
         )
     return {"PDSH_SSH_ARGS_APPEND": " ".join(options)}
 
@@ -107,9 +160,21 @@ def ssh_variables(session: Session) -> dict[str, str]:
 class OneForAll:
     """One pdsh, whose lines "HOST: text" are taken apart into the hosts' logs."""
 
-    def __init__(self, child: subprocess.Popen[bytes], output: Path, logs: Mapping[int, Path], nodes: Mapping[str, int], local: OnePerHost) -> None:
-        self.child, self.output, self.logs, self.nodes, self.local = child, output, logs, nodes, local
-        self._read, self._clients = 0, set[int]()
+    def __init__(
+        self,
+        child: subprocess.Popen[bytes],
+        output: Path,
+        logs: Mapping[int, Path],
+        nodes: Mapping[str, int],
+        local: OnePerHost,
+    ) -> None:
+        self.child = child
+        self.output = output
+        self.logs = logs
+        self.nodes = nodes
+        self.local = local
+        self._read = 0
+        self._clients = set[int]()
         self._failed: dict[int, LaunchEnd] = {}
         self._lock = threading.Lock()  # `poll` may have a thread of its own
 
@@ -119,11 +184,15 @@ class OneForAll:
             ended = dict(self.local.poll())
             if self.child.poll() is not None:
                 self._share_out()
-                ended |= {node: LaunchEnd(self.child.returncode, last_line(log)) for node, log in self.logs.items()}
+                ended |= {
+                    node: LaunchEnd(self.child.returncode, last_line(log))
+                    for node, log in self.logs.items()
+                }
             return {**ended, **self._failed}
 
     def _share_out(self) -> None:
-        """Give each host's log its new whole lines, and note hosts that pdsh says are over: it does not return before the slowest."""
+        """Give each host's log its new whole lines, and note hosts that pdsh says are over: it
+        does not return before the slowest."""
         with open(self.output, "rb") as file:
             file.seek(self._read)
             data = file.read()
@@ -131,7 +200,9 @@ class OneForAll:
         self._read += len(whole)
         lines: dict[int, list[bytes]] = {}
         for line in whole.splitlines():
-            if found := re.match(rb"pdsh@[^:]*: ([^:]+): (?:ssh|rcmd).* exit(?:ed|) (?:with exit )?code (\d+)", line):
+            if found := re.match(
+                rb"pdsh@[^:]*: ([^:]+): (?:ssh|rcmd).* exit(?:ed|) (?:with exit )?code (\d+)", line
+            ):
                 node = self.nodes.get(found[1].decode(errors="replace"))
                 if node is not None:
                     self._failed[node] = LaunchEnd(int(found[2]), "")

@@ -1,7 +1,10 @@
-"""launcher = "slurm": one srun for all nodes of the allocation that the supervisor runs in, one agent a node.
+"""launcher = "slurm": one srun for all nodes of the allocation that the supervisor runs in, one
+agent a node.
 
-srun ends a step without grace when it is told to end, and its exit code is that of its unluckiest task, so it only carries agents: they stop ranks, and
-say how those ended. With pyxis the agents' step is in the container from its start; a step without one looks at the mounts before it.
+srun ends a step without grace when it is told to end, and its exit code is that of its
+unluckiest task, so it only carries agents: they stop ranks, and say how those ended. With pyxis
+the agents' step is in the container from its start; a step without one looks at the mounts
+before it.
 """
 
 from __future__ import annotations
@@ -16,16 +19,29 @@ from pathlib import Path
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
 from trainkit.launch.containers import Around
-from trainkit.launch.containers.pyxis import LOOK, STEP, exported, look_minutes, pyxis_words, step_scripts
+from trainkit.launch.containers.pyxis import (
+    LOOK,
+    STEP,
+    exported,
+    look_minutes,
+    pyxis_words,
+    step_scripts,
+)
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import LaunchEnd, Started
 from trainkit.launch.launchers.transports import end_all, last_line, start_transport
 from trainkit.launch.session import Session, log_of
 
-# Variables that sbatch sets of options for ranks; they would be options of an srun whose tasks are agents
-NOT_FOR_AGENTS = re.compile(r"SLURM_(NTASKS|NPROCS|NTASKS_PER_.*|TASKS_PER_NODE|CPUS_PER_TASK|GPUS_PER_TASK|TRES_PER_TASK|DISTRIBUTION|NNODES|JOB_NUM_NODES)")
-CARRIES = ("--overlap", "--input=none", "--mpi=none")  # a step beside others of the job, which neither reads nor is an MPI program
-TASK_ENDED = re.compile(rb"srun: error: (\S+): tasks? [\d,-]+: (?:Exited with exit code (\d+)|(\w.*))")
+# Variables that sbatch sets of options for ranks; they would be options of an srun whose tasks are
+# agents
+NOT_FOR_AGENTS = re.compile(
+    r"SLURM_(NTASKS|NPROCS|NTASKS_PER_.*|TASKS_PER_NODE|CPUS_PER_TASK|GPUS_PER_TASK|TRES_PER_TASK|DISTRIBUTION|NNODES|JOB_NUM_NODES)"
+)
+# a step beside others of the job, which neither reads nor is an MPI program
+CARRIES = ("--overlap", "--input=none", "--mpi=none")
+TASK_ENDED = re.compile(
+    rb"srun: error: (\S+): tasks? [\d,-]+: (?:Exited with exit code (\d+)|(\w.*))"
+)
 
 
 class Slurm:
@@ -41,53 +57,108 @@ class Slurm:
         self.further = tuple(further)
 
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        looks = [look_words(session, hosts, os.environ)] if pyxis_of(session) else []
-        return [(words[0], *self.further, *words[1:]) for words in (*looks, srun_words(session, hosts, os.environ))]
+        if pyxis_of(session):
+            looks = [look_words(session, hosts, os.environ)]
+        else:
+            looks = []
+        return [
+            (words[0], *self.further, *words[1:])
+            for words in (*looks, srun_words(session, hosts, os.environ))
+        ]
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
         if shutil.which("srun") is None:
-            raise TrainkitError("there is no srun on this machine", exit=Exit.START, hint="the supervisor of a Slurm run has to run inside its allocation")
+            raise TrainkitError(
+                "there is no srun on this machine",
+                exit=Exit.START,
+                hint="the supervisor of a Slurm run has to run inside its allocation",
+            )
         lines = self.commands(session, hosts)
-        words, environment = lines[-1], {name: value for name, value in os.environ.items() if not NOT_FOR_AGENTS.fullmatch(name)}
+        words = lines[-1]
+        environment = {
+            name: value for name, value in os.environ.items() if not NOT_FOR_AGENTS.fullmatch(name)
+        }
         write_text(node_script(session), node_text(session, hosts), 0o755)
         if around := pyxis_of(session):
             for name, text in step_scripts(around, lines, session.connect).items():
                 write_text(session.folder / name, text, 0o755)
-            words, environment = ("/bin/bash", str(session.folder / STEP)), {**environment, **around.env}
+            words = ("/bin/bash", str(session.folder / STEP))
+            environment = {**environment, **around.env}
         output = session.logs / "srun.log"
         child = start_transport(words, output, environment=environment, keep_stdin=False)
-        return _Step(child, output, {node: log_of(session, node) for node in range(len(hosts))}, {host.name: node for node, host in enumerate(hosts)})
+        return _Step(
+            child,
+            output,
+            {node: log_of(session, node) for node in range(len(hosts))},
+            {host.name: node for node, host in enumerate(hosts)},
+        )
 
 
 def pyxis_of(session: Session) -> Around | None:
     """The container that srun itself puts the agents into."""
-    return session.around if session.around is not None and session.around.container.runtime == "pyxis" else None
+    if session.around is not None and session.around.container.runtime == "pyxis":
+        return session.around
+    return None
 
 
-def srun_words(session: Session, hosts: Sequence[Host], environment: Mapping[str, str]) -> tuple[str, ...]:
+def srun_words(
+    session: Session, hosts: Sequence[Host], environment: Mapping[str, str]
+) -> tuple[str, ...]:
     """The line of srun that starts the agents.
 
     Args:
-        environment: the allocation's: srun itself no longer takes --cpus-per-task from it (Slurm 22.05 and later).
+        environment: the allocation's: srun itself no longer takes --cpus-per-task from it (Slurm
+        22.05 and later).
     """
-    ends = ("--kill-on-bad-exit=0", "--wait=60")  # which agents stop, and how, is the supervisor's word: a step that srun ends saves nothing
+    # which agents stop, and how, is the supervisor's word: a step that srun ends saves nothing
+    ends = ("--kill-on-bad-exit=0", "--wait=60")
     around = pyxis_of(session)
-    task = (*pyxis_words(around), "/bin/bash") if around else ("/bin/bash", "-l")  # prolog and login are the host's
-    export, further = _export_words(environment, around.env if around else {}), session.cluster.srun_args
-    words = ("srun", *_spread_words(hosts), *ends, *CARRIES, *cpu_words(environment), *export, *_output_words(session), *further)
+    # prolog and login are the host's
+    if around:
+        task = (*pyxis_words(around), "/bin/bash")
+    else:
+        task = ("/bin/bash", "-l")
+    export = _export_words(environment, around.env if around else {})
+    further = session.cluster.srun_args
+    words = (
+        "srun",
+        *_spread_words(hosts),
+        *ends,
+        *CARRIES,
+        *cpu_words(environment),
+        *export,
+        *_output_words(session),
+        *further,
+    )
     return (*words, *task, str(node_script(session)))
 
 
-def look_words(session: Session, hosts: Sequence[Host], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The line of srun that looks at the mounts of pyxis, outside of any container and on all nodes, whatever one of them says."""
+def look_words(
+    session: Session, hosts: Sequence[Host], environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The line of srun that looks at the mounts of pyxis, outside of any container and on all
+    nodes, whatever one of them says."""
     ends = ("--kill-on-bad-exit=0", f"--time={look_minutes(session.connect)}")
     task = ("/bin/bash", str(session.folder / LOOK))
-    return ("srun", *_spread_words(hosts), *ends, *CARRIES, *_export_words(environment, {}), *_output_words(session), *task)
+    return (
+        "srun",
+        *_spread_words(hosts),
+        *ends,
+        *CARRIES,
+        *_export_words(environment, {}),
+        *_output_words(session),
+        *task,
+    )
 
 
 def _spread_words(hosts: Sequence[Host]) -> tuple[str, ...]:
     count = len(hosts)
-    return (f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(host.name for host in hosts)}")
+    return (
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(host.name for host in hosts)}",
+    )
 
 
 def _output_words(session: Session) -> tuple[str, ...]:
@@ -96,17 +167,27 @@ def _output_words(session: Session) -> tuple[str, ...]:
 
 def _export_words(environment: Mapping[str, str], further: Mapping[str, str]) -> tuple[str, ...]:
     names = environment.get("SLURM_EXPORT_ENV")
-    return (f"--export={exported(names, further)}",) if names else ()
+    if names:
+        return (f"--export={exported(names, further)}",)
+    return ()
 
 
 def cpu_words(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """All CPUs that the job has on a node for the one task there; ranks share them, so the agent is bound to none."""
+    """All CPUs that the job has on a node for the one task there; ranks share them, so the agent
+    is bound to none."""
     bound = () if environment.get("SLURM_HINT") else ("--cpu-bind=none",)
     if asked := environment.get("SLURM_CPUS_PER_TASK"):
-        return (f"--cpus-per-task={int(asked) * int(environment.get('SLURM_NTASKS_PER_NODE') or 1)}", *bound)
+        return (
+            f"--cpus-per-task={int(asked) * int(environment.get('SLURM_NTASKS_PER_NODE') or 1)}",
+            *bound,
+        )
     given = environment.get("SLURM_JOB_CPUS_PER_NODE", "")
     counts = [int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", given)]
-    least = str(min(counts)) if counts else given  # before the job runs, a word that stands for the number
+    # before the job runs, a word that stands for the number
+    if counts:
+        least = str(min(counts))
+    else:
+        least = given
     return ((f"--cpus-per-task={least}",) if least and bound else ()) + bound
 
 
@@ -116,9 +197,13 @@ def node_script(session: Session) -> Path:
 
 
 def node_text(session: Session, hosts: Sequence[Host]) -> str:
-    """The script. SLURM_NODEID counts the nodes of the step in the same order; the name is proof against any other (--distribution, a node left out)."""
+    """The script. SLURM_NODEID counts the nodes of the step in the same order; the name is proof
+    against any other (--distribution, a node left out)."""
     around = pyxis_of(session)
-    runs = f"/bin/bash {around.script}" if around else f"/bin/bash -l {session.script}"
+    if around:
+        runs = f"/bin/bash {around.script}"
+    else:
+        runs = f"/bin/bash -l {session.script}"
     lines = [
         "#!/bin/bash",
         f"nodes=({' '.join(host.name for host in hosts)})",
@@ -132,10 +217,20 @@ def node_text(session: Session, hosts: Sequence[Host]) -> str:
 
 
 class _Step:
-    """One srun; what a node's task said last stands in the node's own log, what srun says of it in srun's."""
+    """One srun; what a node's task said last stands in the node's own log, what srun says of it
+    in srun's."""
 
-    def __init__(self, child: subprocess.Popen[bytes], output: Path, logs: Mapping[int, Path], nodes: Mapping[str, int]) -> None:
-        self.child, self.output, self.logs, self.nodes = child, output, logs, nodes
+    def __init__(
+        self,
+        child: subprocess.Popen[bytes],
+        output: Path,
+        logs: Mapping[int, Path],
+        nodes: Mapping[str, int],
+    ) -> None:
+        self.child = child
+        self.output = output
+        self.logs = logs
+        self.nodes = nodes
         self._read = 0
         self._ended: dict[int, LaunchEnd] = {}
 
@@ -144,7 +239,9 @@ class _Step:
         self._look()
         if code is not None:
             for node, log in self.logs.items():
-                self._ended.setdefault(node, LaunchEnd(code, last_line(log) or last_line(self.output)))
+                self._ended.setdefault(
+                    node, LaunchEnd(code, last_line(log) or last_line(self.output))
+                )
         return self._ended
 
     def _look(self) -> None:
@@ -157,7 +254,9 @@ class _Step:
         for host, code, words in TASK_ENDED.findall(whole):
             node = self.nodes.get(host.decode(errors="replace"))
             if node is not None:
-                self._ended[node] = LaunchEnd(int(code or -9), last_line(self.logs[node]) or words.decode(errors="replace"))
+                self._ended[node] = LaunchEnd(
+                    int(code or -9), last_line(self.logs[node]) or words.decode(errors="replace")
+                )
 
     def close(self) -> None:
         end_all([self.child])

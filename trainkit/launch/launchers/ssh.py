@@ -17,14 +17,24 @@ from trainkit.launch.session import Session, is_here, log_of
 
 # A dead peer is noticed by ssh itself after 15 s; the agents' own lease is what ends the ranks.
 ALIVE = ("-oServerAliveInterval=5", "-oServerAliveCountMax=3")
-# A connection of its own for each host: one that is shared ends for all when its master does, and forwardings of a person's ~/.ssh/config collide.
+# A connection of its own for each host: one that is shared ends for all when its master does, and
+# forwardings of a person's ~/.ssh/config collide.
 ALONE = ("-oControlMaster=no", "-oControlPath=none", "-oClearAllForwardings=yes")
 
 
 def ssh_options(session: Session) -> tuple[str, ...]:
-    """Options of every ssh. The cluster's own come first: of two values of one option ssh takes the first."""
-    timeout = max(1, round(session.cluster.connect_seconds() / 2))  # so that ssh's own words about a dead host are there in time
-    return (*session.cluster.ssh_args, "-T", "-oBatchMode=yes", f"-oConnectTimeout={timeout}", *ALIVE, *ALONE)
+    """Options of every ssh. The cluster's own come first: of two values of one option ssh takes
+    the first."""
+    # so that ssh's own words about a dead host are there in time
+    timeout = max(1, round(session.cluster.connect_seconds() / 2))
+    return (
+        *session.cluster.ssh_args,
+        "-T",
+        "-oBatchMode=yes",
+        f"-oConnectTimeout={timeout}",
+        *ALIVE,
+        *ALONE,
+    )
 
 
 class Ssh:
@@ -37,11 +47,16 @@ class Ssh:
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
         if not all(map(is_here, hosts)) and shutil.which("ssh") is None:
-            raise TrainkitError("there is no ssh on this machine", exit=Exit.START, hint="install OpenSSH's client")
+            raise TrainkitError(
+                "there is no ssh on this machine", exit=Exit.START, hint="install OpenSSH's client"
+            )
         with starting() as children:
             for node, words in enumerate(self.commands(session, hosts)):
                 output = log_of(session, node)
-                children[node] = transport_here(session, node) if is_here(hosts[node]) else (start_transport(words, output, keep_stdin=True), output)
+                if is_here(hosts[node]):
+                    children[node] = transport_here(session, node)
+                else:
+                    children[node] = (start_transport(words, output, keep_stdin=True), output)
             return OnePerHost(children)
 
     def _words(self, session: Session, node: int, host: Host) -> tuple[str, ...]:
@@ -49,14 +64,36 @@ class Ssh:
             return local_words(session, node)
         port = ("-p", str(host.port)) if host.port else ()
         user = ("-l", host.user) if host.user else ()
-        return ("ssh", *ssh_options(session), *port, *user, host.name, "bash", str(session.script), str(node))
+        return (
+            "ssh",
+            *ssh_options(session),
+            *port,
+            *user,
+            host.name,
+            "bash",
+            str(session.script),
+            str(node),
+        )
 
 
 def real_name(cluster: Cluster, host: Host) -> str:
-    """The name or address that ssh would dial for a host, which may be an alias of ~/.ssh/config; the host's own name where ssh cannot say."""
+    """The name or address that ssh would dial for a host, which may be an alias of
+    ~/.ssh/config; the host's own name where ssh cannot say."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         argv = ["ssh", *cluster.ssh_args, "-G", host.name]
-        said = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=5, check=True, stdin=subprocess.DEVNULL).stdout
-        found = [line.partition(" ")[2] for line in said.splitlines() if line.startswith("hostname ")]
-        return found[0] if found else host.name
+        said = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=5,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        ).stdout
+        found = [
+            line.partition(" ")[2] for line in said.splitlines() if line.startswith("hostname ")
+        ]
+        if found:
+            return found[0]
+        return host.name
     return host.name

@@ -1,4 +1,5 @@
-"""Child processes that carry agents: started so that they die with us, watched without waiting, ended by pid."""
+"""Child processes that carry agents: started so that they die with us, watched without waiting,
+ended by pid."""
 
 from __future__ import annotations
 
@@ -18,16 +19,28 @@ from trainkit.launch.launchers.contract import LaunchEnd
 TAIL_BYTES = 4096
 END_SECONDS = 1.0  # for a killed transport to be gone
 PR_SET_PDEATHSIG = 1
-USAGE = re.compile(r"(See|Run) '(docker|podman) [^']*--help'")  # what docker says last, after the error
+# what docker says last, after the error
+USAGE = re.compile(r"(See|Run) '(docker|podman) [^']*--help'")
 
 
-def start_transport(argv: Sequence[str], output: Path, *, environment: Mapping[str, str] | None = None, keep_stdin: bool) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own whose output goes to a file and who dies with the thread that calls this.
+def start_transport(
+    argv: Sequence[str],
+    output: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    keep_stdin: bool,
+) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own whose output goes to a file and who dies with the
+    thread that calls this.
 
     Args:
         keep_stdin: its stdin is a pipe that stays open while we live; else /dev/null.
     """
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked up here: between fork and exec nothing may be
+    # looked up here: between fork and exec nothing may be
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+    else:
+        prctl = None
 
     def die_with_us() -> None:
         if prctl is not None:
@@ -56,7 +69,8 @@ def last_line(path: Path) -> str:
     return next((line for line in reversed(lines) if line and not USAGE.match(line)), "")
 
 
-Children = dict[int, tuple[subprocess.Popen[bytes], Path]]  # by node, each with the file its output goes to
+# by node, each with the file its output goes to
+Children = dict[int, tuple[subprocess.Popen[bytes], Path]]
 
 
 @contextlib.contextmanager
@@ -88,7 +102,8 @@ class OnePerHost:
 
 
 def end_all(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """KILL what still runs and collect it, within END_SECONDS; agents find the end of their transport by themselves."""
+    """KILL what still runs and collect it, within END_SECONDS; agents find the end of their
+    transport by themselves."""
     for child in children:
         if child.poll() is None:
             child.kill()

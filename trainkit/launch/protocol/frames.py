@@ -1,7 +1,9 @@
-"""What supervisor and agents say to each other: frames of JSON over TCP, after each has proved to the other that it can read the session's token.
+"""What supervisor and agents say to each other: frames of JSON over TCP, after each has proved
+to the other that it can read the session's token.
 
-A frame is its length (4 bytes, big-endian), then that many bytes of UTF-8 JSON: an object whose "type" says what it is. docs/dispatch.md lists
-them. The proof is HMAC-SHA256 (RFC 2104) over both sides' nonces and who is speaking, so that neither side's words can be played back to it.
+A frame is its length (4 bytes, big-endian), then that many bytes of UTF-8 JSON: an object whose
+"type" says what it is. docs/dispatch.md lists them. The proof is HMAC-SHA256 (RFC 2104) over
+both sides' nonces and who is speaking, so that neither side's words can be played back to it.
 
 Standard library only: the agent imports this on nodes that may have nothing else.
 """
@@ -27,21 +29,24 @@ _LENGTH = struct.Struct(">I")
 
 
 # linux/tcp.h, as far as Python's socket has no names for them
-TCP_THIN_LINEAR_TIMEOUTS = 16  # Linux 2.6.34: what is lost of few packets is sent again every RTO, six times, before the gaps double
+# Linux 2.6.34: what is lost of few packets is sent again every RTO, six times, before the gaps
+# double
+TCP_THIN_LINEAR_TIMEOUTS = 16
 TCP_RTO_MAX_MS = 44  # Linux 6.15: the gaps never grow beyond this
 LONGEST_GAP_MS = 1000  # the least that it takes
 
 
 def be_impatient(sock: socket.socket) -> None:
-    """Have lost packets sent again soon after a cut of the network: the gaps between tries double, so that a side hears nothing for up to twice the cut.
-    As far as this kernel can."""
+    """Have lost packets sent again soon after a cut of the network: the gaps between tries
+    double, so that a side hears nothing for up to twice the cut. As far as this kernel can."""
     for option, value in ((TCP_THIN_LINEAR_TIMEOUTS, 1), (TCP_RTO_MAX_MS, LONGEST_GAP_MS)):
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def beat_seconds(lease: float) -> float:
-    """How often each side says that it lives: a small part of a short lease, so that a cut may take most of it."""
+    """How often each side says that it lives: a small part of a short lease, so that a cut may
+    take most of it."""
     return min(BEAT, lease / 10)
 
 
@@ -50,10 +55,13 @@ class BadFrame(Exception):
 
 
 def encode(frame: Frame) -> bytes:
-    """The bytes of one frame. Raises BadFrame where it is longer than LIMIT. Text that is no Unicode (lone surrogates, as argv may hold) survives."""
+    """The bytes of one frame. Raises BadFrame where it is longer than LIMIT. Text that is no
+    Unicode (lone surrogates, as argv may hold) survives."""
     body = json.dumps(frame, separators=(",", ":")).encode("ascii")
     if len(body) > LIMIT:
-        raise BadFrame(f"a frame {frame.get('type')!r} of {len(body):,} bytes; {LIMIT:,} are the limit")
+        raise BadFrame(
+            f"a frame {frame.get('type')!r} of {len(body):,} bytes; {LIMIT:,} are the limit"
+        )
     return _LENGTH.pack(len(body)) + body
 
 
@@ -69,7 +77,8 @@ class Decoder:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Frames that `data` completes. Raises BadFrame for one that is too long, no JSON or no object with a type; the connection is useless then."""
+        """Frames that `data` completes. Raises BadFrame for one that is too long, no JSON or no
+        object with a type; the connection is useless then."""
         self._held += data
         while len(self._held) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._held)
@@ -98,11 +107,17 @@ def new_nonce() -> str:
 
 
 def proof(token: bytes, speaker: str, own_nonce: str, other_nonce: str, words: str = "") -> str:
-    """What `speaker` ("supervisor" or "agent") says to prove that it knows the token; `words` are bound to it."""
+    """What `speaker` ("supervisor" or "agent") says to prove that it knows the token; `words`
+    are bound to it."""
     text = "\0".join((speaker, own_nonce, other_nonce, words))
     return hmac.new(token, text.encode(), hashlib.sha256).hexdigest()
 
 
-def proved(said: object, token: bytes, speaker: str, own_nonce: str, other_nonce: str, words: str = "") -> bool:
-    """Whether `said` is that proof, compared in constant time. Nonces are the speaker's own and the listener's."""
-    return isinstance(said, str) and hmac.compare_digest(said.encode(), proof(token, speaker, own_nonce, other_nonce, words).encode())
+def proved(
+    said: object, token: bytes, speaker: str, own_nonce: str, other_nonce: str, words: str = ""
+) -> bool:
+    """Whether `said` is that proof, compared in constant time. Nonces are the speaker's own and
+    the listener's."""
+    return isinstance(said, str) and hmac.compare_digest(
+        said.encode(), proof(token, speaker, own_nonce, other_nonce, words).encode()
+    )

@@ -1,4 +1,5 @@
-"""Where a supervisor listens: whoever knocks has to prove that it can read the session's token, before a word of it is believed."""
+"""Where a supervisor listens: whoever knocks has to prove that it can read the session's token,
+before a word of it is believed."""
 
 from __future__ import annotations
 
@@ -9,23 +10,41 @@ import time
 from collections.abc import Awaitable, Callable
 
 from trainkit.base.process import allow_open_files
-from trainkit.launch.protocol.frames import LIMIT, BadFrame, Decoder, Frame, be_impatient, encode, new_nonce, proof, proved
+from trainkit.launch.protocol.frames import (
+    LIMIT,
+    BadFrame,
+    Decoder,
+    Frame,
+    be_impatient,
+    encode,
+    new_nonce,
+    proof,
+    proved,
+)
 
-PROOF_SECONDS = 30.0  # that a stranger has: as long as an agent waits, of which a thousand may knock at once
-TOLD_STRANGERS = 20  # of them are reported; the rest only counted, so that a port scan fills no disk
+# that a stranger has: as long as an agent waits, of which a thousand may knock at once
+PROOF_SECONDS = 30.0
+# of them are reported; the rest only counted, so that a port scan fills no disk
+TOLD_STRANGERS = 20
 WAITING_CONNECTIONS = 4096
-MOST_UNPROVED = 1024  # connections at a time, of a quarter of the files we may open: the oldest goes where one more comes
+# connections at a time, of a quarter of the files we may open: the oldest goes where one more comes
+MOST_UNPROVED = 1024
 
 
 class Link:
     """One connection: whole frames in, whole frames out."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer, self._decoder = reader, writer, Decoder()
+        self._reader = reader
+        self._writer = writer
+        self._decoder = Decoder()
         self.heard = time.monotonic()
         peer = writer.get_extra_info("peername")
         be_impatient(writer.get_extra_info("socket"))
-        self.peer = f"{peer[0]}:{peer[1]}" if peer else "unknown"
+        if peer:
+            self.peer = f"{peer[0]}:{peer[1]}"
+        else:
+            self.peer = "unknown"
 
     def trust(self) -> None:
         """The other side has proved itself: it may send long frames."""
@@ -34,7 +53,8 @@ class Link:
     async def receive(self) -> Frame | None:
         """The next frame; None at the end. Raises BadFrame."""
         data = b""
-        while (frame := next(self._decoder.feed(data), None)) is None:  # one at a time: the limit may rise in between
+        # one at a time: the limit may rise in between
+        while (frame := next(self._decoder.feed(data), None)) is None:
             try:
                 data = await self._reader.read(2**16)
             except OSError:
@@ -45,7 +65,8 @@ class Link:
         return frame
 
     def send(self, frame: Frame) -> None:
-        """Send without waiting; what a dead peer does not read is small and goes with the connection."""
+        """Send without waiting; what a dead peer does not read is small and goes with the
+        connection."""
         if not self._writer.is_closing():
             self._writer.write(encode(frame))
 
@@ -62,7 +83,8 @@ class Link:
         self._writer.close()
 
 
-Guest = Callable[[Link, int], Awaitable[None]]  # takes a proved connection and the node it speaks for
+# takes a proved connection and the node it speaks for
+Guest = Callable[[Link, int], Awaitable[None]]
 
 
 class Door:
@@ -81,15 +103,19 @@ class Door:
         self._open: set[asyncio.Task[None]] = set()
         self._unproved: dict[Link, None] = {}  # oldest first
         self._most_unproved = MOST_UNPROVED
-        self.address, self.port = "", 0
+        self.address = ""
+        self.port = 0
 
     async def listen(self, address: str) -> None:
-        """Listen on a free port of one address. Raises OSError where this machine has no such address."""
+        """Listen on a free port of one address. Raises OSError where this machine has no such
+        address."""
         allow_open_files()  # a connection an agent, and with ssh a pipe each
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
             self._most_unproved = min(MOST_UNPROVED, max(1, files // 4))
-        self._server = await asyncio.start_server(self._knock, address, 0, backlog=WAITING_CONNECTIONS)
+        self._server = await asyncio.start_server(
+            self._knock, address, 0, backlog=WAITING_CONNECTIONS
+        )
         self.address, self.port = address, self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -106,7 +132,8 @@ class Door:
         self._open.add(task)
         link = Link(reader, writer)
         if len(self._unproved) >= self._most_unproved:
-            next(iter(self._unproved)).close()  # who has the token proves it at once; who only connects must not keep others out
+            # who has the token proves it at once; who only connects must not keep others out
+            next(iter(self._unproved)).close()
             del self._unproved[next(iter(self._unproved))]
         self._unproved[link] = None
         try:
@@ -118,9 +145,13 @@ class Door:
         except (BadFrame, TimeoutError, UnicodeError) as error:
             self.strangers += 1
             if self.strangers <= TOLD_STRANGERS:
-                self._stranger(link.peer, str(error) or f"proved nothing within {PROOF_SECONDS:g} s")
+                self._stranger(
+                    link.peer, str(error) or f"proved nothing within {PROOF_SECONDS:g} s"
+                )
         except asyncio.CancelledError:
-            pass  # the door closes; a task of asyncio's server that ends as cancelled is reported as an error
+            # the door closes; a task of asyncio's server that ends as cancelled is reported as an
+            # error
+            pass
         finally:
             link.close()
             self._unproved.pop(link, None)
@@ -130,13 +161,28 @@ class Door:
         knock = await link.receive()
         if knock is None or knock["type"] != "knock":
             raise BadFrame("it did not knock")
-        role, node, theirs = knock.get("role"), knock.get("node"), knock.get("nonce")
-        if not isinstance(role, str) or role not in self.guests or not isinstance(node, int) or not isinstance(theirs, str) or self.token is None:
+        role = knock.get("role")
+        node = knock.get("node")
+        theirs = knock.get("nonce")
+        if (
+            not isinstance(role, str)
+            or role not in self.guests
+            or not isinstance(node, int)
+            or not isinstance(theirs, str)
+            or self.token is None
+        ):
             raise BadFrame(f"nobody waits for a {str(role)[:20]!r} now")
-        ours, token = new_nonce(), self.token
-        link.send({"type": "challenge", "nonce": ours, "proof": proof(token, "supervisor", ours, theirs)})
+        ours = new_nonce()
+        token = self.token
+        link.send(
+            {"type": "challenge", "nonce": ours, "proof": proof(token, "supervisor", ours, theirs)}
+        )
         answer = await link.receive()
-        if answer is None or answer["type"] != "answer" or not proved(answer.get("proof"), token, "agent", theirs, ours, f"{role}:{node}"):
+        if (
+            answer is None
+            or answer["type"] != "answer"
+            or not proved(answer.get("proof"), token, "agent", theirs, ours, f"{role}:{node}")
+        ):
             raise BadFrame("a wrong token")
         link.trust()
         return role, node

@@ -34,33 +34,62 @@ def granted(environment: Mapping[str, str]) -> Granted:
     job = environment.get("SLURM_JOB_ID")
     nodes = environment.get("SLURM_JOB_NODELIST")
     if not job or not nodes:
-        raise ConfigError("this is no allocation of Slurm: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set", hint="salloc --nodes=N, then train --existing")
+        raise ConfigError(
+            "this is no allocation of Slurm: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set",
+            hint="salloc --nodes=N, then train --existing",
+        )
     return Granted(job, hostnames(nodes), int(environment.get("SLURM_RESTART_COUNT") or 0))
 
 
 def hostnames(nodelist: str) -> tuple[str, ...]:
-    """The names in a node list of Slurm's, "a-[1-3,7]": scontrol alone knows its grammar. Raises TrainkitError (exit 8)."""
+    """The names in a node list of Slurm's, "a-[1-3,7]": scontrol alone knows its grammar. Raises
+    TrainkitError (exit 8)."""
     return tuple(ask(["scontrol", "show", "hostnames", nodelist]).split())
 
 
 def hosts_of(job: Job, granted: Granted) -> HostList:
-    """The first nodes of the allocation, as many as the job has. Raises ConfigError where there are fewer."""
+    """The first nodes of the allocation, as many as the job has. Raises ConfigError where there
+    are fewer."""
     if len(granted.hosts) < job.nodes:
-        message = f"job '{job.name}' wants {job.nodes} nodes, and allocation {granted.job} has {len(granted.hosts)}: {', '.join(granted.hosts)}"
+        message = (
+            f"job '{job.name}' wants {job.nodes} nodes, and allocation {granted.job} has"
+            f" {len(granted.hosts)}: {', '.join(granted.hosts)}"
+        )
         raise ConfigError(message, hint=f"--nodes {len(granted.hosts)}, or another salloc")
     slots = tuple(range(job.ranks_per_node))
-    return HostList(tuple(Host(name, slots=slots) for name in granted.hosts[: job.nodes]), job.nodes)
+    return HostList(
+        tuple(Host(name, slots=slots) for name in granted.hosts[: job.nodes]), job.nodes
+    )
 
 
 def ask(argv: Sequence[str], timeout: float = ANSWER_SECONDS) -> str:
-    """What one of Slurm's commands prints. Raises TrainkitError (exit 8) with its words where it fails or is not there."""
+    """What one of Slurm's commands prints. Raises TrainkitError (exit 8) with its words where it
+    fails or is not there."""
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
     except FileNotFoundError:
-        raise TrainkitError(f"there is no {argv[0]} on this machine", exit=Exit.START, hint="load Slurm's module, or install its client") from None
+        raise TrainkitError(
+            f"there is no {argv[0]} on this machine",
+            exit=Exit.START,
+            hint="load Slurm's module, or install its client",
+        ) from None
     except subprocess.TimeoutExpired:
-        raise TrainkitError(f"{argv[0]} did not answer within {timeout:g} s", exit=Exit.START, hint="is slurmctld up? `scontrol ping` says") from None
+        raise TrainkitError(
+            f"{argv[0]} did not answer within {timeout:g} s",
+            exit=Exit.START,
+            hint="is slurmctld up? `scontrol ping` says",
+        ) from None
     if done.returncode != 0:
-        said = " ".join((done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split())
+        said = " ".join(
+            (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split()
+        )
         raise TrainkitError(f"{' '.join(argv[:3])}: {said}", exit=Exit.START)
     return done.stdout

@@ -1,7 +1,9 @@
-"""The units of a stage as Slurm arrays: one array a level of what waits for what, each after the one before it has gone well, all submitted at once.
+"""The units of a stage as Slurm arrays: one array a level of what waits for what, each after the
+one before it has gone well, all submitted at once.
 
-Units that wait for the network are done on this machine first: it has the way out, which compute nodes often have not.
-`prep-data` waits here for its arrays; `train` puts those of all its stages and the run into one graph (graph.py).
+Units that wait for the network are done on this machine first: it has the way out, which compute
+nodes often have not. `prep-data` waits here for its arrays; `train` puts those of all its stages
+and the run into one graph (graph.py).
 """
 
 from __future__ import annotations
@@ -39,12 +41,25 @@ from trainkit.stages.unit_process import COUNTS, Batch, Counted
 LOOK_SECONDS = 0.5  # between two looks at what units have written
 END_SECONDS = 120.0  # for Slurm to end arrays: KillWait, and epilogs
 SETTLE_SECONDS = 30.0  # for a shared file system to show here what a job wrote before its end
-INHERITED = ("partition", "account", "qos", "reservation", "constraint", "exclusive", "mem", "time", "nice", "comment")  # of the cluster's options
+# of the cluster's options
+INHERITED = (
+    "partition",
+    "account",
+    "qos",
+    "reservation",
+    "constraint",
+    "exclusive",
+    "mem",
+    "time",
+    "nice",
+    "comment",
+)
 
 
 @dataclass(frozen=True)
 class SlurmPlace:
-    """Where the units of a stage run: clusters.X.stages.STAGE. `notice` is told what is submitted."""
+    """Where the units of a stage run: clusters.X.stages.STAGE. `notice` is told what is
+    submitted."""
 
     cluster: Cluster
     asked: StagePlace
@@ -81,7 +96,8 @@ def slurm_place_of(job: Job, stage: str, notice: Callable[[str], None]) -> Slurm
 
 
 def split(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-    """(units for this machine, units for Slurm): here what waits for the network, as far as it waits for nothing that Slurm does."""
+    """(units for this machine, units for Slurm): here what waits for the network, as far as it
+    waits for nothing that Slurm does."""
     here: dict[str, Unit] = {}
     names = {unit.name for unit in units}
     for unit in units:
@@ -91,14 +107,19 @@ def split(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
 
 
 def levels(need: Need, units: Sequence[Unit], asked: StagePlace) -> list[Level]:
-    """The graph: each unit one level behind the last that it waits for; the largest units shared out first, to the share that has least."""
+    """The graph: each unit one level behind the last that it waits for; the largest units shared
+    out first, to the share that has least."""
     depth: dict[str, int] = {}
     for unit in units:  # in an order that respects `after`
-        depth[unit.name] = 1 + max((depth[name] for name in unit.after if name in depth), default=-1)
+        depth[unit.name] = 1 + max(
+            (depth[name] for name in unit.after if name in depth), default=-1
+        )
     found = []
     for number in range(max(depth.values(), default=-1) + 1):
         of_level = [unit for unit in units if depth[unit.name] == number]
-        shares: list[list[Unit]] = [[] for _ in range(min(len(of_level), asked.nodes * asked.tasks_per_node))]
+        shares: list[list[Unit]] = [
+            [] for _ in range(min(len(of_level), asked.nodes * asked.tasks_per_node))
+        ]
         for unit in sorted(of_level, key=lambda unit: -unit.size):
             min(shares, key=lambda each: sum(u.size for u in each) + len(each)).append(unit)
         tasks = min(asked.tasks_per_node, len(shares))
@@ -110,13 +131,23 @@ def script(place: SlurmPlace, level: Level, folder: Path, code: Path) -> str:
     """The batch script of an array: a person can read it."""
     words = ["-I", "-m", "trainkit.stages.array_task", str(level_file(folder, level))]
     there = argv_there([sys.executable, *words], place.cluster.python or sys.executable, code)
-    shape: SlurmOptions = {"job-name": level.name, "array": f"0-{level.elements - 1}", "nodes": 1, "ntasks-per-node": level.tasks}
+    shape: SlurmOptions = {
+        "job-name": level.name,
+        "array": f"0-{level.elements - 1}",
+        "nodes": 1,
+        "ntasks-per-node": level.tasks,
+    }
     output = f"{folder}/{level.name}-%A_%a.out"
-    return text_of_script(place, shape, output, ["srun", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", *there])
+    return text_of_script(
+        place, shape, output, ["srun", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", *there]
+    )
 
 
-def text_of_script(place: SlurmPlace, shape: SlurmOptions, output: str, words: Sequence[str]) -> str:
-    """A script that becomes `words` on the partition that a stage is given, with what it inherits of the cluster's options.
+def text_of_script(
+    place: SlurmPlace, shape: SlurmOptions, output: str, words: Sequence[str]
+) -> str:
+    """A script that becomes `words` on the partition that a stage is given, with what it
+    inherits of the cluster's options.
 
     Args:
         place: of the stage.
@@ -124,13 +155,25 @@ def text_of_script(place: SlurmPlace, shape: SlurmOptions, output: str, words: S
         output: sbatch's, with its % signs.
         words: a command line.
     """
-    cluster, asked = place.cluster, place.asked
+    cluster = place.cluster
+    asked = place.asked
     given: SlurmOptions = {name: cluster.slurm[name] for name in INHERITED if name in cluster.slurm}
-    own = {name: value for name, value in (("partition", asked.partition), ("time", asked.time)) if value}
-    again = (
-        "no-requeue" if {**cluster.slurm, **asked.slurm}.get("no-requeue") else "requeue"
-    )  # of an element whose node fails: nobody may be there to type it again
-    ends: SlurmOptions = {"output": output, "open-mode": "append", "export": ",".join(EXPORTED), again: True}
+    own = {
+        name: value
+        for name, value in (("partition", asked.partition), ("time", asked.time))
+        if value
+    }
+    # of an element whose node fails: nobody may be there to type it again
+    if {**cluster.slurm, **asked.slurm}.get("no-requeue"):
+        again = "no-requeue"
+    else:
+        again = "requeue"
+    ends: SlurmOptions = {
+        "output": output,
+        "open-mode": "append",
+        "export": ",".join(EXPORTED),
+        again: True,
+    }
     lines = [
         "#!/bin/bash -l",
         *option_lines({**shape, **given, **own, **asked.slurm, **ends}),
@@ -142,35 +185,57 @@ def text_of_script(place: SlurmPlace, shape: SlurmOptions, output: str, words: S
 
 
 def submit_words(path: Path, after: str | None) -> list[str]:
-    """The line of sbatch. `after`: jobs, with colons between them, that must have gone well; without it the array waits for nothing."""
-    dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
+    """The line of sbatch. `after`: jobs, with colons between them, that must have gone well;
+    without it the array waits for nothing."""
+    if after:
+        dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
+    else:
+        dependency = []
     return ["sbatch", "--parsable", *dependency, str(path)]
 
 
 def describe(level: Level, after: str | None = None) -> str:
     """One line of the graph, for people."""
     count = sum(map(len, level.shares))
-    shown = f"{count} unit{'s' if count > 1 else ''} in {level.elements} x {level.tasks} task{'s' if level.tasks > 1 else ''}"
+    shown = (
+        f"{count} unit{'s' if count > 1 else ''} in {level.elements} x {level.tasks}"
+        f" task{'s' if level.tasks > 1 else ''}"
+    )
     return f"{level.name}: {shown}" + (f", after {after} has gone well" if after else "")
 
 
-def dry_lines(place: SlurmPlace, need: Need, units: Sequence[Unit], folder: Path, before: str | None = None) -> tuple[list[str], str | None]:
-    """(what would be submitted, name of the last array). `folder`: of the scripts; `before`: what the first array waits for."""
+def dry_lines(
+    place: SlurmPlace, need: Need, units: Sequence[Unit], folder: Path, before: str | None = None
+) -> tuple[list[str], str | None]:
+    """(what would be submitted, name of the last array). `folder`: of the scripts; `before`:
+    what the first array waits for."""
     here, there = split(units)
     found = [f"would run here, for the network: {unit.name}" for unit in here]
     for level in levels(need, there, place.asked):
         found.append("would submit " + describe(level, before))
-        found += [f"  {line}" for line in script(place, level, folder, place.root / "code" / "SHA256").splitlines()]
+        found += [
+            f"  {line}"
+            for line in script(place, level, folder, place.root / "code" / "SHA256").splitlines()
+        ]
         before = level.name
     return found, before
 
 
 def execute_in_slurm(
-    place: SlurmPlace, need: Need, units: Sequence[Unit], stamps: Path, reporter: Reporter, *, workers: int | None = None, counted: Counted | None = None
+    place: SlurmPlace,
+    need: Need,
+    units: Sequence[Unit],
+    stamps: Path,
+    reporter: Reporter,
+    *,
+    workers: int | None = None,
+    counted: Counted | None = None,
 ) -> None:
-    """Run `units`: those for the network here, then the others as arrays. Ctrl-C takes them out of Slurm.
+    """Run `units`: those for the network here, then the others as arrays. Ctrl-C takes them out
+    of Slurm.
 
-    A unit that fails does not stop the others of its level; what comes after is not begun. Finished ones are stamped: the next call does the rest.
+    A unit that fails does not stop the others of its level; what comes after is not begun.
+    Finished ones are stamped: the next call does the rest.
 
     Raises TrainkitError: a unit's own, naming it; 8 if sbatch refuses.
     """
@@ -180,15 +245,19 @@ def execute_in_slurm(
     if not there:
         return
     code = take_snapshot(PACKAGE, place.root / "code").folder
-    graph, folder = levels(need, there, place.asked), unit_folder(stamps, need.name)
+    graph = levels(need, there, place.asked)
+    folder = unit_folder(stamps, need.name)
     batches = write_levels(place, need, graph, stamps, code, folder)
     ids: list[str] = []
-    files, owner = tuple(str(level_file(folder, level)) for level in graph), f"pid {os.getpid()} on {os.uname().nodename}"
+    files = tuple(str(level_file(folder, level)) for level in graph)
+    owner = f"pid {os.getpid()} on {os.uname().nodename}"
     try:
         for level in graph:
             ids.append(submit_level(level, folder, ids[-1:]))
             write_making(stamps, Making(need.lock, need.name, "", tuple(ids), files, (), owner))
-            place.notice(f"job {ids[-1]}: {describe(level, f'job {ids[-2]}' if len(ids) > 1 else None)}")
+            place.notice(
+                f"job {ids[-1]}: {describe(level, f'job {ids[-2]}' if len(ids) > 1 else None)}"
+            )
         follow(ids, batches, reporter, counted, place.notice)
     except BaseException:
         if ids:
@@ -199,7 +268,8 @@ def execute_in_slurm(
 
 
 def _end_arrays(place: SlurmPlace, ids: Sequence[str], stamps: Path, need: Need) -> None:
-    """scancel, and wait for the end: tasks write until then. Where that is not to be had, the record stays, and whoever comes next waits."""
+    """scancel, and wait for the end: tasks write until then. Where that is not to be had, the
+    record stays, and whoever comes next waits."""
     with contextlib.suppress(TrainkitError):
         ask(["scancel", "--quiet", *ids])
         place.notice(f"jobs {', '.join(ids)} are taken out of Slurm; waiting for their end")
@@ -212,7 +282,8 @@ def _end_arrays(place: SlurmPlace, ids: Sequence[str], stamps: Path, need: Need)
 
 
 def submit_level(level: Level, folder: Path, after: Sequence[str]) -> str:
-    """sbatch of an array whose script lies in `folder`, after jobs that must go well: Slurm's number. Raises TrainkitError (exit 8)."""
+    """sbatch of an array whose script lies in `folder`, after jobs that must go well: Slurm's
+    number. Raises TrainkitError (exit 8)."""
     path = folder / f"{level.name}.sh"
     return sbatch(submit_words(path, ":".join(after) or None), folder, hint=f"its script: {path}")
 
@@ -231,8 +302,10 @@ class ArrayUnit(Batch):
     def look(self) -> None:
         """Take in what is new."""
         with contextlib.suppress(FileNotFoundError), open(self.out, "rb") as file:
-            if os.fstat(file.fileno()).st_size < self._read:  # Slurm has put its task back, and it began anew
-                self._read, self._rest = 0, b""
+            # Slurm has put its task back, and it began anew
+            if os.fstat(file.fileno()).st_size < self._read:
+                self._read = 0
+                self._rest = b""
             file.seek(self._read)
             data = file.read()
             self._read += len(data)
@@ -240,7 +313,8 @@ class ArrayUnit(Batch):
 
     def _hear(self, said: dict[str, object]) -> None:
         if isinstance(said.get("ended"), int):
-            self.code, self.host = int(str(said["ended"])), str(said.get("host"))
+            self.code = int(str(said["ended"]))
+            self.host = str(said.get("host"))
         super()._hear(said)
 
 
@@ -249,9 +323,12 @@ def level_file(folder: Path, level: Level) -> Path:
     return folder / f"{level.name}.json"
 
 
-def write_levels(place: SlurmPlace, need: Need, graph: Sequence[Level], stamps: Path, code: Path, scripts: Path) -> list[ArrayUnit]:
+def write_levels(
+    place: SlurmPlace, need: Need, graph: Sequence[Level], stamps: Path, code: Path, scripts: Path
+) -> list[ArrayUnit]:
     """Write specs, and into the folder `scripts` the scripts and what their tasks read."""
-    folder, python = unit_folder(stamps, need.name), place.cluster.python or sys.executable
+    folder = unit_folder(stamps, need.name)
+    python = place.cluster.python or sys.executable
     batches: list[ArrayUnit] = []
     for level in graph:
         shares: list[list[dict[str, Any]]] = []
@@ -260,8 +337,16 @@ def write_levels(place: SlurmPlace, need: Need, graph: Sequence[Level], stamps: 
             for unit in units:
                 batches.append(batch := ArrayUnit(unit, folder))
                 argv = [*argv_there(unit.argv, python, code), *map(str, batch.specs)]
-                files = {"out": str(batch.out), "log": str(batch.log(unit)), "stamp": str(unit_stamp_path(stamps, need.name, unit.name))}
-                rest = {"digest": spec_digest(need, unit), "outputs": [str(path) for path in unit.outputs], "env": dict(place.cluster.env)}
+                files = {
+                    "out": str(batch.out),
+                    "log": str(batch.log(unit)),
+                    "stamp": str(unit_stamp_path(stamps, need.name, unit.name)),
+                }
+                rest = {
+                    "digest": spec_digest(need, unit),
+                    "outputs": [str(path) for path in unit.outputs],
+                    "env": dict(place.cluster.env),
+                }
                 shares[-1].append({"name": unit.name, "argv": argv, **files, **rest})
         write_json(level_file(scripts, level), document(FORM, tasks=level.tasks, shares=shares))
         write_text(scripts / f"{level.name}.sh", script(place, level, scripts, code), 0o755)
@@ -276,26 +361,38 @@ def follow(
     say: Callable[[str], None],
     asked: Callable[[], None] = lambda: None,
 ) -> None:
-    """Until all units are done or Slurm says that the jobs are over. `asked` is called as often as Slurm is: ever more rarely while nothing changes.
+    """Until all units are done or Slurm says that the jobs are over. `asked` is called as often
+    as Slurm is: ever more rarely while nothing changes.
 
     That Slurm cannot be asked is said once, and waited out: the jobs go on without it.
     """
-    patience, over, told = Patience(), False, False
+    patience = Patience()
+    over = False
+    told = False
     while not over and any(batch.waiting for batch in batches):
         if patience.due():
             try:
-                over, told = over_in_slurm(ids), False
+                over = over_in_slurm(ids)
+                told = False
                 asked()
             except TrainkitError as error:
                 if not told:
-                    say(f"Slurm cannot be asked about jobs {', '.join(ids)} ({error.message}); asking again")
+                    say(
+                        f"Slurm cannot be asked about jobs {', '.join(ids)} ({error.message});"
+                        " asking again"
+                    )
                 told = True
         for batch in batches:
             if batch.waiting:
                 batch.look()
                 unit = batch.units[0]
-                result = batch.results[0][1] if batch.results else batch.counts
-                if counted is not None and (counts := {name: result[name] for name in COUNTS if name in result}):
+                if batch.results:
+                    result = batch.results[0][1]
+                else:
+                    result = batch.counts
+                if counted is not None and (
+                    counts := {name: result[name] for name in COUNTS if name in result}
+                ):
                     counted(unit, counts)
                 reporter.progress(unit, batch.fraction if batch.waiting else 1.0)
                 if not batch.waiting:
@@ -307,29 +404,52 @@ def follow(
 def states(ids: Sequence[str]) -> list[tuple[str, str]]:
     """(job, state) of all elements that Slurm still knows."""
     try:
-        text = ask(["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", "--format=%F|%T"])
+        text = ask(
+            [
+                "squeue",
+                "--noheader",
+                "--array",
+                "--states=all",
+                f"--jobs={','.join(ids)}",
+                "--format=%F|%T",
+            ]
+        )
     except TrainkitError as error:
         if "Invalid job id" not in error.message:
             raise
         return []
-    return [(words[0], words[1]) for line in text.splitlines() if len(words := line.split("|")) == 2]
+    return [
+        (words[0], words[1]) for line in text.splitlines() if len(words := line.split("|")) == 2
+    ]
 
 
 def ends(ids: Sequence[str]) -> list[tuple[str, str]]:
-    """As `states`, of jobs that are over: slurmdbd is asked for those that slurmctld has forgotten, and where it does not answer they are left out."""
+    """As `states`, of jobs that are over: slurmdbd is asked for those that slurmctld has
+    forgotten, and where it does not answer they are left out."""
     found = states(ids)
     forgotten = [id for id in ids if id not in {id for id, _ in found}]
     try:
-        rows = accounts(forgotten) if forgotten else None
+        if forgotten:
+            rows = accounts(forgotten)
+        else:
+            rows = None
     except TrainkitError:
         rows = None
-    kept = [(row.id.partition("_")[0], row.word) for row in rows or () if "." not in row.id and row.word not in BEFORE | RUNNING | {"REQUEUED"}]
+    kept = [
+        (row.id.partition("_")[0], row.word)
+        for row in rows or ()
+        if "." not in row.id and row.word not in BEFORE | RUNNING | {"REQUEUED"}
+    ]
     return [*found, *dict.fromkeys(kept)]
 
 
 def words_of_ends(ids: Sequence[str]) -> str:
     """How those of the jobs ended that did not end well, for people."""
-    bad = dict.fromkeys(f"job {id} {state}" for id, state in ends(ids) if state not in BEFORE | RUNNING | {"COMPLETED"})
+    bad = dict.fromkeys(
+        f"job {id} {state}"
+        for id, state in ends(ids)
+        if state not in BEFORE | RUNNING | {"COMPLETED"}
+    )
     return ", ".join(bad) or "Slurm knows the jobs no more"
 
 
@@ -339,7 +459,8 @@ def over_in_slurm(ids: Sequence[str]) -> bool:
 
 
 def _judge(ids: Sequence[str], need: Need, batches: Sequence[ArrayUnit], stamps: Path) -> None:
-    """Raise for the first unit that failed or never ended; the file system may be late to show an end."""
+    """Raise for the first unit that failed or never ended; the file system may be late to show
+    an end."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         failed = [batch for batch in batches if batch.code]
@@ -354,9 +475,17 @@ def _judge(ids: Sequence[str], need: Need, batches: Sequence[ArrayUnit], stamps:
             batch.forget_log(batch.units[0])
             batch.out.unlink(missing_ok=True)
     if failed:
-        failed[0].host = f"{failed[0].host}" + (f" (and {len(failed) - 1} more units failed)" if len(failed) > 1 else "")
+        failed[0].host = f"{failed[0].host}" + (
+            f" (and {len(failed) - 1} more units failed)" if len(failed) > 1 else ""
+        )
         failed[0].end(failed[0].code or 1)
     if left:
         said = words_of_ends(ids)
-        names = ", ".join(batch.units[0].name for batch in left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        raise TrainkitError(f"{names} did not end: {said}", exit=Exit.STAGE_FAILED, hint=f"{left[0].folder}: *.log of units, *_*.out of jobs")
+        names = ", ".join(batch.units[0].name for batch in left[:3]) + (
+            f" and {len(left) - 3} more" if len(left) > 3 else ""
+        )
+        raise TrainkitError(
+            f"{names} did not end: {said}",
+            exit=Exit.STAGE_FAILED,
+            hint=f"{left[0].folder}: *.log of units, *_*.out of jobs",
+        )

@@ -1,4 +1,5 @@
-"""The supervisor inside a batch job: Slurm's signals mean save, and Slurm decides whether and where the run goes on."""
+"""The supervisor inside a batch job: Slurm's signals mean save, and Slurm decides whether and
+where the run goes on."""
 
 from __future__ import annotations
 
@@ -22,10 +23,23 @@ from trainkit.launch.launchers.contract import Launcher, Started
 from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.run_inputs import refuse_other_inputs
 from trainkit.launch.session import Session
-from trainkit.launch.slurm.allocation import ANSWER_SECONDS, Granted, ask, granted, hostnames, hosts_of
+from trainkit.launch.slurm.allocation import (
+    ANSWER_SECONDS,
+    Granted,
+    ask,
+    granted,
+    hostnames,
+    hosts_of,
+)
 from trainkit.launch.slurm.batch_script import LIMIT_SHARE, seconds_before_limit, signal_seconds
 from trainkit.launch.slurm.job_graph import stages_of, still_to_be_made
-from trainkit.launch.slurm.sbatch import forget_secrets, note_end, read_secrets, submit, write_script
+from trainkit.launch.slurm.sbatch import (
+    forget_secrets,
+    note_end,
+    read_secrets,
+    submit,
+    write_script,
+)
 from trainkit.launch.slurm.squeue import failed_nodes, requeue, standing, usable_nodes
 from trainkit.launch.supervise.attempt import AttemptEnd
 from trainkit.launch.supervise.observer import Watch
@@ -36,21 +50,30 @@ from trainkit.launch.supervise.stop_requests import Asks
 from trainkit.launch.supervise.supervisor import Supervisor
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import last_step, read_events
-from trainkit.runs.slurm import SlurmJob, add_slurm_job, change_slurm_job, drop_slurm_job, read_slurm_jobs
+from trainkit.runs.slurm import (
+    SlurmJob,
+    add_slurm_job,
+    change_slurm_job,
+    drop_slurm_job,
+    read_slurm_jobs,
+)
 
 ASK_AGAIN_SECONDS = 60.0  # a slurmctld that does not answer
 Kind = Literal["time-limit", "preemption", "infra", ""]
 
 
 class BatchAsks(Asks):
-    """USR1 (--signal) and TERM (scancel, preemption, requeue, the time limit itself) ask to save; a later one asks for no more: KILL comes by itself."""
+    """USR1 (--signal) and TERM (scancel, preemption, requeue, the time limit itself) ask to
+    save; a later one asks for no more: KILL comes by itself."""
 
     signals = (signal.SIGUSR1, signal.SIGTERM)
 
     def __init__(self) -> None:
         super().__init__()
         self.signalled: int | None = None  # by which signal Slurm asked first
-        self.too_early = False  # Slurm's USR1 comes long before it must: the time limit is short, and our own clock will tell
+        # Slurm's USR1 comes long before it must: the time limit is short, and our own clock will
+        # tell
+        self.too_early = False
 
     def heeded(self) -> list[int]:
         return list(self.signals)  # ignored so far, by the script's trap
@@ -92,36 +115,57 @@ class NoProlog(Slurm):
 
     def __init__(self, host: str, code: int) -> None:
         super().__init__()
-        self.host, self.code = host, code
+        self.host = host
+        self.code = code
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Started:
-        why = f"the prolog of clusters.{session.cluster.name} failed in the batch script (exit code {self.code})"
+        why = (
+            f"the prolog of clusters.{session.cluster.name} failed in the batch script (exit code"
+            f" {self.code})"
+        )
         hint = f"what it said is in the job's output, slurm-JOB.out beside {session.folder}"
-        raise NoStart(Exit.START, "nothing was started", [(self.host, why)], hint=hint, suspects=[self.host])
+        raise NoStart(
+            Exit.START, "nothing was started", [(self.host, why)], hint=hint, suspects=[self.host]
+        )
 
 
 class BatchSupervisor(Supervisor):
     """As Supervisor, for the allocation `granted`."""
 
-    def __init__(self, run: RunFolder, secrets: Mapping[str, str], asks: BatchAsks, watch: Watch, granted: Granted, launcher: Launcher | None = None) -> None:
-        super().__init__(run, secrets, asks, watch, share=True, launcher=launcher)  # who may be on a node is Slurm's affair
-        self.told, self.granted = asks, granted
+    def __init__(
+        self,
+        run: RunFolder,
+        secrets: Mapping[str, str],
+        asks: BatchAsks,
+        watch: Watch,
+        granted: Granted,
+        launcher: Launcher | None = None,
+    ) -> None:
+        # who may be on a node is Slurm's affair
+        super().__init__(run, secrets, asks, watch, share=True, launcher=launcher)
+        self.told = asks
+        self.granted = granted
         self.later: Kind = ""
         self.noted = False
         self.failed: list[str] = []  # nodes
-        self.bad: dict[str, str] = {}  # nodes that the run shall not be given again, with the reason
+        # nodes that the run shall not be given again, with the reason
+        self.bad: dict[str, str] = {}
         self.by_slurm = False  # Slurm has put the job back by itself
 
     def address(self) -> str:
-        """Reached from the other nodes, and from where the job was submitted: `cancel` is typed there."""
+        """Reached from the other nodes, and from where the job was submitted: `cancel` is typed
+        there."""
         address = head_address(self.job.cluster, self.hosts.hosts)
         if address == "127.0.0.1":
             with contextlib.suppress(TrainkitError):
-                return head_address(self.job.cluster, [Host(os.environ.get("SLURM_SUBMIT_HOST") or "localhost")])
+                return head_address(
+                    self.job.cluster, [Host(os.environ.get("SLURM_SUBMIT_HOST") or "localhost")]
+                )
         return address
 
     def replay(self, first_attempt: int) -> None:
-        """Use up budgets for attempts that ended before this job began, or began again. Raises TrainkitError where nothing is left of them."""
+        """Use up budgets for attempts that ended before this job began, or began again. Raises
+        TrainkitError where nothing is left of them."""
         for attempt in self.run.attempts():
             if attempt.number < first_attempt:
                 continue
@@ -130,11 +174,20 @@ class BatchSupervisor(Supervisor):
             budget = _budget(events)
             began = any(event["event"] == "go" for event in events)
             if ended is not None and not budget and ended["class"] != "preempted":
-                self.budgets = Budgets(self.job.retries)  # it was the end; that the job runs again is a person's word: scontrol requeue
+                # it was the end; that the job runs again is a person's word: scontrol requeue
+                self.budgets = Budgets(self.job.retries)
                 continue
             if ended is None:
                 kind: str = "infra"  # its node, or KILL without a word
-                end = AttemptEnd(Outcome(Exit.RANK_INFRA, "infra", {"message": "its supervisor was gone without a word"}), began, last_step(self.run))
+                end = AttemptEnd(
+                    Outcome(
+                        Exit.RANK_INFRA,
+                        "infra",
+                        {"message": "its supervisor was gone without a word"},
+                    ),
+                    began,
+                    last_step(self.run),
+                )
             else:
                 outcome = Outcome(Exit(ended["exit"]), ended["class"], ended["root_cause"])
                 end = AttemptEnd(outcome, began, ended.get("step", 0))
@@ -149,28 +202,44 @@ class BatchSupervisor(Supervisor):
             if verdict == "no-progress"
             else f"the budget retry.{kind.replace('-', '_')} is used up"
         )
-        exit = Exit.NO_PROGRESS if verdict == "no-progress" else end.outcome.exit
-        note_end(self.run, self.granted.job, {"state": "GIVEN UP", "message": message, "exit": int(exit)})
-        raise TrainkitError(message, exit=exit, hint=f"invoke why {self.run.id}; invoke resume {self.run.id} begins with new budgets")
+        if verdict == "no-progress":
+            exit = Exit.NO_PROGRESS
+        else:
+            exit = end.outcome.exit
+        note_end(
+            self.run, self.granted.job, {"state": "GIVEN UP", "message": message, "exit": int(exit)}
+        )
+        raise TrainkitError(
+            message,
+            exit=exit,
+            hint=f"invoke why {self.run.id}; invoke resume {self.run.id} begins with new budgets",
+        )
 
     def _sign(self) -> None:
         super()._sign()
         if not self.noted:  # from here on the sign of life says how the run is, no longer the queue
             self.noted = True
-            change_slurm_job(self.run, self.granted.job, began=self.attempt.folder.number if self.attempt else 0)
+            change_slurm_job(
+                self.run, self.granted.job, began=self.attempt.folder.number if self.attempt else 0
+            )
 
     def _choose(self) -> tuple[Host, ...]:
-        return self.hosts.hosts  # all that the job was given; a job never shrinks here, Slurm gives it other nodes
+        # all that the job was given; a job never shrinks here, Slurm gives it other nodes
+        return self.hosts.hosts
 
     def _leave_out(self, suspects: Mapping[str, str]) -> None:
         """No quarantine: which nodes are good is for Slurm to say."""
 
     async def _sweep(self, hosts: Sequence[Host]) -> int:
-        """Where another job goes on, Slurm has ended this one's processes before; a dead node could not be asked anyway."""
-        return 0 if self.later else await super()._sweep(hosts)
+        """Where another job goes on, Slurm has ended this one's processes before; a dead node
+        could not be asked anyway."""
+        if self.later:
+            return 0
+        return await super()._sweep(hosts)
 
     def _asked_between(self, end: AttemptEnd | None) -> Outcome | None:
-        """None: who ends the job, and whether it goes on, is judged at an attempt's end; one that begins now ends at once."""
+        """None: who ends the job, and whether it goes on, is judged at an attempt's end; one
+        that begins now ends at once."""
         return None
 
     async def supervise(self) -> Outcome:
@@ -182,8 +251,9 @@ class BatchSupervisor(Supervisor):
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _watch_time(self) -> None:
-        """Save in time before the job's time is over, whatever has become of Slurm's own signal: the script ignores what comes before us. Whether
-        the end has been moved is asked again before it counts."""
+        """Save in time before the job's time is over, whatever has become of Slurm's own signal:
+        the script ignores what comes before us. Whether the end has been moved is asked again
+        before it counts."""
         while (wait := await asyncio.to_thread(self._until_saving)) is not None:
             if wait <= 0:
                 self.told.time_is_near()
@@ -191,22 +261,32 @@ class BatchSupervisor(Supervisor):
             await asyncio.sleep(wait)
 
     def _until_saving(self) -> float | None:
-        """Seconds until the ranks must be told to save, or until it is worth asking again; None: never."""
+        """Seconds until the ranks must be told to save, or until it is worth asking again; None:
+        never."""
         try:
             now = standing(self.granted.job)
         except TrainkitError:
             return ASK_AGAIN_SECONDS
-        return None if now.end is None or now.limit is None else now.end - self._ahead(now.limit) - time.time()
+        if now.end is None or now.limit is None:
+            return None
+        return now.end - self._ahead(now.limit) - time.time()
 
     def _ahead(self, limit: float) -> float:
-        """How many seconds before its end a job of `limit` seconds is to save: as Slurm was told, unless that leaves no time to train. When a job is
-        submitted nobody knows the time limit that a partition has by default."""
+        """How many seconds before its end a job of `limit` seconds is to save: as Slurm was
+        told, unless that leaves no time to train. When a job is submitted nobody knows the time
+        limit that a partition has by default."""
         told = signal_seconds(self.run)
-        fits = told < limit if "signal" in self.job.sbatch_options else told <= limit / 2
-        return told if fits else limit / LIMIT_SHARE
+        if "signal" in self.job.sbatch_options:
+            fits = told < limit
+        else:
+            fits = told <= limit / 2
+        if fits:
+            return told
+        return limit / LIMIT_SHARE
 
     def look_around(self) -> None:
-        """Heed what Slurm wanted before we listened: its signals are ignored until then, and those of a GraceTime go to steps only."""
+        """Heed what Slurm wanted before we listened: its signals are ignored until then, and
+        those of a GraceTime go to steps only."""
         with contextlib.suppress(TrainkitError):
             now = standing(self.granted.job)
             if now.limit is not None and self._ahead(now.limit) < signal_seconds(self.run):
@@ -215,8 +295,12 @@ class BatchSupervisor(Supervisor):
                 self.told.ends()
 
     def _judged(self, end: AttemptEnd) -> AttemptEnd:
-        """The end with its verdict: again in this allocation, later in another, or not at all. Slurm's word comes before what its TERM has brought about."""
-        if end.outcome.failure_class in ("preempted", "infra") and (kind := self._why_taken()) is not None:
+        """The end with its verdict: again in this allocation, later in another, or not at all.
+        Slurm's word comes before what its TERM has brought about."""
+        if (
+            end.outcome.failure_class in ("preempted", "infra")
+            and (kind := self._why_taken()) is not None
+        ):
             return self._judged_by_slurm(end, kind)
         end = super()._judged(end)
         if self.hosts.left_out and self.job.resume != "never":
@@ -224,9 +308,18 @@ class BatchSupervisor(Supervisor):
         return end
 
     def _judge_bad_nodes(self, end: AttemptEnd) -> None:
-        """Nodes that are to blame: Slurm gives others. At the start too: nobody waits for a job that was in the queue for days."""
-        if not end.again and not self.began and end.outcome.failure_class == "infra" and end.outcome.exit in (Exit.START, Exit.HEALTH):
-            cause = {**(end.outcome.root_cause or {}), "host": ", ".join(sorted(self.hosts.left_out))}
+        """Nodes that are to blame: Slurm gives others. At the start too: nobody waits for a job
+        that was in the queue for days."""
+        if (
+            not end.again
+            and not self.began
+            and end.outcome.failure_class == "infra"
+            and end.outcome.exit in (Exit.START, Exit.HEALTH)
+        ):
+            cause = {
+                **(end.outcome.root_cause or {}),
+                "host": ", ".join(sorted(self.hosts.left_out)),
+            }
             end.outcome = Outcome(end.outcome.exit, "infra", cause, end.outcome.suspects)
             end.again = self.budgets.after(end) == "again"
         if end.again:
@@ -238,21 +331,32 @@ class BatchSupervisor(Supervisor):
         cause = dict(end.outcome.root_cause or {})
         if kind != "infra" or end.outcome.failure_class == "preempted":
             saved = cause.get("saved") is True
-            done = "saved" if saved else "not all of its ranks had saved" if end.began else "its ranks had not begun"
+            if saved:
+                done = "saved"
+            elif end.began:
+                done = "not all of its ranks had saved"
+            else:
+                done = "its ranks had not begun"
             cause |= {"message": f"{_why(kind, self.failed)}: {done}", "saved": saved}
-            end.outcome = Outcome(Exit.PREEMPTED, "preempted", {key: cause[key] for key in ("message", "saved")})
+            end.outcome = Outcome(
+                Exit.PREEMPTED, "preempted", {key: cause[key] for key in ("message", "saved")}
+            )
         if not kind or self.job.resume == "never":
             return end
         verdict = self.budgets.after(end, kind)
         if verdict == "again":
             self.later = kind
         elif verdict == "no-progress":
-            cause["message"] = f"ended {self.budgets.same_step} times ({kind}) at step {end.step}, without a step between them"
+            cause["message"] = (
+                f"ended {self.budgets.same_step} times ({kind}) at step {end.step}, without a step"
+                " between them"
+            )
             end.outcome = Outcome(Exit.NO_PROGRESS, "no-progress", cause)
         return end
 
     def _why_taken(self) -> Kind | None:
-        """Why Slurm ends the job, or takes its nodes; "" where the job shall not go on; None: it does neither."""
+        """Why Slurm ends the job, or takes its nodes; "" where the job shall not go on; None: it
+        does neither."""
         if self.told.signalled == signal.SIGUSR1:
             return "time-limit"
         if self.asks.first and self.told.signalled is None:
@@ -263,12 +367,16 @@ class BatchSupervisor(Supervisor):
             self.failed = failed_nodes(self.granted.hosts)
         except TrainkitError as error:
             self.watch.notice(f"cannot ask Slurm why it ends the job: {error}")
-            return None if self.told.signalled is None else ""
+            if self.told.signalled is None:
+                return None
+            return ""
         if self.failed:
             return "infra"
         if self.by_slurm or now.preempted or (now.ours and self.told.signalled is not None):
             return "preemption"
-        return "" if self.told.signalled is not None or not now.ours else None
+        if self.told.signalled is not None or not now.ours:
+            return ""
+        return None
 
     def _goes_on(self, end: AttemptEnd) -> bool:
         if self.later:
@@ -278,30 +386,49 @@ class BatchSupervisor(Supervisor):
     def _hand_over(self) -> None:
         """Let Slurm go on with the run later, and say so in the record."""
         assert self.attempt is not None
-        id, events = self.granted.job, self.attempt.events
+        id = self.granted.job
+        events = self.attempt.events
         try:
             if self.job.resume == "requeue" and not self.by_slurm:
                 requeue(id, self.granted.restarts)
         except TrainkitError as error:
             events.write("requeue_failed", job=id, why=error.message)
-            self.watch.notice(f'{error.message}; `resume = "chain"` does without requeue, invoke resume {self.run.id} goes on by hand')
+            self.watch.notice(
+                f'{error.message}; `resume = "chain"` does without requeue, invoke resume'
+                f" {self.run.id} goes on by hand"
+            )
             self.later = ""
             return
-        events.write("retry", next_attempt=self.attempt.folder.number + 1, left_out=sorted(self.bad), by="slurm", **{"class": self.later})
+        events.write(
+            "retry",
+            next_attempt=self.attempt.folder.number + 1,
+            left_out=sorted(self.bad),
+            by="slurm",
+            **{"class": self.later},
+        )
         if self.job.resume == "requeue":
             change_slurm_job(self.run, id, began=None)
         if self.bad:  # last: Slurm's KILL comes soon
             self._exclude(self.bad)
 
     def _exclude(self, bad: Mapping[str, str]) -> None:
-        """Have Slurm start the run on other nodes, unless it asks for nodes by name, or too few others are left."""
+        """Have Slurm start the run on other nodes, unless it asks for nodes by name, or too few
+        others are left."""
         assert self.attempt is not None
-        next_job = next((job.id for job in read_slurm_jobs(self.run) if job.follows == self.granted.job), self.granted.job)
+        next_job = next(
+            (job.id for job in read_slurm_jobs(self.run) if job.follows == self.granted.job),
+            self.granted.job,
+        )
         try:
             now = standing(next_job)
             names = sorted({*hostnames(now.excluded), *bad} if now.excluded else bad)
-            if "nodelist" in self.job.sbatch_options or len(set(usable_nodes(now.partition)) - set(names)) < self.job.nodes:
-                self.watch.notice(f"Slurm may give the run {', '.join(bad)} again: there are no others for it")
+            if (
+                "nodelist" in self.job.sbatch_options
+                or len(set(usable_nodes(now.partition)) - set(names)) < self.job.nodes
+            ):
+                self.watch.notice(
+                    f"Slurm may give the run {', '.join(bad)} again: there are no others for it"
+                )
                 return
             ask(["scontrol", "update", f"JobId={next_job}", f"ExcNodeList={','.join(names)}"])
         except TrainkitError as error:
@@ -321,10 +448,12 @@ def _why(kind: Kind, failed: Sequence[str]) -> str:
 
 
 def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: int = 0) -> Outcome:
-    """Supervise a run in the batch job that the environment tells of. The caller holds the run's lock.
+    """Supervise a run in the batch job that the environment tells of. The caller holds the run's
+    lock.
 
     Args:
-        prolog: the exit code of the cluster's prolog in the batch script, where it failed. That is judged by what the nodes make of it: all are asked to
+        prolog: the exit code of the cluster's prolog in the batch script, where it failed. That
+        is judged by what the nodes make of it: all are asked to
             run it. Where they do not (pyxis), the batch host alone is to blame.
     """
     asks = BatchAsks()
@@ -332,20 +461,37 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
         where = granted(environment)
         job = read_job(run.job)
         if still_to_be_made(run):
-            message = f"the stages of run {run.id} are not made: the jobs in {stages_of(run)} come before this one"
-            raise TrainkitError(message, exit=Exit.STAGE_STALE, hint=f"invoke why {run.id}; invoke train {job.name} makes what is missing")
+            message = (
+                f"the stages of run {run.id} are not made: the jobs in {stages_of(run)} come before"
+                " this one"
+            )
+            raise TrainkitError(
+                message,
+                exit=Exit.STAGE_STALE,
+                hint=f"invoke why {run.id}; invoke train {job.name} makes what is missing",
+            )
         write_hosts(run, hosts_of(job, where))
         entry = _noted(run, where)
         if entry.follows and (ended := _ended_for_good(run)) is not None:
             drop_slurm_job(run, entry.id)
             return ended
         _refuse_other_inputs(run, entry)
-        watch = Watch(lambda run: print(f"run {run.id} on {', '.join(where.hosts)}", flush=True), lambda: None, lambda text: print(text, flush=True))
+        watch = Watch(
+            lambda run: print(f"run {run.id} on {', '.join(where.hosts)}", flush=True),
+            lambda: None,
+            lambda text: print(text, flush=True),
+        )
         launcher = None
         if prolog:
             host = environment.get("SLURMD_NODENAME") or where.hosts[0]
-            watch.notice(f"the prolog of clusters.{job.cluster.name} failed in the batch script on {host} (exit code {prolog})")
-            launcher = NoProlog(host, prolog) if job.container is not None and job.container.runtime == "pyxis" else None
+            watch.notice(
+                f"the prolog of clusters.{job.cluster.name} failed in the batch script on {host}"
+                f" (exit code {prolog})"
+            )
+            if job.container is not None and job.container.runtime == "pyxis":
+                launcher = NoProlog(host, prolog)
+            else:
+                launcher = None
         supervisor = BatchSupervisor(run, read_secrets(run), asks, watch, where, launcher)
         supervisor.replay(entry.first_attempt)
         with _successor(run, supervisor, entry):
@@ -353,28 +499,38 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
             outcome = asyncio.run(supervisor.supervise())
         if not supervisor.later:
             _remove_containers(run, job, where)
-        if outcome.failure_class == "cancelled":  # Slurm should say so too, not FAILED; who cancels looks again
+        # Slurm should say so too, not FAILED; who cancels looks again
+        if outcome.failure_class == "cancelled":
             with contextlib.suppress(TrainkitError):
                 ask(["scancel", where.job])
         return outcome
 
 
 def _remove_containers(run: RunFolder, job: Job, where: Granted) -> None:
-    """A run that is over needs no more what its nodes have kept of pyxis. Where Slurm has taken the nodes already, that stays until a person removes it."""
+    """A run that is over needs no more what its nodes have kept of pyxis. Where Slurm has taken
+    the nodes already, that stays until a person removes it."""
     box = around(job, run.session(0), run.id, 0, kept_since(run))
-    if box is not None and box.container.runtime == "pyxis" and (words := removal_words(box, len(where.hosts))):
+    if (
+        box is not None
+        and box.container.runtime == "pyxis"
+        and (words := removal_words(box, len(where.hosts)))
+    ):
         with contextlib.suppress(TrainkitError):
             ask(words, timeout=60.0 * REMOVAL_MINUTES + ANSWER_SECONDS)
 
 
 def _budget(events: Sequence[Mapping[str, Any]]) -> str:
-    """What an attempt has used up for another one to follow; "" where none was to follow, or Slurm would not put the job back."""
-    said = next((event for event in reversed(events) if event["event"] in ("ended", "requeue_failed")), None)
+    """What an attempt has used up for another one to follow; "" where none was to follow, or
+    Slurm would not put the job back."""
+    said = next(
+        (event for event in reversed(events) if event["event"] in ("ended", "requeue_failed")), None
+    )
     return str((said or {}).get("budget") or "")
 
 
 def _ended_for_good(run: RunFolder) -> Outcome | None:
-    """How the run ended where it did: a successor that nobody could take back has nothing to do. None: the newest attempt wants another, or left no word."""
+    """How the run ended where it did: a successor that nobody could take back has nothing to do.
+    None: the newest attempt wants another, or left no word."""
     events = [event for attempt in run.attempts()[-1:] for event in read_events(attempt)]
     ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
     if ended is None or _budget(events):
@@ -383,25 +539,41 @@ def _ended_for_good(run: RunFolder) -> Outcome | None:
 
 
 def _refuse_other_inputs(run: RunFolder, entry: SlurmJob) -> None:
-    """As `resume` does: between the person's word and now, or between two allocations, somebody may have made the data anew."""
+    """As `resume` does: between the person's word and now, or between two allocations, somebody
+    may have made the data anew."""
     try:
         refuse_other_inputs(run)
     except TrainkitError as error:
-        note_end(run, entry.id, {"state": "REFUSED", "class": "user", "message": error.message, "advice": error.hint, "exit": int(error.exit)})
+        note_end(
+            run,
+            entry.id,
+            {
+                "state": "REFUSED",
+                "class": "user",
+                "message": error.message,
+                "advice": error.hint,
+                "exit": int(error.exit),
+            },
+        )
         raise
 
 
 def _noted(run: RunFolder, where: Granted) -> SlurmJob:
     """This job's entry in launch/slurm.json."""
     if all(job.id != where.job for job in read_slurm_jobs(run)):  # submitted by hand
-        add_slurm_job(run, where.job, first_attempt=max((attempt.number for attempt in run.attempts()), default=0) + 1)
+        add_slurm_job(
+            run,
+            where.job,
+            first_attempt=max((attempt.number for attempt in run.attempts()), default=0) + 1,
+        )
     change_slurm_job(run, where.job, ended=None)
     return next(job for job in read_slurm_jobs(run) if job.id == where.job)
 
 
 @contextlib.contextmanager
 def _successor(run: RunFolder, supervisor: BatchSupervisor, entry: SlurmJob) -> Iterator[None]:
-    """With resume = "chain" a successor waits for our end, whatever that is; it is taken back where it will not be needed. So are secrets."""
+    """With resume = "chain" a successor waits for our end, whatever that is; it is taken back
+    where it will not be needed. So are secrets."""
     waiting = next((job.id for job in read_slurm_jobs(run) if job.follows == entry.id), None)
     if supervisor.job.resume == "chain" and waiting is None:
         write_script(run, supervisor.job, {}, seconds=seconds_before_limit(run, supervisor.job))
@@ -416,10 +588,15 @@ def _successor(run: RunFolder, supervisor: BatchSupervisor, entry: SlurmJob) -> 
 
 
 def _take_back(run: RunFolder, successor: str) -> None:
-    """Take a successor out of the queue. It is forgotten only once it is out; one that stays finds that the run has ended, and ends."""
+    """Take a successor out of the queue. It is forgotten only once it is out; one that stays
+    finds that the run has ended, and ends."""
     try:
         ask(["scancel", successor])
     except TrainkitError as error:
-        print(f"job {successor}, which was to go on with the run, is still in the queue: {error.message}; `scancel {successor}` takes it out", flush=True)
+        print(
+            f"job {successor}, which was to go on with the run, is still in the queue:"
+            f" {error.message}; `scancel {successor}` takes it out",
+            flush=True,
+        )
     else:
         drop_slurm_job(run, successor)

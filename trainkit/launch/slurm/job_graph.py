@@ -1,7 +1,9 @@
-"""The graph of a run: arrays of its stale stages, one small job that notes that they are made and plans, and the run last; all submitted at once.
+"""The graph of a run: arrays of its stale stages, one small job that notes that they are made
+and plans, and the run last; all submitted at once.
 
-RUN/launch/stages has graph.json (what is made, written before anything is submitted), jobs.json (Slurm's numbers), the scripts, what the jobs print,
-and ended.json where the small job refuses the run.
+RUN/launch/stages has graph.json (what is made, written before anything is submitted), jobs.json
+(Slurm's numbers), the scripts, what the jobs print, and ended.json where the small job refuses
+the run.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ from trainkit.stages.in_flight import Making, need_digest, write_making
 from trainkit.stages.stamps import read_stamp
 from trainkit.stages.unit_process import failure_of
 
-GRAPH, JOBS, ENDED = "graph/1", "stage-jobs/1", "stages-ended/1"
+GRAPH = "graph/1"
+JOBS = "stage-jobs/1"
+ENDED = "stages-ended/1"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ class Part:
 
     @property
     def levels(self) -> list[Level]:
-        return [] if self.shared else levels(self.need, self.units, self.place.asked)
+        if self.shared:
+            return []
+        return levels(self.need, self.units, self.place.asked)
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,9 @@ class Graph:
     """All that is made before a run.
 
     Args:
-        parts: in order; each after those before it, since a stage is given so many nodes and no more.
-        deferred: stages of which nobody knows what is needed until the parts are made: the small job makes them.
+        parts: in order; each after those before it, since a stage is given so many nodes and no
+        more. deferred: stages of which nobody knows what is needed until the parts are made: the
+        small job makes them.
     """
 
     parts: tuple[Part, ...]
@@ -116,27 +123,58 @@ def ready_name(job: Job) -> str:
 
 
 def ready_script(run: RunFolder, job: Job, graph: Graph) -> str:
-    """The script of the small job: on the partition of the stage that it makes itself, else of the last one before it."""
-    place = next((found for stage in graph.deferred if (found := slurm_place_of(job, stage, lambda text: None))), graph.parts[-1].place)
-    shape: SlurmOptions = {"job-name": ready_name(job), "nodes": 1, "ntasks-per-node": place.asked.tasks_per_node if graph.deferred else 1}
-    words = [place.cluster.python or sys.executable, "-I", str(program_path(run.code, "preflight")), str(run.path)]
+    """The script of the small job: on the partition of the stage that it makes itself, else of
+    the last one before it."""
+    place = next(
+        (
+            found
+            for stage in graph.deferred
+            if (found := slurm_place_of(job, stage, lambda text: None))
+        ),
+        graph.parts[-1].place,
+    )
+    shape: SlurmOptions = {
+        "job-name": ready_name(job),
+        "nodes": 1,
+        "ntasks-per-node": place.asked.tasks_per_node if graph.deferred else 1,
+    }
+    words = [
+        place.cluster.python or sys.executable,
+        "-I",
+        str(program_path(run.code, "preflight")),
+        str(run.path),
+    ]
     return text_of_script(place, shape, f"{stages_of(run)}/{ready_name(job)}-%j.out", words)
 
 
 def describe_ready(job: Job, graph: Graph, after: str) -> str:
     """One line of the graph, for people."""
-    made = f"makes {', '.join(graph.deferred)}, " if graph.deferred else ""
-    return f"{ready_name(job)}: {made}notes that the stages are made, plans" + (f", after {after} has gone well" if after else "")
+    if graph.deferred:
+        made = f"makes {', '.join(graph.deferred)}, "
+    else:
+        made = ""
+    return f"{ready_name(job)}: {made}notes that the stages are made, plans" + (
+        f", after {after} has gone well" if after else ""
+    )
 
 
-def submit_graph(run: RunFolder, job: Job, graph: Graph, notice: Callable[[str], None]) -> tuple[str, list[Followed]]:
-    """Submit everything; the run's script is there: (Slurm's number of the run's job, what can be followed). The caller holds the stages' locks.
+def submit_graph(
+    run: RunFolder, job: Job, graph: Graph, notice: Callable[[str], None]
+) -> tuple[str, list[Followed]]:
+    """Submit everything; the run's script is there: (Slurm's number of the run's job, what can
+    be followed). The caller holds the stages' locks.
 
-    Raises TrainkitError (exit 8) where sbatch refuses a job; those before it are the caller's to take out, see `leave.take_out`.
+    Raises TrainkitError (exit 8) where sbatch refuses a job; those before it are the caller's to
+    take out, see `leave.take_out`.
     """
-    further, folder, code = words_after("0", job.sbatch_options), stages_of(run), run.code.resolve()
+    further = words_after("0", job.sbatch_options)
+    folder = stages_of(run)
+    code = run.code.resolve()
     folder.mkdir(parents=True)
-    units = [write_levels(part.place, part.need, part.levels, _stamps(run, part), code, folder) for part in graph.parts]
+    units = [
+        write_levels(part.place, part.need, part.levels, _stamps(run, part), code, folder)
+        for part in graph.parts
+    ]
     _write_graph(run, graph)
     jobs: list[StageJob] = []
     before: list[str] = []  # whose end what comes next waits for
@@ -151,7 +189,14 @@ def submit_graph(run: RunFolder, job: Job, graph: Graph, notice: Callable[[str],
             ids.append(submit_level(level, folder, before))
             _note(run, jobs, StageJob(ids[-1], level.name, own=True))
             files = tuple(str(level_file(folder, each)) for each in part.levels)
-            made = Making(part.need.lock, part.need.name, need_digest(part.need, part.inputs), tuple(ids), files, (str(run.path),))
+            made = Making(
+                part.need.lock,
+                part.need.name,
+                need_digest(part.need, part.inputs),
+                tuple(ids),
+                files,
+                (str(run.path),),
+            )
             write_making(_stamps(run, part), made)
             notice(f"job {ids[-1]}: {describe(level, _named(before))}")
             before = ids[-1:]
@@ -167,9 +212,13 @@ def submit_graph(run: RunFolder, job: Job, graph: Graph, notice: Callable[[str],
 
 def _join(run: RunFolder, part: Part, making: Making, notice: Callable[[str], None]) -> list[str]:
     """Wait for another run's arrays: the job that has to go well, if it has not already."""
-    write_making(_stamps(run, part), Making(**{**asdict(making), "runs": (*making.runs, str(run.path))}))
+    write_making(
+        _stamps(run, part), Making(**{**asdict(making), "runs": (*making.runs, str(run.path))})
+    )
     notice(f"{part.need.stage} {part.need.name}: {making.words()} make it")
-    return [] if over_in_slurm(making.jobs[-1:]) else [making.jobs[-1]]
+    if over_in_slurm(making.jobs[-1:]):
+        return []
+    return [making.jobs[-1]]
 
 
 def _named(ids: Sequence[str]) -> str | None:
@@ -189,24 +238,54 @@ def _note(run: RunFolder, jobs: list[StageJob], job: StageJob) -> None:
 def _write_graph(run: RunFolder, graph: Graph) -> None:
     needs = []
     for part in graph.parts:
-        need, folder = part.need, stages_of(run)
-        files = part.shared.levels if part.shared else [str(level_file(folder, level)) for level in part.levels]
-        what = {"stage": need.stage, "name": need.name, "lock": need.lock, "version": need.version, "settings": dict(need.settings)}
-        paths = {key: [str(path) for path in getattr(need, key)] for key in ("inputs", "outputs", "scratch")}
+        need = part.need
+        folder = stages_of(run)
+        files = (
+            part.shared.levels
+            if part.shared
+            else [str(level_file(folder, level)) for level in part.levels]
+        )
+        what = {
+            "stage": need.stage,
+            "name": need.name,
+            "lock": need.lock,
+            "version": need.version,
+            "settings": dict(need.settings),
+        }
+        paths = {
+            key: [str(path) for path in getattr(need, key)]
+            for key in ("inputs", "outputs", "scratch")
+        }
         needs.append({**what, **paths, "seen": part.inputs, "levels": list(files)})
-    write_json(stages_of(run) / "graph.json", document(GRAPH, needs=needs, deferred=list(graph.deferred)))
+    write_json(
+        stages_of(run) / "graph.json", document(GRAPH, needs=needs, deferred=list(graph.deferred))
+    )
 
 
 def read_graph(run: RunFolder) -> dict[str, Any] | None:
     """graph.json; None where the run's stages were made before it was submitted."""
     path = stages_of(run) / "graph.json"
-    return read_form(path, GRAPH) if path.is_file() else None
+    if path.is_file():
+        return read_form(path, GRAPH)
+    return None
 
 
 def need_of(written: Mapping[str, Any]) -> Need:
     """A need of graph.json, without its units."""
-    inputs, outputs, scratch = (tuple(map(Path, written[key])) for key in ("inputs", "outputs", "scratch"))
-    return Need(written["stage"], written["name"], written["lock"], written["version"], written["settings"], inputs, outputs, (), scratch)
+    inputs, outputs, scratch = (
+        tuple(map(Path, written[key])) for key in ("inputs", "outputs", "scratch")
+    )
+    return Need(
+        written["stage"],
+        written["name"],
+        written["lock"],
+        written["version"],
+        written["settings"],
+        inputs,
+        outputs,
+        (),
+        scratch,
+    )
 
 
 def units_of(written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -217,7 +296,8 @@ def units_of(written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def is_made(unit: Mapping[str, Any]) -> bool:
-    """Whether a unit's last success was with what was submitted; its outputs may have been joined and swept since."""
+    """Whether a unit's last success was with what was submitted; its outputs may have been
+    joined and swept since."""
     stamp = read_stamp(Path(unit["stamp"]))
     return stamp is not None and stamp.get("spec") == unit["digest"]
 
@@ -225,7 +305,9 @@ def is_made(unit: Mapping[str, Any]) -> bool:
 def read_stage_jobs(run: RunFolder) -> list[StageJob]:
     """The jobs of the graph; none where there is no graph."""
     path = stages_of(run) / "jobs.json"
-    return [StageJob(**each) for each in read_form(path, JOBS)["jobs"]] if path.is_file() else []
+    if path.is_file():
+        return [StageJob(**each) for each in read_form(path, JOBS)["jobs"]]
+    return []
 
 
 def still_to_be_made(run: RunFolder) -> bool:
@@ -234,10 +316,14 @@ def still_to_be_made(run: RunFolder) -> bool:
 
 
 def words_of_stages(run: RunFolder) -> str:
-    """Which job of the graph is at work, or waits; "" where none does any more, or Slurm cannot be asked."""
+    """Which job of the graph is at work, or waits; "" where none does any more, or Slurm cannot
+    be asked."""
     jobs = read_stage_jobs(run)
     with contextlib.suppress(TrainkitError):
-        seen = states([job.id for job in jobs]) if jobs else []
+        if jobs:
+            seen = states([job.id for job in jobs])
+        else:
+            seen = []
         for wanted in (RUNNING, BEFORE):
             for job in jobs:
                 state = next((state for id, state in seen if id == job.id and state in wanted), "")
@@ -248,42 +334,71 @@ def words_of_stages(run: RunFolder) -> str:
 
 def write_ended(run: RunFolder, error: TrainkitError) -> None:
     """The small job refuses the run: why."""
-    write_json(stages_of(run) / "ended.json", document(ENDED, exit=int(error.exit), **_words(error)))
+    write_json(
+        stages_of(run) / "ended.json", document(ENDED, exit=int(error.exit), **_words(error))
+    )
 
 
 def stage_failure(run: RunFolder) -> dict[str, Any] | None:
-    """Why there are no ranks though the run's job is over: the stage's unit that failed, say. The form of SlurmJob.ended; None: not for its stages."""
+    """Why there are no ranks though the run's job is over: the stage's unit that failed, say.
+    The form of SlurmJob.ended; None: not for its stages."""
     graph = read_graph(run)
     if graph is None or inputs_path(run).is_file():
         return None
     if (path := stages_of(run) / "ended.json").is_file():
-        return _failure({key: value for key, value in read_form(path, ENDED).items() if key != "schema"})
+        return _failure(
+            {key: value for key, value in read_form(path, ENDED).items() if key != "schema"}
+        )
     units = []
     with contextlib.suppress(ConfigError):  # the run that has submitted them may have been deleted
         units = [unit for need in graph["needs"] for unit in units_of(need)]
     failed = [(unit, end) for unit in units if (end := _end(unit)) is not None and end["ended"]]
     if failed:
         unit, end = failed[0]
-        error = failure_of(unit["name"], end["host"], end["ended"], end.get("error"), Path(unit["log"]))
-        more = f" (and {len(failed) - 1} more units failed)" if len(failed) > 1 else ""
+        error = failure_of(
+            unit["name"], end["host"], end["ended"], end.get("error"), Path(unit["log"])
+        )
+        if len(failed) > 1:
+            more = f" (and {len(failed) - 1} more units failed)"
+        else:
+            more = ""
         cause = {**_words(error), "unit": unit["name"], "host": end["host"], "log": unit["log"]}
         return _failure({**cause, "message": f"{cause['message']}{more}", "exit": int(error.exit)})
     jobs = read_stage_jobs(run)
     try:
-        seen = dict.fromkeys(ends([job.id for job in jobs])) if jobs else {}
+        if jobs:
+            seen = dict.fromkeys(ends([job.id for job in jobs]))
+        else:
+            seen = {}
     except TrainkitError:
         return None
-    bad = [f"job {id} {state}" for id, state in seen if state not in BEFORE | RUNNING | {"COMPLETED"}]
+    bad = [
+        f"job {id} {state}" for id, state in seen if state not in BEFORE | RUNNING | {"COMPLETED"}
+    ]
     if not bad and any(state in BEFORE | RUNNING for _, state in seen):
         return None
     said = ", ".join(bad) or "Slurm knows the jobs no more"
     left = [unit["name"] for unit in units if not is_made(unit)]
     if left:
         names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        return _failure({"message": f"{names} did not end: {said}", "exit": int(Exit.STAGE_FAILED), "advice": f"what the jobs printed is in {stages_of(run)}"})
+        return _failure(
+            {
+                "message": f"{names} did not end: {said}",
+                "exit": int(Exit.STAGE_FAILED),
+                "advice": f"what the jobs printed is in {stages_of(run)}",
+            }
+        )
     output = next(iter(sorted(stages_of(run).glob("*-ready-*.out"))), None)
-    words = f"; {output} ends with: {last_line(output)}" if output else ""
-    return _failure({"message": f"not all jobs that make its stages ended well: {said}{words}", "exit": int(Exit.STAGE_FAILED)})
+    if output:
+        words = f"; {output} ends with: {last_line(output)}"
+    else:
+        words = ""
+    return _failure(
+        {
+            "message": f"not all jobs that make its stages ended well: {said}{words}",
+            "exit": int(Exit.STAGE_FAILED),
+        }
+    )
 
 
 def _failure(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,14 +407,28 @@ def _failure(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _words(error: TrainkitError) -> dict[str, str]:
     """An error's first message and its way out."""
-    first = error.list[0] if isinstance(error, ConfigError) else None
-    place, message, hint = (first.place, first.message, first.hint) if first else (error.place, error.message, error.hint)
-    more = f" (and {len(error.list) - 1} more)" if isinstance(error, ConfigError) and len(error.list) > 1 else ""
+    if isinstance(error, ConfigError):
+        first = error.list[0]
+    else:
+        first = None
+    if first:
+        place = first.place
+        message = first.message
+        hint = first.hint
+    else:
+        place = error.place
+        message = error.message
+        hint = error.hint
+    if isinstance(error, ConfigError) and len(error.list) > 1:
+        more = f" (and {len(error.list) - 1} more)"
+    else:
+        more = ""
     return {"message": f"{place}: {message}{more}" if place else f"{message}{more}", "advice": hint}
 
 
 def _end(unit: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The last words of a unit's task: {"ended": code, "host": name, "error": what it said}; None where it has not ended."""
+    """The last words of a unit's task: {"ended": code, "host": name, "error": what it said};
+    None where it has not ended."""
     try:
         lines = Path(unit["out"]).read_bytes().splitlines()
     except OSError:
@@ -312,4 +441,6 @@ def _end(unit: Mapping[str, Any]) -> dict[str, Any] | None:
             continue
         if isinstance(said, dict):
             found |= {key: said[key] for key in ("error", "ended", "host") if key in said}
-    return found if isinstance(found.get("ended"), int) else None
+    if isinstance(found.get("ended"), int):
+        return found
+    return None

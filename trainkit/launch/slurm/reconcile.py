@@ -1,4 +1,5 @@
-"""A run's state where its folder alone cannot tell it: Slurm says whether the job waits, runs or is over."""
+"""A run's state where its folder alone cannot tell it: Slurm says whether the job waits, runs or
+is over."""
 
 from __future__ import annotations
 
@@ -32,31 +33,54 @@ def settle(record: Record, seen: JobLook | None) -> Record:
         record: read from the folder.
         seen: the run's newest job; None: Slurm does not know it (any more).
 
-    A job that was over before its supervisor began, or whose supervisor left no word, is noted in the run folder: Slurm forgets it after some minutes.
+    A job that was over before its supervisor began, or whose supervisor left no word, is noted
+    in the run folder: Slurm forgets it after some minutes.
     """
     job = newest_job(record.run)
     if job is None:
         return record
-    if seen is not None and seen.waits and (record.state in ("unknown", "running") or _by_slurm(record)):
+    if (
+        seen is not None
+        and seen.waits
+        and (record.state in ("unknown", "running") or _by_slurm(record))
+    ):
         return replace(record, state="queued", exit=None, failure_class=None, root_cause=None)
     if (record.state == "queued" or record.lost) and (seen is None or seen.over):
-        return _over(read_record(record.run), job, seen)  # read again: the supervisor may have begun, and ended, since the record was read
+        # read again: the supervisor may have begun, and ended, since the record was read
+        return _over(read_record(record.run), job, seen)
     return record
 
 
 def _by_slurm(record: Record) -> bool:
-    """Whether the run may have ended because Slurm took its nodes: then its job is in the queue again, or on its way there."""
-    return record.failure_class in ("infra", "preempted") and record.state in ("failed", "preempted")
+    """Whether the run may have ended because Slurm took its nodes: then its job is in the queue
+    again, or on its way there."""
+    return record.failure_class in ("infra", "preempted") and record.state in (
+        "failed",
+        "preempted",
+    )
 
 
 def _over(record: Record, job: SlurmJob, seen: JobLook | None) -> Record:
-    """A record that was read after its job was over; with Slurm's word where the supervisor left none."""
+    """A record that was read after its job was over; with Slurm's word where the supervisor left
+    none."""
     if record.state == "queued":
         end = _ended(record.run, job, seen)
     elif record.lost and (seen is not None or record.state == "unknown"):
-        message = (record.root_cause or {}).get("message") if record.state == "failed" else "the supervisor is gone without a word"
-        said = "Slurm does not know the job any more" if seen is None else seen.reason if seen.state == UNSURE else f"Slurm says {seen.ending()}"
-        end = {"state": seen.state if seen else "UNKNOWN", "message": f"{message}; {said}", "exit": int(Exit.RANK_INFRA)}
+        if record.state == "failed":
+            message = (record.root_cause or {}).get("message")
+        else:
+            message = "the supervisor is gone without a word"
+        if seen is None:
+            said = "Slurm does not know the job any more"
+        elif seen.state == UNSURE:
+            said = seen.reason
+        else:
+            said = f"Slurm says {seen.ending()}"
+        end = {
+            "state": seen.state if seen else "UNKNOWN",
+            "message": f"{message}; {said}",
+            "exit": int(Exit.RANK_INFRA),
+        }
     else:
         return record
     if seen.state != UNSURE if seen is not None else record.state == "queued":
@@ -69,18 +93,32 @@ def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, Any
     if (failure := stage_failure(run)) is not None:
         return failure
     if seen is None:
-        return {"state": "UNKNOWN", "message": f"Slurm does not know job {job.id} any more, and its supervisor never began", "exit": int(Exit.START)}
+        return {
+            "state": "UNKNOWN",
+            "message": f"Slurm does not know job {job.id} any more, and its supervisor never began",
+            "exit": int(Exit.START),
+        }
     output = run.path / "launch" / f"slurm-{job.id}.out"
     said = last_line(output)
-    words = f"; {output} ends with: {said}" if said else ""
-    how = f"nobody can say how now ({seen.reason})" if seen.state == UNSURE else seen.ending()
+    if said:
+        words = f"; {output} ends with: {said}"
+    else:
+        words = ""
+    if seen.state == UNSURE:
+        how = f"nobody can say how now ({seen.reason})"
+    else:
+        how = seen.ending()
     message = f"job {job.id} was over before its supervisor began: {how}{words}"
     return {"state": seen.state, "message": message, "exit": int(Exit.START)}
 
 
 def seen_now(record: Record) -> JobLook | None:
-    """What Slurm says of the job of a run that has not ended; None where it has, is none of Slurm's, or Slurm cannot be asked."""
-    job = newest_job(record.run) if record.state in ("queued", "running") else None
+    """What Slurm says of the job of a run that has not ended; None where it has, is none of
+    Slurm's, or Slurm cannot be asked."""
+    if record.state in ("queued", "running"):
+        job = newest_job(record.run)
+    else:
+        job = None
     if job is not None:
         with contextlib.suppress(TrainkitError):
             return _with_stages(record.run, look([job.id]).get(job.id))
@@ -88,15 +126,20 @@ def seen_now(record: Record) -> JobLook | None:
 
 
 def _with_stages(run: RunFolder, seen: JobLook | None) -> JobLook | None:
-    """The same; of a job that waits for its stages the reason says which of their jobs is at work."""
+    """The same; of a job that waits for its stages the reason says which of their jobs is at
+    work."""
     if seen is None or seen.reason != "Dependency" or not (words := words_of_stages(run)):
         return seen
     return replace(seen, reason=f"its stages are made first; {words}")
 
 
 def settled(record: Record) -> Record:
-    """The record after one question to Slurm, where one is needed; as it was where Slurm cannot be asked."""
-    job = newest_job(record.run) if record.state in ("queued", "unknown", "failed", "preempted") else None
+    """The record after one question to Slurm, where one is needed; as it was where Slurm cannot
+    be asked."""
+    if record.state in ("queued", "unknown", "failed", "preempted"):
+        job = newest_job(record.run)
+    else:
+        job = None
     if job is None:
         return record
     with contextlib.suppress(TrainkitError):
@@ -106,23 +149,34 @@ def settled(record: Record) -> Record:
 
 def settled_all(records: list[Record]) -> list[Record]:
     """As `settled`, with one question for all of them."""
-    jobs = {record.run: job for record in records if record.state in ("queued", "unknown") and (job := newest_job(record.run)) and job.ended is None}
+    jobs = {
+        record.run: job
+        for record in records
+        if record.state in ("queued", "unknown")
+        and (job := newest_job(record.run))
+        and job.ended is None
+    }
     try:
         seen = look([job.id for job in jobs.values()])
     except TrainkitError:
         return records
-    return [settle(record, seen.get(jobs[record.run].id)) if record.run in jobs else record for record in records]
+    return [
+        settle(record, seen.get(jobs[record.run].id)) if record.run in jobs else record
+        for record in records
+    ]
 
 
 class Queue:
-    """Follows a run's job through the queue: asks ever more rarely while nothing changes, and says what has changed."""
+    """Follows a run's job through the queue: asks ever more rarely while nothing changes, and
+    says what has changed."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
         self._patience = Patience()
         self._said = ""
         self._unheard = 0
-        self._until = 0.0  # by time.monotonic(): for how long an end of Slurm's making may still turn out to be none
+        # by time.monotonic(): for how long an end of Slurm's making may still turn out to be none
+        self._until = 0.0
 
     def look(self, record: Record) -> tuple[Record, str]:
         """(the record as settled, what a person who waits should know now; "" for nothing new)."""
@@ -136,8 +190,15 @@ class Queue:
         try:
             seen = _with_stages(self.run, look([job.id]).get(job.id))
         except TrainkitError as error:
-            return replace(record, state="queued"), self._new(f"cannot ask Slurm about job {job.id}: {error.message}")
-        if (seen is None or seen.state == UNSURE) and self._unheard < 3 and record.state == "queued":  # just submitted, or a slurmctld that has just begun
+            return replace(record, state="queued"), self._new(
+                f"cannot ask Slurm about job {job.id}: {error.message}"
+            )
+        # just submitted, or a slurmctld that has just begun
+        if (
+            (seen is None or seen.state == UNSURE)
+            and self._unheard < 3
+            and record.state == "queued"
+        ):
             self._unheard += 1
             self._patience.changed()
             return record, ""
@@ -145,9 +206,11 @@ class Queue:
         return settle(record, seen), self._new(seen.words()) if seen else ""
 
     def _last_word(self, record: Record) -> tuple[Record, str]:
-        """An end that Slurm may have brought about counts when Slurm says that the job is over: it may have put it back, which the supervisor could
-        not learn. A job that only ends slowly keeps nobody waiting."""
-        job, now = newest_job(self.run), time.monotonic()
+        """An end that Slurm may have brought about counts when Slurm says that the job is over:
+        it may have put it back, which the supervisor could not learn. A job that only ends
+        slowly keeps nobody waiting."""
+        job = newest_job(self.run)
+        now = time.monotonic()
         self._until = self._until or now + ENDING_SECONDS
         if job is None or job.ended is not None or now > self._until:
             return record, ""
@@ -175,4 +238,6 @@ class Queue:
 def output_of(run: RunFolder) -> Path | None:
     """What the newest job's batch script and supervisor printed."""
     job = newest_job(run)
-    return run.path / "launch" / f"slurm-{job.id}.out" if job else None
+    if job:
+        return run.path / "launch" / f"slurm-{job.id}.out"
+    return None

@@ -18,7 +18,8 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job
 
 SUBMIT_SECONDS = 60.0  # a busy slurmctld
-KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # of Slurm's variables; others, SBATCH_PARTITION say, would change the job unseen
+# of Slurm's variables; others, SBATCH_PARTITION say, would change the job unseen
+KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
 def submit_words(run: RunFolder, further: Sequence[str] = ()) -> list[str]:
@@ -27,17 +28,24 @@ def submit_words(run: RunFolder, further: Sequence[str] = ()) -> list[str]:
 
 
 def words_after(ready: str, options: SlurmOptions) -> list[str]:
-    """Words of sbatch for a run whose stages the job `ready` completes. A dependency of the job's own is kept: the command line outdoes the script.
+    """Words of sbatch for a run whose stages the job `ready` completes. A dependency of the
+    job's own is kept: the command line outdoes the script.
 
     Raises ConfigError where the two cannot be joined.
     """
     own = str(options.get("dependency", ""))
     if "?" in own:
-        raise ConfigError(f"slurm.dependency = {own!r} means any of several, and the run's own stages must be made too", hint="prep-data first, then train")
+        raise ConfigError(
+            f"slurm.dependency = {own!r} means any of several, and the run's own stages must be"
+            " made too",
+            hint="prep-data first, then train",
+        )
     return [f"--dependency={own + ',' if own else ''}afterok:{ready}", "--kill-on-invalid-dep=yes"]
 
 
-def submit(run: RunFolder, *, first_attempt: int, follows: str | None = None, further: Sequence[str] = ()) -> str:
+def submit(
+    run: RunFolder, *, first_attempt: int, follows: str | None = None, further: Sequence[str] = ()
+) -> str:
     """Submit a run's script and note Slurm's number of the job, which is returned.
 
     Args:
@@ -47,31 +55,65 @@ def submit(run: RunFolder, *, first_attempt: int, follows: str | None = None, fu
 
     Raises TrainkitError (exit 8) with sbatch's own words.
     """
-    words = submit_words(run, [*further, *([f"--dependency=afterany:{follows}"] if follows else [])])
-    id = sbatch(words, run.path, hint=f"options come from clusters.X.slurm and jobs.X.slurm; `invoke train {run.job_name} --dry-run` prints the script")
+    words = submit_words(
+        run, [*further, *([f"--dependency=afterany:{follows}"] if follows else [])]
+    )
+    id = sbatch(
+        words,
+        run.path,
+        hint=(
+            f"options come from clusters.X.slurm and jobs.X.slurm; `invoke train {run.job_name}"
+            " --dry-run` prints the script"
+        ),
+    )
     add_slurm_job(run, id, first_attempt=first_attempt, follows=follows)
     return id
 
 
 def sbatch(words: Sequence[str], folder: Path, *, hint: str) -> str:
-    """Run a line of sbatch --parsable: the job's number. Raises TrainkitError (exit 8) with sbatch's own words."""
-    environment = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(("SLURM_", "SBATCH_"))}
+    """Run a line of sbatch --parsable: the job's number. Raises TrainkitError (exit 8) with
+    sbatch's own words."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in KEPT or not name.startswith(("SLURM_", "SBATCH_"))
+    }
     try:
-        done = subprocess.run(words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SUBMIT_SECONDS, check=False)
+        done = subprocess.run(
+            words,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SUBMIT_SECONDS,
+            check=False,
+        )
     except FileNotFoundError:
-        raise TrainkitError("there is no sbatch on this machine", exit=Exit.START, hint="type it where jobs are submitted, or load Slurm's module") from None
+        raise TrainkitError(
+            "there is no sbatch on this machine",
+            exit=Exit.START,
+            hint="type it where jobs are submitted, or load Slurm's module",
+        ) from None
     except subprocess.TimeoutExpired:
         message = f"sbatch did not answer within {SUBMIT_SECONDS:g} s"
-        raise TrainkitError(message, exit=Exit.START, hint="squeue --me says whether it has the job all the same") from None
+        raise TrainkitError(
+            message, exit=Exit.START, hint="squeue --me says whether it has the job all the same"
+        ) from None
     id = done.stdout.strip().split("\n")[-1].partition(";")[0]
     if done.returncode != 0 or not id.isdigit():
-        said = " ".join((done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split())
+        said = " ".join(
+            (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split()
+        )
         raise TrainkitError(f"sbatch refuses the job: {said}", exit=Exit.START, hint=hint)
     return id
 
 
-def write_script(run: RunFolder, job: Job, secret_values: Mapping[str, str], *, seconds: int | None = None) -> None:
-    """Write launch/slurm.sh, and for the supervisor on the node launch/secrets.json (0600): the job's environment has no secret."""
+def write_script(
+    run: RunFolder, job: Job, secret_values: Mapping[str, str], *, seconds: int | None = None
+) -> None:
+    """Write launch/slurm.sh, and for the supervisor on the node launch/secrets.json (0600): the
+    job's environment has no secret."""
     write_text(script_path(run), batch_script(job, run, seconds=seconds), 0o755)
     if secret_values:
         write_json(secrets_path(run), {"schema": "secrets/1", "values": dict(secret_values)}, 0o600)
@@ -84,11 +126,14 @@ def secrets_path(run: RunFolder) -> Path:
 def read_secrets(run: RunFolder) -> dict[str, str]:
     """What the submitter left for the supervisor."""
     path = secrets_path(run)
-    return dict(read_form(path, "secrets/1")["values"]) if path.is_file() else {}
+    if path.is_file():
+        return dict(read_form(path, "secrets/1")["values"])
+    return {}
 
 
 def note_end(run: RunFolder, id: str, ended: dict[str, Any]) -> None:
-    """Note how a job ended of which no supervisor could tell, see `SlurmJob.ended`; nobody is left who needs the secrets."""
+    """Note how a job ended of which no supervisor could tell, see `SlurmJob.ended`; nobody is
+    left who needs the secrets."""
     change_slurm_job(run, id, ended=ended)
     forget_secrets(run)
 

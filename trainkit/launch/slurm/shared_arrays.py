@@ -17,13 +17,17 @@ from trainkit.stages.in_flight import Making
 
 
 def progress_of(making: Making) -> Literal["going", "failing", "over"]:
-    """How far arrays are; failing: a unit has failed, and others go on. Raises TrainkitError (exit 8) where Slurm cannot be asked.
+    """How far arrays are; failing: a unit has failed, and others go on. Raises TrainkitError
+    (exit 8) where Slurm cannot be asked.
 
-    Of those that are over, the runs that waited for them have it noted how they ended: the next arrays write over what tells it.
+    Of those that are over, the runs that waited for them have it noted how they ended: the next
+    arrays write over what tells it.
     """
     found = {state for _, state in states(making.jobs)}
     if found & (BEFORE | RUNNING):
-        return "failing" if found - BEFORE - RUNNING - {"COMPLETED"} else "going"
+        if found - BEFORE - RUNNING - {"COMPLETED"}:
+            return "failing"
+        return "going"
     for run in map(Path, making.runs):
         if (run / "job.json").is_file():
             settled(read_record(RunFolder(run)))
@@ -31,13 +35,16 @@ def progress_of(making: Making) -> Literal["going", "failing", "over"]:
 
 
 class Asking:
-    """Asks about others' arrays for whoever waits for them. That Slurm cannot be asked is said once, by `say`, and waited out: nobody knows that they are over.
+    """Asks about others' arrays for whoever waits for them. That Slurm cannot be asked is said
+    once, by `say`, and waited out: nobody knows that they are over.
 
-    It is the `Going` of `make_fresh`. Raises TrainkitError (exit 8) only where Slurm's programs are not there at all.
+    It is the `Going` of `make_fresh`. Raises TrainkitError (exit 8) only where Slurm's programs
+    are not there at all.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._told = say, False
+        self._say = say
+        self._told = False
 
     def progress(self, making: Making) -> Literal["going", "failing", "over"]:
         """As `progress_of`; failing where Slurm cannot be asked: nothing to join."""
@@ -47,7 +54,9 @@ class Asking:
             if shutil.which("squeue") is None:
                 raise
             if not self._told:
-                self._say(f"Slurm cannot be asked about {making.words()} ({error.message}); asking again")
+                self._say(
+                    f"Slurm cannot be asked about {making.words()} ({error.message}); asking again"
+                )
             self._told = True
             return "failing"
         self._told = False

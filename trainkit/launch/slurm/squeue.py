@@ -1,4 +1,5 @@
-"""What Slurm says of a job: squeue for those it still knows, sacct (where accounting is enabled) for older ones. Nothing waits here."""
+"""What Slurm says of a job: squeue for those it still knows, sacct (where accounting is enabled)
+for older ones. Nothing waits here."""
 
 from __future__ import annotations
 
@@ -11,13 +12,31 @@ from dataclasses import dataclass
 from trainkit.base.errors import TrainkitError
 from trainkit.launch.slurm.allocation import ask
 
-FIELDS = "%i|%T|%r|%S|%l|%N"  # job, state, reason, (expected) start, time limit, nodes: squeue(1), --format
-BEFORE = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
-RUNNING = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
+# job, state, reason, (expected) start, time limit, nodes: squeue(1), --format
+FIELDS = "%i|%T|%r|%S|%l|%N"
+BEFORE = frozenset(
+    {
+        "PENDING",
+        "CONFIGURING",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+        "RESV_DEL_HOLD",
+        "SPECIAL_EXIT",
+    }
+)
+RUNNING = frozenset(
+    {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+)
 UNSURE = "UNSURE"  # no word of Slurm's: the job is over, and who could say how cannot be asked now
 ACCOUNT_FIELDS = "JobID,State,ExitCode,Submit,Start,End,Timelimit,NodeList"  # sacct(1), --format
-ACCOUNT_SECONDS = 10.0  # slurmdbd answers at once, or it is in trouble: sacct itself tries for three quarters of a minute then
-FASTEST, SLOWEST, GROWTH = 1.0, 30.0, 1.4  # seconds between two questions about a job, while nothing changes
+# slurmdbd answers at once, or it is in trouble: sacct itself tries for three quarters of a minute
+# then
+ACCOUNT_SECONDS = 10.0
+# seconds between two questions about a job, while nothing changes
+FASTEST = 1.0
+SLOWEST = 30.0
+GROWTH = 1.4
 
 
 @dataclass(frozen=True)
@@ -54,26 +73,41 @@ class JobLook:
         if self.state == "CONFIGURING":
             return f"job {self.id}: its nodes are booting ({self.nodes})"
         if self.waits:
-            expected = f", expected to start {self.start}" if self.start not in ("N/A", "Unknown", "") else ""
+            if self.start not in ("N/A", "Unknown", ""):
+                expected = f", expected to start {self.start}"
+            else:
+                expected = ""
             return f"job {self.id} waits: {self.reason}{expected}"
         if not self.over:
             return f"job {self.id} is {self.state} on {self.nodes}"
         return f"job {self.id} is over: {self.ending()}"
 
     def ending(self) -> str:
-        """How it ended. squeue's reason of a job that was cancelled is why it had waited before; sacct's says who did it."""
+        """How it ended. squeue's reason of a job that was cancelled is why it had waited before;
+        sacct's says who did it."""
         if self.state == UNSURE:
             return self.reason
         stale = self.state == "CANCELLED" and not self.reason.startswith("by ")
-        return self.state if stale else f"{self.state} ({self.reason})"
+        if stale:
+            return self.state
+        return f"{self.state} ({self.reason})"
 
 
 def look(ids: Sequence[str]) -> dict[str, JobLook]:
-    """Those of the jobs that Slurm knows, by id. Raises TrainkitError (exit 8) where slurmctld cannot be asked."""
+    """Those of the jobs that Slurm knows, by id. Raises TrainkitError (exit 8) where slurmctld
+    cannot be asked."""
     if not ids:
         return {}
     try:
-        text = ask(["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", f"--format={FIELDS}"])
+        text = ask(
+            [
+                "squeue",
+                "--noheader",
+                "--states=all",
+                f"--jobs={','.join(ids)}",
+                f"--format={FIELDS}",
+            ]
+        )
     except TrainkitError as error:
         if "Invalid job id" not in error.message:
             raise
@@ -84,22 +118,22 @@ def look(ids: Sequence[str]) -> dict[str, JobLook]:
 
 def _parsed(line: str) -> JobLook | None:
     parts = [part.strip() for part in line.split("|")]
-    return JobLook(*parts) if len(parts) == FIELDS.count("|") + 1 else None
+    if len(parts) == FIELDS.count("|") + 1:
+        return JobLook(*parts)
+    return None
 
 
 @dataclass(frozen=True)
 class Account:
-    """What slurmdbd keeps of one start of a job, or of a step of it. Times are Slurm's, of its own time zone; "Unknown" where there is none.
+    """What slurmdbd keeps of one start of a job, or of a step of it. Times are Slurm's, of its
+    own time zone; "Unknown" where there is none.
 
     Args:
         id: Slurm's number of the job; with .batch, .extern or .0 behind it that of a step.
-        state: how it is, or ended: COMPLETED, NODE_FAIL, TIMEOUT, OUT_OF_MEMORY, REQUEUED, "CANCELLED by 1000" (a user's number), ...
-        code: exit code and signal, "1:0".
-        submit: when it was put into the queue, again too.
-        start: when it began.
-        end: when it ended.
-        limit: its time limit.
-        nodes: its node list, "None assigned" where it had none.
+        state: how it is, or ended: COMPLETED, NODE_FAIL, TIMEOUT, OUT_OF_MEMORY, REQUEUED,
+        "CANCELLED by 1000" (a user's number), ... code: exit code and signal, "1:0". submit:
+        when it was put into the queue, again too. start: when it began. end: when it ended.
+        limit: its time limit. nodes: its node list, "None assigned" where it had none.
     """
 
     id: str
@@ -114,40 +148,83 @@ class Account:
     @property
     def word(self) -> str:
         """The state without who brought it about."""
-        return self.state.split()[0] if self.state else "UNKNOWN"
+        if self.state:
+            return self.state.split()[0]
+        return "UNKNOWN"
 
     def why(self) -> str:
         """What is known besides the state."""
         who = self.state.partition(" by ")[2]
-        return f"by {_user(who)}" if who else f"exit code {self.code}"
+        if who:
+            return f"by {_user(who)}"
+        return f"exit code {self.code}"
 
 
 def accounts(ids: Sequence[str]) -> list[Account] | None:
-    """All that slurmdbd keeps of jobs, of each of their elements, starts and steps, oldest first; None where there is no accounting.
+    """All that slurmdbd keeps of jobs, of each of their elements, starts and steps, oldest
+    first; None where there is no accounting.
 
     Raises TrainkitError (exit 8) where slurmdbd cannot be asked.
     """
-    words = ["sacct", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", f"--format={ACCOUNT_FIELDS}"]
+    words = [
+        "sacct",
+        "--duplicates",
+        "--noheader",
+        "--parsable2",
+        f"--jobs={','.join(ids)}",
+        f"--format={ACCOUNT_FIELDS}",
+    ]
     try:
         text = ask(words, ACCOUNT_SECONDS)
     except TrainkitError as error:
-        if "accounting storage is disabled" in error.message or "there is no sacct" in error.message:
+        if (
+            "accounting storage is disabled" in error.message
+            or "there is no sacct" in error.message
+        ):
             return None
-        raise TrainkitError(f"slurmdbd cannot be asked ({error.message})", exit=error.exit, hint="`sacctmgr show cluster` tries the same") from None
+        raise TrainkitError(
+            f"slurmdbd cannot be asked ({error.message})",
+            exit=error.exit,
+            hint="`sacctmgr show cluster` tries the same",
+        ) from None
     rows = [line.split("|") for line in text.splitlines()]
-    return [Account(*row) for row in rows if len(row) == ACCOUNT_FIELDS.count(",") + 1 and row[0].partition(".")[0].partition("_")[0] in ids]
+    return [
+        Account(*row)
+        for row in rows
+        if len(row) == ACCOUNT_FIELDS.count(",") + 1
+        and row[0].partition(".")[0].partition("_")[0] in ids
+    ]
 
 
 def _forgotten(ids: Sequence[str]) -> dict[str, JobLook]:
-    """What slurmdbd says of jobs that slurmctld has forgotten. Those that it does not know either, and all where there is no accounting, are left out."""
+    """What slurmdbd says of jobs that slurmctld has forgotten. Those that it does not know
+    either, and all where there is no accounting, are left out."""
     try:
-        rows = accounts(ids) if ids else None
+        if ids:
+            rows = accounts(ids)
+        else:
+            rows = None
     except TrainkitError as error:
-        return {id: JobLook(id, UNSURE, f"slurmctld has forgotten it, and {error.message}", "", "", "") for id in ids}
-    found = {row.id: JobLook(row.id, row.word, row.why(), row.start, row.limit, row.nodes) for row in rows or () if row.id in ids}  # the newest start counts
+        return {
+            id: JobLook(id, UNSURE, f"slurmctld has forgotten it, and {error.message}", "", "", "")
+            for id in ids
+        }
+    # the newest start counts
+    found = {
+        row.id: JobLook(row.id, row.word, row.why(), row.start, row.limit, row.nodes)
+        for row in rows or ()
+        if row.id in ids
+    }
     for id, seen in found.items():
         if not seen.over:  # slurmctld, which alone could run it, does not know it
-            found[id] = JobLook(id, UNSURE, f"slurmctld does not know it, and slurmdbd still says {seen.state}", "", "", "")
+            found[id] = JobLook(
+                id,
+                UNSURE,
+                f"slurmctld does not know it, and slurmdbd still says {seen.state}",
+                "",
+                "",
+                "",
+            )
     return found
 
 
@@ -163,13 +240,11 @@ class Standing:
     """What slurmctld says of a job to the supervisor that runs in it.
 
     Args:
-        state: Slurm's word.
-        restarts: how often it was put back into the queue.
-        preempted: its nodes are wanted for another job; within a partition's GraceTime it runs on, and only its steps are told (TERM).
-        start: when it began, by time.time(); None where Slurm does not say.
-        end: when its time is over; None: never, or Slurm does not say.
-        excluded: nodes that it is not to have, as a node list; "" for none.
-        partition: which one.
+        state: Slurm's word. restarts: how often it was put back into the queue. preempted: its
+        nodes are wanted for another job; within a partition's GraceTime it runs on, and only its
+        steps are told (TERM). start: when it began, by time.time(); None where Slurm does not
+        say. end: when its time is over; None: never, or Slurm does not say. excluded: nodes that
+        it is not to have, as a node list; "" for none. partition: which one.
     """
 
     state: str
@@ -182,23 +257,28 @@ class Standing:
 
     @property
     def ours(self) -> bool:
-        """Whether its nodes are still its own, for some seconds at least; otherwise Slurm is ending it."""
+        """Whether its nodes are still its own, for some seconds at least; otherwise Slurm is
+        ending it."""
         return self.state in RUNNING - {"COMPLETING", "STAGE_OUT"} or self.state == "CONFIGURING"
 
     @property
     def limit(self) -> float | None:
         """Seconds from its start to the end of its time."""
-        return self.end - self.start if self.end is not None and self.start is not None else None
+        if self.end is not None and self.start is not None:
+            return self.end - self.start
+        return None
 
 
 def standing(id: str) -> Standing:
-    """How a job stands with slurmctld. Raises TrainkitError (exit 8) where that cannot be asked, or knows no such job."""
+    """How a job stands with slurmctld. Raises TrainkitError (exit 8) where that cannot be asked,
+    or knows no such job."""
     words = ask(["scontrol", "--oneliner", "show", "job", id]).split()
     facts = {key: value for key, equals, value in (word.partition("=") for word in words) if equals}
     return Standing(
         facts.get("JobState", ""),
         int(facts.get("Restarts") or 0),
-        facts.get("PreemptTime", "None") not in ("None", "Unknown", "N/A"),  # not there for jobs that cannot be preempted
+        # not there for jobs that cannot be preempted
+        facts.get("PreemptTime", "None") not in ("None", "Unknown", "N/A"),
         _seconds(facts.get("StartTime", "")),
         _seconds(facts.get("EndTime", "")),
         facts.get("ExcNodeList", "(null)").replace("(null)", ""),
@@ -207,7 +287,8 @@ def standing(id: str) -> Standing:
 
 
 def requeue(id: str, restarts: int) -> None:
-    """Put a running job back into the queue; well, too, if Slurm has done so since it had been restarted so often. Raises TrainkitError (exit 8)."""
+    """Put a running job back into the queue; well, too, if Slurm has done so since it had been
+    restarted so often. Raises TrainkitError (exit 8)."""
     try:
         ask(["scontrol", "requeue", id])
     except TrainkitError:
@@ -216,7 +297,8 @@ def requeue(id: str, restarts: int) -> None:
 
 
 def _seconds(text: str) -> float | None:
-    """A time as Slurm prints it, in the time zone that is ours too; None for "Unknown", and for what SLURM_TIME_FORMAT makes of it."""
+    """A time as Slurm prints it, in the time zone that is ours too; None for "Unknown", and for
+    what SLURM_TIME_FORMAT makes of it."""
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except ValueError:
@@ -224,22 +306,40 @@ def _seconds(text: str) -> float | None:
 
 
 def failed_nodes(names: Sequence[str]) -> list[str]:
-    """Those of the nodes that Slurm has given up: down, or failing. Raises TrainkitError (exit 8)."""
-    return sorted({name for name, state in _nodes(f"--nodes={','.join(names)}") if state.startswith(("down", "fail"))})
+    """Those of the nodes that Slurm has given up: down, or failing. Raises TrainkitError (exit
+    8)."""
+    return sorted(
+        {
+            name
+            for name, state in _nodes(f"--nodes={','.join(names)}")
+            if state.startswith(("down", "fail"))
+        }
+    )
 
 
 def usable_nodes(partition: str) -> list[str]:
     """Nodes of a partition that take jobs, now or later. Raises TrainkitError (exit 8)."""
-    return sorted({name for name, state in _nodes(f"--partition={partition}") if not state.startswith(("down", "drain", "fail", "unk"))})
+    return sorted(
+        {
+            name
+            for name, state in _nodes(f"--partition={partition}")
+            if not state.startswith(("down", "drain", "fail", "unk"))
+        }
+    )
 
 
 def _nodes(which: str) -> list[tuple[str, str]]:
     text = ask(["sinfo", "--noheader", "--Node", which, "--format=%N|%T"])
-    return [(name, state) for name, bar, state in (line.partition("|") for line in text.splitlines()) if bar]
+    return [
+        (name, state)
+        for name, bar, state in (line.partition("|") for line in text.splitlines())
+        if bar
+    ]
 
 
 class Patience:
-    """When to ask next: soon after a change, ever more rarely without one. slurmctld serves the whole cluster."""
+    """When to ask next: soon after a change, ever more rarely without one. slurmctld serves the
+    whole cluster."""
 
     def __init__(self) -> None:
         self._gap = FASTEST

@@ -1,4 +1,5 @@
-"""From a resolved job to a submitted run; and from a run that ended to one that is submitted again."""
+"""From a resolved job to a submitted run; and from a run that ended to one that is submitted
+again."""
 
 from __future__ import annotations
 
@@ -26,10 +27,14 @@ from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.stages.contract import Need
 
 
-def submit_new(resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Path) -> tuple[RunFolder, str]:
-    """Make a run, its code and everything, and submit it: (run, Slurm's number of the job). Arguments as of `start_run`.
+def submit_new(
+    resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Path
+) -> tuple[RunFolder, str]:
+    """Make a run, its code and everything, and submit it: (run, Slurm's number of the job).
+    Arguments as of `start_run`.
 
-    Raises TrainkitError: 8 if sbatch refuses it, 3 if a secret is missing; then nothing is left behind.
+    Raises TrainkitError: 8 if sbatch refuses it, 3 if a secret is missing; then nothing is left
+    behind.
     """
     job = resolved.job
     secrets = secret_values(job.cluster.secrets, os.environ)
@@ -44,10 +49,14 @@ def submit_new(resolved: Resolved, plan: Plan, needs: Sequence[Need], project: P
         raise
 
 
-def submit_with_stages(resolved: Resolved, plan: Plan, graph: Graph, project: Path, notice: Callable[[str], None]) -> tuple[RunFolder, str, list[Followed]]:
-    """As `submit_new`, for a run whose stages are still to be made, by Slurm too: (run, its job, what can be followed). `plan` is what is known by now.
+def submit_with_stages(
+    resolved: Resolved, plan: Plan, graph: Graph, project: Path, notice: Callable[[str], None]
+) -> tuple[RunFolder, str, list[Followed]]:
+    """As `submit_new`, for a run whose stages are still to be made, by Slurm too: (run, its job,
+    what can be followed). `plan` is what is known by now.
 
-    The caller holds the locks of the graph's stages. Raises TrainkitError as `submit_new`; then nothing is left in the queue either.
+    The caller holds the locks of the graph's stages. Raises TrainkitError as `submit_new`; then
+    nothing is left in the queue either.
     """
     job = resolved.job
     secrets = secret_values(job.cluster.secrets, os.environ)
@@ -65,7 +74,9 @@ def submit_with_stages(resolved: Resolved, plan: Plan, graph: Graph, project: Pa
     return run, id, followed
 
 
-def submit_again(run: RunFolder, job: Job, document: dict[str, Any], *, code: bool, project: Path) -> str:
+def submit_again(
+    run: RunFolder, job: Job, document: dict[str, Any], *, code: bool, project: Path
+) -> str:
     """Submit a run that has ended: Slurm's number of the job. Arguments as of `resume_run`."""
     secrets = secret_values(job.cluster.secrets, os.environ)
     with locked_run(run):
@@ -74,7 +85,10 @@ def submit_again(run: RunFolder, job: Job, document: dict[str, Any], *, code: bo
         write_changed_job(run.job, document)
         write_script(run, job, secrets, seconds=seconds_before_limit(run, job))
         try:
-            return submit(run, first_attempt=max((attempt.number for attempt in run.attempts()), default=0) + 1)
+            return submit(
+                run,
+                first_attempt=max((attempt.number for attempt in run.attempts()), default=0) + 1,
+            )
         except BaseException:
             forget_secrets(run)
             raise

@@ -1,4 +1,5 @@
-"""A run leaves the jobs that make its stages: they are taken out of Slurm, but for arrays that other runs wait for as well."""
+"""A run leaves the jobs that make its stages: they are taken out of Slurm, but for arrays that
+other runs wait for as well."""
 
 from __future__ import annotations
 
@@ -26,30 +27,43 @@ POLL_SECONDS = 0.2
 
 
 def take_out(run: RunFolder, *, held: bool = False) -> list[str]:
-    """scancel what is left of a run's graph: the jobs concerned. The record of its arrays stays until Slurm says that they are over: they may still write.
+    """scancel what is left of a run's graph: the jobs concerned. The record of its arrays stays
+    until Slurm says that they are over: they may still write.
 
     Args:
         run: a run with a graph.
         held: the caller holds the stages' locks.
 
-    Raises TrainkitError: 8 where Slurm cannot be asked, 17 where another process keeps a stage's lock; then nothing has changed for that stage.
+    Raises TrainkitError: 8 where Slurm cannot be asked, 17 where another process keeps a stage's
+    lock; then nothing has changed for that stage.
     """
-    graph, kept = read_graph(run), set[str]()
+    graph = read_graph(run)
+    kept = set[str]()
     ids = [job.id for job in read_stage_jobs(run) if job.own]
     for need in graph["needs"] if graph else ():
         stamps = stamps_folder(run.root, need["stage"])
-        with contextlib.nullcontext() if held else _soon_locked(stamps / f"{need['lock']}.lock", need):  # nobody joins between reading and writing
+        # nobody joins between reading and writing
+        with (
+            contextlib.nullcontext()
+            if held
+            else _soon_locked(stamps / f"{need['lock']}.lock", need)
+        ):
             making = read_making(stamps, need["name"])
             if making is None or making.levels != tuple(need["levels"]):  # over, or others' since
                 continue
-            others = tuple(each for each in making.runs if each != str(run.path) and _waits(Path(each)))
+            others = tuple(
+                each for each in making.runs if each != str(run.path) and _waits(Path(each))
+            )
             write_making(stamps, replace(making, runs=others))
         if others:
             kept |= set(making.jobs)
         else:
             ids += making.jobs
     ids = [id for id in dict.fromkeys(ids) if id not in kept]
-    left = {id for id, state in states(ids) if state in BEFORE | RUNNING} if ids else set()
+    if ids:
+        left = {id for id, state in states(ids) if state in BEFORE | RUNNING}
+    else:
+        left = set()
     if ids := [id for id in ids if id in left]:  # Slurm may have forgotten the others
         ask(["scancel", "--quiet", *ids])
     return ids
@@ -57,21 +71,32 @@ def take_out(run: RunFolder, *, held: bool = False) -> list[str]:
 
 def _waits(path: Path) -> bool:
     """Whether a run still waits for its stages; one of which Slurm cannot be asked does."""
-    return (path / "job.json").is_file() and settled(read_record(RunFolder(path))).state in ("starting", "queued")
+    return (path / "job.json").is_file() and settled(read_record(RunFolder(path))).state in (
+        "starting",
+        "queued",
+    )
 
 
 @contextlib.contextmanager
 def _soon_locked(path: Path, need: dict[str, Any]) -> Iterator[None]:
-    """Hold a stage's lock. Raises TrainkitError (exit 17) where another process does not let go of it."""
+    """Hold a stage's lock. Raises TrainkitError (exit 17) where another process does not let go
+    of it."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(locked(path, {"stage": need["stage"], "name": need["name"]}, wait=False))
+                stack.enter_context(
+                    locked(path, {"stage": need["stage"], "name": need["name"]}, wait=False)
+                )
             except Busy as busy:
                 if time.monotonic() > deadline:
-                    message = f"pid {busy.holder.get('pid', '?')} is at work on {need['stage']} {need['name']}, which this run's jobs make"
-                    raise TrainkitError(message, exit=Exit.HOSTS_BUSY, hint="try again when it is done, or end it") from None
+                    message = (
+                        f"pid {busy.holder.get('pid', '?')} is at work on {need['stage']}"
+                        f" {need['name']}, which this run's jobs make"
+                    )
+                    raise TrainkitError(
+                        message, exit=Exit.HOSTS_BUSY, hint="try again when it is done, or end it"
+                    ) from None
             else:
                 yield
                 return

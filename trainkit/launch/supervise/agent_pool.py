@@ -1,4 +1,5 @@
-"""The agents of one session, seen from the supervisor: who has come, what they say, whom we have lost."""
+"""The agents of one session, seen from the supervisor: who has come, what they say, whom we have
+lost."""
 
 from __future__ import annotations
 
@@ -18,14 +19,19 @@ from trainkit.launch.protocol.server import Door, Link
 from trainkit.launch.session import Session
 
 POLL_SECONDS = 0.05
-HEARD_SECONDS = 3.0  # of silence end the pings: a host that we do not hear must not live on by them when we have given it up
-BYE_SECONDS = 3.0  # for agents that have nothing left to stop, and their transports, to end by themselves
-HELD_FRAMES = 10_000  # of all agents together that nobody has looked at; more have to wait in their connections
+# of silence end the pings: a host that we do not hear must not live on by them when we have given
+# it up
+HEARD_SECONDS = 3.0
+# for agents that have nothing left to stop, and their transports, to end by themselves
+BYE_SECONDS = 3.0
+# of all agents together that nobody has looked at; more have to wait in their connections
+HELD_FRAMES = 10_000
 
 
 @dataclass(frozen=True)
 class Hello:
-    """An agent that is there. `clock_offset`: seconds its clock is ahead of ours, less the quickest frame's way."""
+    """An agent that is there. `clock_offset`: seconds its clock is ahead of ours, less the
+    quickest frame's way."""
 
     node: int
     host: str
@@ -56,7 +62,9 @@ class Crew:
     """
 
     def __init__(self, session: Session, launcher: Launcher, door: Door) -> None:
-        self.session, self.launcher, self.door = session, launcher, door
+        self.session = session
+        self.launcher = launcher
+        self.door = door
         self.received: asyncio.Queue[tuple[int, Frame]] = asyncio.Queue()
         self.hellos: dict[int, Hello] = {}
         self.lost: dict[int, Frame] = {}
@@ -69,12 +77,18 @@ class Crew:
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Crew:
-        self.door.token, self.door.guests["agent"] = self.session.token, self._serve
+        self.door.token = self.session.token
+        self.door.guests["agent"] = self._serve
         self._started = self.launcher.start(self.session, self.session.hosts)
         self._beating = asyncio.create_task(self._beat())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._beating is not None:
             self._beating.cancel()
         self.door.guests.pop("agent", None)
@@ -108,22 +122,31 @@ class Crew:
             self._leaving.add(node)
 
     async def gather(self, timeout: float) -> list[Hello | Missing]:
-        """Wait until every agent has said hello or cannot come any more, at most `timeout` seconds; the answers by node."""
+        """Wait until every agent has said hello or cannot come any more, at most `timeout`
+        seconds; the answers by node."""
         deadline = time.monotonic() + timeout
         nodes = range(len(self.session.hosts))
         ended = await self._ended()
-        while time.monotonic() < deadline and not all(node in self.hellos or node in self.lost or node in ended for node in nodes):
+        while time.monotonic() < deadline and not all(
+            node in self.hellos or node in self.lost or node in ended for node in nodes
+        ):
             await asyncio.sleep(POLL_SECONDS)
             ended = await self._ended()
         if any(node not in self.hellos and node in ended for node in nodes):
-            await asyncio.sleep(2 * POLL_SECONDS)  # a hello may be on its way although its transport has just ended
-        return [self.hellos.get(node) or self._missing(node, ended.get(node), timeout) for node in nodes]
+            # a hello may be on its way although its transport has just ended
+            await asyncio.sleep(2 * POLL_SECONDS)
+        return [
+            self.hellos.get(node) or self._missing(node, ended.get(node), timeout) for node in nodes
+        ]
 
-    async def ask(self, frames: Mapping[int, Frame], answers: set[str], timeout: float) -> tuple[dict[int, Frame], dict[int, str]]:
+    async def ask(
+        self, frames: Mapping[int, Frame], answers: set[str], timeout: float
+    ) -> tuple[dict[int, Frame], dict[int, str]]:
         """Send each node its frame and wait for one answer of each, of these types or "refused".
 
         Returns:
-            ({node: answer}, {node: why there is none}); frames of other types that come meanwhile are dropped.
+            ({node: answer}, {node: why there is none}); frames of other types that come
+            meanwhile are dropped.
         """
         for node, frame in frames.items():
             self.send(node, frame)
@@ -134,17 +157,24 @@ class Crew:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     node, frame = await self.received.get()
             except TimeoutError:
-                return got, self._silent(got, frames) | dict.fromkeys(waiting, f"no answer within {timeout:g} s")
+                return got, self._silent(got, frames) | dict.fromkeys(
+                    waiting, f"no answer within {timeout:g} s"
+                )
             if node in frames and frame["type"] in (*answers, "refused"):
                 got.setdefault(node, frame)
         return got, self._silent(got, frames)
 
     def _silent(self, got: Mapping[int, Frame], asked: Mapping[int, Frame]) -> dict[int, str]:
-        return {node: str(self.lost[node]["why"]) for node in asked if node not in got and node in self.lost}
+        return {
+            node: str(self.lost[node]["why"])
+            for node in asked
+            if node not in got and node in self.lost
+        }
 
     async def _ended(self) -> Mapping[int, LaunchEnd]:
-        """How transports have ended, as far as is known. A look reads files on the shared root: it has a thread, one at a time, and while that waits
-        for the file system we go on with what we knew."""
+        """How transports have ended, as far as is known. A look reads files on the shared root:
+        it has a thread, one at a time, and while that waits for the file system we go on with
+        what we knew."""
         if self._started is not None and (self._looking is None or self._looking.done()):
             self._looking = asyncio.create_task(asyncio.to_thread(self._look, self._started))
         if self._looking is not None:
@@ -161,13 +191,20 @@ class Crew:
             words = end.last or f"{self.launcher.name} ended with {end.code} and said nothing"
             if self.session.around is not None and end.code in CODES:
                 words = in_words(self.session.around, end.code, end.last)
-            unseen = re.search(re.escape(f"{self.session.folder}/") + r"[a-z]+\.sh: No such file", end.last)  # bash's words, about no file but this
+            # bash's words, about no file but this
+            unseen = re.search(
+                re.escape(f"{self.session.folder}/") + r"[a-z]+\.sh: No such file", end.last
+            )
             return Missing(node, host, words, unseen is not None)
         if node in self.lost:
             return Missing(node, host, f"its agent came and went: {self.lost[node]['why']}")
         if node in self._links:
-            return Missing(node, host, f"its agent connected and then hung: no hello within {timeout:g} s")
-        return Missing(node, host, f"no agent came within {timeout:g} s; {self.launcher.name} is still trying")
+            return Missing(
+                node, host, f"its agent connected and then hung: no hello within {timeout:g} s"
+            )
+        return Missing(
+            node, host, f"no agent came within {timeout:g} s; {self.launcher.name} is still trying"
+        )
 
     async def _serve(self, link: Link, node: int) -> None:
         """Take in all that one agent says."""
@@ -189,8 +226,13 @@ class Crew:
         self._lose(node, why, silent=False)
 
     def _compare_clocks(self, node: int, frame: Frame) -> None:
-        """A frame is late by its way and by what we do meanwhile: of all that tell their time, the one that was least late is nearest."""
-        if "clock" in frame and (hello := self.hellos.get(node)) and (offset := float(frame["clock"]) - time.time()) > hello.clock_offset:
+        """A frame is late by its way and by what we do meanwhile: of all that tell their time,
+        the one that was least late is nearest."""
+        if (
+            "clock" in frame
+            and (hello := self.hellos.get(node))
+            and (offset := float(frame["clock"]) - time.time()) > hello.clock_offset
+        ):
             self.hellos[node] = replace(hello, clock_offset=offset)
 
     def _hello(self, node: int, facts: Frame) -> Hello:
@@ -200,29 +242,49 @@ class Crew:
     def _lose(self, node: int, why: str, *, silent: bool) -> None:
         if node in self.lost or node in self._leaving:
             return
-        frame = {"type": "lost", "node": node, "why": why, "silent": silent, "ago": time.monotonic() - self._links[node].heard if silent else 0.0}
+        frame = {
+            "type": "lost",
+            "node": node,
+            "why": why,
+            "silent": silent,
+            "ago": time.monotonic() - self._links[node].heard if silent else 0.0,
+        }
         self.lost[node] = frame
         self._links[node].close()
         self.received.put_nowait((node, frame))
 
     async def _beat(self) -> None:
         """Once a second, or more often: say that we live, and look who does not."""
-        last, gap = time.monotonic(), beat_seconds(self.session.lease)
+        last = time.monotonic()
+        gap = beat_seconds(self.session.lease)
         while True:
             await asyncio.sleep(gap)
             now = time.monotonic()
-            late, last = now - last > 3 * gap, now
-            links = {node: link for node, link in self._links.items() if node not in self.lost and node not in self._leaving}
+            late = now - last > 3 * gap
+            last = now
+            links = {
+                node: link
+                for node, link in self._links.items()
+                if node not in self.lost and node not in self._leaving
+            }
             for link in links.values():
                 if now - link.heard < HEARD_SECONDS:
                     link.send({"type": "ping"})
             ended = await self._ended()
             for node, link in links.items():
-                if now - link.heard > self.session.lease and not late:  # after a pause of our own their frames are still to be read
-                    self._lose(node, f"its agent was silent for {now - link.heard:.0f} s", silent=True)
+                # after a pause of our own their frames are still to be read
+                if now - link.heard > self.session.lease and not late:
+                    self._lose(
+                        node, f"its agent was silent for {now - link.heard:.0f} s", silent=True
+                    )
                 elif node in ended and node in self.hellos:
                     end = ended[node]
-                    self._lose(node, f"{self.launcher.name} to it ended with {end.code}: {end.last or 'without a word'}", silent=False)
+                    self._lose(
+                        node,
+                        f"{self.launcher.name} to it ended with {end.code}:"
+                        f" {end.last or 'without a word'}",
+                        silent=False,
+                    )
 
     async def _all_gone(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -1,4 +1,5 @@
-"""One attempt of a run: its agents brought together, the ranks started and watched, all stopped at the first bad exit, the truth judged."""
+"""One attempt of a run: its agents brought together, the ranks started and watched, all stopped
+at the first bad exit, the truth judged."""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog
 
 POLL_SECONDS = 0.05
-ECHO_SECONDS = 0.5  # how long peers of a failed rank have to write down their own view before they are stopped
-TEARDOWN_SECONDS = 90.0  # from the good end of one rank to that of the last: they end at the same step, but rank 0 has reports to finish (W&B waits up to 60 s)
+# how long peers of a failed rank have to write down their own view before they are stopped
+ECHO_SECONDS = 0.5
+# from the good end of one rank to that of the last: they end at the same step, but rank 0 has
+# reports to finish (W&B waits up to 60 s)
+TEARDOWN_SECONDS = 90.0
 STOP_SECONDS = 8.0  # beyond the grace, for an agent to prove that nothing is left
 
 
@@ -71,16 +75,14 @@ class AttemptEnd:
     """How an attempt ended, and what the next one must know.
 
     Args:
-        outcome: exit class and root cause.
-        began: all ranks were started.
-        step: the furthest step of any rank.
-        survivors: processes that outlived everything, by host.
-        unanswered: hosts that did not say what is left on them.
-        doubtful: hosts on which something may still run: contact was lost, or they did not say that nothing is left.
-        lost: how many contacts were lost.
-        lost_at: since when the last of the doubtful ones hears nothing of us, by time.monotonic(); None: there are none, or nothing is left there.
-        again: another attempt follows; the supervisor decides.
-        budget: what another attempt, here or later, has used up; "": there is to be none.
+        outcome: exit class and root cause. began: all ranks were started. step: the furthest
+        step of any rank. survivors: processes that outlived everything, by host. unanswered:
+        hosts that did not say what is left on them. doubtful: hosts on which something may still
+        run: contact was lost, or they did not say that nothing is left. lost: how many contacts
+        were lost. lost_at: since when the last of the doubtful ones hears nothing of us, by
+        time.monotonic(); None: there are none, or nothing is left there. again: another attempt
+        follows; the supervisor decides. budget: what another attempt, here or later, has used
+        up; "": there is to be none.
     """
 
     outcome: Outcome
@@ -111,14 +113,33 @@ class Attempt:
         setting: of the supervisor.
     """
 
-    def __init__(self, run: RunFolder, number: int, job: Job, hosts: Sequence[Host], command: Command, setting: Setting) -> None:
-        self.run, self.job, self.command, self.setting = run, job, command, setting
+    def __init__(
+        self,
+        run: RunFolder,
+        number: int,
+        job: Job,
+        hosts: Sequence[Host],
+        command: Command,
+        setting: Setting,
+    ) -> None:
+        self.run = run
+        self.job = job
+        self.command = command
+        self.setting = setting
         self.folder = run.attempt(number)
         code = run.root / "code" / run.code.resolve().name
         logs = self.folder.path / "launch"
         folder = run.session(number)
         self.session: Session = new_session(
-            folder, run.id, number, hosts, job.cluster, code, logs, passed_on(), around(job, folder, run.id, number, kept_since(run))
+            folder,
+            run.id,
+            number,
+            hosts,
+            job.cluster,
+            code,
+            logs,
+            passed_on(),
+            around(job, folder, run.id, number, kept_since(run)),
         )
         self.events = EventLog(self.folder)
         self.pulse = Pulse(self.folder, job.cluster.watch)
@@ -130,17 +151,25 @@ class Attempt:
         self.waiting: set[int] = set()  # ranks whose start is not confirmed
         self.ends: list[RankEnd] = []
         self.losses: list[LostContact] = []
-        self.stopped: dict[int, list[dict[str, Any]]] = {}  # what is left, by the nodes that have said so
+        # what is left, by the nodes that have said so
+        self.stopped: dict[int, list[dict[str, Any]]] = {}
         self.not_started: list[tuple[str, str]] = []
         self.lost_at: float | None = None
         self.heeded = self.told_to_save = self.began = False
 
     def record_start(self) -> None:
         """Write the first event: from now on the run's state hangs on this process's life."""
-        self.events.write("started", run=self.run.id, attempt=self.folder.number, supervisor=identity().as_dict(), world_size=self.job.world_size)
+        self.events.write(
+            "started",
+            run=self.run.id,
+            attempt=self.folder.number,
+            supervisor=identity().as_dict(),
+            world_size=self.job.world_size,
+        )
 
     async def go(self) -> AttemptEnd:
-        """Start the ranks, follow them to their end, judge it. Leaves nothing running on any host that can be reached. Writes no "ended"."""
+        """Start the ranks, follow them to their end, judge it. Leaves nothing running on any
+        host that can be reached. Writes no "ended"."""
         survivors: list[dict[str, Any]] = []
         outcome: Outcome | None = None
         try:
@@ -154,17 +183,42 @@ class Attempt:
         except NoStart as error:
             outcome = error.outcome
         except TrainkitError as error:
-            outcome = Outcome(error.exit, "user" if error.exit == Exit.CONFIG else "infra", {"message": error.message, "advice": error.hint})
+            outcome = Outcome(
+                error.exit,
+                "user" if error.exit == Exit.CONFIG else "infra",
+                {"message": error.message, "advice": error.hint},
+            )
         except OSError as error:
-            outcome = Outcome(Exit.RANK_INFRA, "infra", {"message": f"the supervisor cannot go on: {error}"})
-        except Exception as error:  # ours, or what a host said that nobody foresaw: what is left on the hosts is still to be told
+            outcome = Outcome(
+                Exit.RANK_INFRA, "infra", {"message": f"the supervisor cannot go on: {error}"}
+            )
+        except Exception as error:
+            # ours, or what a host said that nobody foresaw: what is left on the hosts is still to
+            # be told
             traceback.print_exc()
-            outcome = Outcome(Exit.BUG, "infra", {"message": f"the supervisor failed: {type(error).__name__}: {error}"})
+            outcome = Outcome(
+                Exit.BUG,
+                "infra",
+                {"message": f"the supervisor failed: {type(error).__name__}: {error}"},
+            )
         finally:
             self.session.forget_secrets()
-        outcome = outcome or judge_outcome(self.ends, len(self.node_of), self.setting.asks.first, self.losses, self.setting.rules)
-        unanswered = [host.name for node, host in enumerate(self.session.hosts) if node not in self.stopped] if self.node_of else []
-        doubtful = {*unanswered, *(lost.host for lost in self.losses), *(each["host"] for each in survivors)}
+        outcome = outcome or judge_outcome(
+            self.ends, len(self.node_of), self.setting.asks.first, self.losses, self.setting.rules
+        )
+        if self.node_of:
+            unanswered = [
+                host.name
+                for node, host in enumerate(self.session.hosts)
+                if node not in self.stopped
+            ]
+        else:
+            unanswered = []
+        doubtful = {
+            *unanswered,
+            *(lost.host for lost in self.losses),
+            *(each["host"] for each in survivors),
+        }
         if doubtful and self.lost_at is None:
             self.lost_at = time.monotonic()
         return AttemptEnd(
@@ -179,7 +233,8 @@ class Attempt:
         )
 
     async def _guarded(self, crew: Crew) -> Outcome | None:
-        """The attempt up to the point where everything has ended or has to be stopped; the outcome where it is known without judging ends."""
+        """The attempt up to the point where everything has ended or has to be stopped; the
+        outcome where it is known without judging ends."""
         try:
             await self._interruptible(self._come_together(crew))
             await self._start(crew)
@@ -190,7 +245,12 @@ class Attempt:
             return judge_outcome([], 1, self.setting.asks.first)
 
     def _clean(self, outcome: Outcome) -> Outcome:
-        return Outcome(outcome.exit, outcome.failure_class, self.redactor.value(outcome.root_cause), outcome.suspects)
+        return Outcome(
+            outcome.exit,
+            outcome.failure_class,
+            self.redactor.value(outcome.root_cause),
+            outcome.suspects,
+        )
 
     async def _interruptible(self, work: Coroutine[Any, Any, None]) -> None:
         """Do the work unless somebody asks to stop meanwhile."""
@@ -207,36 +267,72 @@ class Attempt:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _come_together(self, crew: Crew) -> None:
-        gpus = self.job.ranks_per_node if self.job.cluster.device_type == "cuda" else 0
+        if self.job.cluster.device_type == "cuda":
+            gpus = self.job.ranks_per_node
+        else:
+            gpus = 0
         await gather(crew, gpus=gpus, joined=self._joined)
         await reserve(crew, self.job, share=self.setting.share)
         address, port = await rendezvous(crew, self.job)
         allocation = allocate(crew, self.job, self.command, address, port)
-        self.world = world_document(self.run, self.folder.number, self.command, allocation, network=self.job.cluster.interface is not None)
+        self.world = world_document(
+            self.run,
+            self.folder.number,
+            self.command,
+            allocation,
+            network=self.job.cluster.interface is not None,
+        )
         write_json(self.run.world, self.world)
         for name, text in self.command.files.items():
             write_text(self.run.path / name, text)
 
     def _joined(self, hello: Hello) -> None:
-        address, offset = hello.facts.get("address"), round(hello.clock_offset, 3)
-        self.events.note("agent_joined", node=hello.node, host=hello.host, address=address, clock_offset=offset, proof=hello.facts.get("proof"))
+        address = hello.facts.get("address")
+        offset = round(hello.clock_offset, 3)
+        self.events.note(
+            "agent_joined",
+            node=hello.node,
+            host=hello.host,
+            address=address,
+            clock_offset=offset,
+            proof=hello.facts.get("proof"),
+        )
 
     async def _start(self, crew: Crew) -> None:
         """Start every rank. Raises NoStart (8) with all that could not be started."""
-        for folder in (self.folder.log(0).parent, self.folder.error(0).parent, self.folder.heartbeat(0).parent):
+        for folder in (
+            self.folder.log(0).parent,
+            self.folder.error(0).parent,
+            self.folder.heartbeat(0).parent,
+        ):
             folder.mkdir(parents=True, exist_ok=True)
-        a_node = None if self.command.spawn == "per_rank" else 1  # a program that starts the node's ranks itself goes by the first of them
+        # a program that starts the node's ranks itself goes by the first of them
+        if self.command.spawn == "per_rank":
+            a_node = None
+        else:
+            a_node = 1
         for node, entry in enumerate(self.world["nodes"]):
             self.node_of |= dict.fromkeys(entry["ranks"][:a_node], node)
         self.waiting = set(self.node_of)
         for node, entry in enumerate(self.world["nodes"]):
-            processes = [self._process(node, local_rank, rank) for local_rank, rank in enumerate(entry["ranks"][:a_node])]
-            crew.send(node, {"type": "go", "processes": processes, "secret_names": list(self.setting.secrets)})
+            processes = [
+                self._process(node, local_rank, rank)
+                for local_rank, rank in enumerate(entry["ranks"][:a_node])
+            ]
+            crew.send(
+                node,
+                {"type": "go", "processes": processes, "secret_names": list(self.setting.secrets)},
+            )
         deadline = time.monotonic() + self.session.connect
         while self.waiting and not self.losses:
             if time.monotonic() > deadline:
                 hosts = sorted({crew.host(self.node_of[rank]) for rank in self.waiting})
-                raise NoStart(Exit.START, "could not start all ranks", [(host, "hung while starting its ranks") for host in hosts], suspects=hosts)
+                raise NoStart(
+                    Exit.START,
+                    "could not start all ranks",
+                    [(host, "hung while starting its ranks") for host in hosts],
+                    suspects=hosts,
+                )
             await self._take_next(crew)
         if self.not_started:
             raise NoStart(Exit.START, "could not start all ranks", self.not_started)
@@ -249,7 +345,14 @@ class Attempt:
         paths = {"log": str(self.folder.log(rank)), "error": str(self.folder.error(rank))}
         environment = rank_environment(self.world, node, local_rank, self.folder)
         flags = {"heartbeat": True, "whole": False, "output": False}
-        return {"key": str(rank), "argv": list(self.command.argv), "env": environment, "cwd": str(self.command.cwd), **paths, **flags}
+        return {
+            "key": str(rank),
+            "argv": list(self.command.argv),
+            "env": environment,
+            "cwd": str(self.command.cwd),
+            **paths,
+            **flags,
+        }
 
     async def _watch(self, crew: Crew) -> Outcome | None:
         """Follow the ranks until none runs or all must be stopped; an outcome only for a hang."""
@@ -258,15 +361,30 @@ class Attempt:
         while self.running:
             await self._take_next(crew)
             for end in self.ends[seen:]:
-                well = end.done or end.code == Exit.PREEMPTED or (end.code == Exit.DONE and self.setting.asks.first is not None)
+                well = (
+                    end.done
+                    or end.code == Exit.PREEMPTED
+                    or (end.code == Exit.DONE and self.setting.asks.first is not None)
+                )
                 if end.code == Exit.PREEMPTED and not self.pulse.stepping:
-                    self._tell_to_save(crew)  # whoever told that one did not tell its peers; ranks that make steps agree on it by themselves
-                deadline = min(deadline, time.monotonic() + (TEARDOWN_SECONDS if well else ECHO_SECONDS))
+                    # whoever told that one did not tell its peers; ranks that make steps agree on
+                    # it by themselves
+                    self._tell_to_save(crew)
+                deadline = min(
+                    deadline, time.monotonic() + (TEARDOWN_SECONDS if well else ECHO_SECONDS)
+                )
             seen = len(self.ends)
             if self.losses:
                 deadline = min(deadline, time.monotonic() + ECHO_SECONDS)
             if time.monotonic() > deadline:
-                await self._stop_all(crew, "a rank has ended and its peers go on" if not self.losses else "contact with a host was lost")
+                await self._stop_all(
+                    crew,
+                    (
+                        "a rank has ended and its peers go on"
+                        if not self.losses
+                        else "contact with a host was lost"
+                    ),
+                )
                 return None
             if await self._heed(crew):
                 return None
@@ -282,8 +400,13 @@ class Attempt:
             return True
         if asks.first and not self.heeded:
             self.heeded = True
-            how = "Ctrl-C again stops at once" if asks.first == Ask.INTERRUPT else "a second signal stops at once"
-            self.setting.show(lambda: self.setting.notice(f"saving at the end of this step, then stopping; {how}"))
+            if asks.first == Ask.INTERRUPT:
+                how = "Ctrl-C again stops at once"
+            else:
+                how = "a second signal stops at once"
+            self.setting.show(
+                lambda: self.setting.notice(f"saving at the end of this step, then stopping; {how}")
+            )
             self._tell_to_save(crew)
         return False
 
@@ -298,7 +421,11 @@ class Attempt:
 
     async def _hang(self, crew: Crew, seconds: float) -> Outcome:
         """Nobody moves: have all stacks written, name who is missing, stop."""
-        self.setting.show(lambda: self.setting.notice(f"no rank has moved for {seconds:.0f} s: looking at their stacks, then stopping"))
+        self.setting.show(
+            lambda: self.setting.notice(
+                f"no rank has moved for {seconds:.0f} s: looking at their stacks, then stopping"
+            )
+        )
         nodes = crew.present
         for node in nodes:
             crew.send(node, {"type": "stacks", "py_spy": True})
@@ -306,8 +433,17 @@ class Attempt:
         while time.monotonic() < deadline and not self.losses and not self.stacks.complete(nodes):
             await self._take_next(crew)
         self.stacks.write()
-        hang = self.stacks.judge(self.pulse, self.running, lambda rank: crew.host(self.node_of[rank]), seconds)
-        self.events.write("hang", **{key: hang.root_cause[key] for key in ("missing", "silent", "states", "stacks")} if hang.root_cause else {})
+        hang = self.stacks.judge(
+            self.pulse, self.running, lambda rank: crew.host(self.node_of[rank]), seconds
+        )
+        self.events.write(
+            "hang",
+            **(
+                {key: hang.root_cause[key] for key in ("missing", "silent", "states", "stacks")}
+                if hang.root_cause
+                else {}
+            ),
+        )
         await self._stop_all(crew, "it hangs")
         return hang
 
@@ -351,7 +487,10 @@ class Attempt:
         self.waiting.discard(rank)
         self.running.discard(rank)
         time_here = float(frame["time"]) - crew.hellos[node].clock_offset
-        error = self._redacted_error(rank) if frame.get("error") else None
+        if frame.get("error"):
+            error = self._redacted_error(rank)
+        else:
+            error = None
         end = RankEnd(
             rank=rank,
             host=crew.host(node),
@@ -368,7 +507,8 @@ class Attempt:
         self._note("rank_ended", rank=rank, code=end.code, stopped=end.stopped, done=end.done)
 
     def _note(self, event: str, **values: Any) -> None:
-        """Tell of one rank. What is decided is decided by what we hold in memory: a full disk loses the line, not the run."""
+        """Tell of one rank. What is decided is decided by what we hold in memory: a full disk
+        loses the line, not the run."""
         with contextlib.suppress(OSError):
             self.events.note(event, **values)
 
@@ -382,23 +522,32 @@ class Attempt:
                 write_json(path, clean)
         except (OSError, ValueError):
             return None
-        return clean if isinstance(clean, dict) else None
+        if isinstance(clean, dict):
+            return clean
+        return None
 
     def _lost(self, crew: Crew, node: int, frame: Frame) -> None:
         gone = {rank for rank, where in self.node_of.items() if where == node}
         if node not in self.stopped or gone & self.running:
             ago = float(frame["ago"])
-            self.losses.append(LostContact(crew.host(node), frame["why"], time.time() - ago, frame["silent"]))
+            self.losses.append(
+                LostContact(crew.host(node), frame["why"], time.time() - ago, frame["silent"])
+            )
             self.lost_at = max(self.lost_at or 0.0, time.monotonic() - ago)
-            with contextlib.suppress(OSError):  # a full disk must not keep us from stopping the others
+            # a full disk must not keep us from stopping the others
+            with contextlib.suppress(OSError):
                 self.events.write("contact_lost", node=node, host=crew.host(node), why=frame["why"])
         self.running -= gone
         self.waiting -= gone
 
     async def _stop_all(self, crew: Crew, reason: str) -> list[dict[str, Any]]:
-        """TERM, KILL after the grace, on every host; returns what outlived that, from those that answered."""
+        """TERM, KILL after the grace, on every host; returns what outlived that, from those that
+        answered."""
         grace = self.job.cluster.watch.grace
-        nodes = [node for node in crew.present if node not in self.stopped] if self.node_of else []
+        if self.node_of:
+            nodes = [node for node in crew.present if node not in self.stopped]
+        else:
+            nodes = []
         if nodes:
             for node in nodes:
                 crew.send(node, {"type": "stop", "grace": grace, "keys": None})
@@ -406,6 +555,8 @@ class Attempt:
                 with contextlib.suppress(OSError):
                     self.events.write("stopping", reason=reason, ranks=sorted(self.running))
             deadline = time.monotonic() + grace + STOP_SECONDS
-            while time.monotonic() < deadline and any(node not in self.stopped and node not in crew.lost for node in nodes):
+            while time.monotonic() < deadline and any(
+                node not in self.stopped and node not in crew.lost for node in nodes
+            ):
                 await self._take_next(crew)
         return [left for found in self.stopped.values() for left in found]

@@ -1,7 +1,9 @@
-"""The code a run executes, named by its content: the trainkit package with its built extension and, where the experiments lie in another git
-repository, that repository's tracked and uncommitted files.
+"""The code a run executes, named by its content: the trainkit package with its built extension
+and, where the experiments lie in another git repository, that repository's tracked and
+uncommitted files.
 
-Editing the checkout changes nothing in a run that has started, and a resumed run has the code it began with.
+Editing the checkout changes nothing in a run that has started, and a resumed run has the code it
+began with.
 """
 
 from __future__ import annotations
@@ -17,13 +19,22 @@ from typing import NamedTuple
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
-from trainkit.base.files import fsync_folder, publish_folder, sha256_files, sha256_tree, temporary_name, write_json, write_text
+from trainkit.base.files import (
+    fsync_folder,
+    publish_folder,
+    sha256_files,
+    sha256_tree,
+    temporary_name,
+    write_json,
+    write_text,
+)
 from trainkit.base.snapshot_files import ABOUT, COMPLETE, package_files
 
 PROJECT = "project"  # the folder of a snapshot that holds the user's repository
 LARGEST = 10 * 2**20  # bytes of one of its files: more is data
 WHOLE = 256 * 2**20  # bytes of all of them
-OWN = ("runs", "code", "data", "stamps", "quarantine", "sessions")  # what trainkit itself keeps below a root
+# what trainkit itself keeps below a root
+OWN = ("runs", "code", "data", "stamps", "quarantine", "sessions")
 
 
 @dataclass(frozen=True)
@@ -53,9 +64,18 @@ def take_snapshot(package: Path, code: Path, project: Path | None = None) -> Sna
 
     Raises ConfigError where git cannot list the project's files.
     """
-    repository = _repository(project, package) if project is not None else None
-    found, left_out = _project_files(repository, code.parent) if repository is not None else ([], ())
-    sources = {name: package.parent / name for name in package_files(package)} | {f"{PROJECT}/{name}": repository / name for name in found if repository}
+    if project is not None:
+        repository = _repository(project, package)
+    else:
+        repository = None
+    if repository is not None:
+        found, left_out = _project_files(repository, code.parent)
+    else:
+        found = []
+        left_out = ()
+    sources = {name: package.parent / name for name in package_files(package)} | {
+        f"{PROJECT}/{name}": repository / name for name in found if repository
+    }
     target = code / sha256_files(sources)
     if (target / COMPLETE).is_file():
         return Snapshot(target.name, target, left_out)
@@ -64,7 +84,11 @@ def take_snapshot(package: Path, code: Path, project: Path | None = None) -> Sna
     try:
         target = code / (digest := _copied(sources, temporary))
         if not (target / COMPLETE).is_file():
-            about = {"files": sorted(sources), "project": str(repository) if repository else None, "left_out": [vars(each) for each in left_out]}
+            about = {
+                "files": sorted(sources),
+                "project": str(repository) if repository else None,
+                "left_out": [vars(each) for each in left_out],
+            }
             write_json(temporary / ABOUT, document("snapshot/1", **about))
             write_text(temporary / COMPLETE, digest + "\n")
             _published(temporary, target)
@@ -74,7 +98,8 @@ def take_snapshot(package: Path, code: Path, project: Path | None = None) -> Sna
 
 
 def _copied(sources: dict[str, Path], folder: Path) -> str:
-    """Copy files to their names below `folder`, durably; returns the hash of what was copied: a file may be edited meanwhile."""
+    """Copy files to their names below `folder`, durably; returns the hash of what was copied: a
+    file may be edited meanwhile."""
     for parent in {folder / name for name in map(os.path.dirname, sources)}:
         parent.mkdir(parents=True, exist_ok=True)
 
@@ -89,7 +114,17 @@ def _copied(sources: dict[str, Path], folder: Path) -> str:
 
     with ThreadPoolExecutor(16) as pool:  # a shared file system answers slowly, but many at once
         list(pool.map(copy, sources.items()))
-        list(pool.map(fsync_folder, {parent for name in sources for parent in (folder / name).parents if parent.is_relative_to(folder)}))
+        list(
+            pool.map(
+                fsync_folder,
+                {
+                    parent
+                    for name in sources
+                    for parent in (folder / name).parents
+                    if parent.is_relative_to(folder)
+                },
+            )
+        )
     return sha256_tree(folder, list(sources))
 
 
@@ -102,33 +137,51 @@ def _published(temporary: Path, target: Path) -> None:
 
 
 def _repository(project: Path, package: Path) -> Path | None:
-    """The git repository that `project` lies in; None where there is none, or it is trainkit's own checkout."""
+    """The git repository that `project` lies in; None where there is none, or it is trainkit's
+    own checkout."""
     top = _git(project, "rev-parse", "--show-toplevel")
     if not top:
         return None
     path = Path(os.fsdecode(top[:-1]))
-    return None if (path / package.name).resolve() == package.resolve() else path
+    if (path / package.name).resolve() == package.resolve():
+        return None
+    return path
 
 
 def _git(folder: Path, *words: str) -> bytes | None:
     """What git prints; None where there is no git or it fails."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, timeout=120, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            timeout=120,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
     except OSError:
         return None
-    return done.stdout if done.returncode == 0 else None
+    if done.returncode == 0:
+        return done.stdout
+    return None
 
 
 def _project_files(repository: Path, root: Path) -> tuple[list[str], tuple[LeftOut, ...]]:
-    """(names, what is left out) of a repository's tracked files, those of submodules too, and of files that are new and not ignored."""
+    """(names, what is left out) of a repository's tracked files, those of submodules too, and of
+    files that are new and not ignored."""
     tracked = _git(repository, "ls-files", "-z", "--cached", "--recurse-submodules")
     new = _git(repository, "ls-files", "-z", "--others", "--exclude-standard")
     if tracked is None or new is None:
-        raise ConfigError(f"git cannot list the files of {repository}", hint=f"git -C {repository} status")
+        raise ConfigError(
+            f"git cannot list the files of {repository}", hint=f"git -C {repository} status"
+        )
     listed = sorted({os.fsdecode(name) for name in (tracked + new).split(b"\0") if name})
     own = tuple(f"{os.path.relpath(root / name, repository)}/" for name in OWN)
-    names, left_out, total = [], [], 0
-    for name, size, why in _judged(repository, [name for name in listed if not name.startswith(own)]):
+    names = []
+    left_out = []
+    total = 0
+    for name, size, why in _judged(
+        repository, [name for name in listed if not name.startswith(own)]
+    ):
         if not why and total + size > WHOLE:
             why = f"all files together are over {WHOLE // 2**20} MB"
         if why:
@@ -140,18 +193,28 @@ def _project_files(repository: Path, root: Path) -> tuple[list[str], tuple[LeftO
 
 
 def _judged(repository: Path, names: Sequence[str]) -> Iterator[tuple[str, int, str]]:
-    """(name, bytes, why it is left out) of files that are there; one that is tracked and deleted is none."""
+    """(name, bytes, why it is left out) of files that are there; one that is tracked and deleted
+    is none."""
     for name in names:
         path = repository / name
         if path.is_file():
             size = path.stat().st_size
             yield name, size, f"over {LARGEST // 2**20} MB" if size > LARGEST else ""
         elif path.is_symlink() or path.is_dir():
-            yield name, 0, "a link that leads to no file" if path.is_symlink() else "a repository in the repository that is no submodule"
+            yield (
+                name,
+                0,
+                (
+                    "a link that leads to no file"
+                    if path.is_symlink()
+                    else "a repository in the repository that is no submodule"
+                ),
+            )
 
 
 def link_code(snapshot: Path, link: Path) -> None:
-    """Make the run's `code` link, or have it lead elsewhere; relative: nodes may mount the root elsewhere."""
+    """Make the run's `code` link, or have it lead elsewhere; relative: nodes may mount the root
+    elsewhere."""
     temporary = temporary_name(link)
     temporary.symlink_to(os.path.relpath(snapshot, link.parent))
     os.replace(temporary, link)

@@ -1,4 +1,5 @@
-"""What a failure means: the first rule that fits gives its class, whether the host is suspected, and advice."""
+"""What a failure means: the first rule that fits gives its class, whether the host is suspected,
+and advice."""
 
 from __future__ import annotations
 
@@ -21,13 +22,30 @@ class Rules:
     rules: Mapping[str, FailureRule]
 
     def find(self, said: str, last: Sequence[str]) -> FailureRule | None:
-        """The first rule that fits what the rank said of itself; else the first that fits one of its last lines; else None."""
+        """The first rule that fits what the rank said of itself; else the first that fits one of
+        its last lines; else None."""
         lines = "\n".join(last)
-        return next((rule for text in (said, lines) for rule in self.rules.values() if re.search(rule.match, text)), None)
+        return next(
+            (
+                rule
+                for text in (said, lines)
+                for rule in self.rules.values()
+                if re.search(rule.match, text)
+            ),
+            None,
+        )
 
 
 def rules_of(cluster: Cluster) -> Rules:
-    """The cluster's own rules, then those that come with trainkit; one of the same name replaces the latter."""
+    """The cluster's own rules, then those that come with trainkit; one of the same name replaces
+    the latter."""
     with open(BUILT_IN, "rb") as file:
-        built_in = {name: FailureRule.model_validate(rule) for name, rule in tomli.load(file).items()}
-    return Rules({**cluster.failures, **{name: rule for name, rule in built_in.items() if name not in cluster.failures}})
+        built_in = {
+            name: FailureRule.model_validate(rule) for name, rule in tomli.load(file).items()
+        }
+    return Rules(
+        {
+            **cluster.failures,
+            **{name: rule for name, rule in built_in.items() if name not in cluster.failures},
+        }
+    )

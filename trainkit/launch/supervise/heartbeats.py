@@ -1,4 +1,5 @@
-"""The heartbeats of all ranks: who is how far, when anybody moved last, and the copies in the run folder."""
+"""The heartbeats of all ranks: who is how far, when anybody moved last, and the copies in the
+run folder."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from trainkit.base.files import temporary_name
 from trainkit.jobs.clusters import WatchLimits
 from trainkit.runs.folder import AttemptFolder
 
-COPY_SECONDS = 5.0  # between copies of one rank's heartbeat while its phase stays the same: a thousand ranks share one file system
+# between copies of one rank's heartbeat while its phase stays the same: a thousand ranks share one
+# file system
+COPY_SECONDS = 5.0
 
 
 class Pulse:
@@ -26,11 +29,13 @@ class Pulse:
     """
 
     def __init__(self, attempt: AttemptFolder, limits: WatchLimits) -> None:
-        self.attempt, self.limits = attempt, limits
+        self.attempt = attempt
+        self.limits = limits
         self.beats: dict[int, Mapping[str, Any]] = {}
         self._first_step: dict[int, int] = {}
         self._copied: dict[int, tuple[float, str]] = {}
-        self._to_copy: dict[int, Mapping[str, Any]] = {}  # the newest of each rank, however long the file system takes
+        # the newest of each rank, however long the file system takes
+        self._to_copy: dict[int, Mapping[str, Any]] = {}
         self._lock = threading.Lock()
         self._copier = ThreadPoolExecutor(1, "heartbeats")
         self.stepping = False  # whether any rank has made a step
@@ -41,12 +46,18 @@ class Pulse:
         self.last = time.monotonic()
 
     def take(self, rank: int, said: Any) -> None:
-        """A rank has said how far it is. It can be any program, whose mistakes are not ours: what is no heartbeat is not taken for one."""
-        beat = {"phase": "", "step": 0, **said} if isinstance(said, Mapping) else {}
-        phase, step = beat.get("phase"), beat.get("step")
+        """A rank has said how far it is. It can be any program, whose mistakes are not ours:
+        what is no heartbeat is not taken for one."""
+        if isinstance(said, Mapping):
+            beat = {"phase": "", "step": 0, **said}
+        else:
+            beat = {}
+        phase = beat.get("phase")
+        step = beat.get("step")
         if not isinstance(phase, str) or not isinstance(step, int):
             return
-        self.beats[rank], self.last = beat, time.monotonic()
+        self.beats[rank] = beat
+        self.last = time.monotonic()
         if phase == "train":
             self.stepping = self.stepping or step > self._first_step.setdefault(rank, step)
         before, copied = self._copied.get(rank, (0.0, ""))
@@ -59,7 +70,8 @@ class Pulse:
                 self._copier.submit(self._copy, rank)
 
     def _copy(self, rank: int) -> None:
-        """For people and `status`; nothing is decided by it, so it need not be durable, and nobody waits for it."""
+        """For people and `status`; nothing is decided by it, so it need not be durable, and
+        nobody waits for it."""
         with self._lock:
             beat = self._to_copy.pop(rank)
         path = self.attempt.heartbeat(rank)
@@ -74,19 +86,24 @@ class Pulse:
     @property
     def limit(self) -> float:
         """Seconds that nobody need move now."""
-        return self.limits.heartbeat if self.stepping else self.limits.start
+        if self.stepping:
+            return self.limits.heartbeat
+        return self.limits.start
 
     def stalled(self) -> float:
         """Seconds that nobody has moved beyond what is allowed; 0 while all is well."""
         still = time.monotonic() - self.last
-        return still if still > self.limit else 0.0
+        if still > self.limit:
+            return still
+        return 0.0
 
     def step(self) -> int:
         """The furthest step of any rank."""
         return max((beat["step"] for beat in self.beats.values()), default=0)
 
     def behind(self, ranks: Collection[int]) -> list[int]:
-        """Of these ranks, those that are not as far as the furthest; those that never said anything are."""
+        """Of these ranks, those that are not as far as the furthest; those that never said
+        anything are."""
         steps = {rank: self.beats[rank]["step"] if rank in self.beats else -1 for rank in ranks}
         furthest = max(steps.values(), default=0)
         return sorted(rank for rank, step in steps.items() if step < furthest)

@@ -1,4 +1,5 @@
-"""What the agents of a run must agree on before a rank starts, and how those that do not are told to a person."""
+"""What the agents of a run must agree on before a rank starts, and how those that do not are
+told to a person."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from collections.abc import Sequence
 from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import Hello
 
-COMPARED = ("python", "torch", "nccl", "cuda")  # versions that make ranks of one run incompatible; kernels may differ
+# versions that make ranks of one run incompatible; kernels may differ
+COMPARED = ("python", "torch", "nccl", "cuda")
 SHOWN = 20  # hosts of a table
 
 
 def disagreements(hellos: Sequence[Hello], session: Session, gpus: int) -> list[tuple[str, str]]:
-    """(host, what is wrong) for everything that would make the processes fail later or, worse, not fail. `gpus`: how many each host must have."""
+    """(host, what is wrong) for everything that would make the processes fail later or, worse,
+    not fail. `gpus`: how many each host must have."""
     found = []
     for name in COMPARED:
         values = {hello.node: (hello.facts.get("versions") or {}).get(name) for hello in hellos}
@@ -21,7 +24,15 @@ def disagreements(hellos: Sequence[Hello], session: Session, gpus: int) -> list[
             usual, times = Counter(values.values()).most_common(1)[0]
             for hello in hellos:
                 if values[hello.node] != usual:
-                    found.append((hello.host, f"{name} {values[hello.node] or 'is missing'}; {usual or 'none'} on {times} of {len(hellos)} hosts"))
+                    found.append(
+                        (
+                            hello.host,
+                            (
+                                f"{name} {values[hello.node] or 'is missing'}; {usual or 'none'} on"
+                                f" {times} of {len(hellos)} hosts"
+                            ),
+                        )
+                    )
     for hello in hellos:
         found += [(hello.host, problem) for problem in _problems(hello, session, gpus)]
     return found
@@ -29,26 +40,45 @@ def disagreements(hellos: Sequence[Hello], session: Session, gpus: int) -> list[
 
 def _problems(hello: Hello, session: Session, gpus: int) -> list[str]:
     """What is wrong with one host by itself."""
-    facts, cluster = hello.facts, session.cluster
+    facts = hello.facts
+    cluster = session.cluster
     problems = []
     if facts.get("nonce") != session.nonce:
-        problems.append(f"sees another {session.folder} than this machine: clusters.{cluster.name}.root is not shared")
+        problems.append(
+            f"sees another {session.folder} than this machine: clusters.{cluster.name}.root is not"
+            " shared"
+        )
     elif facts.get("snapshot") != session.code.name:
         problems.append(
-            f"sees other code in {session.code} (sha256 {str(facts.get('snapshot'))[:12]}, not {session.code.name[:12]}): a stale copy, or an edited one"
+            f"sees other code in {session.code} (sha256 {str(facts.get('snapshot'))[:12]}, not"
+            f" {session.code.name[:12]}): a stale copy, or an edited one"
         )
     if facts.get("extension"):
-        where = f"of {session.around.container.image} " if session.around else ""
-        problems.append(f"its Python {where}({facts.get('executable')}) cannot load the code's compiled part: {facts['extension']}")
+        if session.around:
+            where = f"of {session.around.container.image} "
+        else:
+            where = ""
+        problems.append(
+            f"its Python {where}({facts.get('executable')}) cannot load the code's compiled part:"
+            f" {facts['extension']}"
+        )
     if facts.get("writable"):
         problems.append(f"cannot write into {session.folder}: {facts['writable']}")
     if abs(hello.clock_offset) > cluster.watch.clock:
-        ahead = "ahead" if hello.clock_offset > 0 else "behind"
-        problems.append(f"its clock is {abs(hello.clock_offset):.0f} s {ahead}; {cluster.watch.clock:g} s are allowed (clusters.{cluster.name}.watch.clock)")
+        if hello.clock_offset > 0:
+            ahead = "ahead"
+        else:
+            ahead = "behind"
+        problems.append(
+            f"its clock is {abs(hello.clock_offset):.0f} s {ahead}; {cluster.watch.clock:g} s are"
+            f" allowed (clusters.{cluster.name}.watch.clock)"
+        )
     if facts.get("address_error"):
         problems.append(str(facts["address_error"]))
     if len(facts.get("gpus") or ()) < gpus:
-        problems.append(f"has {len(facts.get('gpus') or ())} GPUs; {gpus} ranks a node need one each")
+        problems.append(
+            f"has {len(facts.get('gpus') or ())} GPUs; {gpus} ranks a node need one each"
+        )
     return problems
 
 

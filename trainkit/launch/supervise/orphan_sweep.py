@@ -1,4 +1,5 @@
-"""Agents without a run: the crew of a short session, a survey of hosts, and what a dead run left on them."""
+"""Agents without a run: the crew of a short session, a survey of hosts, and what a dead run left
+on them."""
 
 from __future__ import annotations
 
@@ -33,9 +34,16 @@ SWEEP_SECONDS = 15.0  # for an agent to look at every process of its host, and t
 
 @contextlib.asynccontextmanager
 async def open_crew(
-    cluster: Cluster, hosts: Sequence[Host], root: Path, name: str, *, code: Path | None = None, launcher: Launcher | None = None
+    cluster: Cluster,
+    hosts: Sequence[Host],
+    root: Path,
+    name: str,
+    *,
+    code: Path | None = None,
+    launcher: Launcher | None = None,
 ) -> AsyncIterator[Crew]:
-    """The agents of some hosts in a session of their own below <root>/sessions, which is gone afterwards; they are on their way, none is waited for.
+    """The agents of some hosts in a session of their own below <root>/sessions, which is gone
+    afterwards; they are on their way, none is waited for.
 
     Args:
         cluster: how the hosts are reached.
@@ -48,7 +56,9 @@ async def open_crew(
     name = f"{name}-{secrets.token_hex(4)}"
     folder = root / "sessions" / name
     snapshot = code or take_snapshot(PACKAGE, root / "code").folder
-    session = new_session(folder, name, 0, hosts, cluster, snapshot, folder / "transports", passed_on())
+    session = new_session(
+        folder, name, 0, hosts, cluster, snapshot, folder / "transports", passed_on()
+    )
     door = Door()
     await door.listen(head_address(cluster, hosts))
     try:
@@ -61,23 +71,36 @@ async def open_crew(
 
 
 async def agreed(crew: Crew) -> list[Hello]:
-    """All agents, once they have come and agree, and guard what they will start. Raises TrainkitError: 8 or 7, with a table of hosts."""
+    """All agents, once they have come and agree, and guard what they will start. Raises
+    TrainkitError: 8 or 7, with a table of hosts."""
     try:
         hellos = await gather(crew)
     except NoStart as error:
         cause = error.outcome.root_cause or {}
-        raise TrainkitError(str(cause["message"]), exit=error.outcome.exit, hint=str(cause.get("advice", ""))) from None
+        raise TrainkitError(
+            str(cause["message"]), exit=error.outcome.exit, hint=str(cause.get("advice", ""))
+        ) from None
     session = crew.session
-    rest: Frame = {"type": "reserve", "run": session.run, "attempt": 0, "slots": [], "share": True}  # no slot, but what is marked dies with its agent
-    _, silent = await crew.ask({node: {**rest, "mark": session.mark(node)} for node in crew.present}, {"reserved"}, session.connect)
+    # no slot, but what is marked dies with its agent
+    rest: Frame = {"type": "reserve", "run": session.run, "attempt": 0, "slots": [], "share": True}
+    _, silent = await crew.ask(
+        {node: {**rest, "mark": session.mark(node)} for node in crew.present},
+        {"reserved"},
+        session.connect,
+    )
     if silent:
-        raise TrainkitError(f"agents do not answer:\n{table([(crew.host(node), why) for node, why in silent.items()])}", exit=Exit.START)
+        raise TrainkitError(
+            "agents do not"
+            f" answer:\n{table([(crew.host(node), why) for node, why in silent.items()])}",
+            exit=Exit.START,
+        )
     return hellos
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """A host as `nodes` shows it: why it cannot be used, or what its agent says of it (the frame hello)."""
+    """A host as `nodes` shows it: why it cannot be used, or what its agent says of it (the frame
+    hello)."""
 
     host: str
     error: str | None
@@ -86,8 +109,9 @@ class HostReport:
 
 @dataclass(frozen=True)
 class SweepReport:
-    """What a run has left on a host: processes ({pid, mark, argv0}) after those in `killed` were ended; `error` where it could not be asked. `proof` that
-    nothing is left: "cgroup"; None: nothing can be seen, which is not the same."""
+    """What a run has left on a host: processes ({pid, mark, argv0}) after those in `killed` were
+    ended; `error` where it could not be asked. `proof` that nothing is left: "cgroup"; None:
+    nothing can be seen, which is not the same."""
 
     host: str
     error: str | None
@@ -96,30 +120,53 @@ class SweepReport:
     proof: str | None = None
 
 
-def survey(cluster: Cluster, hosts: Sequence[Host], root: Path, *, launcher: Launcher | None = None) -> list[HostReport]:
+def survey(
+    cluster: Cluster, hosts: Sequence[Host], root: Path, *, launcher: Launcher | None = None
+) -> list[HostReport]:
     """Every host's own word, or why there is none, in order."""
 
     async def look() -> list[HostReport]:
         async with open_crew(cluster, hosts, root, "nodes", launcher=launcher) as crew:
             answers = await crew.gather(crew.session.connect)
-        return [HostReport(a.host, None, dict(a.facts)) if isinstance(a, Hello) else HostReport(a.host, a.why, None) for a in answers]
+        return [
+            (
+                HostReport(a.host, None, dict(a.facts))
+                if isinstance(a, Hello)
+                else HostReport(a.host, a.why, None)
+            )
+            for a in answers
+        ]
 
     return asyncio.run(look())
 
 
-def sweep(run: RunFolder, job: Job, hosts: Sequence[Host], *, kill: bool, launcher: Launcher | None = None) -> list[SweepReport]:
+def sweep(
+    run: RunFolder, job: Job, hosts: Sequence[Host], *, kill: bool, launcher: Launcher | None = None
+) -> list[SweepReport]:
     """Ask every host what a run without a supervisor has left there, and end it if `kill`."""
-    return asyncio.run(sweep_hosts(run, job.cluster, hosts, job.cluster.connect_seconds(), kill=kill, launcher=launcher))
+    return asyncio.run(
+        sweep_hosts(
+            run, job.cluster, hosts, job.cluster.connect_seconds(), kill=kill, launcher=launcher
+        )
+    )
 
 
 async def sweep_hosts(
-    run: RunFolder, cluster: Cluster, hosts: Sequence[Host], seconds: float, *, kill: bool, launcher: Launcher | None = None
+    run: RunFolder,
+    cluster: Cluster,
+    hosts: Sequence[Host],
+    seconds: float,
+    *,
+    kill: bool,
+    launcher: Launcher | None = None,
 ) -> list[SweepReport]:
     """As `sweep`, in a running loop; agents have so many `seconds` to come."""
     code = run.root / "code" / run.code.resolve().name
     async with open_crew(cluster, hosts, run.root, "sweep", code=code, launcher=launcher) as crew:
         answers = await crew.gather(seconds)
-        frames: dict[int, Frame] = {node: {"type": "sweep", "run": run.id, "kill": kill} for node in crew.present}
+        frames: dict[int, Frame] = {
+            node: {"type": "sweep", "run": run.id, "kill": kill} for node in crew.present
+        }
         got, silent = await crew.ask(frames, {"swept"}, SWEEP_SECONDS)
     reports = []
     for node, answer in enumerate(answers):
@@ -127,7 +174,11 @@ async def sweep_hosts(
         if not isinstance(answer, Hello):
             reports.append(SweepReport(answer.host, answer.why))
         elif frame is None or frame["type"] == "refused":
-            reports.append(SweepReport(answer.host, silent.get(node) or str((frame or {}).get("error"))))
+            reports.append(
+                SweepReport(answer.host, silent.get(node) or str((frame or {}).get("error")))
+            )
         else:
-            reports.append(SweepReport(answer.host, None, frame["left"], frame["killed"], frame.get("proof")))
+            reports.append(
+                SweepReport(answer.host, None, frame["left"], frame["killed"], frame.get("proof"))
+            )
     return reports

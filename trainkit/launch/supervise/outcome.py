@@ -1,4 +1,5 @@
-"""Why an attempt ended: exit class and root cause from the ranks' exit codes and error files, and from lost contacts."""
+"""Why an attempt ended: exit class and root cause from the ranks' exit codes and error files,
+and from lost contacts."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from trainkit.base.printable import printable
 from trainkit.launch.supervise.failure_rules import Rules
 from trainkit.runs.record import FailureClass
 
-# What a rank says when a peer died under it: never the root cause while another rank says something else.
+# What a rank says when a peer died under it: never the root cause while another rank says something
+# else.
 PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
 PEER_WORDS = (
     "Connection closed by peer",
@@ -26,8 +28,12 @@ PEER_WORDS = (
     "gloo/transport",
     "ProcessGroup",
 )
-JUDGED = (Exit.RANK_USER, Exit.RANK_INFRA)  # codes that rules may refine; others are a rank's own precise word
-WENT_SILENTLY = {"exit": int(Exit.RANK_INFRA), "message": "exited with 0 and had not said that it was done"}
+# codes that rules may refine; others are a rank's own precise word
+JUDGED = (Exit.RANK_USER, Exit.RANK_INFRA)
+WENT_SILENTLY = {
+    "exit": int(Exit.RANK_INFRA),
+    "message": "exited with 0 and had not said that it was done",
+}
 _EXIT_OF_CLASS = {"infra": Exit.RANK_INFRA, "hang": Exit.HANG, "preempted": Exit.PREEMPTED}
 
 
@@ -70,7 +76,8 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class LostContact:
-    """An agent that is heard no more. `time`: when it was heard last; `silent`: nothing was closed, so its ranks may still run for a while."""
+    """An agent that is heard no more. `time`: when it was heard last; `silent`: nothing was
+    closed, so its ranks may still run for a while."""
 
     host: str
     why: str
@@ -90,19 +97,35 @@ class Outcome:
 
 def signal_name(number: int) -> str:
     """ "SIGKILL"; "signal 77" for one that Python does not know."""
-    return signal.Signals(number).name if number in {s.value for s in signal.Signals} else f"signal {number}"
+    if number in {s.value for s in signal.Signals}:
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def iso(seconds: float) -> str:
     """Seconds since the epoch as ISO 8601 in UTC."""
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 def _cause(end: RankEnd) -> dict[str, Any]:
-    cause: dict[str, Any] = {"rank": end.rank, "host": end.host, "code": end.code, "log": end.log, "time": iso(end.time), "last": list(end.last)}
+    cause: dict[str, Any] = {
+        "rank": end.rank,
+        "host": end.host,
+        "code": end.code,
+        "log": end.log,
+        "time": iso(end.time),
+        "last": list(end.last),
+    }
     if end.error:
         error = end.error
-        code, kind, step = error.get("exit"), error.get("type"), error.get("step")  # a rank's own file: anything may stand there
+        # a rank's own file: anything may stand there
+        code = error.get("exit")
+        kind = error.get("type")
+        step = error.get("step")
         return cause | {
             "exit": code if isinstance(code, int) else int(Exit.RANK_USER),
             "type": printable(kind) if isinstance(kind, str) else None,
@@ -111,14 +134,28 @@ def _cause(end: RankEnd) -> dict[str, Any]:
         }
     if end.code < 0:
         name = signal_name(-end.code)
-        why = " (killed by the kernel: out of memory)" if end.oom else ""
-        return cause | {"exit": int(Exit.RANK_INFRA), "signal": name, "message": f"ended by {name}{why}"}
-    return cause | {"exit": int(Exit.RANK_USER), "message": f"exited with {end.code} and wrote no error"}
+        if end.oom:
+            why = " (killed by the kernel: out of memory)"
+        else:
+            why = ""
+        return cause | {
+            "exit": int(Exit.RANK_INFRA),
+            "signal": name,
+            "message": f"ended by {name}{why}",
+        }
+    return cause | {
+        "exit": int(Exit.RANK_USER),
+        "message": f"exited with {end.code} and wrote no error",
+    }
 
 
 def _is_echo(cause: Mapping[str, Any]) -> bool:
-    of_gloo = cause.get("type") == "RuntimeError" and any(word in str(cause.get("message", "")) for word in PEER_WORDS)
-    aborted = cause.get("signal") == "SIGABRT" and any("ProcessGroup" in line or "gloo::" in line for line in cause.get("last", ()))
+    of_gloo = cause.get("type") == "RuntimeError" and any(
+        word in str(cause.get("message", "")) for word in PEER_WORDS
+    )
+    aborted = cause.get("signal") == "SIGABRT" and any(
+        "ProcessGroup" in line or "gloo::" in line for line in cause.get("last", ())
+    )
     return of_gloo or aborted or cause.get("type") in PEER_TYPES
 
 
@@ -129,16 +166,21 @@ def judge_outcome(
     lost: Sequence[LostContact] = (),
     rules: Rules = Rules({}),  # noqa: B008 (frozen and empty)
 ) -> Outcome:
-    """The attempt's outcome once every rank has ended or cannot be heard any more. `asked`: what told the supervisor to stop, if anything did.
+    """The attempt's outcome once every rank has ended or cannot be heard any more. `asked`: what
+    told the supervisor to stop, if anything did.
 
-    Success is every rank's own word, written before teardown; a rank that aborts in teardown after that has not failed.
-    The root cause is the first that left without having done its work, by the supervisor's clock, whatever its exit code; an echo of a peer's end only
-    where there is nothing else.
+    Success is every rank's own word, written before teardown; a rank that aborts in teardown
+    after that has not failed. The root cause is the first that left without having done its
+    work, by the supervisor's clock, whatever its exit code; an echo of a peer's end only where
+    there is nothing else.
     """
     if 0 < world_size == len(ends) and all(end.done for end in ends):
         return Outcome(Exit.DONE, "success", None)
-    expected = {0, int(Exit.PREEMPTED)} | ({-signal.SIGUSR1} if asked else set())  # USR1 ends a rank that has not got so far as to wait for it
-    unfinished = sorted((end for end in ends if not end.stopped and not end.done), key=lambda end: end.time)
+    # USR1 ends a rank that has not got so far as to wait for it
+    expected = {0, int(Exit.PREEMPTED)} | ({-signal.SIGUSR1} if asked else set())
+    unfinished = sorted(
+        (end for end in ends if not end.stopped and not end.done), key=lambda end: end.time
+    )
     causes = [(end.time, _cause(end)) for end in unfinished if end.code not in expected]
     own = [(time, cause) for time, cause in causes if not _is_echo(cause)]
     if asked is None:
@@ -148,44 +190,89 @@ def judge_outcome(
     if gone is not None and (first is None or gone.time < first[0]):
         return _of_lost(gone)
     leavers = [end for end in unfinished if end.code == int(Exit.PREEMPTED)]
-    if (causes or first) and not (leavers and first is None):  # where one was told to stop and left, the others' broken connections are no failure
+    # where one was told to stop and left, the others' broken connections are no failure
+    if (causes or first) and not (leavers and first is None):
         return _of_rank(first[1] if first else causes[0][1], rules)
     if asked == Ask.INTERRUPT:
         return Outcome(Exit.INTERRUPTED, "cancelled", {"message": "stopped by Ctrl-C"})
     if asked == Ask.CANCEL:
         return Outcome(Exit.CANCELLED, "cancelled", {"message": "stopped by invoke cancel"})
     if asked or leavers:
-        return _of_left(leavers, asked, saved=len(ends) == world_size and all(end.code == int(Exit.PREEMPTED) or end.done for end in ends))
+        return _of_left(
+            leavers,
+            asked,
+            saved=len(ends) == world_size
+            and all(end.code == int(Exit.PREEMPTED) or end.done for end in ends),
+        )
     return Outcome(Exit.RANK_INFRA, "infra", {"message": "a rank ended without recording success"})
 
 
 def _of_left(leavers: Sequence[RankEnd], asked: Ask | None, *, saved: bool) -> Outcome:
     """Ranks were told to save and leave, by us or by a signal that somebody else sent."""
-    cause: dict[str, Any] = {"message": "told to save and stop" if asked else "a rank was told to save and stop", "saved": saved}
+    cause: dict[str, Any] = {
+        "message": "told to save and stop" if asked else "a rank was told to save and stop",
+        "saved": saved,
+    }
     if not saved:
         cause["message"] += "; it was stopped before all ranks had saved"
     if leavers and not asked and not saved:
         first = leavers[0]
-        cause = _cause(first) | cause | {"message": f"rank {first.rank} was told by a signal to save and stop, and left before its peers had saved"}
+        cause = (
+            _cause(first)
+            | cause
+            | {
+                "message": (
+                    f"rank {first.rank} was told by a signal to save and stop, and left before its"
+                    " peers had saved"
+                )
+            }
+        )
     return Outcome(Exit.PREEMPTED, "preempted", cause)
 
 
 def _of_lost(gone: LostContact) -> Outcome:
-    code = Exit.CONTACT_LOST if gone.silent else Exit.RANK_INFRA
-    cause = {"host": gone.host, "message": f"contact with {gone.host} was lost: {gone.why}", "time": iso(gone.time), "exit": int(code), "class": "infra"}
-    cause["advice"] = f"look whether {gone.host} is up and reachable; it stops its ranks by itself when it hears nothing of the supervisor"
+    if gone.silent:
+        code = Exit.CONTACT_LOST
+    else:
+        code = Exit.RANK_INFRA
+    cause = {
+        "host": gone.host,
+        "message": f"contact with {gone.host} was lost: {gone.why}",
+        "time": iso(gone.time),
+        "exit": int(code),
+        "class": "infra",
+    }
+    cause["advice"] = (
+        f"look whether {gone.host} is up and reachable; it stops its ranks by itself when it hears"
+        " nothing of the supervisor"
+    )
     return Outcome(code, "infra", cause, (gone.host,))
 
 
 def _of_rank(cause: dict[str, Any], rules: Rules) -> Outcome:
-    code = Exit(cause["exit"]) if cause["exit"] in {e.value for e in Exit} else Exit.RANK_USER
+    if cause["exit"] in {e.value for e in Exit}:
+        code = Exit(cause["exit"])
+    else:
+        code = Exit.RANK_USER
     infra = code == Exit.RANK_INFRA or _is_echo(cause)
-    failure_class: FailureClass = "infra" if infra else "user"
-    said = f"{cause['type']}: {cause['message']}" if cause.get("type") else str(cause["message"])
-    rule = rules.find(said, cause["last"]) if code in JUDGED else None
+    failure_class: FailureClass
+    if infra:
+        failure_class = "infra"
+    else:
+        failure_class = "user"
+    if cause.get("type"):
+        said = f"{cause['type']}: {cause['message']}"
+    else:
+        said = str(cause["message"])
+    if code in JUDGED:
+        rule = rules.find(said, cause["last"])
+    else:
+        rule = None
     if rule is not None:
         failure_class = rule.failure_class
         cause["advice"] = rule.advice
     exit = _EXIT_OF_CLASS.get(failure_class, Exit.RANK_USER if infra else code)
     suspects = (str(cause["host"]),) if rule is not None and rule.suspect else ()
-    return Outcome(exit, failure_class, cause | {"exit": int(exit), "class": failure_class}, suspects)
+    return Outcome(
+        exit, failure_class, cause | {"exit": int(exit), "class": failure_class}, suspects
+    )

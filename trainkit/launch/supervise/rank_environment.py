@@ -1,4 +1,5 @@
-"""Who runs where, as one JSON file in the run folder: launch/world.json. The ranks' environment follows from it alone."""
+"""Who runs where, as one JSON file in the run folder: launch/world.json. The ranks' environment
+follows from it alone."""
 
 from __future__ import annotations
 
@@ -16,15 +17,32 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.runs.folder import AttemptFolder, RunFolder
 
-PORTS = range(20000, 32000)  # below Linux's ephemeral range, so that no outgoing connection takes one meanwhile
+# below Linux's ephemeral range, so that no outgoing connection takes one meanwhile
+PORTS = range(20000, 32000)
 CANDIDATES = 64
-# What local ranks have of their caller's environment. Everything else they need is named in jobs.toml. On other hosts they have what a login there gives.
-PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES")
+# What local ranks have of their caller's environment. Everything else they need is named in
+# jobs.toml. On other hosts they have what a login there gives.
+PASSED_ON = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 @dataclass(frozen=True)
 class Node:
-    """One host and the ranks on it, in order. `interface` holds the address; `visible` is its CUDA_VISIBLE_DEVICES, None: as it is there."""
+    """One host and the ranks on it, in order. `interface` holds the address; `visible` is its
+    CUDA_VISIBLE_DEVICES, None: as it is there."""
 
     host: str
     address: str
@@ -59,7 +77,8 @@ def passed_on() -> dict[str, str]:
 
 
 def slot_names(job: Job, host: Host) -> list[str]:
-    """The slots the job takes on a host: "cpu", or one a GPU, by the numbers that CUDA_VISIBLE_DEVICES gives them (the ranks see it too)."""
+    """The slots the job takes on a host: "cpu", or one a GPU, by the numbers that
+    CUDA_VISIBLE_DEVICES gives them (the ranks see it too)."""
     if job.cluster.launcher == "slurm":
         return []  # Slurm shares its nodes out itself
     if job.cluster.device_type == "cpu":
@@ -68,7 +87,8 @@ def slot_names(job: Job, host: Host) -> list[str]:
 
 
 def visible_devices(job: Job, host: Host) -> list[str]:
-    """GPUs of the job's ranks on a host: the hostfile's slots; on this machine alone, the first of those that the caller may see."""
+    """GPUs of the job's ranks on a host: the hostfile's slots; on this machine alone, the first
+    of those that the caller may see."""
     if job.cluster.launcher != "local":
         return [str(slot) for slot in host.slots]
     seen = {**os.environ, **job.environment}.get("CUDA_VISIBLE_DEVICES", "")
@@ -79,21 +99,28 @@ def visible_devices(job: Job, host: Host) -> list[str]:
 def secret_values(names: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
     """Values of the named secrets.
 
-    Raises ConfigError naming every one that must be there and is not ("NAME?" may be absent), and every one too short to be kept out of logs.
+    Raises ConfigError naming every one that must be there and is not ("NAME?" may be absent),
+    and every one too short to be kept out of logs.
     """
     missing = [n for n in names if not n.endswith("?") and not environment.get(n)]
     short = [n for n in names if 0 < len(environment.get(n.rstrip("?"), "")) < SHORTEST]
     if short:
-        raise ConfigError(f"secrets of fewer than {SHORTEST} characters cannot be kept out of logs: {', '.join(short)}")
+        raise ConfigError(
+            f"secrets of fewer than {SHORTEST} characters cannot be kept out of logs:"
+            f" {', '.join(short)}"
+        )
     if missing:
         raise ConfigError(
-            f"secrets not in the environment: {', '.join(missing)}", hint="export them, or write NAME? in clusters.X.secrets where one is optional"
+            f"secrets not in the environment: {', '.join(missing)}",
+            hint="export them, or write NAME? in clusters.X.secrets where one is optional",
         )
     plain = [n.rstrip("?") for n in names]
     return {n: environment[n] for n in plain if environment.get(n)}
 
 
-def world_document(run: RunFolder, attempt: int, command: Command, allocation: Allocation, *, network: bool = False) -> dict[str, Any]:
+def world_document(
+    run: RunFolder, attempt: int, command: Command, allocation: Allocation, *, network: bool = False
+) -> dict[str, Any]:
     """The form world/1. `network`: the cluster names the network its ranks talk over."""
     return document(
         "world/1",
@@ -108,12 +135,17 @@ def world_document(run: RunFolder, attempt: int, command: Command, allocation: A
     )
 
 
-def rank_environment(world: Mapping[str, Any], node_rank: int, local_rank: int, attempt: AttemptFolder) -> dict[str, str]:
-    """What one rank has in its environment beyond what its host gives it: the command's, torch's variables, and where to report.
+def rank_environment(
+    world: Mapping[str, Any], node_rank: int, local_rank: int, attempt: AttemptFolder
+) -> dict[str, str]:
+    """What one rank has in its environment beyond what its host gives it: the command's, torch's
+    variables, and where to report.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are torchrun's
-    (PyTorch documentation, "torchrun"), TORCHELASTIC_ERROR_FILE too. The agent adds secrets, TRAINKIT_HEARTBEAT_FILE (where the rank says how far
-    it is), TRAINKIT_PARENT_PID (whose end ends the rank) and TRAINKIT_RUN (by which a process is known as the run's).
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT are torchrun's (PyTorch documentation, "torchrun"), TORCHELASTIC_ERROR_FILE too.
+    The agent adds secrets, TRAINKIT_HEARTBEAT_FILE (where the rank says how far it is),
+    TRAINKIT_PARENT_PID (whose end ends the rank) and TRAINKIT_RUN (by which a process is known
+    as the run's).
     """
     node = world["nodes"][node_rank]
     rank = node["ranks"][local_rank]
@@ -132,8 +164,12 @@ def rank_environment(world: Mapping[str, Any], node_rank: int, local_rank: int, 
 
 
 def _devices_and_network(world: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, str]:
-    """Which GPUs, and which interface: gloo would take the one that the host's own name stands for, which on many machines is the loopback one."""
-    found = {} if node["visible"] is None else {"CUDA_VISIBLE_DEVICES": node["visible"]}
+    """Which GPUs, and which interface: gloo would take the one that the host's own name stands
+    for, which on many machines is the loopback one."""
+    if node["visible"] is None:
+        found = {}
+    else:
+        found = {"CUDA_VISIBLE_DEVICES": node["visible"]}
     if world["master_addr"] == "127.0.0.1":
         return found | {"GLOO_SOCKET_IFNAME": "lo"}
     if node["interface"]:

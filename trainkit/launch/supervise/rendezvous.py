@@ -1,4 +1,5 @@
-"""From started transports to a world: all agents there, in agreement, their slots held, and rank 0's port proved reachable from every node."""
+"""From started transports to a world: all agents there, in agreement, their slots held, and rank
+0's port proved reachable from every node."""
 
 from __future__ import annotations
 
@@ -15,10 +16,17 @@ from trainkit.launch.session import Session, is_here
 from trainkit.launch.supervise.agent_pool import Crew, Hello, Missing
 from trainkit.launch.supervise.host_consistency import disagreements, table
 from trainkit.launch.supervise.outcome import Outcome
-from trainkit.launch.supervise.rank_environment import Allocation, Node, port_candidates, slot_names, visible_devices
+from trainkit.launch.supervise.rank_environment import (
+    Allocation,
+    Node,
+    port_candidates,
+    slot_names,
+    visible_devices,
+)
 from trainkit.runs.record import FailureClass
 
-OWN_SECONDS = 10.0  # beyond lease and grace, for agents of an earlier attempt of this run to be gone
+# beyond lease and grace, for agents of an earlier attempt of this run to be gone
+OWN_SECONDS = 10.0
 AGAIN_SECONDS = 0.5
 
 
@@ -36,14 +44,20 @@ class NoStart(Exception):
         suspects: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
-        cause: dict[str, Any] = {"message": f"{message}:\n{table(rows)}" if rows else message, "hosts": [{"host": host, "why": why} for host, why in rows]}
+        cause: dict[str, Any] = {
+            "message": f"{message}:\n{table(rows)}" if rows else message,
+            "hosts": [{"host": host, "why": why} for host, why in rows],
+        }
         if hint:
             cause["advice"] = hint
         self.outcome = Outcome(exit, failure_class, cause, tuple(suspects))
 
 
-async def gather(crew: Crew, *, gpus: int = 0, joined: Callable[[Hello], None] = lambda hello: None) -> list[Hello]:
-    """Every agent's hello, once they all agree. Raises NoStart: 8 with all hosts that did not come, 7 with all that differ.
+async def gather(
+    crew: Crew, *, gpus: int = 0, joined: Callable[[Hello], None] = lambda hello: None
+) -> list[Hello]:
+    """Every agent's hello, once they all agree. Raises NoStart: 8 with all hosts that did not
+    come, 7 with all that differ.
 
     Args:
         crew: entered, and not yet spoken to.
@@ -60,90 +74,183 @@ async def gather(crew: Crew, *, gpus: int = 0, joined: Callable[[Hello], None] =
         hosts = list(dict.fromkeys(host for host, _ in wrong))
         hint = "make them alike, or leave them out with --exclude"
         if any(hello.facts.get("extension") for hello in hellos):
-            hint = "compile it there too, into the checkout: `PYTHON setup.py build_ext --inplace` puts a file for that Python beside the other"
-        raise NoStart(Exit.HEALTH, f"{_count(len(hosts), len(hellos))} not fit to run together", wrong, hint=hint, suspects=hosts)
+            hint = (
+                "compile it there too, into the checkout: `PYTHON setup.py build_ext --inplace`"
+                " puts a file for that Python beside the other"
+            )
+        raise NoStart(
+            Exit.HEALTH,
+            f"{_count(len(hosts), len(hellos))} not fit to run together",
+            wrong,
+            hint=hint,
+            suspects=hosts,
+        )
     return hellos
 
 
 def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) -> None:
-    cluster, around = session.cluster, session.around
+    cluster = session.cluster
+    around = session.around
     root = f"does not see {cluster.root}: it is not shared with this host, or mounted elsewhere"
     rows = [(m.host, root if m.not_shared else m.why) for m in missing]
     suspects = [m.host for m in missing]
     if all(m.not_shared for m in missing):
         hint = f"set clusters.{cluster.name}.root to a folder that all hosts share under one path"
-        raise NoStart(Exit.HEALTH, f"{_count(len(rows), hosts)} without the shared root", rows, hint=hint, suspects=suspects)
+        raise NoStart(
+            Exit.HEALTH,
+            f"{_count(len(rows), hosts)} without the shared root",
+            rows,
+            hint=hint,
+            suspects=suspects,
+        )
     if around is not None:
-        hint = f"each host has to start {around.called} within clusters.{cluster.name}.watch.connect = {session.connect:g} s; what was said: {session.logs}"
-        raise NoStart(Exit.START, f"{_count(len(rows), hosts)} without an agent in its container", rows, hint=hint, suspects=suspects)
+        hint = (
+            f"each host has to start {around.called} within clusters.{cluster.name}.watch.connect ="
+            f" {session.connect:g} s; what was said: {session.logs}"
+        )
+        raise NoStart(
+            Exit.START,
+            f"{_count(len(rows), hosts)} without an agent in its container",
+            rows,
+            hint=hint,
+            suspects=suspects,
+        )
     if all(session.local or is_here(session.hosts[m.node]) for m in missing):
         interpreter = f"clusters.{cluster.name}.python = {session.python}"
-        hint = f"that is this machine, with no ssh in between: what its agent said is in {session.logs}; it needs {interpreter} and to reach its own address"
-        raise NoStart(Exit.START, f"{_count(len(rows), hosts)} not reached", rows, hint=hint, suspects=suspects)
-    hint = "`ssh HOST true` must work without a question; ports, users and keys belong into ~/.ssh/config or the hostfile"
+        hint = (
+            "that is this machine, with no ssh in between: what its agent said is in"
+            f" {session.logs}; it needs {interpreter} and to reach its own address"
+        )
+        raise NoStart(
+            Exit.START,
+            f"{_count(len(rows), hosts)} not reached",
+            rows,
+            hint=hint,
+            suspects=suspects,
+        )
+    hint = (
+        "`ssh HOST true` must work without a question; ports, users and keys belong into"
+        " ~/.ssh/config or the hostfile"
+    )
     if cluster.launcher == "slurm":
-        hint = f"what srun and the nodes said is in {session.logs}; a prolog or a file system that is slow needs a longer clusters.{cluster.name}.watch.connect"
+        hint = (
+            f"what srun and the nodes said is in {session.logs}; a prolog or a file system that is"
+            f" slow needs a longer clusters.{cluster.name}.watch.connect"
+        )
         hint += f" than {session.connect:g} s"
-    raise NoStart(Exit.START, f"{_count(len(rows), hosts)} not reached", rows, hint=hint, suspects=suspects)
+    raise NoStart(
+        Exit.START, f"{_count(len(rows), hosts)} not reached", rows, hint=hint, suspects=suspects
+    )
 
 
 def _count(some: int, all: int) -> str:
     return f"{some} of {all} host{'s are' if all > 1 else ' is'}"
 
 
-async def _asked(crew: Crew, phase: str, frames: Mapping[int, Frame], answers: set[str], timeout: float) -> dict[int, Frame]:
-    """All nodes' answers. Raises NoStart (8) naming those that hung, and in which phase; and what a node said it cannot do."""
+async def _asked(
+    crew: Crew, phase: str, frames: Mapping[int, Frame], answers: set[str], timeout: float
+) -> dict[int, Frame]:
+    """All nodes' answers. Raises NoStart (8) naming those that hung, and in which phase; and
+    what a node said it cannot do."""
     got, silent = await crew.ask(frames, answers, timeout)
     rows = [(crew.host(node), f"hung while {phase}: {why}") for node, why in sorted(silent.items())]
-    rows += [(crew.host(node), f"could not do its part of {phase}: {frame.get('error')}") for node, frame in sorted(got.items()) if frame["type"] == "refused"]
+    rows += [
+        (crew.host(node), f"could not do its part of {phase}: {frame.get('error')}")
+        for node, frame in sorted(got.items())
+        if frame["type"] == "refused"
+    ]
     if rows:
-        raise NoStart(Exit.START, f"{_count(len(rows), len(crew.session.hosts))} there, but did not go on", rows, suspects=[host for host, _ in rows])
+        raise NoStart(
+            Exit.START,
+            f"{_count(len(rows), len(crew.session.hosts))} there, but did not go on",
+            rows,
+            suspects=[host for host, _ in rows],
+        )
     return got
 
 
 async def reserve(crew: Crew, job: Job, *, share: bool) -> None:
     """Hold the job's slots on every host. Raises NoStart (17) naming the runs that hold them.
 
-    What an earlier attempt of the same run still holds is waited for: its agents let go when nothing of it is left.
+    What an earlier attempt of the same run still holds is waited for: its agents let go when
+    nothing of it is left.
     """
-    session, watch, frames = crew.session, job.cluster.watch, {}
+    session = crew.session
+    watch = job.cluster.watch
+    frames = {}
     for node, host in enumerate(session.hosts):
         rest = {"slots": slot_names(job, host), "share": share, "mark": session.mark(node)}
         frames[node] = {"type": "reserve", "run": session.run, "attempt": session.attempt, **rest}
-    hosts, deadline = len(frames), time.monotonic() + watch.lease + watch.grace + OWN_SECONDS
+    hosts = len(frames)
+    deadline = time.monotonic() + watch.lease + watch.grace + OWN_SECONDS
     while True:
-        got = await _asked(crew, "reserving its slots", frames, {"reserved", "busy"}, session.connect)
-        busy = {node: frame.get("holder") or {} for node, frame in sorted(got.items()) if frame["type"] == "busy"}
+        got = await _asked(
+            crew, "reserving its slots", frames, {"reserved", "busy"}, session.connect
+        )
+        busy = {
+            node: frame.get("holder") or {}
+            for node, frame in sorted(got.items())
+            if frame["type"] == "busy"
+        }
         frames = {node: frames[node] for node in busy}
         if not busy:
             return
         _refuse_twins(crew, busy)
-        if any(holder.get("run") != session.run for holder in busy.values()) or time.monotonic() > deadline:
+        if (
+            any(holder.get("run") != session.run for holder in busy.values())
+            or time.monotonic() > deadline
+        ):
             break
         await asyncio.sleep(AGAIN_SECONDS)
     rows = []
     for node, holder in busy.items():
-        who = f"run {holder.get('run', 'unknown')} (pid {holder.get('pid', '?')}, {holder.get('folder', '?')})"
+        who = (
+            f"run {holder.get('run', 'unknown')} (pid {holder.get('pid', '?')},"
+            f" {holder.get('folder', '?')})"
+        )
         rows.append((crew.host(node), f"{got[node].get('slot')} is taken by {who}"))
-    raise NoStart(Exit.HOSTS_BUSY, f"{_count(len(rows), hosts)} busy", rows, hint="wait for it, stop it, or run beside it with --share")
+    raise NoStart(
+        Exit.HOSTS_BUSY,
+        f"{_count(len(rows), hosts)} busy",
+        rows,
+        hint="wait for it, stop it, or run beside it with --share",
+    )
 
 
 def _refuse_twins(crew: Crew, busy: Mapping[int, Frame]) -> None:
-    """Raise NoStart (7) where a host's slots are held by another agent of this very attempt: two names of one machine, or one folder of several."""
+    """Raise NoStart (7) where a host's slots are held by another agent of this very attempt: two
+    names of one machine, or one folder of several."""
     session = crew.session
     nodes = {session.mark(node): node for node in range(len(session.hosts))}
-    pairs = [(node, nodes[mark]) for node, holder in busy.items() if (mark := str(holder.get("mark"))) in nodes and nodes[mark] != node]
+    pairs = [
+        (node, nodes[mark])
+        for node, holder in busy.items()
+        if (mark := str(holder.get("mark"))) in nodes and nodes[mark] != node
+    ]
     if not pairs:
         return
     folder = f"clusters.{session.cluster.name}.node_folder = {session.cluster.node_folder}"
-    rows, machines = [], {node: _machine(crew.hellos[node]) for pair in pairs for node in pair}
+    rows = []
+    machines = {node: _machine(crew.hellos[node]) for pair in pairs for node in pair}
     for node, other in pairs:
         same = machines[node] == machines[other]
         rows.append(
-            (crew.host(node), f"is the same machine as {crew.host(other)}" if same else f"has its slots' locks where {crew.host(other)} has them: {folder}")
+            (
+                crew.host(node),
+                (
+                    f"is the same machine as {crew.host(other)}"
+                    if same
+                    else f"has its slots' locks where {crew.host(other)} has them: {folder}"
+                ),
+            )
         )
-    hint = "a machine has one line in the hostfile, slots=N says how many ranks it runs; node_folder is a folder of each node's own, such as /dev/shm"
-    raise NoStart(Exit.HEALTH, f"{_count(len(rows), len(session.hosts))} not by themselves", rows, hint=hint)
+    hint = (
+        "a machine has one line in the hostfile, slots=N says how many ranks it runs; node_folder"
+        " is a folder of each node's own, such as /dev/shm"
+    )
+    raise NoStart(
+        Exit.HEALTH, f"{_count(len(rows), len(session.hosts))} not by themselves", rows, hint=hint
+    )
 
 
 def _machine(hello: Hello) -> tuple[object, object]:
@@ -155,16 +262,44 @@ async def rendezvous(crew: Crew, job: Job) -> tuple[str, int]:
     """(address, port) of rank 0: free there, and reached from every node. Raises NoStart (8)."""
     session, timeout = crew.session, crew.session.connect
     ports = port_candidates(f"{session.run}/{session.attempt}")
-    listening = (await _asked(crew, "listening for the others", {0: {"type": "listen", "ports": ports}}, {"listening"}, timeout))[0]
-    address, port = str(crew.hellos[0].facts["address"]), listening.get("port")
+    listening = (
+        await _asked(
+            crew,
+            "listening for the others",
+            {0: {"type": "listen", "ports": ports}},
+            {"listening"},
+            timeout,
+        )
+    )[0]
+    address = str(crew.hellos[0].facts["address"])
+    port = listening.get("port")
     if port is None:
-        raise NoStart(Exit.START, f"none of {len(ports)} ports tried on {crew.host(0)} is free: {listening.get('error')}")
+        raise NoStart(
+            Exit.START,
+            f"none of {len(ports)} ports tried on {crew.host(0)} is free: {listening.get('error')}",
+        )
     if len(session.hosts) > 1:
-        frames = {node: {"type": "connect", "address": address, "port": port} for node in range(len(session.hosts))}
+        frames = {
+            node: {"type": "connect", "address": address, "port": port}
+            for node in range(len(session.hosts))
+        }
         got = await _asked(crew, f"connecting to {address}:{port}", frames, {"connected"}, timeout)
-        if rows := [(crew.host(node), str(frame["error"])) for node, frame in sorted(got.items()) if frame.get("error")]:
-            hint = "a firewall, or an address of another network: clusters.X.interface names the right one"
-            raise NoStart(Exit.START, f"{_count(len(rows), len(got))} unable to reach rank 0's host {crew.host(0)} at {address}:{port}", rows, hint=hint)
+        if rows := [
+            (crew.host(node), str(frame["error"]))
+            for node, frame in sorted(got.items())
+            if frame.get("error")
+        ]:
+            hint = (
+                "a firewall, or an address of another network: clusters.X.interface names the"
+                " right one"
+            )
+            raise NoStart(
+                Exit.START,
+                f"{_count(len(rows), len(got))} unable to reach rank 0's host {crew.host(0)} at"
+                f" {address}:{port}",
+                rows,
+                hint=hint,
+            )
     await _asked(crew, "freeing the port again", {0: {"type": "unlisten"}}, {"unlistened"}, timeout)
     return address, int(port)
 
@@ -175,7 +310,17 @@ def allocate(crew: Crew, job: Job, command: Command, address: str, port: int) ->
     for node, host in enumerate(crew.session.hosts):
         facts = crew.hellos[node].facts
         ranks = tuple(range(node * command.ranks_per_node, (node + 1) * command.ranks_per_node))
-        of_hostfile = job.cluster.device_type == "cuda" and job.cluster.launcher not in ("local", "slurm")
-        visible = ",".join(visible_devices(job, host)) if of_hostfile else None
-        nodes.append(Node(crew.host(node), str(facts["address"]), node, ranks, facts.get("interface"), visible))
+        of_hostfile = job.cluster.device_type == "cuda" and job.cluster.launcher not in (
+            "local",
+            "slurm",
+        )
+        if of_hostfile:
+            visible = ",".join(visible_devices(job, host))
+        else:
+            visible = None
+        nodes.append(
+            Node(
+                crew.host(node), str(facts["address"]), node, ranks, facts.get("interface"), visible
+            )
+        )
     return Allocation(tuple(nodes), address, port)

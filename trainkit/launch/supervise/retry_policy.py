@@ -11,21 +11,29 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.supervise.attempt import AttemptEnd
 
 Verdict = Literal["again", "enough", "no-progress"]
-HOPELESS = {Exit.CONFIG, Exit.PLAN, Exit.NO_CHECKPOINT, Exit.BUG}  # the next attempt would be told the same
+# the next attempt would be told the same
+HOPELESS = {Exit.CONFIG, Exit.PLAN, Exit.NO_CHECKPOINT, Exit.BUG}
 
 
 class Budgets:
-    """How often each kind of failure may still happen, and how often the same one has happened at the same step."""
+    """How often each kind of failure may still happen, and how often the same one has happened
+    at the same step."""
 
     def __init__(self, retry: Retry) -> None:
-        self.left = {"infra": retry.infra, "hang": retry.hang, "user": retry.user, "preempted": retry.preempted}
+        self.left = {
+            "infra": retry.infra,
+            "hang": retry.hang,
+            "user": retry.user,
+            "preempted": retry.preempted,
+        }
         self.left |= {"preemption": retry.preemption, "time-limit": retry.time_limit}
         self.same_step = retry.same_step
         self._former: tuple[object, ...] | None = None
         self._times = 0
 
     def after(self, end: AttemptEnd, kind: str = "") -> Verdict:
-        """What follows from one more failure; `end.budget` says what it has used up. One that was asked for, or success, is no failure: do not come with it.
+        """What follows from one more failure; `end.budget` says what it has used up. One that
+        was asked for, or success, is no failure: do not come with it.
 
         Args:
             kind: the budget that it uses up; by default that of its class.
@@ -33,8 +41,16 @@ class Budgets:
         outcome = end.outcome
         cause = outcome.root_cause or {}
         kind = kind or outcome.failure_class
-        what = (kind, end.step, cause.get("type") or cause.get("signal") or cause.get("code"), cause.get("host") if not end.began else None)
-        self._times = self._times + 1 if what == self._former else 1
+        what = (
+            kind,
+            end.step,
+            cause.get("type") or cause.get("signal") or cause.get("code"),
+            cause.get("host") if not end.began else None,
+        )
+        if what == self._former:
+            self._times = self._times + 1
+        else:
+            self._times = 1
         self._former = what
         budget = self.left.get(kind, 0)
         if budget == 0 or outcome.exit in HOPELESS:
@@ -58,8 +74,8 @@ class Choice:
         return [host for host in self.hosts if host.name not in self.left_out]
 
     def take(self, nodes: int, fits: Callable[[int], bool]) -> tuple[Host, ...]:
-        """Hosts of the next attempt: `nodes` of the usable ones; fewer if `fits` says that the job can run on so many; else all again, in the
-        hope that those left out are back."""
+        """Hosts of the next attempt: `nodes` of the usable ones; fewer if `fits` says that the
+        job can run on so many; else all again, in the hope that those left out are back."""
         usable = self.usable()
         most = next((n for n in range(min(nodes, len(usable)), 0, -1) if n == nodes or fits(n)), 0)
         if most:

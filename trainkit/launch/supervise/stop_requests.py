@@ -1,4 +1,5 @@
-"""What asks a supervisor to end its run: Ctrl-C, TERM, the hang-up of a closed terminal, and `invoke cancel`."""
+"""What asks a supervisor to end its run: Ctrl-C, TERM, the hang-up of a closed terminal, and
+`invoke cancel`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from trainkit.launch.supervise.outcome import Ask
 
 
 class Asks:
-    """What has been asked so far. The first signal asks to save and stop, a second to stop at once."""
+    """What has been asked so far. The first signal asks to save and stop, a second to stop at
+    once."""
 
     signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -24,7 +26,8 @@ class Asks:
 
     def stop(self) -> None:
         """Stop at once; `invoke cancel` is a last word whatever was asked before."""
-        self.first, self.at_once = Ask.CANCEL, True
+        self.first = Ask.CANCEL
+        self.at_once = True
 
     def heeded(self) -> list[int]:
         """Those to take: not what was ignored before, which is nohup's wish."""

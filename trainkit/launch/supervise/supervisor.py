@@ -1,4 +1,5 @@
-"""The supervisor of a run: one attempt after another until it is done, asked to stop, or out of budgets. docs/dispatch.md says what dies when."""
+"""The supervisor of a run: one attempt after another until it is done, asked to stop, or out of
+budgets. docs/dispatch.md says what dies when."""
 
 from __future__ import annotations
 
@@ -41,8 +42,10 @@ from trainkit.runs.record import read_events, read_supervisor
 SIGN_SECONDS = 5.0  # between signs of life
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
 SWEEP_SECONDS = 5.0  # for an agent to come to a host that has just lost one
-PAUSES = (0.0, 30.0, 300.0)  # before the tries that follow the first, second and later ones in a row that did not begin
-OWN_STOP_SECONDS = 5.0  # beyond lease and grace, until a host that we lost has surely stopped itself
+# before the tries that follow the first, second and later ones in a row that did not begin
+PAUSES = (0.0, 30.0, 300.0)
+# beyond lease and grace, until a host that we lost has surely stopped itself
+OWN_STOP_SECONDS = 5.0
 
 
 class Supervisor:
@@ -69,7 +72,11 @@ class Supervisor:
         launcher: Launcher | None = None,
         engine: Engine | None = None,
     ) -> None:
-        self.run, self.secrets, self.asks, self.watch, self.share = run, secrets, asks, watch, share
+        self.run = run
+        self.secrets = secrets
+        self.asks = asks
+        self.watch = watch
+        self.share = share
         self.job = read_job(run.job)
         self.hosts = Choice(read_hosts(run).hosts)
         self.launcher = launcher or LAUNCHERS[self.job.cluster.launcher]
@@ -83,7 +90,8 @@ class Supervisor:
         self.began = self.ended = self.goes_on = False
 
     async def supervise(self) -> Outcome:
-        """Attempt after attempt; the last one's outcome. Never leaves a process behind on a host that can be reached."""
+        """Attempt after attempt; the last one's outcome. Never leaves a process behind on a host
+        that can be reached."""
         await self.door.listen(self.address())
         self.door.guests["control"] = self._control
         former = self._former_attempt()
@@ -106,59 +114,78 @@ class Supervisor:
             if self.attempt is not None:
                 self.attempt.events.close()
             self.ended = True
-            with contextlib.suppress(OSError):  # the attempt's last event says how it ended, and that we are gone can be seen
+            # the attempt's last event says how it ended, and that we are gone can be seen
+            with contextlib.suppress(OSError):
                 self._sign()
             await self.door.close()
 
     def address(self) -> str:
         """Where to listen: an address of this machine that all agents reach."""
-        return "127.0.0.1" if self.launcher.name in ("local", "debug") else head_address(self.job.cluster, self.hosts.hosts)
+        if self.launcher.name in ("local", "debug"):
+            return "127.0.0.1"
+        return head_address(self.job.cluster, self.hosts.hosts)
 
     def _former_attempt(self) -> tuple[list[Host], float]:
-        """(Hosts on which something of the attempt before our first may still run, when their supervisor was last seen, by time.time()): of an attempt
-        whose supervisor died, or could not learn of every host that nothing is left."""
+        """(Hosts on which something of the attempt before our first may still run, when their
+        supervisor was last seen, by time.time()): of an attempt whose supervisor died, or could
+        not learn of every host that nothing is left."""
         attempts = self.run.attempts()
         if not attempts or self.launcher.name == "slurm":  # Slurm ends what its jobs leave
             return [], 0.0
-        events, sign = read_events(attempts[-1]), read_supervisor(self.run)
+        events = read_events(attempts[-1])
+        sign = read_supervisor(self.run)
         ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
         if ended is not None and not ended["survivors"] and not ended.get("unanswered"):
             return [], 0.0
         names = dict.fromkeys(event["host"] for event in events if event["event"] == "agent_joined")
         known = {host.name: host for host in self.hosts.hosts}
-        return [known.get(name) or Host(name) for name in names], sign.time if sign is not None else time.time()
+        return [known.get(name) or Host(name) for name in names], (
+            sign.time if sign is not None else time.time()
+        )
 
     async def _fence(self, hosts: Sequence[Host], seen: float) -> None:
-        """Let nothing of an earlier attempt write beside the first of ours: ask its hosts; one that cannot prove that nothing is left has until its lease
-        and its grace are over."""
+        """Let nothing of an earlier attempt write beside the first of ours: ask its hosts; one
+        that cannot prove that nothing is left has until its lease and its grace are over."""
         if not hosts:
             return
         number = self.run.attempts()[-1].number
-        with contextlib.suppress(OSError, ValueError):  # whoever wants us to stop finds the token of that attempt
-            self.door.token = bytes.fromhex((self.run.session(number) / "token").read_text().strip())
+        # whoever wants us to stop finds the token of that attempt
+        with contextlib.suppress(OSError, ValueError):
+            self.door.token = bytes.fromhex(
+                (self.run.session(number) / "token").read_text().strip()
+            )
         self._sign()
         if await self._sweep(hosts) == len(hosts):
             return
         watch = self.job.cluster.watch
         until = min(seen, time.time()) + SIGN_SECONDS + watch.lease + watch.grace + OWN_STOP_SECONDS
         if until > time.time():
-            told = f"not every host of the attempt before can be asked: waiting {until - time.time():.0f} s, until what it left has stopped by itself"
+            told = (
+                "not every host of the attempt before can be asked: waiting"
+                f" {until - time.time():.0f} s, until what it left has stopped by itself"
+            )
             self.show(lambda: self.watch.notice(told))
         await self._wait(until - time.time())
 
     def _asked_between(self, end: AttemptEnd | None) -> Outcome | None:
-        """The outcome where somebody asks to stop while no attempt is under way; `end`: of the one before, whose last word that becomes."""
+        """The outcome where somebody asks to stop while no attempt is under way; `end`: of the
+        one before, whose last word that becomes."""
         if not self.asks.first:
             return None
         outcome = judge_outcome([], 1, self.asks.first)
         if end is not None:
-            end.outcome, end.budget = outcome, ""
+            end.outcome = outcome
+            end.budget = ""
             self._record(end)
         return outcome
 
     async def _pause(self, end: AttemptEnd) -> None:
-        """Wait before another try where one did not even begin: a switch that reboots takes minutes, and the budget is small."""
-        self.false_starts = 0 if end.began else self.false_starts + 1
+        """Wait before another try where one did not even begin: a switch that reboots takes
+        minutes, and the budget is small."""
+        if end.began:
+            self.false_starts = 0
+        else:
+            self.false_starts = self.false_starts + 1
         if self.false_starts:
             await self._wait(PAUSES[min(self.false_starts, len(PAUSES)) - 1])
 
@@ -178,8 +205,12 @@ class Supervisor:
         hosts = self._choose()
         command = self.engine.command(self.job, self.run, number)
         rules = rules_of(self.job.cluster)
-        asks, tick, notice = self.asks, self.watch.tick, self.watch.notice
-        setting = Setting(self.launcher, self.door, self.secrets, rules, self.share, asks, self.show, tick, notice)
+        asks = self.asks
+        tick = self.watch.tick
+        notice = self.watch.notice
+        setting = Setting(
+            self.launcher, self.door, self.secrets, rules, self.share, asks, self.show, tick, notice
+        )
         if self.attempt is not None:
             self.attempt.events.close()
         self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, setting)
@@ -190,24 +221,39 @@ class Supervisor:
         try:
             end = await attempt.go()
         except BaseException as error:
-            end = AttemptEnd(Outcome(Exit.BUG, "infra", {"message": f"the supervisor failed: {type(error).__name__}: {error}"}))
+            end = AttemptEnd(
+                Outcome(
+                    Exit.BUG,
+                    "infra",
+                    {"message": f"the supervisor failed: {type(error).__name__}: {error}"},
+                )
+            )
             self._record(end)
             attempt.events.close()
             raise
         end = self._judged(end)
         self._record(end)
-        if end.doubtful and await self._sweep([host for host in hosts if host.name in end.doubtful]) == len(end.doubtful):
+        if end.doubtful and await self._sweep(
+            [host for host in hosts if host.name in end.doubtful]
+        ) == len(end.doubtful):
             end.lost_at = None
         return end
 
     async def _sweep(self, hosts: Sequence[Host]) -> int:
-        """End what dead agents have left: their keepers see to it, but whoever kills an agent may have killed its keeper too. Returns how many hosts
-        have proved that nothing is left."""
+        """End what dead agents have left: their keepers see to it, but whoever kills an agent
+        may have killed its keeper too. Returns how many hosts have proved that nothing is left."""
         if not hosts:
             return 0
         try:
             async with asyncio.timeout(2 * SWEEP_SECONDS):
-                reports = await sweep_hosts(self.run, self.job.cluster, hosts, SWEEP_SECONDS, kill=True, launcher=self.launcher)
+                reports = await sweep_hosts(
+                    self.run,
+                    self.job.cluster,
+                    hosts,
+                    SWEEP_SECONDS,
+                    kill=True,
+                    launcher=self.launcher,
+                )
         except (TrainkitError, OSError, TimeoutError) as error:
             reports = [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
         if self.attempt is not None:
@@ -223,38 +269,56 @@ class Supervisor:
         self.began = self.began or end.began
         cause = outcome.root_cause or {}
         whys = {row["host"]: row["why"] for row in cause.get("hosts", ())}
-        suspects = {host: str(whys.get(host) or cause.get("message")) for host in outcome.suspects} if len(self.hosts.hosts) > 1 else {}
-        if 2 * max(len(suspects), end.lost) > max(2, self.job.nodes):  # this machine, its network or the shared root is to blame, not all of them
+        if len(self.hosts.hosts) > 1:
+            suspects = {
+                host: str(whys.get(host) or cause.get("message")) for host in outcome.suspects
+            }
+        else:
+            suspects = {}
+        # this machine, its network or the shared root is to blame, not all of them
+        if 2 * max(len(suspects), end.lost) > max(2, self.job.nodes):
             suspects = {}
         self.hosts.left_out |= suspects
         if not self.began and not (suspects and len(self.hosts.usable()) >= self.job.nodes):
             return end  # a person waits for this start, and no spare can mend it
-        unsaved = outcome.failure_class == "preempted" and not cause.get("saved", True)  # nobody asked us, and nothing came of it
+        # nobody asked us, and nothing came of it
+        unsaved = outcome.failure_class == "preempted" and not cause.get("saved", True)
         verdict = self.budgets.after(end, "infra" if unsaved else "")
         end.again = verdict == "again"
         self.goes_on = end.again
         self._leave_out(suspects)
         if verdict == "no-progress":
             cause = {**cause, "class": "no-progress"}
-            cause["message"] = f"failed {self.budgets.same_step} times in the same way at step {end.step}: {cause.get('message')}"
+            cause["message"] = (
+                f"failed {self.budgets.same_step} times in the same way at step {end.step}:"
+                f" {cause.get('message')}"
+            )
             end.outcome = Outcome(Exit.NO_PROGRESS, "no-progress", cause, outcome.suspects)
         return end
 
     def _leave_out(self, suspects: Mapping[str, str]) -> None:
-        """Say which hosts the next attempt will not have, and keep them from other runs for a while; but never for what a person who tries to start has
-        still to mend."""
+        """Say which hosts the next attempt will not have, and keep them from other runs for a
+        while; but never for what a person who tries to start has still to mend."""
         assert self.attempt is not None
         for host, why in suspects.items():
-            if self.began and (self.goes_on or len(self.hosts.usable()) >= self.job.nodes):  # else the `resume` that is advised could not begin
+            # else the `resume` that is advised could not begin
+            if self.began and (self.goes_on or len(self.hosts.usable()) >= self.job.nodes):
                 suspect(self.run.root, host, why, self.run.id, self.job.cluster.quarantine_seconds)
             self.attempt.events.write("host_left_out", host=host, why=why)
 
     def _record(self, end: AttemptEnd) -> None:
         """Write how the attempt ended."""
         assert self.attempt is not None
-        events, outcome = self.attempt.events, end.outcome
-        rest: dict[str, Any] = {"step": end.step, "survivors": end.survivors, "unanswered": end.unanswered, "class": outcome.failure_class}
-        rest["budget"] = end.budget or None  # said here and not in a later word: we may be killed between the two
+        events = self.attempt.events
+        outcome = end.outcome
+        rest: dict[str, Any] = {
+            "step": end.step,
+            "survivors": end.survivors,
+            "unanswered": end.unanswered,
+            "class": outcome.failure_class,
+        }
+        # said here and not in a later word: we may be killed between the two
+        rest["budget"] = end.budget or None
         events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
 
     def _goes_on(self, end: AttemptEnd) -> bool:
@@ -263,18 +327,35 @@ class Supervisor:
         if not end.again:
             return False
         number = self.attempt.folder.number
-        failed = f"attempt {number} failed ({end.outcome.failure_class}): {(end.outcome.root_cause or {}).get('message')}"
-        left_out = f"; without {', '.join(self.hosts.left_out)}" if self.hosts.left_out else ""
-        self.show(lambda: self.watch.notice(f"{failed}; going on as attempt {number + 1}{left_out}"))
+        failed = (
+            f"attempt {number} failed ({end.outcome.failure_class}):"
+            f" {(end.outcome.root_cause or {}).get('message')}"
+        )
+        if self.hosts.left_out:
+            left_out = f"; without {', '.join(self.hosts.left_out)}"
+        else:
+            left_out = ""
+        self.show(
+            lambda: self.watch.notice(f"{failed}; going on as attempt {number + 1}{left_out}")
+        )
         what: dict[str, Any] = {"class": end.outcome.failure_class}
-        self.attempt.events.write("retry", next_attempt=number + 1, left_out=sorted(self.hosts.left_out), **what)
+        self.attempt.events.write(
+            "retry", next_attempt=number + 1, left_out=sorted(self.hosts.left_out), **what
+        )
         return True
 
     def _choose(self) -> tuple[Host, ...]:
-        """Hosts of the next attempt; the job is changed where there are fewer of them than it had."""
-        hosts = self.hosts.take(self.job.nodes, lambda nodes: self.job.retries.shrink and self._shrunk(nodes) is not None)
+        """Hosts of the next attempt; the job is changed where there are fewer of them than it
+        had."""
+        hosts = self.hosts.take(
+            self.job.nodes,
+            lambda nodes: self.job.retries.shrink and self._shrunk(nodes) is not None,
+        )
         if len(hosts) < self.job.nodes and (job := self._shrunk(len(hosts))) is not None:
-            told = f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size} ranks"
+            told = (
+                f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size}"
+                " ranks"
+            )
             self.show(lambda: self.watch.notice(told))
             written, self.job = changed_job(self.run.job, [f"nodes={len(hosts)}"])
             write_changed_job(self.run.job, written)
@@ -287,17 +368,23 @@ class Supervisor:
             _, job = changed_job(self.run.job, [f"nodes={nodes}"])
         except ConfigError:
             return None
-        return job if make_plan(job, rules=RULES[job.engine]).feasible and not self.engine.problems(job) else None
+        if make_plan(job, rules=RULES[job.engine]).feasible and not self.engine.problems(job):
+            return job
+        return None
 
     async def _until_lost_hosts_have_stopped(self, end: AttemptEnd) -> None:
-        """Ranks of a host that we lost end when its lease does, if it cannot tell that they have; two attempts must never write at the same time."""
+        """Ranks of a host that we lost end when its lease does, if it cannot tell that they
+        have; two attempts must never write at the same time."""
         if end.lost_at is None:
             return
         watch = self.job.cluster.watch
-        await self._wait(end.lost_at + watch.lease + watch.grace + OWN_STOP_SECONDS - time.monotonic())
+        await self._wait(
+            end.lost_at + watch.lease + watch.grace + OWN_STOP_SECONDS - time.monotonic()
+        )
 
     def show(self, view: Callable[[], None]) -> None:
-        """Call a view. One that fails (a closed terminal, a reader that has gone) is called no more; the run goes on."""
+        """Call a view. One that fails (a closed terminal, a reader that has gone) is called no
+        more; the run goes on."""
         if not self.viewing:
             return
         try:
@@ -311,14 +398,29 @@ class Supervisor:
         while True:
             await asyncio.sleep(SIGN_SECONDS)
             with contextlib.suppress(OSError):  # a full disk is told by whoever writes what matters
-                await asyncio.to_thread(self._sign)  # a file system that stalls must not keep the loop from pinging
+                # a file system that stalls must not keep the loop from pinging
+                await asyncio.to_thread(self._sign)
 
     def _sign(self) -> None:
         """Say where we are and that we live."""
         with self.pen:
-            who, number = identity(), self.attempt.folder.number if self.attempt else max((a.number for a in self.run.attempts()), default=0)
-            rest = {"attempt": number, "address": self.door.address, "port": self.door.port, "ended": self.ended}
-            write_json(self.run.supervisor, document("supervisor/1", identity=who.as_dict(), host=who.host, time=time.time(), **rest))
+            who = identity()
+            if self.attempt:
+                number = self.attempt.folder.number
+            else:
+                number = max((a.number for a in self.run.attempts()), default=0)
+            rest = {
+                "attempt": number,
+                "address": self.door.address,
+                "port": self.door.port,
+                "ended": self.ended,
+            }
+            write_json(
+                self.run.supervisor,
+                document(
+                    "supervisor/1", identity=who.as_dict(), host=who.host, time=time.time(), **rest
+                ),
+            )
 
     def _stranger(self, peer: str, why: str) -> None:
         if self.attempt is not None:
@@ -340,19 +442,33 @@ class Supervisor:
 
 @contextlib.contextmanager
 def locked_run(run: RunFolder) -> Iterator[None]:
-    """Hold the run's lock: one supervisor a run. Raises TrainkitError (exit 17) where another holds it."""
+    """Hold the run's lock: one supervisor a run. Raises TrainkitError (exit 17) where another
+    holds it."""
     try:
         with locked(run.path / "lock", {"run": run.id}, wait=False):
             yield
     except Busy as busy:
         raise TrainkitError(
-            f"run {run.id} is running already (pid {busy.holder.get('pid', '?')})", exit=Exit.HOSTS_BUSY, hint=f"invoke status {run.id}"
+            f"run {run.id} is running already (pid {busy.holder.get('pid', '?')})",
+            exit=Exit.HOSTS_BUSY,
+            hint=f"invoke status {run.id}",
         ) from None
 
 
 def supervise(
-    run: RunFolder, secrets: Mapping[str, str], watch: Watch, *, share: bool, launcher: Launcher | None = None, engine: Engine | None = None
+    run: RunFolder,
+    secrets: Mapping[str, str],
+    watch: Watch,
+    *,
+    share: bool,
+    launcher: Launcher | None = None,
+    engine: Engine | None = None,
 ) -> Outcome:
-    """Supervise a run to its end in this process's main thread; arguments as of Supervisor. The caller holds the run's lock."""
+    """Supervise a run to its end in this process's main thread; arguments as of Supervisor. The
+    caller holds the run's lock."""
     with Asks().listening() as asks:
-        return asyncio.run(Supervisor(run, secrets, asks, watch, share=share, launcher=launcher, engine=engine).supervise())
+        return asyncio.run(
+            Supervisor(
+                run, secrets, asks, watch, share=share, launcher=launcher, engine=engine
+            ).supervise()
+        )

@@ -1,7 +1,8 @@
 """The tensors of a checkpoint on disk: a storage of our own for torch.distributed.checkpoint (DCP).
 
-DCP plans who writes and who reads which part of which tensor; these classes hold the bytes: one data file a rank, hashed and
-fsynced by its writer, and metadata that is JSON. DCP's own storage pickles its metadata; nothing here is ever unpickled.
+DCP plans who writes and who reads which part of which tensor; these classes hold the bytes: one
+data file a rank, hashed and fsynced by its writer, and metadata that is JSON. DCP's own storage
+pickles its metadata; nothing here is ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,8 +20,23 @@ from typing import Any, cast
 import torch
 import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -37,7 +53,8 @@ def create(path: Path) -> FileIO:
 
 
 def write_whole(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all of it: one call may take less than it was given (2 GiB on Linux, less where the disk fills up). Raises OSError as the disk does."""
+    """Write all of it: one call may take less than it was given (2 GiB on Linux, less where the
+    disk fills up). Raises OSError as the disk does."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) or 0 :]
@@ -57,7 +74,11 @@ class TensorSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        self.plan = SavePlan([item for item in plan.items if 0 not in _box(item).sizes], plan.storage_data, plan.planner_data)
+        self.plan = SavePlan(
+            [item for item in plan.items if 0 not in _box(item).sizes],
+            plan.storage_data,
+            plan.planner_data,
+        )
         return self.plan
 
 
@@ -82,16 +103,22 @@ def _file_bytes(plan: SavePlan) -> int:
     end = 0
     for item in plan.items:
         assert item.tensor_data is not None, item.index  # the planner lets nothing else pass
-        end += -end % ALIGNMENT + math.prod(_box(item).sizes) * item.tensor_data.properties.dtype.itemsize
+        end += (
+            -end % ALIGNMENT
+            + math.prod(_box(item).sizes) * item.tensor_data.properties.dtype.itemsize
+        )
     return end
 
 
 class Stream:
-    """A new file that is hashed beside its writing, piece by piece; `moved` is called after each. The disk begins with a piece while the next one is copied:
-    left to `fsync`, it would stand idle until then."""
+    """A new file that is hashed beside its writing, piece by piece; `moved` is called after
+    each. The disk begins with a piece while the next one is copied: left to `fsync`, it would
+    stand idle until then."""
 
     def __init__(self, file: FileIO, beside: ThreadPoolExecutor, moved: Callable[[], None]) -> None:
-        self.file, self.beside, self.moved = file, beside, moved
+        self.file = file
+        self.beside = beside
+        self.moved = moved
         self.end = self._begun = 0  # bytes written, bytes that the disk was told to take
         self._digest = xxhash.xxh3_128()
 
@@ -99,33 +126,53 @@ class Stream:
         """Raises OSError as the disk does."""
         for start in range(0, len(data), PIECE):
             piece = data[start : start + PIECE]
-            hashed = self.beside.submit(self._digest.update, piece)  # at 10 GB/s it would still be a tenth of the time of a fast disk
+            # at 10 GB/s it would still be a tenth of the time of a fast disk
+            hashed = self.beside.submit(self._digest.update, piece)
             write_whole(self.file, piece)
             hashed.result()
             self.end += len(piece)
             if self.end - self._begun >= PIECE:
-                with contextlib.suppress(OSError):  # a hint: what goes wrong with these pages is fsync's to say
-                    os.posix_fadvise(self.file.fileno(), self._begun, self.end - self._begun, os.POSIX_FADV_DONTNEED)
+                # a hint: what goes wrong with these pages is fsync's to say
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(
+                        self.file.fileno(),
+                        self._begun,
+                        self.end - self._begun,
+                        os.POSIX_FADV_DONTNEED,
+                    )
                 self._begun = self.end
             self.moved()
 
     def finish(self) -> str:
-        """Make it durable; returns the xxh128 of all that was written. Raises OSError as the disk does, and where it has another size."""
+        """Make it durable; returns the xxh128 of all that was written. Raises OSError as the
+        disk does, and where it has another size."""
         os.fsync(self.file.fileno())
         if (there := os.fstat(self.file.fileno()).st_size) != self.end:
-            raise OSError(errno.EIO, f"the file system has {there} of {self.end} bytes", str(self.file.name))
+            raise OSError(
+                errno.EIO, f"the file system has {there} of {self.end} bytes", str(self.file.name)
+            )
         return self._digest.hexdigest()
 
 
 class Writer(StorageWriter):
     """Writes this rank's parts into `folder`/rank-NNNNN.bin, calling `moved` again and again.
 
-    `room` is told on rank 0, before anything is written, how many bytes all ranks will write together; an OSError of its is raised on all of them.
-    After a save, `files` and `tensors` hold the manifest's tables on rank 0.
+    `room` is told on rank 0, before anything is written, how many bytes all ranks will write
+    together; an OSError of its is raised on all of them. After a save, `files` and `tensors`
+    hold the manifest's tables on rank 0.
     """
 
-    def __init__(self, folder: Path, rank: int, moved: Callable[[], None] = lambda: None, room: Callable[[int], None] = lambda needed: None) -> None:
-        self.folder, self.name, self.moved, self.room = folder, f"rank-{rank:05d}.bin", moved, room
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        moved: Callable[[], None] = lambda: None,
+        room: Callable[[int], None] = lambda needed: None,
+    ) -> None:
+        self.folder = folder
+        self.name = f"rank-{rank:05d}.bin"
+        self.moved = moved
+        self.room = room
         self.files: list[DataFile] = []
         self.tensors: dict[str, TensorEntry] = {}
 
@@ -137,7 +184,8 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """What many ranks hold is in one plan only by now: what replicas there are does not count."""
+        """What many ranks hold is in one plan only by now: what replicas there are does not
+        count."""
         self.room(sum(_file_bytes(plan) for plan in plans))
         return plans
 
@@ -155,9 +203,21 @@ class Writer(StorageWriter):
             for item in plan.items:
                 part = cast(torch.Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
                 stream.write(memoryview(bytes(-stream.end % ALIGNMENT)))
-                box, start = _box(item), stream.end
+                box = _box(item)
+                start = stream.end
                 stream.write(part.flatten().view(torch.uint8).numpy().data)
-                parts.append((item.index, Chunk(offsets=tuple(box.offsets), sizes=tuple(box.sizes), file=self.name, start=start, bytes=part.nbytes)))
+                parts.append(
+                    (
+                        item.index,
+                        Chunk(
+                            offsets=tuple(box.offsets),
+                            sizes=tuple(box.sizes),
+                            file=self.name,
+                            start=start,
+                            bytes=part.nbytes,
+                        ),
+                    )
+                )
             written = DataFile(path=self.name, bytes=stream.end, xxh128=stream.finish())
         return _done([WriteResult(index, chunk.bytes, (chunk, written)) for index, chunk in parts])
 
@@ -171,27 +231,45 @@ class Writer(StorageWriter):
             files[written.path] = written
         self.files = sorted(files.values(), key=lambda f: f.path)
         for name, entry in sorted(metadata.state_dict_metadata.items()):
-            assert isinstance(entry, TensorStorageMetadata), name  # the planner lets nothing else pass
-            self.tensors[name] = TensorEntry(shape=tuple(entry.size), dtype=DTYPE_NAMES[entry.properties.dtype], chunks=tuple(chunks[name]))
+            # the planner lets nothing else pass
+            assert isinstance(entry, TensorStorageMetadata), name
+            self.tensors[name] = TensorEntry(
+                shape=tuple(entry.size),
+                dtype=DTYPE_NAMES[entry.properties.dtype],
+                chunks=tuple(chunks[name]),
+            )
 
 
 class Reader(StorageReader):
-    """Reads parts of the tensors of a checked manifest from `folder`: only the rows that are needed."""
+    """Reads parts of the tensors of a checked manifest from `folder`: only the rows that are
+    needed."""
 
     def __init__(self, folder: Path, tensors: dict[str, TensorEntry]) -> None:
-        self.folder, self.tensors = folder, tensors
+        self.folder = folder
+        self.tensors = tensors
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         def entry(tensor: TensorEntry) -> TensorStorageMetadata:
-            boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
-            return TensorStorageMetadata(TensorProperties(dtype=DTYPES[tensor.dtype]), torch.Size(tensor.shape), boxes)
+            boxes = [
+                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+                for c in tensor.chunks
+            ]
+            return TensorStorageMetadata(
+                TensorProperties(dtype=DTYPES[tensor.dtype]), torch.Size(tensor.shape), boxes
+            )
 
         return Metadata({name: entry(tensor) for name, tensor in self.tensors.items()})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.chunks = {MetadataIndex(name, c.offsets): c for name, tensor in self.tensors.items() for c in tensor.chunks}
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        self.chunks = {
+            MetadataIndex(name, c.offsets): c
+            for name, tensor in self.tensors.items()
+            for c in tensor.chunks
+        }
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -204,31 +282,61 @@ class Reader(StorageReader):
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy every planned overlap into the tensor that asked for it. Raises OSError as the disk does (a mapped file would kill the process)."""
+        """Copy every planned overlap into the tensor that asked for it. Raises OSError as the
+        disk does (a mapped file would kill the process)."""
         with contextlib.ExitStack() as stack:
             opened: dict[str, FileIO] = {}
             for item in plan.items:
                 if item.type != LoadItemType.TENSOR:
-                    raise TypeError(f"{item.dest_index.fqn} is no tensor; a checkpoint holds only tensors")
-                chunk, dtype = self.chunks[item.storage_index], DTYPES[self.tensors[item.storage_index.fqn].dtype]
+                    raise TypeError(
+                        f"{item.dest_index.fqn} is no tensor; a checkpoint holds only tensors"
+                    )
+                chunk = self.chunks[item.storage_index]
+                dtype = DTYPES[self.tensors[item.storage_index.fqn].dtype]
                 if chunk.file not in opened:
-                    opened[chunk.file] = stack.enter_context(open(self.folder / chunk.file, "rb", buffering=0))
+                    opened[chunk.file] = stack.enter_context(
+                        open(self.folder / chunk.file, "rb", buffering=0)
+                    )
                 target = planner.resolve_tensor(item).detach()
-                _read_box(opened[chunk.file], chunk, dtype, tuple(item.storage_offsets), tuple(item.lengths), target)
+                _read_box(
+                    opened[chunk.file],
+                    chunk,
+                    dtype,
+                    tuple(item.storage_offsets),
+                    tuple(item.lengths),
+                    target,
+                )
                 planner.commit_tensor(item, target)
         return _done(None)
 
 
-def _read_box(file: FileIO, chunk: Chunk, dtype: torch.dtype, offsets: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor) -> None:
-    """Read a box of a chunk into `target`: rows that lie one after another straight into its memory, of others some whole rows at a time."""
-    offsets, lengths, sizes = offsets or (0,), lengths or (1,), chunk.sizes or (1,)
+def _read_box(
+    file: FileIO,
+    chunk: Chunk,
+    dtype: torch.dtype,
+    offsets: tuple[int, ...],
+    lengths: tuple[int, ...],
+    target: torch.Tensor,
+) -> None:
+    """Read a box of a chunk into `target`: rows that lie one after another straight into its
+    memory, of others some whole rows at a time."""
+    offsets = offsets or (0,)
+    lengths = lengths or (1,)
+    sizes = chunk.sizes or (1,)
     row_bytes = math.prod(sizes[1:]) * dtype.itemsize
     start = chunk.start + row_bytes * offsets[0]
-    if lengths[1:] == sizes[1:] and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+    if (
+        lengths[1:] == sizes[1:]
+        and target.device.type == "cpu"
+        and target.dtype == dtype
+        and target.is_contiguous()
+    ):
         read_whole(file, target, start)
         return
-    step, columns = max(1, PIECE // row_bytes), [slice(at, at + n) for at, n in zip(offsets[1:], lengths[1:], strict=True)]
-    room, target = torch.empty((min(step, lengths[0]), *sizes[1:]), dtype=dtype), target.view(lengths)
+    step = max(1, PIECE // row_bytes)
+    columns = [slice(at, at + n) for at, n in zip(offsets[1:], lengths[1:], strict=True)]
+    room = torch.empty((min(step, lengths[0]), *sizes[1:]), dtype=dtype)
+    target = target.view(lengths)
     for first in range(0, lengths[0], step):
         rows = room[: lengths[0] - first]
         read_whole(file, rows, start + row_bytes * first)
@@ -236,10 +344,12 @@ def _read_box(file: FileIO, chunk: Chunk, dtype: torch.dtype, offsets: tuple[int
 
 
 def read_whole(file: FileIO, target: torch.Tensor, start: int) -> None:
-    """Fill a contiguous tensor of the CPU with what lies at byte `start`. Raises OSError as the disk does, and where the file ends before."""
+    """Fill a contiguous tensor of the CPU with what lies at byte `start`. Raises OSError as the
+    disk does, and where the file ends before."""
     rest = target.view(-1).view(torch.uint8).numpy().data
     while rest:
         done = os.preadv(file.fileno(), [rest], start)
         if done == 0:
             raise OSError(errno.EIO, f"the file ends {len(rest)} bytes too early", str(file.name))
-        rest, start = rest[done:], start + done
+        rest = rest[done:]
+        start = start + done

@@ -1,4 +1,5 @@
-"""Copies of tensors in host memory that is used again: what a checkpoint is written from while training goes on."""
+"""Copies of tensors in host memory that is used again: what a checkpoint is written from while
+training goes on."""
 
 from __future__ import annotations
 
@@ -14,14 +15,18 @@ from trainkit.train.torch_compat import like, local_part
 
 def parts_of(tensor: Tensor) -> dict[Offsets, Tensor]:
     """What this rank holds of a tensor that a checkpoint is written from."""
-    return tensor.parts if isinstance(tensor, Shards) else {(): local_part(tensor)}
+    if isinstance(tensor, Shards):
+        return tensor.parts
+    return {(): local_part(tensor)}
 
 
 class Staging:
-    """Room for one checkpoint's tensors; page-locked where they come from a CUDA device, so that the copy does not keep the host waiting.
+    """Room for one checkpoint's tensors; page-locked where they come from a CUDA device, so that
+    the copy does not keep the host waiting.
 
-    It is made at the first copy and kept: the system would clear every page of new memory again. Nor does training wait for a copy from host memory: it goes
-    on beside the next step's forward and backward, which only read the weights; `taken` is for the moment before they change.
+    It is made at the first copy and kept: the system would clear every page of new memory again.
+    Nor does training wait for a copy from host memory: it goes on beside the next step's forward
+    and backward, which only read the weights; `taken` is for the moment before they change.
     """
 
     def __init__(self) -> None:
@@ -36,15 +41,21 @@ class Staging:
         return sum(room.nbytes for room in self._room.values())
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors in host memory: there after `wait`, as the originals are now, which must not change before `taken` has returned. The copies of the
-        time before must no longer be in use."""
+        """The same tensors in host memory: there after `wait`, as the originals are now, which
+        must not change before `taken` has returned. The copies of the time before must no longer
+        be in use."""
         copies: dict[str, Tensor] = {}
         moves: list[tuple[Tensor, Tensor]] = []
         for name, tensor in tensors.items():
-            parts = {at: (self._room_for(name, at, part), part) for at, part in parts_of(tensor).items()}
+            parts = {
+                at: (self._room_for(name, at, part), part) for at, part in parts_of(tensor).items()
+            }
             moves += parts.values()
             rooms = {at: room for at, (room, _) in parts.items()}
-            copies[name] = Shards(rooms, tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Shards) else like(tensor, rooms[()])
+            if isinstance(tensor, Shards):
+                copies[name] = Shards(rooms, tuple(tensor.shape), tensor.dtype)
+            else:
+                copies[name] = like(tensor, rooms[()])
         if any(part.is_cuda for _, part in moves):
             _copy(moves)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -59,7 +70,8 @@ class Staging:
         return self._copying is not None and not self._copying.done()
 
     def taken(self) -> None:
-        """Wait until the originals may change. On CUDA that is at once: what the device is told later, it does later."""
+        """Wait until the originals may change. On CUDA that is at once: what the device is told
+        later, it does later."""
         if self._copying is not None:
             self._copying.result()
 
@@ -72,7 +84,9 @@ class Staging:
     def _room_for(self, name: str, at: Offsets, part: Tensor) -> Tensor:
         room = self._room.get((name, at))
         if room is None or room.shape != part.shape:
-            room = self._room[name, at] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            room = self._room[name, at] = torch.empty(
+                part.shape, dtype=part.dtype, pin_memory=part.is_cuda
+            )
         return room
 
 

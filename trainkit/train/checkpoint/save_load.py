@@ -1,4 +1,5 @@
-"""The tensors of checkpoints: written and published by all ranks together, read in any layout. What a checkpoint is, is said in runs/checkpoints.py."""
+"""The tensors of checkpoints: written and published by all ranks together, read in any layout.
+What a checkpoint is, is said in runs/checkpoints.py."""
 
 from __future__ import annotations
 
@@ -50,16 +51,30 @@ from trainkit.runs.checkpoints import (
     wrong_hashes,
 )
 from trainkit.runs.checkpoints import note_evaluation as write_evaluation
-from trainkit.train.checkpoint.dcp_storage import DTYPE_NAMES, Reader, TensorLoadPlanner, TensorSavePlanner, Writer
+from trainkit.train.checkpoint.dcp_storage import (
+    DTYPE_NAMES,
+    Reader,
+    TensorLoadPlanner,
+    TensorSavePlanner,
+    Writer,
+)
 
 LOCK = "writer.lock"  # held by rank 0 while it publishes
 
 
 class NotSaved(TrainkitError):
-    """The disk did not take a checkpoint (exit 10); the older ones are as they were. Raised on all ranks."""
+    """The disk did not take a checkpoint (exit 10); the older ones are as they were. Raised on
+    all ranks."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, exit=Exit.RANK_INFRA, hint="make room or mend the file system; `resume` goes on from the newest checkpoint there is")
+        super().__init__(
+            message,
+            exit=Exit.RANK_INFRA,
+            hint=(
+                "make room or mend the file system; `resume` goes on from the newest checkpoint"
+                " there is"
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +90,8 @@ class About:
 
 
 def on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], str | None], what: str) -> str:
-    """Do it on rank 0 and return on all ranks what it returned. What goes wrong is raised on all: NotSaved for what the disk did, else a TrainkitError."""
+    """Do it on rank 0 and return on all ranks what it returned. What goes wrong is raised on
+    all: NotSaved for what the disk did, else a TrainkitError."""
     told: list[tuple[str, int | None, str]] = [("", 0, "")]
     if dist.get_rank() == 0:
         try:
@@ -83,7 +99,13 @@ def on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], str | None], wha
         except (OSError, Busy) as error:
             told = [(f"{what}: {error}", None, "")]
         except TrainkitError as error:
-            told = [(error.message, None if isinstance(error, NotSaved) else int(error.exit), error.hint)]
+            told = [
+                (
+                    error.message,
+                    None if isinstance(error, NotSaved) else int(error.exit),
+                    error.hint,
+                )
+            ]
     dist.broadcast_object_list(told, src=0, group=group)
     words, code, hint = told[0]
     if code == 0:
@@ -92,9 +114,11 @@ def on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], str | None], wha
 
 
 def refuse_without_locks(checkpoints: Path) -> None:
-    """Called by all ranks together, before the first step: it ends a run whose checkpoints could not be published, before it costs anything.
+    """Called by all ranks together, before the first step: it ends a run whose checkpoints could
+    not be published, before it costs anything.
 
-    Raises TrainkitError on all ranks: exit 3 where the file system has no locks; NotSaved where nothing can be written.
+    Raises TrainkitError on all ranks: exit 3 where the file system has no locks; NotSaved where
+    nothing can be written.
     """
 
     def take() -> None:
@@ -118,7 +142,12 @@ def _clean(checkpoints: Path, mine: Path) -> None:
         try:
             remove(stale)
         except OSError as error:  # it costs room and nothing else
-            print(f"WARNING: {stale} is left of a save that failed, and could not be deleted: {error}", file=sys.stderr, flush=True)
+            print(
+                f"WARNING: {stale} is left of a save that failed, and could not be deleted:"
+                f" {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _refuse_without_room(checkpoints: Path, make_room: Callable[[], None], needed: int) -> None:
@@ -132,38 +161,66 @@ def _refuse_without_room(checkpoints: Path, make_room: Callable[[], None], neede
         make_room()
         free = free_bytes()
     if free < needed:
-        raise OSError(f"it needs {needed / 1e9:.3f} GB, and {checkpoints} has {free / 1e9:.3f} GB free")
+        raise OSError(
+            f"it needs {needed / 1e9:.3f} GB, and {checkpoints} has {free / 1e9:.3f} GB free"
+        )
 
 
 def _refuse_unreadable(temporary: Path, target: Path, manifest: Manifest) -> None:
-    """Look at what is about to be published as those who read it will: what they would refuse is never a checkpoint.
+    """Look at what is about to be published as those who read it will: what they would refuse is
+    never a checkpoint.
 
-    Raises NotSaved where a file is not what was written, and OSError as the disk does; TrainkitError (exit 2) where what was written is wrong itself.
+    Raises NotSaved where a file is not what was written, and OSError as the disk does;
+    TrainkitError (exit 2) where what was written is wrong itself.
     """
-    changed, content = list(file_problems(temporary, manifest)), b""
+    changed = list(file_problems(temporary, manifest))
+    content = b""
     with contextlib.suppress(Damaged):
         content = read_manifest(temporary)
     if changed or not sealed(content):  # one that took us for dead deleted it
         changed = changed or [f"{MANIFEST} reads otherwise"]
-        raise NotSaved(f"the files of checkpoint {target} have changed since they were written: {'; '.join(changed[:3])}")
+        raise NotSaved(
+            f"the files of checkpoint {target} have changed since they were written:"
+            f" {'; '.join(changed[:3])}"
+        )
     try:
         checked(temporary, content, target.name)
     except (Damaged, Newer) as error:
-        words = f"checkpoint {target} was not published, for no resume would take it: {'; '.join(error.problem_list[:3])}"
-        hint = "this is a mistake in trainkit, please report it; `resume` goes on from the newest checkpoint there is"
+        words = (
+            f"checkpoint {target} was not published, for no resume would take it:"
+            f" {'; '.join(error.problem_list[:3])}"
+        )
+        hint = (
+            "this is a mistake in trainkit, please report it; `resume` goes on from the newest"
+            " checkpoint there is"
+        )
         raise TrainkitError(words, exit=Exit.BUG, hint=hint) from None
 
 
-def _publish(temporary: Path, target: Path, manifest: Manifest, passed: Collection[int] = ()) -> None:
-    """Make a folder of whole files a checkpoint. What resume has passed over, of one of the steps `passed`, makes way."""
+def _publish(
+    temporary: Path, target: Path, manifest: Manifest, passed: Collection[int] = ()
+) -> None:
+    """Make a folder of whole files a checkpoint. What resume has passed over, of one of the
+    steps `passed`, makes way."""
     manifest.write(temporary)
     _refuse_unreadable(temporary, target, manifest)
     if os.path.lexists(target):
         if manifest.step not in passed and not verify(target):
-            words = f"{target} was written by another process while this one trained: two of them train one run"
-            raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; what the other has written is whole")
+            words = (
+                f"{target} was written by another process while this one trained: two of them train"
+                " one run"
+            )
+            raise TrainkitError(
+                words,
+                exit=Exit.HOSTS_BUSY,
+                hint="end one of them; what the other has written is whole",
+            )
         aside = set_aside(target)
-        print(f"WARNING: {target} was passed over; it is now {aside.name}", file=sys.stderr, flush=True)
+        print(
+            f"WARNING: {target} was passed over; it is now {aside.name}",
+            file=sys.stderr,
+            flush=True,
+        )
     publish_folder(temporary, target)
 
 
@@ -178,26 +235,28 @@ def save(
     passed: Collection[int] = (),
     **about: Any,
 ) -> Checkpoint:
-    """Write and publish a checkpoint; called by all ranks together. Every rank writes, hashes and fsyncs its file in step-N.TOKEN.tmp, a name that only
-    this save has; rank 0 writes the manifest, renames and fsyncs the parent.
+    """Write and publish a checkpoint; called by all ranks together. Every rank writes, hashes
+    and fsyncs its file in step-N.TOKEN.tmp, a name that only this save has; rank 0 writes the
+    manifest, renames and fsyncs the parent.
 
     Args:
-        checkpoints: the run's folder of them.
-        tensors: by name; each rank gives what it holds.
-        group: over all ranks, on the CPU; by default the default one.
-        before: done by rank 0 first; its OSError counts as the disk's.
-        moved: called after every part that this rank has written.
-        deleting: waits for a deletion under way. With it what is unfinished there is deleted only where there is no room, for time is short.
-        passed: steps whose checkpoint may be replaced: it was passed over.
-        about: the fields of About.
+        checkpoints: the run's folder of them. tensors: by name; each rank gives what it holds.
+        group: over all ranks, on the CPU; by default the default one. before: done by rank 0
+        first; its OSError counts as the disk's. moved: called after every part that this rank
+        has written. deleting: waits for a deletion under way. With it what is unfinished there
+        is deleted only where there is no room, for time is short. passed: steps whose checkpoint
+        may be replaced: it was passed over. about: the fields of About.
 
-    Returns the checkpoint (its manifest's tables of files and tensors are empty on other ranks than 0).
+    Returns the checkpoint (its manifest's tables of files and tensors are empty on other ranks
+    than 0).
 
     Raises:
-        NotSaved: on all ranks when one could not write; older checkpoints are as they were and nothing is left of this one.
-        TrainkitError: exit 17, another process writes this run's checkpoints. Exit 3: the file system has no locks.
+        NotSaved: on all ranks when one could not write; older checkpoints are as they were and
+        nothing is left of this one. TrainkitError: exit 17, another process writes this run's
+        checkpoints. Exit 3: the file system has no locks.
     """
-    facts, rank = About(**about), dist.get_rank()
+    facts = About(**about)
+    rank = dist.get_rank()
     target = folder_of(checkpoints, facts.step)
     with contextlib.ExitStack() as held:  # by rank 0
 
@@ -205,7 +264,8 @@ def save(
             before()
             temporary = unfinished(target)
             held.enter_context(alone(checkpoints))
-            held.callback(shutil.rmtree, temporary, ignore_errors=True)  # once published it has another name
+            # once published it has another name
+            held.callback(shutil.rmtree, temporary, ignore_errors=True)
             _prepare(checkpoints, temporary)
             if deleting is None:
                 _clean(checkpoints, temporary)
@@ -217,18 +277,34 @@ def save(
                 _clean(checkpoints, temporary)
 
         temporary = target.with_name(on_rank_0(group, begin, f"cannot begin checkpoint {target}"))
-        writer = Writer(temporary, rank, moved, room=partial(_refuse_without_room, checkpoints, make_room))
+        writer = Writer(
+            temporary, rank, moved, room=partial(_refuse_without_room, checkpoints, make_room)
+        )
         _write(writer, tensors, group, target)
-        versions = {"trainkit": trainkit.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        manifest = Manifest(files=tuple(writer.files), tensors=writer.tensors, versions=versions, **facts.__dict__)
-        on_rank_0(group, lambda: _publish(temporary, target, manifest, passed), f"cannot publish checkpoint {target}")
+        versions = {
+            "trainkit": trainkit.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        manifest = Manifest(
+            files=tuple(writer.files), tensors=writer.tensors, versions=versions, **facts.__dict__
+        )
+        on_rank_0(
+            group,
+            lambda: _publish(temporary, target, manifest, passed),
+            f"cannot publish checkpoint {target}",
+        )
     return Checkpoint(target, manifest)
 
 
-def _write(writer: Writer, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, target: Path) -> None:
+def _write(
+    writer: Writer, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, target: Path
+) -> None:
     """All ranks' files. Raises NotSaved where a disk is to blame, else RuntimeError."""
     try:
-        write_tensors(dict(tensors), storage_writer=writer, planner=TensorSavePlanner(), process_group=group)
+        write_tensors(
+            dict(tensors), storage_writer=writer, planner=TensorSavePlanner(), process_group=group
+        )
     except CheckpointException as error:
         words, disk = _first_failure(error, f"could not write checkpoint {target}")
         raise (NotSaved if disk else RuntimeError)(words) from error
@@ -240,7 +316,8 @@ def alone(checkpoints: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) -> None:
-    """As that of runs/checkpoints.py, under the lock; this process alone. Raises TrainkitError and OSError."""
+    """As that of runs/checkpoints.py, under the lock; this process alone. Raises TrainkitError
+    and OSError."""
     try:
         with alone(checkpoints):
             write_evaluation(checkpoints, step, validation)
@@ -251,15 +328,22 @@ def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) 
 def _first_failure(error: CheckpointException, what: str) -> tuple[str, bool]:
     """(which rank met what, whether disks are to blame for all of it)."""
     rank, (reason, _) = next(iter(error.failures.items()))
-    return f"rank {rank} {what}: {type(reason).__name__}: {reason}", all(isinstance(why, OSError) for why, _ in error.failures.values())
+    return f"rank {rank} {what}: {type(reason).__name__}: {reason}", all(
+        isinstance(why, OSError) for why, _ in error.failures.values()
+    )
 
 
-def newest_valid_together(checkpoints: Path, how: Verify, tell: Callable[[str], None], passed: set[int] | None = None) -> Checkpoint | None:
-    """What `newest_valid` finds, by all ranks together, which have one view of it: rank 0 reads the manifest and looks at the sizes, all others load by what
-    it has read. Of the files that `how` asks for each rank hashes its share.
+def newest_valid_together(
+    checkpoints: Path, how: Verify, tell: Callable[[str], None], passed: set[int] | None = None
+) -> Checkpoint | None:
+    """What `newest_valid` finds, by all ranks together, which have one view of it: rank 0 reads
+    the manifest and looks at the sizes, all others load by what it has read. Of the files that
+    `how` asks for each rank hashes its share.
 
-    `tell` is told on rank 0 of what was passed over, and `passed` gets its steps. Where another one was found, what was read and is wrong is set aside: it may
-    look whole to whoever does not read it, and must not push out what is. Raises TrainkitError on all ranks as `newest_valid` does.
+    `tell` is told on rank 0 of what was passed over, and `passed` gets its steps. Where another
+    one was found, what was read and is wrong is set aside: it may look whole to whoever does not
+    read it, and must not push out what is. Raises TrainkitError on all ranks as `newest_valid`
+    does.
     """
     there: list[list[Path]] = [finished(checkpoints) if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(there, src=0)
@@ -274,7 +358,11 @@ def newest_valid_together(checkpoints: Path, how: Verify, tell: Callable[[str], 
                 wrong.append((folder, seen))
             raise
 
-    on_damage = (lambda words: tell(f"passed over: {words}")) if dist.get_rank() == 0 else lambda words: None
+    on_damage = (
+        (lambda words: tell(f"passed over: {words}"))
+        if dist.get_rank() == 0
+        else lambda words: None
+    )
     found = newest_valid(checkpoints, on_damage, opened, there[0])
     if found and passed is not None:
         passed.update(step for step in map(step_of, there[0]) if step > found.manifest.step)
@@ -292,12 +380,19 @@ def _identity(folder: Path) -> tuple[int, int]:
     return seen.st_ino, seen.st_mtime_ns
 
 
-def _set_aside(checkpoints: Path, wrong: list[tuple[Path, tuple[int, int]]], tell: Callable[[str], None]) -> None:
-    """Rename what was found damaged, but for what a person put there, and what another writer has put in its place since."""
+def _set_aside(
+    checkpoints: Path, wrong: list[tuple[Path, tuple[int, int]]], tell: Callable[[str], None]
+) -> None:
+    """Rename what was found damaged, but for what a person put there, and what another writer
+    has put in its place since."""
     try:
         with alone(checkpoints):
             for folder, seen in wrong:
-                if not folder.is_symlink() and not os.path.lexists(folder / PINNED) and _identity(folder) == seen:
+                if (
+                    not folder.is_symlink()
+                    and not os.path.lexists(folder / PINNED)
+                    and _identity(folder) == seen
+                ):
                     tell(f"{folder} is now {set_aside(folder).name}")
     except (OSError, Busy, TrainkitError) as error:
         tell(f"{', '.join(str(folder) for folder, _ in wrong)} stay under their names: {error}")
@@ -305,7 +400,8 @@ def _set_aside(checkpoints: Path, wrong: list[tuple[Path, tuple[int, int]]], tel
 
 def _open_together(folder: Path, how: Verify) -> Checkpoint:
     """Raises Damaged, and Newer, on all ranks, with what any of them found."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     read: list[tuple[bytes, type[Damaged | Newer], list[str]]] = [(b"", Damaged, [])]
     if rank == 0:
         try:
@@ -320,12 +416,21 @@ def _open_together(folder: Path, how: Verify) -> Checkpoint:
     found: list[tuple[list[str], list[str]]] = [([], [])] * size
     wrong, unread = wrong_hashes(folder, files_to_hash(manifest, how)[rank::size])
     dist.all_gather_object(found, (wrong, [f"rank {rank}: {words}" for words in unread]))
-    refuse_damaged(folder, [words for of_rank, _ in found for words in of_rank], [words for _, of_rank in found for words in of_rank])
+    refuse_damaged(
+        folder,
+        [words for of_rank, _ in found for words in of_rank],
+        [words for _, of_rank in found for words in of_rank],
+    )
     return Checkpoint(folder, manifest)
 
 
-def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]] | None = None) -> None:
-    """Read tensors of any layout in place: with a process group by all ranks together, else in this process alone.
+def load(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Read tensors of any layout in place: with a process group by all ranks together, else in
+    this process alone.
 
     Args:
         checkpoint: what was chosen.
@@ -333,24 +438,51 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], expected: Mappin
         expected: shapes of all that the ranks hold together; by default those of `tensors`.
 
     Raises:
-        TrainkitError: exit 3, the checkpoint is of another model; every tensor that differs is named. Exit 10: a file cannot be read.
+        TrainkitError: exit 3, the checkpoint is of another model; every tensor that differs is
+        named. Exit 10: a file cannot be read.
     """
-    saved, whole = checkpoint.manifest.tensors, expected if expected is not None else {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    saved = checkpoint.manifest.tensors
+    if expected is not None:
+        whole = expected
+    else:
+        whole = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     problems = [f"{name} is not in it" for name in whole if name not in saved]
     for name in (name for name in whole if name in saved):
-        here = whole[name], DTYPE_NAMES[tensors[name].dtype] if name in tensors else saved[name].dtype
+        here = (
+            whole[name],
+            (DTYPE_NAMES[tensors[name].dtype] if name in tensors else saved[name].dtype),
+        )
         if (there := (saved[name].shape, saved[name].dtype)) != here:
-            problems.append(f"{name} is {list(there[0])} {there[1]} there, {list(here[0])} {here[1]} here")
-    problems += [f"{name} is not in the model" for name in saved if name.startswith("model.") and name not in whole]
+            problems.append(
+                f"{name} is {list(there[0])} {there[1]} there, {list(here[0])} {here[1]} here"
+            )
+    problems += [
+        f"{name} is not in the model"
+        for name in saved
+        if name.startswith("model.") and name not in whole
+    ]
     if problems:
-        raise TrainkitError(f"{checkpoint.folder} is a checkpoint of another model:\n  " + "\n  ".join(problems[:20]), exit=Exit.CONFIG)
+        raise TrainkitError(
+            f"{checkpoint.folder} is a checkpoint of another model:\n  "
+            + "\n  ".join(problems[:20]),
+            exit=Exit.CONFIG,
+        )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+        # one process is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            read_tensors(dict(tensors), storage_reader=Reader(checkpoint.folder, saved), planner=TensorLoadPlanner(), no_dist=not dist.is_initialized())
+            read_tensors(
+                dict(tensors),
+                storage_reader=Reader(checkpoint.folder, saved),
+                planner=TensorLoadPlanner(),
+                no_dist=not dist.is_initialized(),
+            )
         except CheckpointException as error:
             words, disk = _first_failure(error, f"could not read checkpoint {checkpoint.folder}")
             if not disk:
                 raise RuntimeError(words) from error
-            hint = "checkpoint.verify = 'full' finds such files before one is chosen, and passes over it"
+            hint = (
+                "checkpoint.verify = 'full' finds such files before one is chosen, and passes"
+                " over it"
+            )
             raise TrainkitError(words, exit=Exit.RANK_INFRA, hint=hint) from error

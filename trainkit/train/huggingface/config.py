@@ -1,7 +1,9 @@
-"""A model's shape as config.json says it: one table a family, written by `to_hf_config` and held against a job by `contradictions`.
+"""A model's shape as config.json says it: one table a family, written by `to_hf_config` and held
+against a job by `contradictions`.
 
-Keys and their defaults: transformers, models/{gpt2,gpt_neox,llama}/configuration_*.py. Rotary positions stand in keys of their own up to
-transformers 4 (rope_theta, rope_scaling; rotary_pct, rotary_emb_base) and in `rope_parameters` since 5, which reads the old ones too: both are
+Keys and their defaults: transformers, models/{gpt2,gpt_neox,llama}/configuration_*.py. Rotary
+positions stand in keys of their own up to transformers 4 (rope_theta, rope_scaling; rotary_pct,
+rotary_emb_base) and in `rope_parameters` since 5, which reads the old ones too: both are
 written, either is read. Imports no torch.
 """
 
@@ -17,12 +19,17 @@ from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.names import FAMILIES
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Names of one function: transformers, activations.py. gelu_new, gelu_fast and the like are the tanh form in other words.
-SAME_ACTIVATION = dict.fromkeys(("gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh"), "gelu_new") | {
+# Names of one function: transformers, activations.py. gelu_new, gelu_fast and the like are the tanh
+# form in other words.
+SAME_ACTIVATION = dict.fromkeys(
+    ("gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh"), "gelu_new"
+) | {
     "gelu_python": "gelu",
     "swish": "silu",
 }
-THETA, NEOX_PERCENT = 10000.0, 0.25  # transformers' and ours, where nothing is said
+# transformers' and ours, where nothing is said
+THETA = 10000.0
+NEOX_PERCENT = 0.25
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,9 @@ class Key:
 
 
 def _gelu(model: Model) -> str:
-    return {"tanh": "gelu_new", "exact": "gelu"}[model.gelu or ("tanh" if model.family == "gpt" else "exact")]
+    return {"tanh": "gelu_new", "exact": "gelu"}[
+        model.gelu or ("tanh" if model.family == "gpt" else "exact")
+    ]
 
 
 KEYS: dict[str, tuple[Key, ...]] = {
@@ -55,7 +64,12 @@ KEYS: dict[str, tuple[Key, ...]] = {
         Key("n_positions", lambda m: m.positions, 1024, "max_position_embeddings"),
         Key("activation_function", _gelu, "gelu_new", "gelu"),
         Key("layer_norm_epsilon", lambda m: m.layernorm_epsilon, 1e-5, "layernorm_epsilon"),
-        Key("tie_word_embeddings", lambda m: not m.untied, True, "untie_embeddings_and_output_weights"),
+        Key(
+            "tie_word_embeddings",
+            lambda m: not m.untied,
+            True,
+            "untie_embeddings_and_output_weights",
+        ),
         Key("scale_attn_weights", lambda _: True, True),
         Key("scale_attn_by_inverse_layer_idx", lambda _: False, False),
         Key("add_cross_attention", lambda _: False, False),
@@ -68,7 +82,12 @@ KEYS: dict[str, tuple[Key, ...]] = {
         Key("hidden_act", _gelu, "gelu", "gelu"),
         Key("layer_norm_eps", lambda m: m.layernorm_epsilon, 1e-5, "layernorm_epsilon"),
         Key("use_parallel_residual", lambda m: m.parallel_residual, True, "gpt_j_residual"),
-        Key("tie_word_embeddings", lambda m: not m.untied, False, "untie_embeddings_and_output_weights"),
+        Key(
+            "tie_word_embeddings",
+            lambda m: not m.untied,
+            False,
+            "untie_embeddings_and_output_weights",
+        ),
         Key("attention_bias", lambda _: True, True),
     ),
     "llama": (
@@ -80,12 +99,18 @@ KEYS: dict[str, tuple[Key, ...]] = {
         Key("intermediate_size", lambda m: m.ffn_width, 11008, "ffn_hidden_size"),
         Key("hidden_act", lambda _: "silu", "silu"),
         Key("rms_norm_eps", lambda m: m.layernorm_epsilon, 1e-6, "layernorm_epsilon"),
-        Key("tie_word_embeddings", lambda m: not m.untied, False, "untie_embeddings_and_output_weights"),
+        Key(
+            "tie_word_embeddings",
+            lambda m: not m.untied,
+            False,
+            "untie_embeddings_and_output_weights",
+        ),
         Key("attention_bias", lambda _: False, False),
         Key("mlp_bias", lambda _: False, False),
     ),
 }
-# What says nothing of the weights' arithmetic: of transformers' PretrainedConfig and of older versions of it, of its three classes, of generation and training.
+# What says nothing of the weights' arithmetic: of transformers' PretrainedConfig and of older
+# versions of it, of its three classes, of generation and training.
 _NEUTRAL = """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path
     _output_attentions add_prefix_space architectures attention_probs_dropout_prob auto_map
@@ -107,9 +132,17 @@ _NEUTRAL = """
     use_cache vocab_size
 """
 NEUTRAL = frozenset(_NEUTRAL.split())
-DROPOUT: dict[str, dict[str, Callable[[Model], float]]] = {  # written, never held against a job: it is a matter of training, not of the weights
-    "gpt": {"resid_pdrop": lambda m: m.hidden_dropout, "embd_pdrop": lambda m: m.hidden_dropout, "attn_pdrop": lambda m: m.attention_dropout},
-    "gpt-neox": {"hidden_dropout": lambda m: m.hidden_dropout, "attention_dropout": lambda m: m.attention_dropout},
+# written, never held against a job: it is a matter of training, not of the weights
+DROPOUT: dict[str, dict[str, Callable[[Model], float]]] = {
+    "gpt": {
+        "resid_pdrop": lambda m: m.hidden_dropout,
+        "embd_pdrop": lambda m: m.hidden_dropout,
+        "attn_pdrop": lambda m: m.attention_dropout,
+    },
+    "gpt-neox": {
+        "hidden_dropout": lambda m: m.hidden_dropout,
+        "attention_dropout": lambda m: m.attention_dropout,
+    },
     "llama": {"attention_dropout": lambda m: m.attention_dropout},
 }
 
@@ -147,12 +180,21 @@ def to_hf_config(model: Model, vocab_size: int, dtype: str, eod: int | None) -> 
 
 
 def _not_in_transformers(model: Model) -> Iterator[str]:
-    name, even = FAMILIES[model.family].architecture, model.hidden_size % model.num_attention_heads == 0
+    name = FAMILIES[model.family].architecture
+    even = model.hidden_size % model.num_attention_heads == 0
     if not even:
-        yield f"{name} takes no hidden_size {model.hidden_size} that does not divide by num_attention_heads {model.num_attention_heads}"
-    elif model.family != "llama" and model.head_size * model.num_attention_heads != model.hidden_size:
+        yield (
+            f"{name} takes no hidden_size {model.hidden_size} that does not divide by"
+            f" num_attention_heads {model.num_attention_heads}"
+        )
+    elif (
+        model.family != "llama" and model.head_size * model.num_attention_heads != model.hidden_size
+    ):
         usual = model.hidden_size // model.num_attention_heads
-        yield f"{name} has hidden_size / num_attention_heads = {usual} channels a head; kv_channels {model.head_size} cannot be said"
+        yield (
+            f"{name} has hidden_size / num_attention_heads = {usual} channels a head; kv_channels"
+            f" {model.head_size} cannot be said"
+        )
 
 
 def _rotary_keys(model: Model) -> dict[str, Any]:
@@ -166,57 +208,115 @@ def _rotary_keys(model: Model) -> dict[str, Any]:
         return {"rotary_pct": part, "rotary_emb_base": theta, "rope_parameters": new}
     scaling = model.rope_scaling
     if scaling is None:
-        return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-    own = {"rope_type": scaling.type, **scaling.model_dump(include=set(_scaling_keys(scaling.type)))}
-    return {"rope_theta": theta, "rope_scaling": own, "rope_parameters": {**own, "rope_theta": theta}}
+        return {
+            "rope_theta": theta,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        }
+    own = {
+        "rope_type": scaling.type,
+        **scaling.model_dump(include=set(_scaling_keys(scaling.type))),
+    }
+    return {
+        "rope_theta": theta,
+        "rope_scaling": own,
+        "rope_parameters": {**own, "rope_theta": theta},
+    }
 
 
 def _scaling_keys(kind: str) -> tuple[str, ...]:
     llama3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return ("factor", *llama3) if kind == "llama3" else ("factor",)
+    if kind == "llama3":
+        return ("factor", *llama3)
+    return ("factor",)
 
 
-def contradictions(config: Mapping[str, Any], model: Model, vocab_size: int | None) -> list[Problem]:
-    """Everything in which a config.json and a job's model differ, and everything the job could not say either.
+def contradictions(
+    config: Mapping[str, Any], model: Model, vocab_size: int | None
+) -> list[Problem]:
+    """Everything in which a config.json and a job's model differ, and everything the job could
+    not say either.
 
-    `vocab_size` None: not known yet. Dropout is the job's own; a text may be shorter than the rotary positions were made for, not longer.
+    `vocab_size` None: not known yet. Dropout is the job's own; a text may be shorter than the
+    rotary positions were made for, not longer.
     """
     family = FAMILIES[model.family]
     kind = config.get("model_type")
     if kind != family.model_type:
         named = next((name for name, other in FAMILIES.items() if other.model_type == kind), None)
-        hint = f"set {_place(model)}.family = '{named}'" if named else f"trainkit has {', '.join(f.model_type for f in FAMILIES.values())}"
-        return [Problem(f"it is a model of the type {kind!r}; family {model.family!r} is {family.model_type!r}", hint=hint)]
-    problems = [problem for key in KEYS[model.family] if (problem := _key_problem(config, key, model))]
+        if named:
+            hint = f"set {_place(model)}.family = '{named}'"
+        else:
+            hint = f"trainkit has {', '.join(f.model_type for f in FAMILIES.values())}"
+        return [
+            Problem(
+                f"it is a model of the type {kind!r}; family {model.family!r} is"
+                f" {family.model_type!r}",
+                hint=hint,
+            )
+        ]
+    problems = [
+        problem for key in KEYS[model.family] if (problem := _key_problem(config, key, model))
+    ]
     problems += _unknown(config, model)
     if config.get("quantization_config"):
-        problems.append(Problem("its weights are quantized (quantization_config)", hint="take the weights it was quantized from"))
+        problems.append(
+            Problem(
+                "its weights are quantized (quantization_config)",
+                hint="take the weights it was quantized from",
+            )
+        )
     if vocab_size is not None and (there := config.get("vocab_size")) != vocab_size:
-        # Rows are neither dropped nor made up: which ids mean what is not to be guessed, and published embeddings are often padded.
-        way = "; ids beyond the tokenizer's then never occur" if isinstance(there, int) and there > vocab_size else ""
-        problems.append(Problem(f"vocab_size is {there} there, {vocab_size} for this job", hint=f"set {_place(model)}.vocab_size = {there}{way}"))
-    return [*problems, *_position_problems(config, model)] if model.family != "gpt" else problems
+        # Rows are neither dropped nor made up: which ids mean what is not to be guessed, and
+        # published embeddings are often padded.
+        if isinstance(there, int) and there > vocab_size:
+            way = "; ids beyond the tokenizer's then never occur"
+        else:
+            way = ""
+        problems.append(
+            Problem(
+                f"vocab_size is {there} there, {vocab_size} for this job",
+                hint=f"set {_place(model)}.vocab_size = {there}{way}",
+            )
+        )
+    if model.family != "gpt":
+        return [*problems, *_position_problems(config, model)]
+    return problems
 
 
 def _unknown(config: Mapping[str, Any], model: Model) -> Iterator[Problem]:
-    """Keys that may change what the weights mean, and that nothing here knows. One that is absent, null or false asks for nothing."""
+    """Keys that may change what the weights mean, and that nothing here knows. One that is
+    absent, null or false asks for nothing."""
     known = {key.name for key in KEYS[model.family]} | set(DROPOUT[model.family]) | NEUTRAL
-    hint = "if it changes nothing of what the model computes, copy the folder, take the key out of its config.json and name the copy"
+    hint = (
+        "if it changes nothing of what the model computes, copy the folder, take the key out of its"
+        " config.json and name the copy"
+    )
     for name, value in config.items():
-        whole = name == "layer_types" and isinstance(value, list) and set(value) <= {"full_attention"}
+        whole = (
+            name == "layer_types" and isinstance(value, list) and set(value) <= {"full_attention"}
+        )
         if name not in known and value is not None and value is not False and not whole:
-            yield Problem(f"{name} is {value!r} there, which family {model.family!r} of trainkit does not have", hint=hint)
+            yield Problem(
+                f"{name} is {value!r} there, which family {model.family!r} of trainkit does not"
+                " have",
+                hint=hint,
+            )
 
 
 def _place(model: Model) -> str:
-    return f"models.{model.name}" if model.name else "model"
+    if model.name:
+        return f"models.{model.name}"
+    return "model"
 
 
 def _effective(config: Mapping[str, Any], key: Key) -> Any:
     """What transformers makes of a key, absent ones included."""
     value = config.get(key.name)
     if value is not None:
-        return SAME_ACTIVATION.get(value, value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return SAME_ACTIVATION.get(value, value)
+        return value
     if key.name == "n_inner":
         return 4 * config.get("n_embd", 768)
     if key.name == "num_key_value_heads":
@@ -238,58 +338,119 @@ def _key_problem(config: Mapping[str, Any], key: Key, model: Model) -> Problem |
         return Problem(f"its {key.name} makes no sense: {there!r}")
     if not key.ours:
         return Problem(f"{key.name} is {there!r} there; family {model.family!r} has {here!r} only")
-    words = {"untie_embeddings_and_output_weights": not there, "gelu": {"gelu_new": "tanh", "gelu": "exact"}.get(there) if isinstance(there, str) else None}
+    words = {
+        "untie_embeddings_and_output_weights": not there,
+        "gelu": (
+            {"gelu_new": "tanh", "gelu": "exact"}.get(there) if isinstance(there, str) else None
+        ),
+    }
     value = words.get(key.ours, there)
-    hint = "trainkit has no such model" if value is None else f"set {_place(model)}.{key.ours} = {_toml(value)}"
+    if value is None:
+        hint = "trainkit has no such model"
+    else:
+        hint = f"set {_place(model)}.{key.ours} = {_toml(value)}"
     return Problem(f"{key.name} is {there!r} there, {here!r} for this job", hint=hint)
 
 
 def _kind(value: Any) -> type:
     """Numbers are of one kind, true and false of another."""
-    return float if isinstance(value, int | float) and not isinstance(value, bool) else type(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float
+    return type(value)
 
 
 def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)
 
 
 def _position_problems(config: Mapping[str, Any], model: Model) -> Iterator[Problem]:
     """What is wrong about rotary positions: length, theta, part and stretching."""
     longest = config.get("max_position_embeddings")
-    longest = 2048 if longest is None else longest  # as for every key that is absent or null
+    # as for every key that is absent or null
+    if longest is None:
+        longest = 2048
     if type(longest) is not int:
         yield Problem(f"its max_position_embeddings makes no sense: {longest!r}")
     elif model.seq_length > longest:
-        hint = "shorten seq_length; to go beyond, copy the folder, raise max_position_embeddings in its config.json and name the copy"
-        yield Problem(f"it reads {longest} tokens (max_position_embeddings), the job's samples have {model.seq_length}", hint=hint)
-    old_theta, old_part = ("rotary_emb_base", "rotary_pct") if model.family == "gpt-neox" else ("rope_theta", "partial_rotary_factor")
+        hint = (
+            "shorten seq_length; to go beyond, copy the folder, raise max_position_embeddings in"
+            " its config.json and name the copy"
+        )
+        yield Problem(
+            f"it reads {longest} tokens (max_position_embeddings), the job's samples have"
+            f" {model.seq_length}",
+            hint=hint,
+        )
+    if model.family == "gpt-neox":
+        old_theta = "rotary_emb_base"
+        old_part = "rotary_pct"
+    else:
+        old_theta = "rope_theta"
+        old_part = "partial_rotary_factor"
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         yield Problem(f"its rotary positions cannot be said in a job: {rope!r}")
         return
-    theta, here = rope.get("rope_theta", config.get(old_theta, THETA)), model.rotary_base or THETA
+    theta = rope.get("rope_theta", config.get(old_theta, THETA))
+    here = model.rotary_base or THETA
     if theta != here:
-        yield Problem(f"theta of its rotary positions is {theta}, {here} for this job", hint=f"set {_place(model)}.rotary_base = {theta}")
-    whole = NEOX_PERCENT if model.family == "gpt-neox" else 1.0
+        yield Problem(
+            f"theta of its rotary positions is {theta}, {here} for this job",
+            hint=f"set {_place(model)}.rotary_base = {theta}",
+        )
+    if model.family == "gpt-neox":
+        whole = NEOX_PERCENT
+    else:
+        whole = 1.0
     part = rope.get("partial_rotary_factor", config.get(old_part, whole))
     number = isinstance(part, int) or (isinstance(part, float) and math.isfinite(part))
     if not number or int(model.head_size * part) != model.rotary_channels:
-        hint = f"set {_place(model)}.rotary_percent = {part}" if model.family == "gpt-neox" else "trainkit has no such model"
-        yield Problem(f"{part} of a head's channels turn there ({old_part}), {model.rotary_channels} of {model.head_size} for this job", hint=hint)
+        if model.family == "gpt-neox":
+            hint = f"set {_place(model)}.rotary_percent = {part}"
+        else:
+            hint = "trainkit has no such model"
+        yield Problem(
+            f"{part} of a head's channels turn there ({old_part}), {model.rotary_channels} of"
+            f" {model.head_size} for this job",
+            hint=hint,
+        )
     yield from _stretch_problems(rope, config, model)
 
 
-def _stretch_problems(rope: Mapping[str, Any], config: Mapping[str, Any], model: Model) -> Iterator[Problem]:
+def _stretch_problems(
+    rope: Mapping[str, Any], config: Mapping[str, Any], model: Model
+) -> Iterator[Problem]:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3") or (kind != "default" and model.family != "llama"):
-        yield Problem(f"its rotary positions are stretched by {kind!r}, which family {model.family!r} does not have")
+    if kind not in ("default", "linear", "llama3") or (
+        kind != "default" and model.family != "llama"
+    ):
+        yield Problem(
+            f"its rotary positions are stretched by {kind!r}, which family {model.family!r} does"
+            " not have"
+        )
         return
     scaling = model.rope_scaling
-    here = {"type": "default"} if scaling is None else {"type": scaling.type, **scaling.model_dump(include=set(_scaling_keys(scaling.type)))}
-    there = {"type": kind, **{key: rope.get(key) for key in _scaling_keys(kind) if kind != "default"}}
+    if scaling is None:
+        here = {"type": "default"}
+    else:
+        here = {
+            "type": scaling.type,
+            **scaling.model_dump(include=set(_scaling_keys(scaling.type))),
+        }
+    there = {
+        "type": kind,
+        **{key: rope.get(key) for key in _scaling_keys(kind) if kind != "default"},
+    }
     if kind == "llama3" and there["original_max_position_embeddings"] is None:
         there["original_max_position_embeddings"] = config.get("max_position_embeddings")
     if there != here:
         inline = ", ".join(f"{key} = {_toml(value)}" for key, value in there.items())
-        hint = f"set {_place(model)}.rope_scaling = {{ {inline} }}" if kind != "default" else f"leave {_place(model)}.rope_scaling out"
-        yield Problem(f"its rotary positions are stretched as {there}, {here} for this job", hint=hint)
+        if kind != "default":
+            hint = f"set {_place(model)}.rope_scaling = {{ {inline} }}"
+        else:
+            hint = f"leave {_place(model)}.rope_scaling out"
+        yield Problem(
+            f"its rotary positions are stretched as {there}, {here} for this job", hint=hint
+        )

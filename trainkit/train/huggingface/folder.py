@@ -1,6 +1,8 @@
-"""A Hugging Face folder held against a job before any weight is read: config.json, the safetensors files' headers, nothing else.
+"""A Hugging Face folder held against a job before any weight is read: config.json, the
+safetensors files' headers, nothing else.
 
-Nothing in such a folder is ever executed or unpickled. Imports torch only where two tensors must be compared.
+Nothing in such a folder is ever executed or unpickled. Imports torch only where two tensors must
+be compared.
 """
 
 from __future__ import annotations
@@ -16,9 +18,19 @@ from safetensors import SafetensorError, safe_open
 from trainkit.base.errors import Place, Problem
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.config import contradictions
-from trainkit.train.huggingface.names import FAMILIES, Entry, Family, Shape, canonical, published, table
+from trainkit.train.huggingface.names import (
+    FAMILIES,
+    Entry,
+    Family,
+    Shape,
+    canonical,
+    published,
+    table,
+)
 
-CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = ("F32", "BF16", "F16")
 NAMED = 5  # tensors named in one problem
@@ -37,7 +49,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Weights:
-    """What was found in a folder. `tensors` are by the table's names; `problems` say what could not be read."""
+    """What was found in a folder. `tensors` are by the table's names; `problems` say what could
+    not be read."""
 
     config: dict[str, Any] | None
     tensors: dict[str, Stored]
@@ -49,56 +62,104 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
-        return None, [Problem(f"cannot be read: {error.strerror}", Place(str(path)), "init_from names a folder that transformers' save_pretrained wrote")]
+        return None, [
+            Problem(
+                f"cannot be read: {error.strerror}",
+                Place(str(path)),
+                "init_from names a folder that transformers' save_pretrained wrote",
+            )
+        ]
     except (ValueError, RecursionError) as error:
         return None, [Problem(f"is no JSON: {error}", Place(str(path)))]
-    return (value, []) if isinstance(value, dict) else (None, [Problem("is no JSON object", Place(str(path)))])
+    if isinstance(value, dict):
+        return (value, [])
+    return (None, [Problem("is no JSON object", Place(str(path)))])
 
 
 def config_problems(path: Path, model: Model, vocab_size: int | None) -> list[Problem]:
     """Everything in which a config.json contradicts the job; an empty list if it fits."""
     config, problems = read_config(path)
-    found = contradictions(config, model, vocab_size) if config is not None else []
+    if config is not None:
+        found = contradictions(config, model, vocab_size)
+    else:
+        found = []
     return problems + [Problem(p.message, Place(str(path)), p.hint) for p in found]
 
 
 def safetensors_files(names: set[str], index: object) -> list[str]:
-    """The files of weights among `names`, as transformers chooses them. `index` is the content of model.safetensors.index.json, where there is one.
+    """The files of weights among `names`, as transformers chooses them. `index` is the content
+    of model.safetensors.index.json, where there is one.
 
-    Raises ValueError where the index names no files, or files that are no plain names of this folder.
+    Raises ValueError where the index names no files, or files that are no plain names of this
+    folder.
     """
     if WHOLE in names:
         return [WHOLE]
     if INDEX not in names:
         return []
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    files = set(weight_map.values()) if isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values()) else set()
-    if not files or any(name != Path(name).name or not name.endswith(".safetensors") for name in files):
+    if isinstance(index, dict):
+        weight_map = index.get("weight_map")
+    else:
+        weight_map = None
+    if isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values()):
+        files = set(weight_map.values())
+    else:
+        files = set()
+    if not files or any(
+        name != Path(name).name or not name.endswith(".safetensors") for name in files
+    ):
         raise ValueError("its weight_map does not map tensors to .safetensors files beside it")
     return sorted(files)
 
 
 def no_safetensors(names: set[str], place: Place | None) -> Problem:
     """What to say of a folder without safetensors: that pickles are not read, where it has some."""
-    pickles = sorted(name for name in names if any(Path(name).match(pattern) for pattern in PICKLES))
+    pickles = sorted(
+        name for name in names if any(Path(name).match(pattern) for pattern in PICKLES)
+    )
     if not pickles:
         return Problem(f"has no weights: neither {WHOLE} nor {INDEX}", place)
-    how = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), where its origin is trusted, writes safetensors"
-    return Problem(f"has weights as pickles only ({', '.join(pickles[:NAMED])}): loading them would execute code, so they are not read", place, how)
+    how = (
+        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER), where its origin"
+        " is trusted, writes safetensors"
+    )
+    return Problem(
+        f"has weights as pickles only ({', '.join(pickles[:NAMED])}): loading them would execute"
+        " code, so they are not read",
+        place,
+        how,
+    )
 
 
 def open_weights(folder: Path, family: Family) -> Weights:
     """Read the headers of a folder's weights. What is wrong stands in `problems`."""
     place = Place(str(folder))
     if not folder.is_dir():
-        return Weights(None, {}, [Problem("there is no such folder", place, "init_from names a folder, or hf:NAME for a model of the hub")])
+        return Weights(
+            None,
+            {},
+            [
+                Problem(
+                    "there is no such folder",
+                    place,
+                    "init_from names a folder, or hf:NAME for a model of the hub",
+                )
+            ],
+        )
     config, problems = read_config(folder / CONFIG)
     names = {path.name for path in folder.iterdir()}
     try:
-        index = json.loads((folder / INDEX).read_bytes()) if INDEX in names and WHOLE not in names else None
+        if INDEX in names and WHOLE not in names:
+            index = json.loads((folder / INDEX).read_bytes())
+        else:
+            index = None
         files = safetensors_files(names, index)
     except OSError as error:
-        return Weights(config, {}, [*problems, Problem(f"cannot be read: {error.strerror}", Place(str(folder / INDEX)))])
+        return Weights(
+            config,
+            {},
+            [*problems, Problem(f"cannot be read: {error.strerror}", Place(str(folder / INDEX)))],
+        )
     except (ValueError, RecursionError) as error:
         return Weights(config, {}, [*problems, Problem(str(error), Place(str(folder / INDEX)))])
     if not files:
@@ -115,21 +176,36 @@ def _read_header(path: Path, family: Family, tensors: dict[str, Stored]) -> list
     try:
         with safe_open(path, framework="np") as file:
             for name in file.keys():  # noqa: SIM118  # it is no dict
-                known, part = canonical(name, family), file.get_slice(name)
+                known = canonical(name, family)
+                part = file.get_slice(name)
                 if family.buffers.fullmatch(known):
                     continue
                 if known in tensors:
-                    problems.append(Problem(f"holds {name} once more: it is in {tensors[known].file.name} too, as {tensors[known].name}", Place(str(path))))
+                    problems.append(
+                        Problem(
+                            f"holds {name} once more: it is in {tensors[known].file.name} too, as"
+                            f" {tensors[known].name}",
+                            Place(str(path)),
+                        )
+                    )
                 tensors[known] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
     except FileNotFoundError:
         problems.append(Problem("is missing", Place(str(path)), f"{INDEX} names it"))
-    except (SafetensorError, OSError, ValueError) as error:  # ValueError: a name from the index that no file can have
-        problems.append(Problem(f"cannot be read as safetensors: {error}", Place(str(path)), "it may be cut off: copy or fetch it again"))
+    except (SafetensorError, OSError, ValueError) as error:
+        # ValueError: a name from the index that no file can have
+        problems.append(
+            Problem(
+                f"cannot be read as safetensors: {error}",
+                Place(str(path)),
+                "it may be cut off: copy or fetch it again",
+            )
+        )
     return problems
 
 
 def check_weights(folder: Path, model: Model, vocab_size: int | None) -> list[Problem]:
-    """Everything that keeps a job from beginning with the weights of `folder`, an empty list if nothing does. Values are not looked at for NaN.
+    """Everything that keeps a job from beginning with the weights of `folder`, an empty list if
+    nothing does. Values are not looked at for NaN.
 
     Args:
         folder: config.json, and model.safetensors or its shards with their index.
@@ -139,9 +215,12 @@ def check_weights(folder: Path, model: Model, vocab_size: int | None) -> list[Pr
     return problems_of(folder, open_weights(folder, FAMILIES[model.family]), model, vocab_size)
 
 
-def problems_of(folder: Path, weights: Weights, model: Model, vocab_size: int | None) -> list[Problem]:
+def problems_of(
+    folder: Path, weights: Weights, model: Model, vocab_size: int | None
+) -> list[Problem]:
     """As `check_weights`, of an opened folder."""
-    problems, config = list(weights.problems), weights.config
+    problems = list(weights.problems)
+    config = weights.config
     if config is not None:
         found = contradictions(config, model, vocab_size)
         problems += [Problem(p.message, Place(str(folder / CONFIG)), p.hint) for p in found]
@@ -151,45 +230,81 @@ def problems_of(folder: Path, weights: Weights, model: Model, vocab_size: int | 
         return problems
     there = (config or {}).get("vocab_size")
     entries = table(model, vocab_size or (there if isinstance(there, int) and there > 0 else 1))
-    return problems + [Problem(p.message, Place(str(folder)), p.hint) for p in _tensor_problems(weights.tensors, entries, model)]
+    return problems + [
+        Problem(p.message, Place(str(folder)), p.hint)
+        for p in _tensor_problems(weights.tensors, entries, model)
+    ]
 
 
-def _tensor_problems(tensors: Mapping[str, Stored], entries: Mapping[str, Entry], model: Model) -> Iterator[Problem]:
-    wanted, family = published(entries), FAMILIES[model.family]
-    head, embedding = f"{family.outside['head']}.weight", f"{family.outside['embed_tokens']}.weight"
-    surplus = [name for name in tensors if name not in wanted and not (name == head and embedding in tensors)]
+def _tensor_problems(
+    tensors: Mapping[str, Stored], entries: Mapping[str, Entry], model: Model
+) -> Iterator[Problem]:
+    wanted = published(entries)
+    family = FAMILIES[model.family]
+    head = f"{family.outside['head']}.weight"
+    embedding = f"{family.outside['embed_tokens']}.weight"
+    surplus = [
+        name
+        for name in tensors
+        if name not in wanted and not (name == head and embedding in tensors)
+    ]
     missing = [name for name in wanted if name not in tensors]
     for words, names in (("lacks", missing), ("has, and the job's model has not,", surplus)):
         if names:
             yield Problem(f"{words} {_some(names)}")
     for name, stored in tensors.items():
         if name in wanted and stored.shape != wanted[name].shape:
-            yield Problem(f"{stored.name} is {list(stored.shape)} there, {list(wanted[name].shape)} in the job's model")
-    if odd := [f"{stored.name} ({stored.dtype})" for stored in tensors.values() if stored.dtype not in DTYPES]:
+            yield Problem(
+                f"{stored.name} is {list(stored.shape)} there, {list(wanted[name].shape)} in the"
+                " job's model"
+            )
+    if odd := [
+        f"{stored.name} ({stored.dtype})"
+        for stored in tensors.values()
+        if stored.dtype not in DTYPES
+    ]:
         yield Problem(f"only {', '.join(DTYPES)} are taken, not {_some(odd)}")
-    fitting = {n: s for n, s in tensors.items() if s.dtype in DTYPES and (n not in wanted or s.shape == wanted[n].shape)}
+    fitting = {
+        n: s
+        for n, s in tensors.items()
+        if s.dtype in DTYPES and (n not in wanted or s.shape == wanted[n].shape)
+    }
     yield from _copy_problems(fitting, entries, head if head not in wanted else "", embedding)
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    if len(names) > NAMED:
+        more = f" and {len(names) - NAMED} more"
+    else:
+        more = ""
     return ", ".join(names[:NAMED]) + more
 
 
-def _copy_problems(tensors: Mapping[str, Stored], entries: Mapping[str, Entry], head: str, embedding: str) -> Iterator[Problem]:
-    """Tensors that are one tensor here must be equal there: the head of a tied model, where it is stored at all, and the two norms of gpt_j_tied.
+def _copy_problems(
+    tensors: Mapping[str, Stored], entries: Mapping[str, Entry], head: str, embedding: str
+) -> Iterator[Problem]:
+    """Tensors that are one tensor here must be equal there: the head of a tied model, where it
+    is stored at all, and the two norms of gpt_j_tied.
 
     `tensors` have the shapes of the table, but for such a head.
     """
     if head in tensors and embedding in tensors and not _equal(tensors[head], tensors[embedding]):
         hint = "set untie_embeddings_and_output_weights = true for the job's model"
-        yield Problem(f"has a head of its own, {tensors[head].name} is not {tensors[embedding].name}; the job's model has none", hint=hint)
+        yield Problem(
+            f"has a head of its own, {tensors[head].name} is not {tensors[embedding].name}; the"
+            " job's model has none",
+            hint=hint,
+        )
     for entry in entries.values():
         for copy in entry.again:
             first = entry.pieces[0].source
             if copy in tensors and first in tensors and not _equal(tensors[copy], tensors[first]):
                 hint = "set gpt_j_tied = false for the job's model"
-                yield Problem(f"{tensors[copy].name} is not {tensors[first].name}, one norm in the job's model", hint=hint)
+                yield Problem(
+                    f"{tensors[copy].name} is not {tensors[first].name}, one norm in the job's"
+                    " model",
+                    hint=hint,
+                )
 
 
 def _equal(left: Stored, right: Stored) -> bool:
@@ -198,7 +313,14 @@ def _equal(left: Stored, right: Stored) -> bool:
         return False
     import torch
 
-    with safe_open(left.file, framework="pt") as one, safe_open(right.file, framework="pt") as other:
-        a, b = one.get_slice(left.name), other.get_slice(right.name)
+    with (
+        safe_open(left.file, framework="pt") as one,
+        safe_open(right.file, framework="pt") as other,
+    ):
+        a = one.get_slice(left.name)
+        b = other.get_slice(right.name)
         rows = max(1, COMPARED_BYTES // (4 * max(1, *left.shape[1:], 1)))
-        return all(torch.equal(a[i : i + rows].float(), b[i : i + rows].float()) for i in range(0, left.shape[0], rows))
+        return all(
+            torch.equal(a[i : i + rows].float(), b[i : i + rows].float())
+            for i in range(0, left.shape[0], rows)
+        )

@@ -1,9 +1,12 @@
-"""Where published weights lie: `hf:NAME[@REVISION]` of the hub, fetched once below <root>/hub, or a folder.
+"""Where published weights lie: `hf:NAME[@REVISION]` of the hub, fetched once below <root>/hub,
+or a folder.
 
-    <root>/hub/<NAME with / as -->/<commit>/      config.json, safetensors, tokenizer: whole, or not there
-    <root>/hub/<NAME with / as -->/<REVISION>.json   the form weights/1: which commit that revision was when it was fetched
+    <root>/hub/<NAME with / as -->/<commit>/      config.json, safetensors, tokenizer: whole, or
+    not there <root>/hub/<NAME with / as -->/<REVISION>.json   the form weights/1: which commit
+    that revision was when it was fetched
 
-The stage `weights` writes both before any rank starts; every rank reads the commit there, so that all begin with the same weights.
+The stage `weights` writes both before any rank starts; every rank reads the commit there, so
+that all begin with the same weights.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from trainkit.base.documents import read_form
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Job
 
-SCHEME, SCHEMA = "hf:", "weights/1"
+SCHEME = "hf:"
+SCHEMA = "weights/1"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"(?P<name>{_PART}(/{_PART})?)(@(?P<revision>[A-Za-z0-9_][A-Za-z0-9_./-]*))?")
 
@@ -46,7 +50,8 @@ def parse(init_from: str) -> Published | Path:
     match = _NAME.fullmatch(init_from.removeprefix(SCHEME))
     if match is None or "--" in match["name"]:  # the hub allows no "--", which keeps folders apart
         raise ConfigError(
-            f"init_from = {init_from!r} names no model of a hub", hint="hf:NAME or hf:ORGANIZATION/NAME, with @REVISION for a branch, tag or commit"
+            f"init_from = {init_from!r} names no model of a hub",
+            hint="hf:NAME or hf:ORGANIZATION/NAME, with @REVISION for a branch, tag or commit",
         )
     return Published(match["name"], match["revision"] or "main")
 
@@ -59,8 +64,13 @@ def root_of(job: Job) -> Path:
 def read_record(path: Path) -> dict[str, Any]:
     """A record, checked. Raises ConfigError where there is none that can be used."""
     record = read_form(path, SCHEMA)
-    if not re.fullmatch(r"[0-9a-f]{40,64}", str(record.get("commit"))) or not isinstance(record.get("files"), dict):
-        raise ConfigError(f"{path} names no commit or no files", hint="delete it, and run `invoke prep-data --job JOB`")
+    if not re.fullmatch(r"[0-9a-f]{40,64}", str(record.get("commit"))) or not isinstance(
+        record.get("files"), dict
+    ):
+        raise ConfigError(
+            f"{path} names no commit or no files",
+            hint="delete it, and run `invoke prep-data --job JOB`",
+        )
     return record
 
 
@@ -77,8 +87,14 @@ def weights_folder(job: Job) -> Path:
         return source
     record = source.record(root_of(job))
     if not record.is_file():
-        raise ConfigError(f"init_from = {job.init_from!r} was not fetched: there is no {record}", hint=f"invoke prep-data --job {job.name}")
+        raise ConfigError(
+            f"init_from = {job.init_from!r} was not fetched: there is no {record}",
+            hint=f"invoke prep-data --job {job.name}",
+        )
     folder = source.folder(root_of(job)) / str(read_record(record)["commit"])
     if not folder.is_dir():
-        raise ConfigError(f"init_from = {job.init_from!r}: {folder} is gone", hint=f"invoke prep-data --job {job.name}")
+        raise ConfigError(
+            f"init_from = {job.init_from!r}: {folder} is gone",
+            hint=f"invoke prep-data --job {job.name}",
+        )
     return folder

@@ -1,8 +1,10 @@
 """Which Hugging Face tensors ours are made of: one table a family, read in both directions.
 
-Our tensors are rows of theirs: all of one (a norm), some of each of several (Llama's q, k and v projections are rows of our `qkv`), or many
-small runs (GPT-NeoX lays q, k and v out head by head). GPT-2's projections are Conv1D, which stores (in, out): there rows are columns.
-Layouts: transformers, models/{gpt2,gpt_neox,llama}/modeling_*.py. Imports no torch: stages look at names before anything is loaded.
+Our tensors are rows of theirs: all of one (a norm), some of each of several (Llama's q, k and v
+projections are rows of our `qkv`), or many small runs (GPT-NeoX lays q, k and v out head by
+head). GPT-2's projections are Conv1D, which stores (in, out): there rows are columns. Layouts:
+transformers, models/{gpt2,gpt_neox,llama}/modeling_*.py. Imports no torch: stages look at names
+before anything is loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +50,12 @@ FAMILIES = {
         "gpt2",
         "GPT2LMHeadModel",
         "transformer.",
-        {"embed_tokens": "transformer.wte", "embed_positions": "transformer.wpe", "final_norm": "transformer.ln_f", "head": "lm_head"},
+        {
+            "embed_tokens": "transformer.wte",
+            "embed_positions": "transformer.wpe",
+            "final_norm": "transformer.ln_f",
+            "head": "lm_head",
+        },
         "transformer.h.{}.",
         {
             "attention_norm": ("ln_1",),
@@ -65,7 +72,11 @@ FAMILIES = {
         "gpt_neox",
         "GPTNeoXForCausalLM",
         "gpt_neox.",
-        {"embed_tokens": "gpt_neox.embed_in", "final_norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
+        {
+            "embed_tokens": "gpt_neox.embed_in",
+            "final_norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out",
+        },
         "gpt_neox.layers.{}.",
         {
             "attention_norm": ("input_layernorm",),
@@ -75,7 +86,9 @@ FAMILIES = {
             "mlp.up": ("mlp.dense_h_to_4h",),
             "mlp.down": ("mlp.dense_4h_to_h",),
         },
-        re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)|gpt_neox\.rotary_emb\.inv_freq"),
+        re.compile(
+            r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)|gpt_neox\.rotary_emb\.inv_freq"
+        ),
         by_head=True,
     ),
     "llama": Family(
@@ -99,7 +112,8 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [start, start + rows) of one of our tensors are rows [source_start, source_start + rows) of `source`; columns, where that is transposed."""
+    """Rows [start, start + rows) of one of our tensors are rows [source_start, source_start +
+    rows) of `source`; columns, where that is transposed."""
 
     start: int
     rows: int
@@ -119,15 +133,24 @@ class Entry:
 
 def table(model: Model, vocab_size: int) -> dict[str, Entry]:
     """Every parameter of a model by its name here, in the order of the network."""
-    family, hidden = FAMILIES[model.family], model.hidden_size
+    family = FAMILIES[model.family]
+    hidden = model.hidden_size
     vectors = ("weight",) if model.family == "llama" else ("weight", "bias")
-    entries = {"embed_tokens.weight": _whole((vocab_size, hidden), f"{family.outside['embed_tokens']}.weight")}
+    entries = {
+        "embed_tokens.weight": _whole(
+            (vocab_size, hidden), f"{family.outside['embed_tokens']}.weight"
+        )
+    }
     if model.family == "gpt":
-        entries["embed_positions.weight"] = _whole((model.positions, hidden), f"{family.outside['embed_positions']}.weight")
+        entries["embed_positions.weight"] = _whole(
+            (model.positions, hidden), f"{family.outside['embed_positions']}.weight"
+        )
     for i in range(model.num_layers):
         for name, entry in _block(model, family).items():
             entries[f"layers.{i}.{name}"] = _in_block(entry, family.block.format(i))
-    entries |= {f"final_norm.{v}": _whole((hidden,), f"{family.outside['final_norm']}.{v}") for v in vectors}
+    entries |= {
+        f"final_norm.{v}": _whole((hidden,), f"{family.outside['final_norm']}.{v}") for v in vectors
+    }
     if model.untied:
         entries["head.weight"] = _whole((vocab_size, hidden), f"{family.outside['head']}.weight")
     return entries
@@ -138,35 +161,70 @@ def _whole(shape: Shape, source: str, transposed: bool = False) -> Entry:
 
 
 def _in_block(entry: Entry, prefix: str) -> Entry:
-    pieces = tuple(Piece(p.start, p.rows, prefix + p.source, p.source_start, p.transposed) for p in entry.pieces)
+    pieces = tuple(
+        Piece(p.start, p.rows, prefix + p.source, p.source_start, p.transposed)
+        for p in entry.pieces
+    )
     return Entry(entry.shape, pieces, tuple(prefix + name for name in entry.again))
 
 
 def _block(model: Model, family: Family) -> dict[str, Entry]:
     """One block's parameters, with names from within the block."""
-    hidden, width = model.hidden_size, model.ffn_width
-    q, kv = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    rows = {"attention.qkv": (q, kv, kv), "attention.out": (hidden,), "mlp.up": (width,), "mlp.gate_up": (width, width), "mlp.down": (hidden,)}
+    hidden = model.hidden_size
+    width = model.ffn_width
+    q = model.num_attention_heads * model.head_size
+    kv = model.query_groups * model.head_size
+    rows = {
+        "attention.qkv": (q, kv, kv),
+        "attention.out": (hidden,),
+        "mlp.up": (width,),
+        "mlp.gate_up": (width, width),
+        "mlp.down": (hidden,),
+    }
     columns = {"attention.out": q, "mlp.down": width}
     entries: dict[str, Entry] = {}
     for ours, theirs in family.inside.items():
         for vector in ("weight",) if model.family == "llama" else ("weight", "bias"):
-            name, sources = f"{ours}.{vector}", [f"{module}.{vector}" for module in theirs]
+            name = f"{ours}.{vector}"
+            sources = [f"{module}.{vector}" for module in theirs]
             if ours == "mlp_norm" and model.gpt_j_tied:
                 norm = entries[f"attention_norm.{vector}"]
                 entries[f"attention_norm.{vector}"] = Entry(norm.shape, norm.pieces, tuple(sources))
             elif ours not in rows:
                 entries[name] = _whole((hidden,), sources[0])
             else:
-                shape = (sum(rows[ours]), columns.get(ours, hidden)) if vector == "weight" else (sum(rows[ours]),)
-                entries[name] = Entry(shape, tuple(_pieces(model, family, ours, rows[ours], sources, family.conv1d and vector == "weight")))
+                shape = (
+                    (sum(rows[ours]), columns.get(ours, hidden))
+                    if vector == "weight"
+                    else (sum(rows[ours]),)
+                )
+                entries[name] = Entry(
+                    shape,
+                    tuple(
+                        _pieces(
+                            model,
+                            family,
+                            ours,
+                            rows[ours],
+                            sources,
+                            family.conv1d and vector == "weight",
+                        )
+                    ),
+                )
     return entries
 
 
-def _pieces(model: Model, family: Family, ours: str, rows: Shape, sources: list[str], transposed: bool) -> Iterator[Piece]:
+def _pieces(
+    model: Model, family: Family, ours: str, rows: Shape, sources: list[str], transposed: bool
+) -> Iterator[Piece]:
     if ours == "attention.qkv" and family.by_head:
-        heads, size = model.num_attention_heads, model.head_size
-        yield from (Piece((part * heads + h) * size, size, sources[0], (h * 3 + part) * size) for part in range(3) for h in range(heads))
+        heads = model.num_attention_heads
+        size = model.head_size
+        yield from (
+            Piece((part * heads + h) * size, size, sources[0], (h * 3 + part) * size)
+            for part in range(3)
+            for h in range(heads)
+        )
     elif len(sources) == 1:
         yield Piece(0, sum(rows), sources[0], transposed=transposed)
     else:
@@ -175,7 +233,8 @@ def _pieces(model: Model, family: Family, ours: str, rows: Shape, sources: list[
 
 @dataclass(frozen=True)
 class Published:
-    """One Hugging Face tensor: its shape, and the pieces of ours that make it up, with the name of ours."""
+    """One Hugging Face tensor: its shape, and the pieces of ours that make it up, with the name
+    of ours."""
 
     shape: Shape
     ours: str
@@ -195,8 +254,11 @@ def published(entries: Mapping[str, Entry]) -> dict[str, Published]:
 
 
 def canonical(name: str, family: Family) -> str:
-    """A name found in a file as the table has it: folders saved without a head lack the prefix, and transformers 5 may call embed_out lm_head."""
+    """A name found in a file as the table has it: folders saved without a head lack the prefix,
+    and transformers 5 may call embed_out lm_head."""
     head = f"{family.outside['head']}.weight"
     if name in (head, "lm_head.weight"):
         return head
-    return name if name.startswith(family.prefix) else family.prefix + name
+    if name.startswith(family.prefix):
+        return name
+    return family.prefix + name

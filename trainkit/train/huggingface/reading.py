@@ -1,4 +1,5 @@
-"""Weights from a Hugging Face folder into a model's parameters, each rank reading only the rows it holds."""
+"""Weights from a Hugging Face folder into a model's parameters, each rank reading only the rows
+it holds."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ if TYPE_CHECKING:  # torch is imported where weights are read: stages import thi
 
 
 def load_weights(folder: Path, parameters: Mapping[str, Held], model: Model, rows: int) -> None:
-    """Fill parameters, in whole or what is here of them, with the weights of a Hugging Face folder; fp16 and bf16 become the parameters' dtype.
+    """Fill parameters, in whole or what is here of them, with the weights of a Hugging Face
+    folder; fp16 and bf16 become the parameters' dtype.
 
-    Everything is checked before the first weight is written. Files are mapped and read part by part: never more than one tensor is in memory.
+    Everything is checked before the first weight is written. Files are mapped and read part by
+    part: never more than one tensor is in memory.
 
     Args:
         folder: config.json and safetensors.
@@ -47,9 +50,14 @@ def load_weights(folder: Path, parameters: Mapping[str, Held], model: Model, row
             for offsets, target in held.parts(held.parameter).items():
                 box = slices(offsets, target)
                 for piece in entries[held.name].pieces:
-                    start, stop = max(piece.start, box[0].start), min(piece.start + piece.rows, box[0].stop)
+                    start, stop = (
+                        max(piece.start, box[0].start),
+                        min(piece.start + piece.rows, box[0].stop),
+                    )
                     if start < stop:
-                        found = files.read(weights.tensors[piece.source], piece, start, stop, box[1:])
+                        found = files.read(
+                            weights.tensors[piece.source], piece, start, stop, box[1:]
+                        )
                         target[start - box[0].start : stop - box[0].start].copy_(found)
 
 
@@ -57,7 +65,8 @@ class _Files:
     """Opens safetensors files as they are needed, and closes them together."""
 
     def __init__(self) -> None:
-        self._stack, self._open = contextlib.ExitStack(), dict[Path, Any]()
+        self._stack = contextlib.ExitStack()
+        self._open = dict[Path, Any]()
 
     def __enter__(self) -> _Files:
         return self
@@ -65,12 +74,20 @@ class _Files:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def read(self, stored: Stored, piece: Piece, start: int, stop: int, columns: tuple[slice, ...]) -> Tensor:
+    def read(
+        self, stored: Stored, piece: Piece, start: int, stop: int, columns: tuple[slice, ...]
+    ) -> Tensor:
         """Rows [start, stop) of our tensor, which lie in `piece`; of their columns, those given."""
         if stored.file not in self._open:
-            self._open[stored.file] = self._stack.enter_context(safe_open(stored.file, framework="pt"))
+            self._open[stored.file] = self._stack.enter_context(
+                safe_open(stored.file, framework="pt")
+            )
         first = piece.source_start - piece.start
         rows = slice(first + start, first + stop)
         part = self._open[stored.file].get_slice(stored.name)
-        found: Tensor = part[(*columns, rows)].T if piece.transposed else part[(rows, *columns)]
+        found: Tensor
+        if piece.transposed:
+            found = part[(*columns, rows)].T
+        else:
+            found = part[(rows, *columns)]
         return found

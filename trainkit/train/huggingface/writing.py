@@ -1,4 +1,5 @@
-"""A checkpoint as a Hugging Face folder. One tensor at a time goes from the checkpoint's mapped files to the new ones; no model is built."""
+"""A checkpoint as a Hugging Face folder. One tensor at a time goes from the checkpoint's mapped
+files to the new ones; no model is built."""
 
 from __future__ import annotations
 
@@ -51,34 +52,48 @@ class Written:
 
 
 def export(
-    saved: Checkpoint, model: Model, target: Path, *, dtype: str, shard_bytes: int, tokenizer: TokenizerFile | None, about: Mapping[str, str]
+    saved: Checkpoint,
+    model: Model,
+    target: Path,
+    *,
+    dtype: str,
+    shard_bytes: int,
+    tokenizer: TokenizerFile | None,
+    about: Mapping[str, str],
 ) -> Written:
-    """Write a checkpoint's weights, config and tokenizer to the new folder `target`: whole, or not at all.
+    """Write a checkpoint's weights, config and tokenizer to the new folder `target`: whole, or
+    not at all.
 
     Args:
-        saved: the checkpoint.
-        model: its shape.
-        target: where; nothing may be there.
-        dtype: of the weights, "fp32", "bf16" or "fp16".
-        shard_bytes: tensors of one file at most (but always one); more are split over several with an index.
-        tokenizer: what goes with it; None: the model was trained on random tokens.
-        about: words of where it comes from, kept in the files' headers.
+        saved: the checkpoint. model: its shape. target: where; nothing may be there. dtype: of
+        the weights, "fp32", "bf16" or "fp16". shard_bytes: tensors of one file at most (but
+        always one); more are split over several with an index. tokenizer: what goes with it;
+        None: the model was trained on random tokens. about: words of where it comes from, kept
+        in the files' headers.
 
     Raises:
-        ConfigError: exit 3, `target` is there already, the checkpoint is of another model, Hugging Face has no such model, or fp16 cannot hold a weight.
+        ConfigError: exit 3, `target` is there already, the checkpoint is of another model,
+        Hugging Face has no such model, or fp16 cannot hold a weight.
     """
     if os.path.lexists(target):
-        raise ConfigError(f"{target} is there already", hint="export to a new folder, or remove it first")
+        raise ConfigError(
+            f"{target} is there already", hint="export to a new folder, or remove it first"
+        )
     rows = _vocabulary(saved)
     tensors = published(table(model, rows))
     _check(saved, model, rows)
-    eod = end_of_document(load_tokenizer(tokenizer.path), tokenizer.eod_token, tokenizer.path) if tokenizer else None
+    if tokenizer:
+        eod = end_of_document(load_tokenizer(tokenizer.path), tokenizer.eod_token, tokenizer.path)
+    else:
+        eod = None
     config = to_hf_config(model, rows, dtype, eod)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(target)
     temporary.mkdir()
     try:
-        written = _write_weights(temporary, _Source(saved, dtype), tensors, shard_bytes, dict(about))
+        written = _write_weights(
+            temporary, _Source(saved, dtype), tensors, shard_bytes, dict(about)
+        )
         write_json(temporary / CONFIG, config)
         write_json(temporary / "generation_config.json", {"bos_token_id": eod, "eos_token_id": eod})
         if tokenizer:
@@ -92,25 +107,43 @@ def export(
 
 def _vocabulary(saved: Checkpoint) -> int:
     entry = saved.manifest.tensors.get("model.embed_tokens.weight")
-    return entry.shape[0] if entry and entry.shape else 1  # without it `_check` says what is wrong
+    # without it `_check` says what is wrong
+    if entry and entry.shape:
+        return entry.shape[0]
+    return 1
 
 
 def _check(saved: Checkpoint, model: Model, rows: int) -> None:
     """Refuse a checkpoint that is not of `model`."""
-    there = {name.removeprefix("model."): entry.shape for name, entry in saved.manifest.tensors.items() if name.startswith("model.")}
+    there = {
+        name.removeprefix("model."): entry.shape
+        for name, entry in saved.manifest.tensors.items()
+        if name.startswith("model.")
+    }
     wanted = {name: entry.shape for name, entry in table(model, rows).items()}
     problems = [f"{name} is not in it" for name in wanted if name not in there]
-    problems += [f"{name} is {list(there[name])} there, {list(shape)} in the job's model" for name, shape in wanted.items() if there.get(name, shape) != shape]
+    problems += [
+        f"{name} is {list(there[name])} there, {list(shape)} in the job's model"
+        for name, shape in wanted.items()
+        if there.get(name, shape) != shape
+    ]
     problems += [f"{name} is not in the job's model" for name in there if name not in wanted]
     if problems:
-        raise ConfigError([Problem(f"{saved.folder} is a checkpoint of another model: {problem}") for problem in problems[:NAMED]])
+        raise ConfigError(
+            [
+                Problem(f"{saved.folder} is a checkpoint of another model: {problem}")
+                for problem in problems[:NAMED]
+            ]
+        )
 
 
 class _Source:
-    """Reads a checkpoint's weights as Hugging Face tensors. Keeps the last tensor of ours: those made from one follow each other."""
+    """Reads a checkpoint's weights as Hugging Face tensors. Keeps the last tensor of ours: those
+    made from one follow each other."""
 
     def __init__(self, saved: Checkpoint, dtype: str) -> None:
-        self.folder, self.entries = saved.folder, saved.manifest.tensors
+        self.folder = saved.folder
+        self.entries = saved.manifest.tensors
         self.dtype, self.dtype_name = TARGETS[dtype], SAFETENSORS_NAMES[dtype]
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
@@ -124,10 +157,15 @@ class _Source:
         else:
             found = ours.new_empty(wanted.shape)
             for piece in wanted.pieces:
-                found[piece.source_start : piece.source_start + piece.rows] = ours[piece.start : piece.start + piece.rows]
+                found[piece.source_start : piece.source_start + piece.rows] = ours[
+                    piece.start : piece.start + piece.rows
+                ]
         converted = found.to(self.dtype)
         if self.dtype == torch.float16 and not torch.equal(converted.isfinite(), found.isfinite()):
-            raise ConfigError(f"{name} has weights up to {found.abs().max():g}, beyond fp16's 65504", hint="export with --dtype bf16 or fp32")
+            raise ConfigError(
+                f"{name} has weights up to {found.abs().max():g}, beyond fp16's 65504",
+                hint="export with --dtype bf16 or fp32",
+            )
         return converted
 
     def _ours(self, name: str) -> Tensor:
@@ -140,54 +178,88 @@ class _Source:
 def _read(folder: Path, name: str, entry: TensorEntry) -> Tensor:
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
-        read_tensors({name: tensor}, storage_reader=Reader(folder, {name: entry}), planner=TensorLoadPlanner(), no_dist=True)
+        # one process is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        read_tensors(
+            {name: tensor},
+            storage_reader=Reader(folder, {name: entry}),
+            planner=TensorLoadPlanner(),
+            no_dist=True,
+        )
     return tensor
 
 
-def _write_weights(folder: Path, source: _Source, tensors: Mapping[str, Published], shard_bytes: int, about: dict[str, str]) -> Written:
-    size_of = {name: math.prod(tensor.shape) * source.dtype.itemsize for name, tensor in tensors.items()}
+def _write_weights(
+    folder: Path,
+    source: _Source,
+    tensors: Mapping[str, Published],
+    shard_bytes: int,
+    about: dict[str, str],
+) -> Written:
+    size_of = {
+        name: math.prod(tensor.shape) * source.dtype.itemsize for name, tensor in tensors.items()
+    }
     shards = list(_shards(size_of, shard_bytes))
-    names = [WHOLE] if len(shards) == 1 else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [WHOLE]
+    else:
+        names = [
+            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+        ]
     for file, shard in zip(names, shards, strict=True):
         _write_file(folder / file, source, {name: tensors[name] for name in shard}, about)
-    total, parameters = sum(size_of.values()), sum(math.prod(tensor.shape) for tensor in tensors.values())
+    total = sum(size_of.values())
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
     if len(shards) > 1:
-        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        weight_map = {
+            name: file for file, shard in zip(names, shards, strict=True) for name in shard
+        }
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return Written(parameters, total, tuple(names))
 
 
 def _shards(size_of: Mapping[str, int], shard_bytes: int) -> Iterator[list[str]]:
     """Names in order, as many in a shard as fit."""
-    shard, filled = list[str](), 0
+    shard = list[str]()
+    filled = 0
     for name, size in size_of.items():
         if shard and filled + size > shard_bytes:
             yield shard
-            shard, filled = [], 0
+            shard = []
+            filled = 0
         shard.append(name)
         filled += size
     yield shard
 
 
-def _write_file(path: Path, source: _Source, tensors: Mapping[str, Published], about: dict[str, str]) -> None:
-    """One safetensors file, tensor by tensor (the library's own writer wants all of them in memory).
+def _write_file(
+    path: Path, source: _Source, tensors: Mapping[str, Published], about: dict[str, str]
+) -> None:
+    """One safetensors file, tensor by tensor (the library's own writer wants all of them in
+    memory).
 
-    The format (safetensors, README "Format"): the header's length as little-endian u64, the header as JSON that begins with "{", padded with
-    spaces, then the tensors, row-major and without gaps. "format": "pt" is what transformers looks for.
+    The format (safetensors, README "Format"): the header's length as little-endian u64, the
+    header as JSON that begins with "{", padded with spaces, then the tensors, row-major and
+    without gaps. "format": "pt" is what transformers looks for.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     start = 0
     for name, tensor in tensors.items():
         end = start + math.prod(tensor.shape) * source.dtype.itemsize
-        header[name] = {"dtype": source.dtype_name, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": source.dtype_name,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
     with open(path, "xb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, tensor in tensors.items():
-            file.write(source.read(name, tensor).contiguous().flatten().view(torch.uint8).numpy().data)
+            file.write(
+                source.read(name, tensor).contiguous().flatten().view(torch.uint8).numpy().data
+            )
         file.flush()
         os.fsync(file.fileno())
 
@@ -200,7 +272,8 @@ def _write_tokenizer(folder: Path, tokenizer: TokenizerFile, model: Model) -> No
         "bos_token": tokenizer.eod_token,
         "eos_token": tokenizer.eod_token,
         "model_max_length": model.positions,
-        "model_input_names": ["input_ids", "attention_mask"],  # else transformers 4 gives token_type_ids too, which GPT-2 would add to its embeddings
+        # else transformers 4 gives token_type_ids too, which GPT-2 would add to its embeddings
+        "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
     write_json(folder / "tokenizer_config.json", about)

@@ -37,13 +37,12 @@ class Evaluation:
     """What one pass over a split found.
 
     Args:
-        loss: mean cross-entropy over all tokens that have a label, in nats.
-        perplexity: exp(loss); None beyond what a float holds.
-        bits_per_byte: summed cross-entropy in bits over `bytes`: comparable between tokenizers. None where there is no text.
-        tokens: labels that the loss is taken of.
-        bytes: UTF-8 bytes of their text. The end-of-document token has none, though its loss counts.
-        samples: windows of seq_length tokens.
-        seconds: wall clock, reading and decoding included.
+        loss: mean cross-entropy over all tokens that have a label, in nats. perplexity:
+        exp(loss); None beyond what a float holds. bits_per_byte: summed cross-entropy in bits
+        over `bytes`: comparable between tokenizers. None where there is no text. tokens: labels
+        that the loss is taken of. bytes: UTF-8 bytes of their text. The end-of-document token
+        has none, though its loss counts. samples: windows of seq_length tokens. seconds: wall
+        clock, reading and decoding included.
     """
 
     loss: float
@@ -75,9 +74,11 @@ class InTextOrder:
 
 
 class Windows(Feed):
-    """Every window of a split once, in the order of the text, as micro-batches with the masks that the job trains with.
+    """Every window of a split once, in the order of the text, as micro-batches with the masks
+    that the job trains with.
 
-    Consecutive windows share a token, the last label of one is the first input of the next; what follows the last whole window is left out.
+    Consecutive windows share a token, the last label of one is the first input of the next; what
+    follows the last whole window is left out.
 
     Args:
         job: its seq_length, micro_batch_size and masks.
@@ -87,30 +88,42 @@ class Windows(Feed):
         device: where the micro-batches go.
 
     Raises:
-        ConfigError: random tokens; no split of that name; the split has no window (exit 3); the data was never prepared (exit 6).
+        ConfigError: random tokens; no split of that name; the split has no window (exit 3); the
+        data was never prepared (exit 6).
     """
 
-    def __init__(self, job: Job, dataset: Dataset, split: str, vocab: int, device: torch.device) -> None:
+    def __init__(
+        self, job: Job, dataset: Dataset, split: str, vocab: int, device: torch.device
+    ) -> None:
         refuse_unreadable(dataset, split)
-        native = job.model_copy(update={"sample_order": "native"})  # in the order of the text, whatever order it was trained in
+        # in the order of the text, whatever order it was trained in
+        native = job.model_copy(update={"sample_order": "native"})
         super().__init__(native, dataset, cast(SplitName, split), World(0, 1), device)
-        self.vocab, self.micro_batch = vocab, job.training.micro_batch_size
+        self.vocab = vocab
+        self.micro_batch = job.training.micro_batch_size
 
     def __len__(self) -> int:
         """Windows of the split."""
         return sum(samples.num_samples for samples in self.mixture.samples)
 
     def batches(self, count: int) -> Iterator[Batch]:
-        """The first `count` windows, `micro_batch_size` at a time; the last micro-batch may be smaller.
+        """The first `count` windows, `micro_batch_size` at a time; the last micro-batch may be
+        smaller.
 
         Raises ConfigError for an id beyond the vocabulary.
         """
 
         def parts(start: int, n: int) -> list[range]:
-            return [range(i, min(i + self.micro_batch, start + n)) for i in range(start, start + n, self.micro_batch)]
+            return [
+                range(i, min(i + self.micro_batch, start + n))
+                for i in range(start, start + n, self.micro_batch)
+            ]
 
         self.close()
-        self.loader = self._loader(InTextOrder([samples.num_samples for samples in self.mixture.samples]), Plan(parts, lambda at: count - at, count))
+        self.loader = self._loader(
+            InTextOrder([samples.num_samples for samples in self.mixture.samples]),
+            Plan(parts, lambda at: count - at, count),
+        )
         try:
             yield from self.read(0, count)
         finally:
@@ -120,16 +133,20 @@ class Windows(Feed):
 def refuse_unreadable(dataset: Dataset, split: str) -> None:
     """Raise ConfigError for random tokens, and for a word that is no split."""
     if dataset.source == "mock":
-        raise ConfigError(f"dataset {dataset.name or 'mock'!r} is random tokens: a loss on them says nothing", hint="name another with --dataset")
+        raise ConfigError(
+            f"dataset {dataset.name or 'mock'!r} is random tokens: a loss on them says nothing",
+            hint="name another with --dataset",
+        )
     if split not in SPLITS:
         raise ConfigError(f"there is no split {split!r}", hint=f"one of {', '.join(SPLITS)}")
 
 
 class Bytes:
-    """UTF-8 bytes of a stream of tokens, by decoding each document in one piece: a token may hold a part of a character.
+    """UTF-8 bytes of a stream of tokens, by decoding each document in one piece: a token may
+    hold a part of a character.
 
-    Exact but for the two ends of the stream, and for every DECODED_AT_ONCE tokens of a longer document: a character cut in two there
-    counts as U+FFFD, 3 bytes, on each side.
+    Exact but for the two ends of the stream, and for every DECODED_AT_ONCE tokens of a longer
+    document: a character cut in two there counts as U+FFFD, 3 bytes, on each side.
 
     Args:
         tokenizer: what wrote the tokens.
@@ -137,7 +154,8 @@ class Bytes:
     """
 
     def __init__(self, tokenizer: Tokenizer, end: int) -> None:
-        self.tokenizer, self.end = tokenizer, end
+        self.tokenizer = tokenizer
+        self.end = end
         self.counted = 0
         self._open = np.empty(0, dtype=np.int64)
 
@@ -146,7 +164,8 @@ class Bytes:
         unread = np.concatenate([self._open, ids_N])
         *whole, self._open = np.split(unread, np.flatnonzero(unread == self.end) + 1)
         if len(self._open) >= DECODED_AT_ONCE:
-            whole, self._open = [*whole, self._open], self._open[:0]
+            whole = [*whole, self._open]
+            self._open = self._open[:0]
         self._count(whole)
 
     def total(self) -> int:
@@ -156,27 +175,50 @@ class Bytes:
         return self.counted
 
     def _count(self, documents: list[NDArray[np.int64]]) -> None:
-        self.counted += sum(len(self.tokenizer.decode(ids[ids != self.end].tolist()).encode()) for ids in documents)
+        self.counted += sum(
+            len(self.tokenizer.decode(ids[ids != self.end].tolist()).encode()) for ids in documents
+        )
 
 
 def refuse_other_tokenizer(job: Job, ours: Tokenizer, dataset: Dataset, path: Path) -> None:
-    """Raise ConfigError unless the tokenizer.json at `path` and the end-of-document token of `dataset` are the job's own, whatever they are called."""
+    """Raise ConfigError unless the tokenizer.json at `path` and the end-of-document token of
+    `dataset` are the job's own, whatever they are called."""
     assert job.dataset.tokenizer is not None and dataset.tokenizer is not None
-    own_path, theirs = data_folder(job).tokenizer, load_tokenizer(path)
-    hint = f'the ids would mean other text: give {dataset.name!r} a tokenizer of type = "file" with path = "{own_path}"'
+    own_path = data_folder(job).tokenizer
+    theirs = load_tokenizer(path)
+    hint = (
+        f'the ids would mean other text: give {dataset.name!r} a tokenizer of type = "file" with'
+        f' path = "{own_path}"'
+    )
     if theirs.to_str() != ours.to_str():
         sizes = f"{theirs.get_vocab_size()} and {ours.get_vocab_size()} ids"
-        raise ConfigError(f"dataset {dataset.name!r} has another tokenizer than the run: {path} and {own_path} differ ({sizes})", hint=hint)
+        raise ConfigError(
+            f"dataset {dataset.name!r} has another tokenizer than the run: {path} and {own_path}"
+            f" differ ({sizes})",
+            hint=hint,
+        )
     if dataset.tokenizer.eod_token != job.dataset.tokenizer.eod_token:
-        words = f"{dataset.tokenizer.eod_token!r}, in the run with {job.dataset.tokenizer.eod_token!r}"
-        raise ConfigError(f"documents of dataset {dataset.name!r} end with {words}", hint=f"set tokenizers.{dataset.tokenizer.name}.eod_token")
+        words = (
+            f"{dataset.tokenizer.eod_token!r}, in the run with {job.dataset.tokenizer.eod_token!r}"
+        )
+        raise ConfigError(
+            f"documents of dataset {dataset.name!r} end with {words}",
+            hint=f"set tokenizers.{dataset.tokenizer.name}.eod_token",
+        )
 
 
 @torch.inference_mode()
 def evaluate(
-    model: Transformer, windows: Windows, tokenizer: Tokenizer, end: int, *, samples: int = 0, progress: Callable[[int, int], None] = lambda done, total: None
+    model: Transformer,
+    windows: Windows,
+    tokenizer: Tokenizer,
+    end: int,
+    *,
+    samples: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Mean loss over the first `samples` windows, 0: all of them. The same numbers every time; nothing is sampled.
+    """Mean loss over the first `samples` windows, 0: all of them. The same numbers every time;
+    nothing is sampled.
 
     Args:
         model: in the state of evaluation, on the windows' device.
@@ -191,12 +233,21 @@ def evaluate(
         TrainkitError: exit 9, the loss is not finite.
     """
     began = time.perf_counter()
-    count, done = min(samples or len(windows), len(windows)), 0
-    device, text = windows.device, Bytes(tokenizer, end)
-    nats, tokens = torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    count = min(samples or len(windows), len(windows))
+    done = 0
+    device = windows.device
+    text = Bytes(tokenizer, end)
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    tokens = torch.zeros((), dtype=torch.int64, device=device)
     for batch in windows.batches(count):
-        labels_N = batch.labels_BS.flatten().cpu().numpy()  # before the model is called: its text is counted while the device works
-        losses = model(batch.tokens_BS, Labels(batch.labels_BS), positions_BS=batch.positions_BS, documents=batch.documents)
+        # before the model is called: its text is counted while the device works
+        labels_N = batch.labels_BS.flatten().cpu().numpy()
+        losses = model(
+            batch.tokens_BS,
+            Labels(batch.labels_BS),
+            positions_BS=batch.positions_BS,
+            documents=batch.documents,
+        )
         nats += losses.cross_entropy
         tokens += losses.tokens
         text.add(labels_N[labels_N != NO_LABEL])
@@ -207,9 +258,27 @@ def evaluate(
 
 def _summary(nats: float, tokens: int, size: int, samples: int, seconds: float) -> Evaluation:
     if tokens == 0:
-        raise ConfigError("no token of these windows has a label: there is no loss to take", hint="evaluate more samples")
+        raise ConfigError(
+            "no token of these windows has a label: there is no loss to take",
+            hint="evaluate more samples",
+        )
     loss = nats / tokens
     if not math.isfinite(loss):
-        raise TrainkitError(f"the summed loss of {tokens} tokens is {nats}", exit=Exit.RANK_USER, hint="the weights are broken, or too large for the precision")
-    perplexity = math.exp(loss) if loss < 700 else None
-    return Evaluation(loss, perplexity, nats / math.log(2) / size if size else None, tokens, size, samples, seconds)
+        raise TrainkitError(
+            f"the summed loss of {tokens} tokens is {nats}",
+            exit=Exit.RANK_USER,
+            hint="the weights are broken, or too large for the precision",
+        )
+    if loss < 700:
+        perplexity = math.exp(loss)
+    else:
+        perplexity = None
+    return Evaluation(
+        loss,
+        perplexity,
+        nats / math.log(2) / size if size else None,
+        tokens,
+        size,
+        samples,
+        seconds,
+    )

@@ -1,6 +1,8 @@
-"""Text from a run's checkpoint: one prompt after another, one token at a time over a cache of keys and values.
+"""Text from a run's checkpoint: one prompt after another, one token at a time over a cache of
+keys and values.
 
-Prompts are not batched: a matrix product of another height rounds otherwise, and what a prompt gives would then depend on its neighbours.
+Prompts are not batched: a matrix product of another height rounds otherwise, and what a prompt
+gives would then depend on its neighbours.
 
 Shapes: B = 1, S tokens that are read at once, V vocabulary.
 """
@@ -18,7 +20,15 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoints import Checkpoint
 from trainkit.runs.folder import RunFolder
-from trainkit.train.inference.load import ALONE, PRECISIONS, choose_checkpoint, choose_device, load_model, load_own_tokenizer, refuse_unsplittable
+from trainkit.train.inference.load import (
+    ALONE,
+    PRECISIONS,
+    choose_checkpoint,
+    choose_device,
+    load_model,
+    load_own_tokenizer,
+    refuse_unsplittable,
+)
 from trainkit.train.inference.ranks import ARGV, Together, refuse_together, spec_of
 from trainkit.train.inference.sampling import Sampling, choose
 from trainkit.train.model.attention import KeyValueCache
@@ -57,49 +67,83 @@ def generate(
     """(step of the checkpoint, what the model writes after each prompt).
 
     Args:
-        run: the run, with at least one checkpoint.
-        prompts: the texts to go on from; an empty one: the beginning of a document. A prompt's text depends on no other prompt.
-        sampling: how tokens are drawn.
-        max_new_tokens: how many tokens at most, of each.
-        step: of the checkpoint; None: the newest valid one.
-        device: "cpu" or "cuda"; empty: what the job computes on.
-        ranks: tensor-parallel ranks that the model is split over; 1: this process holds it.
-        together: how they are started.
+        run: the run, with at least one checkpoint. prompts: the texts to go on from; an empty
+        one: the beginning of a document. A prompt's text depends on no other prompt. sampling:
+        how tokens are drawn. max_new_tokens: how many tokens at most, of each. step: of the
+        checkpoint; None: the newest valid one. device: "cpu" or "cuda"; empty: what the job
+        computes on. ranks: tensor-parallel ranks that the model is split over; 1: this process
+        holds it. together: how they are started.
 
     Raises:
-        ConfigError: exit 3, a prompt is no Unicode, the run has mock data, its tokenizer is gone, or this machine lacks the device; so many ranks
+        ConfigError: exit 3, a prompt is no Unicode, the run has mock data, its tokenizer is
+        gone, or this machine lacks the device; so many ranks
             cannot share the model.
         TrainkitError: exit 16, no such checkpoint; exit 9, the logits are not finite.
     """
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise ConfigError(f"prompt {prompt!r} is no Unicode text: it holds half of a surrogate pair, or bytes that are not UTF-8")
+            raise ConfigError(
+                f"prompt {prompt!r} is no Unicode text: it holds half of a surrogate pair, or bytes"
+                " that are not UTF-8"
+            )
     job = read_job(run.job)
     load_own_tokenizer(job)
     on = choose_device(job, device)
     refuse_unsplittable(job, ranks, on)
     saved = choose_checkpoint(run, step)
     if ranks == 1:
-        return saved.manifest.step, generations(job, saved, on, prompts, sampling, max_new_tokens=max_new_tokens)
-    spec = spec_of("generate", job, saved.folder, on.type, prompts=list(prompts), sampling=asdict(sampling), max_new_tokens=max_new_tokens)
-    return saved.manifest.step, [Generation(**found) for found in together(ARGV, spec, ranks, on.type)["generations"]]
+        return saved.manifest.step, generations(
+            job, saved, on, prompts, sampling, max_new_tokens=max_new_tokens
+        )
+    spec = spec_of(
+        "generate",
+        job,
+        saved.folder,
+        on.type,
+        prompts=list(prompts),
+        sampling=asdict(sampling),
+        max_new_tokens=max_new_tokens,
+    )
+    return saved.manifest.step, [
+        Generation(**found) for found in together(ARGV, spec, ranks, on.type)["generations"]
+    ]
 
 
 def generations(
-    job: Job, saved: Checkpoint, device: torch.device, prompts: Sequence[str], sampling: Sampling, *, max_new_tokens: int, group: TensorGroup = ALONE
+    job: Job,
+    saved: Checkpoint,
+    device: torch.device,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    group: TensorGroup = ALONE,
 ) -> list[Generation]:
-    """What the model of a checkpoint writes after each prompt; it ends early at the end of a document.
+    """What the model of a checkpoint writes after each prompt; it ends early at the end of a
+    document.
 
-    `group`: the ranks that the model is split over; each finds the same, for they see the same logits and draw the same numbers.
+    `group`: the ranks that the model is split over; each finds the same, for they see the same
+    logits and draw the same numbers.
     """
     tokenizer, end = load_own_tokenizer(job)
-    # The head is not padded: for one row at a time that would copy its weight for every token, and no kernel gains by it.
-    bare = job.model_copy(update={"model": job.model.model_copy(update={"make_vocab_size_divisible_by": 1})})
+    # The head is not padded: for one row at a time that would copy its weight for every token, and
+    # no kernel gains by it.
+    bare = job.model_copy(
+        update={"model": job.model.model_copy(update={"make_vocab_size_divisible_by": 1})}
+    )
     model = load_model(bare, saved, device, PRECISIONS[job.training.precision], group)
     found = []
     for prompt in prompts:
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]  # as prep-data encodes
-        new = continuation(model, ids, sampling, max_new_tokens=max_new_tokens, end=end, apart=job.training.reset_attention_mask)
+        # as prep-data encodes
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
+        new = continuation(
+            model,
+            ids,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            end=end,
+            apart=job.training.reset_attention_mask,
+        )
         # Decoded together: a decoder may treat the first token of a text in its own way.
         text = tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
         found.append(Generation(prompt, prompt + text, len(new)))
@@ -107,8 +151,9 @@ def generations(
 
 
 class Reading:
-    """What a model has read of one text. It sees the last `model.positions` tokens: once the text is longer, each further token moves that
-    window, every position in it changes, and it is read anew.
+    """What a model has read of one text. It sees the last `model.positions` tokens: once the
+    text is longer, each further token moves that window, every position in it changes, and it is
+    read anew.
 
     Args:
         model: in the state of evaluation.
@@ -116,11 +161,20 @@ class Reading:
     """
 
     def __init__(self, model: Transformer, capacity: int | None = None) -> None:
-        shape, weight = model.shape, model.embed_tokens.weight
-        self.model, self.window = model, min(shape.positions, capacity or shape.positions)
+        shape = model.shape
+        weight = model.embed_tokens.weight
+        self.model = model
+        self.window = min(shape.positions, capacity or shape.positions)
         self.ids: list[int] = []
         self.caches = [
-            KeyValueCache(1, block.attention.widths[1] // shape.head_size, self.window, shape.head_size, dtype=weight.dtype, device=weight.device)
+            KeyValueCache(
+                1,
+                block.attention.widths[1] // shape.head_size,
+                self.window,
+                shape.head_size,
+                dtype=weight.dtype,
+                device=weight.device,
+            )
             for block in model.layers.values()
             if isinstance(block, Block)
         ]
@@ -133,7 +187,8 @@ class Reading:
 
     @torch.inference_mode()
     def read(self, ids: Sequence[int], piece: int = PIECE) -> Tensor:
-        """Read on by at least one token, `piece` at a time; the logits of what follows the last, (V)."""
+        """Read on by at least one token, `piece` at a time; the logits of what follows the last,
+        (V)."""
         self.ids += ids
         if len(self.ids) > self.window:
             ids = self.ids[-self.window :]
@@ -141,14 +196,26 @@ class Reading:
             self.ids += ids
         device = self.caches[0].k_BGTD.device
         for start in range(0, len(ids), piece):
-            logits_BSV: Tensor = self.model(torch.tensor([ids[start : start + piece]], device=device), caches=self.caches)
+            logits_BSV: Tensor = self.model(
+                torch.tensor([ids[start : start + piece]], device=device), caches=self.caches
+            )
         return logits_BSV[0, -1]
 
 
-def continuation(model: Transformer, prompt: Sequence[int], sampling: Sampling, *, max_new_tokens: int, end: int, apart: bool = False) -> list[int]:
-    """Ids that follow `prompt`, which has at least one: at most `max_new_tokens`, up to `end`, which is not among them.
+def continuation(
+    model: Transformer,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    end: int,
+    apart: bool = False,
+) -> list[int]:
+    """Ids that follow `prompt`, which has at least one: at most `max_new_tokens`, up to `end`,
+    which is not among them.
 
-    `apart`: the model was trained on documents that do not see each other, so that one begins without the `end` of the one before.
+    `apart`: the model was trained on documents that do not see each other, so that one begins
+    without the `end` of the one before.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     reading = Reading(model, len(prompt) + max_new_tokens)

@@ -1,5 +1,5 @@
-"""A trained model read back by one process, or split over a few: which checkpoint, on which device, in which precision, and the tokenizer it was
-trained with."""
+"""A trained model read back by one process, or split over a few: which checkpoint, on which
+device, in which precision, and the tokenizer it was trained with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.checks import indivisible
 from trainkit.plan.rules import Rules
 from trainkit.runs.checkpoint_errors import Damaged
-from trainkit.runs.checkpoints import Checkpoint, finished, folder_of, newest_valid, open_checkpoint, verify
+from trainkit.runs.checkpoints import (
+    Checkpoint,
+    finished,
+    folder_of,
+    newest_valid,
+    open_checkpoint,
+    verify,
+)
 from trainkit.runs.folder import RunFolder
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.model.transformer import Transformer, build_on_meta
@@ -29,20 +36,31 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def choose_checkpoint(run: RunFolder, step: int | None = None) -> Checkpoint:
-    """The run's checkpoint of `step`, whole and with the right hashes; None: the newest valid one, and every newer one passed over is named on
-    stderr.
+    """The run's checkpoint of `step`, whole and with the right hashes; None: the newest valid
+    one, and every newer one passed over is named on stderr.
 
     Raises:
         TrainkitError: exit 16, there is none, or that of `step` is damaged.
     """
     steps = [int(folder.name[5:]) for folder in finished(run.checkpoints)]
     if not steps:
-        raise TrainkitError(f"run {run.id} has no checkpoint yet", exit=Exit.NO_CHECKPOINT, hint="the first is written after training.save_interval steps")
+        raise TrainkitError(
+            f"run {run.id} has no checkpoint yet",
+            exit=Exit.NO_CHECKPOINT,
+            hint="the first is written after training.save_interval steps",
+        )
     if step is not None and step not in steps:
-        hint = f"it has those of steps {', '.join(map(str, steps))}; older ones go as checkpoint.keep_last says"
-        raise TrainkitError(f"run {run.id} has no checkpoint of step {step}", exit=Exit.NO_CHECKPOINT, hint=hint)
+        hint = (
+            f"it has those of steps {', '.join(map(str, steps))}; older ones go as"
+            " checkpoint.keep_last says"
+        )
+        raise TrainkitError(
+            f"run {run.id} has no checkpoint of step {step}", exit=Exit.NO_CHECKPOINT, hint=hint
+        )
     if step is None:
-        newest = newest_valid(run.checkpoints, lambda words: print(f"WARNING: passed over: {words}", file=sys.stderr))
+        newest = newest_valid(
+            run.checkpoints, lambda words: print(f"WARNING: passed over: {words}", file=sys.stderr)
+        )
         assert newest is not None, "there are checkpoints: the newest valid one or an error"
         return newest
     folder = folder_of(run.checkpoints, step)
@@ -52,16 +70,23 @@ def choose_checkpoint(run: RunFolder, step: int | None = None) -> Checkpoint:
 
 
 def choose_device(job: Job, words: str = "") -> torch.device:
-    """The device `words` name, "cpu" or "cuda"; without words, the kind that the job's cluster computes on.
+    """The device `words` name, "cpu" or "cuda"; without words, the kind that the job's cluster
+    computes on.
 
-    Raises ConfigError for other words, and where this machine has no such device: nothing falls back to the CPU by itself.
+    Raises ConfigError for other words, and where this machine has no such device: nothing falls
+    back to the CPU by itself.
     """
     kind = words or job.cluster.device_type
     if kind not in ("cpu", "cuda"):
         raise ConfigError(f"device {kind!r} is neither cpu nor cuda")
     if kind == "cuda" and not torch.cuda.is_available():
-        why = "" if words else f", which job {job.name!r} computes on (clusters.{job.cluster.name}.device)"
-        raise ConfigError(f"this machine has no CUDA device{why}", hint="--device cpu computes on the CPU")
+        if words:
+            why = ""
+        else:
+            why = f", which job {job.name!r} computes on (clusters.{job.cluster.name}.device)"
+        raise ConfigError(
+            f"this machine has no CUDA device{why}", hint="--device cpu computes on the CPU"
+        )
     return torch.device(kind)
 
 
@@ -69,23 +94,41 @@ def vocabulary(saved: Checkpoint) -> int:
     """Rows of the embedding. Raises TrainkitError (exit 3) where the checkpoint has none."""
     name = "model.embed_tokens.weight"
     if name not in saved.manifest.tensors:
-        raise TrainkitError(f"{saved.folder} is a checkpoint of another model: {name} is not in it", exit=Exit.CONFIG)
+        raise TrainkitError(
+            f"{saved.folder} is a checkpoint of another model: {name} is not in it",
+            exit=Exit.CONFIG,
+        )
     return int(saved.manifest.tensors[name].shape[0])
 
 
 def refuse_unsplittable(job: Job, ranks: int, device: torch.device) -> None:
-    """Raise ConfigError, with all reasons, where so many tensor-parallel ranks cannot share the job's model, or this machine."""
-    reasons = [f"{key} {size} does not divide by --tensor-parallel {ranks}" for key, size in indivisible(job.model, Rules(), ranks).values()]
+    """Raise ConfigError, with all reasons, where so many tensor-parallel ranks cannot share the
+    job's model, or this machine."""
+    reasons = [
+        f"{key} {size} does not divide by --tensor-parallel {ranks}"
+        for key, size in indivisible(job.model, Rules(), ranks).values()
+    ]
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
-        reasons.append(f"--tensor-parallel {ranks} needs as many CUDA devices; this machine has {torch.cuda.device_count()}")
+        reasons.append(
+            f"--tensor-parallel {ranks} needs as many CUDA devices; this machine has"
+            f" {torch.cuda.device_count()}"
+        )
     if reasons:
         raise ConfigError([Problem(reason) for reason in reasons])
 
 
-def load_model(job: Job, saved: Checkpoint, device: torch.device, dtype: torch.dtype, group: TensorGroup = ALONE) -> Transformer:
-    """The model of a checkpoint, whatever layout wrote it: for reading only, without dropout, weights cast to `dtype` as training casts them.
+def load_model(
+    job: Job,
+    saved: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: TensorGroup = ALONE,
+) -> Transformer:
+    """The model of a checkpoint, whatever layout wrote it: for reading only, without dropout,
+    weights cast to `dtype` as training casts them.
 
-    `group`: the ranks that it is split over, each of which calls this; by default this one holds all of it.
+    `group`: the ranks that it is split over, each of which calls this; by default this one holds
+    all of it.
 
     Raises TrainkitError (exit 3) where the checkpoint is of another model.
     """
@@ -97,11 +140,18 @@ def load_model(job: Job, saved: Checkpoint, device: torch.device, dtype: torch.d
 
 
 def load_own_tokenizer(job: Job) -> tuple[Tokenizer, int]:
-    """The tokenizer of the job's dataset, and the id that ends a document. Raises ConfigError: the job has random tokens, or the file is gone."""
+    """The tokenizer of the job's dataset, and the id that ends a document. Raises ConfigError:
+    the job has random tokens, or the file is gone."""
     if job.dataset.tokenizer is None:
-        raise ConfigError(f"dataset {job.dataset.name or 'mock'!r} is random tokens without a tokenizer: there is no text")
+        raise ConfigError(
+            f"dataset {job.dataset.name or 'mock'!r} is random tokens without a tokenizer: there is"
+            " no text"
+        )
     path = DataFolder(Path(job.cluster.root or "."), job.dataset).tokenizer
     if not path.is_file():
-        raise ConfigError(f"the tokenizer of dataset {job.dataset.name!r} is gone: {path}", hint="run prep-data again")
+        raise ConfigError(
+            f"the tokenizer of dataset {job.dataset.name!r} is gone: {path}",
+            hint="run prep-data again",
+        )
     tokenizer = load_tokenizer(path)
     return tokenizer, end_of_document(tokenizer, job.dataset.tokenizer.eod_token, path)

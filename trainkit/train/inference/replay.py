@@ -41,7 +41,8 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Batch:
-    """All samples of a step, and whether they are those it was made with: True, False, None where the metrics do not say (`batch_checksum`)."""
+    """All samples of a step, and whether they are those it was made with: True, False, None
+    where the metrics do not say (`batch_checksum`)."""
 
     window: Window
     samples: list[Replayed]
@@ -50,11 +51,15 @@ class Batch:
 
 
 def replay(run: RunFolder, job: Job, step: int) -> Batch:
-    """Rebuild the batch of a step. Raises ConfigError where nobody knows what it took, and as reading the data does."""
+    """Rebuild the batch of a step. Raises ConfigError where nobody knows what it took, and as
+    reading the data does."""
     window = find_window(run, step)
     if window is None:
         known = [row["step"] for row in read_rows(run.metrics) if "eval" not in row]
-        hint = f"logged steps: {known[0]} to {known[-1]}" if known else "no step was logged yet"
+        if known:
+            hint = f"logged steps: {known[0]} to {known[-1]}"
+        else:
+            hint = "no step was logged yet"
         raise ConfigError(f"nobody knows what step {step} of run {run.id} took", hint=hint)
     mixture = open_mixture(job, job.dataset, "train", vocab_size(job))
     datasets, numbers = mixture.order.window(window.first, window.samples)
@@ -63,9 +68,17 @@ def replay(run: RunFolder, job: Job, step: int) -> Batch:
         at = np.flatnonzero(datasets == index)
         mixture.samples[index].read(numbers[at], at, rows)
     checksum = sum(int(xxhash.xxh32_intdigest(row.data)) for row in rows)
-    told = [row["batch_checksum"] for row in read_rows(run.metrics) if row["step"] == step and "batch_checksum" in row]
-    tokenizer = load_tokenizer(data_folder(job).tokenizer) if job.dataset.tokenizer else None
-    micro, ranks = job.training.micro_batch_size, job.data_parallel_size
+    told = [
+        row["batch_checksum"]
+        for row in read_rows(run.metrics)
+        if row["step"] == step and "batch_checksum" in row
+    ]
+    if job.dataset.tokenizer:
+        tokenizer = load_tokenizer(data_folder(job).tokenizer)
+    else:
+        tokenizer = None
+    micro = job.training.micro_batch_size
+    ranks = job.data_parallel_size
     samples = [
         Replayed(
             position=window.first + i,
@@ -74,7 +87,13 @@ def replay(run: RunFolder, job: Job, step: int) -> Batch:
             dataset=mixture.names[int(datasets[i])],
             number=int(numbers[i]),
             tokens=row.tolist(),
-            text=tokenizer.decode([t for t in row.tolist() if t != NO_TOKEN], skip_special_tokens=False) if tokenizer else None,
+            text=(
+                tokenizer.decode(
+                    [t for t in row.tolist() if t != NO_TOKEN], skip_special_tokens=False
+                )
+                if tokenizer
+                else None
+            ),
         )
         for i, row in enumerate(rows)
     ]

@@ -1,6 +1,8 @@
-"""The program of one of several ranks that a trained model is split over, to write or to be measured: python -m trainkit.train.inference.worker SPEC.json.
+"""The program of one of several ranks that a trained model is split over, to write or to be
+measured: python -m trainkit.train.inference.worker SPEC.json.
 
-Each rank is a unit (see base.unit) with torch's variables; all of them find the same, rank 0's result is taken.
+Each rank is a unit (see base.unit) with torch's variables; all of them find the same, rank 0's
+result is taken.
 """
 
 from __future__ import annotations
@@ -25,19 +27,32 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     world = World.from_environment()
     device = join(world, spec["device_type"])
     group = Mesh.of(Degrees(tensor=world.size), world, device).tensor
-    job, saved = Job.model_validate(spec["job"]), open_checkpoint(Path(spec["checkpoint"]))
+    job = Job.model_validate(spec["job"])
+    saved = open_checkpoint(Path(spec["checkpoint"]))
     if spec["task"] == "generate":
         from trainkit.train.inference.generate import generations
         from trainkit.train.inference.sampling import Sampling
 
-        found = generations(job, saved, device, spec["prompts"], Sampling(**spec["sampling"]), max_new_tokens=spec["max_new_tokens"], group=group)
+        found = generations(
+            job,
+            saved,
+            device,
+            spec["prompts"],
+            Sampling(**spec["sampling"]),
+            max_new_tokens=spec["max_new_tokens"],
+            group=group,
+        )
         return {"generations": [dataclasses.asdict(generation) for generation in found]}
     from trainkit.train.inference.evaluate import Windows, evaluate
     from trainkit.train.inference.load import PRECISIONS, load_model, load_own_tokenizer, vocabulary
 
-    windows = Windows(job, Dataset.model_validate(spec["dataset"]), spec["split"], vocabulary(saved), device)
+    windows = Windows(
+        job, Dataset.model_validate(spec["dataset"]), spec["split"], vocabulary(saved), device
+    )
     model = load_model(job, saved, device, PRECISIONS[job.training.precision], group)
-    measured = evaluate(model, windows, *load_own_tokenizer(job), samples=spec["samples"], progress=progress)
+    measured = evaluate(
+        model, windows, *load_own_tokenizer(job), samples=spec["samples"], progress=progress
+    )
     return dataclasses.asdict(measured)
 
 

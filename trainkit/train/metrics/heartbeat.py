@@ -1,4 +1,5 @@
-"""What a rank says about itself while it lives: a small file that is replaced, never half written."""
+"""What a rank says about itself while it lives: a small file that is replaced, never half
+written."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ INTERVAL = 0.5  # seconds between two beats of one phase
 
 
 class Heartbeat:
-    """Where this rank is. "done" is its word of success and durable; the rest may be lost with the machine.
+    """Where this rank is. "done" is its word of success and durable; the rest may be lost with
+    the machine.
 
     Args:
         path: the file, None for a rank that nobody watches.
@@ -27,22 +29,26 @@ class Heartbeat:
     """
 
     def __init__(self, path: Path | None, rank: int) -> None:
-        self.path, self.rank = path, rank
+        self.path = path
+        self.rank = rank
         self.step = 0
         self.phase: Phase | None = None
-        self.save_seconds: float | None = None  # what a stop needs for its checkpoint, by the saves so far
+        # what a stop needs for its checkpoint, by the saves so far
+        self.save_seconds: float | None = None
         self._first: int | None = None
         self._last = 0.0
         self._failed = False
 
     @property
     def nothing_new(self) -> bool:
-        """Whether nothing was trained yet that a checkpoint could hold: from the start through the first step, with its compilation."""
+        """Whether nothing was trained yet that a checkpoint could hold: from the start through
+        the first step, with its compilation."""
         return self._first is None or self.step <= self._first
 
     @property
     def leaves(self) -> bool:
-        """Whether a rank that was told to stop may leave as it stands: there is nothing new, and it is not saving what a run begins with."""
+        """Whether a rank that was told to stop may leave as it stands: there is nothing new, and
+        it is not saving what a run begins with."""
         return self.nothing_new and self.phase != "save"
 
     def saved(self, seconds: float) -> None:
@@ -50,21 +56,34 @@ class Heartbeat:
         self.save_seconds = seconds
 
     def again(self) -> None:
-        """Say that what was begun goes on: to be called at every part of a long save or evaluation, and only there, so that a hang stays one."""
+        """Say that what was begun goes on: to be called at every part of a long save or
+        evaluation, and only there, so that a hang stays one."""
         if self.phase is not None:
             self.beat(self.phase, self.step)
 
     def beat(self, phase: Phase, step: int) -> None:
         """Say it; at most two times a second while the phase stays the same."""
-        self.step, now = step, time.time()
+        self.step = step
+        now = time.time()
         if phase == "train" and self._first is None:
             self._first = step
         if phase == self.phase and now - self._last < INTERVAL:
             return
-        self.phase, self._last = phase, now
+        self.phase = phase
+        self._last = now
         if self.path is None:
             return
-        text = json.dumps(document("heartbeat/1", rank=self.rank, pid=os.getpid(), step=step, phase=phase, time=now, save_seconds=self.save_seconds))
+        text = json.dumps(
+            document(
+                "heartbeat/1",
+                rank=self.rank,
+                pid=os.getpid(),
+                step=step,
+                phase=phase,
+                time=now,
+                save_seconds=self.save_seconds,
+            )
+        )
         if phase == "done":
             self._say_done(self.path, text)
             return
@@ -81,7 +100,8 @@ class Heartbeat:
                 temporary.unlink()
 
     def _say_done(self, path: Path, text: str) -> None:
-        """Durable. A full disk has room for it where the last beat stands. Raises TrainkitError (exit 10): nobody would know that this rank has succeeded."""
+        """Durable. A full disk has room for it where the last beat stands. Raises TrainkitError
+        (exit 10): nobody would know that this rank has succeeded."""
         try:
             try:
                 write_text(path, text)
@@ -92,5 +112,12 @@ class Heartbeat:
                         rest = rest[file.write(rest) :]
                     os.fsync(file.fileno())
         except OSError as error:
-            words = f"training is done and its checkpoint saved, but rank {self.rank} could not say so in {path}: {error}"
-            raise TrainkitError(words, exit=Exit.RANK_INFRA, hint="make room or mend the file system; `resume` then finds nothing left to do") from error
+            words = (
+                f"training is done and its checkpoint saved, but rank {self.rank} could not say so"
+                f" in {path}: {error}"
+            )
+            raise TrainkitError(
+                words,
+                exit=Exit.RANK_INFRA,
+                hint="make room or mend the file system; `resume` then finds nothing left to do",
+            ) from error

@@ -16,7 +16,8 @@ TOP = 40  # rows of the table
 
 
 class StepProfiler:
-    """Profiles the steps that a job asks for, and writes `rank-0-step-10-12.json.gz`, a Chrome trace, and a table of the costliest operations, `.txt`.
+    """Profiles the steps that a job asks for, and writes `rank-0-step-10-12.json.gz`, a Chrome
+    trace, and a table of the costliest operations, `.txt`.
 
     Args:
         profile: which steps of which ranks; None: nothing is profiled.
@@ -26,24 +27,32 @@ class StepProfiler:
 
     def __init__(self, profile: Profile | None, rank: int, folder: Path) -> None:
         self.profile = profile if profile and rank in profile.ranks else None
-        self.rank, self.folder = rank, folder
+        self.rank = rank
+        self.folder = folder
         self._running: torch.profiler.profile | None = None
         self._steps: list[int] = []
 
     def before(self, step: int) -> None:
-        """Call before a step begins. One outside the range ends a profile that still runs: training went back to an earlier step."""
+        """Call before a step begins. One outside the range ends a profile that still runs:
+        training went back to an earlier step."""
         if self.profile is None:
             return
         inside = self.profile.start <= step <= self.profile.stop
         if self._running and not inside:
             self.close()
         if inside and not self._running:
-            cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            self._running = torch.profiler.profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True)
+            if torch.cuda.is_available():
+                cuda = [ProfilerActivity.CUDA]
+            else:
+                cuda = []
+            self._running = torch.profiler.profile(
+                activities=[ProfilerActivity.CPU, *cuda], record_shapes=True
+            )
             self._running.start()
 
     def after(self, step: int) -> float:
-        """Call after a step was set going. Returns the seconds it took to write the profile down, if it has ended: no part of training's time."""
+        """Call after a step was set going. Returns the seconds it took to write the profile
+        down, if it has ended: no part of training's time."""
         if self.profile is None or not self._running:
             return 0.0
         self._steps.append(step)
@@ -54,8 +63,10 @@ class StepProfiler:
 
     def close(self) -> None:
         """Write down what was profiled so far, if anything. Waits for the device."""
-        running, steps = self._running, self._steps
-        self._running, self._steps = None, []
+        running = self._running
+        steps = self._steps
+        self._running = None
+        self._steps = []
         if running is None:
             return
         if torch.cuda.is_available():
@@ -66,8 +77,15 @@ class StepProfiler:
         name = f"rank-{self.rank}-step-{min(steps)}-{max(steps)}"
         self.folder.mkdir(parents=True, exist_ok=True)
         trace = self.folder / f"{name}.json.gz"
-        temporary = trace.with_name(f"{temporary_name(trace).name}.gz")  # torch compresses what ends like this
+        # torch compresses what ends like this
+        temporary = trace.with_name(f"{temporary_name(trace).name}.gz")
         running.export_chrome_trace(str(temporary))
         os.replace(temporary, trace)
-        by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        write_text(self.folder / f"{name}.txt", running.key_averages().table(sort_by=by, row_limit=TOP) + "\n")
+        if torch.cuda.is_available():
+            by = "self_device_time_total"
+        else:
+            by = "self_cpu_time_total"
+        write_text(
+            self.folder / f"{name}.txt",
+            running.key_averages().table(sort_by=by, row_limit=TOP) + "\n",
+        )

@@ -14,8 +14,11 @@ T = TypeVar("T")
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`. To CUDA it goes from page-locked memory: a copy from any other waits until the device has done all it was told."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    """A tensor of the host on `device`. To CUDA it goes from page-locked memory: a copy from any
+    other waits until the device has done all it was told."""
+    if device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,18 @@ class _Pending(Generic[T]):
 
 
 class Readback(Generic[T]):
-    """Hands out each step's numbers in order: at once on the CPU, one step late on CUDA, where waiting for them would leave the device idle.
+    """Hands out each step's numbers in order: at once on the CPU, one step late on CUDA, where
+    waiting for them would leave the device idle.
 
-    The delay is the same on every rank, so that what they decide by these numbers they decide at the same step.
+    The delay is the same on every rank, so that what they decide by these numbers they decide at
+    the same step.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.lag = 1 if device.type == "cuda" else 0
+        if device.type == "cuda":
+            self.lag = 1
+        else:
+            self.lag = 0
         self._pending: deque[_Pending[T]] = deque()
 
     def push(self, facts: T, values: Tensor) -> None:
@@ -47,7 +55,8 @@ class Readback(Generic[T]):
         self._pending.append(_Pending(facts, values, arrived))
 
     def take(self, *, all: bool = False) -> Iterator[tuple[T, list[float]]]:
-        """The steps that are due, oldest first, each when it is there; with `all` every one, which waits for the device."""
+        """The steps that are due, oldest first, each when it is there; with `all` every one,
+        which waits for the device."""
         while len(self._pending) > (0 if all else self.lag):
             pending = self._pending.popleft()
             if pending.arrived is not None:

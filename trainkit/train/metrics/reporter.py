@@ -1,4 +1,5 @@
-"""What rank 0 writes while it trains: metrics.jsonl, TensorBoard, Weights & Biases, Megatron's log lines, and which samples each step took."""
+"""What rank 0 writes while it trains: metrics.jsonl, TensorBoard, Weights & Biases, Megatron's
+log lines, and which samples each step took."""
 
 from __future__ import annotations
 
@@ -40,23 +41,33 @@ def finite(value: Any) -> Any:
     """A JSON value with null for every number that JSON cannot hold."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Tags and values for TensorBoard of a training row; what is not known or not finite is left out."""
+    """Tags and values for TensorBoard of a training row; what is not known or not finite is left
+    out."""
     found = {tag: row[key] for tag, key in TAGS.items()}
     found["iteration-time"] = row["elapsed_ms"] / 1000
-    found |= {f"{phase}-time": milliseconds / 1000 for phase, milliseconds in row["times_ms"].items()}
-    found |= {f"mem-{kind.replace('_', '-')}-bytes": size for kind, size in row["memory_bytes"].items()}
+    found |= {
+        f"{phase}-time": milliseconds / 1000 for phase, milliseconds in row["times_ms"].items()
+    }
+    found |= {
+        f"mem-{kind.replace('_', '-')}-bytes": size for kind, size in row["memory_bytes"].items()
+    }
     for tag, value in found.items():
         if value is not None and math.isfinite(value):
             yield tag, value
 
 
 def log_line(row: dict[str, Any], train_iters: int) -> str:
-    """Megatron's log line of a training row; after it, what Megatron prints under --log-throughput, and MFU (HFU, where it differs)."""
-    percent = {key: "n/a" if row[key] is None else f"{100 * row[key]:.1f}%" for key in ("mfu", "hfu")}
+    """Megatron's log line of a training row; after it, what Megatron prints under
+    --log-throughput, and MFU (HFU, where it differs)."""
+    percent = {
+        key: "n/a" if row[key] is None else f"{100 * row[key]:.1f}%" for key in ("mfu", "hfu")
+    }
     recomputed = row["hardware_tflops"] != row["model_tflops"]
     return (
         f" iteration {row['step']:8d}/{train_iters:8d} |"
@@ -75,7 +86,8 @@ def log_line(row: dict[str, Any], train_iters: int) -> str:
 
 
 def take_back(metrics: Path, step: int, *, evaluated: bool) -> None:
-    """Cut metrics.jsonl back to `step`, and where the evaluation of that very step is made again, its rows too."""
+    """Cut metrics.jsonl back to `step`, and where the evaluation of that very step is made
+    again, its rows too."""
     cut(metrics, step)
     if not evaluated and any("eval" in row and row["step"] == step for row in read_rows(metrics)):
         kept = [row for row in read_rows(metrics) if "eval" not in row or row["step"] != step]
@@ -83,15 +95,20 @@ def take_back(metrics: Path, step: int, *, evaluated: bool) -> None:
 
 
 class Lines:
-    """Appends lines to a file. What the disk does not take waits in memory for the next line or `flush`: a full disk must not end training here."""
+    """Appends lines to a file. What the disk does not take waits in memory for the next line or
+    `flush`: a full disk must not end training here."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._waiting, self._warned, self._durable = path, b"", False, False
+        self.path = path
+        self._waiting = b""
+        self._warned = False
+        self._durable = False
         self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def append(self, line: str) -> None:
         """One more line; a failing disk is warned of once."""
-        self._waiting, self._durable = self._waiting + line.encode() + b"\n", False
+        self._waiting = self._waiting + line.encode() + b"\n"
+        self._durable = False
         try:
             self._write()
         except OSError as error:
@@ -105,13 +122,24 @@ class Lines:
             return
         self._write()
         os.fsync(self._handle)
-        self._warned, self._durable = False, True
+        self._warned = False
+        self._durable = True
 
     def refuse_another(self) -> None:
-        """Raises TrainkitError (exit 17) where the file is not ours any more: another attempt has gone on with the run, and this one was taken for dead."""
-        if os.path.exists(self.path) and not os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
-            words = f"{self.path} was begun anew by another process while this one trained: two of them train one run, or its file was replaced by hand"
-            raise TrainkitError(words, exit=Exit.HOSTS_BUSY, hint="end one of them; the other's checkpoints and metrics are whole")
+        """Raises TrainkitError (exit 17) where the file is not ours any more: another attempt
+        has gone on with the run, and this one was taken for dead."""
+        if os.path.exists(self.path) and not os.path.samestat(
+            os.stat(self.path), os.fstat(self._handle)
+        ):
+            words = (
+                f"{self.path} was begun anew by another process while this one trained: two of them"
+                " train one run, or its file was replaced by hand"
+            )
+            raise TrainkitError(
+                words,
+                exit=Exit.HOSTS_BUSY,
+                hint="end one of them; the other's checkpoints and metrics are whole",
+            )
 
     def close(self) -> None:
         os.close(self._handle)
@@ -122,12 +150,14 @@ class Lines:
 
 
 class Board:
-    """TensorBoard's files. Where they cannot be written, values are left out with a warning until `flush` can open another file."""
+    """TensorBoard's files. Where they cannot be written, values are left out with a warning
+    until `flush` can open another file."""
 
     def __init__(self, folder: Path, after: int) -> None:
         self.folder = folder
         self.writer: SummaryWriter | None = None
-        self._purge: int | None = after + 1  # what earlier files hold from this step on is taken back
+        # what earlier files hold from this step on is taken back
+        self._purge: int | None = after + 1
         self._warned = False
         self._open()
 
@@ -147,7 +177,8 @@ class Board:
             self._try(lambda writer: writer.close(), self.writer)
 
     def _open(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # half a second, which only the rank that writes must spend
+        # half a second, which only the rank that writes must spend
+        from torch.utils.tensorboard import SummaryWriter
 
         try:
             self.writer = SummaryWriter(str(self.folder), purge_step=self._purge)
@@ -173,7 +204,8 @@ def _warn(words: str) -> None:
 
 
 class Reporter:
-    """Opens the run's files to go on after `step`; what they hold of later steps is taken back first.
+    """Opens the run's files to go on after `step`; what they hold of later steps is taken back
+    first.
 
     Args:
         run: the run folder.
@@ -194,18 +226,24 @@ class Reporter:
         self.named_peak = self.missed_window = False
 
     def begins(self, window: Window) -> None:
-        """A step is about to take these samples. Without a disk nobody will know of them, and training goes on."""
+        """A step is about to take these samples. Without a disk nobody will know of them, and
+        training goes on."""
         try:
             self.windows.note(window)
         except OSError as error:
             if not self.missed_window:
-                _warn(f"samples of step {window.step} cannot be noted: {error}; `replay` knows those of logged steps")
+                _warn(
+                    f"samples of step {window.step} cannot be noted: {error}; `replay` knows those"
+                    " of logged steps"
+                )
             self.missed_window = True
 
     def step(self, row: dict[str, Any]) -> None:
-        """One training row (docs/run-folder.md): to the metrics, to TensorBoard under Megatron's names, to W&B, and as log lines to stdout.
+        """One training row (docs/run-folder.md): to the metrics, to TensorBoard under Megatron's
+        names, to W&B, and as log lines to stdout.
 
-        The line of times has rank 0's own, where Megatron's has the least and the most of all ranks.
+        The line of times has rank 0's own, where Megatron's has the least and the most of all
+        ranks.
         """
         self._append(row)
         for tag, value in scalars(row):
@@ -214,9 +252,14 @@ class Reporter:
             self.wandb.step(row)
         if not self.named_peak:
             self.named_peak = True
-            unknown = f"n/a: no peak is known of device {self.job.cluster.device.name!r} in {self.job.training.precision}"
+            unknown = (
+                f"n/a: no peak is known of device {self.job.cluster.device.name!r} in"
+                f" {self.job.training.precision}"
+            )
             sys.stdout.write(f" MFU is measured against {row['peak'] or unknown}\n")
-        times = "".join(f" {phase}: {milliseconds:.2f} |" for phase, milliseconds in row["times_ms"].items())
+        times = "".join(
+            f" {phase}: {milliseconds:.2f} |" for phase, milliseconds in row["times_ms"].items()
+        )
         sys.stdout.write(f"{log_line(row, self.job.training.train_iters)}\n time (ms) |{times}\n")
         sys.stdout.flush()
 
@@ -225,22 +268,33 @@ class Reporter:
         self._append(row)
         own = row["eval"] == "valid"
         perplexity = math.exp(min(row["lm_loss"], HIGHEST_EXPONENT))  # in this order NaN stays NaN
-        for tag, value in (("lm loss validation", row["lm_loss"]), ("lm loss validation ppl", perplexity)):
+        for tag, value in (
+            ("lm loss validation", row["lm_loss"]),
+            ("lm loss validation ppl", perplexity),
+        ):
             if math.isfinite(value):
                 self.board.add(tag if own else f"{tag} {row['eval']}", value, row["step"])
         if self.wandb:
             self.wandb.evaluation(row)
-        where = "" if own else f" on {row['eval']}"
-        sys.stdout.write(f" validation loss at iteration {row['step']}{where} | lm loss value: {row['lm_loss']:.6E} | lm loss PPL: {perplexity:.6E} |\n")
+        if own:
+            where = ""
+        else:
+            where = f" on {row['eval']}"
+        sys.stdout.write(
+            f" validation loss at iteration {row['step']}{where} | lm loss value:"
+            f" {row['lm_loss']:.6E} | lm loss PPL: {perplexity:.6E} |\n"
+        )
         sys.stdout.flush()
 
     def sync(self) -> None:
-        """Make everything reported so far durable: a checkpoint must not know more than the metrics. Raises OSError as the disk does."""
+        """Make everything reported so far durable: a checkpoint must not know more than the
+        metrics. Raises OSError as the disk does."""
         self.metrics.flush()
         self.board.flush()
 
     def close(self, *, failed: bool = False) -> None:
-        """The end of the run's files. Raises OSError as the disk does; with `failed`, where something worse has ended the run already, that is a warning."""
+        """The end of the run's files. Raises OSError as the disk does; with `failed`, where
+        something worse has ended the run already, that is a warning."""
         try:
             self.sync()
         except (OSError, TrainkitError) as error:

@@ -10,7 +10,16 @@ from typing import Literal, get_args
 
 import torch
 
-Phase = Literal["data", "forward", "backward", "pipeline", "communication", "optimizer", "evaluation", "checkpoint"]
+Phase = Literal[
+    "data",
+    "forward",
+    "backward",
+    "pipeline",
+    "communication",
+    "optimizer",
+    "evaluation",
+    "checkpoint",
+]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 LAST: Phase = "optimizer"  # the phase that ends a step
 
@@ -35,22 +44,30 @@ class _Timing:
     """The `with` block of one phase."""
 
     def __init__(self, timers: Timers, phase: Phase) -> None:
-        self.timers, self.phase = timers, phase
+        self.timers = timers
+        self.phase = phase
 
     def __enter__(self) -> None:
         self.timers.begin(self.phase)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.timers.end()
 
 
 class Timers:
     """Times phases of training on one rank: `with timers("forward"): ...`.
 
-    On the CPU by the host's clock. On CUDA by events in the device's queue: a phase is the time between the device's reaching its beginning
-    and its end, so work of the host that the device does not wait for (data, as a rule) counts as nothing.
+    On the CPU by the host's clock. On CUDA by events in the device's queue: a phase is the time
+    between the device's reaching its beginning and its end, so work of the host that the device
+    does not wait for (data, as a rule) counts as nothing.
 
-    A phase is not begun within another. Every step ends with one phase `optimizer`; an evaluation or a checkpoint counts with the step after it.
+    A phase is not begun within another. Every step ends with one phase `optimizer`; an
+    evaluation or a checkpoint counts with the step after it.
 
     Args:
         device: where the work is done.
@@ -85,7 +102,8 @@ class Timers:
         self._open = None
 
     def take(self, steps: int) -> dict[str, float]:
-        """Milliseconds a step by phase, mean over the oldest `steps` steps, which are forgotten. Phases that did not happen are left out.
+        """Milliseconds a step by phase, mean over the oldest `steps` steps, which are forgotten.
+        Phases that did not happen are left out.
 
         Call it for steps whose results have reached the host: on CUDA it would wait for others.
         """

@@ -16,13 +16,21 @@ def device_row(wanted: Device, reported: str | None) -> Device | None:
         wanted: cluster.device; one without peaks (cpu, cuda) is no row to believe.
         reported: what torch calls the GPU; None without one.
 
-    A row that the job names holds for a GPU whose name the table does not know. Where torch's name belongs to another row, neither is believed.
+    A row that the job names holds for a GPU whose name the table does not know. Where torch's
+    name belongs to another row, neither is believed.
     """
-    found = reported_device(reported) if reported else None
+    if reported:
+        found = reported_device(reported)
+    else:
+        found = None
     if not wanted.peak_tflops or found is None:
-        return wanted if wanted.peak_tflops else found
+        if wanted.peak_tflops:
+            return wanted
+        return found
     own = bool(reported and wanted.reported_as) and is_reported_as(wanted, reported or "")
-    return wanted if own or wanted.name == found.name else None
+    if own or wanted.name == found.name:
+        return wanted
+    return None
 
 
 class Utilization:
@@ -33,8 +41,9 @@ class Utilization:
         vocab_size: rows of the embedding.
         device: this rank's device.
 
-    `peak` names what MFU and HFU are measured against, "989.4 TFLOP/s (H200 SXM 141 GB, bf16)"; None where the device or its peak at the job's
-    precision is unknown. Then there is no MFU: a peak is never guessed.
+    `peak` names what MFU and HFU are measured against, "989.4 TFLOP/s (H200 SXM 141 GB, bf16)";
+    None where the device or its peak at the job's precision is unknown. Then there is no MFU: a
+    peak is never guessed.
     """
 
     def __init__(self, job: Job, vocab_size: int, device: torch.device) -> None:
@@ -42,13 +51,27 @@ class Utilization:
         self.model_flops = model_flops_per_token_of(job.model, vocab_size)
         self.hardware_flops = hardware_flops_per_token_of(job.model, vocab_size, job.training)
         precision = job.training.precision
-        row = device_row(job.cluster.device, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
-        self.peak_tflops = row.peak_tflops.get(precision) if row else None
-        self.peak = f"{self.peak_tflops:g} TFLOP/s ({row.label}, {precision})" if row and self.peak_tflops else None
+        row = device_row(
+            job.cluster.device,
+            torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        )
+        if row:
+            self.peak_tflops = row.peak_tflops.get(precision)
+        else:
+            self.peak_tflops = None
+        self.peak = (
+            f"{self.peak_tflops:g} TFLOP/s ({row.label}, {precision})"
+            if row and self.peak_tflops
+            else None
+        )
 
     def of(self, tokens_per_second: float) -> dict[str, float | str | None]:
-        """Keys of a row of metrics: TFLOP/s per device that the model needs and that the hardware does, and both as parts of the peak (0 to 1)."""
-        model, hardware = (tokens_per_second * flops / self.world_size / 1e12 for flops in (self.model_flops, self.hardware_flops))
+        """Keys of a row of metrics: TFLOP/s per device that the model needs and that the
+        hardware does, and both as parts of the peak (0 to 1)."""
+        model, hardware = (
+            tokens_per_second * flops / self.world_size / 1e12
+            for flops in (self.model_flops, self.hardware_flops)
+        )
         peak = self.peak_tflops
         return {
             "model_tflops": model,

@@ -1,4 +1,5 @@
-"""Metrics to Weights & Biases, where the job asks for it. Whatever happens there, training goes on."""
+"""Metrics to Weights & Biases, where the job asks for it. Whatever happens there, training goes
+on."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ FINISH_SECONDS = 60.0
 
 
 def wandb_problems(job: Job, environment: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Why a job that asks for Weights & Biases cannot have it: the package, or in mode online the key, is missing. Asks no network.
+    """Why a job that asks for Weights & Biases cannot have it: the package, or in mode online
+    the key, is missing. Asks no network.
 
     `environment` is the ranks', by default this process's own.
     """
@@ -30,15 +32,26 @@ def wandb_problems(job: Job, environment: Mapping[str, str] = os.environ) -> lis
         return []
     found = []
     if importlib.util.find_spec("wandb") is None:
-        found.append(Problem("the job reports to Weights & Biases, but wandb is not installed", hint=f"{install_command('wandb')}\n  or leave out wandb"))
+        found.append(
+            Problem(
+                "the job reports to Weights & Biases, but wandb is not installed",
+                hint=f"{install_command('wandb')}\n  or leave out wandb",
+            )
+        )
     if job.wandb.mode == "online" and not environment.get(KEY):
-        way = f'export {KEY} and name it in clusters.{job.cluster.name}.secrets = ["{KEY}"], or set wandb.mode = "offline"'
-        found.append(Problem(f"the job reports to Weights & Biases, but its ranks have no {KEY}", hint=way))
+        way = (
+            f'export {KEY} and name it in clusters.{job.cluster.name}.secrets = ["{KEY}"], or set'
+            ' wandb.mode = "offline"'
+        )
+        found.append(
+            Problem(f"the job reports to Weights & Biases, but its ranks have no {KEY}", hint=way)
+        )
     return found
 
 
 def open_wandb(job: Job, run: RunFolder) -> WandbLog | None:
-    """The W&B run of a run, begun or gone on with; None where the job asks for none. Raises ConfigError with `wandb_problems`."""
+    """The W&B run of a run, begun or gone on with; None where the job asks for none. Raises
+    ConfigError with `wandb_problems`."""
     if job.wandb is None:
         return None
     if problems := wandb_problems(job):
@@ -49,13 +62,15 @@ def open_wandb(job: Job, run: RunFolder) -> WandbLog | None:
 
 
 def printable_config(job: Job, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The resolved job without secrets: neither values of the variables that cluster.secrets names, wherever they stand, nor of those in `env` that
-    look like a secret."""
+    """The resolved job without secrets: neither values of the variables that cluster.secrets
+    names, wherever they stand, nor of those in `env` that look like a secret."""
     names = [name.rstrip("?") for name in job.cluster.secrets]
     config: dict[str, Any] = job.model_dump(mode="json")
     for table in (config, config["cluster"]):
         table["env"] = printable_environment(table["env"], names)
-    clean: dict[str, Any] = Redactor(environment[name] for name in names if name in environment).value(config)
+    clean: dict[str, Any] = Redactor(
+        environment[name] for name in names if name in environment
+    ).value(config)
     return clean
 
 
@@ -71,8 +86,9 @@ def _numbers(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, fl
 class WandbLog:
     """One W&B run with the id of ours, so that a resumed run goes on there.
 
-    It is sent rows of metrics and the job, nothing else: no console, code, git state, packages, machine or system metrics. Every value is drawn
-    over the key `step`: W&B's own count of rows only grows, but a resumed run does lost steps again.
+    It is sent rows of metrics and the job, nothing else: no console, code, git state, packages,
+    machine or system metrics. Every value is drawn over the key `step`: W&B's own count of rows
+    only grows, but a resumed run does lost steps again.
 
     Args:
         package: wandb.
@@ -101,10 +117,27 @@ class WandbLog:
             x_disable_stats=True,
             x_save_requirements=False,
         )
-        where = {"project": job.wandb.project, "entity": job.wandb.entity, "group": job.wandb.group, "mode": job.wandb.mode, "dir": str(run.path)}
+        where = {
+            "project": job.wandb.project,
+            "entity": job.wandb.entity,
+            "group": job.wandb.group,
+            "mode": job.wandb.mode,
+            "dir": str(run.path),
+        }
         config = printable_config(job, os.environ)
-        resume = "allow" if job.wandb.mode == "online" else None  # files of several attempts are put together by `wandb sync`
-        self.run = package.init(id=run.id, name=f"{job.name}-{run.id}", resume=resume, config=config, settings=settings, **where)
+        # files of several attempts are put together by `wandb sync`
+        if job.wandb.mode == "online":
+            resume = "allow"
+        else:
+            resume = None
+        self.run = package.init(
+            id=run.id,
+            name=f"{job.name}-{run.id}",
+            resume=resume,
+            config=config,
+            settings=settings,
+            **where,
+        )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
@@ -116,13 +149,17 @@ class WandbLog:
         """A row of an evaluation: validation/NAME/lm_loss."""
         values = dict(_numbers(row))
         step = {key: values.pop(key) for key in ("step", "consumed_samples") if key in values}
-        self._send(step | {f"validation/{row['eval']}/{key}": value for key, value in values.items()})
+        self._send(
+            step | {f"validation/{row['eval']}/{key}": value for key, value in values.items()}
+        )
 
     def close(self) -> None:
         """Wait until W&B has everything, but not for ever."""
         if self.run is None:
             return
-        finishing = threading.Thread(target=lambda: self._try("finish", self.run.finish), daemon=True)
+        finishing = threading.Thread(
+            target=lambda: self._try("finish", self.run.finish), daemon=True
+        )
         finishing.start()
         finishing.join(FINISH_SECONDS)
         if finishing.is_alive():
@@ -142,4 +179,8 @@ class WandbLog:
     def _warn(self, words: str) -> None:
         if not self.failed:
             self.failed = True
-            print(f"WARNING: Weights & Biases: {words}; training goes on without it", file=sys.stderr, flush=True)
+            print(
+                f"WARNING: Weights & Biases: {words}; training goes on without it",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,7 +1,7 @@
 """Causal attention: over whole samples, within documents, or over a cache of what was read before.
 
-Shapes: B samples, S tokens of a sample, T tokens so far (S without a cache), A heads, G heads of keys and values (A is a multiple of G), D
-channels of a head.
+Shapes: B samples, S tokens of a sample, T tokens so far (S without a cache), A heads, G heads of
+keys and values (A is a multiple of G), D channels of a head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents begin in a micro-batch whose samples lie one after another: a token sees its own document only.
+    """Where documents begin in a micro-batch whose samples lie one after another: a token sees
+    its own document only.
 
     Args:
         bounds: 0, the start of every further document or sample, and B * S.
@@ -33,7 +34,8 @@ class Documents:
 
 
 class KeyValueCache:
-    """Keys and values of one layer for the tokens read so far, in memory that is there from the start.
+    """Keys and values of one layer for the tokens read so far, in memory that is there from the
+    start.
 
     Args:
         batch: B.
@@ -42,7 +44,16 @@ class KeyValueCache:
         head_size: D.
     """
 
-    def __init__(self, batch: int, groups: int, capacity: int, head_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        batch: int,
+        groups: int,
+        capacity: int,
+        head_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.length = 0
         self.k_BGTD = torch.empty(batch, groups, capacity, head_size, dtype=dtype, device=device)
         self.v_BGTD = torch.empty_like(self.k_BGTD)
@@ -58,11 +69,15 @@ class KeyValueCache:
         return self.k_BGTD[:, :, :end], self.v_BGTD[:, :, :end]
 
 
-def attend(q_BASD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents: Documents | None, dropout: float) -> Tensor:
-    """Softmax attention, scaled by 1 / sqrt(D): (B, A, S, D). Query s is token T - S + s and sees the tokens up to its own.
+def attend(
+    q_BASD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents: Documents | None, dropout: float
+) -> Tensor:
+    """Softmax attention, scaled by 1 / sqrt(D): (B, A, S, D). Query s is token T - S + s and
+    sees the tokens up to its own.
 
     Args:
-        documents: keep it within documents; then T must be S. By the variable-length kernel for 16-bit numbers on CUDA, which has no
+        documents: keep it within documents; then T must be S. By the variable-length kernel for
+        16-bit numbers on CUDA, which has no
             dropout; else document by document.
         dropout: probability with which an attention weight is dropped.
     """
@@ -71,21 +86,37 @@ def attend(q_BASD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents: Documents 
             return _varlen(q_BASD, k_BGTD, v_BGTD, documents)
         return _document_by_document(q_BASD, k_BGTD, v_BGTD, documents, dropout)
     gqa = q_BASD.shape[1] != k_BGTD.shape[1]
-    queries, tokens = q_BASD.shape[2], k_BGTD.shape[2]
+    queries = q_BASD.shape[2]
+    tokens = k_BGTD.shape[2]
     if queries in (1, tokens):
-        return F.scaled_dot_product_attention(q_BASD, k_BGTD, v_BGTD, dropout_p=dropout, is_causal=queries == tokens, enable_gqa=gqa)
-    seen_ST = torch.ones(queries, tokens, dtype=torch.bool, device=q_BASD.device).tril(tokens - queries)
-    return F.scaled_dot_product_attention(q_BASD, k_BGTD, v_BGTD, attn_mask=seen_ST, dropout_p=dropout, enable_gqa=gqa)
+        return F.scaled_dot_product_attention(
+            q_BASD, k_BGTD, v_BGTD, dropout_p=dropout, is_causal=queries == tokens, enable_gqa=gqa
+        )
+    seen_ST = torch.ones(queries, tokens, dtype=torch.bool, device=q_BASD.device).tril(
+        tokens - queries
+    )
+    return F.scaled_dot_product_attention(
+        q_BASD, k_BGTD, v_BGTD, attn_mask=seen_ST, dropout_p=dropout, enable_gqa=gqa
+    )
 
 
-def _document_by_document(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: Documents, dropout: float) -> Tensor:
-    """One attention a document: no kernel for the CPU takes documents of several lengths at once."""
-    length, gqa = q_BASD.shape[2], q_BASD.shape[1] != k_BGSD.shape[1]
+def _document_by_document(
+    q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: Documents, dropout: float
+) -> Tensor:
+    """One attention a document: no kernel for the CPU takes documents of several lengths at
+    once."""
+    length = q_BASD.shape[2]
+    gqa = q_BASD.shape[1] != k_BGSD.shape[1]
     parts: list[list[Tensor]] = [[] for _ in q_BASD]
     for start, end in zip(documents.bounds, documents.bounds[1:], strict=False):
-        b, inside = start // length, slice(start % length, start % length + end - start)
+        b = start // length
+        inside = slice(start % length, start % length + end - start)
         q, k, v = (t[b : b + 1, :, inside] for t in (q_BASD, k_BGSD, v_BGSD))
-        parts[b].append(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa))
+        parts[b].append(
+            F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa
+            )
+        )
     return torch.cat([torch.cat(of_sample, dim=2) for of_sample in parts])
 
 

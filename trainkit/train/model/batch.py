@@ -14,9 +14,11 @@ from trainkit.train.model.attention import Documents
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch; label s is the token after token s. `checksum` is the sum of xxh32 over its samples' tokens.
+    """One micro-batch; label s is the token after token s. `checksum` is the sum of xxh32 over
+    its samples' tokens.
 
-    `position` is its first sample's in the order of samples. `positions_BS` and `documents` are there where the job asks for them.
+    `position` is its first sample's in the order of samples. `positions_BS` and `documents` are
+    there where the job asks for them.
     """
 
     tokens_BS: Tensor

@@ -1,6 +1,8 @@
-"""The head and its loss in one: logits live a chunk at a time, and their gradient is made while they are there.
+"""The head and its loss in one: logits live a chunk at a time, and their gradient is made while
+they are there.
 
-Shapes: N tokens of a micro-batch, C tokens of a chunk, R tokens of a block, H hidden size, V vocabulary, P vocabulary padded for the product.
+Shapes: N tokens of a micro-batch, C tokens of a chunk, R tokens of a block, H hidden size, V
+vocabulary, P vocabulary padded for the product.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ class Labels:
     """What a loss is taken of.
 
     Args:
-        labels_BS: the token after each, or NO_LABEL.
-        z_loss: weight of logsumexp(logits)**2 in the loss that is minimized (PaLM, arXiv:2204.02311, section 5).
-        scale: factor of the gradient alone, a scalar on the device or a number: 1 / tokens of the global batch, times the loss scale of
+        labels_BS: the token after each, or NO_LABEL. z_loss: weight of logsumexp(logits)**2 in
+        the loss that is minimized (PaLM, arXiv:2204.02311, section 5). scale: factor of the
+        gradient alone, a scalar on the device or a number: 1 / tokens of the global batch, times
+        the loss scale of
             fp16. It enters before the gradient is rounded to 16 bits, where it must be.
     """
 
@@ -36,12 +39,13 @@ class Labels:
 
 
 class Losses(NamedTuple):
-    """Sums over the tokens of a micro-batch, in fp32 or wider. (A tuple, so that hooks around a module find the tensors in it.)
+    """Sums over the tokens of a micro-batch, in fp32 or wider. (A tuple, so that hooks around a
+    module find the tensors in it.)
 
     Args:
-        objective: what to call backward on: its gradient is that of scale * (cross-entropy + z_loss term), its value has no meaning.
-        cross_entropy: in nats.
-        tokens: how many have a label, int64.
+        objective: what to call backward on: its gradient is that of scale * (cross-entropy +
+        z_loss term), its value has no meaning. cross_entropy: in nats. tokens: how many have a
+        label, int64.
     """
 
     objective: Tensor
@@ -50,45 +54,70 @@ class Losses(NamedTuple):
 
 
 def padded(weight_VH: Tensor, multiple: int) -> Tensor:
-    """W with rows of zeros up to a multiple of `multiple`; itself where none are missing, for F.pad would copy it."""
+    """W with rows of zeros up to a multiple of `multiple`; itself where none are missing, for
+    F.pad would copy it."""
     missing = -weight_VH.shape[0] % multiple
-    return F.pad(weight_VH, (0, 0, 0, missing)) if missing else weight_VH
+    if missing:
+        return F.pad(weight_VH, (0, 0, 0, missing))
+    return weight_VH
 
 
 def padded_linear(x_NH: Tensor, weight_VH: Tensor, multiple: int) -> Tensor:
-    """x W^T as (N, V). The product has V rounded up to `multiple` columns, which kernels like; the padding is cut off again."""
+    """x W^T as (N, V). The product has V rounded up to `multiple` columns, which kernels like;
+    the padding is cut off again."""
     return F.linear(x_NH, padded(weight_VH, multiple))[..., : weight_VH.shape[0]]
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Cross-entropy of softmax(x W^T), with the gradients of x and W computed in forward, chunk by chunk; W's of several chunks summed in fp32 or
-    wider.
+    """Cross-entropy of softmax(x W^T), with the gradients of x and W computed in forward, chunk
+    by chunk; W's of several chunks summed in fp32 or wider.
 
-    `learning`: whether there will be a backward; inside of forward nothing tells. `widest`: W is a part of a larger weight, whose widest part has so many
-    rows; chunks are made for that, the same for every part, and softmax is given them whole. 0: W is all there is.
+    `learning`: whether there will be a backward; inside of forward nothing tells. `widest`: W is
+    a part of a larger weight, whose widest part has so many rows; chunks are made for that, the
+    same for every part, and softmax is given them whole. 0: W is all there is.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, labels: Labels, multiple: int, learning: bool, softmax: SoftmaxLoss, widest: int
+        ctx: Any,
+        x_NH: Tensor,
+        weight_VH: Tensor,
+        labels_N: Tensor,
+        labels: Labels,
+        multiple: int,
+        learning: bool,
+        softmax: SoftmaxLoss,
+        widest: int,
     ) -> tuple[Tensor, Tensor]:
-        vocab, wide = weight_VH.shape[0], torch.promote_types(x_NH.dtype, torch.float32)
-        # On the CPU only the product's memory is padded: there it is the distance of its rows that counts, and F.pad copies the weight.
-        columns, weight = vocab + -vocab % multiple, weight_VH if x_NH.device.type == "cpu" else padded(weight_VH, multiple)
-        dx_NH = torch.empty_like(x_NH) if learning else None
+        vocab = weight_VH.shape[0]
+        wide = torch.promote_types(x_NH.dtype, torch.float32)
+        # On the CPU only the product's memory is padded: there it is the distance of its rows that
+        # counts, and F.pad copies the weight.
+        columns = vocab + -vocab % multiple
+        if x_NH.device.type == "cpu":
+            weight = weight_VH
+        else:
+            weight = padded(weight_VH, multiple)
+        if learning:
+            dx_NH = torch.empty_like(x_NH)
+        else:
+            dx_NH = None
         dweight_PH: Tensor | None = None
         entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
         scale = torch.as_tensor(labels.scale, dtype=wide, device=x_NH.device)
         how = (vocab, labels.z_loss, scale, learning)
         chunks = _chunks(len(x_NH), widest or columns)
         for inside in chunks:
-            dlogits_CP, part = _dlogits(softmax, x_NH[inside], weight, columns, labels_N[inside], how, whole=widest > 0)
+            dlogits_CP, part = _dlogits(
+                softmax, x_NH[inside], weight, columns, labels_N[inside], how, whole=widest > 0
+            )
             entropy += part
             if dx_NH is not None:
                 torch.mm(dlogits_CP[:, : len(weight)], weight, out=dx_NH[inside])
                 if dweight_PH is None:
                     dweight_PH = dlogits_CP.T @ x_NH[inside]
-                    dweight_PH = dweight_PH.to(wide) if len(chunks) > 1 else dweight_PH
+                    if len(chunks) > 1:
+                        dweight_PH = dweight_PH.to(wide)
                 elif wide == x_NH.dtype:
                     dweight_PH.addmm_(dlogits_CP.T, x_NH[inside])
                 else:
@@ -101,19 +130,26 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """`upstream` is 1 where backward is called on the objective itself; a multiple of it has that multiple of the gradient. Raises RuntimeError where the
-        gradient would be differentiated again: it is a constant to autograd."""
+        """`upstream` is 1 where backward is called on the objective itself; a multiple of it has
+        that multiple of the gradient. Raises RuntimeError where the gradient would be
+        differentiated again: it is a constant to autograd."""
         if torch.is_grad_enabled():
-            raise RuntimeError("the gradient of the loss cannot be differentiated: call backward without create_graph")
+            raise RuntimeError(
+                "the gradient of the loss cannot be differentiated: call backward without"
+                " create_graph"
+            )
         dx_NH, dweight_VH = ctx.saved_tensors
         factor = upstream[0]
         if factor.device.type != "cpu" or factor != 1:  # nobody waits for another device to know
-            dx_NH, dweight_VH = dx_NH * factor.to(dx_NH.dtype), dweight_VH.mul_(factor.to(dweight_VH.dtype))  # in place: W is large
+            # in place: W is large
+            dx_NH = dx_NH * factor.to(dx_NH.dtype)
+            dweight_VH = dweight_VH.mul_(factor.to(dweight_VH.dtype))
         return dx_NH, dweight_VH, None, None, None, None, None, None
 
 
 def _chunks(tokens: int, padded_vocab: int) -> list[slice]:
-    """Tokens in equal chunks whose logits take about CHUNK_BYTES in fp32; multiples of 256 where there are so many."""
+    """Tokens in equal chunks whose logits take about CHUNK_BYTES in fp32; multiples of 256 where
+    there are so many."""
     most = max(1, CHUNK_BYTES // (4 * padded_vocab))
     size = -(-tokens // -(-tokens // most))
     size += -size % 256 if size > 256 else 0
@@ -128,31 +164,47 @@ def _logits(x_CH: Tensor, weight: Tensor, columns: int) -> Tensor:
 
 
 def _dlogits(
-    softmax: SoftmaxLoss, x_CH: Tensor, weight: Tensor, columns: int, labels_C: Tensor, how: tuple[int, float, Tensor, bool], *, whole: bool
+    softmax: SoftmaxLoss,
+    x_CH: Tensor,
+    weight: Tensor,
+    columns: int,
+    labels_C: Tensor,
+    how: tuple[int, float, Tensor, bool],
+    *,
+    whole: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`softmax` of a chunk's logits: on the CPU block by block, so that its passes find them in the cache, the gradient in the logits' place.
+    """`softmax` of a chunk's logits: on the CPU block by block, so that its passes find them in
+    the cache, the gradient in the logits' place.
 
-    `how`: what it is told besides the logits and the labels. `whole`: give it the chunk at once, where it asks elsewhere.
+    `how`: what it is told besides the logits and the labels. `whole`: give it the chunk at once,
+    where it asks elsewhere.
     """
     vocab, z_loss, scale, learning = how
     size = max(1, BLOCK_BYTES // (4 * columns))
     if whole or x_CH.device.type != "cpu" or len(x_CH) <= size:
-        return softmax(_logits(x_CH, weight, columns), labels_C, vocab, z_loss, scale, learning)  # a name for the logits would keep them alive
+        # a name for the logits would keep them alive
+        return softmax(_logits(x_CH, weight, columns), labels_C, vocab, z_loss, scale, learning)
     logits_CP = _logits(x_CH, weight, columns)
     entropy = torch.zeros((), dtype=torch.float64)
     for start in range(0, len(x_CH), size):
         logits_RP = logits_CP[start : start + size]
-        dlogits_RP, part = softmax(logits_RP, labels_C[start : start + size], vocab, z_loss, scale, learning)
+        dlogits_RP, part = softmax(
+            logits_RP, labels_C[start : start + size], vocab, z_loss, scale, learning
+        )
         entropy += part
         if dlogits_RP.data_ptr() != logits_RP.data_ptr():  # in 16 bits
             logits_RP.copy_(dlogits_RP)
     return logits_CP, entropy
 
 
-def softmax_loss(logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor, learning: bool) -> tuple[Tensor, Tensor]:
-    """(scaled gradient of the chunk's logits in their dtype, padding included and 0; the chunk's summed cross-entropy). The logits are used up.
+def softmax_loss(
+    logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor, learning: bool
+) -> tuple[Tensor, Tensor]:
+    """(scaled gradient of the chunk's logits in their dtype, padding included and 0; the chunk's
+    summed cross-entropy). The logits are used up.
 
-    All of the loss but its matrix products: memory traffic alone, which a compiler makes one kernel of.
+    All of the loss but its matrix products: memory traffic alone, which a compiler makes one
+    kernel of.
     """
     dtype, wide = logits_CP.dtype, torch.promote_types(logits_CP.dtype, torch.float32)
     logits_CP = logits_CP.to(wide)
@@ -174,18 +226,37 @@ def softmax_loss(logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float,
     return exp_CP.to(dtype), entropy
 
 
-def head_loss(x_BSH: Tensor, weight_VH: Tensor, labels: Labels, multiple: int, softmax: SoftmaxLoss = softmax_loss, *, widest: int = 0) -> Losses:
-    """The loss of a whole micro-batch. Softmax and sums run in fp32 or wider; see `Labels` and `Losses`.
+def head_loss(
+    x_BSH: Tensor,
+    weight_VH: Tensor,
+    labels: Labels,
+    multiple: int,
+    softmax: SoftmaxLoss = softmax_loss,
+    *,
+    widest: int = 0,
+) -> Losses:
+    """The loss of a whole micro-batch. Softmax and sums run in fp32 or wider; see `Labels` and
+    `Losses`.
 
-    `softmax` is `softmax_loss`, or what a compiler made of it, or one that asks for what the other parts of a larger weight make; then `widest` is the most
-    rows of a part.
+    `softmax` is `softmax_loss`, or what a compiler made of it, or one that asks for what the
+    other parts of a larger weight make; then `widest` is the most rows of a part.
     """
     labels_N = labels.labels_BS.flatten()
     learning = torch.is_grad_enabled() and (x_BSH.requires_grad or weight_VH.requires_grad)
-    objective, entropy = _HeadLoss.apply(x_BSH.flatten(0, 1), weight_VH, labels_N, labels, multiple, learning, softmax, widest)  # type: ignore[no-untyped-call]
+    objective, entropy = _HeadLoss.apply(
+        x_BSH.flatten(0, 1), weight_VH, labels_N, labels, multiple, learning, softmax, widest
+    )  # type: ignore[no-untyped-call]
     return Losses(objective, entropy, (labels_N != NO_LABEL).sum())
 
 
-def read_out(x_BSH: Tensor, weight_VH: Tensor, labels: Labels | None, multiple: int, softmax: SoftmaxLoss = softmax_loss) -> Tensor | Losses:
+def read_out(
+    x_BSH: Tensor,
+    weight_VH: Tensor,
+    labels: Labels | None,
+    multiple: int,
+    softmax: SoftmaxLoss = softmax_loss,
+) -> Tensor | Losses:
     """What a model ends with: logits, (B, S, V), or, given labels, their summed losses."""
-    return padded_linear(x_BSH, weight_VH, multiple) if labels is None else head_loss(x_BSH, weight_VH, labels, multiple, softmax)
+    if labels is None:
+        return padded_linear(x_BSH, weight_VH, multiple)
+    return head_loss(x_BSH, weight_VH, labels, multiple, softmax)

@@ -1,6 +1,8 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864) in the layout of GPT-NeoX and of Hugging Face's Llama: channel i turns with channel i + R / 2.
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864) in the layout of GPT-NeoX and of Hugging
+Face's Llama: channel i turns with channel i + R / 2.
 
-Shapes: S tokens (or B, S where every sample has its own positions), R channels of a head that turn, B, A, D as in attention.py.
+Shapes: S tokens (or B, S where every sample has its own positions), R channels of a head that
+turn, B, A, D as in attention.py.
 """
 
 from __future__ import annotations
@@ -14,22 +16,29 @@ from trainkit.jobs.schema import Model, RopeScaling
 
 
 def frequencies(model: Model, device: torch.device) -> Tensor:
-    """Radians a token of every pair of channels, fp64: theta ** (-2i / R) for i < R / 2, stretched as `rope_scaling` says."""
+    """Radians a token of every pair of channels, fp64: theta ** (-2i / R) for i < R / 2,
+    stretched as `rope_scaling` says."""
     rotated = model.rotary_channels
     exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
     plain = (model.rotary_base or 10000.0) ** -exponents
-    return plain if model.rope_scaling is None else _stretched(plain, model.rope_scaling)
+    if model.rope_scaling is None:
+        return plain
+    return _stretched(plain, model.rope_scaling)
 
 
 def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """linear: Chen et al. 2023, arXiv:2306.15595. llama3: as Llama 3.1 was published (llama-models, apply_scaling), and transformers'
-    `_compute_llama3_parameters`: wavelengths below original / high_freq_factor stay, those above original / low_freq_factor are divided,
+    """linear: Chen et al. 2023, arXiv:2306.15595. llama3: as Llama 3.1 was published
+    (llama-models, apply_scaling), and transformers' `_compute_llama3_parameters`: wavelengths
+    below original / high_freq_factor stay, those above original / low_freq_factor are divided,
     between them the two are mixed linearly in original / wavelength."""
     divided = plain / scaling.factor
     if scaling.type == "linear":
         return divided
-    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)  # original / wavelength
-    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    # original / wavelength
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    kept = (
+        (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    ).clamp(0, 1)
     return kept * plain + (1 - kept) * divided
 
 
@@ -44,9 +53,14 @@ def tables(model: Model, positions_S: Tensor, dtype: torch.dtype) -> tuple[Tenso
 def rotate(x_BASD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
     """Turn the first R channels of every head, in the tables' precision; the others pass."""
     if cos_SR.dim() == 3:  # (B, S, R): one more for the heads
-        cos_SR, sin_SR = cos_SR[:, None], sin_SR[:, None]
-    turning, still = torch.split(x_BASD, [cos_SR.shape[-1], x_BASD.shape[-1] - cos_SR.shape[-1]], dim=-1)
+        cos_SR = cos_SR[:, None]
+        sin_SR = sin_SR[:, None]
+    turning, still = torch.split(
+        x_BASD, [cos_SR.shape[-1], x_BASD.shape[-1] - cos_SR.shape[-1]], dim=-1
+    )
     wide = turning.to(cos_SR.dtype)
     first, second = wide.chunk(2, dim=-1)
     turned = (wide * cos_SR + torch.cat([-second, first], dim=-1) * sin_SR).to(x_BASD.dtype)
-    return turned if still.shape[-1] == 0 else torch.cat([turned, still], dim=-1)
+    if still.shape[-1] == 0:
+        return turned
+    return torch.cat([turned, still], dim=-1)

@@ -1,7 +1,8 @@
 """The language model of all three families, read from top to bottom. It knows of one device.
 
-Shapes: B samples of a micro-batch, S tokens of a sample, H hidden size, F width of the MLP, A attention heads, G heads of keys and values,
-D channels of a head, R channels of it that turn, V vocabulary, P learned positions.
+Shapes: B samples of a micro-batch, S tokens of a sample, H hidden size, F width of the MLP, A
+attention heads, G heads of keys and values, D channels of a head, R channels of it that turn, V
+vocabulary, P learned positions.
 """
 
 from __future__ import annotations
@@ -29,33 +30,47 @@ class Context:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with one fused projection: rows of `qkv` are all queries, then all keys, then all values."""
+    """Causal self-attention with one fused projection: rows of `qkv` are all queries, then all
+    keys, then all values."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.head_size, self.dropout = model.head_size, model.attention_dropout
-        self.widths = [heads * model.head_size for heads in (model.num_attention_heads, model.query_groups, model.query_groups)]
+        self.head_size = model.head_size
+        self.dropout = model.attention_dropout
+        self.widths = [
+            heads * model.head_size
+            for heads in (model.num_attention_heads, model.query_groups, model.query_groups)
+        ]
         bias = model.family != "llama"
         self.qkv = nn.Linear(model.hidden_size, sum(self.widths), bias=bias)
         self.out = nn.Linear(self.widths[0], model.hidden_size, bias=bias)
 
     def forward(self, x_BSH: Tensor, context: Context, cache: KeyValueCache | None) -> Tensor:
-        q_BASD, k_BGSD, v_BGSD = (t.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for t in self.qkv(x_BSH).split(self.widths, dim=-1))
+        q_BASD, k_BGSD, v_BGSD = (
+            t.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for t in self.qkv(x_BSH).split(self.widths, dim=-1)
+        )
         if context.rotary is not None:
-            q_BASD, k_BGSD = rotate(q_BASD, *context.rotary), rotate(k_BGSD, *context.rotary)
+            q_BASD = rotate(q_BASD, *context.rotary)
+            k_BGSD = rotate(k_BGSD, *context.rotary)
         if cache is not None:
             k_BGSD, v_BGSD = cache.extend(k_BGSD, v_BGSD)
-        y_BASD = attend(q_BASD, k_BGSD, v_BGSD, context.documents, self.dropout if self.training else 0.0)
+        y_BASD = attend(
+            q_BASD, k_BGSD, v_BGSD, context.documents, self.dropout if self.training else 0.0
+        )
         y_BSH: Tensor = self.out(y_BASD.transpose(1, 2).flatten(2))
         return y_BSH
 
 
 class MLP(nn.Module):
-    """Two projections around GELU, in GPT-2's tanh form or the exact one of most GPT-NeoX models."""
+    """Two projections around GELU, in GPT-2's tanh form or the exact one of most GPT-NeoX
+    models."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.approximate = {"tanh": "tanh", "exact": "none"}[model.gelu or ("tanh" if model.family == "gpt" else "exact")]
+        self.approximate = {"tanh": "tanh", "exact": "none"}[
+            model.gelu or ("tanh" if model.family == "gpt" else "exact")
+        ]
         self.up = nn.Linear(model.hidden_size, model.ffn_width)
         self.down = nn.Linear(model.ffn_width, model.hidden_size)
 
@@ -86,7 +101,8 @@ def norm(model: Model) -> nn.Module:
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: attention then MLP, or both side by side on the same residual stream (GPT-J, GPT-NeoX).
+    """One pre-norm transformer block: attention then MLP, or both side by side on the same
+    residual stream (GPT-J, GPT-NeoX).
 
     Args:
         model: the shape.
@@ -95,28 +111,42 @@ class Block(nn.Module):
 
     def __init__(self, model: Model, number: int) -> None:
         super().__init__()
-        self.number, self.parallel, self.dropout = number, model.parallel_residual, model.hidden_dropout
+        self.number = number
+        self.parallel = model.parallel_residual
+        self.dropout = model.hidden_dropout
         self.attention_norm = norm(model)
         self.attention = Attention(model)
-        self.mlp_norm = None if model.gpt_j_tied else norm(model)
+        if model.gpt_j_tied:
+            self.mlp_norm = None
+        else:
+            self.mlp_norm = norm(model)
         self.mlp = GatedMLP(model) if model.family == "llama" else MLP(model)
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
-        cache = context.caches[self.number] if context.caches is not None else None
+        if context.caches is not None:
+            cache = context.caches[self.number]
+        else:
+            cache = None
         normed_BSH = self.attention_norm(x_BSH)
         a_BSH = F.dropout(self.attention(normed_BSH, context, cache), self.dropout, self.training)
-        between_BSH = x_BSH if self.parallel else x_BSH + a_BSH
+        if self.parallel:
+            between_BSH = x_BSH
+        else:
+            between_BSH = x_BSH + a_BSH
         m_BSH = self.mlp(normed_BSH if self.mlp_norm is None else self.mlp_norm(between_BSH))
         m_BSH = F.dropout(m_BSH, self.dropout, self.training)
-        return x_BSH + a_BSH + m_BSH if self.parallel else between_BSH + m_BSH
+        if self.parallel:
+            return x_BSH + a_BSH + m_BSH
+        return between_BSH + m_BSH
 
 
 class Transformer(nn.Module):
     """A decoder-only language model.
 
-    gpt: GPT-2/3 (Radford 2019): learned positions, LayerNorm, biases, GELU, tied head.
-    gpt-neox: GPT-NeoX (Black 2022, arXiv:2204.06745): part of each head's channels turn with the position, attention and MLP side by side, own head.
-    llama: Llama 2 and 3: RMSNorm, SwiGLU, rotary positions, grouped queries, no biases, own head.
+    gpt: GPT-2/3 (Radford 2019): learned positions, LayerNorm, biases, GELU, tied head. gpt-neox:
+    GPT-NeoX (Black 2022, arXiv:2204.06745): part of each head's channels turn with the position,
+    attention and MLP side by side, own head. llama: Llama 2 and 3: RMSNorm, SwiGLU, rotary
+    positions, grouped queries, no biases, own head.
 
     Args:
         model: the shape.
@@ -128,7 +158,9 @@ class Transformer(nn.Module):
         self.shape = model
         self.read_out = read_out
         self.embed_tokens = nn.Embedding(vocab_size, model.hidden_size)
-        self.embed_positions = nn.Embedding(model.positions, model.hidden_size) if model.family == "gpt" else None
+        self.embed_positions = (
+            nn.Embedding(model.positions, model.hidden_size) if model.family == "gpt" else None
+        )
         # A dict, not a list: a layer keeps its number in a model that has only some of them.
         self.layers = nn.ModuleDict({str(i): Block(model, i) for i in range(model.num_layers)})
         self.final_norm = norm(model)
@@ -143,7 +175,8 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         caches: Sequence[KeyValueCache] | None = None,
     ) -> Tensor | Losses:
-        """Logits of the next token at every position, (B, S) ids -> (B, S, V); or, given labels, their summed losses.
+        """Logits of the next token at every position, (B, S) ids -> (B, S, V); or, given labels,
+        their summed losses.
 
         Args:
             tokens_BS: ids.
@@ -153,7 +186,10 @@ class Transformer(nn.Module):
             caches: one a layer, each extended by these tokens.
         """
         if positions_BS is None:
-            start = caches[0].length if caches else 0
+            if caches:
+                start = caches[0].length
+            else:
+                start = 0
             positions_BS = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
         x_BSH = self.transform(self.embed(tokens_BS, positions_BS), positions_BS, documents, caches)
         return self.finish(x_BSH, labels)
@@ -165,9 +201,18 @@ class Transformer(nn.Module):
             x_BSH = x_BSH + self.embed_positions(positions_BS)
         return F.dropout(x_BSH, self.shape.hidden_dropout, self.training)
 
-    def transform(self, x_BSH: Tensor, positions_BS: Tensor, documents: Documents | None = None, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
+    def transform(
+        self,
+        x_BSH: Tensor,
+        positions_BS: Tensor,
+        documents: Documents | None = None,
+        caches: Sequence[KeyValueCache] | None = None,
+    ) -> Tensor:
         """The blocks."""
-        rotary = tables(self.shape, positions_BS, x_BSH.dtype) if self.shape.rotary_channels else None
+        if self.shape.rotary_channels:
+            rotary = tables(self.shape, positions_BS, x_BSH.dtype)
+        else:
+            rotary = None
         context = Context(rotary, documents, caches)
         for block in self.layers.values():
             x_BSH = block(x_BSH, context)
@@ -175,11 +220,17 @@ class Transformer(nn.Module):
 
     def finish(self, x_BSH: Tensor, labels: Labels | None) -> Tensor | Losses:
         """The last norm and the head."""
-        weight_VH = self.embed_tokens.weight if self.head is None else self.head.weight
-        return self.read_out(self.final_norm(x_BSH), weight_VH, labels, self.shape.make_vocab_size_divisible_by)
+        if self.head is None:
+            weight_VH = self.embed_tokens.weight
+        else:
+            weight_VH = self.head.weight
+        return self.read_out(
+            self.final_norm(x_BSH), weight_VH, labels, self.shape.make_vocab_size_divisible_by
+        )
 
 
 def build_on_meta(model: Model, vocab_size: int) -> Transformer:
-    """The model without memory: its parameters have shapes only, so that even the largest is there at once."""
+    """The model without memory: its parameters have shapes only, so that even the largest is
+    there at once."""
     with torch.device("meta"):
         return Transformer(model, vocab_size)

@@ -1,1 +1,2 @@
-"""What lays a model over ranks: meshes, tensor, pipeline and data parallelism, recomputation, initial weights."""
+"""What lays a model over ranks: meshes, tensor, pipeline and data parallelism, recomputation,
+initial weights."""

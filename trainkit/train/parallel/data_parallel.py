@@ -1,4 +1,5 @@
-"""Data parallelism from outside the model: the process group, and ZeRO by fully_shard, the same code for one rank and for many."""
+"""Data parallelism from outside the model: the process group, and ZeRO by fully_shard, the same
+code for one rank and for many."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ class World:
     @classmethod
     def from_environment(cls) -> World:
         """From torch's standard variables RANK, WORLD_SIZE and LOCAL_RANK."""
-        return cls(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ["LOCAL_RANK"]))
+        return cls(
+            rank=int(os.environ["RANK"]),
+            size=int(os.environ["WORLD_SIZE"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+        )
 
 
 def join(world: World, device_type: str) -> torch.device:
@@ -37,7 +42,9 @@ def join(world: World, device_type: str) -> torch.device:
     if device_type == "cuda":
         device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", rank=world.rank, world_size=world.size, device_id=device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", rank=world.rank, world_size=world.size, device_id=device
+        )
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
@@ -48,13 +55,17 @@ COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class OneRank:
-    """fully_shard's reduction where there is one rank (its ReduceScatter interface). Nothing is added up, so the tensor that "receives" is the very
-    one that "sends", and the copy that fully_shard makes from one into the other does nothing: it asks for the one, then for the other.
+    """fully_shard's reduction where there is one rank (its ReduceScatter interface). Nothing is
+    added up, so the tensor that "receives" is the very one that "sends", and the copy that
+    fully_shard makes from one into the other does nothing: it asks for the one, then for the
+    other.
 
     Args:
-        keep: use the same memory at every step, 4 bytes a parameter held between them: malloc gives a block of this size back to the system,
-            which clears each page of the next one (0.2 of 5.9 s of a step of GPT-2 124M in bf16). Gradients must be dropped before the next
-            reduction, as Step does. torch's CUDA allocator holds blocks by itself.
+        keep: use the same memory at every step, 4 bytes a parameter held between them: malloc
+        gives a block of this size back to the system,
+            which clears each page of the next one (0.2 of 5.9 s of a step of GPT-2 124M in
+            bf16). Gradients must be dropped before the next reduction, as Step does. torch's
+            CUDA allocator holds blocks by itself.
     """
 
     def __init__(self, *, keep: bool) -> None:
@@ -62,7 +73,9 @@ class OneRank:
         self._memory: torch.Tensor | None = None
         self._sending = False
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         self._sending = not self._sending
         if self._memory is None:
             self._memory = torch.empty(*size, dtype=dtype, device=device)
@@ -71,42 +84,73 @@ class OneRank:
             self._memory = None
         return memory
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: object, op: object, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: object,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
         output_tensor.copy_(input_tensor)
 
 
 def reduced_type(device_type: str) -> torch.dtype:
     """What gradients are summed in; see `shard`."""
-    return torch.float64 if device_type == "cpu" else torch.float32
+    if device_type == "cpu":
+        return torch.float64
+    return torch.float32
 
 
 def accumulates_whole(job: Job) -> bool:
-    """Whether whole gradients add up on each rank over the micro-batches of a step, before the last reduces them: under ZeRO 0 and 1, and in a pipeline,
-    whose schedules reduce once."""
-    p, micro_batches = job.parallelism, max(batch_sizes(job)) // (job.training.micro_batch_size * job.data_parallel_size)
+    """Whether whole gradients add up on each rank over the micro-batches of a step, before the
+    last reduces them: under ZeRO 0 and 1, and in a pipeline, whose schedules reduce once."""
+    p = job.parallelism
+    micro_batches = max(batch_sizes(job)) // (
+        job.training.micro_batch_size * job.data_parallel_size
+    )
     return micro_batches > 1 and (p.zero_stage < 2 or p.pipeline_model_parallel_size > 1)
 
 
-def shard(model: Transformer, mesh: DeviceMesh, precision: Literal["fp32", "bf16", "fp16"] = "fp32", *, stage: int = 1, sums: bool = True) -> FSDPModule:
+def shard(
+    model: Transformer,
+    mesh: DeviceMesh,
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+    *,
+    stage: int = 1,
+    sums: bool = True,
+) -> FSDPModule:
     """Apply ZeRO in place: each block, and the rest of the model, is one unit of communication.
 
-    Parameters are fp32 at rest, the optimizer's master weights; what is gathered for computing is in `precision`.
+    Parameters are fp32 at rest, the optimizer's master weights; what is gathered for computing
+    is in `precision`.
 
-    Gradients are summed, never averaged: the loss of a micro-batch is divided by the number of tokens of the whole global batch instead, so
-    that its gradient is the same number in every layout. On the CPU they are summed in fp64 and rounded once: the order of the sum, which
-    the layout decides, then leaves no trace, where in fp32 Adam makes 4e-5 of it in the loss after 80 steps of `demo`. On a GPU they are
-    summed in fp32.
+    Gradients are summed, never averaged: the loss of a micro-batch is divided by the number of
+    tokens of the whole global batch instead, so that its gradient is the same number in every
+    layout. On the CPU they are summed in fp64 and rounded once: the order of the sum, which the
+    layout decides, then leaves no trace, where in fp32 Adam makes 4e-5 of it in the loss after
+    80 steps of `demo`. On a GPU they are summed in fp32.
 
     Args:
-        mesh: the data-parallel ranks; with two dimensions the first holds copies (HSDP, and ZeRO 0, whose copies are sharded over one rank each).
-        stage: of ZeRO; with 3 parameters are gathered for forward and for backward, else once a step.
-        sums: whether a step adds gradients up at all, of several ranks or micro-batches. Without, fp64 on the CPU would be a detour of 40 bytes a
+        mesh: the data-parallel ranks; with two dimensions the first holds copies (HSDP, and ZeRO
+        0, whose copies are sharded over one rank each). stage: of ZeRO; with 3 parameters are
+        gathered for forward and for backward, else once a step. sums: whether a step adds
+        gradients up at all, of several ranks or micro-batches. Without, fp64 on the CPU would be
+        a detour of 40 bytes a
             parameter to the same numbers.
     """
-    reduce_dtype = reduced_type(mesh.device_type) if sums else torch.float32
+    if sums:
+        reduce_dtype = reduced_type(mesh.device_type)
+    else:
+        reduce_dtype = torch.float32
     policy = MixedPrecisionPolicy(param_dtype=COMPUTE[precision], reduce_dtype=reduce_dtype)
     for module in (*model.layers.values(), model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3 and mesh.size() > 1, mp_policy=policy)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=stage == 3 and mesh.size() > 1,
+            mp_policy=policy,
+        )
         unit = cast(FSDPModule, module)
         if mesh.size() == 1:
             unit.set_custom_reduce_scatter(cast(Any, OneRank(keep=mesh.device_type == "cpu")))
@@ -117,8 +161,10 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Literal["fp32", "bf16
 
 
 def prepare_backward(model: FSDPModule, *, last: bool, stage: int = 1) -> None:
-    """Call before each micro-batch of a step. ZeRO 0 and 1: whole gradients accumulate until the `last`, which reduces them and frees gathered parameters.
-    2 and 3 reduce each to shards, which accumulate; copies (HSDP) are added up at the last alone. 3 frees gathered parameters each time."""
+    """Call before each micro-batch of a step. ZeRO 0 and 1: whole gradients accumulate until the
+    `last`, which reduces them and frees gathered parameters. 2 and 3 reduce each to shards,
+    which accumulate; copies (HSDP) are added up at the last alone. 3 frees gathered parameters
+    each time."""
     model.set_is_last_backward(last)
     model.set_requires_gradient_sync(last or stage >= 2)
     model.set_requires_all_reduce(last)

@@ -1,4 +1,5 @@
-"""Initial weights that depend on the seed and a parameter's name only, so that every layout starts from the same model."""
+"""Initial weights that depend on the seed and a parameter's name only, so that every layout
+starts from the same model."""
 
 from __future__ import annotations
 
@@ -11,17 +12,21 @@ from torch import Tensor, nn
 from trainkit.jobs.schema import Model
 from trainkit.train.parallel.shards import held_parameters, slices
 
-OUTPUT_PROJECTIONS = ("attention.out.weight", "mlp.down.weight")  # what is added to the residual stream
+# what is added to the residual stream
+OUTPUT_PROJECTIONS = ("attention.out.weight", "mlp.down.weight")
 
 
 def deviation(method: str, model: Model) -> float:
     """Standard deviation of initial weights.
 
-    normal: init_method_std. scaled: init_method_std / sqrt(2 * num_layers), since as many outputs are summed in the residual stream (GPT-2;
-    Megatron's scaled_init_method_normal). small_init: sqrt(2 / (5 * hidden_size)) (Nguyen & Salazar 2019). wang_init: 2 / (num_layers *
-    sqrt(hidden_size)) (Wang 2021). The last two as GPT-NeoX has them, megatron/model/init_functions.py.
+    normal: init_method_std. scaled: init_method_std / sqrt(2 * num_layers), since as many
+    outputs are summed in the residual stream (GPT-2; Megatron's scaled_init_method_normal).
+    small_init: sqrt(2 / (5 * hidden_size)) (Nguyen & Salazar 2019). wang_init: 2 / (num_layers *
+    sqrt(hidden_size)) (Wang 2021). The last two as GPT-NeoX has them,
+    megatron/model/init_functions.py.
     """
-    layers, hidden = model.num_layers, model.hidden_size
+    layers = model.num_layers
+    hidden = model.hidden_size
     return {
         "normal": model.init_method_std,
         "scaled": model.init_method_std / math.sqrt(2 * layers),
@@ -31,21 +36,27 @@ def deviation(method: str, model: Model) -> float:
 
 
 def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) -> Tensor:
-    """The whole initial value of one parameter, fp32 on the CPU: biases 0, norms 1, weights normal by `output_layer_init_method` for output
-    projections and `init_method` for all others, embeddings and head included."""
+    """The whole initial value of one parameter, fp32 on the CPU: biases 0, norms 1, weights
+    normal by `output_layer_init_method` for output projections and `init_method` for all others,
+    embeddings and head included."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
-    std = deviation(model.output_layer_init_method if name.endswith(OUTPUT_PROJECTIONS) else model.init_method, model)
+    std = deviation(
+        model.output_layer_init_method if name.endswith(OUTPUT_PROJECTIONS) else model.init_method,
+        model,
+    )
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(shape, generator=generator).mul_(std)  # in place: it may be the largest tensor there is
+    # in place: it may be the largest tensor there is
+    return torch.randn(shape, generator=generator).mul_(std)
 
 
 @torch.no_grad()
 def initialize(module: nn.Module, model: Model, seed: int) -> None:
-    """Fill a module that has storage with its initial weights, one parameter at a time; of a split or sharded one only what is here."""
+    """Fill a module that has storage with its initial weights, one parameter at a time; of a
+    split or sharded one only what is here."""
     for held in held_parameters(module, 1).values():
         whole = initial_value(held.name, held.layout.shape, model, seed)
         for offsets, view in held.parts(held.parameter).items():

@@ -19,13 +19,11 @@ class Mesh:
     """This rank among all.
 
     Args:
-        degrees: sizes of the axes.
-        place: where this rank stands.
-        device: this rank's device.
-        data: the data-parallel axis, one-dimensional, or two (replicate, shard).
-        tensor: the tensor-parallel group.
-        pipeline_group: the stages of one model; None where there is one stage.
-        tied_group: first and last stage of one model, on these two only; None elsewhere and where they are one rank.
+        degrees: sizes of the axes. place: where this rank stands. device: this rank's device.
+        data: the data-parallel axis, one-dimensional, or two (replicate, shard). tensor: the
+        tensor-parallel group. pipeline_group: the stages of one model; None where there is one
+        stage. tied_group: first and last stage of one model, on these two only; None elsewhere
+        and where they are one rank.
     """
 
     degrees: Degrees
@@ -43,25 +41,45 @@ class Mesh:
         return World(self.place.data(self.degrees), self.degrees.data)
 
     @classmethod
-    def of(cls, degrees: Degrees, world: World, device: torch.device, *, sequence: bool = False, tied_at: int | None = None) -> Mesh:
+    def of(
+        cls,
+        degrees: Degrees,
+        world: World,
+        device: torch.device,
+        *,
+        sequence: bool = False,
+        tied_at: int | None = None,
+    ) -> Mesh:
         """Make all groups; called by all ranks together, after `data_parallel.join`.
 
         Args:
             sequence: of the tensor-parallel group; means nothing for one rank.
             tied_at: the stage beside the first that holds tied weights; None: no other.
         """
-        sizes = {"pp": degrees.pipeline, "dp_replicate": degrees.replicate, "dp_shard": degrees.shard, "tp": degrees.tensor}
+        sizes = {
+            "pp": degrees.pipeline,
+            "dp_replicate": degrees.replicate,
+            "dp_shard": degrees.shard,
+            "tp": degrees.tensor,
+        }
         whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         place = place_of(world.rank, degrees)
-        tensor_group = whole.get_group("tp") if degrees.tensor > 1 else None
+        if degrees.tensor > 1:
+            tensor_group = whole.get_group("tp")
+        else:
+            tensor_group = None
         if tensor_group is not None:
             name_group(TENSOR, tensor_group)
         tied_group = None
         for data in range(degrees.data) if tied_at else ():
             for tensor in range(degrees.tensor):
-                ends = [rank_of(Place(stage, *divmod(data, degrees.shard), tensor), degrees) for stage in (0, tied_at or 0)]
+                ends = [
+                    rank_of(Place(stage, *divmod(data, degrees.shard), tensor), degrees)
+                    for stage in (0, tied_at or 0)
+                ]
                 group = dist.new_group(ends)  # all ranks make all groups
-                tied_group = group if world.rank in ends else tied_group
+                if world.rank in ends:
+                    tied_group = group
         return cls(
             degrees=degrees,
             place=place,

@@ -1,8 +1,11 @@
-"""Pipelines: the model cut into chunks of layers, and torch.distributed.pipelining's schedules over them.
+"""Pipelines: the model cut into chunks of layers, and torch.distributed.pipelining's schedules
+over them.
 
-Every stage reads the same micro-batches, so only activations travel: tokens and labels are where they are needed.
+Every stage reads the same micro-batches, so only activations travel: tokens and labels are where
+they are needed.
 
-Shapes: B samples of a micro-batch, S tokens of a sample (with sequence parallelism this rank's part of them), H hidden size.
+Shapes: B samples of a micro-batch, S tokens of a sample (with sequence parallelism this rank's
+part of them), H hidden size.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ from trainkit.train.parallel.mesh import Mesh
 
 def chunks_per_stage(parallelism: Parallelism) -> int:
     """Chunks of the model on every stage."""
-    return 2 if parallelism.pipeline_schedule == "zbv" else parallelism.virtual_pipeline_model_parallel_size or 1
+    if parallelism.pipeline_schedule == "zbv":
+        return 2
+    return parallelism.virtual_pipeline_model_parallel_size or 1
 
 
 def chunks_on(stage: int, parallelism: Parallelism) -> tuple[int, ...]:
-    """Numbers of the chunks on a stage, in the model's order: round and round, or there and back (ZBV: Qi et al. 2024, arXiv:2401.10241, section 6)."""
+    """Numbers of the chunks on a stage, in the model's order: round and round, or there and back
+    (ZBV: Qi et al. 2024, arXiv:2401.10241, section 6)."""
     stages = parallelism.pipeline_model_parallel_size
     if parallelism.pipeline_schedule == "zbv":
         return stage, 2 * stages - 1 - stage
@@ -37,9 +43,12 @@ def chunks_on(stage: int, parallelism: Parallelism) -> tuple[int, ...]:
 
 
 def tied_at(job: Job) -> int | None:
-    """The stage that holds the second copy of tied weights: the last chunk's, where that is not the first stage too."""
+    """The stage that holds the second copy of tied weights: the last chunk's, where that is not
+    the first stage too."""
     p = job.parallelism
-    return p.pipeline_model_parallel_size - 1 if not job.model.untied and p.pipeline_model_parallel_size > 1 and p.pipeline_schedule != "zbv" else None
+    if not job.model.untied and p.pipeline_model_parallel_size > 1 and p.pipeline_schedule != "zbv":
+        return p.pipeline_model_parallel_size - 1
+    return None
 
 
 def schedule_problem(parallelism: Parallelism, micro_batches: int) -> str | None:
@@ -48,7 +57,9 @@ def schedule_problem(parallelism: Parallelism, micro_batches: int) -> str | None
     if not parallelism.virtual_pipeline_model_parallel_size:
         return None
     rounds = max(1, micro_batches // stages)
-    return f"interleaved 1F1B needs them in {rounds} rounds of equal size" if micro_batches % rounds else None
+    if micro_batches % rounds:
+        return f"interleaved 1F1B needs them in {rounds} rounds of equal size"
+    return None
 
 
 @dataclass
@@ -71,8 +82,8 @@ class Work:
 
 
 class Chunk(Transformer):
-    """Consecutive layers of a model, with what comes before them in the first chunk and after them in the last. Parameters keep their names; of tied weights
-    the last chunk has a copy.
+    """Consecutive layers of a model, with what comes before them in the first chunk and after
+    them in the last. Parameters keep their names; of tied weights the last chunk has a copy.
 
     Args:
         model, vocab_size: of the whole model.
@@ -82,7 +93,8 @@ class Chunk(Transformer):
     def __init__(self, model: Model, vocab_size: int, number: int, count: int) -> None:
         super().__init__(model, vocab_size)
         self.number, self.first, self.last = number, number == 0, number == count - 1
-        self.work, self.micro_batch = Work(), 0
+        self.work = Work()
+        self.micro_batch = 0
         sizes = split_layers(model.num_layers, count)
         start = sum(sizes[:number])
         for name in list(self.layers):
@@ -96,7 +108,8 @@ class Chunk(Transformer):
             self.final_norm, self.head = None, None  # type: ignore[assignment]
 
     def forward(self, x_BSH: Tensor) -> Tensor:  # type: ignore[override]
-        """From activations to activations. The first chunk is given nothing of use; the last returns the objective, to call backward on."""
+        """From activations to activations. The first chunk is given nothing of use; the last
+        returns the objective, to call backward on."""
         work, batch = self.work, self.work.batches[self.micro_batch]
         work.seed(batch, self.number)
         positions_BS = batch.positions_BS
@@ -111,7 +124,8 @@ class Chunk(Transformer):
         assert isinstance(losses, Losses)
         work.cross_entropy = work.cross_entropy + losses.cross_entropy
         work.tokens = work.tokens + losses.tokens
-        return torch.stack([losses.objective])  # torch joins what the last stage returns; fully_shard warns of a view
+        # torch joins what the last stage returns; fully_shard warns of a view
+        return torch.stack([losses.objective])
 
 
 class Pipeline:
@@ -124,36 +138,76 @@ class Pipeline:
         seed: as Work's.
     """
 
-    def __init__(self, job: Job, mesh: Mesh, chunks: Sequence[Chunk], timers: Timers, dtype: torch.dtype, seed: Callable[[Batch, int], None]) -> None:
-        self.parallelism, self.mesh, self.chunks, self.timers, self.dtype, self.seed = job.parallelism, mesh, chunks, timers, dtype, seed
+    def __init__(
+        self,
+        job: Job,
+        mesh: Mesh,
+        chunks: Sequence[Chunk],
+        timers: Timers,
+        dtype: torch.dtype,
+        seed: Callable[[Batch, int], None],
+    ) -> None:
+        self.parallelism = job.parallelism
+        self.mesh = mesh
+        self.chunks = chunks
+        self.timers = timers
+        self.dtype = dtype
+        self.seed = seed
         tokens = job.model.seq_length // (mesh.tensor.size if mesh.tensor.sequence else 1)
         self.shape = (job.training.micro_batch_size, tokens, job.model.hidden_size)
         self._schedules: dict[tuple[int, bool], Any] = {}
 
     def _schedule(self, micro_batches: int, learning: bool) -> Any:
-        """The schedule of so many micro-batches, with stages of its own: torch prepares one for one number."""
+        """The schedule of so many micro-batches, with stages of its own: torch prepares one for
+        one number."""
         if (found := self._schedules.get((micro_batches, learning))) is not None:
             return found
-        from trainkit.train.parallel.pipeline_stage import make_schedule  # half a second of imports, where there is a pipeline
+        # half a second of imports, where there is a pipeline
+        from trainkit.train.parallel.pipeline_stage import make_schedule
 
         shape = (self.shape, self.dtype)
-        made = make_schedule(self.parallelism, self.mesh, self.chunks, micro_batches, self.timers, shape, learning=learning)
+        made = make_schedule(
+            self.parallelism,
+            self.mesh,
+            self.chunks,
+            micro_batches,
+            self.timers,
+            shape,
+            learning=learning,
+        )
         self._schedules[micro_batches, learning] = made
         return made
 
-    def run(self, batches: Sequence[Batch], *, learning: bool, z_loss: float = 0.0, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-        """Forward, and if `learning` backward, of all micro-batches; (cross-entropy, labelled tokens) of them on the last stage, 0 on the others.
+    def run(
+        self,
+        batches: Sequence[Batch],
+        *,
+        learning: bool,
+        z_loss: float = 0.0,
+        scale: Tensor | float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Forward, and if `learning` backward, of all micro-batches; (cross-entropy, labelled
+        tokens) of them on the last stage, 0 on the others.
 
         Gradients are reduced over the data-parallel ranks when it returns.
         """
         device = self.mesh.device
-        work = Work(batches, z_loss, scale, torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device))
+        work = Work(
+            batches,
+            z_loss,
+            scale,
+            torch.zeros((), dtype=torch.float64, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+        )
         if learning:
             work.seed = self.seed
         for chunk in self.chunks:
             chunk.work = work
         numbers = torch.arange(len(batches))
-        given = [numbers] if self.chunks[0].first else []
+        if self.chunks[0].first:
+            given = [numbers]
+        else:
+            given = []
         schedule = self._schedule(len(batches), learning)
         if learning:
             with self.timers("pipeline"):

@@ -1,4 +1,5 @@
-"""torch.distributed.pipelining's stages and schedules as the trainer needs them: the one file that knows of their private parts."""
+"""torch.distributed.pipelining's stages and schedules as the trainer needs them: the one file
+that knows of their private parts."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 from trainkit.jobs.schema import Parallelism
 from trainkit.train.metrics.timers import Phase, Timers
@@ -18,28 +24,45 @@ from trainkit.train.torch_compat import widen_gradients
 
 
 class LeanStage(PipelineStage):
-    """A pipeline stage that has memory for activations in flight only: torch's own allocates a buffer for each micro-batch of a step, there and back, and
-    keeps them for good. Runs forward alone, too, under the schedules where torch's cannot (ZBV).
+    """A pipeline stage that has memory for activations in flight only: torch's own allocates a
+    buffer for each micro-batch of a step, there and back, and keeps them for good. Runs forward
+    alone, too, under the schedules where torch's cannot (ZBV).
 
     Args:
-        module: the stage's.
-        number: which stage, of `count`.
-        shape, dtype: of what goes from one stage to the next. Told these, torch does not try a micro-batch to find them out.
-        group: the stages.
+        module: the stage's. number: which stage, of `count`. shape, dtype: of what goes from one
+        stage to the next. Told these, torch does not try a micro-batch to find them out. group:
+        the stages.
     """
 
     def __init__(
-        self, module: nn.Module, number: int, count: int, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup | None
+        self,
+        module: nn.Module,
+        number: int,
+        count: int,
+        device: torch.device,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)  # without requires_grad no gradient would be sent back
-        given = torch.empty((1,), dtype=torch.int64, device="meta") if number == 0 else between
+        # without requires_grad no gradient would be sent back
+        between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        if number == 0:
+            given = torch.empty((1,), dtype=torch.int64, device="meta")
+        else:
+            given = between
         wide = torch.promote_types(dtype, torch.float32)
-        made = torch.empty((1,), dtype=wide, device="meta", requires_grad=True) if number == count - 1 else between
+        if number == count - 1:
+            made = torch.empty((1,), dtype=wide, device="meta", requires_grad=True)
+        else:
+            made = between
         self._arriving = (shape, dtype)
-        super().__init__(module, number, count, device, input_args=given, output_args=made, group=group)
+        super().__init__(
+            module, number, count, device, input_args=given, output_args=made, group=group
+        )
 
     def _without_memory(self, prepare: Any, *args: Any, **words: Any) -> Any:
-        real, self.device = self.device, torch.device("meta")
+        real = self.device
+        self.device = torch.device("meta")
         try:
             return prepare(*args, **words)
         finally:
@@ -58,12 +81,18 @@ class LeanStage(PipelineStage):
     def _room(self, infos: Any, *, learning: bool) -> None:
         for info in infos:
             if getattr(info, "buffer", None) is not None and info.buffer.is_meta:
-                info.buffer = torch.empty(self._arriving[0], dtype=self._arriving[1], device=self.device, requires_grad=learning)
+                info.buffer = torch.empty(
+                    self._arriving[0],
+                    dtype=self._arriving[1],
+                    device=self.device,
+                    requires_grad=learning,
+                )
 
     def _drop(self, *of_micro_batches: Any) -> None:
         for info in (info for infos in of_micro_batches for info in infos):
             if getattr(info, "buffer", None) is not None:
-                info.buffer = torch.empty(0, device="meta")  # some versions of torch look at its gradient
+                # some versions of torch look at its gradient
+                info.buffer = torch.empty(0, device="meta")
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         self._room(self.args_recv_info[fwd_chunk_id], learning=self.has_backward)
@@ -105,9 +134,18 @@ class LeanStage(PipelineStage):
 
 
 class TimedStage(LeanStage):
-    """torch's stage of one chunk, which tells the timers what it does; what goes on in between counts as `pipeline`."""
+    """torch's stage of one chunk, which tells the timers what it does; what goes on in between
+    counts as `pipeline`."""
 
-    def __init__(self, chunk: Any, count: int, mesh: Mesh, timers: Timers, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        chunk: Any,
+        count: int,
+        mesh: Mesh,
+        timers: Timers,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> None:
         self.timers = timers
         super().__init__(chunk, chunk.number, count, mesh.device, shape, dtype, mesh.pipeline_group)
 
@@ -154,10 +192,16 @@ def make_schedule(
     count = parallelism.pipeline_model_parallel_size * len(chunks)
     stages: list[Any] = [TimedStage(chunk, count, mesh, timers, *activations) for chunk in chunks]
     # scale_grads would divide after adding up, too late for fp16; the objective is divided already
-    words: dict[str, Any] = {"loss_fn": (lambda objective, _: objective.sum()) if learning else None, "scale_grads": False}
+    words: dict[str, Any] = {
+        "loss_fn": (lambda objective, _: objective.sum()) if learning else None,
+        "scale_grads": False,
+    }
     if parallelism.pipeline_schedule == "zbv":
         return ScheduleZBVZeroBubble(stages, micro_batches, **words)
     if len(stages) > 1:
         return ScheduleInterleaved1F1B(stages, micro_batches, **words)
-    # With fewer micro-batches than stages all forwards of 1F1B are its warm-up: GPipe's order, which torch's 1F1B leaves to it.
-    return (Schedule1F1B if micro_batches >= count else ScheduleGPipe)(stages[0], micro_batches, **words)
+    # With fewer micro-batches than stages all forwards of 1F1B are its warm-up: GPipe's order,
+    # which torch's 1F1B leaves to it.
+    return (Schedule1F1B if micro_batches >= count else ScheduleGPipe)(
+        stages[0], micro_batches, **words
+    )

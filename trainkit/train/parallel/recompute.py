@@ -11,7 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from trainkit.jobs.schema import Model, Training
 from trainkit.train.model.head_loss import read_out, softmax_loss
@@ -22,9 +26,16 @@ Mode = Literal["none", "full", "selective"]
 
 
 def kept_operations() -> list[Any]:
-    """What selective recomputation does not do again: matrix products, attention kernels and sums over ranks. All the rest is cheap and is done twice."""
+    """What selective recomputation does not do again: matrix products, attention kernels and
+    sums over ranks. All the rest is cheap and is done twice."""
     aten = torch.ops.aten
-    products = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default]
+    products = [
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.linear.default,
+    ]
     attention = [
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -34,12 +45,17 @@ def kept_operations() -> list[Any]:
     return [*products, *attention, *varlen_operations(), *group_operations()]
 
 
-def _policy(kept: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(
+    kept: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    if operation in kept:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def run_block(block: Block, mode: Mode, random: bool, x_BSH: Tensor, context: Context) -> Tensor:
-    """One block. A function of the module, not a closure for each block: compiled once, it serves all blocks with one graph.
+    """One block. A function of the module, not a closure for each block: compiled once, it
+    serves all blocks with one graph.
 
     Args:
         block: the block.
@@ -53,23 +69,35 @@ def run_block(block: Block, mode: Mode, random: bool, x_BSH: Tensor, context: Co
         return forward(block, x_BSH, context)
     words: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
     if mode == "selective":
-        words["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, frozenset(kept_operations())))
+        words["context_fn"] = partial(
+            create_selective_checkpoint_contexts, partial(_policy, frozenset(kept_operations()))
+        )
     y_BSH: Tensor = checkpoint(forward, block, x_BSH, context, **words)
     return y_BSH
 
 
 def wrap_blocks(module: Transformer, model: Model, training: Training) -> None:
-    """Make every block recompute and compile as `training` asks, and the loss compile with them. Call it before fully_shard.
+    """Make every block recompute and compile as `training` asks, and the loss compile with them.
+    Call it before fully_shard.
 
     Names of parameters stay as they are.
     """
     if training.recompute_granularity == "none" and not training.compile:
         return
-    run: Callable[..., Tensor] = torch.compile(run_block, fullgraph=True) if training.compile else run_block
-    if training.compile and module.read_out is read_out:  # split over ranks, it talks to them in between
+    run: Callable[..., Tensor]
+    if training.compile:
+        run = torch.compile(run_block, fullgraph=True)
+    else:
+        run = run_block
+    # split over ranks, it talks to them in between
+    if training.compile and module.read_out is read_out:
         module.read_out = partial(read_out, softmax=torch.compile(softmax_loss, fullgraph=True))
     random = model.hidden_dropout > 0 or model.attention_dropout > 0
     for block in module.layers.values():
         assert isinstance(block, Block)
-        mode: Mode = training.recompute_granularity if block.number % training.recompute_every == 0 else "none"
+        mode: Mode
+        if block.number % training.recompute_every == 0:
+            mode = training.recompute_granularity
+        else:
+            mode = "none"
         block.forward = partial(run, block, mode, random)  # type: ignore[method-assign]

@@ -1,7 +1,10 @@
-"""Which part of every tensor this rank holds: what initial weights, checkpoints and sums over replicas are built on.
+"""Which part of every tensor this rank holds: what initial weights, checkpoints and sums over
+replicas are built on.
 
-Two things cut a tensor. Tensor parallelism takes some rows or columns of it, in one or several segments (the queries, keys and values of a fused
-projection); fully_shard cuts what is left along the first dimension over the data-parallel ranks. What remains are boxes of the whole tensor.
+Two things cut a tensor. Tensor parallelism takes some rows or columns of it, in one or several
+segments (the queries, keys and values of a fused projection); fully_shard cuts what is left
+along the first dimension over the data-parallel ranks. What remains are boxes of the whole
+tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from trainkit.train.torch_compat import local_part, local_slices, outline
@@ -22,7 +29,8 @@ Offsets = tuple[int, ...]
 
 
 class Segment(NamedTuple):
-    """A stretch of one dimension: where it begins in the local tensor and in the whole one, how long it is, and on how many tensor-parallel ranks it lies."""
+    """A stretch of one dimension: where it begins in the local tensor and in the whole one, how
+    long it is, and on how many tensor-parallel ranks it lies."""
 
     local: int
     whole: int
@@ -32,7 +40,8 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensor parallelism cuts a tensor of `shape`: along `dim` into segments that lie one after another in the local tensor."""
+    """How tensor parallelism cuts a tensor of `shape`: along `dim` into segments that lie one
+    after another in the local tensor."""
 
     shape: tuple[int, ...]
     dim: int
@@ -41,7 +50,11 @@ class Layout:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """What one tensor-parallel rank holds."""
-        return (*self.shape[: self.dim], sum(s.length for s in self.segments), *self.shape[self.dim + 1 :])
+        return (
+            *self.shape[: self.dim],
+            sum(s.length for s in self.segments),
+            *self.shape[self.dim + 1 :],
+        )
 
 
 def uncut(shape: tuple[int, ...], replicas: int) -> Layout:
@@ -50,7 +63,8 @@ def uncut(shape: tuple[int, ...], replicas: int) -> Layout:
 
 
 class Cut(NamedTuple):
-    """A box of this rank's shard of a tensor: `length` from `start` along `dim`; where it lies in the whole; how many tensor-parallel ranks hold the same."""
+    """A box of this rank's shard of a tensor: `length` from `start` along `dim`; where it lies
+    in the whole; how many tensor-parallel ranks hold the same."""
 
     dim: int
     start: int
@@ -68,10 +82,9 @@ class Held:
     """A parameter that this rank holds a part of.
 
     Args:
-        name: in the whole model.
-        parameter: as fully_shard left it.
-        layout: how tensor parallelism cuts it.
-        counts: whether its elements count in the gradient's norm; the second copy of tied weights does not.
+        name: in the whole model. parameter: as fully_shard left it. layout: how tensor
+        parallelism cuts it. counts: whether its elements count in the gradient's norm; the
+        second copy of tied weights does not.
     """
 
     name: str
@@ -82,38 +95,61 @@ class Held:
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
         """The boxes that this rank's shard consists of, none where it is empty."""
-        inside, dim = local_slices(self.parameter), self.layout.dim
+        inside = local_slices(self.parameter)
+        dim = self.layout.dim
         if any(s.start >= s.stop for s in inside):
             return ()
         found = []
         for segment in self.layout.segments:
-            start, stop = max(segment.local, inside[dim].start), min(segment.local + segment.length, inside[dim].stop)
+            start = max(segment.local, inside[dim].start)
+            stop = min(segment.local + segment.length, inside[dim].stop)
             if start < stop:
                 offsets = [s.start for s in inside]
                 offsets[dim] = segment.whole + start - segment.local
-                found.append(Cut(dim, start - inside[dim].start, stop - start, tuple(offsets), segment.replicas))
+                found.append(
+                    Cut(
+                        dim,
+                        start - inside[dim].start,
+                        stop - start,
+                        tuple(offsets),
+                        segment.replicas,
+                    )
+                )
         return tuple(found)
 
     def parts(self, tensor: Tensor) -> dict[Offsets, Tensor]:
-        """Views of the boxes of a tensor that is shaped and sharded like the parameter (itself, its gradient, a moment), by where they lie in the whole."""
+        """Views of the boxes of a tensor that is shaped and sharded like the parameter (itself,
+        its gradient, a moment), by where they lie in the whole."""
         local = local_part(tensor)
         return {cut.offsets: cut.of(local) for cut in self.cuts}
 
 
 def slices(offsets: Offsets, view: Tensor) -> tuple[slice, ...]:
     """Where a box lies in the whole tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(offsets, view.shape, strict=True))
+    return tuple(
+        slice(start, start + size) for start, size in zip(offsets, view.shape, strict=True)
+    )
 
 
 def held_parameters(module: nn.Module, replicas: int) -> dict[str, Held]:
-    """Every parameter of a module with its layout, which swapped modules name (`layouts`); the others are whole on each of `replicas` ranks."""
-    named = {f"{prefix}.{name}": layout for prefix, part in module.named_modules() for name, layout in getattr(part, "layouts", {}).items()}
-    return {name: Held(name, p, named.get(name) or uncut(tuple(p.shape), replicas)) for name, p in module.named_parameters()}
+    """Every parameter of a module with its layout, which swapped modules name (`layouts`); the
+    others are whole on each of `replicas` ranks."""
+    named = {
+        f"{prefix}.{name}": layout
+        for prefix, part in module.named_modules()
+        for name, layout in getattr(part, "layouts", {}).items()
+    }
+    return {
+        name: Held(name, p, named.get(name) or uncut(tuple(p.shape), replicas))
+        for name, p in module.named_parameters()
+    }
 
 
 class Shards(torch.Tensor):
-    """Boxes of a tensor for torch.distributed.checkpoint (DCP), which asks by these three methods what there is to write and where to read into. Its own
-    DTensor holds one box a rank; a fused projection has several. Reading writes into the views. Nothing can be computed with it.
+    """Boxes of a tensor for torch.distributed.checkpoint (DCP), which asks by these three
+    methods what there is to write and where to read into. Its own DTensor holds one box a rank;
+    a fused projection has several. Reading writes into the views. Nothing can be computed with
+    it.
 
     Args:
         parts: the boxes by their offsets; none on a rank that holds nothing of the tensor.
@@ -123,25 +159,38 @@ class Shards(torch.Tensor):
     parts: dict[Offsets, Tensor]
 
     @staticmethod
-    def __new__(cls, parts: dict[Offsets, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Shards:
+    def __new__(
+        cls, parts: dict[Offsets, Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Shards:
         return outline(cls, shape, dtype)
 
-    def __init__(self, parts: dict[Offsets, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self, parts: dict[Offsets, Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
         self.parts = parts
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"shards are for checkpoints only, not for {function}")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Shards({list(self.shape)}: {', '.join(f'{list(view.shape)} at {list(at)}' for at, view in self.parts.items())})"
+        return (
+            f"Shards({list(self.shape)}:"
+            f" {', '.join(f'{list(view.shape)} at {list(at)}' for at, view in self.parts.items())})"
+        )
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(at), view.shape) for at, view in self.parts.items()]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         def item(at: Offsets, view: Tensor) -> WriteItem:
-            data = TensorWriteData(ChunkStorageMetadata(torch.Size(at), view.shape), TensorProperties(dtype=view.dtype), self.shape)
+            data = TensorWriteData(
+                ChunkStorageMetadata(torch.Size(at), view.shape),
+                TensorProperties(dtype=view.dtype),
+                self.shape,
+            )
             return WriteItem(MetadataIndex(fqn, at), WriteItemType.SHARD, tensor_data=data)
 
         return [item(at, view) for at, view in self.parts.items()]

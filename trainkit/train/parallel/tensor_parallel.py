@@ -1,12 +1,15 @@
-"""Tensor and sequence parallelism, put into a plain model from outside by one table of rules (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism:
-Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+"""Tensor and sequence parallelism, put into a plain model from outside by one table of rules
+(Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.2).
 
-What is minimized is the sum of a function over the tensor-parallel ranks, each of which adds its part of the gradient of the logits. So the gradient of
-every collective is its exact transpose, which torch's own autograd of it is: of a sum the sum, of gathering the summing and scattering, and the other way
-round. The gradient of what all ranks hold alike (norms, biases that are added after a sum) is the sum of what each finds; `step` adds that up once a step.
+What is minimized is the sum of a function over the tensor-parallel ranks, each of which adds its
+part of the gradient of the logits. So the gradient of every collective is its exact transpose,
+which torch's own autograd of it is: of a sum the sum, of gathering the summing and scattering,
+and the other way round. The gradient of what all ranks hold alike (norms, biases that are added
+after a sum) is the sum of what each finds; `step` adds that up once a step.
 
-Shapes: B samples of a micro-batch, S tokens of a sample (with sequence parallelism, S of these outside of attention and MLP is a tensor-parallel rank's part),
-H hidden size, V vocabulary.
+Shapes: B samples of a micro-batch, S tokens of a sample (with sequence parallelism, S of these
+outside of attention and MLP is a tensor-parallel rank's part), H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,24 +29,35 @@ from trainkit.train.parallel.shards import Layout, Segment
 from trainkit.train.parallel.tensor_group import TensorGroup, enter, leave, own_tokens
 from trainkit.train.parallel.vocab_parallel import read_out
 
-Piece = tuple[int, int, int]  # first row of the whole tensor, rows, tensor-parallel ranks that hold them
+# first row of the whole tensor, rows, tensor-parallel ranks that hold them
+Piece = tuple[int, int, int]
 
 
 class _Split(nn.Module):
-    """A weight, and a bias if there is one, of which this rank holds `pieces` along a dimension. `layouts` says so to whoever looks at parameters."""
+    """A weight, and a bias if there is one, of which this rank holds `pieces` along a dimension.
+    `layouts` says so to whoever looks at parameters."""
 
-    def __init__(self, whole: nn.Linear | nn.Embedding, pieces: Sequence[Piece], dim: int, group: TensorGroup) -> None:
+    def __init__(
+        self, whole: nn.Linear | nn.Embedding, pieces: Sequence[Piece], dim: int, group: TensorGroup
+    ) -> None:
         super().__init__()
-        self.group, self.layouts = group, dict[str, Layout]()
+        self.group = group
+        self.layouts = dict[str, Layout]()
         starts = [sum(length for _, length, _ in pieces[:i]) for i in range(len(pieces))]
-        self.segments = tuple(Segment(local, *piece) for local, piece in zip(starts, pieces, strict=True))
+        self.segments = tuple(
+            Segment(local, *piece) for local, piece in zip(starts, pieces, strict=True)
+        )
         self.weight = self._cut("weight", whole.weight, dim)
         bias = getattr(whole, "bias", None)
-        self.bias = bias if bias is None or dim == 1 else self._cut("bias", bias, 0)
+        if bias is None or dim == 1:
+            self.bias = bias
+        else:
+            self.bias = self._cut("bias", bias, 0)
 
     def _cut(self, name: str, whole: Tensor, dim: int) -> nn.Parameter:
         self.layouts[name] = Layout(tuple(whole.shape), dim, self.segments)
-        return nn.Parameter(whole.new_empty(self.layouts[name].local_shape))  # on meta: values come later, by name
+        # on meta: values come later, by name
+        return nn.Parameter(whole.new_empty(self.layouts[name].local_shape))
 
 
 class ColumnParallel(_Split):
@@ -57,14 +71,17 @@ class ColumnParallel(_Split):
 
 
 class RowParallel(_Split):
-    """A linear layer of which each rank reads some inputs; the bias, whole everywhere, is added once, after the sum."""
+    """A linear layer of which each rank reads some inputs; the bias, whole everywhere, is added
+    once, after the sum."""
 
     def __init__(self, whole: nn.Linear, pieces: Sequence[Piece], group: TensorGroup) -> None:
         super().__init__(whole, pieces, 1, group)
 
     def forward(self, x: Tensor) -> Tensor:
         y_BSH = leave(F.linear(x, self.weight), self.group)
-        return y_BSH if self.bias is None else y_BSH + self.bias
+        if self.bias is not None:
+            y_BSH = y_BSH + self.bias
+        return y_BSH
 
 
 class VocabParallelEmbedding(_Split):
@@ -86,19 +103,26 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, whole: nn.Embedding, pieces: Sequence[Piece], group: TensorGroup) -> None:
         super().__init__()
-        self.group, self.weight = group, whole.weight
+        self.group = group
+        self.weight = whole.weight
 
     def forward(self, positions_S: Tensor) -> Tensor:
         return F.embedding(own_tokens(positions_S, self.group), self.weight)
 
 
 def rules(model: Model, vocab: int, group: TensorGroup) -> dict[str, tuple[Any, list[Piece]]]:
-    """The end of a module's name -> what takes its place, and which rows (of a RowParallel: columns) of the whole this rank holds."""
-    size, head = model.num_attention_heads // group.size, model.head_size
+    """The end of a module's name -> what takes its place, and which rows (of a RowParallel:
+    columns) of the whole this rank holds."""
+    size = model.num_attention_heads // group.size
+    head = model.head_size
     keys, count = key_value_heads(model, group.size, group.rank)
     queries = (group.rank * size * head, size * head, 1)
     replicas = max(1, group.size // model.query_groups)
-    first = [model.num_attention_heads * head, (model.num_attention_heads + model.query_groups) * head]  # row where keys, and values, begin
+    # row where keys, and values, begin
+    first = [
+        model.num_attention_heads * head,
+        (model.num_attention_heads + model.query_groups) * head,
+    ]
     projected = [queries, *((start + keys * head, count * head, replicas) for start in first)]
     start, width = share(model.ffn_width, group.size, group.rank)
     rows = [(*share(vocab, group.size, group.rank), 1)]
@@ -115,7 +139,8 @@ def rules(model: Model, vocab: int, group: TensorGroup) -> dict[str, tuple[Any, 
 
 
 def apply(module: Transformer, vocab: int, group: TensorGroup) -> None:
-    """Split a model, or a part of one, in place; it must be on the meta device. Nothing is done for one rank."""
+    """Split a model, or a part of one, in place; it must be on the meta device. Nothing is done
+    for one rank."""
     if group.size == 1:
         return
     table = rules(module.shape, vocab, group)
@@ -134,13 +159,20 @@ def apply(module: Transformer, vocab: int, group: TensorGroup) -> None:
 
 
 def _draw_apart(attention: Attention, group: TensorGroup) -> None:
-    """Let attention drop by random numbers of its own on each rank, whose heads differ, while what lies between the layers, the same on all ranks, drops the
-    same: attention's are seeded by a number drawn from the common ones, which go on after it. (With sequence parallelism all that drops differs.)"""
+    """Let attention drop by random numbers of its own on each rank, whose heads differ, while
+    what lies between the layers, the same on all ranks, drops the same: attention's are seeded
+    by a number drawn from the common ones, which go on after it. (With sequence parallelism all
+    that drops differs.)"""
     saved: list[Any] = []
 
     def before(*_: Any) -> None:
         seed = int(torch.randint(2**62, ()))  # of the host's generator: nothing waits
-        saved.append((torch.get_rng_state(), torch.cuda.get_rng_state() if next(attention.parameters()).is_cuda else None))
+        saved.append(
+            (
+                torch.get_rng_state(),
+                torch.cuda.get_rng_state() if next(attention.parameters()).is_cuda else None,
+            )
+        )
         torch.manual_seed(seed + group.rank)
 
     def after(*_: Any) -> None:

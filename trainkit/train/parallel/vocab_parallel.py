@@ -1,6 +1,8 @@
-"""The head and its loss where each tensor-parallel rank holds some rows of the vocabulary: logits of one token never lie on one rank.
+"""The head and its loss where each tensor-parallel rank holds some rows of the vocabulary:
+logits of one token never lie on one rank.
 
-Shapes: C tokens of a chunk, H hidden size, V rows of the whole vocabulary, P columns of this rank's logits in memory.
+Shapes: C tokens of a chunk, H hidden size, V rows of the whole vocabulary, P columns of this
+rank's logits in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def read_out(
     group: TensorGroup,
     vocab: int,
 ) -> Tensor | Losses:
-    """As loss.read_out, of this rank's rows `weight`: whole logits, or the losses over the whole vocabulary, the same on all ranks.
+    """As loss.read_out, of this rank's rows `weight`: whole logits, or the losses over the whole
+    vocabulary, the same on all ranks.
 
     Args:
         group: the ranks that share the vocabulary.
@@ -36,23 +39,42 @@ def read_out(
     shares = [share(vocab, group.size, rank) for rank in range(group.size)]
     widest = max(rows for _, rows in shares)
     if labels is not None:
-        return head_loss(x_BSH, weight, labels, multiple, partial(softmax_of_parts, group, shares[group.rank][0]), widest=widest)
+        return head_loss(
+            x_BSH,
+            weight,
+            labels,
+            multiple,
+            partial(softmax_of_parts, group, shares[group.rank][0]),
+            widest=widest,
+        )
     own_BSP = padded_linear(x_BSH, weight, multiple)
     parts = gathered(F.pad(own_BSP, (0, widest - own_BSP.shape[-1]))[None], group.size, group.name)
-    return torch.cat([part[..., :rows] for part, (_, rows) in zip(parts, shares, strict=True)], dim=-1)
+    return torch.cat(
+        [part[..., :rows] for part, (_, rows) in zip(parts, shares, strict=True)], dim=-1
+    )
 
 
 def softmax_of_parts(
-    group: TensorGroup, start: int, logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor, learning: bool
+    group: TensorGroup,
+    start: int,
+    logits_CP: Tensor,
+    labels_C: Tensor,
+    vocab: int,
+    z_loss: float,
+    scale: Tensor,
+    learning: bool,
 ) -> tuple[Tensor, Tensor]:
-    """loss.softmax_loss where `vocab` rows from `start` on are here and the others on other ranks: two collectives of a few numbers a token.
+    """loss.softmax_loss where `vocab` rows from `start` on are here and the others on other
+    ranks: two collectives of a few numbers a token.
 
-    The gradient is that of the whole loss by this rank's logits (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+    The gradient is that of the whole loss by this rank's logits (Shoeybi et al. 2019,
+    arXiv:1909.08053, section 3).
     """
     dtype, wide = logits_CP.dtype, torch.promote_types(logits_CP.dtype, torch.float32)
     logits_CP = logits_CP.to(wide)
     logits_CP[:, vocab:] = -torch.inf
-    counted_C, rows_C = labels_C != NO_LABEL, labels_C - start
+    counted_C = labels_C != NO_LABEL
+    rows_C = labels_C - start
     here_C = counted_C & (rows_C >= 0) & (rows_C < vocab)
     rows_C1 = rows_C.clamp(0, vocab - 1)[:, None]
     target_C = torch.where(here_C, logits_CP.gather(1, rows_C1)[:, 0], 0)

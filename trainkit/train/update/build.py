@@ -1,4 +1,5 @@
-"""From a job to this rank's part of the model, in the one order that works: cut, split, wrap, shard, and only then memory."""
+"""From a job to this rank's part of the model, in the one order that works: cut, split, wrap,
+shard, and only then memory."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from trainkit.train.parallel.recompute import wrap_blocks
 from trainkit.train.parallel.shards import Held, held_parameters
 from trainkit.train.update.schedule import batch_sizes
 
-LAST = "@last"  # after the name of tied weights: the last chunk's copy of them on the rank that has the first chunk too
+# after the name of tied weights: the last chunk's copy of them on the rank that has the first chunk
+# too
+LAST = "@last"
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class Parts:
 
     Args:
         modules: the model itself, or the chunks of this pipeline stage in the model's order.
-        held: every parameter by its name; a second copy of tied weights on the same rank is called NAME + LAST.
-        shapes: of all the model's parameters, wherever they are.
+        held: every parameter by its name; a second copy of tied weights on the same rank is
+        called NAME + LAST. shapes: of all the model's parameters, wherever they are.
     """
 
     modules: list[Transformer]
@@ -53,37 +56,47 @@ class Parts:
 
 
 def build(job: Job, mesh: Mesh, vocab: int, dtype: torch.dtype = torch.float32) -> Parts:
-    """This rank's part of the model, on its device, split and sharded as the job says; its weights hold anything.
+    """This rank's part of the model, on its device, split and sharded as the job says; its
+    weights hold anything.
 
     Args:
         vocab: rows of the embedding.
         dtype: of weights at rest: wider than fp32 for tests that want it.
     """
-    p, t = job.parallelism, job.training
+    p = job.parallelism
+    t = job.training
     whole = build_on_meta(job.model, vocab)
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
     modules: list[Transformer] = [whole]
     if mesh.degrees.pipeline > 1:
         with torch.device("meta"):
             count = mesh.degrees.pipeline * chunks_per_stage(p)
-            modules = [Chunk(job.model, vocab, number, count) for number in chunks_on(mesh.place.pipeline, p)]
+            modules = [
+                Chunk(job.model, vocab, number, count)
+                for number in chunks_on(mesh.place.pipeline, p)
+            ]
     sums = mesh.degrees.data > 1 or max(batch_sizes(job)) > t.micro_batch_size
     held: dict[str, Held] = {}
     for module in modules:
         module.to(dtype)
         tensor_parallel.apply(module, vocab, mesh.tensor)
         wrap_blocks(module, job.model, t)
-        layouts = {name: h.layout for name, h in held_parameters(module, mesh.degrees.tensor).items()}
+        layouts = {
+            name: h.layout for name, h in held_parameters(module, mesh.degrees.tensor).items()
+        }
         data_parallel.shard(module, mesh.data, t.precision, stage=p.zero_stage, sums=sums)
         module.to_empty(device=mesh.device)
         second = isinstance(module, Chunk) and not module.first
         for name, parameter in module.named_parameters():
             tied = second and name == "embed_tokens.weight"
-            held[name + LAST if name in held else name] = Held(name, parameter, layouts[name], counts=not tied)
+            held[name + LAST if name in held else name] = Held(
+                name, parameter, layouts[name], counts=not tied
+            )
     return Parts(modules, held, shapes)
 
 
 def expected(parts: Parts, kinds: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint: "model.NAME", and "optimizer.KIND.NAME" of every kind of state."""
+    """Shapes of all tensors of a checkpoint: "model.NAME", and "optimizer.KIND.NAME" of every
+    kind of state."""
     prefixes = ["model.", *(f"optimizer.{kind}." for kind in kinds)]
     return {prefix + name: shape for prefix in prefixes for name, shape in parts.shapes.items()}

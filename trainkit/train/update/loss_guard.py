@@ -1,4 +1,5 @@
-"""Losses that are not finite, and losses that jump: judged on the device, so that no step waits for the host."""
+"""Losses that are not finite, and losses that jump: judged on the device, so that no step waits
+for the host."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ class Verdict(NamedTuple):
     """What was found about one step, scalars on the device.
 
     Args:
-        skip: 1.0 where the weights must stay as they are, fp32 (what fused optimizers call found_inf).
-        overflow: fp16: gradients overflow though the loss is finite: the loss scale was too large; nothing is wrong with the run.
-        nan: loss or gradient norm is not finite, and no loss scale is to blame.
-        spike: the loss is above spike_factor times its running mean.
+        skip: 1.0 where the weights must stay as they are, fp32 (what fused optimizers call
+        found_inf). overflow: fp16: gradients overflow though the loss is finite: the loss scale
+        was too large; nothing is wrong with the run. nan: loss or gradient norm is not finite,
+        and no loss scale is to blame. spike: the loss is above spike_factor times its running
+        mean.
     """
 
     skip: Tensor
@@ -29,7 +31,8 @@ class Verdict(NamedTuple):
 class Guard:
     """Remembers the running mean of the loss and how many steps were skipped one after another.
 
-    The mean is exponential over spike_window steps (the plain mean until there are so many), of losses that were neither skipped nor spikes.
+    The mean is exponential over spike_window steps (the plain mean until there are so many), of
+    losses that were neither skipped nor spikes.
     """
 
     def __init__(self, training: Training, device: torch.device) -> None:
@@ -47,7 +50,8 @@ class Guard:
             norm: global gradient norm, the same on all ranks; not finite if any gradient is not.
             may_overflow: the loss scale is dynamic and can still fall.
         """
-        window, factor = self.training.spike_window, self.training.spike_factor
+        window = self.training.spike_window
+        factor = self.training.spike_factor
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         overflow = torch.isfinite(loss) & bad & may_overflow  # the loss itself carries no scale
         nan = bad & ~overflow
@@ -61,7 +65,11 @@ class Guard:
 
     def state(self) -> dict[str, float | int]:
         """For the checkpoint; waits for the device."""
-        return {"guard_mean": float(self.mean), "guard_seen": int(self.seen), "guard_skipped_in_a_row": int(self.skipped_in_a_row)}
+        return {
+            "guard_mean": float(self.mean),
+            "guard_seen": int(self.seen),
+            "guard_skipped_in_a_row": int(self.skipped_in_a_row),
+        }
 
     def load(self, state: dict[str, int | float | bool]) -> None:
         """Go on from `state()`; a checkpoint from before there was a guard has none."""

@@ -1,7 +1,9 @@
-"""Where a step that is not finite went wrong: the step is computed once more, with a look at everything on the way.
+"""Where a step that is not finite went wrong: the step is computed once more, with a look at
+everything on the way.
 
-A healthy step pays nothing for it: the hooks are there for the second computation alone. All ranks do it together, for forward and backward talk to each
-other; the first finding of any of them is what all tell.
+A healthy step pays nothing for it: the hooks are there for the second computation alone. All
+ranks do it together, for forward and backward talk to each other; the first finding of any of
+them is what all tell.
 
 Shapes: B samples of a micro-batch.
 """
@@ -33,14 +35,12 @@ class Finding:
     """Something that is not finite. What sorts first is nearer to the cause.
 
     Args:
-        stage: WEIGHTS before the step; ALONE in one micro-batch; SUMMED: only the sum over micro-batches and ranks is not finite.
-        micro_batch: which one of the rank's, from 0.
-        pass_: FORWARD or BACKWARD.
-        depth: place of the chunk of the model, in the order of the pass.
-        number: how many looks at this chunk, micro-batch and pass came before.
-        rank: whose finding.
-        what: in words.
-        samples: positions of the micro-batch's samples in the order of samples, or of those among them that are concerned.
+        stage: WEIGHTS before the step; ALONE in one micro-batch; SUMMED: only the sum over
+        micro-batches and ranks is not finite. micro_batch: which one of the rank's, from 0.
+        pass_: FORWARD or BACKWARD. depth: place of the chunk of the model, in the order of the
+        pass. number: how many looks at this chunk, micro-batch and pass came before. rank: whose
+        finding. what: in words. samples: positions of the micro-batch's samples in the order of
+        samples, or of those among them that are concerned.
     """
 
     stage: int
@@ -69,7 +69,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Watch:
-    """Looks at what every module of a rank makes, at the gradients of that, and at the gradients of weights. Keeps the first finding.
+    """Looks at what every module of a rank makes, at the gradients of that, and at the gradients
+    of weights. Keeps the first finding.
 
     Args:
         modules: the model, or this rank's chunks of it.
@@ -77,11 +78,13 @@ class Watch:
     """
 
     def __init__(self, modules: Iterable[nn.Module], rank: int) -> None:
-        self.modules, self.rank = list(modules), rank
+        self.modules = list(modules)
+        self.rank = rank
         self.first: Finding | None = None
         self.batches: list[Batch] = []
         self._looks: dict[tuple[int, int, int], int] = {}
-        self._running: set[int] = set()  # chunks whose forward runs; outside of it a block is computed anew for its backward
+        # chunks whose forward runs; outside of it a block is computed anew for its backward
+        self._running: set[int] = set()
         self._behind: dict[int, int] = {}  # by chunk: the micro-batch whose backward runs
         self._hooked: set[int] = set()
 
@@ -109,21 +112,37 @@ class Watch:
         """Look at tensors that belong to no micro-batch."""
         for number, (name, tensor) in enumerate(tensors):
             if count := _wrong(tensor):
-                self._keep(Finding(stage, 0, FORWARD, 0, number, self.rank, f"{kind} of {name}, {count} of {tensor.numel()} values of this rank's part"))
+                self._keep(
+                    Finding(
+                        stage,
+                        0,
+                        FORWARD,
+                        0,
+                        number,
+                        self.rank,
+                        f"{kind} of {name}, {count} of {tensor.numel()} values of this rank's part",
+                    )
+                )
                 return
 
     def _keep(self, finding: Finding) -> None:
-        self.first = finding if self.first is None else min(self.first, finding)
+        if self.first is None:
+            self.first = finding
+        else:
+            self.first = min(self.first, finding)
 
     def _micro_batch(self, chunk: int) -> int:
         """Of the forward that runs: a pipeline's chunk is told, else they are read one by one."""
         return int(getattr(self.modules[chunk], "micro_batch", len(self.batches) - 1))
 
-    def _enters(self, chunk: int, name: str, keep: Callable[[Any], None], module: nn.Module, _: Any) -> None:
+    def _enters(
+        self, chunk: int, name: str, keep: Callable[[Any], None], module: nn.Module, _: Any
+    ) -> None:
         if not name:
             self._running.add(chunk)
         for own, parameter in module.named_parameters(prefix=name):
-            whole = not isinstance(parameter, DTensor) and parameter.requires_grad  # fully_shard has gathered it
+            # fully_shard has gathered it
+            whole = not isinstance(parameter, DTensor) and parameter.requires_grad
             if whole and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 keep(parameter.register_hook(partial(self._weight_gradient, chunk, own)))  # type: ignore[no-untyped-call]
@@ -132,21 +151,36 @@ class Watch:
         if chunk not in self._running:
             return
         micro_batch = self._micro_batch(chunk)
-        words = f"the output of {name}" if name else "the loss" if not isinstance(made, Tensor) or made.dim() < 2 else "the output of the last block"
+        if name:
+            words = f"the output of {name}"
+        elif not isinstance(made, Tensor) or made.dim() < 2:
+            words = "the loss"
+        else:
+            words = "the output of the last block"
         for tensor in _tensors(made):
             self._see(chunk, micro_batch, FORWARD, words, tensor)
             if tensor.requires_grad:
-                look = partial(self._activation_gradient, chunk, micro_batch, f"the gradient of {words}")
+                look = partial(
+                    self._activation_gradient, chunk, micro_batch, f"the gradient of {words}"
+                )
                 tensor.register_hook(look)  # type: ignore[no-untyped-call]
         if not name:
             self._running.discard(chunk)
 
-    def _activation_gradient(self, chunk: int, micro_batch: int, words: str, gradient: Tensor) -> None:
+    def _activation_gradient(
+        self, chunk: int, micro_batch: int, words: str, gradient: Tensor
+    ) -> None:
         self._behind[chunk] = micro_batch
         self._see(chunk, micro_batch, BACKWARD, words, gradient)
 
     def _weight_gradient(self, chunk: int, name: str, gradient: Tensor) -> None:
-        self._see(chunk, self._behind.get(chunk, self._micro_batch(chunk)), BACKWARD, f"the gradient of {name}", gradient)
+        self._see(
+            chunk,
+            self._behind.get(chunk, self._micro_batch(chunk)),
+            BACKWARD,
+            f"the gradient of {name}",
+            gradient,
+        )
 
     def _see(self, chunk: int, micro_batch: int, pass_: int, words: str, tensor: Tensor) -> None:
         place = (chunk, micro_batch, pass_)
@@ -163,19 +197,34 @@ class Watch:
         depth = getattr(self.modules[chunk], "number", 0)
         what = f"{words}, {count} of {tensor.numel()} values"
         samples = tuple(batch.position + row for row in rows)
-        self._keep(Finding(ALONE, micro_batch, pass_, depth if pass_ == FORWARD else -depth, number, self.rank, what, samples))
+        self._keep(
+            Finding(
+                ALONE,
+                micro_batch,
+                pass_,
+                depth if pass_ == FORWARD else -depth,
+                number,
+                self.rank,
+                what,
+                samples,
+            )
+        )
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a second computation shows: the first finding, None where all is finite now, and how many ranks found any before gradients were summed."""
+    """What a second computation shows: the first finding, None where all is finite now, and how
+    many ranks found any before gradients were summed."""
 
     first: Finding | None
     ranks: int
 
 
-def compute_again(step: Step, batches: Iterable[Batch], samples: int, scale: float, rank: int) -> Found:
-    """Forward and backward of a step once more, on all ranks together; gradients are dropped afterwards.
+def compute_again(
+    step: Step, batches: Iterable[Batch], samples: int, scale: float, rank: int
+) -> Found:
+    """Forward and backward of a step once more, on all ranks together; gradients are dropped
+    afterwards.
 
     Args:
         step: whose weights it is computed with.
@@ -186,13 +235,21 @@ def compute_again(step: Step, batches: Iterable[Batch], samples: int, scale: flo
     """
     watch = Watch(step.parts.modules, rank)
     held = step.parts.held
-    watch.look(WEIGHTS, ((name, local_part(h.parameter)) for name, h in held.items()), "the weights")
-    before, step.scale.scale = step.scale.scale, torch.full_like(step.scale.scale, scale)
+    watch.look(
+        WEIGHTS, ((name, local_part(h.parameter)) for name, h in held.items()), "the weights"
+    )
+    before = step.scale.scale
+    step.scale.scale = torch.full_like(step.scale.scale, scale)
     step.optimizer.zero_grad()
     try:
-        with torch.compiler.set_stance("force_eager"), watch.hooks():  # compiled code would be compiled anew with the hooks in it
+        # compiled code would be compiled anew with the hooks in it
+        with torch.compiler.set_stance("force_eager"), watch.hooks():
             step.backward(watch.reads(batches), samples)
-        gradients = ((name, local_part(h.parameter.grad)) for name, h in held.items() if h.parameter.grad is not None)
+        gradients = (
+            (name, local_part(h.parameter.grad))
+            for name, h in held.items()
+            if h.parameter.grad is not None
+        )
         watch.look(SUMMED, gradients, "the sum over micro-batches and ranks of the gradient")
     finally:
         step.scale.scale = before
@@ -204,13 +261,22 @@ def compute_again(step: Step, batches: Iterable[Batch], samples: int, scale: flo
 
 
 def in_words(found: Found, world: int, where: Callable[[int], str]) -> str:
-    """A sentence for the error. `where` names the dataset and the number of the sample at a position."""
+    """A sentence for the error. `where` names the dataset and the number of the sample at a
+    position."""
     first = found.first
     if first is None:
-        flaw = "the weights have changed since, or a device or its memory is at fault (run `doctor`, look for ECC errors)"
+        flaw = (
+            "the weights have changed since, or a device or its memory is at fault (run `doctor`,"
+            " look for ECC errors)"
+        )
         return f"computed again, everything is finite: {flaw}"
     if first.stage != ALONE:
         return f"computed again, the first that is not finite: {first.what}, rank {first.rank}"
     on = f"; {found.ranks} of {world} ranks find something by themselves"
-    names = [f"{position} ({where(position)})" for position in first.samples[:MANY]] + ["..."] * (len(first.samples) > MANY)
-    return f"computed again, the first that is not finite: {first.what}, rank {first.rank}, micro-batch {first.micro_batch}, sample {', '.join(names)}{on}"
+    names = [f"{position} ({where(position)})" for position in first.samples[:MANY]] + ["..."] * (
+        len(first.samples) > MANY
+    )
+    return (
+        f"computed again, the first that is not finite: {first.what}, rank {first.rank},"
+        f" micro-batch {first.micro_batch}, sample {', '.join(names)}{on}"
+    )

@@ -1,4 +1,5 @@
-"""What several ranks hold alike: gradients are added up over the copies, and counted once in their norm."""
+"""What several ranks hold alike: gradients are added up over the copies, and counted once in
+their norm."""
 
 from __future__ import annotations
 
@@ -18,15 +19,20 @@ TIED = "embed_tokens.weight"
 
 @torch.no_grad()
 def add_up(held: Mapping[str, Held], mesh: Mesh) -> None:
-    """Add gradients up that lie on several ranks in parts: over a tensor-parallel group those of weights that some or all of its ranks hold alike, and those
-    of tied weights over first and last stage."""
+    """Add gradients up that lie on several ranks in parts: over a tensor-parallel group those of
+    weights that some or all of its ranks hold alike, and those of tied weights over first and
+    last stage."""
     if mesh.tensor_group is not None:
         _over_tensor_ranks(held, mesh)
     _over_tied(held, mesh)
 
 
 def _over_tied(held: Mapping[str, Held], mesh: Mesh) -> None:
-    copies = [local_part(h.parameter.grad) for h in held.values() if h.name == TIED and h.parameter.grad is not None]
+    copies = [
+        local_part(h.parameter.grad)
+        for h in held.values()
+        if h.name == TIED and h.parameter.grad is not None
+    ]
     if mesh.tied_group is not None:
         for gradient in copies:
             dist.all_reduce(gradient, group=mesh.tied_group)
@@ -36,8 +42,10 @@ def _over_tied(held: Mapping[str, Held], mesh: Mesh) -> None:
 
 
 def _over_tensor_ranks(held: Mapping[str, Held], mesh: Mesh) -> None:
-    """Add up what `count` neighbouring ranks hold alike. Every rank adds up its part of that in the order of ranks, rounds it once and gives it to the others:
-    two exchanges, each of (count - 1) / count of the elements, the least there can be; and no group is needed but the tensor-parallel one."""
+    """Add up what `count` neighbouring ranks hold alike. Every rank adds up its part of that in
+    the order of ranks, rounds it once and gives it to the others: two exchanges, each of (count
+    - 1) / count of the elements, the least there can be; and no group is needed but the
+    tensor-parallel one."""
     views: dict[int, list[Tensor]] = {}
     for h in held.values():
         if h.parameter.grad is not None:
@@ -47,11 +55,19 @@ def _over_tensor_ranks(held: Mapping[str, Held], mesh: Mesh) -> None:
                     views.setdefault(cut.replicas, []).append(cut.of(local))
     if not views:
         return
-    wide = torch.float64 if mesh.device.type == "cpu" else torch.float32
+    if mesh.device.type == "cpu":
+        wide = torch.float64
+    else:
+        wide = torch.float32
     counts = sorted(views)  # on every rank alike
-    parts = {count: _in_parts(torch.cat([view.flatten() for view in views[count]]), count) for count in counts}
+    parts = {
+        count: _in_parts(torch.cat([view.flatten() for view in views[count]]), count)
+        for count in counts
+    }
     found = _exchanged({count: list(parts[count]) for count in counts}, mesh)
-    mine = {count: torch.stack(found[count]).to(wide).sum(0).to(parts[count].dtype) for count in counts}
+    mine = {
+        count: torch.stack(found[count]).to(wide).sum(0).to(parts[count].dtype) for count in counts
+    }
     whole = _exchanged({count: [mine[count]] * count for count in counts}, mesh)
     for count in counts:
         flat = torch.cat(whole[count])
@@ -73,16 +89,26 @@ def peers(rank: int, count: int) -> range:
 
 
 def sent(rank: int, size: int, lengths: Mapping[int, int]) -> list[int]:
-    """Elements that go from a rank to each of its group in one exchange, and come back from there. `lengths`: of a part, by the number of ranks that hold
-    it alike."""
-    return [sum(length for count, length in lengths.items() if other in peers(rank, count)) for other in range(size)]
+    """Elements that go from a rank to each of its group in one exchange, and come back from
+    there. `lengths`: of a part, by the number of ranks that hold it alike."""
+    return [
+        sum(length for count, length in lengths.items() if other in peers(rank, count))
+        for other in range(size)
+    ]
 
 
 def _exchanged(parts: Mapping[int, list[Tensor]], mesh: Mesh) -> dict[int, list[Tensor]]:
-    """Give each peer its part, and take theirs: by the number of ranks that hold the same, in the order of ranks."""
-    size, rank = mesh.tensor.size, mesh.tensor.rank
+    """Give each peer its part, and take theirs: by the number of ranks that hold the same, in
+    the order of ranks."""
+    size = mesh.tensor.size
+    rank = mesh.tensor.rank
     sizes = sent(rank, size, {count: len(of_count[0]) for count, of_count in parts.items()})
-    to_each = [of_count[other - peers(rank, count).start] for other in range(size) for count, of_count in parts.items() if other in peers(rank, count)]
+    to_each = [
+        of_count[other - peers(rank, count).start]
+        for other in range(size)
+        for count, of_count in parts.items()
+        if other in peers(rank, count)
+    ]
     given = torch.cat(to_each)
     taken = torch.empty_like(given)
     dist.all_to_all_single(taken, given, sizes, sizes, group=mesh.tensor_group)
@@ -96,8 +122,9 @@ def _exchanged(parts: Mapping[int, list[Tensor]], mesh: Mesh) -> dict[int, list[
 
 
 def squared_norm(held: Mapping[str, Held], mesh: Mesh) -> Tensor:
-    """This rank's part of the squared gradient norm, shape (), in fp64: what n ranks hold alike counts 1 / n on each, the second copy of tied weights 0 times,
-    which is NaN all the same where it is not finite."""
+    """This rank's part of the squared gradient norm, shape (), in fp64: what n ranks hold alike
+    counts 1 / n on each, the second copy of tied weights 0 times, which is NaN all the same
+    where it is not finite."""
     by_weight: dict[float, list[Tensor]] = {}
     for h in held.values():
         if h.parameter.grad is None:
@@ -108,5 +135,10 @@ def squared_norm(held: Mapping[str, Held], mesh: Mesh) -> Tensor:
             continue
         for cut in h.cuts:
             by_weight.setdefault(h.counts / cut.replicas, []).append(cut.of(local))
-    parts = [optimizer.squared_norm(gradients) * (weight / mesh.degrees.replicate) for weight, gradients in by_weight.items()]
-    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=mesh.device)
+    parts = [
+        optimizer.squared_norm(gradients) * (weight / mesh.degrees.replicate)
+        for weight, gradients in by_weight.items()
+    ]
+    if parts:
+        return torch.stack(parts).sum()
+    return torch.zeros((), dtype=torch.float64, device=mesh.device)

@@ -1,4 +1,5 @@
-"""One optimizer step: gradients of a global batch, one agreement of all ranks, one update. Nothing in it waits for the device.
+"""One optimizer step: gradients of a global batch, one agreement of all ranks, one update.
+Nothing in it waits for the device.
 
 Shapes: B samples of a micro-batch, S tokens of a sample.
 """
@@ -61,9 +62,11 @@ class StepValues(NamedTuple):
 
 
 def dropout_seed(seed: int, position: int, part: int) -> int:
-    """Where random numbers begin for a micro-batch, whose first sample has this position, in a part of the model. Hashed, for torch's CPU generator takes the
-    low 32 bits of a seed alone."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{position}:{part}".encode(), digest_size=8).digest(), "little")
+    """Where random numbers begin for a micro-batch, whose first sample has this position, in a
+    part of the model. Hashed, for torch's CPU generator takes the low 32 bits of a seed alone."""
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}:{position}:{part}".encode(), digest_size=8).digest(), "little"
+    )
 
 
 class Step:
@@ -77,26 +80,46 @@ class Step:
     """
 
     def __init__(self, job: Job, parts: Parts, mesh: Mesh, timers: Timers) -> None:
-        self.job, self.parts, self.mesh, self.device, self.timers = job, parts, mesh, mesh.device, timers
+        self.job, self.parts, self.mesh, self.device, self.timers = (
+            job,
+            parts,
+            mesh,
+            mesh.device,
+            timers,
+        )
         self.parameters = {key: held.parameter for key, held in parts.held.items()}
         self.optimizer = Optimizer(self.parameters, job.training)
-        self.scale, self.guard = LossScale(job.training, self.device), Guard(job.training, self.device)
+        self.scale, self.guard = (
+            LossScale(job.training, self.device),
+            Guard(job.training, self.device),
+        )
         self.rates = learning_rates(job.training, self.device)
         self.random = job.model.hidden_dropout > 0 or job.model.attention_dropout > 0
-        self.zero_stage = job.parallelism.zero_stage if mesh.degrees.data > 1 else 1  # one rank has nobody to share with
+        # one rank has nobody to share with
+        if mesh.degrees.data > 1:
+            self.zero_stage = job.parallelism.zero_stage
+        else:
+            self.zero_stage = 1
         self.pipeline: Pipeline | None = None
         if mesh.degrees.pipeline > 1:
             dtype = COMPUTE[job.training.precision] or next(iter(self.parameters.values())).dtype
-            self.pipeline = Pipeline(job, mesh, cast(list[Chunk], parts.modules), timers, dtype, self._seed)
+            self.pipeline = Pipeline(
+                job, mesh, cast(list[Chunk], parts.modules), timers, dtype, self._seed
+            )
 
-    def run(self, batches: Iterable[Batch], samples: int, stop: bool, before_update: Callable[[], None] = lambda: None) -> Tensor:
+    def run(
+        self,
+        batches: Iterable[Batch],
+        samples: int,
+        stop: bool,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """Take one step.
 
         Args:
-            batches: this rank's micro-batches of the global batch.
-            samples: samples of the global batch.
-            stop: this rank was told to stop.
-            before_update: called when all gradients are there and weights and moments are still as they were.
+            batches: this rank's micro-batches of the global batch. samples: samples of the
+            global batch. stop: this rank was told to stop. before_update: called when all
+            gradients are there and weights and moments are still as they were.
 
         Returns StepValues as an fp64 vector on the device, the same on all ranks.
         """
@@ -114,7 +137,8 @@ class Step:
     def backward(self, batches: Iterable[Batch], samples: int) -> tuple[Tensor, Tensor, int]:
         """Gradients of scale * (sum of losses) / (samples * S), summed over all ranks.
 
-        Returns (cross-entropy, labelled tokens, checksum), which all ranks' sums are to be made of: of what several ranks know alike, one tells.
+        Returns (cross-entropy, labelled tokens, checksum), which all ranks' sums are to be made
+        of: of what several ranks know alike, one tells.
         """
         t = self.job.training
         count = samples // (t.micro_batch_size * self.mesh.degrees.data)
@@ -132,11 +156,16 @@ class Step:
         speaks = place.tensor == 0
         return entropy * speaks, tokens * speaks, checksum * (speaks and place.pipeline == 0)
 
-    def _accumulate(self, batches: Iterable[Batch], count: int, scale: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _accumulate(
+        self, batches: Iterable[Batch], count: int, scale: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
         """`backward` without a pipeline: one micro-batch after another."""
         entropy = torch.zeros((), dtype=torch.float64, device=self.device)
         tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-        checksum, rest, (module,), (unit,) = 0, iter(batches), self.parts.modules, self.parts.units
+        checksum = 0
+        rest = iter(batches)
+        (module,) = self.parts.modules
+        (unit,) = self.parts.units
         for m in range(count):
             with self.timers("data"):
                 batch = next(rest)
@@ -144,7 +173,12 @@ class Step:
             data_parallel.prepare_backward(unit, last=m + 1 == count, stage=self.zero_stage)
             labels = Labels(batch.labels_BS, self.job.training.z_loss, scale)
             with self.timers("forward"):
-                losses: Losses = module(batch.tokens_BS, labels, positions_BS=batch.positions_BS, documents=batch.documents)
+                losses: Losses = module(
+                    batch.tokens_BS,
+                    labels,
+                    positions_BS=batch.positions_BS,
+                    documents=batch.documents,
+                )
             with self.timers("backward"):
                 losses.objective.backward()  # type: ignore[no-untyped-call]
             entropy += losses.cross_entropy
@@ -153,23 +187,37 @@ class Step:
         return entropy, tokens, checksum
 
     def _seed(self, batch: Batch, chunk: int) -> None:
-        """Seed dropout by position in the order of samples: a resumed run drops the same. Chunks of the model draw different numbers, and so do the ranks of
-        a tensor-parallel group where each has its own tokens; where they hold the same activations they draw the same."""
+        """Seed dropout by position in the order of samples: a resumed run drops the same. Chunks
+        of the model draw different numbers, and so do the ranks of a tensor-parallel group where
+        each has its own tokens; where they hold the same activations they draw the same."""
         if not self.random:
             return
         group = self.mesh.tensor
-        torch.manual_seed(dropout_seed(self.job.training.seed, batch.position, chunk * group.size + (group.rank if group.sequence else 0)))
+        torch.manual_seed(
+            dropout_seed(
+                self.job.training.seed,
+                batch.position,
+                chunk * group.size + (group.rank if group.sequence else 0),
+            )
+        )
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """(cross-entropy, labelled tokens) of these micro-batches, fp64 (2,), to be summed over all ranks. The modules must be in the state of evaluation."""
+        """(cross-entropy, labelled tokens) of these micro-batches, fp64 (2,), to be summed over
+        all ranks. The modules must be in the state of evaluation."""
         speaks = self.mesh.place.tensor == 0
         if self.pipeline is not None:
             entropy, tokens = self.pipeline.run(list(batches), learning=False)
             return torch.stack([entropy, tokens.double()]) * speaks
-        sums, (module,) = torch.zeros(2, dtype=torch.float64, device=self.device), self.parts.modules
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        (module,) = self.parts.modules
         for batch in batches:
-            losses: Losses = module(batch.tokens_BS, Labels(batch.labels_BS), positions_BS=batch.positions_BS, documents=batch.documents)
+            losses: Losses = module(
+                batch.tokens_BS,
+                Labels(batch.labels_BS),
+                positions_BS=batch.positions_BS,
+                documents=batch.documents,
+            )
             sums += torch.stack([losses.cross_entropy, losses.tokens.double()])
         return sums * speaks
 
@@ -179,19 +227,31 @@ class Step:
         entropy, tokens, square, checksum, stops = agreed.unbind()
         # where labels are masked, the mean is over those that are left
         share = tokens.clamp(min=1) / (samples * self.job.model.seq_length)
-        loss, norm, scale = entropy / tokens.clamp(min=1), square.sqrt() / share, self.scale.scale
+        loss = entropy / tokens.clamp(min=1)
+        norm = square.sqrt() / share
+        scale = self.scale.scale
         verdict = self.guard.judge(loss, norm, ~self.scale.at_minimum)
         rate = self.rates.take(self.optimizer.steps)  # skipped steps leave the rate where it is
         self.optimizer.step(rate, divisor(norm, t.clip_grad, scale) * share, verdict.skip)
         self.optimizer.zero_grad()
-        values = [loss, norm / scale, rate, scale, checksum, stops, *verdict[1:], self.guard.skipped_in_a_row]
+        values = [
+            loss,
+            norm / scale,
+            rate,
+            scale,
+            checksum,
+            stops,
+            *verdict[1:],
+            self.guard.skipped_in_a_row,
+        ]
         values = [value.double() for value in values]  # copies: what follows changes some in place
-        self.scale.update(verdict.overflow | verdict.nan)  # at the lowest scale this only begins the count of good steps anew
+        # at the lowest scale this only begins the count of good steps anew
+        self.scale.update(verdict.overflow | verdict.nan)
         return torch.stack(values)
 
     def tensors(self) -> dict[str, Shards]:
-        """What a checkpoint holds, by name, as far as it is here; reading into it is loading. Of two copies on this rank it is the first; see
-        `after_loading`."""
+        """What a checkpoint holds, by name, as far as it is here; reading into it is loading. Of
+        two copies on this rank it is the first; see `after_loading`."""
         held, found = self.parts.held, model_tensors(self.parts.held)
         for key, tensor in self.optimizer.state_tensors().items():
             moment, _, name = key.partition(".")
@@ -206,11 +266,16 @@ class Step:
     def gradients(self) -> dict[str, Shards]:
         """This rank's part of all gradients after `backward`, by name; scaled as they are."""
         held = {h.name: h for h in reversed([*self.parts.held.values()])}
-        return {name: shards_of(h, h.parameter.grad) for name, h in held.items() if h.parameter.grad is not None}
+        return {
+            name: shards_of(h, h.parameter.grad)
+            for name, h in held.items()
+            if h.parameter.grad is not None
+        }
 
     @torch.no_grad()
     def after_loading(self) -> None:
-        """Make second copies of tied weights equal to the first, with their state: tensors were read into the first."""
+        """Make second copies of tied weights equal to the first, with their state: tensors were
+        read into the first."""
         state = self.optimizer.state_tensors()
         for key in [key for key in self.parameters if key.endswith(LAST)]:
             first = key.removesuffix(LAST)
@@ -220,7 +285,11 @@ class Step:
 
     def state(self) -> dict[str, int | float]:
         """What else the next step depends on; waits for the device."""
-        return {"optimizer_steps": self.optimizer.applied_steps(), **self.scale.state(), **self.guard.state()}
+        return {
+            "optimizer_steps": self.optimizer.applied_steps(),
+            **self.scale.state(),
+            **self.guard.state(),
+        }
 
     def load_state(self, state: dict[str, int | float | bool]) -> None:
         """Go on from `state()`."""
