@@ -1,7 +1,6 @@
-"""The JSON schema of a jobs.toml, for editors: `python -m trainkit.jobs.json_schema >
-docs/jobs.schema.json`.
+"""The JSON schema of a jobs.toml, for editors.
 
-It differs from the resolved Job's: references are names, tables may extend others, and nothing
+`python -m trainkit.jobs.json_schema > docs/jobs.schema.json` writes it. It differs from the resolved Job's: references are names, tables may extend others, and nothing
 is required, because a base or jobs.local.toml may give it. `invoke check` knows what is missing.
 """
 
@@ -107,6 +106,8 @@ def _for_toml(value: Any, names: bool = False) -> Any:
         for key, item in value.items()
         if key not in ("title", "required") and not (key == "default" and item is None)
     }
+    if isinstance(left.get("description"), str):
+        left["description"] = " ".join(left["description"].split())  # docstrings are wrapped
     options = [option for option in left.get("anyOf", []) if option != {"type": "null"}]
     if len(options) == 1:
         del left["anyOf"]
