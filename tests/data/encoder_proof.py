@@ -247,10 +247,8 @@ def table(versions: dict[str, tuple[str, ...]], class_ranges: Ranges, form_range
         yield from (f"    (0x{low:04X}, 0x{high:04X})," for low, high in values)
 
     lines = [
-        (
-            '"""Code points of which gigatoken and tokenizers differ, as inclusive ranges: made by'
-            ' tests/data/encoder_proof.py, not by hand."""'
-        ),
+        '"""Code points of which gigatoken and tokenizers differ, as inclusive ranges: made by',
+        'tests/data/encoder_proof.py, not by hand."""',
         "",
     ]
     lines += [
