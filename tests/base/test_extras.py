@@ -10,13 +10,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from invoke.exceptions import Exit as Leave
+from invoke.exceptions import Exit as InvokeExit
 
 from trainkit.base import extras
 from trainkit.base import install as installer
 from trainkit.base.extras import DISTRIBUTION, MissingExtra, install_command
 from trainkit.cli import wrapper
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [
@@ -122,8 +122,8 @@ def test_inv_installs_an_extra_and_begins_again(
     """Once: where the extra is installed and its package is missing all the same, the error is
     the answer. Elsewhere than in ./inv's own .venv too."""
     (tmp_path / "inv").touch()
-    talk, installed, begun = (
-        Talk(json=False, dry_run=False, folder=tmp_path),
+    task, installed, begun = (
+        TaskContext(json=False, dry_run=False, folder=tmp_path),
         list[list[str]](),
         list[list[str]](),
     )
@@ -135,21 +135,21 @@ def test_inv_installs_an_extra_and_begins_again(
     def draws() -> None:
         raise MissingExtra("drawing needs matplotlib", "report")
 
-    def refused(asked: Talk) -> str:
-        with pytest.raises(Leave) as leave:
+    def refused(asked: TaskContext) -> str:
+        with pytest.raises(InvokeExit) as leave:
             wrapper._call(asked, draws)
         assert leave.value.code == 3
         return str(leave.value.message)
 
     # another environment: only the command is said
-    assert install_command("report") in refused(talk) and not installed
+    assert install_command("report") in refused(task) and not installed
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    refused(Talk(json=False, dry_run=True, folder=tmp_path))
+    refused(TaskContext(json=False, dry_run=True, folder=tmp_path))
     assert not installed, "a dry run changes nothing"
-    refused(talk)
+    refused(task)
     assert installed == [["report"]] and begun == [
         [sys.executable, "-P", "-m", "trainkit", "report", "last"]
     ]
     assert "drawing needs matplotlib: installing the extra report" in capfd.readouterr().err
-    refused(talk)
+    refused(task)
     assert len(installed) == len(begun) == 1

@@ -6,7 +6,7 @@ import pytest
 from invoke.config import Config
 from invoke.context import Context
 
-from trainkit.cli.wrapper import Talk, make_task
+from trainkit.cli.wrapper import TaskContext, make_task
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,11 @@ def test_dry_runs(takes: bool, typed: bool | None, of_invoke: bool, expected: bo
     """By the task's own --dry-run or by `invoke --dry`, where the task takes it; else never."""
     told: list[bool] = []
 
-    def body(talk: Talk) -> None:
-        told.append(talk.dry_run)
+    def body(task: TaskContext) -> None:
+        told.append(task.dry_run)
 
     words = {} if typed is None else {"dry_run": typed}
-    make_task(dry=takes)(body)(Context(Config(overrides={"run": {"dry": of_invoke}})), **words)
+    make_task(takes_dry_run=takes)(body)(
+        Context(Config(overrides={"run": {"dry": of_invoke}})), **words
+    )
     assert told == [expected]

@@ -23,7 +23,7 @@ from tests import forkserver
 from tests.conftest import Project
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.cli.run import stages as prepare
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.data.sources import Announcement
@@ -317,9 +317,9 @@ def test_a_large_download_needs_a_yes_and_room(
     large = Announcement(
         "pile", 30, 457_000_000_000, "mixed", "https://pile.eleuther.ai", accepted, free
     )
-    talk = Talk(json=False, dry_run=False, folder=tmp_path)
+    task = TaskContext(json=False, dry_run=False, folder=tmp_path)
     with pytest.raises(ConfigError) as refused:
-        prepare.bring_up_to_date(talk, [need([unit(tmp_path, "a")], announcement=large)], tmp_path)
+        prepare.bring_up_to_date(task, [need([unit(tmp_path, "a")], announcement=large)], tmp_path)
     assert ("does not fit" if accepted else "nobody has agreed") in str(
         refused.value
     ) and refused.value.exit == 6
@@ -345,21 +345,21 @@ def test_a_terminal_is_asked(
     screen = Terminal()
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     monkeypatch.setattr(sys, "stderr", screen)
-    talk = Talk(json=False, dry_run=False, folder=tmp_path)
+    task = TaskContext(json=False, dry_run=False, folder=tmp_path)
     with (
         contextlib.nullcontext()
         if starts
         else pytest.raises(ConfigError, match="nobody has agreed")
     ):
-        prepare.bring_up_to_date(talk, [need([unit(tmp_path, "a")], announcement=large)], tmp_path)
+        prepare.bring_up_to_date(task, [need([unit(tmp_path, "a")], announcement=large)], tmp_path)
     assert screen.getvalue() == "fetch it? [y/N] " and (tmp_path / "log").exists() == starts
 
 
 def test_one_that_was_agreed_to_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = Announcement("pile", 30, 457_000_000_000, "mixed", None, True, 10**15)
-    talk = Talk(json=False, dry_run=False, folder=tmp_path)
+    task = TaskContext(json=False, dry_run=False, folder=tmp_path)
     for _ in range(2):  # said once: the second time it is fresh
-        prepare.bring_up_to_date(talk, [need([unit(tmp_path, "a")], announcement=large)], tmp_path)
+        prepare.bring_up_to_date(task, [need([unit(tmp_path, "a")], announcement=large)], tmp_path)
     assert capsys.readouterr().out.count("licence: mixed") == 1
     assert [line.rpartition(" ")[0] for line in (tmp_path / "log").read_text().splitlines()] == [
         "a begins",

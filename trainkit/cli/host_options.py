@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Place, Problem
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.provenance import SET, Origin
 from trainkit.jobs.resolved import Resolved
@@ -34,7 +34,7 @@ SHOWN = 8  # hosts named in one line
 
 
 @dataclass(frozen=True)
-class HostWords:
+class HostOptions:
     """--cluster, --nodes, --hostfile, --include, --exclude, --existing; empty, 0 or false where
     not given."""
 
@@ -73,7 +73,7 @@ class HostWords:
             )
 
 
-NO_WORDS = HostWords()
+NO_HOST_OPTIONS = HostOptions()
 
 
 def left_out(cluster: Cluster) -> dict[str, str]:
@@ -85,7 +85,7 @@ def left_out(cluster: Cluster) -> dict[str, str]:
     }
 
 
-def hosts_of_job(job: Job, words: HostWords, former: HostList | None = None) -> HostList:
+def hosts_of_job(job: Job, words: HostOptions, former: HostList | None = None) -> HostList:
     """The hosts that a job runs on. Raises ConfigError as the hostfile's reader, its filters and
     `choose_hosts` do.
 
@@ -118,7 +118,7 @@ def hosts_of_job(job: Job, words: HostWords, former: HostList | None = None) -> 
 
 
 def resolve_on_hosts(
-    jobs: Jobs, name: str, sets: Sequence[str], words: HostWords
+    jobs: Jobs, name: str, sets: Sequence[str], words: HostOptions
 ) -> tuple[Resolved, HostList]:
     """A job and its hosts. The hosts' slots are its ranks a node, whatever the cluster says.
 
@@ -166,7 +166,7 @@ def hosts_to_ask(
     Args:
         devices: GPUs will be used, not only counted.
     """
-    HostWords(hostfile=hostfile).refuse_where_unread(chosen)
+    HostOptions(hostfile=hostfile).refuse_where_unread(chosen)
     if chosen.launcher == "slurm":
         hosts, others = ready_nodes(chosen, os.environ)
         return hosts, others, Slurm(words_at_once(chosen, os.environ, devices=devices))
@@ -192,7 +192,7 @@ def named(hosts: Sequence[Host]) -> str:
     return names + (f" and {len(hosts) - SHOWN} more" if len(hosts) > SHOWN else "")
 
 
-def say_hosts(talk: Talk, job: Job, hosts: HostList) -> None:
+def say_hosts(task: TaskContext, job: Job, hosts: HostList) -> None:
     """Which hosts a run has, and which it would have had."""
     if hosts.hostfile is None:
         return
@@ -200,18 +200,18 @@ def say_hosts(talk: Talk, job: Job, hosts: HostList) -> None:
         spares = f"; spare: {named(hosts.spares)}"
     else:
         spares = ""
-    talk.say(
+    task.say(
         f"hosts of {hosts.hostfile}: {named(hosts.running)}, {hosts.ranks_per_node}"
         f" rank{'s' if hosts.ranks_per_node > 1 else ''} each{spares}"
     )
     if len(hosts.spares) < job.cluster.spares:
-        talk.say(f"{len(hosts.spares)} of {job.cluster.spares} spares: no more hosts are left")
+        task.say(f"{len(hosts.spares)} of {job.cluster.spares} spares: no more hosts are left")
     if hosts.left_out:
         why = left_out(job.cluster)
     else:
         why = {}
     for name in hosts.left_out:
-        talk.say(
-            f"{name} is left out: {why.get(name.lower())}; {talk.command} nodes --cluster"
+        task.say(
+            f"{name} is left out: {why.get(name.lower())}; {task.command} nodes --cluster"
             f" {job.cluster.name} --release {name} lets it in again"
         )

@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.json_schema import json_schema
 from trainkit.jobs.layers import JOBS_FILE
 
@@ -67,18 +67,18 @@ save_interval = 50
 """
 
 
-def init(talk: Talk, patterns: list[str], vocab: int) -> Answer:
+def init(task: TaskContext, patterns: list[str], vocab: int) -> TaskResult:
     """The task `init`. Raises ConfigError where there is a jobs.toml already."""
     folder = Path.cwd()
     if (folder / JOBS_FILE).exists():
         raise ConfigError(
             f"{folder / JOBS_FILE} is there already",
-            hint=f"`{talk.command} jobs` lists its jobs; init writes the first one only",
+            hint=f"`{task.command} jobs` lists its jobs; init writes the first one only",
         )
     wanted = patterns or ["corpus/*.jsonl"]
     files = [path for pattern in wanted for path in _matches(folder, pattern)]
     values = {
-        "command": talk.command,
+        "command": task.command,
         "schema": f"./{SCHEMA_FILE}",
         "vocab": vocab,
         "paths": ", ".join(map(json.dumps, wanted)),
@@ -91,19 +91,19 @@ def init(talk: Talk, patterns: list[str], vocab: int) -> Answer:
     }
     texts = {name: text for name, text in texts.items() if not (folder / name).exists()}
     for name, text in texts.items():
-        talk.say(f"{'would write' if talk.dry_run else 'wrote'} {folder / name}")
-        if not talk.dry_run:
+        task.say(f"{'would write' if task.dry_run else 'wrote'} {folder / name}")
+        if not task.dry_run:
             write_text(folder / name, text)
-    if talk.dry_run and not talk.json:
-        talk.say("\n" + texts[JOBS_FILE])
+    if task.dry_run and not task.json:
+        task.say("\n" + texts[JOBS_FILE])
     if not files:
-        talk.say(
+        task.say(
             f"no file matches {' or '.join(wanted)} yet: put text there, or change"
             f" datasets.mine.paths in {JOBS_FILE}"
         )
-    talk.say(f"next:\n  {talk.command} plan mine\n  {talk.command} train mine")
+    task.say(f"next:\n  {task.command} plan mine\n  {task.command} train mine")
     told: dict[str, Any] = {"folder": str(folder), "files": sorted(texts), "texts": len(files)}
-    return Answer(document("init/1", dry_run=talk.dry_run, **told))
+    return TaskResult(document("init/1", dry_run=task.dry_run, **told))
 
 
 def _matches(folder: Path, pattern: str) -> list[Path]:

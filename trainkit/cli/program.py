@@ -15,7 +15,7 @@ import textwrap
 from pathlib import Path
 
 from invoke.exceptions import CollectionNotFound, ParseError
-from invoke.exceptions import Exit as Leave
+from invoke.exceptions import Exit as InvokeExit
 from invoke.parser.context import ParserContext
 from invoke.program import Program
 from invoke.terminals import pty_size
@@ -162,7 +162,7 @@ class TrainkitProgram(Program):
                 Path(self.config._project_prefix or os.curdir),
             ):
                 print(candidate)
-            raise Leave
+            raise InvokeExit
         halp = self.args.help.value
         if isinstance(halp, str) and halp not in self.parser.contexts:
             known = _nearest(halp, self.parser.contexts) or f"{self.command} --help lists the tasks"
@@ -178,13 +178,13 @@ class TrainkitProgram(Program):
             super().parse_core(self.argv)
             return
         if shell not in SCRIPTS:
-            raise Leave(
+            raise InvokeExit(
                 f"error: there is no completion script for {shell!r}\n  one of"
                 f" {', '.join(SCRIPTS)}",
                 code=1,
             )
         print(SCRIPTS[shell])
-        raise Leave
+        raise InvokeExit
 
     def print_version(self) -> None:
         from importlib.metadata import PackageNotFoundError, version

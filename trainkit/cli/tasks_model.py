@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainkit.cli.help_texts import DEVICE, RUN, STEP, TENSOR
-from trainkit.cli.wrapper import Answer, Talk, make_task
+from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 
 
 @make_task(
@@ -22,8 +22,8 @@ from trainkit.cli.wrapper import Answer, Talk, make_task
         **DEVICE,
         **TENSOR,
     },
-    reports=True,
-    at_least={
+    takes_json=True,
+    minimum={
         "max_new_tokens": 1,
         "temperature": 0,
         "top_k": 0,
@@ -34,7 +34,7 @@ from trainkit.cli.wrapper import Answer, Talk, make_task
     },
 )
 def generate(
-    talk: Talk,
+    task: TaskContext,
     run: str,
     prompt: list[str] | None = None,
     prompts_file: str = "",
@@ -46,13 +46,13 @@ def generate(
     step: int | None = None,
     device: str = "",
     tensor_parallel: int = 1,
-) -> Answer:
+) -> TaskResult:
     """Let a trained model write. It sees the last tokens that its positions have room for."""
     from trainkit.cli.model import inference as after
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     return after.generate(
-        talk,
+        task,
         run,
         prompt or [],
         prompts_file,
@@ -75,12 +75,12 @@ def generate(
         **DEVICE,
         **TENSOR,
     },
-    reports=True,
-    dry=True,
-    at_least={"samples": 0, "step": 0, "tensor_parallel": 1},
+    takes_json=True,
+    takes_dry_run=True,
+    minimum={"samples": 0, "step": 0, "tensor_parallel": 1},
 )
 def evaluate(
-    talk: Talk,
+    task: TaskContext,
     run: str,
     dataset: str = "",
     split: str = "valid",
@@ -88,11 +88,11 @@ def evaluate(
     step: int | None = None,
     device: str = "",
     tensor_parallel: int = 1,
-) -> Answer:
+) -> TaskResult:
     """Measure a trained model's loss, perplexity and bits per byte on a dataset."""
     from trainkit.cli.model import inference as after
 
-    return after.evaluate(talk, run, dataset, split, samples, step, device, tensor_parallel)
+    return after.evaluate(task, run, dataset, split, samples, step, device, tensor_parallel)
 
 
 @make_task(
@@ -107,22 +107,22 @@ def evaluate(
         "shard-gb": "tensors of one file at most, in GB",
         **STEP,
     },
-    reports=True,
-    at_least={"step": 0, "shard_gb": 1e-6},
+    takes_json=True,
+    minimum={"step": 0, "shard_gb": 1e-6},
 )
 def export(
-    talk: Talk,
+    task: TaskContext,
     run: str,
     format: str = "hf",
     to: str = "",
     step: int | None = None,
     dtype: str = "fp32",
     shard_gb: float = 5.0,
-) -> Answer:
+) -> TaskResult:
     """Write a run's weights for other programs."""
     from trainkit.cli.model import export as exporter
 
-    return exporter.export(talk, run, format, to, step, dtype, shard_gb)
+    return exporter.export(task, run, format, to, step, dtype, shard_gb)
 
 
 @make_task(
@@ -133,17 +133,21 @@ def export(
         "pin": "keep the checkpoint of this step for ever",
         "unpin": "let the checkpoint of this step go when its time comes",
     },
-    reports=True,
-    at_least={"pin": 0, "unpin": 0},
+    takes_json=True,
+    minimum={"pin": 0, "unpin": 0},
 )
 def checkpoints(
-    talk: Talk, run: str, verify: bool = False, pin: int | None = None, unpin: int | None = None
-) -> Answer:
+    task: TaskContext,
+    run: str,
+    verify: bool = False,
+    pin: int | None = None,
+    unpin: int | None = None,
+) -> TaskResult:
     """List a run's checkpoints: size, layout, whether they are whole and why they are kept; exit
     16 when none is whole."""
     from trainkit.cli.inspect import checkpoints as keeper
 
-    return keeper.checkpoints(talk, run, hashes=verify, pinned=pin, unpinned=unpin)
+    return keeper.checkpoints(task, run, hashes=verify, pinned=pin, unpinned=unpin)
 
 
 @make_task(
@@ -156,28 +160,28 @@ def checkpoints(
         "damaged": "those that were set aside as damaged go too",
         "perform": "delete; else it is only said what would go",
     },
-    reports=True,
-    dry=True,
-    at_least={"keep": 1},
+    takes_json=True,
+    takes_dry_run=True,
+    minimum={"keep": 1},
 )
 def clean(
-    talk: Talk, run: str = "", keep: int = 1, damaged: bool = False, perform: bool = False
-) -> Answer:
+    task: TaskContext, run: str = "", keep: int = 1, damaged: bool = False, perform: bool = False
+) -> TaskResult:
     """Say which checkpoints of ended runs are not needed to go on with them, and their size, or
     delete them."""
     from trainkit.cli.inspect import clean as cleaner
 
-    return cleaner.clean(talk, run, keep, damaged=damaged, performing=perform)
+    return cleaner.clean(task, run, keep, damaged=damaged, performing=perform)
 
 
 @make_task(
     positional=["run"],
     help={**RUN, "step": "the step", "samples": "how many to show; 0: all"},
-    reports=True,
-    at_least={"step": 1, "samples": 0},
+    takes_json=True,
+    minimum={"step": 1, "samples": 0},
 )
-def replay(talk: Talk, run: str, step: int = 1, samples: int = 4) -> Answer:
+def replay(task: TaskContext, run: str, step: int = 1, samples: int = 4) -> TaskResult:
     """Rebuild the batch of a step from the order of samples, and show it as text."""
     from trainkit.cli.inspect import checkpoints as keeper
 
-    return keeper.replay(talk, run, step, samples)
+    return keeper.replay(task, run, step, samples)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from invoke.context import Context
-from invoke.exceptions import Exit as Leave
+from invoke.exceptions import Exit as InvokeExit
 from invoke.tasks import Task
 
 from trainkit.base.errors import Exit, TrainkitError
@@ -39,7 +39,7 @@ COMMON_HELP = {
 
 
 @dataclass(frozen=True)
-class Talk:
+class TaskContext:
     """How a task speaks: what it was asked for, and where its words go. `folder` is that of
     tasks.py."""
 
@@ -87,14 +87,14 @@ def command_in(folder: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TaskResult:
     """What a task's function returns: the document of `--json`, and the exit code."""
 
     document: dict[str, Any]
     exit: Exit = Exit.DONE
 
 
-Body = Callable[..., Answer | None]
+Body = Callable[..., TaskResult | None]
 
 
 def make_task(
@@ -102,35 +102,37 @@ def make_task(
     positional: Iterable[str] = (),
     iterable: Iterable[str] = (),
     help: dict[str, str] | None = None,
-    reports: bool = False,
-    dry: bool = False,
-    at_least: Mapping[str, float] | None = None,
+    takes_json: bool = False,
+    takes_dry_run: bool = False,
+    minimum: Mapping[str, float] | None = None,
 ) -> Callable[[Body], Task[Any]]:
-    """Turn a function (Talk, words...) into an Invoke task.
+    """Turn a function of a TaskContext and options into an Invoke task.
 
     Args:
-        positional: parameters that are required words.
+        positional: parameters that are required arguments.
         iterable: parameters that may be given several times.
         help: a line for each parameter, by its flag's name.
-        reports: the task takes `--json`.
-        dry: the task takes `--dry-run`, and `invoke --dry` means the same.
-        at_least: the lowest value of a number.
+        takes_json: the task takes `--json`.
+        takes_dry_run: the task takes `--dry-run`, and `invoke --dry` means the same.
+        minimum: the lowest value of a number.
     """
 
     def decorate(body: Body) -> Task[Any]:
         own = list(inspect.signature(body).parameters.values())[1:]
         words = [p.name for p in own]
-        extra = [n for n, wanted in (("json", reports), ("dry_run", dry)) if wanted]
+        extra = [n for n, wanted in (("json", takes_json), ("dry_run", takes_dry_run)) if wanted]
 
         @functools.wraps(body)
         def run(context: Context, **values: Any) -> None:
-            dry_run = bool(values.pop("dry_run", False)) or (dry and bool(context.config.run.dry))
+            dry_run = bool(values.pop("dry_run", False)) or (
+                takes_dry_run and bool(context.config.run.dry)
+            )
             # Invoke keeps the folder of the tasks.py it found only here
             folder = Path(context.config._project_prefix or os.curdir).absolute()
-            talk = Talk(json=bool(values.pop("json", False)), dry_run=dry_run, folder=folder)
+            task = TaskContext(json=bool(values.pop("json", False)), dry_run=dry_run, folder=folder)
             _refuse_flag_words(body, {n: values[n] for n in positional})
-            given = _numbers({n: values[n] for n in words}, own, at_least or {})
-            _call(talk, lambda: body(talk, **given))
+            given = _numbers({n: values[n] for n in words}, own, minimum or {})
+            _call(task, lambda: body(task, **given))
 
         run.__doc__ = _unwrapped(inspect.getdoc(body) or "")
         keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -165,7 +167,7 @@ def _refuse_flag_words(body: Body, words: dict[str, str]) -> None:
     for name, word in words.items():
         if word.startswith("-"):
             verb = body.__name__.replace("_", "-")
-            raise Leave(
+            raise InvokeExit(
                 f"error: {verb} needs a {name.upper()} before {word!r}\n  for its help: invoke"
                 f" --help {verb}",
                 code=Exit.USAGE,
@@ -188,7 +190,7 @@ def _is_optional_count(parameter: inspect.Parameter) -> bool:
 
 
 def _numbers(
-    values: dict[str, Any], parameters: Iterable[inspect.Parameter], at_least: Mapping[str, float]
+    values: dict[str, Any], parameters: Iterable[inspect.Parameter], minimum: Mapping[str, float]
 ) -> dict[str, Any]:
     """Words of number flags as numbers: Invoke's own conversion ends in a traceback."""
     found = dict(values)
@@ -206,47 +208,47 @@ def _numbers(
         try:
             found[parameter.name] = number = kind(word)
         except ValueError:
-            raise Leave(
+            raise InvokeExit(
                 f"error: {flag} takes a {'whole ' if kind is int else ''}number, not {word!r}",
                 code=Exit.USAGE,
             ) from None
         if isinstance(number, float) and not math.isfinite(number):
-            raise Leave(f"error: {flag} takes a finite number, not {word!r}", code=Exit.USAGE)
+            raise InvokeExit(f"error: {flag} takes a finite number, not {word!r}", code=Exit.USAGE)
         if number >= 2**63:
-            raise Leave(
+            raise InvokeExit(
                 f"error: {flag} {word} is too large: it must be below 2**63", code=Exit.USAGE
             )
-        if number < at_least.get(parameter.name, number):
-            raise Leave(
-                f"error: {flag} {word}: the lowest is {at_least[parameter.name]}", code=Exit.USAGE
+        if number < minimum.get(parameter.name, number):
+            raise InvokeExit(
+                f"error: {flag} {word}: the lowest is {minimum[parameter.name]}", code=Exit.USAGE
             )
     return found
 
 
 def _say_error(
-    talk: Talk, message: str, exit: Exit, problems: list[dict[str, object]] | None = None
-) -> Leave:
+    task: TaskContext, message: str, exit: Exit, problems: list[dict[str, object]] | None = None
+) -> InvokeExit:
     """The exception that ends the task with this message; under `--json` the document is printed
     as well."""
-    if talk.json:
+    if task.json:
         plain = [{"message": message, "hint": "", "file": None, "line": None}]
         print(json.dumps({"schema": "error/1", "exit": int(exit), "problems": problems or plain}))
-    return Leave(message, code=int(exit))
+    return InvokeExit(message, code=int(exit))
 
 
-def _as_typed(talk: Talk, text: str) -> str:
+def _as_typed(task: TaskContext, text: str) -> str:
     """Advice such as `invoke why RUN`, with the program that the person runs in place of invoke."""
-    return re.sub(r"\binvoke (?=[a-z])", f"{talk.command} ", text)
+    return re.sub(r"\binvoke (?=[a-z])", f"{task.command} ", text)
 
 
-def _install_and_begin_again(talk: Talk, error: MissingExtra) -> None:
+def _install_and_begin_again(task: TaskContext, error: MissingExtra) -> None:
     """In the checkout's own .venv, which `./inv` keeps: install the extra and run the same
     command again. Returns where that is not for us to do."""
-    if talk.command != "./inv" or talk.dry_run:
+    if task.command != "./inv" or task.dry_run:
         return
     from trainkit.base.install import InstallError, ensure, has_extra
 
-    root = talk.folder.resolve()
+    root = task.folder.resolve()
     # and its package is missing all the same: a second time would not help
     if has_extra(root, error.extra):
         return
@@ -256,7 +258,7 @@ def _install_and_begin_again(talk: Talk, error: MissingExtra) -> None:
     try:
         ensure(root, [error.extra])
     except InstallError as failed:
-        raise _say_error(talk, f"error: {error}\n{failed}", Exit.STAGE_FAILED) from None
+        raise _say_error(task, f"error: {error}\n{failed}", Exit.STAGE_FAILED) from None
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
@@ -278,7 +280,7 @@ def _denied(error: PermissionError) -> TrainkitError:
     )
 
 
-def _call(talk: Talk, body: Callable[[], Answer | None]) -> None:
+def _call(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
     keep_others_from_writing()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -287,41 +289,41 @@ def _call(talk: Talk, body: Callable[[], Answer | None]) -> None:
     try:
         answer = body()
     except MissingExtra as error:
-        _install_and_begin_again(talk, error)
-        raise _say_error(talk, f"error: {error}", error.exit, error.problems()) from None
+        _install_and_begin_again(task, error)
+        raise _say_error(task, f"error: {error}", error.exit, error.problems()) from None
     except TrainkitError as error:
         raise _say_error(
-            talk, _as_typed(talk, f"error: {error}"), error.exit, error.problems()
+            task, _as_typed(task, f"error: {error}"), error.exit, error.problems()
         ) from None
     except KeyboardInterrupt:
-        raise _say_error(talk, "interrupted; what was finished is kept", Exit.INTERRUPTED) from None
+        raise _say_error(task, "interrupted; what was finished is kept", Exit.INTERRUPTED) from None
     except BrokenPipeError:
         # the reader has gone: `invoke runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise Leave(code=128 + signal.SIGPIPE) from None
+        raise InvokeExit(code=128 + signal.SIGPIPE) from None
     except OSError as error:
         if isinstance(error, PermissionError) and isinstance(error.filename, str | bytes):
             denied = _denied(error)
-            raise _say_error(talk, f"error: {denied}", denied.exit, denied.problems()) from None
+            raise _say_error(task, f"error: {denied}", denied.exit, denied.problems()) from None
         if error.filename:
             where = f": {error.filename}"
         else:
             where = ""
         raise _say_error(
-            talk, f"error: {error.strerror or error}{where}", Exit.STAGE_FAILED
+            task, f"error: {error.strerror or error}{where}", Exit.STAGE_FAILED
         ) from None
-    except Leave:
+    except InvokeExit:
         raise
     except Exception:
         traceback.print_exc()
         raise _say_error(
-            talk,
+            task,
             "error: this is a bug in trainkit; please report it with the lines above",
             Exit.BUG,
         ) from None
     if answer is None:
         return
-    if talk.json:
+    if task.json:
         print(json.dumps(answer.document))
     if answer.exit:
-        raise Leave(code=int(answer.exit))
+        raise InvokeExit(code=int(answer.exit))

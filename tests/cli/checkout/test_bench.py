@@ -22,11 +22,11 @@ from trainkit.base import install as installer
 from trainkit.base.errors import ConfigError
 from trainkit.base.install import InstallError, ensure
 from trainkit.cli.checkout import bench
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER, PINS = bench.FOLDER, bench.PINS
-TALK = Talk(json=False, dry_run=False, folder=ROOT)
+TALK = TaskContext(json=False, dry_run=False, folder=ROOT)
 
 
 # -- what is run

@@ -17,7 +17,7 @@ from tests.conftest import Project
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.plan import last_measured, plan, plan_of
 from trainkit.cli.config.render_plan import print_page
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import Resolved, write_job
 
@@ -58,7 +58,7 @@ def document(
     cluster: str = "",
 ) -> tuple[dict[str, Any], Exit]:
     """What `plan --json` answers."""
-    answer = plan(Talk(json=True, dry_run=False, folder=folder), name, nodes, cluster, sets)
+    answer = plan(TaskContext(json=True, dry_run=False, folder=folder), name, nodes, cluster, sets)
     assert capsys.readouterr().out == ""
     return answer.document, answer.exit
 
@@ -172,7 +172,7 @@ def test_no_figure_is_cut_on_a_narrow_page(width: int) -> None:
 
 
 def test_where_an_engine_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Talk(json=False, dry_run=False, folder=CHECKOUT)
+    folder = TaskContext(json=False, dry_run=False, folder=CHECKOUT)
     plan(folder, "azure-gpt3-175b", 0, "", [])
     text = " ".join(capsys.readouterr().out.split())
     assert (

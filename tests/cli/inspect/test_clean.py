@@ -14,7 +14,7 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
 from trainkit.cli.inspect.clean import clean
 from trainkit.cli.run import train as runner
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.runs.checkpoints import verify
 from trainkit.runs.folder import RunFolder
 
@@ -72,7 +72,7 @@ def cleaned(
 ) -> dict[str, Any]:
     """The document of `clean`, in this process."""
     answer = clean(
-        Talk(json=False, dry_run=dry, folder=project.path),
+        TaskContext(json=False, dry_run=dry, folder=project.path),
         run,
         keep,
         damaged=damaged,
@@ -151,7 +151,7 @@ def test_resume_says_what_it_would_begin_with(
 
     def said() -> str:
         runner.resume(
-            Talk(json=False, dry_run=True, folder=project.path),
+            TaskContext(json=False, dry_run=True, folder=project.path),
             "last",
             ["training.train_iters=6"],
             share=False,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from invoke.exceptions import Exit as Leave
+from invoke.exceptions import Exit as InvokeExit
 
 from tests.conftest import Project
 from tests.runs.test_record import begin, end
@@ -16,7 +16,7 @@ from trainkit.cli.inspect import logs
 from trainkit.cli.inspect import runs as follow
 from trainkit.cli.inspect.why import why
 from trainkit.cli.run.attach import told
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.runs.event_tail import EventTail
@@ -82,22 +82,22 @@ def begun(run: RunFolder, attempt: int) -> EventLog:
     return events
 
 
-def talk(project: Project, json: bool = False) -> Talk:
-    return Talk(json=json, dry_run=False, folder=project.path)
+def task(project: Project, json: bool = False) -> TaskContext:
+    return TaskContext(json=json, dry_run=False, folder=project.path)
 
 
 def said(
     project: Project, capsys: pytest.CaptureFixture[str], *words: Any, **more: Any
 ) -> list[str]:
     """Lines that `logs` prints."""
-    logs.logs(talk(project), "last", *words, **{"follow": False, "lines": 1, **more})
+    logs.logs(task(project), "last", *words, **{"follow": False, "lines": 1, **more})
     return capsys.readouterr().out.splitlines()
 
 
 def test_why_names_rank_host_and_line(
     project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = why(talk(project), "last", 0).document
+    document = why(task(project), "last", 0).document
     out = capsys.readouterr().out
     assert (
         "rank 3 on node2: ValueError: the tokens end" in out
@@ -119,20 +119,20 @@ def test_why_names_rank_host_and_line(
         len(document["root_cause"]["last"]),
     ) == ("why/1", 3, 30)
     assert [other["rank"] for other in document["others"]] == [0]
-    first = why(talk(project), "last", 1).document
+    first = why(task(project), "last", 1).document
     assert (
         first["root_cause"]["host"] == "node1"
         and "contact with node1 was lost" in capsys.readouterr().out
     )
     with pytest.raises(ConfigError, match="has no attempt 3"):
-        why(talk(project), "last", 3)
+        why(task(project), "last", 3)
 
 
 def test_why_of_a_supervisor_without_a_last_word(
     project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun(run, 3)
-    document = why(talk(project), "last", 0).document
+    document = why(task(project), "last", 0).document
     assert (
         document["attempt"] == 3
         and "is gone and left no word" in document["root_cause"]["message"]
@@ -148,7 +148,7 @@ def test_why_of_a_good_run(
     other.path.mkdir()
     write_job(other.job, load(project.path).resolve("random"))
     end(begin(other), 0, "success")
-    assert why(talk(project), "last", 0).document["root_cause"] is None
+    assert why(task(project), "last", 0).document["root_cause"] is None
     assert "nothing has failed" in capsys.readouterr().out
 
 
@@ -172,7 +172,7 @@ def test_logs_of_several_ranks(
     with pytest.raises(ConfigError, match="has no attempt 5"):
         said(project, capsys, "0", "", 5)
     for words in ("x", "1-", "3-1", "0-99999999", "1,,2"):
-        with pytest.raises(Leave):
+        with pytest.raises(InvokeExit):
             said(project, capsys, words, "", 0)
 
 
@@ -194,7 +194,7 @@ def test_logs_of_a_host_that_started_nothing(
 def test_logs_as_a_document(
     project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = Talk(json=True, dry_run=False, folder=project.path)
+    asked = TaskContext(json=True, dry_run=False, folder=project.path)
     answer = logs.logs(asked, "last", "0-1", "", 2, follow=False, lines=1)
     document = answer.document
     assert (document["schema"], document["run"], document["attempt"]) == ("logs/1", run.id, 2)
@@ -230,7 +230,7 @@ def test_following_several_logs_to_the_end(
             file.write(piece[1])
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))
-    logs.logs(talk(project), "last", "0-1", "", 0, follow=True, lines=0)
+    logs.logs(task(project), "last", "0-1", "", 0, follow=True, lines=0)
     assert sorted(capsys.readouterr().out.splitlines()) == [
         "[0] half a line",
         "[1] last",
@@ -260,9 +260,9 @@ def test_following_a_log_that_begins_anew(
         path.write_text("ee\nfour\n")
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))
-    logs.logs(talk(project), "last", "0-1", "", 0, follow=True, lines=0)
+    logs.logs(task(project), "last", "0-1", "", 0, follow=True, lines=0)
     assert capsys.readouterr().out.splitlines() == ["[0] one", "[0] two", "[0] three", "[0] four"]
-    logs.logs(talk(project), "last", "0", "", 0, follow=False, lines=3)
+    logs.logs(task(project), "last", "0", "", 0, follow=False, lines=3)
     assert capsys.readouterr().out.splitlines()[-2:] == ["ee", "four"]
 
 
@@ -278,7 +278,7 @@ def test_status_again_until_the_end(
         "time",
         SimpleNamespace(sleep=lambda _: end(events, 12, "preempted") if next(waits) else None),
     )
-    answer = follow.status(talk(project), "last", watch=True)
+    answer = follow.status(task(project), "last", watch=True)
     out = capsys.readouterr().out
     assert (
         answer.document["state"] == "preempted" and out.count("attempt 3") == 3 and "running" in out
@@ -292,7 +292,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(
     other.supervisor.parent.mkdir(parents=True)
     other.job.write_text("{}")
     other.supervisor.write_text('{"schema": "supervisor/9"}')
-    assert [row["run"] for row in follow.runs(talk(project), "").document["runs"]] == [run.id]
+    assert [row["run"] for row in follow.runs(task(project), "").document["runs"]] == [run.id]
     assert "20260102-000000-bbbb" in capsys.readouterr().err
 
 

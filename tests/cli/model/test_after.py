@@ -19,7 +19,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.cli.model import inference as after
 from trainkit.cli.run import summary as ending
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.stamps import file_identity
@@ -60,15 +60,15 @@ def run(project: Project) -> RunFolder:
     return run
 
 
-def talk(run: RunFolder, *, dry_run: bool = False) -> Talk:
-    return Talk(json=False, dry_run=dry_run, folder=run.root)
+def task(run: RunFolder, *, dry_run: bool = False) -> TaskContext:
+    return TaskContext(json=False, dry_run=dry_run, folder=run.root)
 
 
 def generated(
     run: RunFolder, prompts: list[str], step: int | None = None, *, ranks: int = 1, **sampling: Any
 ) -> dict[str, Any]:
     answer = after.generate(
-        talk(run),
+        task(run),
         "last",
         prompts,
         "",
@@ -91,7 +91,7 @@ def evaluated(
     ranks: int = 1,
 ) -> dict[str, Any]:
     return after.evaluate(
-        talk(run, dry_run=dry_run), "last", dataset, split, samples, None, "", ranks
+        task(run, dry_run=dry_run), "last", dataset, split, samples, None, "", ranks
     ).document
 
 
@@ -338,7 +338,7 @@ def test_a_model_that_cannot_be_split_so(run: RunFolder) -> None:
 
 
 def test_a_bar_on_a_terminal(run: RunFolder) -> None:
-    seen = talk(run)
+    seen = task(run)
     shown = io.StringIO()
     vars(seen)["console"] = Console(file=shown, force_terminal=True, width=120)
     after.evaluate(seen, "last", "", "valid", 4, None, "", 1)
@@ -349,12 +349,12 @@ def test_the_sample_at_the_end_of_training(
     run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = load(run.root).resolve("text").job
-    ending._print_sample(talk(run), run, job)
+    ending._print_sample(task(run), run, job)
     assert "a sample from the model" in (out := capsys.readouterr().out) and "\nthe " in out
 
     def fail(*args: object, **words: object) -> None:
         raise TrainkitError("this machine has no CUDA device", exit=ConfigError("").exit)
 
     monkeypatch.setattr("trainkit.train.inference.generate.generate", fail)
-    ending._print_sample(talk(run), run, job)  # training has succeeded all the same
+    ending._print_sample(task(run), run, job)  # training has succeeded all the same
     assert capsys.readouterr().out == "no sample from the model: this machine has no CUDA device\n"

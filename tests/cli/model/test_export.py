@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from tests.conftest import Project
 from trainkit.base.errors import TrainkitError
 from trainkit.cli.model.export import export
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import train_bpe
 from trainkit.jobs.load import load
@@ -85,7 +85,7 @@ def call(project: Project, **words: Any) -> dict[str, Any]:
         "shard_gb": 5.0,
         **words,
     }
-    answer = export(Talk(json=True, dry_run=False, folder=project.path), **asked)
+    answer = export(TaskContext(json=True, dry_run=False, folder=project.path), **asked)
     return answer.document
 
 

@@ -11,9 +11,9 @@ import trainkit
 from tests.conftest import Project
 from tests.runs.test_record import begin, sign
 from trainkit.base.errors import ConfigError
-from trainkit.cli.host_options import HostWords, hosts_of_job, resolve_on_hosts, sets_of_hosts
+from trainkit.cli.host_options import HostOptions, hosts_of_job, resolve_on_hosts, sets_of_hosts
 from trainkit.cli.hosts.nodes import nodes
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.hosts.quarantine import quarantined, suspect
@@ -37,8 +37,8 @@ def jobs(project: Project) -> Jobs:
     return load(project.path, {})
 
 
-def far(**words: object) -> HostWords:
-    return HostWords(cluster="far", **words)  # type: ignore[arg-type]
+def far(**words: object) -> HostOptions:
+    return HostOptions(cluster="far", **words)  # type: ignore[arg-type]
 
 
 def test_slots_are_the_ranks_of_a_node_and_say_where_they_come_from(
@@ -87,35 +87,35 @@ def test_hosts_in_quarantine_are_passed_over_and_let_in_again(
     ) as error:
         resolve_on_hosts(jobs, "random", [], far(nodes=4))
     assert error.value.exit == 8 and "--release" in str(error.value)
-    talk = Talk(json=False, dry_run=False, folder=project.path)
+    task = TaskContext(json=False, dry_run=False, folder=project.path)
     assert (
-        nodes(talk, "far", "", "N1").document["released"] == "N1"
+        nodes(task, "far", "", "N1").document["released"] == "N1"
         and quarantined(project.path) == {}
     )
     with pytest.raises(ConfigError, match="'n1' is not left out"):
-        nodes(talk, "far", "", "n1")
+        nodes(task, "far", "", "n1")
 
 
 def test_a_run_that_goes_on_takes_the_hosts_it_had(project: Project, jobs: Jobs) -> None:
     resolved, had = resolve_on_hosts(jobs, "random", [], far(nodes=2, exclude="n1"))
     job = resolved.job
     assert (
-        [h.name for h in hosts_of_job(job, HostWords(), had).hosts]
+        [h.name for h in hosts_of_job(job, HostOptions(), had).hosts]
         == ["n2", "n3", "n4"]
         == [h.name for h in had.hosts]
     )
     suspect(project.path, "n2", "it broke", "r", 1000)
-    assert [h.name for h in hosts_of_job(job, HostWords(), had).hosts] == ["n3", "n4"]
-    assert [h.name for h in hosts_of_job(job, HostWords(include="n1@n4"), had).hosts] == [
+    assert [h.name for h in hosts_of_job(job, HostOptions(), had).hosts] == ["n3", "n4"]
+    assert [h.name for h in hosts_of_job(job, HostOptions(include="n1@n4"), had).hosts] == [
         "n1",
         "n4",
     ]
     suspect(project.path, "n3", "it broke too", "r", 1000)
     # too few of its own: the hostfile has others
-    assert [h.name for h in hosts_of_job(job, HostWords(), had).hosts] == ["n1", "n4"]
+    assert [h.name for h in hosts_of_job(job, HostOptions(), had).hosts] == ["n1", "n4"]
     assert sets_of_hosts(job, had, []) == []
     (project.path / "hosts").write_text("n[1-4] slots=1\n")
-    assert sets_of_hosts(job, hosts_of_job(job, HostWords(include="n1@n4"), had), []) == [
+    assert sets_of_hosts(job, hosts_of_job(job, HostOptions(include="n1@n4"), had), []) == [
         "cluster.ranks_per_node=1"
     ]
 

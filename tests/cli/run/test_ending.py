@@ -18,7 +18,7 @@ from trainkit.base.extras import MissingExtra
 from trainkit.cli.run import stages as prepare
 from trainkit.cli.run import train as runner
 from trainkit.cli.run.summary import facts_table
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.runs.folder import RunFolder
@@ -102,14 +102,14 @@ def test_a_longer_run_is_told_where_its_decay_ends(
     run = new_run(project, "random", step(30))
     (run.path / "launch").mkdir()
     (run.path / "launch" / "inputs.json").write_text('{"schema": "inputs/1", "files": []}')
-    talk = Talk(json=False, dry_run=True, folder=project.path)
-    runner.resume(talk, "last", ["training.train_iters=50"], share=False)
+    task = TaskContext(json=False, dry_run=True, folder=project.path)
+    runner.resume(task, "last", ["training.train_iters=50"], share=False)
     assert (
         "after step 30 the learning rate is min_lr = 0; --set training.lr_decay_iters=50 would"
         in capsys.readouterr().out
     )
     runner.resume(
-        talk, "last", ["training.train_iters=50", "training.lr_decay_iters=50"], share=False
+        task, "last", ["training.train_iters=50", "training.lr_decay_iters=50"], share=False
     )
     assert "min_lr" not in capsys.readouterr().out
 
@@ -124,7 +124,12 @@ def test_an_extra_of_the_data_is_missed_before_a_worker_starts(
     )
     with pytest.raises(MissingExtra, match="needs ftfy") as caught:
         prepare.prep_data(
-            Talk(json=False, dry_run=False, folder=project.path), "lines", "", "", 0, force=False
+            TaskContext(json=False, dry_run=False, folder=project.path),
+            "lines",
+            "",
+            "",
+            0,
+            force=False,
         )
     assert (
         caught.value.extra == "data"
@@ -133,7 +138,7 @@ def test_an_extra_of_the_data_is_missed_before_a_worker_starts(
     )
     # only says what would be run
     prepare.prep_data(
-        Talk(json=False, dry_run=True, folder=project.path), "lines", "", "", 0, force=False
+        TaskContext(json=False, dry_run=True, folder=project.path), "lines", "", "", 0, force=False
     )
 
 
@@ -153,7 +158,7 @@ def test_weights_and_biases_is_missed_before_there_is_a_run(
         )
     with pytest.raises(ConfigError, match="wandb is not installed") as caught:
         runner.train(
-            Talk(json=False, dry_run=False, folder=project.path),
+            TaskContext(json=False, dry_run=False, folder=project.path),
             "random",
             [],
             stages=True,

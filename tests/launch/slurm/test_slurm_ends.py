@@ -18,7 +18,7 @@ from trainkit.cli.run import slurm as tasks
 from trainkit.cli.run import stages as prepare
 from trainkit.cli.run import summary as ending
 from trainkit.cli.run.attach import attach
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.clusters import StagePlace
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
@@ -43,8 +43,8 @@ def a_run(slurm: Slurm, exit: int, kind: str) -> RunFolder:
     return run
 
 
-def talk(slurm: Slurm) -> Talk:
-    return Talk(json=False, dry_run=False, folder=slurm.folder)
+def task(slurm: Slurm) -> TaskContext:
+    return TaskContext(json=False, dry_run=False, folder=slurm.folder)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_why_says_what_status_says_of_a_spent_budget(slurm: Slurm) -> None:
             "exit": 12,
         },
     )
-    document = why(talk(slurm), "one", 0).document
+    document = why(task(slurm), "one", 0).document
     status = read_record(run)
     assert (
         document["root_cause"]["message"] == (status.root_cause or {})["message"]
@@ -160,18 +160,18 @@ def test_attach_to_a_run_that_has_ended_loads_no_model(
     a_run(slurm, 0, "success")
     asked = list[Any]()
     monkeypatch.setattr(ending, "_print_sample", lambda *words: asked.append(words))
-    assert attach(talk(slurm), "one").exit == Exit.DONE and not asked
+    assert attach(task(slurm), "one").exit == Exit.DONE and not asked
     assert "next:" in capsys.readouterr().out
 
 
 def test_places_of_stages_that_there_are_not_are_named(
     slurm: Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare.say_unused_places(talk(slurm), slurm.job)
+    prepare.say_unused_places(task(slurm), slurm.job)
     assert capsys.readouterr().out == ""
     places = {"prep-data": StagePlace(), "prepdata": StagePlace(), "precompile": StagePlace()}
     cluster = slurm.job.cluster.model_copy(update={"stages": places})
-    prepare.say_unused_places(talk(slurm), slurm.job.model_copy(update={"cluster": cluster}))
+    prepare.say_unused_places(task(slurm), slurm.job.model_copy(update={"cluster": cluster}))
     precompile, prepdata = capsys.readouterr().out.splitlines()
     assert (
         "stages.precompile is the place of no stage" in precompile

@@ -20,7 +20,7 @@ from trainkit.base.files import write_json
 from trainkit.base.locks import locked
 from trainkit.cli.run.slurm_stages import graph_of
 from trainkit.cli.run.stages import STAGES
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.run_inputs import refuse_other_inputs
@@ -306,7 +306,7 @@ def test_without_a_place_all_is_made_here_in_turn(slurm: Slurm) -> None:
     (slurm.folder / "corpus").mkdir()
     (slurm.folder / "corpus" / "part.jsonl").write_text('{"text": "the quick brown fox"}\n' * 60)
     job = load(slurm.folder).resolve("text", ["cluster=bare"]).job
-    with graph_of(Talk(json=False, dry_run=False, folder=slurm.folder), job) as graph:
+    with graph_of(TaskContext(json=False, dry_run=False, folder=slurm.folder), job) as graph:
         assert graph == Graph(())
     needs = needs_of(job, STAGES)
     assert {need.stage for need in needs} == {"build", "prep-data", "index"}

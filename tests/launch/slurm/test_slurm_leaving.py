@@ -29,7 +29,7 @@ from trainkit.cli.run.cancel import cancel
 from trainkit.cli.run.slurm import cancel_queued
 from trainkit.cli.run.slurm_stages import graph_of
 from trainkit.cli.run.stages import term_interrupts
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.run_inputs import write_inputs
@@ -62,8 +62,8 @@ def deaf() -> Iterator[None]:
     signal.signal(signal.SIGHUP, former)
 
 
-def talk(slurm: Slurm) -> Talk:
-    return Talk(json=False, dry_run=False, folder=slurm.folder)
+def task(slurm: Slurm) -> TaskContext:
+    return TaskContext(json=False, dry_run=False, folder=slurm.folder)
 
 
 def a_run(slurm: Slurm, name: str) -> RunFolder:
@@ -90,7 +90,7 @@ def test_a_run_that_is_just_submitted_is_cancelled_once_it_is(
     write_maker(run)
     later = threading.Timer(0.5, lambda: add_slurm_job(run, "104", first_attempt=1))
     later.start()
-    answer = cancel(talk(slurm), "one", save=False)
+    answer = cancel(task(slurm), "one", save=False)
     later.join()
     assert (
         answer.exit == Exit.CANCELLED
@@ -106,7 +106,7 @@ def test_cancel_does_not_wait_for_ever_for_whoever_begins_a_run(
     monkeypatch.setattr("trainkit.cli.run.cancel.BEGIN_SECONDS", 0.1)
     write_maker(a_run(slurm, "one"))
     with pytest.raises(TrainkitError, match=f"still being begun by pid {os.getpid()}") as caught:
-        cancel(talk(slurm), "one", save=False)
+        cancel(task(slurm), "one", save=False)
     assert caught.value.exit == Exit.CONTACT_LOST
 
 
@@ -161,7 +161,7 @@ def test_a_run_that_waits_no_more_keeps_no_arrays_alive(
     slurm.says(
         "101|RUNNING", "102|PENDING", "103|PENDING", "104|PENDING", "105|PENDING", "106|PENDING"
     )
-    cancel_queued(talk(slurm), second)
+    cancel_queued(task(slurm), second)
     assert [line for line in slurm.lines() if line.startswith("scancel")] == [
         "scancel 106",
         "scancel --quiet 105",
@@ -188,7 +188,7 @@ def test_secrets_go_where_no_supervisor_ever_comes(slurm: Slurm) -> None:
     add_slurm_job(run, "7", first_attempt=1)
     write_json(secrets_path(run), SECRETS)
     slurm.says("7|PENDING")
-    cancel_queued(talk(slurm), run)
+    cancel_queued(task(slurm), run)
     assert not secrets_path(run).exists()
 
     run, _ = submit(slurm, "three", part(slurm, need("c", 1)))
@@ -262,7 +262,7 @@ def test_a_closed_terminal_while_the_graph_is_submitted_leaves_no_half_of_it(
         f" {slurm.folder}/lines)\necho $((100 + n))\n[ $n -ne 2 ] || kill -HUP $PPID\n"
     )
     slurm.says("101|PENDING", "102|PENDING")
-    with pytest.raises(KeyboardInterrupt), graph_of(talk(slurm), resolved.job) as graph:
+    with pytest.raises(KeyboardInterrupt), graph_of(task(slurm), resolved.job) as graph:
         submit_with_stages(
             resolved, make_plan(resolved.job), graph, slurm.folder, lambda text: None
         )

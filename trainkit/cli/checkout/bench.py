@@ -22,7 +22,7 @@ from typing import Any
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.install import InstallError, ensure
 from trainkit.cli.checkout.test import checkout
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 
 FOLDER = ".venv-bench"
 PINS = "benchmarks/peers.txt"
@@ -181,7 +181,9 @@ def _peers_environment(root: Path) -> Path:
     return root / FOLDER / "bin" / "python"
 
 
-def _run(talk: Talk, python: Path, benchmark: Benchmark, options: list[str]) -> dict[str, Any]:
+def _run(
+    task: TaskContext, python: Path, benchmark: Benchmark, options: list[str]
+) -> dict[str, Any]:
     """Run one, its words passed on as they come; returns what the document says of it."""
     began = time.monotonic()
     lines = []
@@ -205,7 +207,7 @@ def _run(talk: Talk, python: Path, benchmark: Benchmark, options: list[str]) -> 
             assert child.stdout is not None
             for line in child.stdout:
                 lines.append(line.rstrip("\n"))
-                talk.say(lines[-1])
+                task.say(lines[-1])
             code = child.wait()
         except KeyboardInterrupt:  # the terminal has told the child as well
             try:
@@ -224,7 +226,7 @@ def _run(talk: Talk, python: Path, benchmark: Benchmark, options: list[str]) -> 
     return {**words, "output": lines, "rows": rows}
 
 
-def bench(talk: Talk, name: str, *, listing: bool, quick: bool, device: str) -> Answer:
+def bench(task: TaskContext, name: str, *, listing: bool, quick: bool, device: str) -> TaskResult:
     """Run all benchmarks, or the one called `name`; exit 6 if one of them failed. Raises
     ConfigError for a name or an option that is none."""
     root = checkout("benchmarks")
@@ -232,8 +234,8 @@ def bench(talk: Talk, name: str, *, listing: bool, quick: bool, device: str) -> 
     if listing:
         width = max(len(b.name) for b in found)
         for benchmark in found:
-            talk.say(f"{benchmark.name:{width}}  {benchmark.claim}")
-        return Answer(
+            task.say(f"{benchmark.name:{width}}  {benchmark.claim}")
+        return TaskResult(
             {
                 "schema": "benchmarks/1",
                 "benchmarks": [{"name": b.name, "claim": b.claim} for b in found],
@@ -251,18 +253,18 @@ def bench(talk: Talk, name: str, *, listing: bool, quick: bool, device: str) -> 
         check=True,
     )
     where = json.loads(asked.stdout)
-    talk.say(describe(where))
+    task.say(describe(where))
     for line in left_out:
-        talk.say(line)
+        task.say(line)
     words = [word for option, value in options.items() for word in (option, value) if word]
     done = []
     for benchmark in run:
-        talk.say(f"\n== {benchmark.name}: {benchmark.claim}")
-        done.append(_run(talk, python, benchmark, words))
+        task.say(f"\n== {benchmark.name}: {benchmark.claim}")
+        done.append(_run(task, python, benchmark, words))
     failed = [d["name"] for d in done if d["exit"]]
     if failed:
-        talk.say(f"failed: {', '.join(failed)}")
-    return Answer(
+        task.say(f"failed: {', '.join(failed)}")
+    return TaskResult(
         {"schema": "bench/1", "machine": where, "benchmarks": done},
         Exit.STAGE_FAILED if failed else Exit.DONE,
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from invoke.exceptions import Exit as Leave
+from invoke.exceptions import Exit as InvokeExit
 
 import trainkit
 from trainkit.base.errors import ConfigError
@@ -88,4 +88,4 @@ def test(
         for process in beside:
             process.wait()  # what is wrong with the tests' files is said by the run that follows
         if code:
-            raise Leave(code=code)
+            raise InvokeExit(code=code)

@@ -11,7 +11,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.tables import Listing
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.manifest import read_manifest
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.indexed.statistics import Counts, Statistics, count, draw, statistics
@@ -23,10 +23,10 @@ from trainkit.jobs.schema import Dataset
 BAR = 40  # columns of the longest bar
 
 
-def _folders(talk: Talk, name: str, job: str) -> list[tuple[Dataset, DataFolder]]:
+def _folders(task: TaskContext, name: str, job: str) -> list[tuple[Dataset, DataFolder]]:
     """The dataset and its folder; of a blend, those of its parts. Raises ConfigError (exit 3)
     for random tokens."""
-    jobs = load_jobs(talk)
+    jobs = load_jobs(task)
     dataset = jobs.dataset(name)
     if dataset.source == "mock":
         raise ConfigError(f"dataset '{name}' is random tokens: there are no files to look at")
@@ -53,24 +53,31 @@ def _prefixes(dataset: Dataset, folder: DataFolder) -> list[Path]:
 
 
 def stats(
-    talk: Talk, name: str, job: str, *, count_only: bool, samples: int, seed: int, picture: str
-) -> Answer:
+    task: TaskContext,
+    name: str,
+    job: str,
+    *,
+    count_only: bool,
+    samples: int,
+    seed: int,
+    picture: str,
+) -> TaskResult:
     """The task `data-stats`."""
-    folders = _folders(talk, name, job)
+    folders = _folders(task, name, job)
     prefixes = [prefix for dataset, folder in folders for prefix in _prefixes(dataset, folder)]
     if count_only:
         counts = count(prefixes)
-        if not talk.json:
-            talk.say(_counts(counts))
-        return Answer(document("data-stats/1", dataset=name, **vars(counts)))
+        if not task.json:
+            task.say(_counts(counts))
+        return TaskResult(document("data-stats/1", dataset=name, **vars(counts)))
     tokenizer = load_tokenizer(folders[0][1].tokenizer)  # a blend's parts have the same
     found = statistics(prefixes, tokenizer, samples=samples, seed=seed)
     if picture:
         draw(name, found, Path(picture))
-        talk.say(f"drew {picture}")
-    if not talk.json:
-        _print(talk, found)
-    return Answer(document("data-stats/1", dataset=name, **found.to_json()))
+        task.say(f"drew {picture}")
+    if not task.json:
+        _print(task, found)
+    return TaskResult(document("data-stats/1", dataset=name, **found.to_json()))
 
 
 def _counts(counts: Counts) -> str:
@@ -83,13 +90,13 @@ def _table(*headings: str) -> Listing:
     return Listing(*headings, right=headings[:-1])
 
 
-def _print(talk: Talk, found: Statistics) -> None:
+def _print(task: TaskContext, found: Statistics) -> None:
     """Counts, lengths as bars, the most frequent tokens, the samples."""
-    talk.say(_counts(found.counts))
+    task.say(_counts(found.counts))
     told = ", ".join(
         f"{percent} % have at most {tokens:,}" for percent, tokens in found.percentiles.items()
     )
-    talk.say(
+    task.say(
         f"of the documents, {told or 'none has a length'} tokens; the longest has"
         f" {found.longest:,}, {found.empty_documents:,} are empty"
     )
@@ -105,8 +112,8 @@ def _print(talk: Talk, found: Statistics) -> None:
             f"{share:.1%}",
             "#" * round(BAR * b.documents / most),
         )
-    talk.console.print(lengths)
-    talk.say(f"{found.ids_used:,} of {found.vocab_size:,} ids occur; the most frequent:")
+    task.console.print(lengths)
+    task.say(f"{found.ids_used:,} of {found.vocab_size:,} ids occur; the most frequent:")
     tokens = _table("id", "times", "share", "token")
     for entry in found.frequent:
         tokens.add_row(
@@ -115,21 +122,21 @@ def _print(talk: Talk, found: Statistics) -> None:
             f"{entry.count / found.counts.tokens:.2%}",
             escape(repr(entry.text)),
         )
-    talk.console.print(tokens)
+    task.console.print(tokens)
     for sample in found.samples:
         if sample.tokens > len(sample.text):
             cut = " ..."
         else:
             cut = ""
-        talk.say(f"--- document {sample.document:,} of {sample.pair}, {sample.tokens:,} tokens:")
-        talk.say(f"{sample.text}{cut}")
+        task.say(f"--- document {sample.document:,} of {sample.pair}, {sample.tokens:,} tokens:")
+        task.say(f"{sample.text}{cut}")
 
 
-def verify(talk: Talk, name: str, job: str) -> Answer:
+def verify(task: TaskContext, name: str, job: str) -> TaskResult:
     """The task `data-verify`. Raises ConfigError (exit 6) with everything that is wrong."""
     total = Found()
     rows = []
-    for dataset, folder in _folders(talk, name, job):
+    for dataset, folder in _folders(task, name, job):
         manifest = read_manifest(folder.manifest)
         assert dataset.tokenizer is not None
         found = verify_dataset(
@@ -144,11 +151,11 @@ def verify(talk: Talk, name: str, job: str) -> Answer:
             sums = f", checksums of {row['checked_bytes'] / 1e6:,.1f} MB"
         else:
             sums = "; there are no checksums of ready-made pairs"
-        talk.say(
+        task.say(
             f"{row['name']} is sound: {row['documents']:,} documents, {row['sequences']:,}"
             f" sequences, {row['tokens']:,} tokens{sums}"
         )
-    return Answer(document("data-verify/1", dataset=name, datasets=rows))
+    return TaskResult(document("data-verify/1", dataset=name, datasets=rows))
 
 
 def _row(dataset: Dataset, found: Found) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from trainkit.base.documents import read_form
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.engines import refuse_unlaunchable
 from trainkit.engines.rules import RULES
@@ -25,28 +25,28 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.summary import summarize
 
 
-def plan(talk: Talk, name: str, nodes: int, cluster: str, sets: Sequence[str]) -> Answer:
+def plan(task: TaskContext, name: str, nodes: int, cluster: str, sets: Sequence[str]) -> TaskResult:
     """The task `plan`."""
     given = [
         *([f"cluster={json.dumps(cluster)}"] if cluster else []),
         *([f"nodes={nodes}"] if nodes else []),
         *sets,
     ]
-    jobs = load_jobs(talk)
+    jobs = load_jobs(task)
     job = jobs.resolve(name, given).job
     made = plan_of(job)
-    if not talk.json:
+    if not task.json:
         from trainkit.cli.config.render_plan import print_page
 
         print_page(
-            talk.console,
+            task.console,
             job,
             made,
-            talk.command,
+            task.command,
             launchable=_launchable(job),
             engine=jobs.engine(job.engine),
         )
-    return Answer(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
+    return TaskResult(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
 
 
 def plan_of(job: Job) -> Plan:

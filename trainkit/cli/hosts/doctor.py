@@ -14,7 +14,7 @@ from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.host_options import hosts_to_ask
 from trainkit.cli.hosts.nodes import usual_cluster
 from trainkit.cli.tables import Listing
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.cluster_care.health_checks import COLUMNS, Examination, Finding, examine
 from trainkit.launch.hosts.quarantine import quarantined
 from trainkit.launch.supervise.agent_pool import Hello, Missing
@@ -29,10 +29,10 @@ HEADINGS = {
 }
 
 
-def doctor(talk: Talk, cluster: str, hostfile: str, *, all_reduce: bool) -> Answer:
+def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) -> TaskResult:
     """The task `doctor`."""
-    jobs = load_jobs(talk)
-    chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
+    jobs = load_jobs(task)
+    chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
     root = Path(chosen.root or ".")
     hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=all_reduce)
     if hosts:
@@ -60,17 +60,17 @@ def doctor(talk: Talk, cluster: str, hostfile: str, *, all_reduce: bool) -> Answ
             host,
             "reach",
             f"left out of runs until {entry.until}: {entry.why}",
-            f"{talk.command} nodes --release {host} lets it in again",
+            f"{task.command} nodes --release {host} lets it in again",
             wrong=False,
         )
         for host, entry in quarantined(root).items()
     ]
     findings = [*seen.findings, *down, *waits, *out]
-    if not talk.json:
-        _print(talk, seen, findings, others)
+    if not task.json:
+        _print(task, seen, findings, others)
     wrong = sum(finding.wrong for finding in findings)
     if all_reduce and len(hosts) < 2:
-        talk.say("an all-reduce needs two hosts: none was measured")
+        task.say("an all-reduce needs two hosts: none was measured")
     rows = [
         {"host": answer.host, "clock_offset": round(answer.clock_offset, 3), **answer.facts}
         for answer in seen.answers
@@ -88,11 +88,11 @@ def doctor(talk: Talk, cluster: str, hostfile: str, *, all_reduce: bool) -> Answ
         pairs=pairs,
         wrong=wrong,
     )
-    return Answer(told, Exit.HEALTH if wrong else Exit.DONE)
+    return TaskResult(told, Exit.HEALTH if wrong else Exit.DONE)
 
 
 def _print(
-    talk: Talk, seen: Examination, findings: Sequence[Finding], others: dict[str, str]
+    task: TaskContext, seen: Examination, findings: Sequence[Finding], others: dict[str, str]
 ) -> None:
     marks = {(finding.host, finding.what): finding.wrong for finding in findings}
     headings = {name: HEADINGS.get(name, name) for name in COLUMNS}
@@ -115,9 +115,9 @@ def _print(
         table.add_row(_marked(answer.host, marks.get((answer.host, "reach"))), *shown)
     for name in others:
         table.add_row(_marked(name, marks.get((name, "reach"))), *[""] * len(COLUMNS))
-    talk.console.print(table)
+    task.console.print(table)
     for one, other, pair in seen.pairs:
-        talk.say(
+        task.say(
             f"all-reduce {one} - {other}: "
             + (
                 f"{pair.gb_per_second:.3g} GB/s"
@@ -132,13 +132,13 @@ def _print(
         else:
             colour = "yellow"
             word = "note"
-        talk.console.print(
+        task.console.print(
             f"[{colour}]{word}[/] {escape(finding.host)} ({finding.what}):"
             f" {escape(finding.message)}"
         )
-        talk.say(f"  {finding.advice}")
+        task.say(f"  {finding.advice}")
     wrong = sum(finding.wrong for finding in findings)
-    talk.say(
+    task.say(
         f"{wrong} finding{'s' if wrong != 1 else ''} that would spoil a run"
         if wrong
         else "nothing is wrong"

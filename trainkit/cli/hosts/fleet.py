@@ -8,7 +8,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.hosts.nodes import usual_cluster
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.cluster_care.parallelcluster import (
     REQUESTS,
     FleetStatus,
@@ -21,21 +21,21 @@ from trainkit.launch.cluster_care.parallelcluster import (
 VERBS = (*REQUESTS, "status")
 
 
-def fleet(talk: Talk, verb: str, cluster: str, wait: float) -> Answer:
+def fleet(task: TaskContext, verb: str, cluster: str, wait: float) -> TaskResult:
     """The task `fleet`."""
     if verb not in VERBS:
         raise ConfigError(f"fleet '{verb}' is none of {', '.join(VERBS)}")
-    jobs = load_jobs(talk)
-    chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
+    jobs = load_jobs(task)
+    chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
     asked = fleet_of(chosen)
     line = words_of(asked, verb)
-    if talk.dry_run:
-        talk.say(f"would run: {shlex.join(line)}")
+    if task.dry_run:
+        task.say(f"would run: {shlex.join(line)}")
         if verb in REQUESTS:
-            talk.say(
+            task.say(
                 f"would wait at most {wait:g} s, asking: {shlex.join(words_of(asked, 'status'))}"
             )
-        return Answer(
+        return TaskResult(
             document(
                 "fleet/1",
                 cluster=chosen.name,
@@ -47,7 +47,7 @@ def fleet(talk: Talk, verb: str, cluster: str, wait: float) -> Answer:
         )
 
     def say(seen: FleetStatus) -> None:
-        talk.say(
+        task.say(
             f"fleet {asked.name} is {seen.status}" + (f" since {seen.since}" if seen.since else "")
         )
 
@@ -56,7 +56,7 @@ def fleet(talk: Talk, verb: str, cluster: str, wait: float) -> Answer:
         say(seen)
     else:
         seen = change(asked, verb, wait, say)
-    return Answer(
+    return TaskResult(
         document(
             "fleet/1",
             cluster=chosen.name,

@@ -10,10 +10,10 @@ from rich.markup import escape
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.host_options import HostWords, hosts_to_ask
+from trainkit.cli.host_options import HostOptions, hosts_to_ask
 from trainkit.cli.run import slurm
 from trainkit.cli.tables import Listing
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.load import Jobs
 from trainkit.launch.cluster_care.remote_commands import on_all
 from trainkit.launch.hosts.hostfile import OVER_SSH, Host, find_hostfile
@@ -32,10 +32,10 @@ TOPS: dict[str, tuple[list[str], int | None]] = {
 }
 
 
-def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
+def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> TaskResult:
     """The task `nodes`."""
-    jobs = load_jobs(talk)
-    chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
+    jobs = load_jobs(task)
+    chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
     root = Path(chosen.root or ".")
     if release_host:
         released = [
@@ -50,11 +50,11 @@ def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
                 f"host '{release_host}' is not left out of cluster '{chosen.name}'",
                 hint=f"left out: {', '.join(quarantined(root)) or 'none'}",
             )
-        talk.say(f"{', '.join(released)} may run again")
-        return Answer(document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]))
-    HostWords(hostfile=hostfile).refuse_where_unread(chosen)
+        task.say(f"{', '.join(released)} may run again")
+        return TaskResult(document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]))
+    HostOptions(hostfile=hostfile).refuse_where_unread(chosen)
     if chosen.launcher == "slurm":
-        return slurm.nodes(talk, chosen)
+        return slurm.nodes(task, chosen)
     if chosen.launcher in OVER_SSH:
         hosts = hosts_of_file(find_hostfile(chosen, hostfile))
     else:
@@ -65,21 +65,21 @@ def nodes(talk: Talk, cluster: str, hostfile: str, release_host: str) -> Answer:
         _row(host, report, out.get(host.name.lower()))
         for host, report in zip(hosts, reports, strict=True)
     ]
-    if not talk.json:
-        talk.console.print(_table(rows))
+    if not task.json:
+        task.console.print(_table(rows))
     unreachable = sum(not row["reachable"] for row in rows)
     if unreachable:
-        talk.say(f"{unreachable} of {len(rows)} hosts cannot be used")
-    return Answer(
+        task.say(f"{unreachable} of {len(rows)} hosts cannot be used")
+    return TaskResult(
         document("nodes/1", cluster=chosen.name, hosts=rows),
         Exit.HEALTH if unreachable else Exit.DONE,
     )
 
 
-def nodes_top(talk: Talk, cluster: str, hostfile: str) -> Answer:
+def nodes_top(task: TaskContext, cluster: str, hostfile: str) -> TaskResult:
     """The task `nodes` with --top: what each host's own tool says, once."""
-    jobs = load_jobs(talk)
-    chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
+    jobs = load_jobs(task)
+    chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
     hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=False)
     argv, lines = TOPS[chosen.device_type]
     rows: list[dict[str, Any]] = [
@@ -97,21 +97,21 @@ def nodes_top(talk: Talk, cluster: str, hostfile: str) -> Answer:
                 {"host": host, "error": failed, "text": "\n".join(said.out.splitlines()[:lines])}
             )
     for row in rows:
-        talk.say(
+        task.say(
             f"== {row['host']}"
             + (f": {row['error']}" if row["error"] else "")
             + (f"\n{row['text']}" if row["text"] else "")
         )
     if chosen.device_type == "neuron":
-        talk.say("the moving picture: ssh -t HOST neuron-top")
+        task.say("the moving picture: ssh -t HOST neuron-top")
     failures = sum(row["error"] is not None for row in rows)
-    return Answer(
+    return TaskResult(
         document("top/1", cluster=chosen.name, command=argv, hosts=rows),
         Exit.HEALTH if failures else Exit.DONE,
     )
 
 
-def usual_cluster(talk: Talk, jobs: Jobs) -> str:
+def usual_cluster(task: TaskContext, jobs: Jobs) -> str:
     """The cluster of the job in [defaults]."""
     job = jobs.default_job
     if job is None:
@@ -119,7 +119,7 @@ def usual_cluster(talk: Talk, jobs: Jobs) -> str:
             "which cluster?", hint="nodes --cluster NAME, or name a job in [defaults]"
         )
     name = jobs.resolve(job).job.cluster.name
-    talk.say(f"cluster {name}, that of job {job}, named in [defaults]")
+    task.say(f"cluster {name}, that of job {job}, named in [defaults]")
     return name
 
 

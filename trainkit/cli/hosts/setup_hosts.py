@@ -16,7 +16,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.hosts.nodes import usual_cluster
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.cluster_care.provision import (
     CHANGED,
@@ -43,7 +43,7 @@ AT_ONCE = 32  # hosts, where nobody types passwords
 
 
 @dataclass(frozen=True)
-class SetupWords:
+class SetupOptions:
     """--hostfile, --host, --slots, --share, --address; empty or 0 where not given."""
 
     hostfile: str = ""
@@ -53,10 +53,12 @@ class SetupWords:
     address: str = ""
 
 
-def setup_hosts(talk: Talk, cluster: str, words: SetupWords, *, performing: bool) -> Answer:
+def setup_hosts(
+    task: TaskContext, cluster: str, words: SetupOptions, *, performing: bool
+) -> TaskResult:
     """The task `setup-hosts`."""
-    jobs = load_jobs(talk)
-    chosen = jobs.cluster(cluster or usual_cluster(talk, jobs))
+    jobs = load_jobs(task)
+    chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
     if chosen.launcher not in OVER_SSH:
         message = (
             f"cluster '{chosen.name}' has launcher = '{chosen.launcher}'; hosts are set up for ssh"
@@ -65,7 +67,7 @@ def setup_hosts(talk: Talk, cluster: str, words: SetupWords, *, performing: bool
         raise ConfigError(message, hint="name another with --cluster")
     wanted = _wanted(chosen, words)
     home = Path.home()
-    if not performing or talk.dry_run:
+    if not performing or task.dry_run:
         steps = [
             *wanted.before(),
             *(
@@ -75,8 +77,8 @@ def setup_hosts(talk: Talk, cluster: str, words: SetupWords, *, performing: bool
             ),
             *wanted.after(),
         ]
-        _print(talk, wanted, steps)
-        return Answer(
+        _print(task, wanted, steps)
+        return TaskResult(
             document(
                 "setup-hosts/1",
                 cluster=chosen.name,
@@ -84,19 +86,19 @@ def setup_hosts(talk: Talk, cluster: str, words: SetupWords, *, performing: bool
                 steps=[_row(Done(step, "not done", "")) for step in steps],
             )
         )
-    done = _perform_all(talk, wanted, home)
+    done = _perform_all(task, wanted, home)
     failed = [each for each in done if each.state == "failed"]
     changed = sum(each.state == CHANGED for each in done)
-    talk.say(f"{changed} of {len(done)} steps changed something, {len(failed)} failed")
+    task.say(f"{changed} of {len(done)} steps changed something, {len(failed)} failed")
     if not failed:
-        talk.say(f"{talk.command} doctor --cluster {chosen.name} looks whether all is well now")
+        task.say(f"{task.command} doctor --cluster {chosen.name} looks whether all is well now")
     told = document(
         "setup-hosts/1", cluster=chosen.name, performed=True, steps=[_row(each) for each in done]
     )
-    return Answer(told, Exit.HEALTH if failed else Exit.DONE)
+    return TaskResult(told, Exit.HEALTH if failed else Exit.DONE)
 
 
-def _wanted(cluster: Cluster, words: SetupWords) -> Wanted:
+def _wanted(cluster: Cluster, words: SetupOptions) -> Wanted:
     if words.hosts:
         hosts = parse_hostfile("\n".join(words.hosts), "--host")
         path: Path | None = (
@@ -127,13 +129,13 @@ def _own(cluster: Cluster, hosts: Sequence[Host]) -> str:
     return os.uname().nodename
 
 
-def _perform_all(talk: Talk, wanted: Wanted, home: Path) -> list[Done]:
+def _perform_all(task: TaskContext, wanted: Wanted, home: Path) -> list[Done]:
     person = sys.stdin.isatty()
 
     def run(step: Step) -> Done:
         done = perform(step, wanted.cluster, wanted.hosts, person=person)
         colour = {"failed": "red", CHANGED: "green"}.get(done.state, "white")
-        talk.console.print(
+        task.console.print(
             f"{escape(step.where)}: {escape(step.title)}: [{colour}]{done.state}[/]"
             + (f": {escape(done.said)}" if done.said else "")
         )
@@ -146,7 +148,7 @@ def _perform_all(talk: Talk, wanted: Wanted, home: Path) -> list[Done]:
                 break
             done.append(run(step))
         if done[0].state == "failed":
-            talk.say(
+            task.say(
                 f"  from a machine that both let in: ssh {wanted.head} 'cat ~/.ssh/*.pub' | ssh"
                 f" {host.name} 'cat >> ~/.ssh/authorized_keys'"
             )
@@ -163,7 +165,7 @@ def _perform_all(talk: Talk, wanted: Wanted, home: Path) -> list[Done]:
     return [*here, *there, *map(run, wanted.after())]
 
 
-def _print(talk: Talk, wanted: Wanted, steps: Sequence[Step]) -> None:
+def _print(task: TaskContext, wanted: Wanted, steps: Sequence[Step]) -> None:
     """Shell to read and to paste, machine by machine; machines with the same text together."""
     texts: dict[str, list[str]] = {}
     for where in dict.fromkeys(step.where for step in steps):
@@ -172,17 +174,17 @@ def _print(talk: Talk, wanted: Wanted, steps: Sequence[Step]) -> None:
         )
         texts.setdefault(of_one, []).append(where)
     for text, machines in texts.items():
-        talk.say(
+        task.say(
             f"### {'on this machine' if machines == [HERE] else 'on ' + ', '.join(machines)}, in"
             " bash:"
         )
-        talk.say(PREAMBLE + text)
+        task.say(PREAMBLE + text)
     if not wanted.share:
-        talk.say(
+        task.say(
             "### no folder is shared: --share FOLDER adds the export here and the mount on the"
             " hosts"
         )
-    talk.say(f"### nothing was done; --perform does it (by ssh to {len(wanted.away)} hosts)")
+    task.say(f"### nothing was done; --perform does it (by ssh to {len(wanted.away)} hosts)")
 
 
 def _row(done: Done) -> dict[str, str]:

@@ -12,7 +12,7 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.model.inference import warn_of_another_tokenizer
 from trainkit.cli.tables import Listing
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.runs.checkpoint_errors import Damaged, Newer
 from trainkit.runs.checkpoints import (
@@ -88,9 +88,9 @@ def _layout_words(layout: dict[str, Any]) -> str:
     return ""
 
 
-def _print(talk: Talk, run: RunFolder, rows: list[dict[str, Any]]) -> None:
+def _print(task: TaskContext, run: RunFolder, rows: list[dict[str, Any]]) -> None:
     if not rows:
-        talk.say(f"run {run.id} has no checkpoint yet")
+        task.say(f"run {run.id} has no checkpoint yet")
         return
     table = Listing(
         *("step", "size", "layout", "validation loss", "kept because", "is it whole?"),
@@ -115,34 +115,34 @@ def _print(talk: Talk, run: RunFolder, rows: list[dict[str, Any]]) -> None:
         table.add_row(
             str(row["step"]), size, _layout_words(row["layout"]), escape(losses), kept, whole
         )
-    talk.console.print(table)
+    task.console.print(table)
 
 
 def checkpoints(
-    talk: Talk, words: str, *, hashes: bool, pinned: int | None, unpinned: int | None
-) -> Answer:
+    task: TaskContext, words: str, *, hashes: bool, pinned: int | None, unpinned: int | None
+) -> TaskResult:
     """The task `checkpoints`. Exit 16 where there are checkpoints and none is whole."""
     if pinned is not None and pinned == unpinned:
         raise ConfigError(f"--pin and --unpin both name step {pinned}")
-    run = find_run(load_jobs(talk).roots(), words)
+    run = find_run(load_jobs(task).roots(), words)
     for step, stays in ((pinned, True), (unpinned, False)):
         if step is not None:
             pin(run.checkpoints, step, pinned=stays)
     rows = _rows(run, hashes=hashes)
-    if not talk.json:
-        _print(talk, run, rows)
+    if not task.json:
+        _print(task, run, rows)
     none_whole = bool(rows) and all(row["problems"] for row in rows)
-    return Answer(
+    return TaskResult(
         document("checkpoints/1", run=run.id, checkpoints=rows),
         exit=Exit.NO_CHECKPOINT if none_whole else Exit.DONE,
     )
 
 
-def replay(talk: Talk, words: str, step: int, samples: int) -> Answer:
+def replay(task: TaskContext, words: str, step: int, samples: int) -> TaskResult:
     """The task `replay`."""
     from trainkit.train.inference.replay import replay as rebuild
 
-    run = find_run(load_jobs(talk).roots(), words)
+    run = find_run(load_jobs(task).roots(), words)
     warn_of_another_tokenizer(run)
     batch = rebuild(run, read_job(run.job), step)
     shown = batch.samples[: samples or None]
@@ -151,20 +151,20 @@ def replay(talk: Talk, words: str, step: int, samples: int) -> Answer:
         True: "they are those that the step was made with",
         False: "they are NOT those that the step was made with: the data has changed since",
     }
-    if not talk.json:
-        talk.say(
+    if not task.json:
+        task.say(
             f"step {step} of run {run.id}: samples {batch.window.first} to"
             f" {batch.window.first + batch.window.samples - 1} of the order;"
         )
-        talk.say(f"checksum {batch.checksum}: {same[batch.same]}")
+        task.say(f"checksum {batch.checksum}: {same[batch.same]}")
         for s in shown:
-            talk.say(
+            task.say(
                 f"--- position {s.position}: sample {s.number} of {s.dataset}, micro-batch"
                 f" {s.micro_batch} of data-parallel rank {s.data_rank}"
             )
-            talk.say(s.text if s.text is not None else " ".join(map(str, s.tokens)))
+            task.say(s.text if s.text is not None else " ".join(map(str, s.tokens)))
         if len(shown) < len(batch.samples):
-            talk.say(f"--- {len(batch.samples) - len(shown)} more: --samples 0 shows all")
+            task.say(f"--- {len(batch.samples) - len(shown)} more: --samples 0 shows all")
     facts = {
         "step": step,
         "first": batch.window.first,
@@ -172,7 +172,7 @@ def replay(talk: Talk, words: str, step: int, samples: int) -> Answer:
         "batch_checksum": batch.checksum,
         "same": batch.same,
     }
-    return Answer(
+    return TaskResult(
         document("replay/1", run=run.id, **facts, samples=[asdict(s) for s in shown]),
         exit=Exit.DONE if batch.same is not False else Exit.STAGE_FAILED,
     )

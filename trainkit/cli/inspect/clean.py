@@ -16,7 +16,7 @@ from trainkit.base.files import remove
 from trainkit.base.locks import Busy, locked
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.tables import Listing
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Checkpoint as Keep
 from trainkit.launch.slurm.reconcile import settled_all
@@ -45,7 +45,9 @@ class Leftover:
     bytes: int
 
 
-def clean(talk: Talk, words: str, keep: int, *, damaged: bool, performing: bool) -> Answer:
+def clean(
+    task: TaskContext, words: str, keep: int, *, damaged: bool, performing: bool
+) -> TaskResult:
     """The task `clean`.
 
     Args:
@@ -53,7 +55,7 @@ def clean(talk: Talk, words: str, keep: int, *, damaged: bool, performing: bool)
         stay, besides those that its job keeps for other reasons. damaged: those that were set
         aside as damaged go too. performing: delete; else only say what would go.
     """
-    roots = load_jobs(talk).roots()
+    roots = load_jobs(task).roots()
     if words:
         found = [find_run(roots, words)]
     else:
@@ -62,16 +64,16 @@ def clean(talk: Talk, words: str, keep: int, *, damaged: bool, performing: bool)
     left: list[Leftover] = []
     for record in records:
         if record.state not in ENDED:
-            talk.say(f"run {record.run.id} is {record.state}: nothing of it goes")
+            task.say(f"run {record.run.id} is {record.state}: nothing of it goes")
             continue
         going = list(_leftovers(record.run, keep, damaged=damaged))
-        if going and performing and not talk.dry_run:
-            going = _deleted(talk, record.run, going, keep, damaged=damaged)
+        if going and performing and not task.dry_run:
+            going = _deleted(task, record.run, going, keep, damaged=damaged)
         left += going
-    done = performing and not talk.dry_run
-    if not talk.json:
-        _print(talk, left, done=done)
-    return Answer(
+    done = performing and not task.dry_run
+    if not task.json:
+        _print(task, left, done=done)
+    return TaskResult(
         document(
             "clean/1",
             deleted=done,
@@ -102,7 +104,7 @@ def _policy(run: RunFolder, keep: int) -> Keep:
 
 
 def _deleted(
-    talk: Talk, run: RunFolder, going: list[Leftover], keep: int, *, damaged: bool
+    task: TaskContext, run: RunFolder, going: list[Leftover], keep: int, *, damaged: bool
 ) -> list[Leftover]:
     """Delete; returns what is gone. The checkpoint that stays is read first: without a whole
     one, older ones may be all there is."""
@@ -122,10 +124,10 @@ def _deleted(
             for folder in set_aside_in(run.checkpoints) if damaged else ():
                 remove(folder)
     except Busy:
-        talk.say(f"run {run.id} is being written to: nothing of it goes")
+        task.say(f"run {run.id} is being written to: nothing of it goes")
         return []
     except TrainkitError as error:
-        talk.say(
+        task.say(
             f"nothing of run {run.id} goes, its newest checkpoint cannot be relied on:"
             f" {error.message}"
         )
@@ -140,9 +142,9 @@ def _size(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _print(talk: Talk, left: list[Leftover], *, done: bool) -> None:
+def _print(task: TaskContext, left: list[Leftover], *, done: bool) -> None:
     if not left:
-        talk.say("nothing is left over")
+        task.say("nothing is left over")
         return
     table = Listing("run", "size", "what", "folder", right=["size"], drop=["folder"])
     for each in left:
@@ -152,10 +154,10 @@ def _print(talk: Talk, left: list[Leftover], *, done: bool) -> None:
             each.what,
             escape(Path(each.path).name),
         )
-    talk.console.print(table)
+    task.console.print(table)
     size = f"{sum(each.bytes for each in left) / GIB:,.3f} GiB"
-    talk.say(
+    task.say(
         f"deleted: {size}"
         if done
-        else f"{size} would go: {talk.command} clean --perform deletes it"
+        else f"{size} would go: {task.command} clean --perform deletes it"
     )

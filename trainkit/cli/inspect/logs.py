@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from invoke.exceptions import Exit as Leave
+from invoke.exceptions import Exit as InvokeExit
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
@@ -19,7 +19,7 @@ from trainkit.base.files import part_before
 from trainkit.base.printable import printable
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.summary import last_lines
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.slurm.reconcile import output_of
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import find_run, read_events, read_record
@@ -30,10 +30,10 @@ LOOK_SECONDS = 0.2
 
 
 def logs(
-    talk: Talk, words: str, rank: str, node: str, attempt: int, *, follow: bool, lines: int
-) -> Answer:
+    task: TaskContext, words: str, rank: str, node: str, attempt: int, *, follow: bool, lines: int
+) -> TaskResult:
     """The task `logs`."""
-    if follow and talk.json:
+    if follow and task.json:
         raise ConfigError(
             "--follow and --json contradict each other",
             hint="one document is printed when all of it is known: leave out --follow",
@@ -42,15 +42,15 @@ def logs(
         wanted = None
     else:
         wanted = _numbers(rank)
-    run = find_run(load_jobs(talk).roots(), words)
+    run = find_run(load_jobs(task).roots(), words)
     chosen = _attempt(run, attempt)
     events = read_events(chosen)
     hosts = {event["rank"]: event["host"] for event in events if event["event"] == "rank_started"}
     if node and node not in hosts.values():
         said = _transport(run, chosen, node, sorted(set(hosts.values())), lines)
-        talk.say(f"no rank was started on {node}; its connection said:")
-        for line in () if talk.json else said:
-            talk.say(line)
+        task.say(f"no rank was started on {node}; its connection said:")
+        for line in () if task.json else said:
+            task.say(line)
         return _answer(run, chosen, [{"rank": None, "host": node, "lines": said}])
     if rank == FAILED:
         wanted = {
@@ -62,7 +62,7 @@ def logs(
             and event["code"] != 0
         }
         if not wanted:
-            talk.say(f"no rank of attempt {chosen.number} of run {run.id} failed by itself")
+            task.say(f"no rank of attempt {chosen.number} of run {run.id} failed by itself")
             return _answer(run, chosen, [])
     if node:
         wanted = {
@@ -81,15 +81,15 @@ def logs(
     for rank_of, tail in zip(ranks, tails, strict=True):
         last = tail.last(lines or sys.maxsize, torn=not follow)
         told.append({"rank": rank_of, "host": hosts.get(rank_of), "lines": last})
-        for line in () if talk.json else last:
-            talk.say(f"{tail.prefix}{line}")
+        for line in () if task.json else last:
+            task.say(f"{tail.prefix}{line}")
     if follow:
         _follow(run, tails)
     return _answer(run, chosen, told)
 
 
-def _answer(run: RunFolder, attempt: AttemptFolder, told: list[dict[str, Any]]) -> Answer:
-    return Answer(document("logs/1", run=run.id, attempt=attempt.number, logs=told))
+def _answer(run: RunFolder, attempt: AttemptFolder, told: list[dict[str, Any]]) -> TaskResult:
+    return TaskResult(document("logs/1", run=run.id, attempt=attempt.number, logs=told))
 
 
 def _numbers(text: str) -> set[int]:
@@ -104,7 +104,7 @@ def _numbers(text: str) -> set[int]:
             first = 1
             last = 0
         if last < first or last >= MOST:
-            raise Leave(
+            raise InvokeExit(
                 f"error: --rank takes ranks such as 3 or 0,8-15, or the word {FAILED}, not"
                 f" {text!r}",
                 code=Exit.USAGE,

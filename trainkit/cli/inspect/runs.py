@@ -24,7 +24,7 @@ from trainkit.cli.inspect.results_table import (
 )
 from trainkit.cli.run.summary import facts_table, print_next
 from trainkit.cli.tables import Listing
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.slurm.reconcile import seen_now, settled, settled_all
 from trainkit.runs.devices import DeviceView, Gpu, look_at_devices
@@ -45,7 +45,7 @@ COLOURS |= dict.fromkeys(("cancelled", "preempted"), "yellow")
 WATCH_SECONDS = 2.0
 
 
-def runs(talk: Talk, job: str, *, table: bool = False, flops: str = "") -> Answer:
+def runs(task: TaskContext, job: str, *, table: bool = False, flops: str = "") -> TaskResult:
     """The task `runs`. With `table` also what each achieved."""
     if flops and not table:
         raise ConfigError("--flops is a column of --table", hint="runs --table --flops CONVENTION")
@@ -53,19 +53,19 @@ def runs(talk: Talk, job: str, *, table: bool = False, flops: str = "") -> Answe
     records = settled_all(
         list(
             _records(
-                run for run in all_runs(load_jobs(talk).roots()) if not job or run.job_name == job
+                run for run in all_runs(load_jobs(task).roots()) if not job or run.job_name == job
             )
         )
     )
     if table:
-        rows = result_rows(records, flops, talk.say)
-        if not talk.json:
-            talk.console.print(
+        rows = result_rows(records, flops, task.say)
+        if not task.json:
+            task.console.print(
                 results_table(rows, flops)
                 if rows
-                else f"no runs yet; start one: {talk.command} train JOB"
+                else f"no runs yet; start one: {task.command} train JOB"
             )
-        return Answer(document("results/1", flops_convention=flops or None, runs=rows))
+        return TaskResult(document("results/1", flops_convention=flops or None, runs=rows))
     listed = Listing(
         "run", "job", "state", "step", "attempt", right=("step", "attempt"), drop=("attempt", "job")
     )
@@ -78,11 +78,11 @@ def runs(talk: Talk, job: str, *, table: bool = False, flops: str = "") -> Answe
             str(record.step),
             str(record.attempt),
         )
-    if not talk.json:
-        talk.console.print(
-            listed if records else f"no runs yet; start one: {talk.command} train JOB"
+    if not task.json:
+        task.console.print(
+            listed if records else f"no runs yet; start one: {task.command} train JOB"
         )
-    return Answer(document("runs/1", runs=[r.row() for r in records]))
+    return TaskResult(document("runs/1", runs=[r.row() for r in records]))
 
 
 def _records(found: Iterable[RunFolder]) -> Iterator[Record]:
@@ -95,10 +95,10 @@ def _records(found: Iterable[RunFolder]) -> Iterator[Record]:
             print(f"warning: run {run.id}: {error}", file=sys.stderr, flush=True)
 
 
-def status(talk: Talk, words: str, *, watch: bool = False) -> Answer:
+def status(task: TaskContext, words: str, *, watch: bool = False) -> TaskResult:
     """The task `status`. With `watch` again and again until the run has ended; under --json only
     what is then."""
-    run = find_run(load_jobs(talk).roots(), words)
+    run = find_run(load_jobs(task).roots(), words)
     while True:
         record = settled(read_record(run))
         if record.state == "running":
@@ -108,14 +108,14 @@ def status(talk: Talk, words: str, *, watch: bool = False) -> Answer:
         else:
             view = DeviceView([])
         seen = seen_now(record)
-        if not talk.json:
-            if watch and talk.console.is_terminal:
-                talk.console.clear()
-            _print_status(talk, run, record, view)
+        if not task.json:
+            if watch and task.console.is_terminal:
+                task.console.clear()
+            _print_status(task, run, record, view)
             if seen is not None:
-                talk.say(seen.words())
+                task.say(seen.words())
         if not watch or record.state not in ("queued", "starting", "running"):
-            return Answer(
+            return TaskResult(
                 {**record.to_json(), **view.to_json(), **({"slurm": asdict(seen)} if seen else {})}
             )
         time.sleep(WATCH_SECONDS)
@@ -176,10 +176,10 @@ def devices_table(view: DeviceView) -> Listing:
     return table
 
 
-def _print_status(talk: Talk, run: RunFolder, record: Record, view: DeviceView) -> None:
+def _print_status(task: TaskContext, run: RunFolder, record: Record, view: DeviceView) -> None:
     colour = COLOURS.get(record.state, "white")
     iters = read_job(run.job).training.train_iters
-    talk.console.print(
+    task.console.print(
         f"[bold]{run.id}[/] ({run.job_name}): [{colour}]{record.state}[/], step {record.step} of"
         f" {iters}, attempt {record.attempt}"
     )
@@ -188,18 +188,18 @@ def _print_status(talk: Talk, run: RunFolder, record: Record, view: DeviceView) 
             kind = f", class {record.failure_class}"
         else:
             kind = ""
-        talk.say(f"exit {record.exit}{kind}: {record.root_cause.get('message')}")
+        task.say(f"exit {record.exit}{kind}: {record.root_cause.get('message')}")
     for survivor in record.survivors:
-        talk.say(
+        task.say(
             f"left behind: pid {survivor['pid']} ({survivor.get('argv0', '?')}) on"
             f" {survivor['host']}"
         )
-    talk.console.print(facts_table(run))
+    task.console.print(facts_table(run))
     if view.ranks:
-        talk.console.print(devices_table(view))
+        task.console.print(devices_table(view))
     if view.note:
-        talk.say(view.note)
-    print_next(talk, record)
+        task.say(view.note)
+    print_next(task, record)
 
 
 def tunnel_words(environment: Mapping[str, str], port: int) -> list[str]:
@@ -221,9 +221,9 @@ def tunnel_words(environment: Mapping[str, str], port: int) -> list[str]:
     return ["ssh", "-N", "-L", f"{port}:localhost:{port}", *at, f"{user}@{host}" if user else host]
 
 
-def tensorboard(talk: Talk, words: str, port: int) -> None:
+def tensorboard(task: TaskContext, words: str, port: int) -> None:
     """The task `tensorboard`: becomes TensorBoard."""
-    roots = load_jobs(talk).roots()
+    roots = load_jobs(task).roots()
     where = ["--logdir", str(find_run(roots, words).tensorboard if words else roots[0] / "runs")]
     if not words and len(roots) > 1:
         where = ["--logdir_spec", ",".join(f"{root.name}:{root / 'runs'}" for root in roots)]
@@ -237,39 +237,39 @@ def tensorboard(talk: Talk, words: str, port: int) -> None:
         "--host",
         "localhost",
     ]
-    if talk.dry_run:
-        talk.say(" ".join(argv))
-    if talk.dry_run or os.environ.get("SSH_CONNECTION"):
-        talk.say(f"from your own machine: {shlex.join(tunnel_words(os.environ, port))}")
-        talk.say(f"  and there in a browser: http://localhost:{port}")
-    if talk.dry_run:
+    if task.dry_run:
+        task.say(" ".join(argv))
+    if task.dry_run or os.environ.get("SSH_CONNECTION"):
+        task.say(f"from your own machine: {shlex.join(tunnel_words(os.environ, port))}")
+        task.say(f"  and there in a browser: http://localhost:{port}")
+    if task.dry_run:
         return
     os.execv(sys.executable, argv)
 
 
-def report(talk: Talk, words: str, picture: str, flops: str) -> Answer:
+def report(task: TaskContext, words: str, picture: str, flops: str) -> TaskResult:
     """The task `report`."""
     refuse_unknown_convention(flops)
-    run = find_run(load_jobs(talk).roots(), words)
+    run = find_run(load_jobs(task).roots(), words)
     if picture:
         draw_losses(run, Path(picture))
-        talk.say(f"drew {picture}")
+        task.say(f"drew {picture}")
     summary = summarize(run)
     if flops:
         counted = {"flops_convention": flops, "convention_tflops": by_convention(summary, flops)}
     else:
         counted = {}
-    if not talk.json:
-        _print_status(talk, run, read_record(run), DeviceView([]))
+    if not task.json:
+        _print_status(task, run, read_record(run), DeviceView([]))
         if (tflops := summary.median("model_tflops")) is not None:
             mfu = summary.median("mfu")
             if mfu is None:
                 used = "MFU n/a"
             else:
                 used = f"MFU {100 * mfu:.1f}% of {summary.peak}"
-            talk.say(f"{tflops:.3g} model TFLOP/s per device (median step), {used}")
+            task.say(f"{tflops:.3g} model TFLOP/s per device (median step), {used}")
         if counted.get("convention_tflops") is not None:
-            talk.say(
+            task.say(
                 f"{counted['convention_tflops']:.3g} TFLOP/s per device as {flops} counts them"
             )
-    return Answer({**summary.to_json(), **counted})
+    return TaskResult({**summary.to_json(), **counted})

@@ -13,7 +13,7 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.summary import last_lines, print_next
 from trainkit.cli.tables import Listing
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.slurm.job_graph import read_stage_jobs
 from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.squeue import BEFORE, RUNNING, Account, accounts
@@ -27,9 +27,9 @@ SHOWN = 12  # later failures of other ranks
 WELL = BEFORE | RUNNING | {"COMPLETED", "CANCELLED"}
 
 
-def why(talk: Talk, words: str, attempt: int) -> Answer:
+def why(task: TaskContext, words: str, attempt: int) -> TaskResult:
     """The task `why`. The exit code is 0: the question was answered."""
-    run = find_run(load_jobs(talk).roots(), words)
+    run = find_run(load_jobs(task).roots(), words)
     record = settled(read_record(run))
     told = [_attempt(each) for each in run.attempts()]
     chosen = _chosen(run, record, told, attempt)
@@ -42,14 +42,14 @@ def why(talk: Talk, words: str, attempt: int) -> Answer:
         others = _later_failures(run.attempt(chosen["attempt"]), cause)
     else:
         others = []
-    kept = _kept_by_slurm(talk, run)
-    if not talk.json:
-        _print(talk, run, record, chosen, cause, others, told)
+    kept = _kept_by_slurm(task, run)
+    if not task.json:
+        _print(task, run, record, chosen, cause, others, told)
         if kept:
-            talk.say("what Slurm kept of it:")
-            talk.console.print(_slurm_table(kept))
+            task.say("what Slurm kept of it:")
+            task.console.print(_slurm_table(kept))
         if chosen is not None and cause.get("message"):
-            print_next(talk, record, without="why")
+            print_next(task, record, without="why")
     answer = {
         "run": run.id,
         "job": run.job_name,
@@ -66,7 +66,7 @@ def why(talk: Talk, words: str, attempt: int) -> Answer:
         slurm = None
     else:
         slurm = [asdict(each) for each in kept]
-    return Answer(
+    return TaskResult(
         document(
             "why/1",
             **answer,
@@ -139,7 +139,7 @@ def _last(cause: dict[str, Any]) -> list[str]:
     return []
 
 
-def _kept_by_slurm(talk: Talk, run: RunFolder) -> list[Account] | None:
+def _kept_by_slurm(task: TaskContext, run: RunFolder) -> list[Account] | None:
     """Every start of the run's Slurm jobs, and what ended badly of their steps and of the jobs
     that made its stages, as slurmdbd keeps them; None where there is no accounting, or no job."""
     ids = [job.id for job in read_slurm_jobs(run)]
@@ -150,7 +150,7 @@ def _kept_by_slurm(talk: Talk, run: RunFolder) -> list[Account] | None:
         else:
             rows = None
     except TrainkitError as error:
-        talk.say(error.message)
+        task.say(error.message)
         return None
     if rows is None:
         return None
@@ -206,7 +206,7 @@ def _how(cause: dict[str, Any]) -> str:
 
 
 def _print(
-    talk: Talk,
+    task: TaskContext,
     run: RunFolder,
     record: Record,
     chosen: dict[str, Any] | None,
@@ -214,7 +214,7 @@ def _print(
     others: list[dict[str, Any]],
     told: list[dict[str, Any]],
 ) -> None:
-    console = talk.console
+    console = task.console
     if chosen is None or not cause.get("message"):
         console.print(f"[bold]{run.id}[/] ({run.job_name}) is {record.state}: nothing has failed")
         return
@@ -235,15 +235,15 @@ def _print(
         ("advice", "advice: {}"),
     ):
         if cause.get(key) not in (None, ""):
-            talk.say("  " + text.format(cause[key]))
+            task.say("  " + text.format(cause[key]))
     if cause.get("last"):
-        talk.say("its last lines:")
+        task.say("its last lines:")
         for line in cause["last"][-LINES:]:
-            talk.say(f"  {line}")
+            task.say(f"  {line}")
     for other in others[:SHOWN]:
-        talk.say(f"later: rank {other['rank']} on {other['host']} ended with {other['code']}")
+        task.say(f"later: rank {other['rank']} on {other['host']} ended with {other['code']}")
     if len(others) > SHOWN:
-        talk.say(f"later: {len(others) - SHOWN} more ranks")
+        task.say(f"later: {len(others) - SHOWN} more ranks")
     if len(told) > 1:
         console.print(
             _attempts_table(told, "running" if record.state == "running" else "no last word")

@@ -9,7 +9,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.model.inference import warn_of_another_tokenizer
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
@@ -23,8 +23,14 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def export(
-    talk: Talk, words: str, format: str, to: str, step: int | None, dtype: str, shard_gb: float
-) -> Answer:
+    task: TaskContext,
+    words: str,
+    format: str,
+    to: str,
+    step: int | None,
+    dtype: str,
+    shard_gb: float,
+) -> TaskResult:
     """The task `export`."""
     problems = []
     if format not in FORMATS:
@@ -42,7 +48,7 @@ def export(
         )
     if problems:
         raise ConfigError(problems)
-    run = find_run(load_jobs(talk).roots(), words)
+    run = find_run(load_jobs(task).roots(), words)
     job = read_job(run.job)
     from trainkit.train.huggingface.writing import export as write
     from trainkit.train.inference.load import choose_checkpoint
@@ -61,13 +67,13 @@ def export(
         tokenizer=tokenizer,
         about=about,
     )
-    talk.say(
+    task.say(
         f"exported step {saved.manifest.step} of run {run.id} to {target}:"
         f" {written.parameters / 1e6:,.2f} million parameters in {dtype}"
     )
     if tokenizer is None:
-        talk.say("without a tokenizer: the run was trained on random tokens")
-    return Answer(
+        task.say("without a tokenizer: the run was trained on random tokens")
+    return TaskResult(
         document(
             "export/1",
             run=run.id,

@@ -17,7 +17,7 @@ from trainkit.base.documents import document, read_form
 from trainkit.base.errors import ConfigError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.stages import bring_up_to_date
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Dataset, Job
@@ -66,7 +66,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def generate(
-    talk: Talk,
+    task: TaskContext,
     words: str,
     prompts: Sequence[str],
     prompts_file: str,
@@ -76,14 +76,14 @@ def generate(
     step: int | None,
     device: str,
     tensor_parallel: int,
-) -> Answer:
+) -> TaskResult:
     """The task `generate`. `sampling`: the fields of train.sampling.Sampling."""
     from trainkit.train.inference.generate import generate as write
     from trainkit.train.inference.sampling import Sampling
 
     how = Sampling(**sampling)
     asked = [*prompts, *(read_prompts(Path(prompts_file)) if prompts_file else [])] or [""]
-    run = find_run(load_jobs(talk).roots(), words)
+    run = find_run(load_jobs(task).roots(), words)
     warn_of_another_tokenizer(run)
     choice: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -92,13 +92,13 @@ def generate(
         "ranks": tensor_parallel,
     }
     found, generations = write(run, asked, how, **choice, together=run_together)
-    if not talk.json:
+    if not task.json:
         for number, generation in enumerate(generations, start=1):
             if len(generations) > 1:
-                talk.say(f"--- {number} of {len(generations)}")
-            talk.say(generation.text)
+                task.say(f"--- {number} of {len(generations)}")
+            task.say(generation.text)
     first = generations[0]
-    return Answer(
+    return TaskResult(
         document(
             "generate/1",
             run=run.id,
@@ -111,7 +111,7 @@ def generate(
 
 
 def evaluate(
-    talk: Talk,
+    task: TaskContext,
     words: str,
     dataset: str,
     split: str,
@@ -119,7 +119,7 @@ def evaluate(
     step: int | None,
     device: str,
     tensor_parallel: int,
-) -> Answer:
+) -> TaskResult:
     """The task `evaluate`."""
     from trainkit.train.inference.evaluate import Evaluation, Windows, refuse_unreadable
     from trainkit.train.inference.evaluate import evaluate as measure
@@ -133,7 +133,7 @@ def evaluate(
         vocabulary,
     )
 
-    jobs = load_jobs(talk)
+    jobs = load_jobs(task)
     run = find_run(jobs.roots(), words)
     job = read_job(run.job)
     if dataset:
@@ -146,7 +146,7 @@ def evaluate(
     refuse_unsplittable(job, tensor_parallel, on)
     saved = choose_checkpoint(run, step)
     warn_of_another_tokenizer(run)
-    _prepare(talk, job, wanted, tokenizer)
+    _prepare(task, job, wanted, tokenizer)
     facts = {
         "run": run.id,
         "step": saved.manifest.step,
@@ -155,15 +155,15 @@ def evaluate(
         "device": on.type,
         "precision": job.training.precision,
     }
-    if talk.dry_run:
-        talk.say(
+    if task.dry_run:
+        task.say(
             f"would evaluate step {saved.manifest.step} of run {run.id} on the {split} split of"
             f" {wanted.name} on {on.type}"
         )
-        return Answer(document("evaluate/1", dry_run=True, **facts))
+        return TaskResult(document("evaluate/1", dry_run=True, **facts))
     # before ranks are started: it may refuse
     windows = Windows(job, wanted, split, vocabulary(saved), on)
-    with _bar(talk) as progress:
+    with _bar(task) as progress:
         if tensor_parallel > 1:
             spec = sharded.spec_of(
                 "evaluate",
@@ -180,7 +180,7 @@ def evaluate(
         else:
             model = load_model(job, saved, on, PRECISIONS[job.training.precision])
             found = measure(model, windows, tokenizer, end, samples=samples, progress=progress)
-    talk.say(
+    task.say(
         f"step {facts['step']} of run {run.id} on {wanted.name} ({split}): {found.tokens:,} tokens"
         f" of {found.samples:,} samples in {found.seconds:.1f} s"
     )
@@ -192,14 +192,14 @@ def evaluate(
         bits = "n/a"
     else:
         bits = f"{found.bits_per_byte:.4f}"
-    talk.say(
+    task.say(
         f"loss {found.loss:.4f} nats/token, perplexity {perplexity}, {bits} bits/byte of"
         f" {found.bytes:,} bytes"
     )
-    return Answer(document("evaluate/1", dry_run=False, **facts, **dataclasses.asdict(found)))
+    return TaskResult(document("evaluate/1", dry_run=False, **facts, **dataclasses.asdict(found)))
 
 
-def _prepare(talk: Talk, job: Job, wanted: Dataset, tokenizer: Tokenizer) -> None:
+def _prepare(task: TaskContext, job: Job, wanted: Dataset, tokenizer: Tokenizer) -> None:
     """Have `wanted` prepared with the job's own tokenizer. The run's own data is never made
     anew: its tokenizer would be, too.
 
@@ -224,8 +224,8 @@ def _prepare(talk: Talk, job: Job, wanted: Dataset, tokenizer: Tokenizer) -> Non
             hint=f'give it a tokenizer of type = "file" with path = "{own.tokenizer}"',
         )
     needs = needs_of_dataset(wanted, root, stamps_folder(root, PrepData.name))
-    bring_up_to_date(talk, [*Build().needs(None, stamps_folder(root, Build.name)), *needs], root)
-    if not talk.dry_run:
+    bring_up_to_date(task, [*Build().needs(None, stamps_folder(root, Build.name)), *needs], root)
+    if not task.dry_run:
         refuse_other_tokenizer(job, tokenizer, wanted, folder.tokenizer)
 
 
@@ -246,9 +246,9 @@ def warn_of_another_tokenizer(run: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def _bar(talk: Talk) -> Iterator[Callable[[int, int], None]]:
+def _bar(task: TaskContext) -> Iterator[Callable[[int, int], None]]:
     """A bar over samples where there is a terminal; nothing elsewhere."""
-    if not talk.console.is_terminal:
+    if not task.console.is_terminal:
         yield lambda done, total: None
         return
     columns = (
@@ -258,6 +258,6 @@ def _bar(talk: Talk) -> Iterator[Callable[[int, int], None]]:
         TextColumn("samples"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=talk.console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with Progress(*columns, console=task.console, transient=True) as bar:
+        row = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(row, completed=done, total=total)

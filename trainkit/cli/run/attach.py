@@ -13,7 +13,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.progress import TrainingView
 from trainkit.cli.run.summary import print_ending
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.protocol.client import ask
 from trainkit.launch.slurm.reconcile import Queue, settled
@@ -29,10 +29,10 @@ GOING = ("queued", "starting", "running")
 CONFIRM_SECONDS = 5.0  # that a second Ctrl-C has to stop the run
 
 
-def attach(talk: Talk, words: str) -> Answer:
+def attach(task: TaskContext, words: str) -> TaskResult:
     """The task `attach`."""
-    run = find_run(load_jobs(talk).roots(), words)
-    return follow_run(talk, run, EventTail(run, told=True), attached=True)
+    run = find_run(load_jobs(task).roots(), words)
+    return follow_run(task, run, EventTail(run, told=True), attached=True)
 
 
 def started(run: RunFolder, events: EventTail) -> bool:
@@ -50,7 +50,9 @@ def started(run: RunFolder, events: EventTail) -> bool:
         return True
 
 
-def follow_run(talk: Talk, run: RunFolder, events: EventTail, *, attached: bool = False) -> Answer:
+def follow_run(
+    task: TaskContext, run: RunFolder, events: EventTail, *, attached: bool = False
+) -> TaskResult:
     """Show how a run goes on until it ends; the exit code is the run's. Ctrl-C twice saves and
     stops the run; once only ends the following (130). A run of Slurm's is followed through the
     queue too, and Ctrl-C does nothing to it.
@@ -63,7 +65,7 @@ def follow_run(talk: Talk, run: RunFolder, events: EventTail, *, attached: bool 
     record: Record | None = settled(read_record(run))
     going = record is not None and record.state in GOING
     if record is not None and record.state in GOING:
-        view = TrainingView(talk.console, job.training.train_iters)
+        view = TrainingView(task.console, job.training.train_iters)
         try:
             with _presses() as presses:
                 view.begin(run)
@@ -73,15 +75,15 @@ def follow_run(talk: Talk, run: RunFolder, events: EventTail, *, attached: bool 
         finally:
             view.end()
     if record is None:
-        talk.say(
-            f"run {run.id} goes on; {talk.command} attach {run.id} follows it again, {talk.command}"
+        task.say(
+            f"run {run.id} goes on; {task.command} attach {run.id} follows it again, {task.command}"
             f" cancel {run.id} stops it"
         )
-        return Answer(read_record(run).to_json(), Exit.INTERRUPTED)
+        return TaskResult(read_record(run).to_json(), Exit.INTERRUPTED)
     # a terminal that is gone does not change how the run ended
     with contextlib.suppress(OSError, SystemExit):
-        print_ending(talk, run, job, record, sample=going or not attached)
-    return Answer(record.to_json(), Exit(record.exit or 0))
+        print_ending(task, run, job, record, sample=going or not attached)
+    return TaskResult(record.to_json(), Exit(record.exit or 0))
 
 
 @contextlib.contextmanager

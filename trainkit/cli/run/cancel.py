@@ -14,7 +14,7 @@ from trainkit.base.files import write_json
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run import slurm
 from trainkit.cli.tables import Listing
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
@@ -42,32 +42,32 @@ SAY_SECONDS = 15.0
 NodeRow = dict[str, Any]
 
 
-def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer:
+def cancel(task: TaskContext, words: str, *, save: bool, force: bool = False) -> TaskResult:
     """The task `cancel`. With `force`, hosts that do not answer count as gone."""
-    run = find_run(load_jobs(talk).roots(), words)
+    run = find_run(load_jobs(task).roots(), words)
     job = read_job(run.job)
-    record = _begun(talk, run)
+    record = _begun(task, run)
     if not run.job.is_file():
-        talk.say(f"run {run.id} was given up by whoever began it")
-        return Answer(document("cancel/1", **_head(record), hosts=[]))
+        task.say(f"run {run.id} was given up by whoever began it")
+        return TaskResult(document("cancel/1", **_head(record), hosts=[]))
     if record.state == "queued":
-        slurm.cancel_queued(talk, run)
-        return Answer(document("cancel/1", **_head(read_record(run)), hosts=[]), Exit.CANCELLED)
+        slurm.cancel_queued(task, run)
+        return TaskResult(document("cancel/1", **_head(read_record(run)), hosts=[]), Exit.CANCELLED)
     if newest_job(run) is None and _made_just_now(run):
         record = read_record(run)
     ended = _last_end(run)
-    if record.state in ("running", "unknown") and _told(talk, record, save=save):
-        talk.say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
-        record = _wait(talk, run, job, save=save)
+    if record.state in ("running", "unknown") and _told(task, record, save=save):
+        task.say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
+        record = _wait(task, run, job, save=save)
         ended = _last_end(run)
         if record.state == "succeeded":
-            talk.say(f"run {run.id} finished before that")
+            task.say(f"run {run.id} finished before that")
         slurm.make_sure(run)
         if ended:
             rows = _rows_of_end(run, job, ended)
         else:
             rows = _sweep(run, job)
-        return _answer(talk, record, rows)
+        return _answer(task, record, rows)
     record = settled(read_record(run))  # it may have ended while it was asked
     if record.state not in ("running", "unknown") and not _may_have_left(run, ended):
         if left := (
@@ -75,10 +75,10 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
             if still_to_be_made(run)
             else []
         ):
-            talk.say(f"what was to make its stages is out of the queue (jobs {', '.join(left)})")
-        talk.say(f"run {run.id} has ended already: {record.state}, exit {record.exit}")
-        return Answer(document("cancel/1", **_head(record), hosts=[]))
-    talk.say(f"run {run.id} has no supervisor that could be asked; asking its nodes what is left")
+            task.say(f"what was to make its stages is out of the queue (jobs {', '.join(left)})")
+        task.say(f"run {run.id} has ended already: {record.state}, exit {record.exit}")
+        return TaskResult(document("cancel/1", **_head(record), hosts=[]))
+    task.say(f"run {run.id} has no supervisor that could be asked; asking its nodes what is left")
     rows = _sweep(run, job)
     # Slurm's TERM lets a supervisor that could not be reached have its last word
     ended = _last_end(run)
@@ -88,10 +88,10 @@ def cancel(talk: Talk, words: str, *, save: bool, force: bool = False) -> Answer
         and (force or all(row["answered"] for row in rows))
     ):
         _close(run, record)
-    return _answer(talk, read_record(run), rows, force=force)
+    return _answer(task, read_record(run), rows, force=force)
 
 
-def _begun(talk: Talk, run: RunFolder) -> Record:
+def _begun(task: TaskContext, run: RunFolder) -> Record:
     """The record once the run is no longer starting: before, nobody knows what would have to be
     stopped. Raises TrainkitError (exit 13) where that lasts."""
     deadline = time.monotonic() + BEGIN_SECONDS
@@ -108,24 +108,24 @@ def _begun(talk: Talk, run: RunFolder) -> Record:
                 f"run {run.id} is still being begun by {who}", exit=Exit.CONTACT_LOST, hint=hint
             )
         if not said:
-            talk.say(f"run {run.id} is being begun by {who}; waiting for that")
+            task.say(f"run {run.id} is being begun by {who}; waiting for that")
         said = True
         time.sleep(POLL_SECONDS)
     return record
 
 
-def _told(talk: Talk, record: Record, *, save: bool) -> bool:
+def _told(task: TaskContext, record: Record, *, save: bool) -> bool:
     """Tell the supervisor; whether there was one. Raises TrainkitError (exit 13) where it lives
     and cannot be reached, and nobody else could end the run."""
     try:
         return ask(record.run, {"type": "cancel", "save": save}) is not None
     except TrainkitError as error:
         if record.state == "unknown":  # long silent, and not to be reached either
-            talk.say(error.message)
+            task.say(error.message)
             return False
         if newest_job(record.run) is None:
             raise
-        talk.say(f"{error.message}; Slurm can end its job: ranks save, as far as KillWait allows")
+        task.say(f"{error.message}; Slurm can end its job: ranks save, as far as KillWait allows")
         return False
 
 
@@ -180,7 +180,7 @@ def _may_have_left(run: RunFolder, ended: dict[str, Any] | None) -> bool:
     )
 
 
-def _wait(talk: Talk, run: RunFolder, job: Job, *, save: bool) -> Record:
+def _wait(task: TaskContext, run: RunFolder, job: Job, *, save: bool) -> Record:
     """Wait for the end. Saving takes as long as a step and a checkpoint take; stopping is
     bounded. Raises TrainkitError (exit 13) beyond that."""
     watch = job.cluster.watch
@@ -199,7 +199,7 @@ def _wait(talk: Talk, run: RunFolder, job: Job, *, save: bool) -> Record:
             )
         if now - said > SAY_SECONDS:
             said = now
-            talk.say(f"  waiting, {now - began:.0f} s so far; the run is at step {record.step}")
+            task.say(f"  waiting, {now - began:.0f} s so far; the run is at step {record.step}")
         time.sleep(POLL_SECONDS)
     return record
 
@@ -266,12 +266,14 @@ def _head(record: Record) -> dict[str, Any]:
     }
 
 
-def _answer(talk: Talk, record: Record, rows: list[NodeRow], *, force: bool = False) -> Answer:
+def _answer(
+    task: TaskContext, record: Record, rows: list[NodeRow], *, force: bool = False
+) -> TaskResult:
     table = Listing("host", "left")
     for row in rows:
         table.add_row(escape(row["host"]), escape(_left(row)))
-    if not talk.json:
-        talk.console.print(table)
+    if not task.json:
+        task.console.print(table)
     if not force and not all(row["answered"] for row in rows):
         code = Exit.CONTACT_LOST
     elif any(row["left"] for row in rows):
@@ -284,10 +286,10 @@ def _answer(talk: Talk, record: Record, rows: list[NodeRow], *, force: bool = Fa
         else:
             code = Exit.CANCELLED
     if code == Exit.PREEMPTED:
-        talk.say(f"saved at step {record.step}; {talk.command} resume {record.run.id} goes on")
+        task.say(f"saved at step {record.step}; {task.command} resume {record.run.id} goes on")
     elif record.state == "preempted":
-        talk.say("stopped before it had saved: it would go on from an older checkpoint")
-    return Answer(document("cancel/1", **_head(record), hosts=rows), code)
+        task.say("stopped before it had saved: it would go on from an older checkpoint")
+    return TaskResult(document("cancel/1", **_head(record), hosts=rows), code)
 
 
 def _left(row: NodeRow) -> str:

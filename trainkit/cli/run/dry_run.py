@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers import around, kept_since
 from trainkit.launch.hosts.hostfile import Host
@@ -22,9 +22,9 @@ def session_to_show(job: Job, run: RunFolder, attempt: int, hosts: Sequence[Host
     )
 
 
-def say_scripts(talk: Talk, session: Session) -> None:
+def say_scripts(task: TaskContext, session: Session) -> None:
     """How each node gets into its container, where there is one."""
     for name, text in session.scripts().items() if session.around else ():
-        talk.say(f"would write {session.folder / name}:")
+        task.say(f"would write {session.folder / name}:")
         for line in text.rstrip("\n").split("\n"):
-            talk.say(f"  {line}")
+            task.say(f"  {line}")

@@ -13,7 +13,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.cli.run.dry_run import say_scripts, session_to_show
 from trainkit.cli.tables import Listing
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines import ENGINES
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import Host
@@ -34,7 +34,7 @@ CANCEL_SECONDS = 120.0  # for Slurm to end a job: KillWait, and epilogs
 POLL_SECONDS = 0.5
 
 
-def dry_run(talk: Talk, job: Job, plan: Plan, root: Path, after: str = "") -> Answer:
+def dry_run(task: TaskContext, job: Job, plan: Plan, root: Path, after: str = "") -> TaskResult:
     """Print the batch script, the line that submits it and the line of srun in it. Nothing is
     written. `after`: the job that completes its stages."""
     run = RunFolder(root.absolute() / "runs" / job.name / "RUN")
@@ -53,17 +53,17 @@ def dry_run(talk: Talk, job: Job, plan: Plan, root: Path, after: str = "") -> An
         srun_words(session, hosts, variables),
     ]
     command = ENGINES[job.engine].command(job, run, 1)
-    talk.say(f"would submit: {shlex.join(line)}")
+    task.say(f"would submit: {shlex.join(line)}")
     for each in text.rstrip("\n").split("\n"):
-        talk.say(f"  {each}")
+        task.say(f"  {each}")
     for words in lines:
-        talk.say(f"would run in it: {shlex.join(words)}")
-    say_scripts(talk, session)
-    talk.say(
+        task.say(f"would run in it: {shlex.join(words)}")
+    say_scripts(task, session)
+    task.say(
         f"would start on each of {job.nodes} nodes: {job.ranks_per_node} ranks, each"
         f" {shlex.join(command.argv)}"
     )
-    return Answer(
+    return TaskResult(
         document(
             "dry-run/1",
             plan=plan.to_json(),
@@ -75,11 +75,11 @@ def dry_run(talk: Talk, job: Job, plan: Plan, root: Path, after: str = "") -> An
     )
 
 
-def say_submitted(talk: Talk, run: RunFolder, id: str, *, detach: bool) -> None:
+def say_submitted(task: TaskContext, run: RunFolder, id: str, *, detach: bool) -> None:
     """What has been done, and how to go on from here."""
-    talk.say(f"run {run.id} is job {id} of Slurm; its script: {run.path / 'launch' / 'slurm.sh'}")
+    task.say(f"run {run.id} is job {id} of Slurm; its script: {run.path / 'launch' / 'slurm.sh'}")
     if detach:
-        talk.say(f"  {talk.command} attach {id} follows it, {talk.command} cancel {id} stops it")
+        task.say(f"  {task.command} attach {id} follows it, {task.command} cancel {id} stops it")
 
 
 def end_job(run: RunFolder, job: SlurmJob) -> tuple[str, list[str]]:
@@ -146,7 +146,7 @@ def end_stages(run: RunFolder, deadline: float) -> list[str]:
     return ids
 
 
-def cancel_queued(talk: Talk, run: RunFolder) -> None:
+def cancel_queued(task: TaskContext, run: RunFolder) -> None:
     """Take a run that waits out of the queue, and note that."""
     job = newest_job(run)
     assert job is not None
@@ -164,7 +164,7 @@ def cancel_queued(talk: Talk, run: RunFolder) -> None:
         with_stages = f", with jobs {', '.join(stages)} that were to make its stages"
     else:
         with_stages = ""
-    talk.say(f"job {job.id} is out of the queue ({state}){with_stages}")
+    task.say(f"job {job.id} is out of the queue ({state}){with_stages}")
 
 
 def make_sure(run: RunFolder) -> None:
@@ -175,7 +175,7 @@ def make_sure(run: RunFolder) -> None:
         end_job(run, next((job for job in jobs if job.id == jobs[-1].follows), jobs[-1]))
 
 
-def nodes(talk: Talk, cluster: Cluster) -> Answer:
+def nodes(task: TaskContext, cluster: Cluster) -> TaskResult:
     """The task `nodes` of a cluster of Slurm's: what sinfo knows, drained nodes with the reason."""
     argv = ["sinfo", "--Node", "--noheader", "--format=%N|%T|%P|%c|%G|%E"]
     rows = [
@@ -198,6 +198,6 @@ def nodes(talk: Talk, cluster: Cluster) -> Answer:
         table.add_row(
             *(escape(row[key]) for key in ("host", "state", "partition", "cpus", "gres", "reason"))
         )
-    if not talk.json:
-        talk.console.print(table)
-    return Answer(document("nodes/1", cluster=cluster.name, hosts=rows))
+    if not task.json:
+        task.console.print(table)
+    return TaskResult(document("nodes/1", cluster=cluster.name, hosts=rows))

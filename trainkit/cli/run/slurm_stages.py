@@ -15,7 +15,7 @@ from trainkit.base.locks import locked
 from trainkit.cli.run.attach import follow_run
 from trainkit.cli.run.progress import StageReporter
 from trainkit.cli.run.stages import STAGES, agree, bring_up_to_date, term_interrupts
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.arrays import SlurmPlace, dry_lines, follow, slurm_place_of, split
 from trainkit.launch.slurm.job_graph import (
@@ -51,7 +51,7 @@ class Queued:
     deferred: list[str]
 
 
-def _queued(talk: Talk, job: Job, reporter: StageReporter) -> Queued:
+def _queued(task: TaskContext, job: Job, reporter: StageReporter) -> Queued:
     """Ask each stage in turn what the job needs of it; what is not Slurm's is brought up to date
     at once, under a dry run said."""
     found = Queued([], [])
@@ -59,33 +59,33 @@ def _queued(talk: Talk, job: Job, reporter: StageReporter) -> Queued:
         if {need.stage for _, need in found.needs}.intersection(stage.waits_for(job)):
             found.deferred.append(stage.name)
             continue
-        place = slurm_place_of(job, stage.name, talk.say)
+        place = slurm_place_of(job, stage.name, task.say)
         stamps = stamps_folder(_root(job), stage.name)
         for need in stage.needs(job, stamps):
             if place is None or judge(need, stamps).fresh:
-                bring_up_to_date(talk, [need], _root(job), job=job, reporter=reporter)
+                bring_up_to_date(task, [need], _root(job), job=job, reporter=reporter)
             else:
                 found.needs.append((place, need))
     return found
 
 
 @contextlib.contextmanager
-def graph_of(talk: Talk, job: Job) -> Iterator[Graph]:
+def graph_of(task: TaskContext, job: Job) -> Iterator[Graph]:
     """What Slurm has to make before `job` can run; all other stages are up to date then. In the
     block the stages' locks are held: submit it there.
 
     Raises TrainkitError as `make_fresh`.
     """
-    reporter = StageReporter(talk.console)
-    asking = Asking(talk.say)
+    reporter = StageReporter(task.console)
+    asking = Asking(task.say)
     while True:
-        queued = _queued(talk, job, reporter)
+        queued = _queued(task, job, reporter)
         if not queued.needs:
             yield Graph(())
             return
         for _, need in queued.needs:
             if need.announcement is not None:
-                agree(talk, need.announcement)
+                agree(task, need.announcement)
         with _held(job, queued, reporter):
             if (other := _in_the_way(job, queued, asking)) is None:
                 # while it is submitted too: half a graph is taken out again
@@ -184,13 +184,13 @@ def _part(job: Job, place: SlurmPlace, need: Need, reporter: StageReporter) -> P
     return Part(place, need, tuple(there), inputs)
 
 
-def dry_graph(talk: Talk, job: Job) -> Graph:
+def dry_graph(task: TaskContext, job: Job) -> Graph:
     """Say what would be made where, and print the scripts of the graph but for the run's own.
     Nothing is written."""
-    reporter = StageReporter(talk.console)
+    reporter = StageReporter(task.console)
     parts = list[Part]()
     before = None
-    queued = _queued(talk, job, reporter)
+    queued = _queued(task, job, reporter)
     run = RunFolder(_root(job).absolute() / "runs" / job.name / "RUN")
     for place, need in queued.needs:
         stamps = stamps_folder(_root(job), need.stage)
@@ -198,41 +198,41 @@ def dry_graph(talk: Talk, job: Job) -> Graph:
         units = missing_units(need, stamps, force=False)
         lines, before = dry_lines(place, need, units, stages_of(run), before)
         for line in lines:
-            talk.say(f"  {line}")
+            task.say(f"  {line}")
         if there := split(units)[1]:
             parts.append(Part(place, need, tuple(there), []))
     graph = Graph(tuple(parts), tuple(queued.deferred))
     if parts:
-        talk.say(f"  would submit {describe_ready(job, graph, before or '')}")
+        task.say(f"  would submit {describe_ready(job, graph, before or '')}")
         for line in ready_script(run, job, graph).splitlines():
-            talk.say(f"    {line}")
+            task.say(f"    {line}")
     return graph
 
 
-def follow_graph(talk: Talk, run: RunFolder, followed: list[Followed]) -> Answer:
+def follow_graph(task: TaskContext, run: RunFolder, followed: list[Followed]) -> TaskResult:
     """Show how the stages of a run that was just submitted are made, then the run; Ctrl-C only
     ends the following."""
-    reporter = StageReporter(talk.console)
+    reporter = StageReporter(task.console)
     told = [""]
 
     def tell() -> None:
         if (words := words_of_stages(run)) not in ("", told[-1]):
             told.append(words)
-            talk.console.print(f"[yellow]{escape(words)}[/]")
+            task.console.print(f"[yellow]{escape(words)}[/]")
 
     try:
         for each in followed:
             reporter.started(each.part.need, each.part.units)
             try:
-                follow(each.ids, each.units, reporter, reporter.counted, talk.say, tell)
+                follow(each.ids, each.units, reporter, reporter.counted, task.say, tell)
             finally:
                 reporter.finished(each.part.need)
     except KeyboardInterrupt:
-        talk.say(
-            f"run {run.id} goes on; {talk.command} attach {run.id} follows it again, {talk.command}"
+        task.say(
+            f"run {run.id} goes on; {task.command} attach {run.id} follows it again, {task.command}"
             f" cancel {run.id} stops it"
         )
-        return Answer(read_record(run).to_json(), Exit.INTERRUPTED)
+        return TaskResult(read_record(run).to_json(), Exit.INTERRUPTED)
     except TrainkitError as error:  # Slurm could not be asked just now
-        talk.say(str(error))
-    return follow_run(talk, run, EventTail(run))
+        task.say(str(error))
+    return follow_run(task, run, EventTail(run))

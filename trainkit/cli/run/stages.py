@@ -18,7 +18,7 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.extras import MissingExtra
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.progress import StageReporter, dataset_table
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.fetch.retry import PATIENT, Patience, Unreachable
 from trainkit.data.indexed.manifest import COUNTS, REASONS, read_manifest
 from trainkit.data.indexed.paths import MANIFEST
@@ -49,12 +49,12 @@ HASTY = Patience(attempts=1, timeout=10.0)  # with servers, under a dry run
 STAGES: tuple[Stage, ...] = (Build(), PrepData(), *LATER)
 
 
-def say_unused_places(talk: Talk, job: Job) -> None:
+def say_unused_places(task: TaskContext, job: Job) -> None:
     """Say which of clusters.X.stages nobody reads: a name that is misspelt, or of a stage that
     this version has not."""
     names = [stage.name for stage in STAGES]
     for unused in sorted(set(job.cluster.stages) - set(names)):
-        talk.say(
+        task.say(
             f"note: clusters.{job.cluster.name}.stages.{unused} is the place of no stage of this"
             f" version; stages are {', '.join(names)}"
         )
@@ -78,14 +78,14 @@ def term_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def agree(talk: Talk, large: Announcement) -> None:
+def agree(task: TaskContext, large: Announcement) -> None:
     """Say what is to be fetched and have somebody agree. Raises ConfigError (exit 6) where
     nobody does, or there is no room."""
-    talk.say(str(large))
+    task.say(str(large))
     large.check_space()
     if large.accepted:
         return
-    if not (sys.stdin.isatty() and sys.stderr.isatty()) or talk.json:
+    if not (sys.stdin.isatty() and sys.stderr.isatty()) or task.json:
         raise large.refusal()
     sys.stderr.write("fetch it? [y/N] ")
     sys.stderr.flush()
@@ -117,7 +117,7 @@ def _lacks_ftfy(need: Need) -> bool:
 
 
 def bring_up_to_date(
-    talk: Talk,
+    task: TaskContext,
     needs: Iterable[Need],
     root: Path,
     *,
@@ -133,18 +133,18 @@ def bring_up_to_date(
         units at once; by default one a core here, and clusters.X.stages.STAGE.tasks_per_node on
         other hosts.
     """
-    reporter = reporter or StageReporter(talk.console)
-    if not talk.dry_run:
+    reporter = reporter or StageReporter(task.console)
+    if not task.dry_run:
         verdicts = []
-        asking = Asking(talk.say)
+        asking = Asking(task.say)
         with term_interrupts():
             for need in needs:
                 if (
                     need.announcement is not None
                     and not judge(need, stamps_folder(root, need.stage), force=force).fresh
                 ):
-                    agree(talk, need.announcement)
-                executor = _executor(job, need.stage, talk.say)
+                    agree(task, need.announcement)
+                executor = _executor(job, need.stage, task.say)
                 if (
                     executor is execute_here
                     and _lacks_ftfy(need)
@@ -168,7 +168,7 @@ def bring_up_to_date(
         if (
             job
             and not verdicts[-1].fresh
-            and (arrays := slurm_place_of(job, need.stage, talk.say)) is not None
+            and (arrays := slurm_place_of(job, need.stage, task.say)) is not None
         ):
             for line in dry_lines(
                 arrays,
@@ -176,10 +176,10 @@ def bring_up_to_date(
                 missing_units(need, stamps, force=force),
                 unit_folder(stamps, need.name),
             )[0]:
-                talk.say(f"  {line}")
+                task.say(f"  {line}")
             continue
         if job:
-            place = place_of(job, need.stage, talk.say)
+            place = place_of(job, need.stage, task.say)
         else:
             place = None
         if place is None:
@@ -187,7 +187,7 @@ def bring_up_to_date(
         else:
             where = f" on one of {', '.join(host.name for host in place.hosts)}"
         for unit in [] if verdicts[-1].fresh else missing_units(need, stamps, force=force):
-            talk.say(
+            task.say(
                 f"  would run {shlex.join(unit.argv)}"
                 f" {unit.name}.spec.json{'' if unit.network else where}"
             )
@@ -195,31 +195,31 @@ def bring_up_to_date(
 
 
 def _answer(
-    talk: Talk, verdicts: Sequence[Verdict], datasets: Sequence[dict[str, Any]] = ()
-) -> Answer:
-    return Answer(
+    task: TaskContext, verdicts: Sequence[Verdict], datasets: Sequence[dict[str, Any]] = ()
+) -> TaskResult:
+    return TaskResult(
         document(
             "stages/1",
-            dry_run=talk.dry_run,
+            dry_run=task.dry_run,
             stages=[vars(v) for v in verdicts],
             datasets=list(datasets),
         )
     )
 
 
-def build(talk: Talk, *, force: bool) -> Answer:
+def build(task: TaskContext, *, force: bool) -> TaskResult:
     """The task `build`."""
-    root = find_root(talk.folder)
+    root = find_root(task.folder)
     needs = Build().needs(None, stamps_folder(root, "build"))
     if not needs:
-        talk.say(
+        task.say(
             "trainkit is installed, not a checkout: its extension is there and works, nothing is to"
             " be built"
         )
-    return _answer(talk, bring_up_to_date(talk, needs, root, force=force))
+    return _answer(task, bring_up_to_date(task, needs, root, force=force))
 
 
-def _root_of(talk: Talk, jobs: Jobs, dataset: str, cluster: str) -> Path:
+def _root_of(task: TaskContext, jobs: Jobs, dataset: str, cluster: str) -> Path:
     """Where a dataset goes that is prepared for no job: below the root of `cluster`, by default
     below this folder.
 
@@ -248,16 +248,16 @@ def _root_of(talk: Talk, jobs: Jobs, dataset: str, cluster: str) -> Path:
                 f" {jobs.root}, but {words}",
                 hint=hint,
             )
-        talk.say(f"below {jobs.root} ({words}: --cluster NAME)")
+        task.say(f"below {jobs.root} ({words}: --cluster NAME)")
     return jobs.root
 
 
 def prep_data(
-    talk: Talk, dataset: str, job: str, cluster: str, workers: int, *, force: bool
-) -> Answer:
+    task: TaskContext, dataset: str, job: str, cluster: str, workers: int, *, force: bool
+) -> TaskResult:
     """The task `prep-data`: data and beginning weights of a job, or one dataset below the root
     of that job or cluster, or of this checkout."""
-    jobs = load_jobs(talk)
+    jobs = load_jobs(task)
     if cluster and (job or not dataset):
         raise ConfigError(
             "--cluster says where --dataset is prepared; a job has a cluster of its own",
@@ -270,7 +270,7 @@ def prep_data(
             hint=f"jobs: {', '.join(jobs.names())}",
         )
     if not job and not dataset:
-        talk.say(f"for the job {name}, named in [defaults]")
+        task.say(f"for the job {name}, named in [defaults]")
     if name and (job or not dataset):
         resolved = jobs.resolve(name).job
     else:
@@ -278,10 +278,10 @@ def prep_data(
     if resolved:
         root = Path(resolved.cluster.root or ".")
     else:
-        root = _root_of(talk, jobs, dataset, cluster)
+        root = _root_of(task, jobs, dataset, cluster)
     stamps = stamps_folder(root, PrepData.name)
     needs: Iterable[Need]
-    if talk.dry_run:
+    if task.dry_run:
         patience = HASTY
     else:
         patience = PATIENT
@@ -296,32 +296,32 @@ def prep_data(
             # before the first begins: what is hopeless is said at once
             later = needs_of(resolved, LATER)
     except Unreachable as error:
-        if not talk.dry_run:
+        if not task.dry_run:
             raise
-        return _not_listed(talk, dataset or resolved.dataset.name if resolved else dataset, error)
+        return _not_listed(task, dataset or resolved.dataset.name if resolved else dataset, error)
     if not needs:
-        talk.say("mock data needs no preparation")
+        task.say("mock data needs no preparation")
     datasets = needs
     if resolved is not None and not dataset:
-        needs = itertools.chain(datasets, later if talk.dry_run else needs_in_turn(resolved, LATER))
-    verdicts = bring_up_to_date(talk, Build().needs(None, stamps_folder(root, Build.name)), root)
-    reporter = StageReporter(talk.console)
+        needs = itertools.chain(datasets, later if task.dry_run else needs_in_turn(resolved, LATER))
+    verdicts = bring_up_to_date(task, Build().needs(None, stamps_folder(root, Build.name)), root)
+    reporter = StageReporter(task.console)
     verdicts += bring_up_to_date(
-        talk, needs, root, job=resolved, force=force, workers=workers or None, reporter=reporter
+        task, needs, root, job=resolved, force=force, workers=workers or None, reporter=reporter
     )
-    if talk.dry_run:
+    if task.dry_run:
         rows = []
     else:
         rows = [_row(need, reporter) for need in datasets]
-    if rows and not talk.json:
-        talk.console.print(dataset_table(rows))
+    if rows and not task.json:
+        task.console.print(dataset_table(rows))
         for row in rows:
             for used in row["encoders"]:
-                talk.say(f"{row['name']}: encoded by {used['encoder']}, because {used['because']}")
-    return _answer(talk, verdicts, rows)
+                task.say(f"{row['name']}: encoded by {used['encoder']}, because {used['because']}")
+    return _answer(task, verdicts, rows)
 
 
-def _not_listed(talk: Talk, name: str, error: Unreachable) -> Answer:
+def _not_listed(task: TaskContext, name: str, error: Unreachable) -> TaskResult:
     """What a dry run says of a dataset whose files no server names now: that this would come
     first."""
     verdict = Verdict(
@@ -331,8 +331,8 @@ def _not_listed(talk: Talk, name: str, error: Unreachable) -> Answer:
         "its files were not listed yet, which its servers would be asked first; now they cannot"
         f" be: {error.message}",
     )
-    StageReporter(talk.console).verdict(verdict)
-    return _answer(talk, [verdict])
+    StageReporter(task.console).verdict(verdict)
+    return _answer(task, [verdict])
 
 
 def _row(need: Need, reporter: StageReporter) -> dict[str, Any]:

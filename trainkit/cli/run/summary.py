@@ -15,7 +15,7 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.files import part_before
 from trainkit.base.printable import printable
 from trainkit.cli.tables import Listing
-from trainkit.cli.wrapper import Talk
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.schema import Job
 from trainkit.launch.local_ranks import run_together
 from trainkit.runs.folder import RunFolder
@@ -78,7 +78,7 @@ def facts_table(run: RunFolder) -> Listing:
     return table
 
 
-def _print_sample(talk: Talk, run: RunFolder, job: Job) -> None:
+def _print_sample(task: TaskContext, run: RunFolder, job: Job) -> None:
     if job.dataset.source == "mock":
         return
     # imports torch: not before training has ended
@@ -99,9 +99,9 @@ def _print_sample(talk: Talk, run: RunFolder, job: Job) -> None:
         )
     except TrainkitError as error:
         # a host without the ranks' devices, say: training succeeded all the same
-        talk.say(f"no sample from the model: {error}")
+        task.say(f"no sample from the model: {error}")
         return
-    talk.console.print(_sample_box(sample.text, talk.console))
+    task.console.print(_sample_box(sample.text, task.console))
 
 
 def _sample_box(text: str, console: Console) -> RenderableType:
@@ -112,7 +112,7 @@ def _sample_box(text: str, console: Console) -> RenderableType:
     return Text(f"{title}:\n{text}")
 
 
-def _print_failure(talk: Talk, record: Record) -> None:
+def _print_failure(task: TaskContext, record: Record) -> None:
     cause = record.root_cause or {}
     if "rank" in cause:
         where = f" on rank {cause['rank']} ({cause['host']})"
@@ -122,37 +122,37 @@ def _print_failure(talk: Talk, record: Record) -> None:
         f"{record.state}, exit {record.exit}, class {record.failure_class}{where}:"
         f" {cause.get('message', 'no reason is recorded')}"
     )
-    talk.console.print(text, style="red" if record.state == "failed" else "yellow")
+    task.console.print(text, style="red" if record.state == "failed" else "yellow")
     if cause.get("advice") and record.state == "failed":
-        talk.say(f"advice: {cause['advice']}")
+        task.say(f"advice: {cause['advice']}")
     if cause.get("log") and record.state == "failed":
         lines = last_lines(Path(cause["log"]), LOG_LINES)
     else:
         lines = []
     if lines:
-        talk.say(f"last lines of {cause['log']}:")
+        task.say(f"last lines of {cause['log']}:")
     for line in lines:
-        talk.say(f"  {line}")
+        task.say(f"  {line}")
 
 
 def print_ending(
-    talk: Talk, run: RunFolder, job: Job, record: Record, *, sample: bool = True
+    task: TaskContext, run: RunFolder, job: Job, record: Record, *, sample: bool = True
 ) -> None:
     """Success: facts, a sample (which loads the model), what to try next. Otherwise: what failed
     where, and what to do."""
     if record.state == "succeeded":
-        talk.console.print(facts_table(run))
+        task.console.print(facts_table(run))
         if sample:
-            _print_sample(talk, run, job)
+            _print_sample(task, run, job)
     else:
-        _print_failure(talk, record)
-    print_next(talk, record)
+        _print_failure(task, record)
+    print_next(task, record)
 
 
-def print_next(talk: Talk, record: Record, without: str = "") -> None:
+def print_next(task: TaskContext, record: Record, without: str = "") -> None:
     """What is worth trying now, but for the task that says it."""
-    talk.say("next:")
-    for task in record.next_tasks():
-        if without and task.startswith(f"invoke {without} "):
+    task.say("next:")
+    for command in record.next_tasks():
+        if without and command.startswith(f"invoke {without} "):
             continue
-        talk.say(f"  {task.replace('invoke', talk.command, 1)}")
+        task.say(f"  {command.replace('invoke', task.command, 1)}")

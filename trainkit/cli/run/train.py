@@ -18,8 +18,8 @@ from trainkit.base.extras import MissingExtra
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.config.plan import plan_of
 from trainkit.cli.host_options import (
-    NO_WORDS,
-    HostWords,
+    NO_HOST_OPTIONS,
+    HostOptions,
     hosts_of_job,
     resolve_on_hosts,
     say_hosts,
@@ -33,7 +33,7 @@ from trainkit.cli.run.progress import TrainingView
 from trainkit.cli.run.slurm_stages import dry_graph, follow_graph, graph_of
 from trainkit.cli.run.stages import STAGES, bring_up_to_date, say_unused_places
 from trainkit.cli.run.summary import print_ending
-from trainkit.cli.wrapper import Answer, Talk
+from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines import ENGINES, refuse_unlaunchable
 from trainkit.engines.contract import Command
 from trainkit.engines.rules import RULES
@@ -77,7 +77,7 @@ def _refuse_without_wandb(job: Job) -> None:
         raise ConfigError(problems)
 
 
-def _print_plan(talk: Talk, plan: Plan, job: Job) -> None:
+def _print_plan(task: TaskContext, plan: Plan, job: Job) -> None:
     if plan.parameters:
         size = f"{plan.parameters / 1e6:,.2f} million parameters"
     else:
@@ -89,14 +89,14 @@ def _print_plan(talk: Talk, plan: Plan, job: Job) -> None:
     ranks = (
         f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} on {job.cluster.device.name}"
     )
-    talk.console.print(
+    task.console.print(
         f"[bold]{job.name}[/]: {size}, {ranks}, {job.training.train_iters} steps of {batch} ="
         f" {plan.tokens / 1e6:,.2f} million tokens"
     )
 
 
 def _say_start(
-    talk: Talk, run: RunFolder, job: Job, attempt: int, hosts: HostList, *, background: bool
+    task: TaskContext, run: RunFolder, job: Job, attempt: int, hosts: HostList, *, background: bool
 ) -> tuple[Command, list[list[str]]]:
     """Say what an attempt would start where. Returns the ranks' command, and the launcher's
     command lines. Nothing is written."""
@@ -106,28 +106,30 @@ def _say_start(
         list(words) for words in LAUNCHERS[job.cluster.launcher].commands(session, hosts.running)
     ]
     if background:
-        talk.say("would start a supervisor in a session of its own, which outlives this terminal")
+        task.say("would start a supervisor in a session of its own, which outlives this terminal")
     for words in lines:
-        talk.say(f"would run: {shlex.join(words)}")
-    say_scripts(talk, session)
+        task.say(f"would run: {shlex.join(words)}")
+    say_scripts(task, session)
     ranks = job.ranks_per_node
     for node, host in enumerate(hosts.running):
-        talk.say(
+        task.say(
             f"would start on {host.name}: {_span(node * ranks, ranks)}, each"
             f" {shlex.join(command.argv)}"
         )
     for name, value in command.env.items():
-        talk.say(f"  with {name}={value}")
+        task.say(f"  with {name}={value}")
     for name in command.secret_names:
-        talk.say(f"  with {name} from the environment")
+        task.say(f"  with {name} from the environment")
     return command, lines
 
 
-def _dry_run(talk: Talk, job: Job, plan: Plan, hosts: HostList, *, background: bool) -> Answer:
+def _dry_run(
+    task: TaskContext, job: Job, plan: Plan, hosts: HostList, *, background: bool
+) -> TaskResult:
     """Say what would be started where."""
     run = RunFolder(Path(job.cluster.root or ".") / "runs" / job.name / "RUN")
     ranks = job.ranks_per_node
-    command, lines = _say_start(talk, run, job, 1, hosts, background=background)
+    command, lines = _say_start(task, run, job, 1, hosts, background=background)
     listed = [
         {
             "host": host.name,
@@ -137,7 +139,7 @@ def _dry_run(talk: Talk, job: Job, plan: Plan, hosts: HostList, *, background: b
         for node, host in enumerate(hosts.running)
     ]
     told = {"hosts": listed, "spares": [host.name for host in hosts.spares], "launcher": lines}
-    return Answer(document("dry-run/1", plan=plan.to_json(), command=command.to_json(), **told))
+    return TaskResult(document("dry-run/1", plan=plan.to_json(), command=command.to_json(), **told))
 
 
 def _span(first: int, count: int) -> str:
@@ -165,17 +167,17 @@ USUAL = Following()
 
 
 def train(
-    talk: Talk,
+    task: TaskContext,
     name: str,
     sets: Sequence[str],
     *,
     stages: bool,
     share: bool,
-    words: HostWords = NO_WORDS,
+    words: HostOptions = NO_HOST_OPTIONS,
     following: Following = USUAL,
-) -> Answer:
+) -> TaskResult:
     """The task `train`."""
-    jobs = load_jobs(talk)
+    jobs = load_jobs(task)
     # before its hosts are looked for
     refuse_unlaunchable(jobs.resolve(name, [*words.sets(), *sets]).job)
     resolved, hosts = resolve_on_hosts(jobs, name, sets, words)
@@ -185,40 +187,40 @@ def train(
     plan = refuse_infeasible(make_plan(job, rules=RULES[job.engine]))
     secret_values(job.cluster.secrets, os.environ)
     _refuse_without_wandb(job)
-    _print_plan(talk, plan, job)
-    say_hosts(talk, job, hosts)
-    say_unused_places(talk, job)
+    _print_plan(task, plan, job)
+    say_hosts(task, job, hosts)
+    say_unused_places(task, job)
     root = Path(job.cluster.root or ".")
     # of all, before the first begins: what is hopeless is said at once
     needs = needs_of(job, STAGES)
     on_slurm = job.cluster.launcher == "slurm" and not words.existing
     if not stages:
         refuse_stale(needs, root)
-    elif on_slurm and talk.dry_run:
-        if (graph := dry_graph(talk, job)).parts:
-            return slurm.dry_run(talk, job, plan, root, after=ready_name(job))
+    elif on_slurm and task.dry_run:
+        if (graph := dry_graph(task, job)).parts:
+            return slurm.dry_run(task, job, plan, root, after=ready_name(job))
     elif on_slurm:
-        with graph_of(talk, job) as graph:
+        with graph_of(task, job) as graph:
             if graph.parts:
-                run, id, followed = submit_with_stages(resolved, plan, graph, jobs.root, talk.say)
+                run, id, followed = submit_with_stages(resolved, plan, graph, jobs.root, task.say)
         if graph.parts:
-            slurm.say_submitted(talk, run, id, detach=following.detach)
+            slurm.say_submitted(task, run, id, detach=following.detach)
             if following.detach:
-                return Answer(read_record(run).to_json())
-            return follow_graph(talk, run, followed)
+                return TaskResult(read_record(run).to_json())
+            return follow_graph(task, run, followed)
     else:
-        bring_up_to_date(talk, needs if talk.dry_run else needs_in_turn(job, STAGES), root, job=job)
+        bring_up_to_date(task, needs if task.dry_run else needs_in_turn(job, STAGES), root, job=job)
     plan = refuse_infeasible(plan_of(job))
-    if talk.dry_run:
+    if task.dry_run:
         if on_slurm:
-            return slurm.dry_run(talk, job, plan, root)
-        return _dry_run(talk, job, plan, hosts, background=background)
+            return slurm.dry_run(task, job, plan, root)
+        return _dry_run(task, job, plan, hosts, background=background)
     refuse_without_samples(job)
     needs = needs_of(job, STAGES)  # as they are now that they are done
     if on_slurm:
         run, id = submit_new(resolved, plan, needs, jobs.root)
-        return _follow_submitted(talk, run, id, EventTail(run), following)
-    view = TrainingView(talk.console, job.training.train_iters)
+        return _follow_submitted(task, run, id, EventTail(run), following)
+    view = TrainingView(task.console, job.training.train_iters)
     try:
         watch = Watch(view.begin, view.tick, view.notice)
         run, outcome = start_run(
@@ -226,46 +228,46 @@ def train(
         )
     finally:
         view.end()
-    return _finish(talk, run, job, outcome, EventTail(run), following)
+    return _finish(task, run, job, outcome, EventTail(run), following)
 
 
-def _beginning(talk: Talk, run: RunFolder) -> str:
+def _beginning(task: TaskContext, run: RunFolder) -> str:
     """What a resumed run would begin with, by manifests and sizes. Raises TrainkitError (exit
     16) where there are checkpoints and none is right."""
     newest = newest_valid(
-        run.checkpoints, lambda words: talk.say(f"would be passed over: {words}"), open_checkpoint
+        run.checkpoints, lambda words: task.say(f"would be passed over: {words}"), open_checkpoint
     )
     if newest:
         return f"the checkpoint of step {newest.manifest.step}"
     return "step 0: it has no checkpoint"
 
 
-def _say_lasting_longer(talk: Talk, job: Job) -> None:
+def _say_lasting_longer(task: TaskContext, job: Job) -> None:
     """The end of the decay does not move with train_iters: steps after it may do little, with
     min_lr = 0 nothing."""
     t = job.training
     if t.train_iters > t.decay_iters and t.lr_decay_style != "constant":
         way = f"--set training.lr_decay_iters={t.train_iters} would make the decay longer"
-        talk.say(f"after step {t.decay_iters} the learning rate is min_lr = {t.min_lr:g}; {way}")
+        task.say(f"after step {t.decay_iters} the learning rate is min_lr = {t.min_lr:g}; {way}")
 
 
 def resume(
-    talk: Talk,
+    task: TaskContext,
     text: str,
     sets: Sequence[str],
     *,
     share: bool,
-    words: HostWords = NO_WORDS,
+    words: HostOptions = NO_HOST_OPTIONS,
     following: Following = USUAL,
     code: str = "run",
-) -> Answer:
+) -> TaskResult:
     """The task `resume`."""
     if code not in ("run", "current"):
         raise ConfigError(
             f"--code {code!r} is neither run (the code that the run began with) nor current (that"
             " of this checkout)"
         )
-    jobs = load_jobs(talk)
+    jobs = load_jobs(task)
     run = find_run(jobs.roots(), text)
     record = settled(read_record(run))
     changed, job, hosts = _changed(jobs, run, sets, words)
@@ -275,32 +277,32 @@ def resume(
     root = Path(job.cluster.root or ".")
     refuse_infeasible(plan_of(job))
     if record.state == "succeeded" and record.step >= job.training.train_iters:
-        talk.say(
+        task.say(
             f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is"
             " nothing to resume"
         )
-        return Answer(record.to_json())
+        return TaskResult(record.to_json())
     _refuse_without_wandb(job)
-    _say_lasting_longer(talk, job)
-    say_hosts(talk, job, hosts)
-    if talk.dry_run:
-        talk.say(
+    _say_lasting_longer(task, job)
+    say_hosts(task, job, hosts)
+    if task.dry_run:
+        task.say(
             f"would go on with run {run.id} in {run.path}, attempt {record.attempt + 1}, from"
-            f" {_beginning(talk, run)}"
+            f" {_beginning(task, run)}"
         )
-        _say_start(talk, run, job, record.attempt + 1, hosts, background=background)
-        return Answer(record.to_json())
-    bring_up_to_date(talk, Index().needs(job, stamps_folder(root, Index.name)), root, job=job)
+        _say_start(task, run, job, record.attempt + 1, hosts, background=background)
+        return TaskResult(record.to_json())
+    bring_up_to_date(task, Index().needs(job, stamps_folder(root, Index.name)), root, job=job)
     refuse_without_samples(job)
-    talk.say(
+    task.say(
         f"run {run.id} ({record.state}) is at step {record.step}; going on as attempt"
         f" {record.attempt + 1}"
     )
     if job.cluster.launcher == "slurm" and not words.existing:
         events = EventTail(run, told=True)
         id = submit_again(run, job, changed, code=code == "current", project=jobs.root)
-        return _follow_submitted(talk, run, id, events, following)
-    view = TrainingView(talk.console, job.training.train_iters)
+        return _follow_submitted(task, run, id, events, following)
+    view = TrainingView(task.console, job.training.train_iters)
     events = EventTail(run, told=True)
     try:
         watch = Watch(view.begin, view.tick, view.notice)
@@ -317,11 +319,11 @@ def resume(
         )
     finally:
         view.end()
-    return _finish(talk, run, job, outcome, events, following)
+    return _finish(task, run, job, outcome, events, following)
 
 
 def _changed(
-    jobs: Jobs, run: RunFolder, sets: Sequence[str], words: HostWords
+    jobs: Jobs, run: RunFolder, sets: Sequence[str], words: HostOptions
 ) -> tuple[dict[str, Any], Job, HostList]:
     """(document, job, hosts) that a run goes on with: where no others are asked for, those it
     had."""
@@ -369,35 +371,35 @@ def _refuse_running(record: Record) -> None:
 
 
 def _follow_submitted(
-    talk: Talk, run: RunFolder, id: str, events: EventTail, following: Following
-) -> Answer:
+    task: TaskContext, run: RunFolder, id: str, events: EventTail, following: Following
+) -> TaskResult:
     """Follow a run of Slurm's from the queue to its end, unless nobody wants to."""
-    slurm.say_submitted(talk, run, id, detach=following.detach)
+    slurm.say_submitted(task, run, id, detach=following.detach)
     if following.detach:
-        return Answer(read_record(run).to_json())
-    return follow_run(talk, run, events)
+        return TaskResult(read_record(run).to_json())
+    return follow_run(task, run, events)
 
 
 def _finish(
-    talk: Talk,
+    task: TaskContext,
     run: RunFolder,
     job: Job,
     outcome: Outcome | None,
     events: EventTail,
     following: Following,
-) -> Answer:
+) -> TaskResult:
     """How it ended. Without an outcome a supervisor of its own goes on with the run: follow it,
     unless nobody wants to."""
     if outcome is None and following.detach and started(run, events):
-        talk.say(f"run {run.id} goes on by itself in {run.path}")
-        talk.say(
-            f"  {talk.command} attach {run.id} follows it, {talk.command} cancel {run.id} stops it"
+        task.say(f"run {run.id} goes on by itself in {run.path}")
+        task.say(
+            f"  {task.command} attach {run.id} follows it, {task.command} cancel {run.id} stops it"
         )
-        return Answer(read_record(run).to_json())
+        return TaskResult(read_record(run).to_json())
     if outcome is None:
-        return follow_run(talk, run, events)
+        return follow_run(task, run, events)
     record = read_record(run)
     # a terminal that is gone does not change how the run ended
     with contextlib.suppress(OSError, SystemExit):
-        print_ending(talk, run, job, record)
-    return Answer(record.to_json(), outcome.exit)
+        print_ending(task, run, job, record)
+    return TaskResult(record.to_json(), outcome.exit)
