@@ -370,7 +370,7 @@ def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
     )
     assert given.around is not None
     scripts = step_scripts(given.around, [look, srun_words(given, hosts, {})], 90)
-    step = scripts["step.sh"].splitlines()[1:]
+    step = scripts["step.sh"].splitlines()[2:]
     assert step[0].startswith(f"said=$(timeout --kill-after=5 81 {shlex.join(look)} 2>&1)")
     assert step[-1] == f"exec {shlex.join(srun_words(given, hosts, {}))}"
     assert "exec /bin/bash " + f'{RUN.session(1)}/inside.sh "$node"' in node_text(given, hosts)
