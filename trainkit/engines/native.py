@@ -40,7 +40,7 @@ class Native:
         container = job.container
         asked = {
             f"nodes = {job.nodes} with launcher = 'local'": (
-                job.nodes > 1 and job.cluster.launcher == "local"
+                job.nodes > 1 and job.cluster.launcher_traits.one_machine
             ),
             f"cluster.device = '{job.cluster.device.name}'": job.cluster.device_type == "neuron",
         }
@@ -58,7 +58,7 @@ class Native:
         if (
             container is not None
             and container.runtime == "pyxis"
-            and job.cluster.launcher != "slurm"
+            and not job.cluster.launcher_traits.pyxis
         ):
             message = (
                 f"containers.{container.name}.runtime = 'pyxis' is a part of srun, and launcher ="
@@ -84,7 +84,7 @@ class Native:
         if job.training.deterministic and not cpu:
             # what torch's deterministic mode demands (cuBLAS, "Results reproducibility")
             sharing["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        if job.cluster.launcher == "local":
+        if job.cluster.launcher_traits.one_machine:
             here = sys.executable
         else:
             here = job.cluster.python or sys.executable

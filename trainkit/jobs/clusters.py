@@ -9,9 +9,12 @@ from pydantic import Field, field_validator
 
 from trainkit.jobs import sbatch
 from trainkit.jobs.devices import Device, built_in_device
+from trainkit.jobs.launchers import LAUNCHER_TRAITS, LauncherTraits
 from trainkit.jobs.table import NAME, Environment, SecretNames, Strings, Table, wrong
 
 TIME = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$|^\d+(:\d{2}){0,2}$"  # Slurm's forms of --time
+# an image of 23 GiB took 74 to 200 s on 64 nodes (Azure, docs/containers.md)
+CONTAINER_CONNECT_SECONDS = 900.0
 SlurmOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], str | int | bool]
 
 
@@ -308,12 +311,17 @@ class Cluster(Table):
         return refuse_unknown_options(value)
 
     def connect_seconds(self, *, container: bool = False) -> float:
-        """watch.connect, or what it is by default. Slurm runs its own prologs and starts all
-        nodes of a large job before the first word of any; an image of 23 GiB took 74 to 200 s on
-        64 nodes (Azure, docs/containers.md)."""
-        return self.watch.connect or (
-            900.0 if container else 300.0 if self.launcher == "slurm" else 30.0
-        )
+        """watch.connect, or what it is by default."""
+        if container:
+            usual = CONTAINER_CONNECT_SECONDS
+        else:
+            usual = self.launcher_traits.connect_seconds
+        return self.watch.connect or usual
+
+    @property
+    def launcher_traits(self) -> LauncherTraits:
+        """What is special about the hosts that the launcher starts ranks on."""
+        return LAUNCHER_TRAITS[self.launcher]
 
     @field_validator("stages")
     @classmethod

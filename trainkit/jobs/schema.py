@@ -452,9 +452,9 @@ class Job(Table):
         only."""
         if self.retry is not None:
             return self.retry
-        if self.cluster.launcher != "local":
-            return Retry()
-        return Retry(infra=0, hang=0)
+        if self.cluster.launcher_traits.one_machine:
+            return Retry(infra=0, hang=0)
+        return Retry()
 
     @property
     def sbatch_options(self) -> SlurmOptions:

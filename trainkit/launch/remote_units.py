@@ -70,7 +70,7 @@ def place_of(job: Job, stage: str, notice: Callable[[str], None]) -> Place | Non
     """
     cluster = job.cluster
     asked = cluster.stages.get(stage)
-    if asked is None or cluster.launcher not in ("ssh", "pdsh") or stage in ALWAYS_HERE:
+    if asked is None or not cluster.launcher_traits.hostfile or stage in ALWAYS_HERE:
         return None
     path = find_hostfile(cluster)
     root = Path(cluster.root or ".")

@@ -130,9 +130,9 @@ class Session:
             nonce=self.nonce,
             folder=str(self.folder.parent.parent),
             python_paths=[],
-            term="save" if cluster.launcher == "slurm" else "stop",
+            term="save" if cluster.launcher_traits.batch else "stop",
             # with --input=none a task's is a pipe that slurmstepd soon closes
-            stdin="none" if cluster.launcher == "slurm" else "held",
+            stdin="none" if cluster.launcher_traits.batch else "held",
         )
         write_json(self.folder / "session.json", value)
         for name, text in self.scripts().items():
@@ -187,7 +187,7 @@ def new_session(
     """A session that nobody knows of yet; `write` makes its folder."""
     token = secrets.token_bytes(32)
     nonce = secrets.token_hex(16)
-    local = cluster.launcher == "local"
+    local = cluster.launcher_traits.one_machine
     return Session(
         folder,
         run,

@@ -82,7 +82,7 @@ def _world(job: Job, layout: Layout) -> Iterator[Objection]:
 
 def _launcher(job: Job) -> Iterator[Objection]:
     """launcher = "local" is one machine."""
-    if job.nodes > 1 and job.cluster.launcher == "local":
+    if job.nodes > 1 and job.cluster.launcher_traits.one_machine:
         message = (
             f"{job.nodes} nodes, but launcher = 'local' of cluster {job.cluster.name} starts ranks"
             " on one machine only; use launcher = 'ssh', 'pdsh' or 'slurm'"

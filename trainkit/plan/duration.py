@@ -169,8 +169,8 @@ class Duration:
 
 
 def time_limit(job: Job) -> int | None:
-    """Seconds that Slurm gives the job at a time; None where jobs.toml sets no limit."""
-    if job.cluster.launcher == "slurm":
+    """Seconds that the scheduler gives the job at a time; None where jobs.toml sets no limit."""
+    if job.cluster.launcher_traits.batch:
         return sbatch.limit_seconds(job.sbatch_options)
     return None
 

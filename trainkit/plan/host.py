@@ -68,7 +68,7 @@ def available_bytes(job: Job, here: int | None) -> tuple[int | None, str | None]
     known = []
     if job.cluster.memory_bytes:
         known.append((job.cluster.memory_bytes, f"cluster {job.cluster.name} (memory_bytes)"))
-    if job.cluster.launcher == "slurm":
+    if job.cluster.launcher_traits.batch:
         asked = job.sbatch_options.get("mem")
     else:
         asked = None

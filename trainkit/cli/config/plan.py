@@ -80,7 +80,7 @@ def prepared(job: Job) -> Prepared:
         found = read_form(manifest, "dataset/1")
     else:
         found = {}
-    here = job.cluster.launcher == "local" and job.cluster.device_type == "cpu"
+    here = job.cluster.launcher_traits.one_machine and job.cluster.device_type == "cpu"
     if here:
         free = _free_bytes(root)
         memory = machine_bytes()

@@ -367,7 +367,7 @@ def _whole(job: Job, duration: Duration) -> str:
         text += f" ({duration.device_hours:,.0f} {devices}-hours)"
     if parts.saves is None:
         text += "\nCheckpoints are not in it: their file system has no write_gib_per_second"
-    if job.cluster.launcher == "slurm":
+    if job.cluster.launcher_traits.batch:
         return f"{text}; time in a queue is not in it"
     return text
 

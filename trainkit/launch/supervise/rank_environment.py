@@ -79,8 +79,8 @@ def passed_on() -> dict[str, str]:
 def slot_names(job: Job, host: Host) -> list[str]:
     """The slots the job takes on a host: "cpu", or one a GPU, by the numbers that
     CUDA_VISIBLE_DEVICES gives them (the ranks see it too)."""
-    if job.cluster.launcher == "slurm":
-        return []  # Slurm shares its nodes out itself
+    if job.cluster.launcher_traits.batch:
+        return []  # the scheduler shares out its nodes itself
     if job.cluster.device_type == "cpu":
         return ["cpu"]
     return [f"gpu{number}" for number in visible_devices(job, host)]
@@ -89,7 +89,7 @@ def slot_names(job: Job, host: Host) -> list[str]:
 def visible_devices(job: Job, host: Host) -> list[str]:
     """GPUs of the job's ranks on a host: the hostfile's slots; on this machine alone, the first
     of those that the caller may see."""
-    if job.cluster.launcher != "local":
+    if not job.cluster.launcher_traits.one_machine:
         return [str(slot) for slot in host.slots]
     seen = {**os.environ, **job.environment}.get("CUDA_VISIBLE_DEVICES", "")
     visible = [name.strip() for name in seen.split(",") if name.strip()]

@@ -132,7 +132,7 @@ def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) ->
         "`ssh HOST true` must work without a question; ports, users and keys belong into"
         " ~/.ssh/config or the hostfile"
     )
-    if cluster.launcher == "slurm":
+    if cluster.launcher_traits.batch:
         hint = (
             f"what srun and the nodes said is in {session.logs}; a prolog or a file system that is"
             f" slow needs a longer clusters.{cluster.name}.watch.connect"
@@ -310,10 +310,7 @@ def allocate(crew: Crew, job: Job, command: Command, address: str, port: int) ->
     for node, host in enumerate(crew.session.hosts):
         facts = crew.hellos[node].facts
         ranks = tuple(range(node * command.ranks_per_node, (node + 1) * command.ranks_per_node))
-        of_hostfile = job.cluster.device_type == "cuda" and job.cluster.launcher not in (
-            "local",
-            "slurm",
-        )
+        of_hostfile = job.cluster.device_type == "cuda" and job.cluster.launcher_traits.hostfile
         if of_hostfile:
             visible = ",".join(visible_devices(job, host))
         else:

@@ -130,7 +130,7 @@ class Supervisor:
         supervisor was last seen, by time.time()): of an attempt whose supervisor died, or could
         not learn of every host that nothing is left."""
         attempts = self.run.attempts()
-        if not attempts or self.launcher.name == "slurm":  # Slurm ends what its jobs leave
+        if not attempts or self.job.cluster.launcher_traits.batch:  # it ends what its jobs leave
             return [], 0.0
         events = read_events(attempts[-1])
         sign = read_supervisor(self.run)
