@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -87,6 +88,7 @@ ADDRESS = "forkserver"  # what pytest-xdist tells its workers
 
 def pytest_configure(config: pytest.Config) -> None:
     """One fork server a test run, of the process that is nobody's worker."""
+    gc.disable()  # until all is imported, which takes a third less time so
     # `pytest &` in a script: all that tests start would ignore it too
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -128,6 +130,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         pile += others[:room]
         others = others[room:]
     items[:] = [item for pile in piles for item in pile] + others
+
+
+def pytest_collection_finish() -> None:
+    """All that tests need is imported; see pytest_configure."""
+    gc.freeze()
+    gc.enable()
 
 
 DESELECTED: pytest.StashKey[int] = pytest.StashKey()

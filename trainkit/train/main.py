@@ -99,6 +99,7 @@ def run_rank(run_folder: Path) -> int:
     """Train as this rank; returns the exit code. A failure is on stderr and in the error file by
     then."""
     from trainkit.base.errors import Exit, TrainkitError
+    from trainkit.base.process import no_garbage_collection
     from trainkit.train.metrics.heartbeat import Heartbeat
 
     watched = os.environ.get("TRAINKIT_HEARTBEAT_FILE")
@@ -107,10 +108,11 @@ def run_rank(run_folder: Path) -> int:
     listen(stop, lambda: heartbeat.leaves)
     try:
         heartbeat.beat("start", 0)
-        from trainkit.jobs.resolved import read_job
-        from trainkit.runs.folder import RunFolder
-        from trainkit.train.parallel.data_parallel import World
-        from trainkit.train.trainer import Trainer
+        with no_garbage_collection():
+            from trainkit.jobs.resolved import read_job
+            from trainkit.runs.folder import RunFolder
+            from trainkit.train.parallel.data_parallel import World
+            from trainkit.train.trainer import Trainer
 
         run = RunFolder(run_folder)
         trainer = Trainer(read_job(run.job), run, World.from_environment(), heartbeat, stop)
