@@ -58,12 +58,12 @@ from trainkit.base.process import allow_open_files  # noqa: E402
 from trainkit.jobs.clusters import Cluster as Description  # noqa: E402
 from trainkit.jobs.clusters import WatchLimits  # noqa: E402
 from trainkit.launch.hosts.hostfile import Host  # noqa: E402
-from trainkit.launch.launchers.contract import Launcher, Started  # noqa: E402
+from trainkit.launch.launchers.contract import Launcher, Transports  # noqa: E402
 from trainkit.launch.launchers.debug import Debug, StubAgent  # noqa: E402
-from trainkit.launch.launchers.local import local_words  # noqa: E402
-from trainkit.launch.launchers.transports import OnePerHost, start_transport  # noqa: E402
+from trainkit.launch.launchers.local import local_argv  # noqa: E402
+from trainkit.launch.launchers.transports import TransportPerHost, start_transport  # noqa: E402
 from trainkit.launch.protocol.frames import Frame  # noqa: E402
-from trainkit.launch.session import Session, log_of  # noqa: E402
+from trainkit.launch.session import Session, transport_log  # noqa: E402
 from trainkit.launch.supervise.orphan_sweep import agreed, open_crew  # noqa: E402
 
 LIMIT = 1.2  # trainkit's seconds over torchrun's
@@ -353,12 +353,12 @@ class Many:
     name = "many"
 
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        return [local_words(session, node) for node in range(len(hosts))]
+        return [local_argv(session, node) for node in range(len(hosts))]
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
-        outputs = [log_of(session, node) for node in range(len(hosts))]
+    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
+        outputs = [transport_log(session, node) for node in range(len(hosts))]
         words = self.commands(session, hosts)
-        return OnePerHost(
+        return TransportPerHost(
             {
                 n: (
                     start_transport(
@@ -376,7 +376,7 @@ class Idle(StubAgent):
 
     async def on_go(self, frame: Frame) -> None:
         for process in frame["processes"]:
-            self.link.send({"type": "started", "key": process["key"], "pid": os.getpid()})
+            self.connection.send({"type": "started", "key": process["key"], "pid": os.getpid()})
 
 
 async def session_of(agents: int, launcher: Launcher, root: Path) -> Mapping[str, float]:

@@ -18,7 +18,7 @@ from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.jobs.clusters import WatchLimits
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job, Model, Parallelism, Retry, Training
-from trainkit.launch.hosts.selection import choose_hosts, hosts_of_file
+from trainkit.launch.hosts.selection import choose_hosts, load_hosts
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 GUIDES = sorted(DOCS.glob("*.md"))
@@ -113,7 +113,7 @@ def test_the_guide_to_clusters(tmp_path: Path) -> None:
         "node03",
         "node04",
     ] and hosts.ranks_per_node == job.ranks_per_node == 8
-    assert len(hosts_of_file(tmp_path / "hostfile")) == 6
+    assert len(load_hosts(tmp_path / "hostfile")) == 6
     assert re.search(
         job.cluster.failures["cable"].match,
         "NET/IB : Got completion with error 12, opcode 0, len 0, vendor err 129",

@@ -101,7 +101,7 @@ class Session:
         assert frames.proved(
             answer["proof"], self.token, "agent", knock["nonce"], own, f"agent:{knock['node']}"
         )
-        peer.decoder.limit = frames.LIMIT
+        peer.decoder.limit = frames.MAX_FRAME_BYTES
         return peer
 
     def begin(self, *, slots: tuple[str, ...] = ("cpu",), **how: Any) -> Peer:
@@ -161,7 +161,7 @@ class Peer:
                     return frame
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {kind} of {key} within {seconds} s; last {self.heard[-3:]}")
-            if self.decoder.limit == frames.LIMIT and time.monotonic() - pinged > 0.5:
+            if self.decoder.limit == frames.MAX_FRAME_BYTES and time.monotonic() - pinged > 0.5:
                 pinged = time.monotonic()
                 self.say(type="ping")
             self.sock.settimeout(0.25)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import trainkit
-from trainkit.launch.programs import PLACES, Name, program_path
+from trainkit.launch.programs import PROGRAM_PATHS, Name, program_path
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", PROGRAM_PATHS)
 def test_programs_are_found_in_code_of_any_version(name: Name, tmp_path: Path) -> None:
-    today, before = PLACES[name]
+    today, before = PROGRAM_PATHS[name]
     assert (
         program_path(Path(trainkit.__file__).parents[1], name)
         == Path(trainkit.__file__).parent / today

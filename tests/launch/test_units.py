@@ -22,8 +22,8 @@ from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch import remote_units as units
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.hosts.quarantine import suspect
-from trainkit.launch.remote_units import Place, execute_on, place_of
+from trainkit.launch.hosts.quarantine import quarantine_host
+from trainkit.launch.remote_units import Place, execute_on_hosts, place_of
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.stamps import Verdict, unit_folder
 
@@ -127,7 +127,7 @@ class Work:
 
     def run(self, *units: Unit) -> None:
         need = Need("stage", "thing", "thing", 1, {}, (), (), units)
-        execute_on(
+        execute_on_hosts(
             self.place,
             need,
             units,
@@ -371,12 +371,12 @@ def test_where_a_stage_runs(work: Work) -> None:
         and place.tasks == 2
     )
     assert place_of(job, "index", print) is None
-    suspect(work.folder, "node1", "it fell", "a-run", 100)
+    quarantine_host(work.folder, "node1", "it fell", "a-run", 100)
     assert [host.name for host in place_of(job, "weights", print).hosts] == [  # type: ignore[union-attr]
         socket.gethostname(),
         "node2",
     ]
-    suspect(work.folder, "node2", "it fell", "a-run", 100)
+    quarantine_host(work.folder, "node2", "it fell", "a-run", 100)
     with pytest.raises(
         ConfigError,
         match=(

@@ -16,11 +16,11 @@ from trainkit.jobs.provenance import SET, Origin
 from trainkit.jobs.resolved import Resolved
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import OVER_SSH, Host, find_hostfile
-from trainkit.launch.hosts.quarantine import quarantined
+from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.hosts.selection import (
     HostList,
     choose_hosts,
-    hosts_of_file,
+    load_hosts,
     local_hosts,
     this_host,
 )
@@ -78,7 +78,7 @@ NO_HOST_OPTIONS = HostOptions()
 
 def left_out(cluster: Cluster) -> dict[str, str]:
     """Hosts in quarantine and why, by name in small letters."""
-    entries = quarantined(Path(cluster.root or "."))
+    entries = read_quarantine(Path(cluster.root or "."))
     return {
         name: f"{entry.why} (run {entry.run}), until {entry.until}"
         for name, entry in entries.items()
@@ -171,7 +171,7 @@ def hosts_to_ask(
         hosts, others = ready_nodes(chosen, os.environ)
         return hosts, others, Slurm(words_at_once(chosen, os.environ, devices=devices))
     if chosen.launcher in OVER_SSH:
-        return list(hosts_of_file(find_hostfile(chosen, hostfile))), {}, None
+        return list(load_hosts(find_hostfile(chosen, hostfile))), {}, None
     return [this_host()], {}, None
 
 

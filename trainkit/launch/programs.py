@@ -8,7 +8,7 @@ from typing import Literal
 Name = Literal["supervisor", "agent", "preflight", "bandwidth_rank"]
 # Below the package: today's place, and that of versions before 2026-11-22, whose runs go on with
 # their own code.
-PLACES: dict[Name, tuple[str, str]] = {
+PROGRAM_PATHS: dict[Name, tuple[str, str]] = {
     "supervisor": ("launch/main.py", "launch/supervisor.py"),
     "agent": ("launch/agent/main.py", "launch/agent.py"),
     "preflight": ("cli/run/preflight.py", "cli/ready.py"),
@@ -19,7 +19,7 @@ PLACES: dict[Name, tuple[str, str]] = {
 def program_path(code: Path, name: Name) -> Path:
     """The file of a program in a run's code. Of code that is not there yet, as in a dry run:
     where it will be."""
-    today, before = (code / "trainkit" / place for place in PLACES[name])
+    today, before = (code / "trainkit" / place for place in PROGRAM_PATHS[name])
     if before.is_file() and not today.is_file():
         return before
     return today

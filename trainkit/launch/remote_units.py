@@ -22,8 +22,8 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.process import stop
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host, find_hostfile
-from trainkit.launch.hosts.quarantine import quarantined
-from trainkit.launch.hosts.selection import hosts_of_file
+from trainkit.launch.hosts.quarantine import read_quarantine
+from trainkit.launch.hosts.selection import load_hosts
 from trainkit.launch.protocol.frames import Frame
 from trainkit.launch.supervise.agent_pool import Crew
 from trainkit.launch.supervise.orphan_sweep import agreed, open_crew
@@ -74,8 +74,8 @@ def place_of(job: Job, stage: str, notice: Callable[[str], None]) -> Place | Non
         return None
     path = find_hostfile(cluster)
     root = Path(cluster.root or ".")
-    bad = quarantined(root)
-    hosts = tuple(host for host in hosts_of_file(path) if host.name.lower() not in bad)
+    bad = read_quarantine(root)
+    hosts = tuple(host for host in load_hosts(path) if host.name.lower() not in bad)
     if len(hosts) < asked.nodes:
         if bad:
             left_out = f", without {', '.join(sorted(bad))}, left out as suspected of failures"
@@ -89,7 +89,7 @@ def place_of(job: Job, stage: str, notice: Callable[[str], None]) -> Place | Non
     return Place(job, hosts[: asked.nodes], asked.tasks_per_node, root, notice)
 
 
-def execute_on(
+def execute_on_hosts(
     place: Place,
     need: Need,
     units: Sequence[Unit],
@@ -137,7 +137,7 @@ async def _execute(place: Place, ledger: Ledger, tasks: int) -> None:
             await spread.stop()
 
 
-def argv_there(argv: Sequence[str], python: str, code: Path) -> list[str]:
+def remote_argv(argv: Sequence[str], python: str, code: Path) -> list[str]:
     """A unit's words on a node: its interpreter, and the modules of the code snapshot."""
     words = list(argv)
     if words[0] == sys.executable:
@@ -159,7 +159,7 @@ class _RemoteBatch(Batch):
 
     def process(self, key: str, crew: Crew) -> dict[str, Any]:
         """What the agent is told to start."""
-        argv = argv_there(self.units[0].argv, crew.session.python, crew.session.code)
+        argv = remote_argv(self.units[0].argv, crew.session.python, crew.session.code)
         env = dict(crew.session.cluster.env)
         words = [*argv, *map(str, self.specs)]
         return {

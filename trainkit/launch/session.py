@@ -27,8 +27,8 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json, write_text
 from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.jobs.clusters import Cluster
-from trainkit.launch.containers import Around
-from trainkit.launch.containers.scripts import further_files, inside_text, start_lines
+from trainkit.launch.containers import NodeContainer
+from trainkit.launch.containers.scripts import extra_files, inside_script, start_lines
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.programs import program_path
 
@@ -48,7 +48,7 @@ class Session:
         <root>/code/<sha256>. logs: where the transports' output goes, a file a host. token: what
         both sides prove to know. nonce: what only who sees this folder can know. local: the
         agents run on this machine with nothing but `environment` and what the prolog adds to it.
-        environment: what local agents get to see of the caller's environment. around: the
+        environment: what local agents get to see of the caller's environment. container: the
         container that agents, and so all that they start, run in.
     """
 
@@ -63,7 +63,7 @@ class Session:
     nonce: str
     local: bool
     environment: Mapping[str, str]
-    around: Around | None = None
+    container: NodeContainer | None = None
 
     @property
     def python(self) -> str:
@@ -94,7 +94,7 @@ class Session:
     @property
     def connect(self) -> float:
         """Seconds until the agents of all hosts must have answered."""
-        return self.cluster.connect_seconds(container=self.around is not None)
+        return self.cluster.connect_seconds(container=self.container is not None)
 
     def mark(self, node: int) -> str:
         """TRAINKIT_RUN of every process of this session on one node."""
@@ -148,7 +148,7 @@ class Session:
             "set -e",
             *self.cluster.prolog,
         ]
-        if self.around is None:
+        if self.container is None:
             return {
                 self.script.name: (
                     "\n".join([*head, marked, f'exec {shlex.join([self.python, *agent])} "$1"'])
@@ -156,12 +156,12 @@ class Session:
                 )
             }
         inside = {
-            self.around.script.name: inside_text(self.around, agent, marked),
-            **further_files(self.around),
+            self.container.script.name: inside_script(self.container, agent, marked),
+            **extra_files(self.container),
         }
-        if self.around.container.runtime == "pyxis":
+        if self.container.settings.runtime == "pyxis":
             return inside  # srun's task is in the container from its start
-        return {self.script.name: "\n".join([*head, *start_lines(self.around)]) + "\n", **inside}
+        return {self.script.name: "\n".join([*head, *start_lines(self.container)]) + "\n", **inside}
 
     def forget_secrets(self) -> None:
         """Take the values of secrets off the disk."""
@@ -182,7 +182,7 @@ def new_session(
     code: Path,
     logs: Path,
     environment: Mapping[str, str],
-    around: Around | None = None,
+    container: NodeContainer | None = None,
 ) -> Session:
     """A session that nobody knows of yet; `write` makes its folder."""
     token = secrets.token_bytes(32)
@@ -200,17 +200,17 @@ def new_session(
         nonce,
         local,
         environment,
-        around,
+        container,
     )
 
 
-def log_of(session: Session, node: int) -> Path:
+def transport_log(session: Session, node: int) -> Path:
     """Where the output of a node's transport goes. Hosts are named by others, so a name cannot
     leave the folder."""
     return session.logs / f"{session.hosts[node].name.replace(os.sep, '_')}.log"
 
 
-def is_here(host: Host) -> bool:
+def is_this_machine(host: Host) -> bool:
     """Whether a host of the hostfile is this very machine, so that nothing needs to carry its
     agent."""
     return host.name in (

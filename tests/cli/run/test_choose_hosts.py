@@ -16,7 +16,7 @@ from trainkit.cli.hosts.nodes import nodes
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.resolved import write_job
-from trainkit.launch.hosts.quarantine import quarantined, suspect
+from trainkit.launch.hosts.quarantine import quarantine_host, read_quarantine
 from trainkit.launch.hosts.selection import write_hosts
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.runs.folder import RunFolder
@@ -79,7 +79,7 @@ def test_never_fewer_hosts_than_asked_for(project: Project, jobs: Jobs) -> None:
 def test_hosts_in_quarantine_are_passed_over_and_let_in_again(
     project: Project, jobs: Jobs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    suspect(project.path, "n1", "Xid 79", "some-run", 1000)
+    quarantine_host(project.path, "n1", "Xid 79", "some-run", 1000)
     chosen = resolve_on_hosts(jobs, "random", [], far(nodes=2))[1]
     assert [h.name for h in chosen.hosts] == ["n2", "n3", "n4"] and chosen.left_out == ("n1",)
     with pytest.raises(
@@ -90,7 +90,7 @@ def test_hosts_in_quarantine_are_passed_over_and_let_in_again(
     task = TaskContext(json=False, dry_run=False, folder=project.path)
     assert (
         nodes(task, "far", "", "N1").document["released"] == "N1"
-        and quarantined(project.path) == {}
+        and read_quarantine(project.path) == {}
     )
     with pytest.raises(ConfigError, match="'n1' is not left out"):
         nodes(task, "far", "", "n1")
@@ -104,13 +104,13 @@ def test_a_run_that_goes_on_takes_the_hosts_it_had(project: Project, jobs: Jobs)
         == ["n2", "n3", "n4"]
         == [h.name for h in had.hosts]
     )
-    suspect(project.path, "n2", "it broke", "r", 1000)
+    quarantine_host(project.path, "n2", "it broke", "r", 1000)
     assert [h.name for h in hosts_of_job(job, HostOptions(), had).hosts] == ["n3", "n4"]
     assert [h.name for h in hosts_of_job(job, HostOptions(include="n1@n4"), had).hosts] == [
         "n1",
         "n4",
     ]
-    suspect(project.path, "n3", "it broke too", "r", 1000)
+    quarantine_host(project.path, "n3", "it broke too", "r", 1000)
     # too few of its own: the hostfile has others
     assert [h.name for h in hosts_of_job(job, HostOptions(), had).hosts] == ["n1", "n4"]
     assert sets_of_hosts(job, had, []) == []

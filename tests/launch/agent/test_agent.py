@@ -22,7 +22,7 @@ import trainkit
 from tests.launch.fake_supervisor import AGENT, SECRET, Peer, Session, process, wait_until
 from trainkit.base.slots import holders
 from trainkit.base.snapshot_files import snapshot_hash
-from trainkit.launch.agent.connection import Lost, dial
+from trainkit.launch.agent.connection import SupervisorLost, dial
 from trainkit.launch.agent.host_report import driver_version, gpus
 from trainkit.launch.protocol import frames
 from trainkit.launch.supervise.code_snapshot import take_snapshot
@@ -202,9 +202,9 @@ def test_a_supervisor_that_cannot_prove_itself_executes_nothing(session: Session
 
 
 def test_a_silent_supervisor_is_given_up(session: Session) -> None:
-    with pytest.raises(Lost, match="did not prove"):
+    with pytest.raises(SupervisorLost, match="did not prove"):
         dial("127.0.0.1", session.server.getsockname()[1], session.token, 0, seconds=0.5)
-    with pytest.raises(Lost, match="cannot connect"):
+    with pytest.raises(SupervisorLost, match="cannot connect"):
         dial("127.0.0.1", 1, session.token, 0, seconds=0.5)
 
 

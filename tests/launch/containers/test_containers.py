@@ -27,13 +27,13 @@ from trainkit.jobs.containers import Container
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.agent.host_report import extension_error
-from trainkit.launch.containers import Around, around, kept_since, refuse_unmountable
+from trainkit.launch.containers import NodeContainer, check_mounts, node_container, reusable_since
 from trainkit.launch.containers.apptainer import APPTAINER
 from trainkit.launch.containers.contract import line
 from trainkit.launch.containers.docker import COMMON, DOCKER, PODMAN, leftovers_line
 from trainkit.launch.containers.enroot import ENROOT
-from trainkit.launch.containers.pyxis import container_name, pyxis_words, removal_words
-from trainkit.launch.containers.scripts import HOME_LINE, in_words, inside_text
+from trainkit.launch.containers.pyxis import container_name, pyxis_options, removal_argv
+from trainkit.launch.containers.scripts import HOME_LINE, describe_exit, inside_script
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.transports import last_line
 from trainkit.launch.session import Session, new_session
@@ -105,8 +105,8 @@ def job(tmp_path: Path, runtime: str, **values: Any) -> Job:
     return load(tmp_path).resolve("j", []).job
 
 
-def box(tmp_path: Path, runtime: str, **values: Any) -> Around:
-    found = around(job(tmp_path, runtime, **values), FOLDER, "R", 2)
+def box(tmp_path: Path, runtime: str, **values: Any) -> NodeContainer:
+    found = node_container(job(tmp_path, runtime, **values), FOLDER, "R", 2)
     assert found is not None
     return found
 
@@ -135,7 +135,7 @@ OCI_REST = (
 
 
 def test_docker(tmp_path: Path) -> None:
-    assert DOCKER.words(box(tmp_path, "docker")) == (
+    assert DOCKER.argv(box(tmp_path, "docker")) == (
         "docker",
         "run",
         *OCI,
@@ -144,7 +144,7 @@ def test_docker(tmp_path: Path) -> None:
         "reg/app:1",
         *INSIDE[1:],
     )
-    gpus = DOCKER.words(
+    gpus = DOCKER.argv(
         box(
             tmp_path,
             "docker",
@@ -169,7 +169,7 @@ def test_docker(tmp_path: Path) -> None:
 
 def test_podman(tmp_path: Path) -> None:
     user = '$([ "$(id -u)" = 0 ] || echo --userns=keep-id --group-add=keep-groups)'
-    assert PODMAN.words(box(tmp_path, "podman")) == (
+    assert PODMAN.argv(box(tmp_path, "podman")) == (
         "podman",
         "run",
         *OCI,
@@ -179,7 +179,7 @@ def test_podman(tmp_path: Path) -> None:
         *INSIDE[1:],
     )
     assert (
-        PODMAN.words(box(tmp_path, "podman", device="cuda", gpus=1))[15]
+        PODMAN.argv(box(tmp_path, "podman", device="cuda", gpus=1))[15]
         == "--device=nvidia.com/gpu=all"
     )
 
@@ -187,14 +187,14 @@ def test_podman(tmp_path: Path) -> None:
 def test_apptainer(tmp_path: Path) -> None:
     binds = ("--bind=/shared:/shared", "--bind=/data:/data:ro", "--bind=/opt/topo:/topo")
     start = ("apptainer", "exec", "--cleanenv", "--no-home", "--pwd=/shared")
-    assert APPTAINER.words(box(tmp_path, "apptainer")) == (
+    assert APPTAINER.argv(box(tmp_path, "apptainer")) == (
         *start,
         *binds,
         "/images/app.sif",
         *INSIDE,
     )
     more = 'writable = true\nargs = ["--rocm"]'
-    words = APPTAINER.words(
+    words = APPTAINER.argv(
         box(tmp_path, "apptainer", device="cuda", gpus=4, image="docker://reg/app:1", more=more)
     )
     assert words == (
@@ -218,7 +218,7 @@ def test_enroot(tmp_path: Path) -> None:
     )
     rc = ("--rc", f"{FOLDER}/enroot.rc")
     given = box(tmp_path, "enroot")
-    assert ENROOT.words(given) == (
+    assert ENROOT.argv(given) == (
         "enroot",
         "start",
         *rc,
@@ -237,7 +237,7 @@ def test_enroot(tmp_path: Path) -> None:
         "--env",
         "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
     )
-    words = ENROOT.words(box(tmp_path, "enroot", device="cuda", gpus=4, more="writable = true"))
+    words = ENROOT.argv(box(tmp_path, "enroot", device="cuda", gpus=4, more="writable = true"))
     assert words == (
         "enroot",
         "start",
@@ -253,7 +253,7 @@ def test_enroot(tmp_path: Path) -> None:
 
 
 def test_pyxis(tmp_path: Path) -> None:
-    words = pyxis_words(
+    words = pyxis_options(
         box(
             tmp_path,
             "pyxis",
@@ -289,7 +289,7 @@ def test_pyxis_keeps_a_container_over_attempts_that_began(tmp_path: Path) -> Non
         ),
         1,
     ):
-        found = around(chosen, FOLDER, "R", number, kept_since(run))
+        found = node_container(chosen, FOLDER, "R", number, reusable_since(run))
         assert found is not None
         names.append(container_name(found))
         log = EventLog(run.attempt(number))
@@ -299,7 +299,7 @@ def test_pyxis_keeps_a_container_over_attempts_that_began(tmp_path: Path) -> Non
     assert names == ["trainkit-R-1", "trainkit-R-1", "trainkit-R-1", "trainkit-R-4"]
     assert found is not None
     remove = 'for name; do enroot remove --force "$name"; done'
-    assert removal_words(replace(found, since=2), 8) == (
+    assert removal_argv(replace(found, since=2), 8) == (
         *(
             "srun",
             "--nodes=8",
@@ -313,7 +313,7 @@ def test_pyxis_keeps_a_container_over_attempts_that_began(tmp_path: Path) -> Non
         *("/bin/bash", "-c", remove, "remove", "pyxis_trainkit-R-1", "pyxis_trainkit-R-2"),
     )
     own = box(tmp_path, "pyxis", launcher="slurm", more='args = ["--container-name=mine"]')
-    assert not any("trainkit-R" in word for word in pyxis_words(own)) and not removal_words(own, 8)
+    assert not any("trainkit-R" in word for word in pyxis_options(own)) and not removal_argv(own, 8)
 
 
 def test_the_environment_of_ranks(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_the_environment_of_ranks(tmp_path: Path) -> None:
         "SLURM_MPI_TYPE",
         "NVIDIA_VISIBLE_DEVICES",
     ]
-    changed = around(
+    changed = node_container(
         load(tmp_path).resolve("j", [f'env.{name}="x"' for name in more]).job, FOLDER, "R", 2
     )
     assert changed is not None and set(changed.env) == {
@@ -377,7 +377,7 @@ def test_a_job_can_be_freed_of_its_container(tmp_path: Path) -> None:
     free = load(tmp_path).resolve("j", ["container=none"]).job
     assert (
         free.container is None
-        and around(free, FOLDER, "R", 2) is None
+        and node_container(free, FOLDER, "R", 2) is None
         and free.environment["A"] == "1"
     )
     with pytest.raises(ConfigError, match="has no table to go to"):
@@ -393,7 +393,7 @@ def test_what_a_job_reads_is_mounted(tmp_path: Path) -> None:
     assert "/other:/other" in sources(tmp_path, prefixes='["/corpus/*/x", "/other/y"]')
     linked = tmp_path / "link"
     linked.symlink_to(tmp_path)
-    found = around(
+    found = node_container(
         job(tmp_path, "docker").model_copy(
             update={"cluster": load(tmp_path).resolve("j", [f"cluster.root={linked}"]).job.cluster}
         ),
@@ -404,7 +404,7 @@ def test_what_a_job_reads_is_mounted(tmp_path: Path) -> None:
     assert found is not None and {str(linked), str(tmp_path)} <= {m.source for m in found.mounts}, (
         "the code's real path is asked for too"
     )
-    node = around(
+    node = node_container(
         load(tmp_path).resolve("j", ["cluster.node_folder=/local/me"]).job, FOLDER, "R", 2
     )
     assert node is not None and "/local/me:/local/me" in [m.text for m in node.mounts]
@@ -413,7 +413,7 @@ def test_what_a_job_reads_is_mounted(tmp_path: Path) -> None:
         .resolve("j", ['container.mounts=["/shared/..:/x", "/:/host:ro", "/shared:/shared"]'])
         .job
     )
-    assert [m.text for m in around(wide, FOLDER, "R", 2).mounts] == [  # type: ignore[union-attr]
+    assert [m.text for m in node_container(wide, FOLDER, "R", 2).mounts] == [  # type: ignore[union-attr]
         "/shared/..:/x",
         "/:/host:ro",
         "/shared:/shared",
@@ -450,10 +450,10 @@ def test_no_mount_hides_another(
         )
         .job
     )
-    found = around(chosen, FOLDER, "R", 2)
+    found = node_container(chosen, FOLDER, "R", 2)
     assert found is not None and [mount.text for mount in found.mounts] == order
-    assert f"--container-mounts={','.join(order)}" in pyxis_words(found)
-    assert [word for word in APPTAINER.words(found) if word.startswith("--bind")] == [
+    assert f"--container-mounts={','.join(order)}" in pyxis_options(found)
+    assert [word for word in APPTAINER.argv(found) if word.startswith("--bind")] == [
         f"--bind={text}" for text in order
     ]
 
@@ -469,7 +469,7 @@ def test_paths_that_no_runtime_can_mount_are_refused_before_the_start(tmp_path: 
         load(tmp_path).resolve("j", ["cluster.root=/data/a:ro", "cluster.node_folder=/node'1"]).job
     )
     with pytest.raises(ConfigError) as caught:
-        refuse_unmountable(chosen)
+        check_mounts(chosen)
     said = str(caught.value)
     assert (
         said.startswith(
@@ -478,10 +478,8 @@ def test_paths_that_no_runtime_can_mount_are_refused_before_the_start(tmp_path: 
         )
         and "a link" in said
     )
-    refuse_unmountable(load(tmp_path).resolve("j", ["dataset=mock"]).job)
-    refuse_unmountable(
-        load(tmp_path).resolve("j", ["container=none", "cluster.root=/data/a:ro"]).job
-    )
+    check_mounts(load(tmp_path).resolve("j", ["dataset=mock"]).job)
+    check_mounts(load(tmp_path).resolve("j", ["container=none", "cluster.root=/data/a:ro"]).job)
 
 
 def test_train_refuses_them_before_it_makes_a_run(project: Project) -> None:
@@ -585,7 +583,7 @@ def session(tmp_path: Path, runtime: str, **values: Any) -> Session:
         tmp_path / "code",
         tmp_path / "logs",
         {},
-        around(chosen, folder, "R", 2),
+        node_container(chosen, folder, "R", 2),
     )
 
 
@@ -611,7 +609,7 @@ def test_node_sh(tmp_path: Path) -> None:
 
 
 def test_inside_sh(tmp_path: Path) -> None:
-    text = inside_text(
+    text = inside_script(
         box(
             tmp_path,
             "docker",
@@ -634,7 +632,7 @@ def test_inside_sh(tmp_path: Path) -> None:
 
 
 def test_a_word_is_quoted_unless_the_node_has_to_read_it(tmp_path: Path) -> None:
-    said = line(DOCKER.words(box(tmp_path, "docker", more='args = ["--label=a b;\'c\'", "$(id)"]')))
+    said = line(DOCKER.argv(box(tmp_path, "docker", more='args = ["--label=a b;\'c\'", "$(id)"]')))
     shown = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {said}", "x", "7"],
         capture_output=True,
@@ -666,7 +664,7 @@ def test_a_word_is_quoted_unless_the_node_has_to_read_it(tmp_path: Path) -> None
     ],
 )
 def test_what_the_clients_exit_codes_mean(tmp_path: Path, code: int, last: str, said: str) -> None:
-    assert in_words(box(tmp_path, "docker"), code, last) == said
+    assert describe_exit(box(tmp_path, "docker"), code, last) == said
 
 
 def test_dockers_last_line_is_no_error(tmp_path: Path) -> None:

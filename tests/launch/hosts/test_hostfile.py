@@ -17,10 +17,10 @@ from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import (
     Host,
+    filter_hosts,
     find_hostfile,
     parse_hostfile,
     read_hostfile,
-    select,
 )
 from trainkit.launch.hosts.selection import (
     HostList,
@@ -178,7 +178,7 @@ def test_a_thousand_hosts_at_once() -> None:
     hosts = parse_hostfile(
         "".join(f"user@gpu-{i:04d}.example.org:22 slots=8\n" for i in range(1000)), "hosts"
     )
-    left = select(hosts, exclude="gpu-0500.example.org@gpu-0501.example.org:0-3")
+    left = filter_hosts(hosts, exclude="gpu-0500.example.org@gpu-0501.example.org:0-3")
     assert (len(hosts), len(left), left[500].slots) == (1000, 999, (4, 5, 6, 7))
 
 
@@ -253,7 +253,9 @@ HOSTS = parse_hostfile("n[0-3] slots=4\n[fd00::1] slots=2\n", "hosts")
 )
 def test_filters(include: str, exclude: str, left: str) -> None:
     assert (
-        " ".join(f"{h.name}:{''.join(map(str, h.slots))}" for h in select(HOSTS, include, exclude))
+        " ".join(
+            f"{h.name}:{''.join(map(str, h.slots))}" for h in filter_hosts(HOSTS, include, exclude)
+        )
         == left
     )
 
@@ -285,7 +287,7 @@ def test_filters(include: str, exclude: str, left: str) -> None:
 )
 def test_filters_that_say_nothing_sensible(include: str, exclude: str, said: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        select(HOSTS, include, exclude)
+        filter_hosts(HOSTS, include, exclude)
     found = complaints(error)
     assert len(found) == len(said) and all(
         f.startswith(s) for f, s in zip(found, said, strict=True)
@@ -299,7 +301,7 @@ def test_including_and_excluding_the_same_slots_are_opposites(chosen: set[tuple[
     if not text:
         return
     included, rest = (
-        {(h.name, slot) for h in select(HOSTS, **{word: text}) for slot in h.slots}
+        {(h.name, slot) for h in filter_hosts(HOSTS, **{word: text}) for slot in h.slots}
         for word in ("include", "exclude")
     )
     assert included == {(f"n{n}", slot) for n, slot in chosen}

@@ -16,11 +16,11 @@ from tests.conftest import alive, wait_for
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers import LAUNCHERS, head_address
+from trainkit.launch.launchers import LAUNCHERS, supervisor_address
 from trainkit.launch.launchers.local import Local
-from trainkit.launch.launchers.pdsh import OneForAll, Pdsh, labels, ssh_variables
-from trainkit.launch.launchers.ssh import Ssh, real_name, ssh_options
-from trainkit.launch.launchers.transports import OnePerHost, start_transport
+from trainkit.launch.launchers.pdsh import Pdsh, PdshTransport, labels, ssh_variables
+from trainkit.launch.launchers.ssh import Ssh, ssh_host_name, ssh_options
+from trainkit.launch.launchers.transports import TransportPerHost, start_transport
 from trainkit.launch.session import Session, new_session
 
 AWAY = [Host("node1"), Host("node2", user="ann"), Host("node3", port=2222)]
@@ -140,16 +140,18 @@ def test_several_hosts_are_not_local(tmp_path: Path) -> None:
 
 
 def test_the_head_is_dialled_where_the_hosts_can_reach_it() -> None:
-    assert head_address(Cluster(), [Host("localhost")]) == "127.0.0.1"
-    assert head_address(Cluster(interface="127.0.0.0/8"), [Host("203.0.113.7")]) == "127.0.0.1"
+    assert supervisor_address(Cluster(), [Host("localhost")]) == "127.0.0.1"
+    assert (
+        supervisor_address(Cluster(interface="127.0.0.0/8"), [Host("203.0.113.7")]) == "127.0.0.1"
+    )
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client")
 def test_an_alias_of_ssh_config_is_resolved(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text("Host box\n  HostName 192.0.2.7\n")
-    assert real_name(Cluster(ssh_args=("-F", str(config))), Host("box")) == "192.0.2.7"
-    assert real_name(Cluster(ssh_args=("-F", str(config))), Host("other")) == "other"
+    assert ssh_host_name(Cluster(ssh_args=("-F", str(config))), Host("box")) == "192.0.2.7"
+    assert ssh_host_name(Cluster(ssh_args=("-F", str(config))), Host("other")) == "other"
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client")
@@ -209,7 +211,7 @@ def test_lines_of_pdsh_go_to_their_hosts_logs(tmp_path: Path) -> None:
     output = tmp_path / "pdsh.log"
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)"])
     logs = {0: tmp_path / "node1.log", 2: tmp_path / "node3.log"}
-    transports = OneForAll(child, output, logs, {"node1": 0, "node3": 2}, OnePerHost({}))
+    transports = PdshTransport(child, output, logs, {"node1": 0, "node3": 2}, TransportPerHost({}))
     try:
         output.write_bytes(
             b"node1: one\nnode3: ssh: connect to host node3 port 22: No route to host\nnode9:"
@@ -244,7 +246,7 @@ def test_hosts_with_a_domain_are_known_by_what_pdsh_calls_them(tmp_path: Path) -
     output = tmp_path / "pdsh.log"
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)"])
     logs = {node: tmp_path / f"{name}.log" for node, name in names.items()}
-    transports = OneForAll(child, output, logs, known, OnePerHost({}))
+    transports = PdshTransport(child, output, logs, known, TransportPerHost({}))
     try:
         output.write_bytes(
             b"node1: hello\nnode2: ssh: Could not resolve hostname node2.test: Name or service not"
@@ -326,7 +328,7 @@ def test_closing_is_bounded(tmp_path: Path) -> None:
         ["bash", "-c", program], start_new_session=True, stdout=subprocess.PIPE
     )
     assert stubborn.stdout is not None and stubborn.stdout.readline() == b"ready\n"
-    transports = OnePerHost({0: (stubborn, tmp_path / "log")})
+    transports = TransportPerHost({0: (stubborn, tmp_path / "log")})
     assert transports.poll() == {}
     transports.close()
     assert transports.poll()[0].code == -signal.SIGKILL

@@ -21,7 +21,7 @@ from trainkit.base.files import write_json
 from trainkit.base.process import identity
 from trainkit.launch.protocol.client import ask
 from trainkit.launch.protocol.frames import Frame
-from trainkit.launch.protocol.server import Door, Link
+from trainkit.launch.protocol.server import Connection, Server
 from trainkit.runs.folder import RunFolder
 
 TOKEN = b"t" * 32
@@ -52,25 +52,25 @@ def announce(
 
 @contextlib.contextmanager
 def listening(heard: list[Frame | None], most: int | None = None) -> Iterator[int]:
-    """A supervisor's real door in a thread; gives its port."""
+    """A supervisor's real server in a thread; gives its port."""
     ready, ports = threading.Event(), []
     loop = asyncio.new_event_loop()
 
     async def serve(stop: asyncio.Event) -> None:
-        async def guest(link: Link, node: int) -> None:
-            link.send({"type": "ping"})
-            heard.append(await link.receive())
-            link.send({"type": "ok"})
-            await link.finish()
+        async def handler(connection: Connection, node: int) -> None:
+            connection.send({"type": "ping"})
+            heard.append(await connection.receive())
+            connection.send({"type": "ok"})
+            await connection.finish()
 
-        door = Door()
-        door.token, door.guests["control"] = TOKEN, guest
-        await door.listen("127.0.0.1")
-        door._most_unproved = most or door._most_unproved
-        ports.append(door.port)
+        server = Server()
+        server.token, server.handlers["control"] = TOKEN, handler
+        await server.listen("127.0.0.1")
+        server._most_unproved = most or server._most_unproved
+        ports.append(server.port)
         ready.set()
         await stop.wait()
-        await door.close()
+        await server.close()
 
     stop = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(stop)))
@@ -107,10 +107,10 @@ def test_unproved_connections_leave_room_for_agents(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 1024))
 
     async def most() -> int:
-        door = Door()
-        await door.listen("127.0.0.1")
-        await door.close()
-        return door._most_unproved
+        server = Server()
+        await server.listen("127.0.0.1")
+        await server.close()
+        return server._most_unproved
 
     assert asyncio.run(most()) == 256
 

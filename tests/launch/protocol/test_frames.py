@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.launch.agent.connection import Lost, dial
+from trainkit.launch.agent.connection import SupervisorLost, dial
 from trainkit.launch.protocol import frames
 from trainkit.launch.protocol.frames import BadFrame, Decoder, encode, proof, proved
 
@@ -37,7 +37,7 @@ FRAMES = st.builds(
 
 @given(st.lists(FRAMES, max_size=4), st.lists(st.integers(0, 400)))
 def test_frames_arrive_however_they_are_cut(sent: list[dict[str, Any]], cuts: list[int]) -> None:
-    data, decoder = b"".join(map(encode, sent)), Decoder(frames.LIMIT)
+    data, decoder = b"".join(map(encode, sent)), Decoder(frames.MAX_FRAME_BYTES)
     places = sorted({min(cut, len(data)) for cut in cuts})
     got = [
         frame
@@ -67,12 +67,12 @@ def test_what_is_no_frame(body: bytes) -> None:
 def test_a_stranger_makes_us_hold_little() -> None:
     decoder = Decoder()
     with pytest.raises(BadFrame, match="limit"):
-        list(decoder.feed((frames.STRANGER_LIMIT + 1).to_bytes(4, "big")))
+        list(decoder.feed((frames.MAX_UNPROVED_BYTES + 1).to_bytes(4, "big")))
     decoder = Decoder()
-    decoder.limit = frames.LIMIT
-    assert not list(decoder.feed((frames.STRANGER_LIMIT + 1).to_bytes(4, "big")))
+    decoder.limit = frames.MAX_FRAME_BYTES
+    assert not list(decoder.feed((frames.MAX_UNPROVED_BYTES + 1).to_bytes(4, "big")))
     with pytest.raises(BadFrame, match="limit"):
-        encode({"type": "x", "words": "x" * frames.LIMIT})
+        encode({"type": "x", "words": "x" * frames.MAX_FRAME_BYTES})
 
 
 @given(st.binary(min_size=1), st.text(), st.text(), st.text())
@@ -117,6 +117,6 @@ def test_whoever_answers_the_knock_without_the_token_is_no_supervisor(said: list
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(Lost):
+        with pytest.raises(SupervisorLost):
             dial("127.0.0.1", server.getsockname()[1], b"token", 0, seconds=5)
         thread.join()

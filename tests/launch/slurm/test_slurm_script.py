@@ -17,10 +17,10 @@ from trainkit.base.errors import ConfigError
 from trainkit.jobs import sbatch
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
-from trainkit.launch.containers import around
+from trainkit.launch.containers import node_container
 from trainkit.launch.containers.pyxis import step_scripts
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers.slurm import cpu_words, look_words, node_text, srun_words
+from trainkit.launch.launchers.slurm import cpu_options, mount_check_argv, node_text, srun_argv
 from trainkit.launch.session import Session, new_session
 from trainkit.launch.slurm.allocation import granted, hosts_of
 from trainkit.launch.slurm.batch_script import (
@@ -246,7 +246,7 @@ def session(chosen: Job, hosts: Sequence[Host]) -> Session:
         code,
         RUN.attempt(1).transports,
         {},
-        around(chosen, folder, RUN.id, 1),
+        node_container(chosen, folder, RUN.id, 1),
     )
 
 
@@ -254,7 +254,7 @@ def srun(name: str, *sets: str, further: Mapping[str, str] | None = None) -> lis
     chosen = job(name, *sets)
     hosts = [Host(f"n{i}", slots=(0,)) for i in range(2)]
     return list(
-        srun_words(
+        srun_argv(
             session(chosen, hosts),
             hosts,
             {**allocation_variables(all_options(chosen, RUN)), **(further or {})},
@@ -355,7 +355,7 @@ def test_pyxis_of_the_reference_clusters(
 def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
     chosen, hosts = job("azure-gpt3-175b", "cluster.root=/no/such"), [Host("n0"), Host("n1")]
     given = session(chosen, hosts)
-    look = look_words(given, hosts, {})
+    look = mount_check_argv(given, hosts, {})
     assert look[:7] == (
         "srun",
         "--nodes=2",
@@ -368,11 +368,11 @@ def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
     assert look[-2:] == ("/bin/bash", f"{RUN.session(1)}/mounts.sh") and not any(
         "container" in word for word in look
     )
-    assert given.around is not None
-    scripts = step_scripts(given.around, [look, srun_words(given, hosts, {})], 90)
+    assert given.container is not None
+    scripts = step_scripts(given.container, [look, srun_argv(given, hosts, {})], 90)
     step = scripts["step.sh"].splitlines()[2:]
     assert step[0].startswith(f"said=$(timeout --kill-after=5 81 {shlex.join(look)} 2>&1)")
-    assert step[-1] == f"exec {shlex.join(srun_words(given, hosts, {}))}"
+    assert step[-1] == f"exec {shlex.join(srun_argv(given, hosts, {}))}"
     assert "exec /bin/bash " + f'{RUN.session(1)}/inside.sh "$node"' in node_text(given, hosts)
     (tmp_path / "mounts.sh").write_text(scripts["mounts.sh"])
     said = subprocess.run(
@@ -412,10 +412,12 @@ def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
 def test_a_look_that_fails_itself_is_told_from_a_mount_that_is_missing(
     look: str, code: int, said: str
 ) -> None:
-    around = session(job("azure-gpt3-175b"), [Host("n0")]).around
-    assert around is not None
+    container = session(job("azure-gpt3-175b"), [Host("n0")]).container
+    assert container is not None
     seconds = 1.5 if "sleep" in look else 3600.0
-    script = step_scripts(around, [["bash", "-c", look], ["echo", "started"]], seconds)["step.sh"]
+    script = step_scripts(container, [["bash", "-c", look], ["echo", "started"]], seconds)[
+        "step.sh"
+    ]
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == code and said in done.stdout.splitlines()[-1]
     assert ("started" in done.stdout.splitlines()) == (code == 0)
@@ -440,10 +442,10 @@ def test_the_agent_has_all_cpus_of_its_node(
     name: str, allocation: Mapping[str, str], expected: tuple[str, ...]
 ) -> None:
     assert (
-        cpu_words({**allocation_variables(all_options(job(name), RUN)), **allocation}) == expected
+        cpu_options({**allocation_variables(all_options(job(name), RUN)), **allocation}) == expected
     )
     assert (
-        cpu_words({"SLURM_CPUS_PER_TASK": "4", "SLURM_NTASKS_PER_NODE": "8"})[0]
+        cpu_options({"SLURM_CPUS_PER_TASK": "4", "SLURM_NTASKS_PER_NODE": "8"})[0]
         == "--cpus-per-task=32"
     )
 
@@ -504,7 +506,7 @@ def test_ranks_that_leave_a_part_of_a_node_must_say_which_part_they_take() -> No
 
 def test_a_dry_run_shows_all_words_of_srun() -> None:
     """All CPUs of the node, whose number only Slurm will say."""
-    shown = cpu_words(
+    shown = cpu_options(
         {
             "SLURM_JOB_CPUS_PER_NODE": "CPUS_OF_A_NODE",
             **allocation_variables(all_options(bare(), RUN)),

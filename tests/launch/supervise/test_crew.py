@@ -21,7 +21,7 @@ from trainkit.base.address import own_addresses
 from trainkit.jobs.clusters import Cluster, WatchLimits
 from trainkit.launch.agent.connection import dial
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers.contract import LaunchEnd, Started
+from trainkit.launch.launchers.contract import TransportExit, Transports
 from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.frames import (
     LONGEST_GAP_MS,
@@ -29,16 +29,16 @@ from trainkit.launch.protocol.frames import (
     TCP_THIN_LINEAR_TIMEOUTS,
     Decoder,
     Frame,
-    beat_seconds,
     encode,
+    heartbeat_interval,
     new_nonce,
     proof,
 )
-from trainkit.launch.protocol.server import Door, Link
-from trainkit.launch.session import Session, is_here, new_session
+from trainkit.launch.protocol.server import Connection, Server
+from trainkit.launch.session import Session, is_this_machine, new_session
 from trainkit.launch.supervise.agent_pool import Crew, Hello, Missing
 
-Act = Callable[[Crew, Door], Any]
+Act = Callable[[Crew, Server], Any]
 
 
 def with_crew(
@@ -48,25 +48,25 @@ def with_crew(
     strangers: list[tuple[str, str]] = []
 
     async def main() -> Any:
-        door = Door(lambda peer, why: strangers.append((peer, why)))
-        await door.listen("127.0.0.1")
+        server = Server(lambda peer, why: strangers.append((peer, why)))
+        await server.listen("127.0.0.1")
         cluster = Cluster(name="c", launcher="ssh", watch=WatchLimits(**limits))
         names = [Host(f"h{i}") for i in range(hosts)]
         session = new_session(
             folder / "s", "run", 1, names, cluster, folder / "code", folder / "logs", {}
         )
-        session.write(folder, door.address, door.port, {})
+        session.write(folder, server.address, server.port, {})
         try:
-            async with asyncio.timeout(600), Crew(session, Debug(make), door) as crew:
-                return await act(crew, door)
+            async with asyncio.timeout(600), Crew(session, Debug(make), server) as crew:
+                return await act(crew, server)
         finally:
-            await door.close()
+            await server.close()
 
     return asyncio.run(main()), strangers
 
 
 def test_a_hundred_agents_come_and_answer(tmp_path: Path) -> None:
-    async def act(crew: Crew, door: Door) -> tuple[int, int]:
+    async def act(crew: Crew, server: Server) -> tuple[int, int]:
         answers = await crew.gather(20)
         frames: dict[int, Frame] = {node: {"type": "reserve", "slots": []} for node in crew.present}
         got, silent = await crew.ask(frames, {"reserved"}, 20)
@@ -102,7 +102,7 @@ async def there(crew: Crew, nodes: set[int]) -> None:
 
 
 def test_who_does_not_come_is_named_with_the_reason(tmp_path: Path) -> None:
-    async def act(crew: Crew, door: Door) -> list[Hello | Missing]:
+    async def act(crew: Crew, server: Server) -> list[Hello | Missing]:
         await there(crew, {0, 3})
         return await crew.gather(0.2)
 
@@ -112,7 +112,7 @@ def test_who_does_not_come_is_named_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_who_hangs_while_asked_is_named_and_not_waited_for(tmp_path: Path) -> None:
-    async def act(crew: Crew, door: Door) -> Any:
+    async def act(crew: Crew, server: Server) -> Any:
         await there(crew, {0, 3})
         got, silent = await crew.ask(
             {node: {"type": "reserve"} for node in (0, 3)}, {"reserved"}, 0.5
@@ -132,7 +132,7 @@ class Mute(StubAgent):
 
 
 def test_silence_is_a_lost_contact_and_an_end_is_one_at_once(tmp_path: Path) -> None:
-    async def act(crew: Crew, door: Door) -> list[tuple[int, Frame]]:
+    async def act(crew: Crew, server: Server) -> list[tuple[int, Frame]]:
         await crew.gather(300)
         lost: list[tuple[int, Frame]] = []
         while not lost:
@@ -160,11 +160,11 @@ class Beaten(StubAgent):
 class Sick:
     """Transports whose files cannot be read, or whose file system does not answer."""
 
-    def __init__(self, started: Started, trouble: Callable[[], Any]) -> None:
+    def __init__(self, started: Transports, trouble: Callable[[], Any]) -> None:
         self.started, self.trouble = started, trouble
         self.looking = self.most = 0
 
-    def poll(self) -> Mapping[int, LaunchEnd]:
+    def poll(self) -> Mapping[int, TransportExit]:
         self.looking += 1
         self.most = max(self.most, self.looking)
         try:
@@ -183,12 +183,12 @@ def test_a_shared_root_that_fails_or_stalls_stops_no_ping(tmp_path: Path) -> Non
     def fail() -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    async def act(crew: Crew, door: Door) -> None:
+    async def act(crew: Crew, server: Server) -> None:
         await crew.gather(300)
-        assert crew._started is not None
+        assert crew._transports is not None
         try:
             for trouble in (fail, answers.wait):
-                crew._started = sick = Sick(crew._started, trouble)
+                crew._transports = sick = Sick(crew._transports, trouble)
                 Beaten.pings[0] = []
                 async with asyncio.timeout(600):
                     while len(Beaten.pings[0]) < 2 or not sick.most:
@@ -210,20 +210,20 @@ class Fading(Beaten):
 def test_who_is_not_heard_is_soon_not_pinged(tmp_path: Path) -> None:
     """Its lease must not outlast ours by more than what follows a lost contact allows for."""
 
-    async def act(crew: Crew, door: Door) -> float:
+    async def act(crew: Crew, server: Server) -> float:
         await crew.gather(300)
         Beaten.pings[0] = []
         while not crew.lost:
             await asyncio.sleep(0.05)
         assert crew.lost[0]["silent"]
-        return Beaten.pings[0][-1] - crew._links[0].heard
+        return Beaten.pings[0][-1] - crew._connections[0].heard
 
     after, _ = with_crew(tmp_path, 1, Fading, act, lease=5.0)
     assert after < 3.5
 
 
 def strange(address: str, port: int, *frames: bytes) -> bytes:
-    """What the door answers to bytes of somebody unknown, until it hangs up."""
+    """What the server answers to bytes of somebody unknown, until it hangs up."""
     with socket.create_connection((address, port), timeout=600) as sock:
         said = b""
         for data in frames:
@@ -252,9 +252,9 @@ def test_strangers_are_told_nothing_and_reported(tmp_path: Path) -> None:
             )
             return sock.recv(65536)
 
-    async def act(crew: Crew, door: Door) -> Any:
+    async def act(crew: Crew, server: Server) -> Any:
         await crew.gather(300)
-        place = door.address, door.port
+        place = server.address, server.port
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda loop, context: unhandled.append(context))
         said = [
@@ -297,7 +297,7 @@ def test_a_hello_that_was_long_on_its_way_misleads_no_clock(tmp_path: Path) -> N
         def facts(self) -> dict[str, Any]:
             return super().facts() | {"clock": time.time() - 20}
 
-    async def act(crew: Crew, door: Door) -> float:
+    async def act(crew: Crew, server: Server) -> float:
         (hello,) = await crew.gather(300)
         assert isinstance(hello, Hello) and hello.facts["clock"] < time.time() - 19
         async with asyncio.timeout(600):
@@ -325,7 +325,7 @@ def test_a_missing_interpreter_is_no_missing_root(
         async def run(self) -> None:
             raise OSError(words.format(self.session.folder))
 
-    async def act(crew: Crew, door: Door) -> list[Hello | Missing]:
+    async def act(crew: Crew, server: Server) -> list[Hello | Missing]:
         return await crew.gather(300)
 
     (answer,), _ = with_crew(tmp_path, 1, Unstarted, act)
@@ -383,7 +383,7 @@ def test_unreachable_hosts_are_told_in_one_table(tmp_path: Path) -> None:
 def test_a_busy_host_is_named_with_its_run(tmp_path: Path) -> None:
     class Taken(StubAgent):
         async def on_reserve(self, frame: Frame) -> None:
-            self.link.send(
+            self.connection.send(
                 {
                     "type": "busy",
                     "slot": "cpu",
@@ -401,7 +401,7 @@ def test_a_busy_host_is_named_with_its_run(tmp_path: Path) -> None:
 def test_rank_0_out_of_reach(tmp_path: Path) -> None:
     class Walled(StubAgent):
         async def on_connect(self, frame: Frame) -> None:
-            self.link.send(
+            self.connection.send(
                 {"type": "connected", "error": "No route to host" if self.node else None}
             )
 
@@ -416,8 +416,8 @@ def test_rank_0_out_of_reach(tmp_path: Path) -> None:
 
 def test_what_this_machine_is_called() -> None:
     mine = [socket.gethostname(), "localhost", *(address for _, address in own_addresses())]
-    assert all(is_here(Host(name)) for name in mine)
-    assert not is_here(Host("node1")) and not is_here(Host("203.0.113.7"))
+    assert all(is_this_machine(Host(name)) for name in mine)
+    assert not is_this_machine(Host("node1")) and not is_this_machine(Host("203.0.113.7"))
 
 
 def test_events_of_a_run_over_hosts(tmp_path: Path) -> None:
@@ -449,22 +449,22 @@ def test_after_a_cut_both_sides_are_soon_heard_again() -> None:
             return thin, LONGEST_GAP_MS
 
     async def both() -> None:
-        async def guest(link: Link, node: int) -> None:
-            seen.append(gaps(link._writer.get_extra_info("socket")))
+        async def handler(connection: Connection, node: int) -> None:
+            seen.append(gaps(connection._writer.get_extra_info("socket")))
 
-        door = Door()
-        door.token, door.guests["agent"] = token, guest
-        await door.listen("127.0.0.1")
-        connection = await asyncio.to_thread(dial, door.address, door.port, token, 0)
+        server = Server()
+        server.token, server.handlers["agent"] = token, handler
+        await server.listen("127.0.0.1")
+        connection = await asyncio.to_thread(dial, server.address, server.port, token, 0)
         seen.append(gaps(connection.sock))
         while len(seen) < 2:
             await asyncio.sleep(0)
         connection.sock.close()
-        await door.close()
+        await server.close()
 
     asyncio.run(both())
     assert seen == [(1, LONGEST_GAP_MS)] * 2
-    assert (beat_seconds(15), beat_seconds(5)) == (
+    assert (heartbeat_interval(15), heartbeat_interval(5)) == (
         1,
         0.5,
     ), "a short lease is not half spent on waiting for the next sign of life"

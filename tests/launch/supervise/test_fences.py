@@ -30,7 +30,7 @@ from trainkit.jobs.resolved import write_job
 from trainkit.jobs.schema import Job
 from trainkit.launch import start
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.hosts.quarantine import quarantined
+from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.hosts.selection import local_hosts
 from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.frames import Frame
@@ -217,7 +217,7 @@ def test_a_head_that_loses_most_hosts_blames_none(tmp_path: Path) -> None:
             if self.session.attempt == 1 and self.node:
                 await asyncio.sleep(0.3)
                 await self.stop(0)
-                self.link.close()
+                self.connection.close()
                 raise OSError("cut")
 
     hosts = [Host(f"h{i}", slots=(0, 1)) for i in range(4)]
@@ -225,7 +225,9 @@ def test_a_head_that_loses_most_hosts_blames_none(tmp_path: Path) -> None:
     run = make_run(tmp_path, sets, hosts=hosts, nodes=4)
     second = f"import os, time\nif os.environ['ATTEMPT'] == '1':\n    time.sleep(10_000)\n{DONE}"
     outcome, told = supervised(run, Program(second), launcher=Debug(Gone))
-    assert outcome.exit == 0 and quarantined(run.root) == {} and told[0]["world_size"] == 8, outcome
+    assert outcome.exit == 0 and read_quarantine(run.root) == {} and told[0]["world_size"] == 8, (
+        outcome
+    )
 
 
 def test_a_host_that_cannot_be_done_without_is_not_kept_from_the_resume(tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ def test_a_host_that_cannot_be_done_without_is_not_kept_from_the_resume(tmp_path
             nodes=2,
         )
         outcome, _ = supervised(run, Program(program), launcher=Debug(StubAgent))
-        assert outcome.suspects == ("h1",) and set(quarantined(run.root)) == expected
+        assert outcome.suspects == ("h1",) and set(read_quarantine(run.root)) == expected
 
 
 def test_a_supervisor_that_is_killed_before_its_first_word(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from trainkit.base.errors import Exit
 from trainkit.base.files import read_json
 from trainkit.jobs.schema import Retry
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.hosts.quarantine import quarantined
+from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.client import ask
 from trainkit.launch.protocol.frames import Frame
@@ -231,7 +231,7 @@ class Dies(StubAgent):
         if self.session.hosts[self.node].name == "h1":
             await asyncio.sleep(0.3)
             await self.stop(0)
-            self.link.close()
+            self.connection.close()
             raise OSError("the host has gone")
 
 
@@ -279,7 +279,7 @@ def test_a_lost_host_is_replaced_or_done_without(
         read_json(run.job)["job"]["nodes"] == world // 2
         and read_json(run.job)["job"]["training"]["global_batch_size"] == 8
     )
-    assert set(quarantined(run.root)) == {"h1"}
+    assert set(read_quarantine(run.root)) == {"h1"}
     assert any(seconds > 5_000 for seconds in waits), (
         "the next attempt did not wait until the lost host had surely stopped"
     )

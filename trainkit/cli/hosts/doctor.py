@@ -16,7 +16,7 @@ from trainkit.cli.hosts.nodes import usual_cluster
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.cluster_care.health_checks import COLUMNS, Examination, Finding, examine
-from trainkit.launch.hosts.quarantine import quarantined
+from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.supervise.agent_pool import Hello, Missing
 
 GIB = 2**30
@@ -63,7 +63,7 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
             f"{task.command} nodes --release {host} lets it in again",
             wrong=False,
         )
-        for host, entry in quarantined(root).items()
+        for host, entry in read_quarantine(root).items()
     ]
     findings = [*seen.findings, *down, *waits, *out]
     if not task.json:

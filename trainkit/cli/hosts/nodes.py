@@ -17,8 +17,8 @@ from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.load import Jobs
 from trainkit.launch.cluster_care.remote_commands import on_all
 from trainkit.launch.hosts.hostfile import OVER_SSH, Host, find_hostfile
-from trainkit.launch.hosts.quarantine import Quarantine, quarantined, release
-from trainkit.launch.hosts.selection import hosts_of_file, this_host
+from trainkit.launch.hosts.quarantine import QuarantineEntry, end_quarantine, read_quarantine
+from trainkit.launch.hosts.selection import load_hosts, this_host
 from trainkit.launch.supervise.orphan_sweep import HostReport, survey
 
 GIB = 2**30
@@ -41,14 +41,14 @@ def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> 
         released = [
             host
             for host in (
-                list(quarantined(root)) if release_host == "all" else release_host.split(",")
+                list(read_quarantine(root)) if release_host == "all" else release_host.split(",")
             )
-            if release(root, host)
+            if end_quarantine(root, host)
         ]
         if not released:
             raise ConfigError(
                 f"host '{release_host}' is not left out of cluster '{chosen.name}'",
-                hint=f"left out: {', '.join(quarantined(root)) or 'none'}",
+                hint=f"left out: {', '.join(read_quarantine(root)) or 'none'}",
             )
         task.say(f"{', '.join(released)} may run again")
         return TaskResult(document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]))
@@ -56,10 +56,10 @@ def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> 
     if chosen.launcher == "slurm":
         return slurm.nodes(task, chosen)
     if chosen.launcher in OVER_SSH:
-        hosts = hosts_of_file(find_hostfile(chosen, hostfile))
+        hosts = load_hosts(find_hostfile(chosen, hostfile))
     else:
         hosts = (this_host(),)
-    out = quarantined(root)
+    out = read_quarantine(root)
     reports = survey(chosen, hosts, root)
     rows = [
         _row(host, report, out.get(host.name.lower()))
@@ -123,7 +123,7 @@ def usual_cluster(task: TaskContext, jobs: Jobs) -> str:
     return name
 
 
-def _row(host: Host, report: HostReport, out: Quarantine | None) -> dict[str, Any]:
+def _row(host: Host, report: HostReport, out: QuarantineEntry | None) -> dict[str, Any]:
     facts = report.hello or {}
     busy = [{"slot": slot, **holder} for slot, holder in sorted((facts.get("slots") or {}).items())]
     return {

@@ -36,7 +36,7 @@ from trainkit.launch.hosts.hostfile import (
     parse_hostfile,
     read_hostfile,
 )
-from trainkit.launch.launchers import head_address
+from trainkit.launch.launchers import supervisor_address
 
 UNKNOWN_KEY = "ssh-ed25519 PUBLIC-KEY-OF-THIS-MACHINE"
 AT_ONCE = 32  # hosts, where nobody types passwords
@@ -125,7 +125,7 @@ def _own(cluster: Cluster, hosts: Sequence[Host]) -> str:
     """This machine's address on the way to the hosts; its name where no host can be found from
     here."""
     with contextlib.suppress(TrainkitError):
-        return head_address(cluster, hosts)
+        return supervisor_address(cluster, hosts)
     return os.uname().nodename
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.schema import Job
-from trainkit.launch.containers import around, kept_since
+from trainkit.launch.containers import node_container, reusable_since
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.session import Session, new_session
 from trainkit.runs.folder import RunFolder
@@ -16,7 +16,7 @@ def session_to_show(job: Job, run: RunFolder, attempt: int, hosts: Sequence[Host
     """The session of an attempt as it would be; the code's hash is not known yet."""
     folder = run.session(attempt)
     code = run.root / "code" / "SHA256"
-    box = around(job, folder, run.id, attempt, kept_since(run))
+    box = node_container(job, folder, run.id, attempt, reusable_since(run))
     return new_session(
         folder, run.id, attempt, hosts, job.cluster, code, run.attempt(attempt).transports, {}, box
     )
@@ -24,7 +24,7 @@ def session_to_show(job: Job, run: RunFolder, attempt: int, hosts: Sequence[Host
 
 def say_scripts(task: TaskContext, session: Session) -> None:
     """How each node gets into its container, where there is one."""
-    for name, text in session.scripts().items() if session.around else ():
+    for name, text in session.scripts().items() if session.container else ():
         task.say(f"would write {session.folder / name}:")
         for line in text.rstrip("\n").split("\n"):
             task.say(f"  {line}")

@@ -31,7 +31,7 @@ from trainkit.cli.run.stages import STAGES
 from trainkit.data.order.open import open_mixture
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
-from trainkit.launch.remote_units import argv_there
+from trainkit.launch.remote_units import remote_argv
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.slurm.job_graph import is_made, need_of, read_graph, units_of, write_ended
 from trainkit.launch.slurm.sbatch import forget_secrets
@@ -99,7 +99,7 @@ def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
         execute_here(
             need,
             [
-                replace(unit, argv=tuple(argv_there(unit.argv, sys.executable, code)))
+                replace(unit, argv=tuple(remote_argv(unit.argv, sys.executable, code)))
                 for unit in units
             ],
             stamps,

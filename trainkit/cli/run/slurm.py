@@ -17,7 +17,7 @@ from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines import ENGINES
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers.slurm import look_words, pyxis_of, srun_words
+from trainkit.launch.launchers.slurm import mount_check_argv, pyxis_container, srun_argv
 from trainkit.launch.slurm.allocation import ask
 from trainkit.launch.slurm.arrays import over_in_slurm
 from trainkit.launch.slurm.batch_script import all_options, allocation_variables, batch_script
@@ -49,8 +49,8 @@ def dry_run(task: TaskContext, job: Job, plan: Plan, root: Path, after: str = ""
         **allocation_variables(all_options(job, run)),
     }
     lines = [
-        *([look_words(session, hosts, variables)] if pyxis_of(session) else []),
-        srun_words(session, hosts, variables),
+        *([mount_check_argv(session, hosts, variables)] if pyxis_container(session) else []),
+        srun_argv(session, hosts, variables),
     ]
     command = ENGINES[job.engine].command(job, run, 1)
     task.say(f"would submit: {shlex.join(line)}")

@@ -26,7 +26,7 @@ from trainkit.data.sources import Announcement
 from trainkit.data.sources.announce import LARGE
 from trainkit.jobs.load import Jobs, find_root
 from trainkit.jobs.schema import Job
-from trainkit.launch.remote_units import execute_on, place_of
+from trainkit.launch.remote_units import execute_on_hosts, place_of
 from trainkit.launch.slurm.arrays import dry_lines, execute_in_slurm, slurm_place_of
 from trainkit.launch.slurm.shared_arrays import Asking
 from trainkit.stages.build import Build
@@ -104,7 +104,7 @@ def _executor(job: Job | None, stage: str, notice: Callable[[str], None]) -> Cal
         place = None
     if place is None:
         return execute_here
-    return functools.partial(execute_on, place)
+    return functools.partial(execute_on_hosts, place)
 
 
 def _lacks_ftfy(need: Need) -> bool:

@@ -40,7 +40,7 @@ from trainkit.engines.rules import RULES
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.resume_changes import changed_job
 from trainkit.jobs.schema import Job
-from trainkit.launch.containers import refuse_unmountable
+from trainkit.launch.containers import check_mounts
 from trainkit.launch.hosts.hostfile import OVER_SSH
 from trainkit.launch.hosts.selection import HostList, hosts_path, read_hosts
 from trainkit.launch.launchers import LAUNCHERS
@@ -182,7 +182,7 @@ def train(
     refuse_unlaunchable(jobs.resolve(name, [*words.sets(), *sets]).job)
     resolved, hosts = resolve_on_hosts(jobs, name, sets, words)
     job = resolved.job
-    refuse_unmountable(job)
+    check_mounts(job)
     background = following.background(job)
     plan = refuse_infeasible(make_plan(job, rules=RULES[job.engine]))
     secret_values(job.cluster.secrets, os.environ)
@@ -334,7 +334,7 @@ def _changed(
     given = [*replace(words, cluster="").sets(), *sets]
     _, job = changed_job(run.job, given, moved)
     refuse_unlaunchable(job)
-    refuse_unmountable(job)
+    check_mounts(job)
     if hosts_path(run).is_file() and moved is None:
         former = read_hosts(run)
     else:

@@ -22,7 +22,7 @@ from trainkit.base.files import read_json
 from trainkit.base.locks import Busy
 from trainkit.base.redact import Redactor
 from trainkit.launch.agent.loop import Agent, Order, Task
-from trainkit.launch.agent.process import CannotStart, Child, OutOfMemory, child_mark
+from trainkit.launch.agent.process import CannotStart, ChildProcess, OomDetector, child_mark
 from trainkit.launch.agent.stack_dump import collect_stacks
 from trainkit.launch.protocol import frames
 from trainkit.launch.protocol.frames import Frame
@@ -234,7 +234,7 @@ def go(agent: Agent, frame: Frame) -> None:
             agent.send({"type": "start_failed", "key": str(spec["key"]), "error": str(error)})
         return
     redactor = Redactor(secrets.values())
-    agent.memory = agent.memory or OutOfMemory()
+    agent.memory = agent.memory or OomDetector()
     agent.link.guard(
         agent.mark, lease=agent.session["lease"], folders=[agent.heartbeats], group=agent.group
     )
@@ -245,7 +245,7 @@ def go(agent: Agent, frame: Frame) -> None:
                 raise CannotStart("this agent is about to leave")
             if key in agent.children:
                 raise CannotStart(f"process {key} runs already")
-            child = Child(
+            child = ChildProcess(
                 spec,
                 child_mark(agent.mark, key),
                 secrets,

@@ -14,15 +14,15 @@ from trainkit.launch.protocol.frames import BadFrame, Decoder, Frame
 
 # bytes under way to the supervisor up to which more output is taken from the ranks' buffers
 ROOM = 2**18
-MOST = 2 * frames.LIMIT  # bytes under way that mean nobody reads any more
+MOST = 2 * frames.MAX_FRAME_BYTES  # bytes under way that mean nobody reads any more
 PROOF_SECONDS = 30.0  # a thousand agents may knock at once
 
 
-class Lost(Exception):
+class SupervisorLost(Exception):
     """There is no supervisor at the other end any more, or never was."""
 
 
-class Connection:
+class SupervisorConnection:
     """Frames to and from the supervisor over a socket that does not block.
 
     Args:
@@ -47,33 +47,35 @@ class Connection:
         return bool(self._out)
 
     def send(self, frame: Frame) -> None:
-        """Send it, or keep it until `flush` can. Raises Lost."""
+        """Send it, or keep it until `flush` can. Raises SupervisorLost."""
         self._out += frames.encode(frame)
         if len(self._out) > MOST:
-            raise Lost(f"the supervisor reads nothing: {len(self._out):,} bytes wait for it")
+            raise SupervisorLost(
+                f"the supervisor reads nothing: {len(self._out):,} bytes wait for it"
+            )
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes now. Raises Lost."""
+        """Send what the socket takes now. Raises SupervisorLost."""
         try:
             while self._out:
                 del self._out[: self.sock.send(memoryview(self._out)[: 2**20])]
         except BlockingIOError:
             pass
         except OSError as error:
-            raise Lost(f"the connection broke: {error.strerror or error}") from None
+            raise SupervisorLost(f"the connection broke: {error.strerror or error}") from None
 
     def receive(self) -> Iterator[Frame]:
-        """Frames that are there now. Raises Lost at the end of the connection, BadFrame for what
-        is none."""
+        """Frames that are there now. Raises SupervisorLost at the end of the connection, BadFrame
+        for what is none."""
         try:
             data = self.sock.recv(2**18)
         except BlockingIOError:
             return
         except OSError as error:
-            raise Lost(f"the connection broke: {error.strerror or error}") from None
+            raise SupervisorLost(f"the connection broke: {error.strerror or error}") from None
         if not data:
-            raise Lost("the supervisor closed the connection")
+            raise SupervisorLost("the supervisor closed the connection")
         yield from self._decoder.feed(data)
 
     def drain(self, seconds: float) -> None:
@@ -88,17 +90,17 @@ class Connection:
 
 def dial(
     address: str, port: int, token: bytes, node: int, seconds: float = PROOF_SECONDS
-) -> Connection:
+) -> SupervisorConnection:
     """Connect to the supervisor, have it prove that it knows the token, and prove it ourselves.
 
-    Raises Lost where nobody is there or it cannot prove itself within `seconds`; nothing has
-    been done for it then.
+    Raises SupervisorLost where nobody is there or it cannot prove itself within `seconds`;
+    nothing has been done for it then.
     """
     deadline = time.monotonic() + seconds
     sock = _connect(address, port, deadline)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        frames.be_impatient(sock)
+        frames.retransmit_soon(sock)
         decoder = Decoder()
         own = frames.new_nonce()
         _say(sock, {"type": "knock", "role": "agent", "node": node, "nonce": own}, deadline)
@@ -109,7 +111,7 @@ def dial(
             or not isinstance(theirs, str)
             or not frames.proved(challenge.get("proof"), token, "supervisor", theirs, own)
         ):
-            raise Lost(
+            raise SupervisorLost(
                 f"{address} port {port} cannot prove that it is the supervisor of this session"
             )
         _say(
@@ -117,11 +119,11 @@ def dial(
             {"type": "answer", "proof": frames.proof(token, "agent", own, theirs, f"agent:{node}")},
             deadline,
         )
-        decoder.limit = frames.LIMIT
-        return Connection(sock, decoder)
+        decoder.limit = frames.MAX_FRAME_BYTES
+        return SupervisorConnection(sock, decoder)
     except (OSError, BadFrame) as error:
         sock.close()
-        raise Lost(
+        raise SupervisorLost(
             f"{address} port {port} did not prove that it is the supervisor: {error}"
         ) from None
     except BaseException:
@@ -137,7 +139,7 @@ def _connect(address: str, port: int, deadline: float) -> socket.socket:
             )
         except OSError as error:
             if time.monotonic() + 0.5 > deadline:
-                raise Lost(
+                raise SupervisorLost(
                     f"cannot connect to the supervisor at {address} port {port}:"
                     f" {error.strerror or error}"
                 ) from None

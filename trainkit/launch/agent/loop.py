@@ -23,11 +23,11 @@ from trainkit.base.documents import read_form
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.slots import Held
 from trainkit.base.watchdog import START_LEASE, Link
-from trainkit.launch.agent.connection import Connection, Lost, dial
+from trainkit.launch.agent.connection import SupervisorConnection, SupervisorLost, dial
 from trainkit.launch.agent.host_report import hello
 from trainkit.launch.agent.output import LogWriter
-from trainkit.launch.agent.process import Child, OutOfMemory
-from trainkit.launch.protocol.frames import BEAT, BadFrame, Frame, beat_seconds
+from trainkit.launch.agent.process import ChildProcess, OomDetector
+from trainkit.launch.protocol.frames import HEARTBEAT_SECONDS, BadFrame, Frame, heartbeat_interval
 
 BATCH_SECONDS = 0.25  # between two batches of output
 TICK = 0.05  # seconds between two looks at what has begun and is not done
@@ -56,19 +56,19 @@ class Agent:
         self.session: dict[str, Any] = {}
         self.token = b""
         self.mark = ""
-        self.connection: Connection | None = None
+        self.connection: SupervisorConnection | None = None
         self.selector = selectors.DefaultSelector()
-        self.children: dict[str, Child] = {}
-        self.telling: list[Child] = []  # ended, not yet told
+        self.children: dict[str, ChildProcess] = {}
+        self.telling: list[ChildProcess] = []  # ended, not yet told
         self.tasks: list[Task] = []
         self.writer = LogWriter()
-        self.memory: OutOfMemory | None = None
+        self.memory: OomDetector | None = None
         self.held: Held | None = None
         self.group: Group | None = None  # that everything is started in
         self.heartbeats: Path | None = None
         self.listener: socket.socket | None = None
         self.heard = self.beaten = self.batched = 0.0
-        self.beat = BEAT  # seconds between two heartbeats
+        self.beat = HEARTBEAT_SECONDS  # seconds between two heartbeats
         self.leaving: int | None = None  # the exit code of why we leave
         self.code: int | None = None
 
@@ -90,10 +90,10 @@ class Agent:
             self.connection = dial(
                 self.session["address"], self.session["port"], self.token, self.node
             )
-        except Lost as error:
+        except SupervisorLost as error:
             say(f"{os.uname().nodename}: {error}")
             return int(Exit.START)
-        self.heard, self.beat = time.monotonic(), beat_seconds(self.session["lease"])
+        self.heard, self.beat = time.monotonic(), heartbeat_interval(self.session["lease"])
         try:
             self._listen_to_all()
             code = Path(__file__).resolve().parents[3]
@@ -162,7 +162,7 @@ class Agent:
             for frame in self.connection.receive() if self.connection else ():
                 self.heard = time.monotonic()
                 self._do(frame)
-        except (Lost, BadFrame) as error:
+        except (SupervisorLost, BadFrame) as error:
             self.lose(str(error))
 
     def _do(self, frame: Frame) -> None:
@@ -220,7 +220,7 @@ class Agent:
         try:
             if self.connection:
                 self.connection.flush()
-        except Lost as error:
+        except SupervisorLost as error:
             self.lose(str(error))
 
     def _collect(self) -> None:
@@ -244,7 +244,7 @@ class Agent:
             self.send(child.ended(oom=self.memory.killed(child)))
             del self.children[child.key]
 
-    def _collect_one(self, child: Child) -> bool:
+    def _collect_one(self, child: ChildProcess) -> bool:
         handles = list(child.pipes.open)
         if not child.collect():
             return False
@@ -283,11 +283,11 @@ class Agent:
                         " its log is incomplete"
                     )
 
-    def _send_output(self, child: Child) -> None:
+    def _send_output(self, child: ChildProcess) -> None:
         for frame in child.output.frames():
             self.send(frame)
 
-    def watch(self, child: Child) -> None:
+    def watch(self, child: ChildProcess) -> None:
         """Read the child's pipes, or let it wait while its output must be whole and nobody takes
         it."""
         for handle in child.pipes.open:
@@ -299,7 +299,7 @@ class Agent:
                     handle, selectors.EVENT_READ, partial(self._read, child, handle)
                 )
 
-    def _read(self, child: Child, handle: int) -> None:
+    def _read(self, child: ChildProcess, handle: int) -> None:
         child.pipes.read(handle)
         if handle not in child.pipes.open or child.output.full:
             self.selector.unregister(handle)
@@ -311,7 +311,7 @@ class Agent:
         try:
             if self.connection:
                 self.connection.send(frame)
-        except Lost as error:
+        except SupervisorLost as error:
             self.lose(str(error))
 
     def lose(self, why: str) -> None:
@@ -340,7 +340,7 @@ class Agent:
         while self.telling:
             yield
         if self.connection:
-            with contextlib.suppress(Lost):
+            with contextlib.suppress(SupervisorLost):
                 self.connection.drain(LEAVE_SECONDS)
         self.code = self.leaving
 

@@ -36,7 +36,7 @@ class CannotStart(Exception):
     """The program could not be started; the words say why."""
 
 
-class Child:
+class ChildProcess:
     """A running or ended program.
 
     Args:
@@ -293,14 +293,14 @@ def _document(path: Path) -> dict[str, Any] | None:
     return None
 
 
-class OutOfMemory:
+class OomDetector:
     """Evidence that the kernel killed for want of memory: the memory cgroup's own count, or its
     line about the pid. Best effort."""
 
     def __init__(self) -> None:
         self._seen = _oom_kills()
 
-    def killed(self, child: Child) -> bool:
+    def killed(self, child: ChildProcess) -> bool:
         """Whether `child`, ended by SIGKILL that we did not send, was killed for that."""
         if child.code != -signal.SIGKILL or child.stopped:
             return False

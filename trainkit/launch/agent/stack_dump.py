@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from trainkit.launch.agent.process import Child
+from trainkit.launch.agent.process import ChildProcess
 from trainkit.launch.protocol.frames import Frame
 
 ANSWER_SECONDS = 3.0  # how long a process has for its own stacks
@@ -21,7 +21,7 @@ PY_SPY_SECONDS = 10.0
 FIRST_WORDS = b"most recent call first"  # in what faulthandler writes
 
 
-def collect_stacks(children: Sequence[Child], *, py_spy: bool) -> Iterator[Frame | None]:
+def collect_stacks(children: Sequence[ChildProcess], *, py_spy: bool) -> Iterator[Frame | None]:
     """Asks every process for its stacks; yields None while it waits, at the end the "stacks" frame.
 
     A process that does not catch USR2 is not sent it: the signal would end it.
@@ -55,7 +55,7 @@ def collect_stacks(children: Sequence[Child], *, py_spy: bool) -> Iterator[Frame
     yield {"type": "stacks", "stacks": stacks, "silent": silent, "states": states}
 
 
-def _until_answered(asked: Sequence[Child]) -> Iterator[None]:
+def _until_answered(asked: Sequence[ChildProcess]) -> Iterator[None]:
     deadline = time.monotonic() + ANSWER_SECONDS
     sizes = {child.key: 0 for child in asked}
     since = {child.key: 0.0 for child in asked}
@@ -74,7 +74,7 @@ def _until_answered(asked: Sequence[Child]) -> Iterator[None]:
 
 
 def _start_py_spy(
-    children: Sequence[Child],
+    children: Sequence[ChildProcess],
 ) -> dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]]:
     started: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
     for child in children:
@@ -92,7 +92,7 @@ def _start_py_spy(
     return started
 
 
-def _report(child: Child, spy: subprocess.Popen[bytes], report: IO[bytes]) -> str:
+def _report(child: ChildProcess, spy: subprocess.Popen[bytes], report: IO[bytes]) -> str:
     if spy.poll() is None:
         spy.kill()
         spy.wait()

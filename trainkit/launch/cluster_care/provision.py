@@ -18,7 +18,7 @@ from pathlib import Path
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.session import SAFE_PATH, is_here
+from trainkit.launch.session import SAFE_PATH, is_this_machine
 
 STEP_SECONDS = 300.0  # of one step: a package or a mount may take its time
 HERE = "here"
@@ -216,7 +216,7 @@ class Wanted:
     @property
     def away(self) -> list[Host]:
         """The nodes that are other machines."""
-        return [host for host in self.hosts if not is_here(host)]
+        return [host for host in self.hosts if not is_this_machine(host)]
 
     def before(self) -> list[Step]:
         """What is done here before hosts are logged in to."""

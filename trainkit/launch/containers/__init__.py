@@ -1,5 +1,10 @@
-"""What goes around the agent of each node: one file a kind of runtime."""
+"""The container around the agent of each node: one file a kind of runtime."""
 
-from trainkit.launch.containers.contract import Around, around, kept_since, refuse_unmountable
+from trainkit.launch.containers.contract import (
+    NodeContainer,
+    check_mounts,
+    node_container,
+    reusable_since,
+)
 
-__all__ = ["Around", "around", "kept_since", "refuse_unmountable"]
+__all__ = ["NodeContainer", "check_mounts", "node_container", "reusable_since"]

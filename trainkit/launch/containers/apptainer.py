@@ -5,34 +5,34 @@ from __future__ import annotations
 
 import shlex
 
-from trainkit.launch.containers.contract import CALLER, Around, Runtime
+from trainkit.launch.containers.contract import CALLER, NodeContainer, Runtime
 
 INSIDE = "APPTAINERENV_"  # before the name of a variable that passes --cleanenv
 
 
-def apptainer_words(around: Around) -> tuple[str, ...]:
+def apptainer_argv(container: NodeContainer) -> tuple[str, ...]:
     """apptainer-exec(1)."""
-    container = around.container
-    mounts = tuple(f"--bind={mount.text}" for mount in around.mounts)
+    settings = container.settings
+    mounts = tuple(f"--bind={mount.text}" for mount in container.mounts)
     options = (
-        *(("--nv",) if around.gpus else ()),
-        *(("--writable-tmpfs",) if container.writable else ()),
+        *(("--nv",) if container.gpus else ()),
+        *(("--writable-tmpfs",) if settings.writable else ()),
     )
     return (
         "apptainer",
         "exec",
         "--cleanenv",
         "--no-home",
-        f"--pwd={around.root}",
+        f"--pwd={container.root}",
         *options,
         *mounts,
-        *container.args,
-        container.image,
-        *around.command,
+        *settings.args,
+        settings.image,
+        *container.command,
     )
 
 
-def apptainer_lines(around: Around) -> tuple[str, ...]:
+def apptainer_lines(container: NodeContainer) -> tuple[str, ...]:
     """What of the node's and of the job's own environment is the container's."""
     own = (
         f'for name in {" ".join(CALLER)}; do [ -z "${{!name+x}}" ] || export'
@@ -40,8 +40,8 @@ def apptainer_lines(around: Around) -> tuple[str, ...]:
     )
     return (
         own,
-        *(f"export {INSIDE}{name}={shlex.quote(value)}" for name, value in around.env.items()),
+        *(f"export {INSIDE}{name}={shlex.quote(value)}" for name, value in container.env.items()),
     )
 
 
-APPTAINER = Runtime("apptainer", apptainer_words, before=apptainer_lines)
+APPTAINER = Runtime("apptainer", apptainer_argv, before=apptainer_lines)

@@ -27,13 +27,13 @@ ONLY_INSIDE = re.compile(
 CALLER = ("USER", "LOGNAME", "CUDA_VISIBLE_DEVICES")
 
 
-class Raw(str):
+class ShellText(str):
     """A word of a script that the node's own shell still has to read."""
 
 
 def line(words: Sequence[str]) -> str:
     """Words as a line of a shell script."""
-    return " ".join(word if isinstance(word, Raw) else shlex.quote(word) for word in words)
+    return " ".join(word if isinstance(word, ShellText) else shlex.quote(word) for word in words)
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Mount:
 
 
 @dataclass(frozen=True)
-class Around:
+class NodeContainer:
     """The container around a node's agent, the same on every node of a session.
 
     Args:
-        container: its table of jobs.toml. mounts: all of them, outer ones first. env: what is
+        settings: its table of jobs.toml. mounts: all of them, outer ones first. env: what is
         set around the runtime too, since its hooks read some of it (NVIDIA_VISIBLE_DEVICES).
         ${node:VAR} is not in it: agents fill that in. gpus: the job computes on NVIDIA's GPUs.
         root: clusters.X.root, where it begins. node_folder: clusters.X.node_folder, made where
@@ -63,7 +63,7 @@ class Around:
         since: the attempt from whose start on a container that a node has kept is a good one.
     """
 
-    container: Container
+    settings: Container
     mounts: tuple[Mount, ...]
     env: Mapping[str, str]
     gpus: bool
@@ -82,12 +82,12 @@ class Around:
     @property
     def command(self) -> tuple[str, ...]:
         """The words after the image."""
-        return ("/bin/bash", str(self.script), Raw(NODE))
+        return ("/bin/bash", str(self.script), ShellText(NODE))
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         """How messages name it."""
-        return f"containers.{self.container.name}"
+        return f"containers.{self.settings.name}"
 
 
 @dataclass(frozen=True)
@@ -96,20 +96,20 @@ class Runtime:
 
     Args:
         program: what has to be on the nodes.
-        words: of the program and its options, pure: the same for the same Around.
+        argv: the program and its options, a pure function of the container.
         files: small files it needs in the session's folder, by name.
         variables: set around it.
         before: lines of node.sh just before it starts.
     """
 
     program: str
-    words: Callable[[Around], tuple[str, ...]]
-    files: Callable[[Around], Mapping[str, str]] = lambda around: {}
+    argv: Callable[[NodeContainer], tuple[str, ...]]
+    files: Callable[[NodeContainer], Mapping[str, str]] = lambda container: {}
     variables: Mapping[str, str] | None = None
-    before: Callable[[Around], Sequence[str]] = lambda around: ()
+    before: Callable[[NodeContainer], Sequence[str]] = lambda container: ()
 
 
-def kept_since(run: RunFolder) -> int:
+def reusable_since(run: RunFolder) -> int:
     """The attempt after the last whose ranks did not begin: one of its nodes may have been
     stopped while it imported the image, and keeps half of it."""
     began = {
@@ -119,12 +119,14 @@ def kept_since(run: RunFolder) -> int:
     return 1 + max((number for number, well in began.items() if not well), default=0)
 
 
-def around(job: Job, folder: Path, run: str, attempt: int, since: int = 1) -> Around | None:
+def node_container(
+    job: Job, folder: Path, run: str, attempt: int, since: int = 1
+) -> NodeContainer | None:
     """What goes around the agents of a run's attempt; None where the job has no container.
 
     Args:
         folder: the session's.
-        since: see Around.
+        since: see NodeContainer.
 
     Raises:
         ConfigError: a path that no runtime can mount.
@@ -137,7 +139,7 @@ def around(job: Job, folder: Path, run: str, attempt: int, since: int = 1) -> Ar
         for name, value in job.environment.items()
         if "${node:" not in value and not ONLY_INSIDE.fullmatch(name)
     }
-    return Around(
+    return NodeContainer(
         job.container,
         mounts_of(job),
         env,
@@ -151,7 +153,7 @@ def around(job: Job, folder: Path, run: str, attempt: int, since: int = 1) -> Ar
     )
 
 
-def refuse_unmountable(job: Job) -> None:
+def check_mounts(job: Job) -> None:
     """Raise ConfigError (exit 3) with every path that the job's container has to have and no
     runtime can mount."""
     if job.container is not None:
@@ -174,7 +176,7 @@ def mounts_of(job: Job) -> tuple[Mount, ...]:
     seen = [
         Mount(path, path)
         for path in dict.fromkeys(
-            [root, os.path.realpath(root), job.cluster.node_folder, *read_by(job)]
+            [root, os.path.realpath(root), job.cluster.node_folder, *outside_paths(job)]
         )
     ]
     mounts: list[Mount] = []
@@ -209,7 +211,7 @@ def _below(path: str, folder: str) -> bool:
     return Path(path).is_relative_to(folder)
 
 
-def read_by(job: Job) -> list[str]:
+def outside_paths(job: Job) -> list[str]:
     """Folders outside of the root that the job's own table sends its ranks to: pairs of
     `prefixes`, a model of `init_from`."""
     datasets: list[Dataset] = [job.dataset, *job.validation.values()]

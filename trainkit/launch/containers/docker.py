@@ -8,7 +8,7 @@ ends by itself when its supervisor is gone, and with it the container and everyt
 
 from __future__ import annotations
 
-from trainkit.launch.containers.contract import CALLER, Around, Mount, Raw, Runtime
+from trainkit.launch.containers.contract import CALLER, Mount, NodeContainer, Runtime, ShellText
 
 ROOT = '[ "$(id -u)" = 0 ]'
 USER = '--user="$(id -u):$(id -g)"'
@@ -29,32 +29,32 @@ COMMON = (
 )
 
 
-def run_words(around: Around, program: str, *devices: str) -> tuple[str, ...]:
+def oci_argv(container: NodeContainer, program: str, *devices: str) -> tuple[str, ...]:
     """docker-run(1), podman-run(1), as far as both are the same."""
-    container = around.container
-    name = Raw(f'--name=trainkit-{around.run}-{around.attempt}-"$1"')
+    settings = container.settings
+    name = ShellText(f'--name=trainkit-{container.run}-{container.attempt}-"$1"')
     start = (
         program,
         "run",
         "--rm",
         name,
-        f"--label=trainkit.run={around.run}",
+        f"--label=trainkit.run={container.run}",
         "--pull=never",
         "--entrypoint=/bin/bash",
     )
     # their values are taken from around the client
-    env = tuple(f"--env={name}" for name in (*CALLER, *around.env))
-    mounts = tuple(map(_mount, around.mounts))
-    place = (*COMMON, Raw(USER), f"--workdir={around.root}")
+    env = tuple(f"--env={name}" for name in (*CALLER, *container.env))
+    mounts = tuple(map(_mount, container.mounts))
+    place = (*COMMON, ShellText(USER), f"--workdir={container.root}")
     return (
         *start,
         *place,
         *devices,
         *env,
         *mounts,
-        *container.args,
-        container.image,
-        *around.command[1:],
+        *settings.args,
+        settings.image,
+        *container.command[1:],
     )
 
 
@@ -63,14 +63,19 @@ def _mount(mount: Mount) -> str:
     return f"--mount=type=bind,source={mount.source},target={mount.target}{read_only}"
 
 
-def docker_words(around: Around) -> tuple[str, ...]:
-    return run_words(around, "docker", Raw(GROUPS), *(("--gpus=all",) if around.gpus else ()))
+def docker_argv(container: NodeContainer) -> tuple[str, ...]:
+    return oci_argv(
+        container, "docker", ShellText(GROUPS), *(("--gpus=all",) if container.gpus else ())
+    )
 
 
-def podman_words(around: Around) -> tuple[str, ...]:
+def podman_argv(container: NodeContainer) -> tuple[str, ...]:
     """GPUs come by the Container Device Interface."""
-    return run_words(
-        around, "podman", Raw(KEEP), *(("--device=nvidia.com/gpu=all",) if around.gpus else ())
+    return oci_argv(
+        container,
+        "podman",
+        ShellText(KEEP),
+        *(("--device=nvidia.com/gpu=all",) if container.gpus else ()),
     )
 
 
@@ -88,5 +93,5 @@ def leftovers_line(program: str, age: str = LONG_AGO) -> str:
     )
 
 
-DOCKER = Runtime("docker", docker_words, before=lambda around: (leftovers_line("docker"),))
-PODMAN = Runtime("podman", podman_words, before=lambda around: (leftovers_line("podman"),))
+DOCKER = Runtime("docker", docker_argv, before=lambda container: (leftovers_line("docker"),))
+PODMAN = Runtime("podman", podman_argv, before=lambda container: (leftovers_line("podman"),))

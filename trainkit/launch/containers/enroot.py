@@ -6,40 +6,40 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from trainkit.launch.containers.contract import Around, Mount, Raw, Runtime
+from trainkit.launch.containers.contract import Mount, NodeContainer, Runtime, ShellText
 
 RC = "enroot.rc"
 # for images that do not say it themselves
 HOOKS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 
 
-def enroot_words(around: Around) -> tuple[str, ...]:
+def enroot_argv(container: NodeContainer) -> tuple[str, ...]:
     """enroot start. A variable that is named and not there would be set and empty, which hides
     every GPU."""
-    container = around.container
-    env = tuple(word for name in around.env for word in ("--env", name))
+    settings = container.settings
+    env = tuple(word for name in container.env for word in ("--env", name))
     hooks = tuple(
         word
         for name, value in HOOKS.items()
-        if around.gpus and name not in around.env
+        if container.gpus and name not in container.env
         for word in ("--env", f"{name}={value}")
     )
-    visible = Raw("${CUDA_VISIBLE_DEVICES+--env CUDA_VISIBLE_DEVICES}")
-    mounts = tuple(word for mount in around.mounts for word in ("--mount", _mount(mount)))
-    writable = ("--rw",) if container.writable else ()
+    visible = ShellText("${CUDA_VISIBLE_DEVICES+--env CUDA_VISIBLE_DEVICES}")
+    mounts = tuple(word for mount in container.mounts for word in ("--mount", _mount(mount)))
+    writable = ("--rw",) if settings.writable else ()
     return (
         "enroot",
         "start",
         *writable,
         "--rc",
-        str(around.folder / RC),
+        str(container.folder / RC),
         *env,
         *hooks,
         visible,
         *mounts,
-        *container.args,
-        container.image,
-        *around.command,
+        *settings.args,
+        settings.image,
+        *container.command,
     )
 
 
@@ -48,9 +48,9 @@ def _mount(mount: Mount) -> str:
     return f"{mount.source}:{mount.target}:x-create=auto,rbind{',ro' if mount.read_only else ''}"
 
 
-def enroot_files(around: Around) -> Mapping[str, str]:
+def enroot_files(container: NodeContainer) -> Mapping[str, str]:
     """In place of the image's own command script, which may do anything with its arguments."""
-    return {RC: f'cd {shlex.quote(around.root)} && exec "$@"\n'}
+    return {RC: f'cd {shlex.quote(container.root)} && exec "$@"\n'}
 
 
-ENROOT = Runtime("enroot", enroot_words, enroot_files, {"ENROOT_MOUNT_HOME": "no"})
+ENROOT = Runtime("enroot", enroot_argv, enroot_files, {"ENROOT_MOUNT_HOME": "no"})

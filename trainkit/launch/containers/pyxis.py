@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from trainkit.base.errors import Exit
-from trainkit.launch.containers.contract import Around
-from trainkit.launch.containers.scripts import FAILED, mount_lines
+from trainkit.launch.containers.contract import NodeContainer
+from trainkit.launch.containers.scripts import FAILED, mount_check_lines
 
 # in the session's folder
 LOOK = "mounts.sh"
@@ -25,20 +25,20 @@ REMOVAL_MINUTES = 1  # for a root file system of some 20 GB
 EVERYTHING = ("ALL", "NONE", "NIL")  # values of --export that are no list of names
 
 
-def container_name(around: Around) -> str:
+def container_name(container: NodeContainer) -> str:
     """What a run's container is called on every node, where an attempt that follows finds it and
     imports nothing; "" where its table has a name of its own."""
-    if any(word.startswith("--container-name") for word in around.container.args):
+    if any(word.startswith("--container-name") for word in container.settings.args):
         return ""
-    return f"trainkit-{around.run}-{around.since}"
+    return f"trainkit-{container.run}-{container.since}"
 
 
-def removal_words(around: Around, nodes: int) -> tuple[str, ...]:
+def removal_argv(container: NodeContainer, nodes: int) -> tuple[str, ...]:
     """The line of srun that takes the containers of a run off its nodes, where the plugin does
     not (container_scope=global); none without a name of ours."""
-    if not container_name(around):
+    if not container_name(container):
         return ()
-    names = [f"pyxis_trainkit-{around.run}-{since}" for since in range(1, around.since + 1)]
+    names = [f"pyxis_trainkit-{container.run}-{since}" for since in range(1, container.since + 1)]
     remove = 'for name; do enroot remove --force "$name"; done'
     step = ("--overlap", "--input=none", "--mpi=none", f"--time={REMOVAL_MINUTES}")
     return (
@@ -55,26 +55,26 @@ def removal_words(around: Around, nodes: int) -> tuple[str, ...]:
     )
 
 
-def pyxis_words(around: Around) -> tuple[str, ...]:
+def pyxis_options(container: NodeContainer) -> tuple[str, ...]:
     """srun's words. Variables of the image come before those of the host unless --container-env
     names them."""
-    container = around.container
-    mounts = ",".join(mount.text for mount in around.mounts)
-    env = (f"--container-env={','.join(around.env)}",) if around.env else ()
+    settings = container.settings
+    mounts = ",".join(mount.text for mount in container.mounts)
+    env = (f"--container-env={','.join(container.env)}",) if container.env else ()
     place = (
-        f"--container-workdir={around.root}",
+        f"--container-workdir={container.root}",
         "--no-container-mount-home",
         "--no-container-entrypoint",
-        *(("--container-writable",) if container.writable else ()),
+        *(("--container-writable",) if settings.writable else ()),
     )
-    name = (f"--container-name={called}",) if (called := container_name(around)) else ()
+    name = (f"--container-name={called}",) if (called := container_name(container)) else ()
     return (
-        f"--container-image={container.image}",
+        f"--container-image={settings.image}",
         *name,
         f"--container-mounts={mounts}",
         *env,
         *place,
-        *container.args,
+        *settings.args,
     )
 
 
@@ -86,27 +86,29 @@ def exported(names: str, env: Mapping[str, str]) -> str:
     return ",".join(dict.fromkeys([*listed, *env]))
 
 
-def look_seconds(connect: float) -> int:
+def mount_check_seconds(connect: float) -> int:
     """How long the look at the mounts may take, of `watch.connect` seconds."""
     return max(1, int(LOOK_SHARE * connect))
 
 
-def look_minutes(connect: float) -> int:
+def mount_check_minutes(connect: float) -> int:
     """The same as srun's --time: in whole minutes, only in case that nobody is there to end it."""
-    return math.ceil(look_seconds(connect) / 60)
+    return math.ceil(mount_check_seconds(connect) / 60)
 
 
-def step_scripts(around: Around, lines: Sequence[Sequence[str]], connect: float) -> dict[str, str]:
+def step_scripts(
+    container: NodeContainer, lines: Sequence[Sequence[str]], connect: float
+) -> dict[str, str]:
     """What looks at the mounts on each node, and what runs the two lines of srun one after the
     other, by names in the session's folder."""
     look, start = map(shlex.join, lines)
-    seconds = look_seconds(connect)
+    seconds = mount_check_seconds(connect)
     slow = (
-        f"nothing was started: no look within {seconds} s at what {around.called} mounts; a prolog"
-        " or a file system that is slow needs a longer watch.connect"
+        f"nothing was started: no look within {seconds} s at what {container.label} mounts; a"
+        " prolog or a file system that is slow needs a longer watch.connect"
     )
-    missing = f"nothing was started: not every node has what {around.called} mounts"
-    failed = f"nothing was started: the step that looks at what {around.called} mounts ended with"
+    missing = f"nothing was started: not every node has what {container.label} mounts"
+    failed = f"nothing was started: the step that looks at what {container.label} mounts ended with"
     step = [
         "#!/bin/bash",
         "# the output of tasks is elsewhere: these are srun's words",
@@ -128,7 +130,7 @@ def step_scripts(around: Around, lines: Sequence[Sequence[str]], connect: float)
                 [
                     "#!/bin/bash",
                     "# What a node must have before a container starts on it",
-                    *mount_lines(around),
+                    *mount_check_lines(container),
                 ]
             )
             + "\n"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from trainkit.base.errors import Exit
 from trainkit.launch.containers.apptainer import APPTAINER
-from trainkit.launch.containers.contract import NODE, SHARED_MEMORY, Around, Runtime, line
+from trainkit.launch.containers.contract import NODE, SHARED_MEMORY, NodeContainer, Runtime, line
 from trainkit.launch.containers.docker import DOCKER, PODMAN
 from trainkit.launch.containers.enroot import ENROOT
 
@@ -34,57 +34,57 @@ CODES = {
 }
 
 
-def mount_lines(around: Around) -> list[str]:
+def mount_check_lines(container: NodeContainer) -> list[str]:
     """Lines of bash that end the script, naming all that is missing, unless the source of every
     mount is on this node."""
-    folder = shlex.quote(around.node_folder)
-    if around.node_folder == SHARED_MEMORY:
+    folder = shlex.quote(container.node_folder)
+    if container.node_folder == SHARED_MEMORY:
         make = []
     else:
         make = [f"[ -d {folder} ] || {{ mkdir -p {folder} && chmod 1777 {folder}; }}"]
-    sources = " ".join(shlex.quote(mount.source) for mount in around.mounts)
+    sources = " ".join(shlex.quote(mount.source) for mount in container.mounts)
     return [
         *make,
         "missing=()",
         f'for source in {sources}; do [ -e "$source" ] || missing+=("$source"); done',
         (
-            f'[ ${{#missing[@]}} = 0 ] || {{ echo "$HOSTNAME does not have what {around.called}'
+            f'[ ${{#missing[@]}} = 0 ] || {{ echo "$HOSTNAME does not have what {container.label}'
             f' mounts: ${{missing[*]}}" >&2; {FAILED}; }}'
         ),
     ]
 
 
-def start_lines(around: Around) -> list[str]:
+def start_lines(container: NodeContainer) -> list[str]:
     """The last lines of node.sh: from the host into the container."""
-    runtime = RUNTIMES[around.container.runtime]
+    runtime = RUNTIMES[container.settings.runtime]
     there = (
         f'command -v {runtime.program} > /dev/null || {{ echo "$HOSTNAME has no {runtime.program},'
-        f' the runtime of {around.called}" >&2; {FAILED}; }}'
+        f' the runtime of {container.label}" >&2; {FAILED}; }}'
     )
-    variables = {**(runtime.variables or {}), **around.env}
+    variables = {**(runtime.variables or {}), **container.env}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     return [
         there,
-        *mount_lines(around),
+        *mount_check_lines(container),
         *exports,
-        *runtime.before(around),
-        f"exec {line(runtime.words(around))}",
+        *runtime.before(container),
+        f"exec {line(runtime.argv(container))}",
     ]
 
 
-def inside_text(around: Around, agent: Sequence[str], marked: str) -> str:
+def inside_script(container: NodeContainer, agent: Sequence[str], marked: str) -> str:
     """inside.sh. `agent`: the words after the interpreter; `marked`: the line that says whose it
     is."""
-    python = shlex.quote(around.container.python)
+    python = shlex.quote(container.settings.python)
     lines = [
         "#!/bin/bash",
-        f"# What {around.container.image} runs on every node of this session: inside.sh NODE",
+        f"# What {container.settings.image} runs on every node of this session: inside.sh NODE",
         "set -e",
         HOME_LINE,
-        *around.container.prolog,
+        *container.settings.prolog,
         (
             f'command -v {python} > /dev/null || {{ echo "$HOSTNAME: the image has no'
-            f' {around.container.python} ({around.called}.python)" >&2; {FAILED}; }}'
+            f' {container.settings.python} ({container.label}.python)" >&2; {FAILED}; }}'
         ),
         marked,
         f"exec {python} {shlex.join(agent)} {NODE}",
@@ -92,21 +92,21 @@ def inside_text(around: Around, agent: Sequence[str], marked: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def further_files(around: Around) -> Mapping[str, str]:
+def extra_files(container: NodeContainer) -> Mapping[str, str]:
     """What else the session's folder has to hold, by name."""
-    runtime = RUNTIMES.get(around.container.runtime)
+    runtime = RUNTIMES.get(container.settings.runtime)
     if runtime:
-        return runtime.files(around)
+        return runtime.files(container)
     return {}
 
 
-def in_words(around: Around, code: int, last: str) -> str:
+def describe_exit(container: NodeContainer, code: int, last: str) -> str:
     """How the start of a container ended, for a person."""
-    if around.container.runtime in ("docker", "podman"):
+    if container.settings.runtime in ("docker", "podman"):
         meaning = CODES.get(code, "")
     else:
         meaning = ""
     return (
-        f"{around.container.runtime} ended with {code}{f' ({meaning})' if meaning else ''}:"
+        f"{container.settings.runtime} ended with {code}{f' ({meaning})' if meaning else ''}:"
         f" {last or 'without a word'}"
     )

@@ -134,7 +134,7 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
         ]
         try:
             for host in _hosts_of(words) if words else ():
-                if (earlier := first.setdefault(who(host.name), len(hosts))) < len(hosts):
+                if (earlier := first.setdefault(host_key(host.name), len(hosts))) < len(hosts):
                     message = f"host '{host.name}' stands in line {hosts[earlier].line} already"
                     raise _Wrong(
                         message,
@@ -155,7 +155,7 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def who(name: str) -> str:
+def host_key(name: str) -> str:
     """One word for equal hosts: names of hosts know no case, and this machine's loopback has
     several."""
     lower = name.lower()
@@ -191,7 +191,7 @@ def _expanded(word: str, offset: int) -> Iterator[Host]:
         raise _Wrong(f"'{user}' is no user's name", offset)
     names, port = _address(rest, offset + len(user) + len(at))
     # its agent is started without ssh
-    if (at or port) and any(who(name) == "localhost" for name in names):
+    if (at or port) and any(host_key(name) == "localhost" for name in names):
         hint = (
             "write `localhost`; or, for a host behind a tunnel, a name that ~/.ssh/config has with"
             " HostName, Port and User"
@@ -283,7 +283,7 @@ def _numbers(content: str, word: str, offset: int) -> Iterator[str]:
             raise _Wrong(f"'[{content}]' in '{word}' is no range: {error}", offset) from None
 
 
-def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple[Host, ...]:
+def filter_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple[Host, ...]:
     """The hosts that DeepSpeed's filters leave, in the hostfile's order:
     `HOST[:SLOTS]@HOST[:SLOTS]...`, SLOTS as in 0,2-3.
 
@@ -329,7 +329,7 @@ def _filtered(
 ) -> dict[str, tuple[set[int], bool]]:
     """{host: (slots, whether slots were written)} of one filter; what is wrong is added to
     `problems`."""
-    known = {who(host.name): host for host in hosts}
+    known = {host_key(host.name): host for host in hosts}
     found: dict[str, tuple[set[int], bool]] = {}
     offset = 0
     for part in text.split("@") if text else []:
@@ -343,7 +343,7 @@ def _filtered(
             else:
                 slots = _slot_numbers(words.group(2), offset + len(words.group(1)) + 1)
             for name in names:
-                host = known.get(who(name))
+                host = known.get(host_key(name))
                 if host is None:
                     raise _Wrong(
                         f"the hostfile has no host '{name}'",

@@ -16,7 +16,7 @@ FOLDER = "quarantine"
 
 
 @dataclass(frozen=True)
-class Quarantine:
+class QuarantineEntry:
     """One host's. Times are ISO 8601, in UTC.
 
     Args:
@@ -38,10 +38,10 @@ def _path(root: Path, host: str) -> Path:
     return root / FOLDER / f"{host.lower()}.json"  # a hostfile's names hold no slash
 
 
-def suspect(root: Path, host: str, why: str, run: str, seconds: float) -> Quarantine:
+def quarantine_host(root: Path, host: str, why: str, run: str, seconds: float) -> QuarantineEntry:
     """Leave `host` out of runs on this root for so many seconds from now."""
     now = datetime.datetime.now(datetime.UTC)
-    found = Quarantine(
+    found = QuarantineEntry(
         host.lower(), _iso(now), _iso(now + datetime.timedelta(seconds=seconds)), why, run
     )
     write_json(_path(root, host), document(SCHEMA, **asdict(found)))
@@ -52,7 +52,7 @@ def _iso(time: datetime.datetime) -> str:
     return time.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def quarantined(root: Path, now: datetime.datetime | None = None) -> dict[str, Quarantine]:
+def read_quarantine(root: Path, now: datetime.datetime | None = None) -> dict[str, QuarantineEntry]:
     """The hosts that are left out now, by name in small letters. Raises ConfigError where a file
     there is none of these."""
     now = now or datetime.datetime.now(datetime.UTC)
@@ -60,7 +60,7 @@ def quarantined(root: Path, now: datetime.datetime | None = None) -> dict[str, Q
     for path in sorted((root / FOLDER).glob("*.json")):
         value = read_form(path, SCHEMA)
         try:
-            entry = Quarantine(
+            entry = QuarantineEntry(
                 *(str(value[key]) for key in ("host", "since", "until", "why", "run"))
             )
             over = datetime.datetime.fromisoformat(entry.until) <= now
@@ -73,9 +73,9 @@ def quarantined(root: Path, now: datetime.datetime | None = None) -> dict[str, Q
     return found
 
 
-def release(root: Path, host: str) -> bool:
+def end_quarantine(root: Path, host: str) -> bool:
     """Let a host run again; whether it was left out."""
-    there = host.lower() in quarantined(root)
+    there = host.lower() in read_quarantine(root)
     if there:  # only then the name is one of a file there, and of no other
         _path(root, host).unlink(missing_ok=True)
     return there

@@ -13,7 +13,7 @@ from trainkit.base.documents import document, read_form
 from trainkit.base.errors import ConfigError, Exit, Place, Problem
 from trainkit.base.files import write_json
 from trainkit.jobs.schema import Job
-from trainkit.launch.hosts.hostfile import Host, read_hostfile, select, who
+from trainkit.launch.hosts.hostfile import Host, filter_hosts, host_key, read_hostfile
 from trainkit.runs.folder import RunFolder
 
 HERE = "localhost"  # what a hostfile may call this machine
@@ -86,7 +86,7 @@ def local_hosts(job: Job) -> HostList:
     return HostList((replace(this_host(), slots=tuple(range(job.ranks_per_node))),), 1)
 
 
-def hosts_of_file(
+def load_hosts(
     path: Path, include: str = "", exclude: str = "", slots: int = 1
 ) -> tuple[Host, ...]:
     """The hosts of a hostfile after its filters. `localhost` has this machine's own name then:
@@ -94,19 +94,21 @@ def hosts_of_file(
 
     Args:
         path: the hostfile.
-        include: as in `select`.
-        exclude: as in `select`.
+        include: as in `filter_hosts`.
+        exclude: as in `filter_hosts`.
         slots: of hosts without `slots=`.
 
-    Raises ConfigError as the reader and `select`, and where this machine is there by its own
+    Raises ConfigError as the reader and `filter_hosts`, and where this machine is there by its own
     name as well.
     """
     usual = tuple(range(slots))
     own = this_host().name
-    found = select(
+    found = filter_hosts(
         [replace(host, slots=host.slots or usual) for host in read_hostfile(path)], include, exclude
     )
-    hosts = tuple(replace(host, name=own) if who(host.name) == HERE else host for host in found)
+    hosts = tuple(
+        replace(host, name=own) if host_key(host.name) == HERE else host for host in found
+    )
     here = [host for host in hosts if host.name.lower() == own.lower()]
     if len(here) > 1:
         message = f"'localhost' and '{own}' are this same machine (line {here[0].line})"
@@ -127,8 +129,8 @@ def choose_hosts(
     Args:
         job: the job; its cluster's launcher is ssh or pdsh.
         path: the hostfile.
-        include: as in `select`.
-        exclude: as in `select`.
+        include: as in `filter_hosts`.
+        exclude: as in `filter_hosts`.
         bad: hosts to leave out now, and why (those in quarantine).
 
     Raises ConfigError where there are fewer hosts than nodes (exit 8 where there would be enough
@@ -136,7 +138,7 @@ def choose_hosts(
     many ranks.
     """
     bad = bad or {}
-    found = hosts_of_file(path, include, exclude, job.ranks_per_node)
+    found = load_hosts(path, include, exclude, job.ranks_per_node)
     usable = [host for host in found if host.name.lower() not in bad]
     passed_over = tuple(host.name for host in found if host.name.lower() in bad)
     if len(usable) < job.nodes:

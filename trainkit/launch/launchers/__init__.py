@@ -13,8 +13,8 @@ from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.launchers.local import Local
 from trainkit.launch.launchers.pdsh import Pdsh
 from trainkit.launch.launchers.slurm import Slurm
-from trainkit.launch.launchers.ssh import Ssh, real_name
-from trainkit.launch.session import is_here
+from trainkit.launch.launchers.ssh import Ssh, ssh_host_name
+from trainkit.launch.session import is_this_machine
 
 LAUNCHERS: dict[str, Launcher] = {
     launcher.name: launcher for launcher in (Local(), Ssh(), Pdsh(), Slurm())
@@ -23,13 +23,13 @@ LAUNCHERS: dict[str, Launcher] = {
 TRIED = 8  # hosts: a name server that does not answer takes seconds for each
 
 
-def head_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
+def supervisor_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
     """The address of this machine that the agents dial: on the cluster's network where we have
     one there, else on the way to the first other host that has an address.
 
     Raises TrainkitError (exit 8) where no way leads to any of the first hosts.
     """
-    away = [host for host in hosts if not is_here(host)]
+    away = [host for host in hosts if not is_this_machine(host)]
     if not away:
         return "127.0.0.1"
     if cluster.interface:
@@ -39,7 +39,9 @@ def head_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
     problem: TrainkitError | None = None
     for host in away[:TRIED]:
         try:
-            return toward(real_name(cluster, host) if cluster.launcher in OVER_SSH else host.name)
+            return toward(
+                ssh_host_name(cluster, host) if cluster.launcher in OVER_SSH else host.name
+            )
         except TrainkitError as error:
             # a host that has no address is a row of a table later; here it only cannot show the way
             problem = problem or error
@@ -47,4 +49,4 @@ def head_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
     raise problem
 
 
-__all__ = ["LAUNCHERS", "Launcher", "head_address"]
+__all__ = ["LAUNCHERS", "Launcher", "supervisor_address"]

@@ -12,7 +12,7 @@ from trainkit.launch.session import Session
 
 
 @dataclass(frozen=True)
-class LaunchEnd:
+class TransportExit:
     """How the transport to one host ended.
 
     Args:
@@ -24,10 +24,10 @@ class LaunchEnd:
     last: str
 
 
-class Started(Protocol):
+class Transports(Protocol):
     """The transports of one session."""
 
-    def poll(self) -> Mapping[int, LaunchEnd]:
+    def poll(self) -> Mapping[int, TransportExit]:
         """Those that have ended so far, by node. Returns at once."""
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class Launcher(Protocol):
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
         """The command lines that `start` would run, for a dry run."""
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
         """Start an agent for every host of the session, in order; node K is hosts[K]. Does not
         wait for them.
 

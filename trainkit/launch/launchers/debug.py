@@ -21,9 +21,9 @@ from trainkit.base.files import read_json
 from trainkit.base.process import identity
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers.contract import LaunchEnd, Started
+from trainkit.launch.launchers.contract import TransportExit, Transports
 from trainkit.launch.protocol.frames import Frame, new_nonce, proof, proved
-from trainkit.launch.protocol.server import Link
+from trainkit.launch.protocol.server import Connection
 from trainkit.launch.session import Session
 
 BEAT_SECONDS = 0.2
@@ -64,37 +64,39 @@ class StubAgent:
 
     async def run(self) -> None:
         """Knock, say hello, obey until the connection ends or bye is said."""
-        self.link = Link(*await asyncio.open_connection(self.said["address"], self.said["port"]))
+        self.connection = Connection(
+            *await asyncio.open_connection(self.said["address"], self.said["port"])
+        )
         beating = asyncio.create_task(self._beat())
         try:
             await self._knock()
-            self.link.send({"type": "hello", **self.facts()})
-            while (frame := await self.link.receive()) is not None and frame["type"] != "bye":
+            self.connection.send({"type": "hello", **self.facts()})
+            while (frame := await self.connection.receive()) is not None and frame["type"] != "bye":
                 if work := getattr(self, f"on_{frame['type']}", None):
                     await work(frame)
         finally:
             beating.cancel()
             await self.stop(0)
-            self.link.close()
+            self.connection.close()
 
     async def _knock(self) -> None:
         token = self.session.token
         ours = new_nonce()
-        self.link.send({"type": "knock", "role": "agent", "node": self.node, "nonce": ours})
-        challenge = await self.link.receive()
+        self.connection.send({"type": "knock", "role": "agent", "node": self.node, "nonce": ours})
+        challenge = await self.connection.receive()
         assert challenge is not None and proved(
             challenge["proof"], token, "supervisor", challenge["nonce"], ours
         )
-        self.link.send(
+        self.connection.send(
             {
                 "type": "answer",
                 "proof": proof(token, "agent", ours, challenge["nonce"], f"agent:{self.node}"),
             }
         )
-        self.link.trust()
+        self.connection.trust()
 
     async def on_reserve(self, frame: Frame) -> None:
-        self.link.send({"type": "reserved", "cleared": []})
+        self.connection.send({"type": "reserved", "cleared": []})
 
     async def on_listen(self, frame: Frame) -> None:
         for port in frame["ports"]:
@@ -103,16 +105,16 @@ class StubAgent:
             with contextlib.suppress(OSError):
                 self.listener.bind(("127.0.0.1", port))
                 self.listener.listen()
-                return self.link.send({"type": "listening", "port": port})
-        return self.link.send({"type": "listening", "port": None, "error": "all taken"})
+                return self.connection.send({"type": "listening", "port": port})
+        return self.connection.send({"type": "listening", "port": None, "error": "all taken"})
 
     async def on_connect(self, frame: Frame) -> None:
-        self.link.send({"type": "connected", "error": None})
+        self.connection.send({"type": "connected", "error": None})
 
     async def on_unlisten(self, frame: Frame) -> None:
         if self.listener is not None:
             self.listener.close()
-        self.link.send({"type": "unlistened"})
+        self.connection.send({"type": "unlistened"})
 
     async def on_go(self, frame: Frame) -> None:
         path = self.session.folder / "secrets.json"
@@ -143,10 +145,10 @@ class StubAgent:
                     start_new_session=True,
                 )
         except OSError as error:
-            return self.link.send({"type": "start_failed", "key": key, "error": str(error)})
+            return self.connection.send({"type": "start_failed", "key": key, "error": str(error)})
         self.children[key] = child
         self.waiters.append(asyncio.create_task(self._wait(key, child, process)))
-        return self.link.send({"type": "started", "key": key, "pid": child.pid})
+        return self.connection.send({"type": "started", "key": key, "pid": child.pid})
 
     async def _wait(
         self, key: str, child: asyncio.subprocess.Process, process: Mapping[str, Any]
@@ -168,10 +170,10 @@ class StubAgent:
             "done": beat.get("phase") == "done",
             "stopped": key in self.stopped,
         }
-        self.link.send(
+        self.connection.send(
             {"type": "heartbeat", "beats": {key: beat} if beat else {}, "clock": time.time()}
         )
-        self.link.send({**said, "error": error, "last": last, "oom": False})
+        self.connection.send({**said, "error": error, "last": last, "oom": False})
 
     def _beats(self, key: str) -> Path:
         return self.session.folder / f"heartbeat-{key}.json"
@@ -192,7 +194,7 @@ class StubAgent:
                 if (beat := self._beat_of(key)) and beat != known.get(key)
             }
             known |= fresh
-            self.link.send({"type": "heartbeat", "beats": fresh, "clock": time.time()})
+            self.connection.send({"type": "heartbeat", "beats": fresh, "clock": time.time()})
 
     async def on_signal(self, frame: Frame) -> None:
         for key, child in self.children.items():
@@ -200,16 +202,16 @@ class StubAgent:
                 child.send_signal(signal.Signals[f"SIG{frame['signal']}"])
 
     async def on_stacks(self, frame: Frame) -> None:
-        self.link.send(
+        self.connection.send(
             {"type": "stacks", "stacks": {}, "silent": sorted(self.children), "states": {}}
         )
 
     async def on_sweep(self, frame: Frame) -> None:
-        self.link.send({"type": "swept", "left": [], "killed": []})
+        self.connection.send({"type": "swept", "left": [], "killed": []})
 
     async def on_stop(self, frame: Frame) -> None:
         await self.stop(frame["grace"])
-        self.link.send({"type": "stopped", "left": []})
+        self.connection.send({"type": "stopped", "left": []})
 
     async def stop(self, grace: float) -> None:
         """TERM, KILL after `grace` seconds, whole sessions."""
@@ -239,7 +241,7 @@ class Debug:
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
         return []
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
         return _Tasks(
             [asyncio.create_task(self.make(session, node).run()) for node in range(len(hosts))]
         )
@@ -249,9 +251,9 @@ class _Tasks:
     def __init__(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         self.tasks = tasks
 
-    def poll(self) -> Mapping[int, LaunchEnd]:
+    def poll(self) -> Mapping[int, TransportExit]:
         return {
-            node: LaunchEnd(_code(task), _words(task))
+            node: TransportExit(_code(task), _words(task))
             for node, task in enumerate(self.tasks)
             if task.done()
         }

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers.contract import Started
-from trainkit.launch.launchers.transports import OnePerHost, start_transport
-from trainkit.launch.session import Session, log_of
+from trainkit.launch.launchers.contract import Transports
+from trainkit.launch.launchers.transports import TransportPerHost, start_transport
+from trainkit.launch.session import Session, transport_log
 
 
 class Local:
@@ -25,24 +25,24 @@ class Local:
                 f"launcher = 'local' is this machine alone; nodes = {len(hosts)} need launcher ="
                 " 'ssh' or 'pdsh' and a hostfile"
             )
-        return [local_words(session, 0)]
+        return [local_argv(session, 0)]
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
         self.commands(session, hosts)
-        return OnePerHost({0: transport_here(session, 0)})
+        return TransportPerHost({0: start_local_agent(session, 0)})
 
 
-def transport_here(session: Session, node: int) -> tuple[subprocess.Popen[bytes], Path]:
+def start_local_agent(session: Session, node: int) -> tuple[subprocess.Popen[bytes], Path]:
     """An agent started on this machine, and the file its output goes to."""
-    output = log_of(session, node)
+    output = transport_log(session, node)
     return (
         start_transport(
-            local_words(session, node), output, environment=session.environment, keep_stdin=False
+            local_argv(session, node), output, environment=session.environment, keep_stdin=False
         ),
         output,
     )
 
 
-def local_words(session: Session, node: int) -> tuple[str, ...]:
+def local_argv(session: Session, node: int) -> tuple[str, ...]:
     """What starts an agent on this machine."""
     return ("/bin/bash", str(session.script), str(node))

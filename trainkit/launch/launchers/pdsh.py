@@ -22,17 +22,17 @@ from pathlib import Path
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_text
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers.contract import LaunchEnd, Started
-from trainkit.launch.launchers.local import local_words, transport_here
+from trainkit.launch.launchers.contract import TransportExit, Transports
+from trainkit.launch.launchers.local import local_argv, start_local_agent
 from trainkit.launch.launchers.ssh import ssh_options
 from trainkit.launch.launchers.transports import (
-    OnePerHost,
-    end_all,
+    TransportPerHost,
+    kill_on_error,
+    kill_transports,
     last_line,
     start_transport,
-    starting,
 )
-from trainkit.launch.session import Session, is_here, log_of
+from trainkit.launch.session import Session, is_this_machine, transport_log
 
 FITTING = re.compile(r"[A-Za-z0-9_.-]+")  # a host name that pdsh takes as one word
 LEAST_FANOUT = 32  # pdsh's own
@@ -45,10 +45,12 @@ class Pdsh:
     name = "pdsh"
 
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        here = [local_words(session, node) for node, host in enumerate(hosts) if is_here(host)]
+        here = [
+            local_argv(session, node) for node, host in enumerate(hosts) if is_this_machine(host)
+        ]
         return [*([self._words(session, _away(hosts))] if _away(hosts) else []), *here]
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
         if shutil.which("pdsh") is None:
             raise TrainkitError(
                 "there is no pdsh on this machine",
@@ -70,20 +72,20 @@ class Pdsh:
                 ' "${nodes[$1]}"\n',
                 0o755,
             )
-        with starting() as children:
-            for node in (node for node, host in enumerate(hosts) if is_here(host)):
-                children[node] = transport_here(session, node)
+        with kill_on_error() as children:
+            for node in (node for node, host in enumerate(hosts) if is_this_machine(host)):
+                children[node] = start_local_agent(session, node)
             if not away:
-                return OnePerHost(children)
+                return TransportPerHost(children)
             child = start_transport(
                 words, output, environment={**os.environ, **variables}, keep_stdin=True
             )
-        return OneForAll(
+        return PdshTransport(
             child,
             output,
-            {node: log_of(session, node) for node in away},
+            {node: transport_log(session, node) for node in away},
             labels({n: hosts[n].name for n in away}),
-            OnePerHost(children),
+            TransportPerHost(children),
         )
 
     def _words(self, session: Session, away: Sequence[int]) -> tuple[str, ...]:
@@ -122,7 +124,7 @@ class Pdsh:
 
 
 def _away(hosts: Sequence[Host]) -> list[int]:
-    return [node for node, host in enumerate(hosts) if not is_here(host)]
+    return [node for node, host in enumerate(hosts) if not is_this_machine(host)]
 
 
 def _script(session: Session) -> Path:
@@ -157,7 +159,7 @@ def ssh_variables(session: Session) -> dict[str, str]:
     return {"PDSH_SSH_ARGS_APPEND": " ".join(options)}
 
 
-class OneForAll:
+class PdshTransport:
     """One pdsh, whose lines "HOST: text" are taken apart into the hosts' logs."""
 
     def __init__(
@@ -166,7 +168,7 @@ class OneForAll:
         output: Path,
         logs: Mapping[int, Path],
         nodes: Mapping[str, int],
-        local: OnePerHost,
+        local: TransportPerHost,
     ) -> None:
         self.child = child
         self.output = output
@@ -175,17 +177,17 @@ class OneForAll:
         self.local = local
         self._read = 0
         self._clients = set[int]()
-        self._failed: dict[int, LaunchEnd] = {}
+        self._failed: dict[int, TransportExit] = {}
         self._lock = threading.Lock()  # `poll` may have a thread of its own
 
-    def poll(self) -> Mapping[int, LaunchEnd]:
+    def poll(self) -> Mapping[int, TransportExit]:
         with self._lock:
             self._share_out()
             ended = dict(self.local.poll())
             if self.child.poll() is not None:
                 self._share_out()
                 ended |= {
-                    node: LaunchEnd(self.child.returncode, last_line(log))
+                    node: TransportExit(self.child.returncode, last_line(log))
                     for node, log in self.logs.items()
                 }
             return {**ended, **self._failed}
@@ -205,7 +207,7 @@ class OneForAll:
             ):
                 node = self.nodes.get(found[1].decode(errors="replace"))
                 if node is not None:
-                    self._failed[node] = LaunchEnd(int(found[2]), "")
+                    self._failed[node] = TransportExit(int(found[2]), "")
                 continue
             name, _, text = line.partition(b": ")
             node = self.nodes.get(name.decode(errors="replace"))
@@ -216,14 +218,14 @@ class OneForAll:
                 log.write(b"\n".join(texts) + b"\n")
         for node, end in self._failed.items():
             if not end.last:
-                self._failed[node] = LaunchEnd(end.code, last_line(self.logs[node]))
+                self._failed[node] = TransportExit(end.code, last_line(self.logs[node]))
 
     def close(self) -> None:
         """pdsh takes no ssh client of its own with it, so those are ended first."""
         for pid in _children_of(self.child.pid) if self.child.poll() is None else []:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        end_all([self.child])
+        kill_transports([self.child])
         self.local.close()
         if self._lock.acquire(timeout=END_SECONDS):  # who looks now may wait for the file system
             try:

@@ -18,19 +18,19 @@ from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
-from trainkit.launch.containers import Around
+from trainkit.launch.containers import NodeContainer
 from trainkit.launch.containers.pyxis import (
     LOOK,
     STEP,
     exported,
-    look_minutes,
-    pyxis_words,
+    mount_check_minutes,
+    pyxis_options,
     step_scripts,
 )
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers.contract import LaunchEnd, Started
-from trainkit.launch.launchers.transports import end_all, last_line, start_transport
-from trainkit.launch.session import Session, log_of
+from trainkit.launch.launchers.contract import TransportExit, Transports
+from trainkit.launch.launchers.transports import kill_transports, last_line, start_transport
+from trainkit.launch.session import Session, transport_log
 
 # Variables that sbatch sets of options for ranks; they would be options of an srun whose tasks are
 # agents
@@ -57,16 +57,16 @@ class Slurm:
         self.further = tuple(further)
 
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        if pyxis_of(session):
-            looks = [look_words(session, hosts, os.environ)]
+        if pyxis_container(session):
+            looks = [mount_check_argv(session, hosts, os.environ)]
         else:
             looks = []
         return [
             (words[0], *self.further, *words[1:])
-            for words in (*looks, srun_words(session, hosts, os.environ))
+            for words in (*looks, srun_argv(session, hosts, os.environ))
         ]
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
         if shutil.which("srun") is None:
             raise TrainkitError(
                 "there is no srun on this machine",
@@ -79,29 +79,29 @@ class Slurm:
             name: value for name, value in os.environ.items() if not NOT_FOR_AGENTS.fullmatch(name)
         }
         write_text(node_script(session), node_text(session, hosts), 0o755)
-        if around := pyxis_of(session):
-            for name, text in step_scripts(around, lines, session.connect).items():
+        if container := pyxis_container(session):
+            for name, text in step_scripts(container, lines, session.connect).items():
                 write_text(session.folder / name, text, 0o755)
             words = ("/bin/bash", str(session.folder / STEP))
-            environment = {**environment, **around.env}
+            environment = {**environment, **container.env}
         output = session.logs / "srun.log"
         child = start_transport(words, output, environment=environment, keep_stdin=False)
         return _Step(
             child,
             output,
-            {node: log_of(session, node) for node in range(len(hosts))},
+            {node: transport_log(session, node) for node in range(len(hosts))},
             {host.name: node for node, host in enumerate(hosts)},
         )
 
 
-def pyxis_of(session: Session) -> Around | None:
+def pyxis_container(session: Session) -> NodeContainer | None:
     """The container that srun itself puts the agents into."""
-    if session.around is not None and session.around.container.runtime == "pyxis":
-        return session.around
+    if session.container is not None and session.container.settings.runtime == "pyxis":
+        return session.container
     return None
 
 
-def srun_words(
+def srun_argv(
     session: Session, hosts: Sequence[Host], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
     """The line of srun that starts the agents.
@@ -112,20 +112,20 @@ def srun_words(
     """
     # which agents stop, and how, is the supervisor's word: a step that srun ends saves nothing
     ends = ("--kill-on-bad-exit=0", "--wait=60")
-    around = pyxis_of(session)
+    container = pyxis_container(session)
     # prolog and login are the host's
-    if around:
-        task = (*pyxis_words(around), "/bin/bash")
+    if container:
+        task = (*pyxis_options(container), "/bin/bash")
     else:
         task = ("/bin/bash", "-l")
-    export = _export_words(environment, around.env if around else {})
+    export = _export_words(environment, container.env if container else {})
     further = session.cluster.srun_args
     words = (
         "srun",
         *_spread_words(hosts),
         *ends,
         *CARRIES,
-        *cpu_words(environment),
+        *cpu_options(environment),
         *export,
         *_output_words(session),
         *further,
@@ -133,12 +133,12 @@ def srun_words(
     return (*words, *task, str(node_script(session)))
 
 
-def look_words(
+def mount_check_argv(
     session: Session, hosts: Sequence[Host], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
     """The line of srun that looks at the mounts of pyxis, outside of any container and on all
     nodes, whatever one of them says."""
-    ends = ("--kill-on-bad-exit=0", f"--time={look_minutes(session.connect)}")
+    ends = ("--kill-on-bad-exit=0", f"--time={mount_check_minutes(session.connect)}")
     task = ("/bin/bash", str(session.folder / LOOK))
     return (
         "srun",
@@ -172,7 +172,7 @@ def _export_words(environment: Mapping[str, str], further: Mapping[str, str]) ->
     return ()
 
 
-def cpu_words(environment: Mapping[str, str]) -> tuple[str, ...]:
+def cpu_options(environment: Mapping[str, str]) -> tuple[str, ...]:
     """All CPUs that the job has on a node for the one task there; ranks share them, so the agent
     is bound to none."""
     bound = () if environment.get("SLURM_HINT") else ("--cpu-bind=none",)
@@ -199,9 +199,9 @@ def node_script(session: Session) -> Path:
 def node_text(session: Session, hosts: Sequence[Host]) -> str:
     """The script. SLURM_NODEID counts the nodes of the step in the same order; the name is proof
     against any other (--distribution, a node left out)."""
-    around = pyxis_of(session)
-    if around:
-        runs = f"/bin/bash {around.script}"
+    container = pyxis_container(session)
+    if container:
+        runs = f"/bin/bash {container.script}"
     else:
         runs = f"/bin/bash -l {session.script}"
     lines = [
@@ -232,15 +232,15 @@ class _Step:
         self.logs = logs
         self.nodes = nodes
         self._read = 0
-        self._ended: dict[int, LaunchEnd] = {}
+        self._ended: dict[int, TransportExit] = {}
 
-    def poll(self) -> Mapping[int, LaunchEnd]:
+    def poll(self) -> Mapping[int, TransportExit]:
         code = self.child.poll()
         self._look()
         if code is not None:
             for node, log in self.logs.items():
                 self._ended.setdefault(
-                    node, LaunchEnd(code, last_line(log) or last_line(self.output))
+                    node, TransportExit(code, last_line(log) or last_line(self.output))
                 )
         return self._ended
 
@@ -254,9 +254,9 @@ class _Step:
         for host, code, words in TASK_ENDED.findall(whole):
             node = self.nodes.get(host.decode(errors="replace"))
             if node is not None:
-                self._ended[node] = LaunchEnd(
+                self._ended[node] = TransportExit(
                     int(code or -9), last_line(self.logs[node]) or words.decode(errors="replace")
                 )
 
     def close(self) -> None:
-        end_all([self.child])
+        kill_transports([self.child])

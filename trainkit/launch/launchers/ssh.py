@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers.contract import Started
-from trainkit.launch.launchers.local import local_words, transport_here
-from trainkit.launch.launchers.transports import OnePerHost, start_transport, starting
-from trainkit.launch.session import Session, is_here, log_of
+from trainkit.launch.launchers.contract import Transports
+from trainkit.launch.launchers.local import local_argv, start_local_agent
+from trainkit.launch.launchers.transports import TransportPerHost, kill_on_error, start_transport
+from trainkit.launch.session import Session, is_this_machine, transport_log
 
 # A dead peer is noticed by ssh itself after 15 s; the agents' own lease is what ends the ranks.
 ALIVE = ("-oServerAliveInterval=5", "-oServerAliveCountMax=3")
@@ -45,23 +45,23 @@ class Ssh:
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
         return [self._words(session, node, host) for node, host in enumerate(hosts)]
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
-        if not all(map(is_here, hosts)) and shutil.which("ssh") is None:
+    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
+        if not all(map(is_this_machine, hosts)) and shutil.which("ssh") is None:
             raise TrainkitError(
                 "there is no ssh on this machine", exit=Exit.START, hint="install OpenSSH's client"
             )
-        with starting() as children:
+        with kill_on_error() as children:
             for node, words in enumerate(self.commands(session, hosts)):
-                output = log_of(session, node)
-                if is_here(hosts[node]):
-                    children[node] = transport_here(session, node)
+                output = transport_log(session, node)
+                if is_this_machine(hosts[node]):
+                    children[node] = start_local_agent(session, node)
                 else:
                     children[node] = (start_transport(words, output, keep_stdin=True), output)
-            return OnePerHost(children)
+            return TransportPerHost(children)
 
     def _words(self, session: Session, node: int, host: Host) -> tuple[str, ...]:
-        if is_here(host):
-            return local_words(session, node)
+        if is_this_machine(host):
+            return local_argv(session, node)
         port = ("-p", str(host.port)) if host.port else ()
         user = ("-l", host.user) if host.user else ()
         return (
@@ -76,7 +76,7 @@ class Ssh:
         )
 
 
-def real_name(cluster: Cluster, host: Host) -> str:
+def ssh_host_name(cluster: Cluster, host: Host) -> str:
     """The name or address that ssh would dial for a host, which may be an alias of
     ~/.ssh/config; the host's own name where ssh cannot say."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainkit.launch.launchers.contract import LaunchEnd
+from trainkit.launch.launchers.contract import TransportExit
 
 TAIL_BYTES = 4096
 END_SECONDS = 1.0  # for a killed transport to be gone
@@ -74,34 +74,34 @@ Children = dict[int, tuple[subprocess.Popen[bytes], Path]]
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[Children]:
+def kill_on_error() -> Iterator[Children]:
     """Where children are put as they are started: if one cannot be, those before it are ended."""
     children: Children = {}
     try:
         yield children
     except BaseException:
-        end_all([child for child, _ in children.values()])
+        kill_transports([child for child, _ in children.values()])
         raise
 
 
-class OnePerHost:
+class TransportPerHost:
     """A child a host."""
 
     def __init__(self, children: Children) -> None:
         self.children = children
-        self.ended: dict[int, LaunchEnd] = {}
+        self.ended: dict[int, TransportExit] = {}
 
-    def poll(self) -> Mapping[int, LaunchEnd]:
+    def poll(self) -> Mapping[int, TransportExit]:
         for node, (child, output) in self.children.items():
             if node not in self.ended and child.poll() is not None:
-                self.ended[node] = LaunchEnd(child.returncode, last_line(output))
+                self.ended[node] = TransportExit(child.returncode, last_line(output))
         return self.ended
 
     def close(self) -> None:
-        end_all([child for child, _ in self.children.values()])
+        kill_transports([child for child, _ in self.children.values()])
 
 
-def end_all(children: Sequence[subprocess.Popen[bytes]]) -> None:
+def kill_transports(children: Sequence[subprocess.Popen[bytes]]) -> None:
     """KILL what still runs and collect it, within END_SECONDS; agents find the end of their
     transport by themselves."""
     for child in children:

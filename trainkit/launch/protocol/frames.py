@@ -22,9 +22,11 @@ from typing import Any
 
 Frame = dict[str, Any]
 
-LIMIT = 2**26  # bytes of a frame: the largest is "go" with a large environment for many ranks
-STRANGER_LIMIT = 2**12  # of those before the proof: nobody we do not know makes us hold more
-BEAT = 1.0  # seconds between two signs of life
+MAX_FRAME_BYTES = (
+    2**26
+)  # bytes of a frame: the largest is "go" with a large environment for many ranks
+MAX_UNPROVED_BYTES = 2**12  # of those before the proof: nobody we do not know makes us hold more
+HEARTBEAT_SECONDS = 1.0  # seconds between two signs of life
 _LENGTH = struct.Struct(">I")
 
 
@@ -36,7 +38,7 @@ TCP_RTO_MAX_MS = 44  # Linux 6.15: the gaps never grow beyond this
 LONGEST_GAP_MS = 1000  # the least that it takes
 
 
-def be_impatient(sock: socket.socket) -> None:
+def retransmit_soon(sock: socket.socket) -> None:
     """Have lost packets sent again soon after a cut of the network: the gaps between tries
     double, so that a side hears nothing for up to twice the cut. As far as this kernel can."""
     for option, value in ((TCP_THIN_LINEAR_TIMEOUTS, 1), (TCP_RTO_MAX_MS, LONGEST_GAP_MS)):
@@ -44,10 +46,10 @@ def be_impatient(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def beat_seconds(lease: float) -> float:
+def heartbeat_interval(lease: float) -> float:
     """How often each side says that it lives: a small part of a short lease, so that a cut may
     take most of it."""
-    return min(BEAT, lease / 10)
+    return min(HEARTBEAT_SECONDS, lease / 10)
 
 
 class BadFrame(Exception):
@@ -55,12 +57,13 @@ class BadFrame(Exception):
 
 
 def encode(frame: Frame) -> bytes:
-    """The bytes of one frame. Raises BadFrame where it is longer than LIMIT. Text that is no
-    Unicode (lone surrogates, as argv may hold) survives."""
+    """The bytes of one frame. Raises BadFrame where it is longer than MAX_FRAME_BYTES. Text
+    that is no Unicode (lone surrogates, as argv may hold) survives."""
     body = json.dumps(frame, separators=(",", ":")).encode("ascii")
-    if len(body) > LIMIT:
+    if len(body) > MAX_FRAME_BYTES:
         raise BadFrame(
-            f"a frame {frame.get('type')!r} of {len(body):,} bytes; {LIMIT:,} are the limit"
+            f"a frame {frame.get('type')!r} of {len(body):,} bytes; {MAX_FRAME_BYTES:,} are the"
+            " limit"
         )
     return _LENGTH.pack(len(body)) + body
 
@@ -72,7 +75,7 @@ class Decoder:
         limit: bytes of a frame; raise it once the other side has proved who it is.
     """
 
-    def __init__(self, limit: int = STRANGER_LIMIT) -> None:
+    def __init__(self, limit: int = MAX_UNPROVED_BYTES) -> None:
         self.limit = limit
         self._held = bytearray()
 

@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable
 
 from trainkit.base.process import allow_open_files
 from trainkit.launch.protocol.frames import (
-    LIMIT,
+    MAX_FRAME_BYTES,
     BadFrame,
     Decoder,
     Frame,
-    be_impatient,
     encode,
     new_nonce,
     proof,
     proved,
+    retransmit_soon,
 )
 
 # that a stranger has: as long as an agent waits, of which a thousand may knock at once
@@ -31,7 +31,7 @@ WAITING_CONNECTIONS = 4096
 MOST_UNPROVED = 1024
 
 
-class Link:
+class Connection:
     """One connection: whole frames in, whole frames out."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -40,7 +40,7 @@ class Link:
         self._decoder = Decoder()
         self.heard = time.monotonic()
         peer = writer.get_extra_info("peername")
-        be_impatient(writer.get_extra_info("socket"))
+        retransmit_soon(writer.get_extra_info("socket"))
         if peer:
             self.peer = f"{peer[0]}:{peer[1]}"
         else:
@@ -48,7 +48,7 @@ class Link:
 
     def trust(self) -> None:
         """The other side has proved itself: it may send long frames."""
-        self._decoder.limit = LIMIT
+        self._decoder.limit = MAX_FRAME_BYTES
 
     async def receive(self) -> Frame | None:
         """The next frame; None at the end. Raises BadFrame."""
@@ -84,10 +84,10 @@ class Link:
 
 
 # takes a proved connection and the node it speaks for
-Guest = Callable[[Link, int], Awaitable[None]]
+Handler = Callable[[Connection, int], Awaitable[None]]
 
 
-class Door:
+class Server:
     """One listening socket for all sessions of a supervisor, one after another.
 
     Args:
@@ -95,13 +95,13 @@ class Door:
     """
 
     def __init__(self, stranger: Callable[[str, str], None] = lambda peer, why: None) -> None:
-        self.guests: dict[str, Guest] = {}  # by role: "agent", "control"
+        self.handlers: dict[str, Handler] = {}  # by role: "agent", "control"
         self.token: bytes | None = None
         self.strangers = 0
         self._stranger = stranger
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
-        self._unproved: dict[Link, None] = {}  # oldest first
+        self._unproved: dict[Connection, None] = {}  # oldest first
         self._most_unproved = MOST_UNPROVED
         self.address = ""
         self.port = 0
@@ -114,7 +114,7 @@ class Door:
         if files != resource.RLIM_INFINITY:
             self._most_unproved = min(MOST_UNPROVED, max(1, files // 4))
         self._server = await asyncio.start_server(
-            self._knock, address, 0, backlog=WAITING_CONNECTIONS
+            self._accept, address, 0, backlog=WAITING_CONNECTIONS
         )
         self.address, self.port = address, self._server.sockets[0].getsockname()[1]
 
@@ -126,39 +126,39 @@ class Door:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
 
-    async def _knock(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
-        link = Link(reader, writer)
+        connection = Connection(reader, writer)
         if len(self._unproved) >= self._most_unproved:
             # who has the token proves it at once; who only connects must not keep others out
             next(iter(self._unproved)).close()
             del self._unproved[next(iter(self._unproved))]
-        self._unproved[link] = None
+        self._unproved[connection] = None
         try:
             async with asyncio.timeout(PROOF_SECONDS):
-                role, node = await self._proved(link)
-            self._unproved.pop(link, None)
-            if guest := self.guests.get(role):  # else whom it came for has just gone
-                await guest(link, node)
+                role, node = await self._proved(connection)
+            self._unproved.pop(connection, None)
+            if handler := self.handlers.get(role):  # else whom it came for has just gone
+                await handler(connection, node)
         except (BadFrame, TimeoutError, UnicodeError) as error:
             self.strangers += 1
             if self.strangers <= TOLD_STRANGERS:
                 self._stranger(
-                    link.peer, str(error) or f"proved nothing within {PROOF_SECONDS:g} s"
+                    connection.peer, str(error) or f"proved nothing within {PROOF_SECONDS:g} s"
                 )
         except asyncio.CancelledError:
             # the door closes; a task of asyncio's server that ends as cancelled is reported as an
             # error
             pass
         finally:
-            link.close()
-            self._unproved.pop(link, None)
+            connection.close()
+            self._unproved.pop(connection, None)
             self._open.discard(task)
 
-    async def _proved(self, link: Link) -> tuple[str, int]:
-        knock = await link.receive()
+    async def _proved(self, connection: Connection) -> tuple[str, int]:
+        knock = await connection.receive()
         if knock is None or knock["type"] != "knock":
             raise BadFrame("it did not knock")
         role = knock.get("role")
@@ -166,7 +166,7 @@ class Door:
         theirs = knock.get("nonce")
         if (
             not isinstance(role, str)
-            or role not in self.guests
+            or role not in self.handlers
             or not isinstance(node, int)
             or not isinstance(theirs, str)
             or self.token is None
@@ -174,15 +174,15 @@ class Door:
             raise BadFrame(f"nobody waits for a {str(role)[:20]!r} now")
         ours = new_nonce()
         token = self.token
-        link.send(
+        connection.send(
             {"type": "challenge", "nonce": ours, "proof": proof(token, "supervisor", ours, theirs)}
         )
-        answer = await link.receive()
+        answer = await connection.receive()
         if (
             answer is None
             or answer["type"] != "answer"
             or not proved(answer.get("proof"), token, "agent", theirs, ours, f"{role}:{node}")
         ):
             raise BadFrame("a wrong token")
-        link.trust()
+        connection.trust()
         return role, node

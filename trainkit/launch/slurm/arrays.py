@@ -23,7 +23,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
 from trainkit.jobs.clusters import Cluster, SlurmOptions, StagePlace
 from trainkit.jobs.schema import Job
-from trainkit.launch.remote_units import ALWAYS_HERE, argv_there
+from trainkit.launch.remote_units import ALWAYS_HERE, remote_argv
 from trainkit.launch.slurm.allocation import ask
 from trainkit.launch.slurm.batch_script import EXPORTED, option_lines
 from trainkit.launch.slurm.sbatch import sbatch
@@ -130,7 +130,7 @@ def levels(need: Need, units: Sequence[Unit], asked: StagePlace) -> list[Level]:
 def script(place: SlurmPlace, level: Level, folder: Path, code: Path) -> str:
     """The batch script of an array: a person can read it."""
     words = ["-I", "-m", "trainkit.stages.array_task", str(level_file(folder, level))]
-    there = argv_there([sys.executable, *words], place.cluster.python or sys.executable, code)
+    there = remote_argv([sys.executable, *words], place.cluster.python or sys.executable, code)
     shape: SlurmOptions = {
         "job-name": level.name,
         "array": f"0-{level.elements - 1}",
@@ -336,7 +336,7 @@ def write_levels(
             shares.append([])
             for unit in units:
                 batches.append(batch := ArrayUnit(unit, folder))
-                argv = [*argv_there(unit.argv, python, code), *map(str, batch.specs)]
+                argv = [*remote_argv(unit.argv, python, code), *map(str, batch.specs)]
                 files = {
                     "out": str(batch.out),
                     "log": str(batch.log(unit)),

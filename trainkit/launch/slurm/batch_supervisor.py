@@ -14,12 +14,12 @@ from typing import Any, Literal
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
-from trainkit.launch.containers import around, kept_since
-from trainkit.launch.containers.pyxis import REMOVAL_MINUTES, removal_words
+from trainkit.launch.containers import node_container, reusable_since
+from trainkit.launch.containers.pyxis import REMOVAL_MINUTES, removal_argv
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import write_hosts
-from trainkit.launch.launchers import head_address
-from trainkit.launch.launchers.contract import Launcher, Started
+from trainkit.launch.launchers import supervisor_address
+from trainkit.launch.launchers.contract import Launcher, Transports
 from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.run_inputs import refuse_other_inputs
 from trainkit.launch.session import Session
@@ -118,7 +118,7 @@ class NoProlog(Slurm):
         self.host = host
         self.code = code
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Started:
+    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
         why = (
             f"the prolog of clusters.{session.cluster.name} failed in the batch script (exit code"
             f" {self.code})"
@@ -155,10 +155,10 @@ class BatchSupervisor(Supervisor):
     def address(self) -> str:
         """Reached from the other nodes, and from where the job was submitted: `cancel` is typed
         there."""
-        address = head_address(self.job.cluster, self.hosts.hosts)
+        address = supervisor_address(self.job.cluster, self.hosts.hosts)
         if address == "127.0.0.1":
             with contextlib.suppress(TrainkitError):
-                return head_address(
+                return supervisor_address(
                     self.job.cluster, [Host(os.environ.get("SLURM_SUBMIT_HOST") or "localhost")]
                 )
         return address
@@ -509,11 +509,11 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
 def _remove_containers(run: RunFolder, job: Job, where: Granted) -> None:
     """A run that is over needs no more what its nodes have kept of pyxis. Where Slurm has taken
     the nodes already, that stays until a person removes it."""
-    box = around(job, run.session(0), run.id, 0, kept_since(run))
+    box = node_container(job, run.session(0), run.id, 0, reusable_since(run))
     if (
         box is not None
-        and box.container.runtime == "pyxis"
-        and (words := removal_words(box, len(where.hosts)))
+        and box.settings.runtime == "pyxis"
+        and (words := removal_argv(box, len(where.hosts)))
     ):
         with contextlib.suppress(TrainkitError):
             ask(words, timeout=60.0 * REMOVAL_MINUTES + ANSWER_SECONDS)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from trainkit.launch.containers.scripts import CODES, in_words
-from trainkit.launch.launchers.contract import LaunchEnd, Launcher, Started
-from trainkit.launch.protocol.frames import BadFrame, Frame, beat_seconds
-from trainkit.launch.protocol.server import Door, Link
+from trainkit.launch.containers.scripts import CODES, describe_exit
+from trainkit.launch.launchers.contract import Launcher, TransportExit, Transports
+from trainkit.launch.protocol.frames import BadFrame, Frame, heartbeat_interval
+from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import Session
 
 POLL_SECONDS = 0.05
@@ -58,28 +58,28 @@ class Crew:
     Args:
         session: already written.
         launcher: what starts the agents.
-        door: where they knock; it listens already.
+        server: where they knock; it listens already.
     """
 
-    def __init__(self, session: Session, launcher: Launcher, door: Door) -> None:
+    def __init__(self, session: Session, launcher: Launcher, server: Server) -> None:
         self.session = session
         self.launcher = launcher
-        self.door = door
+        self.server = server
         self.received: asyncio.Queue[tuple[int, Frame]] = asyncio.Queue()
         self.hellos: dict[int, Hello] = {}
         self.lost: dict[int, Frame] = {}
-        self._links: dict[int, Link] = {}
+        self._connections: dict[int, Connection] = {}
         self._phase = "gather"
         self._leaving: set[int] = set()
-        self._started: Started | None = None
-        self._ends: Mapping[int, LaunchEnd] = {}
+        self._transports: Transports | None = None
+        self._ends: Mapping[int, TransportExit] = {}
         self._looking: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Crew:
-        self.door.token = self.session.token
-        self.door.guests["agent"] = self._serve
-        self._started = self.launcher.start(self.session, self.session.hosts)
+        self.server.token = self.session.token
+        self.server.handlers["agent"] = self._serve
+        self._transports = self.launcher.start(self.session, self.session.hosts)
         self._beating = asyncio.create_task(self._beat())
         return self
 
@@ -91,20 +91,22 @@ class Crew:
     ) -> None:
         if self._beating is not None:
             self._beating.cancel()
-        self.door.guests.pop("agent", None)
-        self.dismiss(list(self._links))
+        self.server.handlers.pop("agent", None)
+        self.dismiss(list(self._connections))
         try:
             await self._all_gone(BYE_SECONDS)
         finally:
-            for link in self._links.values():
-                link.close()
-            if self._started is not None:
-                self._started.close()
+            for connection in self._connections.values():
+                connection.close()
+            if self._transports is not None:
+                self._transports.close()
 
     @property
     def present(self) -> list[int]:
         """Nodes whose agents are there, in order."""
-        return sorted(node for node in self._links if node in self.hellos and node not in self.lost)
+        return sorted(
+            node for node in self._connections if node in self.hellos and node not in self.lost
+        )
 
     def host(self, node: int) -> str:
         """A node's name in the hostfile."""
@@ -112,8 +114,8 @@ class Crew:
 
     def send(self, node: int, frame: Frame) -> None:
         """Send a frame; one to an agent that is lost goes nowhere."""
-        if node in self._links and node not in self.lost:
-            self._links[node].send(frame)
+        if node in self._connections and node not in self.lost:
+            self._connections[node].send(frame)
 
     def dismiss(self, nodes: list[int]) -> None:
         """Say bye: these agents stop what is left and end, and their end is no loss."""
@@ -171,26 +173,26 @@ class Crew:
             if node not in got and node in self.lost
         }
 
-    async def _ended(self) -> Mapping[int, LaunchEnd]:
+    async def _ended(self) -> Mapping[int, TransportExit]:
         """How transports have ended, as far as is known. A look reads files on the shared root:
         it has a thread, one at a time, and while that waits for the file system we go on with
         what we knew."""
-        if self._started is not None and (self._looking is None or self._looking.done()):
-            self._looking = asyncio.create_task(asyncio.to_thread(self._look, self._started))
+        if self._transports is not None and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(asyncio.to_thread(self._look, self._transports))
         if self._looking is not None:
             await asyncio.wait({self._looking}, timeout=POLL_SECONDS)
         return self._ends
 
-    def _look(self, started: Started) -> None:
+    def _look(self, transports: Transports) -> None:
         with contextlib.suppress(OSError):
-            self._ends = dict(started.poll())
+            self._ends = dict(transports.poll())
 
-    def _missing(self, node: int, end: LaunchEnd | None, timeout: float) -> Missing:
+    def _missing(self, node: int, end: TransportExit | None, timeout: float) -> Missing:
         host = self.host(node)
         if end is not None:
             words = end.last or f"{self.launcher.name} ended with {end.code} and said nothing"
-            if self.session.around is not None and end.code in CODES:
-                words = in_words(self.session.around, end.code, end.last)
+            if self.session.container is not None and end.code in CODES:
+                words = describe_exit(self.session.container, end.code, end.last)
             # bash's words, about no file but this
             unseen = re.search(
                 re.escape(f"{self.session.folder}/") + r"[a-z]+\.sh: No such file", end.last
@@ -198,7 +200,7 @@ class Crew:
             return Missing(node, host, words, unseen is not None)
         if node in self.lost:
             return Missing(node, host, f"its agent came and went: {self.lost[node]['why']}")
-        if node in self._links:
+        if node in self._connections:
             return Missing(
                 node, host, f"its agent connected and then hung: no hello within {timeout:g} s"
             )
@@ -206,14 +208,14 @@ class Crew:
             node, host, f"no agent came within {timeout:g} s; {self.launcher.name} is still trying"
         )
 
-    async def _serve(self, link: Link, node: int) -> None:
+    async def _serve(self, connection: Connection, node: int) -> None:
         """Take in all that one agent says."""
-        if node in self._links or not 0 <= node < len(self.session.hosts):
+        if node in self._connections or not 0 <= node < len(self.session.hosts):
             raise BadFrame(f"node {node} is there already or is none of ours")
-        self._links[node] = link
+        self._connections[node] = connection
         why = "its agent's connection ended"
         try:
-            while (frame := await link.receive()) is not None:
+            while (frame := await connection.receive()) is not None:
                 if frame["type"] == "hello" and node not in self.hellos:
                     self.hellos[node] = self._hello(node, frame)
                 elif frame["type"] != "lost":  # which only we say
@@ -247,35 +249,37 @@ class Crew:
             "node": node,
             "why": why,
             "silent": silent,
-            "ago": time.monotonic() - self._links[node].heard if silent else 0.0,
+            "ago": time.monotonic() - self._connections[node].heard if silent else 0.0,
         }
         self.lost[node] = frame
-        self._links[node].close()
+        self._connections[node].close()
         self.received.put_nowait((node, frame))
 
     async def _beat(self) -> None:
         """Once a second, or more often: say that we live, and look who does not."""
         last = time.monotonic()
-        gap = beat_seconds(self.session.lease)
+        gap = heartbeat_interval(self.session.lease)
         while True:
             await asyncio.sleep(gap)
             now = time.monotonic()
             late = now - last > 3 * gap
             last = now
-            links = {
-                node: link
-                for node, link in self._links.items()
+            connections = {
+                node: connection
+                for node, connection in self._connections.items()
                 if node not in self.lost and node not in self._leaving
             }
-            for link in links.values():
-                if now - link.heard < HEARD_SECONDS:
-                    link.send({"type": "ping"})
+            for connection in connections.values():
+                if now - connection.heard < HEARD_SECONDS:
+                    connection.send({"type": "ping"})
             ended = await self._ended()
-            for node, link in links.items():
+            for node, connection in connections.items():
                 # after a pause of our own their frames are still to be read
-                if now - link.heard > self.session.lease and not late:
+                if now - connection.heard > self.session.lease and not late:
                     self._lose(
-                        node, f"its agent was silent for {now - link.heard:.0f} s", silent=True
+                        node,
+                        f"its agent was silent for {now - connection.heard:.0f} s",
+                        silent=True,
                     )
                 elif node in ended and node in self.hellos:
                     end = ended[node]

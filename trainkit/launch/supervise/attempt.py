@@ -17,11 +17,11 @@ from trainkit.base.process import identity
 from trainkit.base.redact import Redactor
 from trainkit.engines.contract import Command
 from trainkit.jobs.schema import Job
-from trainkit.launch.containers import around, kept_since
+from trainkit.launch.containers import node_container, reusable_since
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import Frame
-from trainkit.launch.protocol.server import Door
+from trainkit.launch.protocol.server import Server
 from trainkit.launch.session import Session, new_session
 from trainkit.launch.supervise.agent_pool import Crew, Hello
 from trainkit.launch.supervise.failure_rules import Rules
@@ -49,7 +49,7 @@ class Setting:
 
     Args:
         launcher: what starts the agents.
-        door: where they knock.
+        server: where they knock.
         secrets: names and values that only the ranks' environment holds.
         rules: what failures mean.
         share: run beside other runs on the same slots.
@@ -60,7 +60,7 @@ class Setting:
     """
 
     launcher: Launcher
-    door: Door
+    server: Server
     secrets: Mapping[str, str]
     rules: Rules
     share: bool
@@ -139,7 +139,7 @@ class Attempt:
             code,
             logs,
             passed_on(),
-            around(job, folder, run.id, number, kept_since(run)),
+            node_container(job, folder, run.id, number, reusable_since(run)),
         )
         self.events = EventLog(self.folder)
         self.pulse = Pulse(self.folder, job.cluster.watch)
@@ -173,9 +173,9 @@ class Attempt:
         survivors: list[dict[str, Any]] = []
         outcome: Outcome | None = None
         try:
-            door = self.setting.door
-            self.session.write(self.run.root, door.address, door.port, self.setting.secrets)
-            async with Crew(self.session, self.setting.launcher, door) as crew:
+            server = self.setting.server
+            self.session.write(self.run.root, server.address, server.port, self.setting.secrets)
+            async with Crew(self.session, self.setting.launcher, server) as crew:
                 try:
                     outcome = await self._guarded(crew)
                 finally:

@@ -54,8 +54,8 @@ def _problems(hello: Hello, session: Session, gpus: int) -> list[str]:
             f" {session.code.name[:12]}): a stale copy, or an edited one"
         )
     if facts.get("extension"):
-        if session.around:
-            where = f"of {session.around.container.image} "
+        if session.container:
+            where = f"of {session.container.settings.image} "
         else:
             where = ""
         problems.append(

@@ -16,10 +16,10 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers import LAUNCHERS, head_address
+from trainkit.launch.launchers import LAUNCHERS, supervisor_address
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import Frame
-from trainkit.launch.protocol.server import Door
+from trainkit.launch.protocol.server import Server
 from trainkit.launch.session import new_session
 from trainkit.launch.supervise.agent_pool import Crew, Hello
 from trainkit.launch.supervise.code_snapshot import take_snapshot
@@ -59,14 +59,14 @@ async def open_crew(
     session = new_session(
         folder, name, 0, hosts, cluster, snapshot, folder / "transports", passed_on()
     )
-    door = Door()
-    await door.listen(head_address(cluster, hosts))
+    server = Server()
+    await server.listen(supervisor_address(cluster, hosts))
     try:
-        session.write(root, door.address, door.port, {})
-        async with Crew(session, launcher or LAUNCHERS[cluster.launcher], door) as crew:
+        session.write(root, server.address, server.port, {})
+        async with Crew(session, launcher or LAUNCHERS[cluster.launcher], server) as crew:
             yield crew
     finally:
-        await door.close()
+        await server.close()
         session.remove()
 
 

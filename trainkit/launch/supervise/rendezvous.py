@@ -12,7 +12,7 @@ from trainkit.base.errors import Exit
 from trainkit.engines.contract import Command
 from trainkit.jobs.schema import Job
 from trainkit.launch.protocol.frames import Frame
-from trainkit.launch.session import Session, is_here
+from trainkit.launch.session import Session, is_this_machine
 from trainkit.launch.supervise.agent_pool import Crew, Hello, Missing
 from trainkit.launch.supervise.host_consistency import disagreements, table
 from trainkit.launch.supervise.outcome import Outcome
@@ -90,7 +90,7 @@ async def gather(
 
 def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) -> None:
     cluster = session.cluster
-    around = session.around
+    container = session.container
     root = f"does not see {cluster.root}: it is not shared with this host, or mounted elsewhere"
     rows = [(m.host, root if m.not_shared else m.why) for m in missing]
     suspects = [m.host for m in missing]
@@ -103,10 +103,10 @@ def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) ->
             hint=hint,
             suspects=suspects,
         )
-    if around is not None:
+    if container is not None:
         hint = (
-            f"each host has to start {around.called} within clusters.{cluster.name}.watch.connect ="
-            f" {session.connect:g} s; what was said: {session.logs}"
+            f"each host has to start {container.label} within clusters.{cluster.name}.watch.connect"
+            f" = {session.connect:g} s; what was said: {session.logs}"
         )
         raise NoStart(
             Exit.START,
@@ -115,7 +115,7 @@ def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) ->
             hint=hint,
             suspects=suspects,
         )
-    if all(session.local or is_here(session.hosts[m.node]) for m in missing):
+    if all(session.local or is_this_machine(session.hosts[m.node]) for m in missing):
         interpreter = f"clusters.{cluster.name}.python = {session.python}"
         hint = (
             "that is this machine, with no ssh in between: what its agent said is in"

@@ -22,11 +22,11 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.resume_changes import changed_job, write_changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.hosts.quarantine import suspect
+from trainkit.launch.hosts.quarantine import quarantine_host
 from trainkit.launch.hosts.selection import read_hosts
-from trainkit.launch.launchers import LAUNCHERS, head_address
+from trainkit.launch.launchers import LAUNCHERS, supervisor_address
 from trainkit.launch.launchers.contract import Launcher
-from trainkit.launch.protocol.server import Door, Link
+from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import SECRETS
 from trainkit.launch.supervise.attempt import Attempt, AttemptEnd, Setting
 from trainkit.launch.supervise.failure_rules import rules_of
@@ -82,7 +82,7 @@ class Supervisor:
         self.launcher = launcher or LAUNCHERS[self.job.cluster.launcher]
         self.engine = engine or ENGINES[self.job.engine]
         self.budgets = Budgets(self.job.retries)
-        self.door = Door(self._stranger)
+        self.server = Server(self._on_rejected)
         self.pen = threading.Lock()  # of our sign: the last word must be written last
         self.attempt: Attempt | None = None
         self.viewing = True
@@ -92,8 +92,8 @@ class Supervisor:
     async def supervise(self) -> Outcome:
         """Attempt after attempt; the last one's outcome. Never leaves a process behind on a host
         that can be reached."""
-        await self.door.listen(self.address())
-        self.door.guests["control"] = self._control
+        await self.server.listen(self.address())
+        self.server.handlers["control"] = self._control
         former = self._former_attempt()
         signing = asyncio.create_task(self._keep_signing())
         try:
@@ -117,13 +117,13 @@ class Supervisor:
             # the attempt's last event says how it ended, and that we are gone can be seen
             with contextlib.suppress(OSError):
                 self._sign()
-            await self.door.close()
+            await self.server.close()
 
     def address(self) -> str:
         """Where to listen: an address of this machine that all agents reach."""
         if self.launcher.name in ("local", "debug"):
             return "127.0.0.1"
-        return head_address(self.job.cluster, self.hosts.hosts)
+        return supervisor_address(self.job.cluster, self.hosts.hosts)
 
     def _former_attempt(self) -> tuple[list[Host], float]:
         """(Hosts on which something of the attempt before our first may still run, when their
@@ -151,7 +151,7 @@ class Supervisor:
         number = self.run.attempts()[-1].number
         # whoever wants us to stop finds the token of that attempt
         with contextlib.suppress(OSError, ValueError):
-            self.door.token = bytes.fromhex(
+            self.server.token = bytes.fromhex(
                 (self.run.session(number) / "token").read_text().strip()
             )
         self._sign()
@@ -209,7 +209,15 @@ class Supervisor:
         tick = self.watch.tick
         notice = self.watch.notice
         setting = Setting(
-            self.launcher, self.door, self.secrets, rules, self.share, asks, self.show, tick, notice
+            self.launcher,
+            self.server,
+            self.secrets,
+            rules,
+            self.share,
+            asks,
+            self.show,
+            tick,
+            notice,
         )
         if self.attempt is not None:
             self.attempt.events.close()
@@ -303,7 +311,9 @@ class Supervisor:
         for host, why in suspects.items():
             # else the `resume` that is advised could not begin
             if self.began and (self.goes_on or len(self.hosts.usable()) >= self.job.nodes):
-                suspect(self.run.root, host, why, self.run.id, self.job.cluster.quarantine_seconds)
+                quarantine_host(
+                    self.run.root, host, why, self.run.id, self.job.cluster.quarantine_seconds
+                )
             self.attempt.events.write("host_left_out", host=host, why=why)
 
     def _record(self, end: AttemptEnd) -> None:
@@ -411,8 +421,8 @@ class Supervisor:
                 number = max((a.number for a in self.run.attempts()), default=0)
             rest = {
                 "attempt": number,
-                "address": self.door.address,
-                "port": self.door.port,
+                "address": self.server.address,
+                "port": self.server.port,
                 "ended": self.ended,
             }
             write_json(
@@ -422,22 +432,22 @@ class Supervisor:
                 ),
             )
 
-    def _stranger(self, peer: str, why: str) -> None:
+    def _on_rejected(self, peer: str, why: str) -> None:
         if self.attempt is not None:
             with contextlib.suppress(OSError):
                 self.attempt.events.write("stranger", peer=peer, why=why)
 
-    async def _control(self, link: Link, node: int) -> None:
+    async def _control(self, connection: Connection, node: int) -> None:
         """Somebody who can read the session's token wants something."""
         async with asyncio.timeout(CONTROL_SECONDS):
-            frame = await link.receive()
+            frame = await connection.receive()
         if frame is not None and frame["type"] == "cancel":
             if frame.get("save"):
                 self.asks.save(Ask.SAVE)
             else:
                 self.asks.stop()
-            link.send({"type": "ok"})
-            await link.finish()
+            connection.send({"type": "ok"})
+            await connection.finish()
 
 
 @contextlib.contextmanager
