@@ -64,7 +64,7 @@ from trainkit.launch.launchers.local import local_argv  # noqa: E402
 from trainkit.launch.launchers.transports import TransportPerHost, start_transport  # noqa: E402
 from trainkit.launch.protocol.frames import Frame  # noqa: E402
 from trainkit.launch.session import Session, transport_log  # noqa: E402
-from trainkit.launch.supervise.orphan_sweep import agreed, open_crew  # noqa: E402
+from trainkit.launch.supervise.orphan_sweep import open_agent_pool, wait_for_consistent_agents  # noqa: E402
 
 LIMIT = 1.2  # trainkit's seconds over torchrun's
 HOSTS = (1, 2, 4)
@@ -398,16 +398,16 @@ async def session_of(agents: int, launcher: Launcher, root: Path) -> Mapping[str
     }
     go: Frame = {"type": "go", "processes": [{"key": "0", **process}], "secret_names": []}
     stop: Frame = {"type": "stop", "grace": 5.0, "keys": None}
-    async with open_crew(description, hosts, root, "bench", launcher=launcher) as crew:
+    async with open_agent_pool(description, hosts, root, "bench", launcher=launcher) as pool:
         for name, frame, answer in (
             ("agreed", None, ""),
             ("started", go, "started"),
             ("stopped", stop, "stopped"),
         ):
             if frame is None:
-                await agreed(crew)
+                await wait_for_consistent_agents(pool)
             else:
-                got, silent = await crew.ask(dict.fromkeys(range(agents), frame), {answer}, 300)
+                got, silent = await pool.ask(dict.fromkeys(range(agents), frame), {answer}, 300)
                 assert not silent and (
                     name != "stopped" or not any(found["left"] for found in got.values())
                 ), f"{name}: {silent}"

@@ -9,7 +9,7 @@ import pytest
 from trainkit.base.printable import printable
 from trainkit.cli.inspect.logs import _Tail
 from trainkit.cli.run.summary import last_lines
-from trainkit.launch.supervise.outcome import RankEnd, judge_outcome
+from trainkit.launch.supervise.outcome import RankExit, judge_outcome
 
 TITLE = "\x1b]0;owned\x07\x1b[2Jtext\x9b31m"
 SHOWN = "\\x1b]0;owned\\x07\\x1b[2Jtext\\x9b31m"
@@ -40,7 +40,7 @@ def test_logs_and_causes_are_printable(tmp_path: Path) -> None:
     )
     cause = (
         judge_outcome(
-            [RankEnd(0, "h", 9, 1.0, False, error={"message": TITLE, "type": TITLE, "exit": 9})],
+            [RankExit(0, "h", 9, 1.0, False, error={"message": TITLE, "type": TITLE, "exit": 9})],
             1,
             None,
         ).root_cause

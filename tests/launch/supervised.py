@@ -19,7 +19,7 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import HostList, write_hosts
 from trainkit.launch.launchers import Launcher
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
-from trainkit.launch.supervise.observer import Watch, nobody
+from trainkit.launch.supervise.observer import RunObserver, silent_observer
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.supervisor import supervise
 from trainkit.runs.folder import RunFolder, new_run_folder
@@ -93,13 +93,18 @@ def supervised(
     run: RunFolder,
     engine: Program,
     *,
-    watch: Watch | None = None,
+    watch: RunObserver | None = None,
     launcher: Launcher | None = None,
     secrets: dict[str, str] | None = None,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """(outcome, events of the last attempt)."""
     outcome = supervise(
-        run, secrets or {}, watch or nobody(), share=False, launcher=launcher, engine=engine
+        run,
+        secrets or {},
+        watch or silent_observer(),
+        share=False,
+        launcher=launcher,
+        engine=engine,
     )
     return outcome, events(run, run.attempts()[-1].number)
 

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # by path: the snapshot this file is part of comes f
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.slurm.batch_supervisor import supervise_batch
-from trainkit.launch.supervise.observer import nobody
+from trainkit.launch.supervise.observer import silent_observer
 from trainkit.launch.supervise.rank_environment import secret_values
 from trainkit.launch.supervise.supervisor import locked_run, supervise
 from trainkit.runs.folder import RunFolder
@@ -47,7 +47,7 @@ def main() -> None:
             if cluster.launcher == "slurm":
                 sys.exit(int(supervise_batch(run, os.environ, prolog=words.prolog_failed).exit))
             secrets = secret_values(cluster.secrets, os.environ)
-            sys.exit(int(supervise(run, secrets, nobody(), share=words.share).exit))
+            sys.exit(int(supervise(run, secrets, silent_observer(), share=words.share).exit))
     except TrainkitError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         sys.exit(int(error.exit))

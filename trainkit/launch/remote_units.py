@@ -25,8 +25,8 @@ from trainkit.launch.hosts.hostfile import Host, find_hostfile
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.hosts.selection import load_hosts
 from trainkit.launch.protocol.frames import Frame
-from trainkit.launch.supervise.agent_pool import Crew
-from trainkit.launch.supervise.orphan_sweep import agreed, open_crew
+from trainkit.launch.supervise.agent_pool import AgentPool
+from trainkit.launch.supervise.orphan_sweep import open_agent_pool, wait_for_consistent_agents
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import Reporter
 from trainkit.stages.local import GRACE_SECONDS, POLL_SECONDS, LocalBatch, most_here
@@ -126,11 +126,11 @@ async def _execute(place: Place, ledger: Ledger, tasks: int) -> None:
     assert task is not None
     with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with open_crew(
+    async with open_agent_pool(
         place.job.cluster, place.hosts, place.root, f"{ledger.need.stage}-{ledger.need.name}"
-    ) as crew:
-        await agreed(crew)
-        spread = _Spread(place, ledger, crew, tasks)
+    ) as pool:
+        await wait_for_consistent_agents(pool)
+        spread = _Spread(place, ledger, pool, tasks)
         try:
             await spread.run()
         finally:
@@ -157,10 +157,10 @@ class _RemoteBatch(Batch):
         for unit in units:
             self.log(unit).unlink(missing_ok=True)
 
-    def process(self, key: str, crew: Crew) -> dict[str, Any]:
+    def process(self, key: str, pool: AgentPool) -> dict[str, Any]:
         """What the agent is told to start."""
-        argv = remote_argv(self.units[0].argv, crew.session.python, crew.session.code)
-        env = dict(crew.session.cluster.env)
+        argv = remote_argv(self.units[0].argv, pool.session.python, pool.session.code)
+        env = dict(pool.session.cluster.env)
         words = [*argv, *map(str, self.specs)]
         return {
             "key": key,
@@ -204,12 +204,12 @@ class _RemoteBatch(Batch):
 
 
 class _Spread:
-    """Units on their way over the hosts of a crew."""
+    """Units on their way over the hosts of a pool."""
 
-    def __init__(self, place: Place, ledger: Ledger, crew: Crew, tasks: int) -> None:
+    def __init__(self, place: Place, ledger: Ledger, pool: AgentPool, tasks: int) -> None:
         self.place = place
         self.ledger = ledger
-        self.crew = crew
+        self.pool = pool
         self.tasks = tasks
         self.remote: dict[str, _RemoteBatch] = {}
         self.ended: list[_RemoteBatch] = []  # whose outputs are not all seen here yet
@@ -226,9 +226,9 @@ class _Spread:
             self._begin()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_SECONDS):
-                    self._take(*await self.crew.received.get())
-            while not self.crew.received.empty():
-                self._take(*self.crew.received.get_nowait())
+                    self._take(*await self.pool.received.get())
+            while not self.pool.received.empty():
+                self._take(*self.pool.received.get_nowait())
             self._settle()
             self._look_here()
             for batch in (*self.remote.values(), *self.local):
@@ -241,7 +241,7 @@ class _Spread:
         for unit in [unit for when, unit in self.again if when <= now]:
             queue.again(unit)
         self.again = [(when, unit) for when, unit in self.again if when > now]
-        free = dict.fromkeys(self.crew.present, self.tasks)
+        free = dict.fromkeys(self.pool.present, self.tasks)
         for batch in self.remote.values():
             free[batch.node] -= 1
         if not free and (queue or self.again):
@@ -262,17 +262,17 @@ class _Spread:
             self.begun += 1
             key = str(self.begun)
             self.remote[key] = batch = _RemoteBatch(
-                begun, self.ledger.folder, node, self.crew.host(node)
+                begun, self.ledger.folder, node, self.pool.host(node)
             )
-            self.crew.send(
+            self.pool.send(
                 node,
-                {"type": "go", "processes": [batch.process(key, self.crew)], "secret_names": []},
+                {"type": "go", "processes": [batch.process(key, self.pool)], "secret_names": []},
             )
 
     def _losses(self) -> str:
         return "; ".join(
-            f"{self.crew.host(node)}: {frame['why']}"
-            for node, frame in sorted(self.crew.lost.items())
+            f"{self.pool.host(node)}: {frame['why']}"
+            for node, frame in sorted(self.pool.lost.items())
         )
 
     def _take(self, node: int, frame: Frame) -> None:
@@ -305,7 +305,7 @@ class _Spread:
         """Let others do what a lost host had not finished; not before it has stopped itself, so
         that nobody writes the same files meanwhile."""
         watch = self.place.job.cluster.watch
-        host = self.crew.host(node)
+        host = self.pool.host(node)
         when = time.monotonic() + watch.lease + watch.grace + GONE_SECONDS
         left = [key for key, batch in self.remote.items() if batch.node == node]
         batches = [self.remote.pop(key) for key in left]
@@ -313,7 +313,7 @@ class _Spread:
         units = [unit for batch in batches for unit in batch.waiting]
         self.place.notice(
             f"{host} is lost ({frame['why']}): its {len(units)} unfinished units go to the other"
-            f" {len(self.crew.present)} hosts"
+            f" {len(self.pool.present)} hosts"
         )
         for unit in units:
             hosts = self.lost_hosts.setdefault(unit.name, [])
@@ -349,6 +349,6 @@ class _Spread:
         }
         children = [batch.child for batch in self.local]
         await asyncio.gather(
-            self.crew.ask(frames, {"stopped"}, GRACE_SECONDS + GONE_SECONDS),
+            self.pool.ask(frames, {"stopped"}, GRACE_SECONDS + GONE_SECONDS),
             asyncio.to_thread(stop, children, GRACE_SECONDS),
         )

@@ -21,7 +21,7 @@ from trainkit.launch.hosts.selection import HostList, write_hosts
 from trainkit.launch.programs import program_path
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
-from trainkit.launch.supervise.observer import Watch
+from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.outcome import Outcome, signal_name
 from trainkit.launch.supervise.rank_environment import secret_values
 from trainkit.launch.supervise.supervisor import locked_run, supervise
@@ -31,7 +31,7 @@ from trainkit.runs.origin import write_origin
 from trainkit.runs.record import read_events, read_supervisor, write_maker
 from trainkit.stages.contract import Need
 
-__all__ = ["Watch", "resume_run", "spawn_supervisor", "start_run"]
+__all__ = ["RunObserver", "resume_run", "spawn_supervisor", "start_run"]
 
 # a shared file system under load may take that long to give Python its modules
 SPAWN_SECONDS = 60.0
@@ -43,7 +43,7 @@ def start_run(
     plan: Plan,
     needs: Sequence[Need],
     project: Path,
-    watch: Watch,
+    watch: RunObserver,
     *,
     hosts: HostList,
     share: bool,
@@ -84,7 +84,7 @@ def resume_run(
     run: RunFolder,
     job: Job,
     document: dict[str, Any],
-    watch: Watch,
+    watch: RunObserver,
     *,
     hosts: HostList,
     share: bool,

@@ -13,13 +13,22 @@ from tests.conftest import Project
 from trainkit.cli.hosts.doctor import _cells
 from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.devices import built_in_device
-from trainkit.launch.cluster_care.gpu_health import symptoms
-from trainkit.launch.cluster_care.health_checks import COLUMNS, examine, judge_hosts, judge_pairs
-from trainkit.launch.cluster_care.pairwise_bandwidth import Pair, judge, rounds
-from trainkit.launch.cluster_care.remote_commands import Said
+from trainkit.launch.cluster_care.gpu_health import gpu_symptoms
+from trainkit.launch.cluster_care.health_checks import (
+    COLUMNS,
+    examine_hosts,
+    find_host_problems,
+    find_pair_problems,
+)
+from trainkit.launch.cluster_care.pairwise_bandwidth import (
+    PairBandwidth,
+    find_slow_nodes,
+    pairing_rounds,
+)
+from trainkit.launch.cluster_care.remote_commands import CommandResult
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.session import Session, new_session
-from trainkit.launch.supervise.agent_pool import Hello, Missing
+from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
 
 GIB = 2**30
 FINE: dict[str, Any] = {
@@ -47,21 +56,21 @@ def session(tmp_path: Path, count: int, **more: Any) -> Session:
 def found(session: Session, *changes: dict[str, Any] | str) -> list[tuple[str, str, bool, str]]:
     """(host, what, wrong, message) for hosts that differ from FINE in this, or did not come for
     this reason."""
-    answers: list[Hello | Missing] = []
+    answers: list[JoinedAgent | MissingAgent] = []
     for node, change in enumerate(changes):
         if isinstance(change, str):
-            answers.append(Missing(node, f"n{node}", change))
+            answers.append(MissingAgent(node, f"n{node}", change))
             continue
         facts = {**FINE, "nonce": session.nonce, "snapshot": session.code.name, **change}
         answers.append(
-            Hello(
+            JoinedAgent(
                 node,
                 f"n{node}",
                 {k: v for k, v in facts.items() if k != "ahead"},
                 float(change.get("ahead", 0.0)),
             )
         )
-    findings = judge_hosts(answers, session.hosts, session)
+    findings = find_host_problems(answers, session.hosts, session)
     assert all(f.advice and f.what in (*COLUMNS, "reach") for f in findings)
     return [(f.host, f.what, f.wrong, f.message) for f in findings]
 
@@ -152,7 +161,7 @@ def test_what_does_not_matter_is_not_told(tmp_path: Path) -> None:
 )
 def test_advice_for_hosts_that_do_not_come(tmp_path: Path, why: str, words: str) -> None:
     here = session(tmp_path, 2)
-    (finding,) = judge_hosts([Missing(1, "n1", why)], here.hosts, here)
+    (finding,) = find_host_problems([MissingAgent(1, "n1", why)], here.hosts, here)
     assert (finding.what, finding.wrong, finding.message) == (
         "reach",
         True,
@@ -163,47 +172,52 @@ def test_advice_for_hosts_that_do_not_come(tmp_path: Path, why: str, words: str)
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])
 def test_rounds_are_disjoint_pairs_and_none_comes_twice(count: int) -> None:
     nodes = [10 + i for i in range(count)]
-    every = rounds(nodes, 100)
+    every = pairing_rounds(nodes, 100)
     pairs = [pair for each in every for pair in each]
     assert len(set(pairs)) == len(pairs) == count * (count - 1) // 2  # all of them
     assert all(len({node for pair in each for node in pair}) == 2 * len(each) for each in every)
-    some = [node for each in rounds(nodes) for pair in each for node in pair]
+    some = [node for each in pairing_rounds(nodes) for pair in each for node in pair]
     assert min(some.count(node) for node in nodes) >= min(2, count - 1), (
         "a host with one partner cannot be told from it"
     )
 
 
-def pairs_of(speeds: Mapping[tuple[int, int], float | None]) -> list[Pair]:
+def pairs_of(speeds: Mapping[tuple[int, int], float | None]) -> list[PairBandwidth]:
     return [
-        Pair(*pair, speed, "" if speed is not None else "connection closed")
+        PairBandwidth(*pair, speed, "" if speed is not None else "connection closed")
         for pair, speed in speeds.items()
     ]
 
 
 def test_a_slow_host_is_told_from_a_slow_way() -> None:
-    host = judge(pairs_of({(0, 1): 10.0, (0, 2): 2.0, (1, 2): 2.2}))
+    host = find_slow_nodes(pairs_of({(0, 1): 10.0, (0, 2): 2.0, (1, 2): 2.2}))
     assert [slow.nodes for slow in host] == [
         (2,)
     ] and "2.2 GB/s at best with any of 2 partners; a usual pair has 10" in host[0].why
     four = {(0, 1): 10.0, (2, 3): 1.0, (0, 2): 9.0, (1, 3): 11.0, (0, 3): 10.0, (1, 2): 9.5}
-    assert [slow.nodes for slow in judge(pairs_of(four))] == [(2, 3)]
-    assert judge(pairs_of({(0, 1): 10.0, (0, 2): 6.0, (1, 2): 7.0})) == []
-    dead = judge(pairs_of({(0, 1): 10.0, (0, 2): None, (1, 2): None}))
+    assert [slow.nodes for slow in find_slow_nodes(pairs_of(four))] == [(2, 3)]
+    assert find_slow_nodes(pairs_of({(0, 1): 10.0, (0, 2): 6.0, (1, 2): 7.0})) == []
+    dead = find_slow_nodes(pairs_of({(0, 1): 10.0, (0, 2): None, (1, 2): None}))
     assert [slow.nodes for slow in dead] == [(2,)] and dead[
         0
     ].why == "no all-reduce: connection closed with any of 2 partners"
 
 
 def test_of_two_hosts_the_declared_network_is_the_measure() -> None:
-    assert judge(pairs_of({(0, 1): 3.0})) == [] and judge(pairs_of({(0, 1): 30.0}), 50.0) == []
-    (slow,) = judge(pairs_of({(0, 1): 3.0}), 50.0)
+    assert (
+        find_slow_nodes(pairs_of({(0, 1): 3.0})) == []
+        and find_slow_nodes(pairs_of({(0, 1): 30.0}), 50.0) == []
+    )
+    (slow,) = find_slow_nodes(pairs_of({(0, 1): 3.0}), 50.0)
     assert (
         slow.nodes == (0, 1)
         and "3 GB/s" in slow.why
         and "the network is said to have 50" in slow.why
     )
     # all alike: no one host
-    assert [s.nodes for s in judge(pairs_of({(0, 1): 3.0, (1, 2): 3.0, (0, 2): 3.0}), 50.0)] == [
+    assert [
+        s.nodes for s in find_slow_nodes(pairs_of({(0, 1): 3.0, (1, 2): 3.0, (0, 2): 3.0}), 50.0)
+    ] == [
         (0, 1),
         (1, 2),
         (0, 2),
@@ -212,9 +226,9 @@ def test_of_two_hosts_the_declared_network_is_the_measure() -> None:
 
 def test_findings_of_pairs_have_names(tmp_path: Path) -> None:
     here = session(tmp_path, 3)
-    findings = judge_pairs(pairs_of({(0, 1): 10.0, (0, 2): 2.0, (1, 2): 2.0}), here)
+    findings = find_pair_problems(pairs_of({(0, 1): 10.0, (0, 2): 2.0, (1, 2): 2.0}), here)
     assert [(f.host, f.what, f.wrong) for f in findings] == [("n2", "all-reduce", True)]
-    (way,) = judge_pairs(pairs_of({(0, 1): None}), here)
+    (way,) = find_pair_problems(pairs_of({(0, 1): None}), here)
     assert way.host == "n0 - n1" and "connection closed" in way.message
 
 
@@ -235,7 +249,7 @@ def test_which_proof_of_ends_a_host_gives(tmp_path: Path, proof: str, notes: int
     assert [row[:3] for row in seen] == [("n1", "proof", False)] * notes and all(
         "only marks are left to look for" in row[3] for row in seen
     )
-    assert _cells(Hello(0, "n0", {**FINE, "proof": proof}, 0.0))["proof"] == proof
+    assert _cells(JoinedAgent(0, "n0", {**FINE, "proof": proof}, 0.0))["proof"] == proof
 
 
 SMI = """<?xml version="1.0" ?>
@@ -300,7 +314,7 @@ WELL = {
     ],
 )
 def test_gpus_that_are_ill(change: dict[str, str], wrong: bool, words: str) -> None:
-    (one,) = symptoms(Said(0, SMI.format(**{**WELL, **change})))
+    (one,) = gpu_symptoms(CommandResult(0, SMI.format(**{**WELL, **change})))
     assert (
         one.wrong is wrong
         and words in one.message
@@ -310,17 +324,19 @@ def test_gpus_that_are_ill(change: dict[str, str], wrong: bool, words: str) -> N
 
 
 def test_gpus_that_are_well_or_cannot_be_seen() -> None:
-    assert symptoms(Said(0, SMI.format(**WELL))) == []
+    assert gpu_symptoms(CommandResult(0, SMI.format(**WELL))) == []
     assert (
-        symptoms(Said(error="[Errno 2] No such file or directory: 'nvidia-smi'"))
-        == symptoms(Said(6, "No devices were found\n"))
+        gpu_symptoms(CommandResult(error="[Errno 2] No such file or directory: 'nvidia-smi'"))
+        == gpu_symptoms(CommandResult(6, "No devices were found\n"))
         == []
     )
-    (lost,) = symptoms(
-        Said(15, "", "Unable to determine the device handle for GPU 0000:1B:00.0: GPU is lost.\n")
+    (lost,) = gpu_symptoms(
+        CommandResult(
+            15, "", "Unable to determine the device handle for GPU 0000:1B:00.0: GPU is lost.\n"
+        )
     )
     assert lost.wrong and "GPU is lost" in lost.message
-    assert not symptoms(Said(0, "no XML"))[0].wrong
+    assert not gpu_symptoms(CommandResult(0, "no XML"))[0].wrong
 
 
 def test_doctor_asks_the_hosts_own_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +352,7 @@ def test_doctor_asks_the_hosts_own_tool(tmp_path: Path, monkeypatch: pytest.Monk
     cluster = Cluster.model_validate(
         {"name": "c", "device": built_in_device("h100-sxm-80gb"), "node_folder": str(tmp_path)}
     )
-    findings = examine(cluster, [Host("localhost")], tmp_path).findings
+    findings = examine_hosts(cluster, [Host("localhost")], tmp_path).findings
     assert [f.message for f in findings if "remapped" in f.message] == [
         "GPU 0 (00000000:1B:00.0): a broken row of its memory could not be remapped"
     ]

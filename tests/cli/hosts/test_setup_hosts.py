@@ -197,7 +197,7 @@ def test_paths_that_do_not_fit_are_refused() -> None:
     cluster = Cluster(name="c", launcher="ssh")
     for path in (Path("/my data"), Path("data"), Path("/a;b")):
         with pytest.raises(ConfigError, match="an absolute path of letters"):
-            setup.Wanted(cluster, PAIR, None, 4, path, "head")
+            setup.SetupPlan(cluster, PAIR, None, 4, path, "head")
 
 
 def test_it_prints_shell_that_can_be_pasted(project: Project) -> None:
@@ -246,7 +246,7 @@ def test_it_prints_shell_that_can_be_pasted(project: Project) -> None:
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
 def test_pdsh_is_looked_for_where_it_is_used(launcher: str) -> None:
     cluster = Cluster.model_validate({"name": "far", "launcher": launcher})
-    wanted = setup.Wanted(cluster, PAIR, None, 8, None, "10.0.0.1")
+    wanted = setup.SetupPlan(cluster, PAIR, None, 8, None, "10.0.0.1")
     assert [step.title for step in wanted.after()] == (
         [setup.pdsh_step().title] if launcher == "pdsh" else []
     )

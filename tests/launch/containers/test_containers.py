@@ -37,8 +37,8 @@ from trainkit.launch.containers.scripts import HOME_LINE, describe_exit, inside_
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.transports import last_line
 from trainkit.launch.session import Session, new_session
-from trainkit.launch.supervise.agent_pool import Hello
-from trainkit.launch.supervise.host_consistency import disagreements
+from trainkit.launch.supervise.agent_pool import JoinedAgent
+from trainkit.launch.supervise.host_consistency import host_inconsistencies
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog
 
@@ -851,7 +851,7 @@ def test_code_compiled_for_another_python(tmp_path: Path) -> None:
         "extension": said,
         "executable": "/usr/bin/python3",
     }
-    ((host, problem),) = disagreements([Hello(0, "h", facts, 0.0)], given, 0)
+    ((host, problem),) = host_inconsistencies([JoinedAgent(0, "h", facts, 0.0)], given, 0)
     assert host == "h" and problem.startswith(
         "its Python of reg/app:1 (/usr/bin/python3) cannot load the code's compiled part:"
         " _index.cpython-38"

@@ -12,8 +12,8 @@ import pytest
 from tests.launch.supervised import make_run
 from trainkit.base.errors import TrainkitError
 from trainkit.launch.slurm.allocation import Granted
-from trainkit.launch.slurm.batch_supervisor import BatchAsks, BatchSupervisor
-from trainkit.launch.supervise.observer import nobody
+from trainkit.launch.slurm.batch_supervisor import BatchStopRequests, BatchSupervisor
+from trainkit.launch.supervise.observer import silent_observer
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog, read_record
 from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs
@@ -53,7 +53,7 @@ def supervisor_after(
             log.write(**event)
         log.close()
     return run, BatchSupervisor(
-        run, {}, BatchAsks(), nobody(), Granted("7", ("n1",), len(attempts))
+        run, {}, BatchStopRequests(), silent_observer(), Granted("7", ("n1",), len(attempts))
     )
 
 

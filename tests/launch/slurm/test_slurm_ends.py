@@ -189,5 +189,5 @@ def test_doctor_says_that_the_root_is_full(
 
     monkeypatch.setattr("trainkit.launch.supervise.orphan_sweep.take_snapshot", full)
     with pytest.raises(TrainkitError, match="cannot be written") as caught:
-        doctor.examine(slurm.job.cluster, [Host("n1")], tmp_path)
+        doctor.examine_hosts(slurm.job.cluster, [Host("n1")], tmp_path)
     assert caught.value.exit == Exit.HEALTH and "clusters.X.root" in str(caught.value.hint)

@@ -21,14 +21,14 @@ from trainkit.launch.slurm import batch_supervisor as batch
 from trainkit.launch.slurm.allocation import Granted
 from trainkit.launch.slurm.batch_script import batch_script, script_path
 from trainkit.launch.slurm.batch_supervisor import (
-    BatchAsks,
+    BatchStopRequests,
     BatchSupervisor,
     NoProlog,
     supervise_batch,
 )
-from trainkit.launch.supervise.attempt import AttemptEnd
-from trainkit.launch.supervise.observer import nobody
-from trainkit.launch.supervise.outcome import Ask, Outcome
+from trainkit.launch.supervise.attempt import AttemptResult
+from trainkit.launch.supervise.observer import silent_observer
+from trainkit.launch.supervise.outcome import Outcome, StopRequest
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog
 from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs
@@ -103,7 +103,7 @@ def supervisor(control: Control, *sets: str) -> BatchSupervisor:
         control.folder / "project", ["cluster.launcher=slurm", *sets], hosts=hosts, nodes=4
     )
     add_slurm_job(run, "7", first_attempt=1)
-    made = BatchSupervisor(run, {}, BatchAsks(), nobody(), Granted("7", HOSTS, 0))
+    made = BatchSupervisor(run, {}, BatchStopRequests(), silent_observer(), Granted("7", HOSTS, 0))
     (run.path / "launch").mkdir(exist_ok=True)
     script_path(run).write_text(batch_script(made.job, run))
     made.attempt = Attempted(run, EventLog(run.attempt(1)))  # type: ignore[assignment]
@@ -122,12 +122,12 @@ class Attempted:
         return self.run.attempt(1)
 
 
-def no_start(*suspects: str) -> AttemptEnd:
+def no_start(*suspects: str) -> AttemptResult:
     """An attempt whose agents did not all come."""
-    return AttemptEnd(Outcome(Exit.START, "infra", dict(NOT_REACHED), suspects))
+    return AttemptResult(Outcome(Exit.START, "infra", dict(NOT_REACHED), suspects))
 
 
-def ended(made: BatchSupervisor, end: AttemptEnd) -> list[dict[str, Any]]:
+def ended(made: BatchSupervisor, end: AttemptResult) -> list[dict[str, Any]]:
     """Judge an end, as the supervisor does; the attempt's events."""
     judged = made._judged(end)
     made._record(judged)
@@ -228,7 +228,9 @@ def test_a_prolog_that_failed_in_the_script_alone_is_its_hosts(control: Control)
     made = supervisor(control)
     assert made.attempt is not None
     made.attempt.events.close()
-    made = BatchSupervisor(made.run, {}, BatchAsks(), nobody(), made.granted, NoProlog("n1", 5))
+    made = BatchSupervisor(
+        made.run, {}, BatchStopRequests(), silent_observer(), made.granted, NoProlog("n1", 5)
+    )
     made.address = lambda: "127.0.0.1"  # type: ignore[method-assign]
     outcome = asyncio.run(made.supervise())
     assert (outcome.exit, outcome.failure_class, made.later, list(made.bad)) == (
@@ -264,10 +266,10 @@ def test_a_person_s_word_comes_before_slurm_s(control: Control) -> None:
     """`cancel --save`, and nodes that are wanted for another job at the same time."""
     control.says(RUNNING + " PreemptTime=2026-11-22T05:17:15")
     made = supervisor(control)
-    made.asks.save(Ask.SAVE)
+    made.asks.save(StopRequest.SAVE)
     *_, end = ended(
         made,
-        AttemptEnd(
+        AttemptResult(
             Outcome(
                 Exit.PREEMPTED, "preempted", {"message": "told to save and stop", "saved": True}
             ),
@@ -293,12 +295,16 @@ def test_what_slurm_wanted_before_anybody_listened(control: Control) -> None:
     only."""
     for said, asked in [
         (RUNNING, None),
-        (RUNNING + " PreemptTime=2026-11-22T05:17:15", Ask.SAVE),
-        (RUNNING.replace("Restarts=0", "Restarts=1"), Ask.SAVE),
-        (RUNNING.replace("RUNNING", "COMPLETING"), Ask.SAVE),
+        (RUNNING + " PreemptTime=2026-11-22T05:17:15", StopRequest.SAVE),
+        (RUNNING.replace("Restarts=0", "Restarts=1"), StopRequest.SAVE),
+        (RUNNING.replace("RUNNING", "COMPLETING"), StopRequest.SAVE),
     ]:
         made = BatchSupervisor(
-            supervisor(control).run, {}, BatchAsks(), nobody(), Granted("7", HOSTS, 0)
+            supervisor(control).run,
+            {},
+            BatchStopRequests(),
+            silent_observer(),
+            Granted("7", HOSTS, 0),
         )
         control.says(said)
         made.look_around()
@@ -324,17 +330,17 @@ def test_a_signal_that_would_leave_no_time_to_train_does_not_count(control: Cont
     made.told._heard(signal.SIGUSR1, None)
     made.look_around()
     assert made.asks.first is None and made.told.signalled is None
-    made = BatchSupervisor(made.run, {}, BatchAsks(), nobody(), made.granted)
+    made = BatchSupervisor(made.run, {}, BatchStopRequests(), silent_observer(), made.granted)
     made.look_around()
     made.told._heard(signal.SIGUSR1, None)
     assert made.asks.first is None
     left = made._until_saving()
     assert left is not None and left <= 240 - 60, "a quarter of the limit is for saving"
     control.says(limited(3600))
-    made = BatchSupervisor(made.run, {}, BatchAsks(), nobody(), made.granted)
+    made = BatchSupervisor(made.run, {}, BatchStopRequests(), silent_observer(), made.granted)
     made.look_around()
     made.told._heard(signal.SIGUSR1, None)
-    assert made.asks.first == Ask.SAVE and made.told.signalled == signal.SIGUSR1, (
+    assert made.asks.first == StopRequest.SAVE and made.told.signalled == signal.SIGUSR1, (
         "an hour has room for it"
     )
 
@@ -345,9 +351,9 @@ def test_our_own_clock_tells_too(control: Control) -> None:
     control.says(limited(3600, since=3301))
     made = supervisor(control)
     asyncio.run(made._watch_time())
-    assert made.told.signalled == signal.SIGUSR1 and made.asks.first == Ask.SAVE
+    assert made.told.signalled == signal.SIGUSR1 and made.asks.first == StopRequest.SAVE
     control.says(RUNNING)
-    made = BatchSupervisor(made.run, {}, BatchAsks(), nobody(), made.granted)
+    made = BatchSupervisor(made.run, {}, BatchStopRequests(), silent_observer(), made.granted)
     asyncio.run(made._watch_time())
     assert made.asks.first is None, "no limit"
     control.fails("show job")
@@ -382,7 +388,7 @@ def test_a_signal_between_two_attempts_is_judged_like_any_other(control: Control
     """Slurm's TERM in a pause, or before the first attempt, ends no run for good: there is an
     attempt that ends at once, and its end asks Slurm why."""
     made = supervisor(control)
-    made.asks.save(Ask.SAVE)
+    made.asks.save(StopRequest.SAVE)
     assert made._asked_between(no_start()) is None and made._asked_between(None) is None
 
 

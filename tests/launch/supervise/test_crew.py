@@ -36,15 +36,15 @@ from trainkit.launch.protocol.frames import (
 )
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import Session, is_this_machine, new_session
-from trainkit.launch.supervise.agent_pool import Crew, Hello, Missing
+from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent, MissingAgent
 
-Act = Callable[[Crew, Server], Any]
+Act = Callable[[AgentPool, Server], Any]
 
 
 def with_crew(
     folder: Path, hosts: int, make: Callable[[Session, int], StubAgent], act: Act, **limits: float
 ) -> tuple[Any, list[tuple[str, str]]]:
-    """(what `act` returns, strangers) of a crew of agents in this process."""
+    """(what `act` returns, strangers) of a pool of agents in this process."""
     strangers: list[tuple[str, str]] = []
 
     async def main() -> Any:
@@ -57,8 +57,8 @@ def with_crew(
         )
         session.write(folder, server.address, server.port, {})
         try:
-            async with asyncio.timeout(600), Crew(session, Debug(make), server) as crew:
-                return await act(crew, server)
+            async with asyncio.timeout(600), AgentPool(session, Debug(make), server) as pool:
+                return await act(pool, server)
         finally:
             await server.close()
 
@@ -66,12 +66,12 @@ def with_crew(
 
 
 def test_a_hundred_agents_come_and_answer(tmp_path: Path) -> None:
-    async def act(crew: Crew, server: Server) -> tuple[int, int]:
-        answers = await crew.gather(20)
-        frames: dict[int, Frame] = {node: {"type": "reserve", "slots": []} for node in crew.present}
-        got, silent = await crew.ask(frames, {"reserved"}, 20)
+    async def act(pool: AgentPool, server: Server) -> tuple[int, int]:
+        answers = await pool.gather(20)
+        frames: dict[int, Frame] = {node: {"type": "reserve", "slots": []} for node in pool.present}
+        got, silent = await pool.ask(frames, {"reserved"}, 20)
         assert not silent
-        return sum(isinstance(answer, Hello) for answer in answers), len(got)
+        return sum(isinstance(answer, JoinedAgent) for answer in answers), len(got)
 
     assert with_crew(tmp_path, 100, StubAgent, act)[0] == (100, 100)
 
@@ -95,26 +95,31 @@ class Odd(StubAgent):
         await super().on_reserve(frame)
 
 
-async def there(crew: Crew, nodes: set[int]) -> None:
+async def there(pool: AgentPool, nodes: set[int]) -> None:
     """Wait until these agents have said hello, and every transport that ends has ended."""
-    while set(crew.hellos) != nodes or 1 not in await crew._ended():
+    while set(pool.hellos) != nodes or 1 not in await pool._ended():
         await asyncio.sleep(0.02)
 
 
 def test_who_does_not_come_is_named_with_the_reason(tmp_path: Path) -> None:
-    async def act(crew: Crew, server: Server) -> list[Hello | Missing]:
-        await there(crew, {0, 3})
-        return await crew.gather(0.2)
+    async def act(pool: AgentPool, server: Server) -> list[JoinedAgent | MissingAgent]:
+        await there(pool, {0, 3})
+        return await pool.gather(0.2)
 
     answers, _ = with_crew(tmp_path, 4, Odd, act)
-    assert [type(answer) for answer in answers] == [Hello, Missing, Missing, Hello]
+    assert [type(answer) for answer in answers] == [
+        JoinedAgent,
+        MissingAgent,
+        MissingAgent,
+        JoinedAgent,
+    ]
     assert "no way to the supervisor" in answers[1].why and "hung: no hello" in answers[2].why
 
 
 def test_who_hangs_while_asked_is_named_and_not_waited_for(tmp_path: Path) -> None:
-    async def act(crew: Crew, server: Server) -> Any:
-        await there(crew, {0, 3})
-        got, silent = await crew.ask(
+    async def act(pool: AgentPool, server: Server) -> Any:
+        await there(pool, {0, 3})
+        got, silent = await pool.ask(
             {node: {"type": "reserve"} for node in (0, 3)}, {"reserved"}, 0.5
         )
         return sorted(got), silent
@@ -132,11 +137,11 @@ class Mute(StubAgent):
 
 
 def test_silence_is_a_lost_contact_and_an_end_is_one_at_once(tmp_path: Path) -> None:
-    async def act(crew: Crew, server: Server) -> list[tuple[int, Frame]]:
-        await crew.gather(300)
+    async def act(pool: AgentPool, server: Server) -> list[tuple[int, Frame]]:
+        await pool.gather(300)
         lost: list[tuple[int, Frame]] = []
         while not lost:
-            lost = [pair for pair in [await crew.received.get()] if pair[1]["type"] == "lost"]
+            lost = [pair for pair in [await pool.received.get()] if pair[1]["type"] == "lost"]
         return lost
 
     ((node, frame),), _ = with_crew(tmp_path, 2, Mute, act, lease=1.5)
@@ -183,12 +188,12 @@ def test_a_shared_root_that_fails_or_stalls_stops_no_ping(tmp_path: Path) -> Non
     def fail() -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    async def act(crew: Crew, server: Server) -> None:
-        await crew.gather(300)
-        assert crew._transports is not None
+    async def act(pool: AgentPool, server: Server) -> None:
+        await pool.gather(300)
+        assert pool._transports is not None
         try:
             for trouble in (fail, answers.wait):
-                crew._transports = sick = Sick(crew._transports, trouble)
+                pool._transports = sick = Sick(pool._transports, trouble)
                 Beaten.pings[0] = []
                 async with asyncio.timeout(600):
                     while len(Beaten.pings[0]) < 2 or not sick.most:
@@ -210,13 +215,13 @@ class Fading(Beaten):
 def test_who_is_not_heard_is_soon_not_pinged(tmp_path: Path) -> None:
     """Its lease must not outlast ours by more than what follows a lost contact allows for."""
 
-    async def act(crew: Crew, server: Server) -> float:
-        await crew.gather(300)
+    async def act(pool: AgentPool, server: Server) -> float:
+        await pool.gather(300)
         Beaten.pings[0] = []
-        while not crew.lost:
+        while not pool.lost:
             await asyncio.sleep(0.05)
-        assert crew.lost[0]["silent"]
-        return Beaten.pings[0][-1] - crew._connections[0].heard
+        assert pool.lost[0]["silent"]
+        return Beaten.pings[0][-1] - pool._connections[0].heard
 
     after, _ = with_crew(tmp_path, 1, Fading, act, lease=5.0)
     assert after < 3.5
@@ -252,8 +257,8 @@ def test_strangers_are_told_nothing_and_reported(tmp_path: Path) -> None:
             )
             return sock.recv(65536)
 
-    async def act(crew: Crew, server: Server) -> Any:
-        await crew.gather(300)
+    async def act(pool: AgentPool, server: Server) -> Any:
+        await pool.gather(300)
         place = server.address, server.port
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda loop, context: unhandled.append(context))
@@ -272,7 +277,7 @@ def test_strangers_are_told_nothing_and_reported(tmp_path: Path) -> None:
             ),
             await loop.run_in_executor(None, wrong_token, *place),
         ]
-        got, _ = await crew.ask({0: {"type": "reserve"}}, {"reserved"}, 5)
+        got, _ = await pool.ask({0: {"type": "reserve"}}, {"reserved"}, 5)
         return said, len(got)
 
     unhandled: list[dict[str, Any]] = []
@@ -297,13 +302,13 @@ def test_a_hello_that_was_long_on_its_way_misleads_no_clock(tmp_path: Path) -> N
         def facts(self) -> dict[str, Any]:
             return super().facts() | {"clock": time.time() - 20}
 
-    async def act(crew: Crew, server: Server) -> float:
-        (hello,) = await crew.gather(300)
-        assert isinstance(hello, Hello) and hello.facts["clock"] < time.time() - 19
+    async def act(pool: AgentPool, server: Server) -> float:
+        (hello,) = await pool.gather(300)
+        assert isinstance(hello, JoinedAgent) and hello.facts["clock"] < time.time() - 19
         async with asyncio.timeout(600):
-            while crew.hellos[0].clock_offset < -19:
+            while pool.hellos[0].clock_offset < -19:
                 await asyncio.sleep(0.05)
-        return crew.hellos[0].clock_offset
+        return pool.hellos[0].clock_offset
 
     offset, _ = with_crew(tmp_path, 1, Late, act)
     assert -10 < offset < 0.01
@@ -325,12 +330,12 @@ def test_a_missing_interpreter_is_no_missing_root(
         async def run(self) -> None:
             raise OSError(words.format(self.session.folder))
 
-    async def act(crew: Crew, server: Server) -> list[Hello | Missing]:
-        return await crew.gather(300)
+    async def act(pool: AgentPool, server: Server) -> list[JoinedAgent | MissingAgent]:
+        return await pool.gather(300)
 
     (answer,), _ = with_crew(tmp_path, 1, Unstarted, act)
     assert (
-        isinstance(answer, Missing)
+        isinstance(answer, MissingAgent)
         and answer.not_shared is not_shared
         and words.format(tmp_path / "s") in answer.why
     )

@@ -36,8 +36,8 @@ from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.frames import Frame
 from trainkit.launch.supervise import supervisor
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
-from trainkit.launch.supervise.observer import nobody
-from trainkit.launch.supervise.outcome import RankEnd, judge_outcome
+from trainkit.launch.supervise.observer import silent_observer
+from trainkit.launch.supervise.outcome import RankExit, judge_outcome
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record
 
@@ -88,7 +88,7 @@ def test_slots_taken_between_two_attempts_delete_nothing(
             "share": False,
             "background": False,
         }
-        run, outcome = start.start_run(resolved, None, [], tmp_path, nobody(), **words)  # type: ignore[arg-type]
+        run, outcome = start.start_run(resolved, None, [], tmp_path, silent_observer(), **words)  # type: ignore[arg-type]
     finally:
         over.set()
         racer.join()
@@ -272,7 +272,7 @@ def test_a_program_that_starts_its_ranks_itself_is_started_once_a_node(tmp_path:
 
 
 def test_what_a_rank_writes_of_itself_cannot_end_the_supervisor() -> None:
-    strange = RankEnd(
+    strange = RankExit(
         0, "h", 9, 1.0, False, error={"exit": [1], "type": ["x"], "message": None, "step": {}}
     )
     assert judge_outcome([strange], 1, None).exit == 9

@@ -8,8 +8,8 @@ import pytest
 
 from trainkit.jobs.clusters import WatchLimits
 from trainkit.launch.protocol.frames import Frame
-from trainkit.launch.supervise.hang_report import Stacks
-from trainkit.launch.supervise.heartbeats import Pulse
+from trainkit.launch.supervise.hang_report import StackDumps
+from trainkit.launch.supervise.heartbeats import Heartbeats
 from trainkit.runs.folder import AttemptFolder
 
 
@@ -37,7 +37,7 @@ def test_a_host_is_suspected_only_where_its_ranks_cannot_answer(
     tmp_path: Path, said: Frame, suspects: tuple[str, ...]
 ) -> None:
     attempt = AttemptFolder(tmp_path / "attempts" / "1")
-    pulse, stacks = Pulse(attempt, WatchLimits()), Stacks(attempt)
+    pulse, stacks = Heartbeats(attempt, WatchLimits()), StackDumps(attempt)
     pulse.beats = {0: {"phase": "train", "step": 8}, 1: {"phase": "train", "step": 7}}
     stacks.take(0, said)
     hang = stacks.judge(pulse, [0, 1], lambda rank: f"h{rank}", 600.0)

@@ -10,10 +10,10 @@ import pytest
 
 from trainkit.base.errors import Exit
 from trainkit.jobs.clusters import Cluster, FailureRule
-from trainkit.launch.supervise.failure_rules import BUILT_IN, Rules, rules_of
-from trainkit.launch.supervise.outcome import Ask, LostContact, RankEnd, judge_outcome
+from trainkit.launch.supervise.failure_rules import BUILT_IN, FailureRules, load_failure_rules
+from trainkit.launch.supervise.outcome import LostContact, RankExit, StopRequest, judge_outcome
 
-RULES = rules_of(Cluster())
+RULES = load_failure_rules(Cluster())
 
 
 class Told:
@@ -29,9 +29,9 @@ def attempt() -> Told:
     return Told()
 
 
-def ends(*codes: int, stopped: tuple[int, ...] = ()) -> list[RankEnd]:
+def ends(*codes: int, stopped: tuple[int, ...] = ()) -> list[RankExit]:
     return [
-        RankEnd(rank, "h", code, float(rank), rank in stopped) for rank, code in enumerate(codes)
+        RankExit(rank, "h", code, float(rank), rank in stopped) for rank, code in enumerate(codes)
     ]
 
 
@@ -43,7 +43,9 @@ def error(attempt: Told, rank: int, **values: Any) -> None:
     attempt.errors[rank] = {"schema": "rank-error/1", "rank": rank, **values}
 
 
-def judged(attempt: Told, found: list[RankEnd], asked: Ask | None = None) -> tuple[int, str, Any]:
+def judged(
+    attempt: Told, found: list[RankExit], asked: StopRequest | None = None
+) -> tuple[int, str, Any]:
     told = [
         replace(end, done=end.rank in attempt.done, error=attempt.errors.get(end.rank))
         for end in found
@@ -122,20 +124,22 @@ def test_an_unknown_exit_code_is_the_users(attempt: Told) -> None:
 
 def test_saved_on_request(attempt: Told) -> None:
     assert judged(attempt, ends(12, 12)) == (12, "preempted", None)
-    assert judged(attempt, ends(12, 12), Ask.SAVE) == (12, "preempted", None)
-    assert judged(attempt, ends(-signal.SIGKILL, -signal.SIGKILL, stopped=(0, 1)), Ask.CANCEL) == (
+    assert judged(attempt, ends(12, 12), StopRequest.SAVE) == (12, "preempted", None)
+    assert judged(
+        attempt, ends(-signal.SIGKILL, -signal.SIGKILL, stopped=(0, 1)), StopRequest.CANCEL
+    ) == (
         15,
         "cancelled",
         None,
     )
-    assert judged(attempt, ends(12, 12), Ask.INTERRUPT) == (130, "cancelled", None)
-    assert judged(attempt, ends(-signal.SIGUSR1, -signal.SIGUSR1), Ask.INTERRUPT) == (
+    assert judged(attempt, ends(12, 12), StopRequest.INTERRUPT) == (130, "cancelled", None)
+    assert judged(attempt, ends(-signal.SIGUSR1, -signal.SIGUSR1), StopRequest.INTERRUPT) == (
         130,
         "cancelled",
         None,
     )
     assert judged(
-        attempt, ends(-signal.SIGKILL, -signal.SIGKILL, stopped=(0, 1)), Ask.INTERRUPT
+        attempt, ends(-signal.SIGKILL, -signal.SIGKILL, stopped=(0, 1)), StopRequest.INTERRUPT
     ) == (130, "cancelled", None)
 
 
@@ -157,7 +161,7 @@ def lost(host: str, time: float, *, silent: bool = False) -> LostContact:
 
 def test_a_lost_host_is_the_cause_of_what_follows() -> None:
     echo = {"type": "DistBackendError", "message": "Connection closed by peer", "exit": 9}
-    peers = [RankEnd(0, "a", 9, 5.0, False, error=echo)]
+    peers = [RankExit(0, "a", 9, 5.0, False, error=echo)]
     outcome = judge_outcome(peers, 2, None, [lost("b", 6.0)], RULES)
     assert (outcome.exit, outcome.failure_class, outcome.suspects) == (10, "infra", ("b",)) and (
         outcome.root_cause or {}
@@ -167,14 +171,14 @@ def test_a_lost_host_is_the_cause_of_what_follows() -> None:
 
 def test_what_failed_before_the_host_was_lost_is_the_cause() -> None:
     failed = [
-        RankEnd(0, "a", 9, 5.0, False, error={"type": "ValueError", "message": "no", "exit": 9})
+        RankExit(0, "a", 9, 5.0, False, error={"type": "ValueError", "message": "no", "exit": 9})
     ]
     assert (judge_outcome(failed, 2, None, [lost("b", 6.0)], RULES).root_cause or {})["rank"] == 0
     assert (judge_outcome(failed, 2, None, [lost("b", 4.0)], RULES).root_cause or {})["host"] == "b"
 
 
 def test_the_root_cause_has_what_a_person_asks_for() -> None:
-    end = RankEnd(
+    end = RankExit(
         3,
         "n",
         9,
@@ -261,7 +265,7 @@ def test_failures_that_people_meet(
     type_: str, message: str, failure_class: str, suspect: bool, advice: str | None
 ) -> None:
     outcome = judge_outcome(
-        [RankEnd(0, "h", 9, 1.0, False, error={"type": type_, "message": message, "exit": 9})],
+        [RankExit(0, "h", 9, 1.0, False, error={"type": type_, "message": message, "exit": 9})],
         1,
         None,
         (),
@@ -288,7 +292,7 @@ def test_failures_that_people_meet(
     ],
 )
 def test_signals_that_kill(number: signal.Signals, oom: bool, word: str) -> None:
-    outcome = judge_outcome([RankEnd(0, "h", -number, 1.0, False, oom=oom)], 1, None, (), RULES)
+    outcome = judge_outcome([RankExit(0, "h", -number, 1.0, False, oom=oom)], 1, None, (), RULES)
     assert (outcome.exit, outcome.failure_class) == (10, "infra") and word in (
         outcome.root_cause or {}
     )["advice"]
@@ -297,7 +301,7 @@ def test_signals_that_kill(number: signal.Signals, oom: bool, word: str) -> None
 def test_the_last_lines_tell_where_the_rank_said_nothing() -> None:
     outcome = judge_outcome(
         [
-            RankEnd(
+            RankExit(
                 0,
                 "h",
                 1,
@@ -320,13 +324,13 @@ def test_a_ranks_precise_word_is_not_overruled() -> None:
         "message": "no valid checkpoint: Input/output error",
         "exit": 16,
     }
-    outcome = judge_outcome([RankEnd(0, "h", 16, 1.0, False, error=said)], 1, None, (), RULES)
+    outcome = judge_outcome([RankExit(0, "h", 16, 1.0, False, error=said)], 1, None, (), RULES)
     assert (outcome.exit, outcome.failure_class, outcome.suspects) == (16, "user", ())
 
 
 def test_a_clusters_own_rules_come_first() -> None:
     own = FailureRule(match="No CUDA GPUs", failure_class="user", advice="ours")
-    rules = rules_of(
+    rules = load_failure_rules(
         Cluster(
             failures={
                 "gpu-not-there": own,
@@ -335,7 +339,7 @@ def test_a_clusters_own_rules_come_first() -> None:
         )
     )
     gpu = [
-        RankEnd(
+        RankExit(
             0,
             "h",
             9,
@@ -351,7 +355,7 @@ def test_a_clusters_own_rules_come_first() -> None:
         (),
     )
     reclaimed = judge_outcome(
-        [RankEnd(0, "h", 1, 1.0, False, last=["node zzz"])], 1, None, (), rules
+        [RankExit(0, "h", 1, 1.0, False, last=["node zzz"])], 1, None, (), rules
     )
     assert (reclaimed.exit, reclaimed.failure_class) == (12, "preempted")
 
@@ -362,11 +366,11 @@ def test_the_built_in_rules_are_whole() -> None:
         and all(rule.advice for rule in RULES.rules.values())
         and BUILT_IN.name.endswith(".toml")
     )
-    assert Rules({}).find("anything", ["at all"]) is None
+    assert FailureRules({}).find("anything", ["at all"]) is None
 
 
 def test_broken_connections_of_the_peers_of_one_that_was_told_to_stop() -> None:
-    echo = RankEnd(
+    echo = RankExit(
         1,
         "h",
         9,
@@ -374,11 +378,13 @@ def test_broken_connections_of_the_peers_of_one_that_was_told_to_stop() -> None:
         False,
         error={"exit": 9, "type": "RuntimeError", "message": "gloo: Connection closed by peer"},
     )
-    told = judge_outcome([RankEnd(0, "h", 12, 1.0, False), echo], 2, None)
+    told = judge_outcome([RankExit(0, "h", 12, 1.0, False), echo], 2, None)
     assert (int(told.exit), told.failure_class, (told.root_cause or {})["saved"]) == (
         12,
         "preempted",
         False,
     )
-    own = RankEnd(1, "h", 9, 2.0, False, error={"exit": 9, "type": "ValueError", "message": "mine"})
-    assert int(judge_outcome([RankEnd(0, "h", 12, 1.0, False), own], 2, None).exit) == 9
+    own = RankExit(
+        1, "h", 9, 2.0, False, error={"exit": 9, "type": "ValueError", "message": "mine"}
+    )
+    assert int(judge_outcome([RankExit(0, "h", 12, 1.0, False), own], 2, None).exit) == 9

@@ -12,14 +12,14 @@ import pytest
 from tests.conftest import wait_for
 from trainkit.base.files import read_json, temporary_name
 from trainkit.jobs.clusters import WatchLimits
-from trainkit.launch.supervise.heartbeats import Pulse
+from trainkit.launch.supervise.heartbeats import Heartbeats
 from trainkit.runs.folder import AttemptFolder
 
 
-def beats(folder: Path) -> tuple[Pulse, AttemptFolder]:
+def beats(folder: Path) -> tuple[Heartbeats, AttemptFolder]:
     attempt = AttemptFolder(folder / "attempts" / "1")
     attempt.heartbeat(0).parent.mkdir(parents=True)
-    return Pulse(attempt, WatchLimits()), attempt
+    return Heartbeats(attempt, WatchLimits()), attempt
 
 
 def test_a_file_system_that_stalls_holds_up_nobody_and_gets_the_newest(

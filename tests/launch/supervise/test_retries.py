@@ -24,10 +24,10 @@ from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.client import ask
 from trainkit.launch.protocol.frames import Frame
 from trainkit.launch.supervise import supervisor
-from trainkit.launch.supervise.attempt import AttemptEnd
-from trainkit.launch.supervise.observer import Watch
+from trainkit.launch.supervise.attempt import AttemptResult
+from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.outcome import Outcome
-from trainkit.launch.supervise.retry_policy import Budgets, Choice
+from trainkit.launch.supervise.retry_policy import HostChoice, RetryBudgets
 from trainkit.launch.supervise.supervisor import Supervisor, supervise
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import FailureClass
@@ -42,12 +42,12 @@ def failed(
     exit: Exit = Exit.RANK_INFRA,
     kind: str = "SIGKILL",
     began: bool = True,
-) -> AttemptEnd:
-    return AttemptEnd(Outcome(exit, failure_class, {"signal": kind}), began, step)
+) -> AttemptResult:
+    return AttemptResult(Outcome(exit, failure_class, {"signal": kind}), began, step)
 
 
 def test_one_kind_of_failure_does_not_eat_the_budget_of_another() -> None:
-    budgets = Budgets(Retry(infra=2, hang=1, user=0, preempted=1))
+    budgets = RetryBudgets(Retry(infra=2, hang=1, user=0, preempted=1))
     ends = [
         failed(kind, step)  # type: ignore[arg-type]
         for step, kind in enumerate(["infra", "hang", "infra", "preempted", "infra"])
@@ -61,30 +61,30 @@ def test_one_kind_of_failure_does_not_eat_the_budget_of_another() -> None:
 
 
 def test_the_same_failure_at_the_same_step_ends_it() -> None:
-    budgets = Budgets(Retry(infra=10, same_step=3))
+    budgets = RetryBudgets(Retry(infra=10, same_step=3))
     assert [budgets.after(failed("infra", 7)) for _ in range(3)] == [
         "again",
         "again",
         "no-progress",
     ]
-    budgets = Budgets(Retry(infra=10, same_step=3))
+    budgets = RetryBudgets(Retry(infra=10, same_step=3))
     assert [budgets.after(failed("infra", step)) for step in (7, 7, 8, 8, 9)] == ["again"] * 5
 
 
 def test_what_the_next_attempt_would_be_told_again_is_not_tried() -> None:
     end = failed("user", exit=Exit.NO_CHECKPOINT)
-    assert Budgets(Retry(user=5)).after(end) == "enough" and not end.budget
+    assert RetryBudgets(Retry(user=5)).after(end) == "enough" and not end.budget
 
 
 def test_an_end_says_what_it_has_used_up() -> None:
     end = failed("preempted")
-    assert Budgets(Retry(infra=1)).after(end, "infra") == "again" and end.budget == "infra", (
+    assert RetryBudgets(Retry(infra=1)).after(end, "infra") == "again" and end.budget == "infra", (
         "of another kind than its class"
     )
 
 
 def test_hosts_of_the_next_attempt() -> None:
-    choice = Choice(HOSTS)
+    choice = HostChoice(HOSTS)
 
     def names(found: Sequence[Host]) -> list[str]:
         return [host.name for host in found]
@@ -391,7 +391,7 @@ def in_thread(run: RunFolder, folder: Path, act: threading.Thread) -> Outcome:
         return supervise(
             run,
             {},
-            Watch(lambda run: None, lambda: None, lambda text: None),
+            RunObserver(lambda run: None, lambda: None, lambda text: None),
             share=False,
             engine=Program(ENDLESS, env={"READY": str(folder)}),
         )

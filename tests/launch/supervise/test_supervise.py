@@ -16,9 +16,9 @@ import pytest
 from tests.launch.supervised import DONE, Program, make_run, supervised
 from trainkit.base.files import keep_others_from_writing, read_json, write_json
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.supervise.observer import Watch, nobody
-from trainkit.launch.supervise.outcome import Ask, Outcome
-from trainkit.launch.supervise.stop_requests import Asks
+from trainkit.launch.supervise.observer import RunObserver, silent_observer
+from trainkit.launch.supervise.outcome import Outcome, StopRequest
+from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.launch.supervise.supervisor import Supervisor
 from trainkit.runs.folder import RunFolder, new_run_folder
 
@@ -97,7 +97,7 @@ def test_a_full_disk_under_a_log_does_not_stop_the_rank(run: RunFolder) -> None:
     outcome, _ = supervised(
         run,
         Program(DONE + "print('x' * 200000)"),
-        watch=Watch(begin, lambda: None, lambda text: None),
+        watch=RunObserver(begin, lambda: None, lambda text: None),
     )
     assert begun and log.is_symlink() and outcome.failure_class == "success"
 
@@ -110,7 +110,7 @@ def test_a_view_that_fails_is_switched_off_and_the_run_goes_on(run: RunFolder) -
         raise SystemExit(1)  # what rich raises where the pipe is closed
 
     outcome, events = supervised(
-        run, Program(DONE), watch=Watch(lambda run: None, tick, lambda text: None)
+        run, Program(DONE), watch=RunObserver(lambda run: None, tick, lambda text: None)
     )
     assert outcome.failure_class == "success" and len(calls) == 1
     assert [e["event"] for e in events if e["event"] in ("view_lost", "ended")] == [
@@ -170,7 +170,7 @@ def test_two_runs_on_one_host_share_it_or_the_second_is_refused(tmp_path: Path) 
 
     async def side_by_side() -> list[Outcome]:
         supervisors = [
-            Supervisor(run, {}, Asks(), nobody(), share=True, engine=engine)
+            Supervisor(run, {}, StopRequests(), silent_observer(), share=True, engine=engine)
             for run, engine in ((first, slow), (second, quick))
         ]
         return list(await asyncio.gather(*(supervisor.supervise() for supervisor in supervisors)))
@@ -179,14 +179,16 @@ def test_two_runs_on_one_host_share_it_or_the_second_is_refused(tmp_path: Path) 
 
     async def one_after_the_other() -> list[Outcome]:
         holds = asyncio.ensure_future(
-            Supervisor(third, {}, Asks(), nobody(), share=False, engine=slow).supervise()
+            Supervisor(
+                third, {}, StopRequests(), silent_observer(), share=False, engine=slow
+            ).supervise()
         )
         while '"go"' not in (
             third.attempt(1).events.read_text() if third.attempt(1).events.exists() else ""
         ):
             await asyncio.sleep(0.05)
         refused = await Supervisor(
-            make_run(tmp_path), {}, Asks(), nobody(), share=False, engine=quick
+            make_run(tmp_path), {}, StopRequests(), silent_observer(), share=False, engine=quick
         ).supervise()
         return [refused, await holds]
 
@@ -211,12 +213,12 @@ def test_a_launcher_that_cannot_even_try(tmp_path: Path) -> None:
 def test_nohups_wish_is_heeded() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Asks().listening() as asks:
+        with StopRequests().listening() as asks:
             heard = []
             for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
                 os.kill(os.getpid(), number)
                 heard.append((asks.first, asks.at_once))
-            assert heard == [(None, False), (Ask.SAVE, False), (Ask.SAVE, True)]
+            assert heard == [(None, False), (StopRequest.SAVE, False), (StopRequest.SAVE, True)]
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -235,7 +237,7 @@ def test_a_sign_that_the_file_system_holds_up_holds_up_nothing_else(
         write_json(path, value)
 
     async def main() -> None:
-        supervisor = Supervisor(run, {}, Asks(), nobody(), share=False)
+        supervisor = Supervisor(run, {}, StopRequests(), silent_observer(), share=False)
         signing = asyncio.create_task(supervisor._keep_signing())
         async with asyncio.timeout(600):
             while not begun.is_set():  # the loop goes on, though nothing is written yet

@@ -14,7 +14,7 @@ from trainkit.engines.contract import Command
 from trainkit.launch.supervise.rank_environment import (
     Allocation,
     Node,
-    passed_on,
+    passed_environment,
     port_candidates,
     rank_environment,
     secret_values,
@@ -51,7 +51,7 @@ def test_environment_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "MASTER_PORT": "20001",
         "TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempts/2/errors/2.json"),
     }
-    passed = passed_on()
+    passed = passed_environment()
     assert "SURPRISE" not in passed and passed["PATH"] == os.environ["PATH"]
 
 

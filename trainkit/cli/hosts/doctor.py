@@ -15,9 +15,14 @@ from trainkit.cli.host_options import hosts_to_ask
 from trainkit.cli.hosts.nodes import usual_cluster
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.launch.cluster_care.health_checks import COLUMNS, Examination, Finding, examine
+from trainkit.launch.cluster_care.health_checks import (
+    COLUMNS,
+    ClusterExamination,
+    Finding,
+    examine_hosts,
+)
 from trainkit.launch.hosts.quarantine import read_quarantine
-from trainkit.launch.supervise.agent_pool import Hello, Missing
+from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
 
 GIB = 2**30
 HEADINGS = {
@@ -36,9 +41,9 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
     root = Path(chosen.root or ".")
     hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=all_reduce)
     if hosts:
-        seen = examine(chosen, hosts, root, all_reduce=all_reduce, launcher=launcher)
+        seen = examine_hosts(chosen, hosts, root, all_reduce=all_reduce, launcher=launcher)
     else:
-        seen = Examination([], [])
+        seen = ClusterExamination([], [])
     busy = {name: why for name, why in others.items() if "allocated" in why}
     advice = (
         "`scontrol show node HOST` says since when; `scontrol update nodename=HOST state=resume`"
@@ -74,7 +79,7 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
     rows = [
         {"host": answer.host, "clock_offset": round(answer.clock_offset, 3), **answer.facts}
         for answer in seen.answers
-        if isinstance(answer, Hello)
+        if isinstance(answer, JoinedAgent)
     ]
     pairs = [
         {"hosts": [one, other], "gb_per_second": pair.gb_per_second, "error": pair.error or None}
@@ -92,7 +97,7 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
 
 
 def _print(
-    task: TaskContext, seen: Examination, findings: Sequence[Finding], others: dict[str, str]
+    task: TaskContext, seen: ClusterExamination, findings: Sequence[Finding], others: dict[str, str]
 ) -> None:
     marks = {(finding.host, finding.what): finding.wrong for finding in findings}
     headings = {name: HEADINGS.get(name, name) for name in COLUMNS}
@@ -107,7 +112,7 @@ def _print(
         ],
     )
     for answer in seen.answers:
-        if isinstance(answer, Missing):
+        if isinstance(answer, MissingAgent):
             cells = dict.fromkeys(COLUMNS, "")
         else:
             cells = _cells(answer)
@@ -153,7 +158,7 @@ def _marked(text: str, wrong: bool | None) -> str:
     return f"[{'red' if wrong else 'yellow'}]{escape(text)} {'!!' if wrong else '!'}[/]"
 
 
-def _cells(hello: Hello) -> dict[str, str]:
+def _cells(hello: JoinedAgent) -> dict[str, str]:
     facts = hello.facts
     versions: dict[str, Any] = facts.get("versions") or {}
     gpus = facts.get("gpus") or []

@@ -14,8 +14,8 @@ from trainkit.launch.cluster_care.parallelcluster import (
     FleetStatus,
     change,
     fleet_of,
+    pcluster_command,
     status,
-    words_of,
 )
 
 VERBS = (*REQUESTS, "status")
@@ -28,12 +28,13 @@ def fleet(task: TaskContext, verb: str, cluster: str, wait: float) -> TaskResult
     jobs = load_jobs(task)
     chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
     asked = fleet_of(chosen)
-    line = words_of(asked, verb)
+    line = pcluster_command(asked, verb)
     if task.dry_run:
         task.say(f"would run: {shlex.join(line)}")
         if verb in REQUESTS:
             task.say(
-                f"would wait at most {wait:g} s, asking: {shlex.join(words_of(asked, 'status'))}"
+                f"would wait at most {wait:g} s, asking:"
+                f" {shlex.join(pcluster_command(asked, 'status'))}"
             )
         return TaskResult(
             document(

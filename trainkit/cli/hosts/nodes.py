@@ -15,11 +15,11 @@ from trainkit.cli.run import slurm
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.load import Jobs
-from trainkit.launch.cluster_care.remote_commands import on_all
+from trainkit.launch.cluster_care.remote_commands import run_on_hosts
 from trainkit.launch.hosts.hostfile import OVER_SSH, Host, find_hostfile
 from trainkit.launch.hosts.quarantine import QuarantineEntry, end_quarantine, read_quarantine
 from trainkit.launch.hosts.selection import load_hosts, this_host
-from trainkit.launch.supervise.orphan_sweep import HostReport, survey
+from trainkit.launch.supervise.orphan_sweep import HostReport, survey_hosts
 
 GIB = 2**30
 TOP_SECONDS = 30.0
@@ -60,7 +60,7 @@ def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> 
     else:
         hosts = (this_host(),)
     out = read_quarantine(root)
-    reports = survey(chosen, hosts, root)
+    reports = survey_hosts(chosen, hosts, root)
     rows = [
         _row(host, report, out.get(host.name.lower()))
         for host, report in zip(hosts, reports, strict=True)
@@ -86,7 +86,7 @@ def nodes_top(task: TaskContext, cluster: str, hostfile: str) -> TaskResult:
         {"host": host, "error": why, "text": ""} for host, why in others.items()
     ]
     if hosts:
-        for host, said in on_all(
+        for host, said in run_on_hosts(
             chosen, hosts, Path(chosen.root or "."), argv, TOP_SECONDS, launcher=launcher
         ).items():
             if said.error or said.code:

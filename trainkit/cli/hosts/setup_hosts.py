@@ -22,11 +22,11 @@ from trainkit.launch.cluster_care.provision import (
     CHANGED,
     HERE,
     PREAMBLE,
-    Done,
-    Step,
-    Wanted,
+    SetupPlan,
+    SetupStep,
+    StepResult,
     own_public_key,
-    perform,
+    run_step,
 )
 from trainkit.launch.hosts.hostfile import (
     DEFAULT,
@@ -83,7 +83,7 @@ def setup_hosts(
                 "setup-hosts/1",
                 cluster=chosen.name,
                 performed=False,
-                steps=[_row(Done(step, "not done", "")) for step in steps],
+                steps=[_row(StepResult(step, "not done", "")) for step in steps],
             )
         )
     done = _perform_all(task, wanted, home)
@@ -98,7 +98,7 @@ def setup_hosts(
     return TaskResult(told, Exit.HEALTH if failed else Exit.DONE)
 
 
-def _wanted(cluster: Cluster, words: SetupOptions) -> Wanted:
+def _wanted(cluster: Cluster, words: SetupOptions) -> SetupPlan:
     if words.hosts:
         hosts = parse_hostfile("\n".join(words.hosts), "--host")
         path: Path | None = (
@@ -111,7 +111,7 @@ def _wanted(cluster: Cluster, words: SetupOptions) -> Wanted:
         share = Path(words.share).expanduser()
     else:
         share = None
-    return Wanted(
+    return SetupPlan(
         cluster,
         hosts,
         path,
@@ -129,11 +129,11 @@ def _own(cluster: Cluster, hosts: Sequence[Host]) -> str:
     return os.uname().nodename
 
 
-def _perform_all(task: TaskContext, wanted: Wanted, home: Path) -> list[Done]:
+def _perform_all(task: TaskContext, wanted: SetupPlan, home: Path) -> list[StepResult]:
     person = sys.stdin.isatty()
 
-    def run(step: Step) -> Done:
-        done = perform(step, wanted.cluster, wanted.hosts, person=person)
+    def run(step: SetupStep) -> StepResult:
+        done = run_step(step, wanted.cluster, wanted.hosts, person=person)
         colour = {"failed": "red", CHANGED: "green"}.get(done.state, "white")
         task.console.print(
             f"{escape(step.where)}: {escape(step.title)}: [{colour}]{done.state}[/]"
@@ -141,8 +141,8 @@ def _perform_all(task: TaskContext, wanted: Wanted, home: Path) -> list[Done]:
         )
         return done
 
-    def on_host(host: Host, key: str) -> list[Done]:
-        done: list[Done] = []
+    def on_host(host: Host, key: str) -> list[StepResult]:
+        done: list[StepResult] = []
         for step in wanted.of_host(host, key):
             if done and done[-1].state == "failed":
                 break
@@ -165,7 +165,7 @@ def _perform_all(task: TaskContext, wanted: Wanted, home: Path) -> list[Done]:
     return [*here, *there, *map(run, wanted.after())]
 
 
-def _print(task: TaskContext, wanted: Wanted, steps: Sequence[Step]) -> None:
+def _print(task: TaskContext, wanted: SetupPlan, steps: Sequence[SetupStep]) -> None:
     """Shell to read and to paste, machine by machine; machines with the same text together."""
     texts: dict[str, list[str]] = {}
     for where in dict.fromkeys(step.where for step in steps):
@@ -187,7 +187,7 @@ def _print(task: TaskContext, wanted: Wanted, steps: Sequence[Step]) -> None:
     task.say(f"### nothing was done; --perform does it (by ssh to {len(wanted.away)} hosts)")
 
 
-def _row(done: Done) -> dict[str, str]:
+def _row(done: StepResult) -> dict[str, str]:
     return {
         "where": done.step.where,
         "title": done.step.title,

@@ -23,7 +23,7 @@ from trainkit.launch.protocol.client import ask
 from trainkit.launch.slurm.job_graph import still_to_be_made
 from trainkit.launch.slurm.reconcile import newest_job, settled
 from trainkit.launch.start import SPAWN_SECONDS
-from trainkit.launch.supervise.orphan_sweep import sweep
+from trainkit.launch.supervise.orphan_sweep import sweep_orphans
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import (
     EventLog,
@@ -237,7 +237,7 @@ def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
         slurm.end_job(run, newest)
         return [{"host": host.name, "answered": True, "error": None, "left": []} for host in hosts]
     try:
-        reports = sweep(run, job, hosts, kill=True)
+        reports = sweep_orphans(run, job, hosts, kill=True)
     except TrainkitError as error:  # no way leads to any of them
         return [
             {"host": host.name, "answered": False, "error": error.message, "left": [], "killed": 0}

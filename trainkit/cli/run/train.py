@@ -48,7 +48,7 @@ from trainkit.launch.run_inputs import refuse_other_inputs
 from trainkit.launch.slurm.job_graph import ready_name
 from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.submit_run import submit_again, submit_new, submit_with_stages
-from trainkit.launch.start import Watch, resume_run, start_run
+from trainkit.launch.start import RunObserver, resume_run, start_run
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.rank_environment import secret_values
 from trainkit.plan.planner import Plan, make_plan
@@ -222,7 +222,7 @@ def train(
         return _follow_submitted(task, run, id, EventTail(run), following)
     view = TrainingView(task.console, job.training.train_iters)
     try:
-        watch = Watch(view.begin, view.tick, view.notice)
+        watch = RunObserver(view.begin, view.tick, view.notice)
         run, outcome = start_run(
             resolved, plan, needs, jobs.root, watch, hosts=hosts, share=share, background=background
         )
@@ -305,7 +305,7 @@ def resume(
     view = TrainingView(task.console, job.training.train_iters)
     events = EventTail(run, told=True)
     try:
-        watch = Watch(view.begin, view.tick, view.notice)
+        watch = RunObserver(view.begin, view.tick, view.notice)
         outcome = resume_run(
             run,
             job,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from trainkit.launch.cluster_care.remote_commands import Said
+from trainkit.launch.cluster_care.remote_commands import CommandResult
 
 LOOK = ("nvidia-smi", "-q", "-x")
 LOOK_SECONDS = 60.0  # where drivers are not kept loaded it takes seconds a GPU
@@ -26,7 +26,7 @@ SLOWED = {
 
 
 @dataclass(frozen=True)
-class Symptom:
+class GpuSymptom:
     """One thing to know about a GPU.
 
     Args:
@@ -40,7 +40,7 @@ class Symptom:
     wrong: bool = True
 
 
-def symptoms(said: Said) -> list[Symptom]:
+def gpu_symptoms(said: CommandResult) -> list[GpuSymptom]:
     """What is wrong with the GPUs of a host that has said this; nothing where it has no such
     tool."""
     # no such program, or no GPU to be seen: how many there are is another question
@@ -48,17 +48,17 @@ def symptoms(said: Said) -> list[Symptom]:
         return []
     advice = "`nvidia-smi` and `dmesg | grep -i xid` there"
     if said.code:
-        return [Symptom(f"nvidia-smi ends with {said.code}: {said.last}", advice)]
+        return [GpuSymptom(f"nvidia-smi ends with {said.code}: {said.last}", advice)]
     try:
         log = ElementTree.fromstring(said.out)
     except ElementTree.ParseError as error:
-        return [Symptom(f"nvidia-smi -q -x prints no XML: {error}", advice, wrong=False)]
+        return [GpuSymptom(f"nvidia-smi -q -x prints no XML: {error}", advice, wrong=False)]
     return [
         symptom for number, gpu in enumerate(log.iter("gpu")) for symptom in _of_gpu(number, gpu)
     ]
 
 
-def _of_gpu(number: int, gpu: ElementTree.Element) -> Iterator[Symptom]:
+def _of_gpu(number: int, gpu: ElementTree.Element) -> Iterator[GpuSymptom]:
     name = f"GPU {number} ({gpu.get('id', '?')})"
     reset = f"`nvidia-smi -r -i {number}` when it is idle, or a reboot"
     if errors := sum(_uncorrectable(volatile) for volatile in gpu.iter("volatile")):
@@ -66,7 +66,7 @@ def _of_gpu(number: int, gpu: ElementTree.Element) -> Iterator[Symptom]:
             f"{name}: {errors} uncorrectable memory error{'s' if errors > 1 else ''} since its"
             " driver was loaded"
         )
-        yield Symptom(
+        yield GpuSymptom(
             words,
             f"{reset}; where they come again leave the host out (--exclude) and have the GPU"
             " replaced",
@@ -75,12 +75,12 @@ def _of_gpu(number: int, gpu: ElementTree.Element) -> Iterator[Symptom]:
         element.tag for element in gpu.iter() if (element.text or "").strip() in ("Yes", "Active")
     }
     if "remapped_row_failure" in flags:
-        yield Symptom(
+        yield GpuSymptom(
             f"{name}: a broken row of its memory could not be remapped",
             "leave the host out (--exclude) and have the GPU replaced",
         )
     if flags & {"remapped_row_pending", "pending_retirement", "pending_blacklist"}:
-        yield Symptom(f"{name}: broken memory waits to be taken out of use", reset, wrong=False)
+        yield GpuSymptom(f"{name}: broken memory waits to be taken out of use", reset, wrong=False)
     if slowed := [
         words for end, words in SLOWED.items() if any(flag.endswith(f"_{end}") for flag in flags)
     ]:
@@ -88,7 +88,7 @@ def _of_gpu(number: int, gpu: ElementTree.Element) -> Iterator[Symptom]:
             "temperature, fans, power supply and power cap of the host: the slowest GPU is"
             " everybody's speed"
         )
-        yield Symptom(f"{name}: its clocks are slowed down ({', '.join(slowed)})", advice)
+        yield GpuSymptom(f"{name}: its clocks are slowed down ({', '.join(slowed)})", advice)
 
 
 def _uncorrectable(volatile: ElementTree.Element) -> int:

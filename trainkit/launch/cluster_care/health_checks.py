@@ -14,14 +14,22 @@ from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.clusters import Cluster
-from trainkit.launch.cluster_care.gpu_health import LOOK, LOOK_SECONDS, symptoms
-from trainkit.launch.cluster_care.pairwise_bandwidth import Pair, judge, measure_pairs
-from trainkit.launch.cluster_care.remote_commands import Program, guard, run_together
+from trainkit.launch.cluster_care.gpu_health import LOOK, LOOK_SECONDS, gpu_symptoms
+from trainkit.launch.cluster_care.pairwise_bandwidth import (
+    PairBandwidth,
+    find_slow_nodes,
+    measure_pair_bandwidths,
+)
+from trainkit.launch.cluster_care.remote_commands import (
+    RemoteCommand,
+    bind_to_agents,
+    run_on_agents,
+)
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.session import Session
-from trainkit.launch.supervise.agent_pool import Hello, Missing
-from trainkit.launch.supervise.orphan_sweep import open_crew
+from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
+from trainkit.launch.supervise.orphan_sweep import open_agent_pool
 
 GIB = 2**30
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
@@ -115,7 +123,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Examination:
+class ClusterExamination:
     """All that was found.
 
     Args:
@@ -124,41 +132,41 @@ class Examination:
         pairs: all-reduces, as (host, host, what was measured); empty where none were asked for.
     """
 
-    answers: Sequence[Hello | Missing]
+    answers: Sequence[JoinedAgent | MissingAgent]
     findings: Sequence[Finding]
-    pairs: Sequence[tuple[str, str, Pair]] = field(default_factory=list)
+    pairs: Sequence[tuple[str, str, PairBandwidth]] = field(default_factory=list)
 
 
-def examine(
+def examine_hosts(
     cluster: Cluster,
     hosts: Sequence[Host],
     root: Path,
     *,
     all_reduce: bool = False,
     launcher: Launcher | None = None,
-) -> Examination:
+) -> ClusterExamination:
     """Ask all hosts at once what they are, and with `all_reduce` also measure pairs of those
     that came."""
 
-    async def look() -> Examination:
-        async with open_crew(cluster, hosts, root, "doctor", launcher=launcher) as crew:
-            answers = await crew.gather(crew.session.connect)
-            findings = judge_hosts(answers, hosts, crew.session)
-            pairs: list[Pair] = []
+    async def look() -> ClusterExamination:
+        async with open_agent_pool(cluster, hosts, root, "doctor", launcher=launcher) as pool:
+            answers = await pool.gather(pool.session.connect)
+            findings = find_host_problems(answers, hosts, pool.session)
+            pairs: list[PairBandwidth] = []
             if cluster.device_type == "cuda" or all_reduce:
-                await guard(crew)
+                await bind_to_agents(pool)
             if cluster.device_type == "cuda":
-                look = {node: [Program(LOOK, dict(cluster.env))] for node in crew.present}
-                said = await run_together(crew, look, LOOK_SECONDS, turn="gpu-health-")
+                look = {node: [RemoteCommand(LOOK, dict(cluster.env))] for node in pool.present}
+                said = await run_on_agents(pool, look, LOOK_SECONDS, turn="gpu-health-")
                 findings += [
                     Finding(hosts[node].name, "gpus", **vars(symptom))
                     for (node, _), words in said.items()
-                    for symptom in symptoms(words)
+                    for symptom in gpu_symptoms(words)
                 ]
-            if all_reduce and len(crew.present) > 1:
-                pairs = await measure_pairs(crew)
-                findings += judge_pairs(pairs, crew.session)
-        return Examination(
+            if all_reduce and len(pool.present) > 1:
+                pairs = await measure_pair_bandwidths(pool)
+                findings += find_pair_problems(pairs, pool.session)
+        return ClusterExamination(
             answers,
             findings,
             [(hosts[pair.first].name, hosts[pair.second].name, pair) for pair in pairs],
@@ -180,15 +188,15 @@ def examine(
         raise TrainkitError(message, exit=Exit.HEALTH, hint=hint) from None
 
 
-def judge_hosts(
-    answers: Sequence[Hello | Missing], hosts: Sequence[Host], session: Session
+def find_host_problems(
+    answers: Sequence[JoinedAgent | MissingAgent], hosts: Sequence[Host], session: Session
 ) -> list[Finding]:
     """What is wrong with hosts, each by itself and beside the others."""
-    hellos = [answer for answer in answers if isinstance(answer, Hello)]
+    hellos = [answer for answer in answers if isinstance(answer, JoinedAgent)]
     usual = {name: _most(hellos, name) for name in ("python", "torch", "driver", "kernel")}
     found: list[Finding] = []
     for answer in answers:
-        if isinstance(answer, Missing):
+        if isinstance(answer, MissingAgent):
             found.append(Finding(answer.host, "reach", answer.why, _advice(answer.why)))
             continue
         found += _versions(answer, usual, len(hellos))
@@ -198,7 +206,7 @@ def judge_hosts(
     return found
 
 
-def _most(hellos: Sequence[Hello], name: str) -> tuple[str | None, int]:
+def _most(hellos: Sequence[JoinedAgent], name: str) -> tuple[str | None, int]:
     """(what most hosts have of a version, how many of them)."""
     counted = Counter(_version(hello, name) for hello in hellos)
     if counted:
@@ -206,7 +214,7 @@ def _most(hellos: Sequence[Hello], name: str) -> tuple[str | None, int]:
     return (None, 0)
 
 
-def _version(hello: Hello, name: str) -> str | None:
+def _version(hello: JoinedAgent, name: str) -> str | None:
     value = (hello.facts.get("versions") or {}).get(name)
     if value is None:
         return None
@@ -221,7 +229,7 @@ def _advice(why: str) -> str:
 
 
 def _versions(
-    hello: Hello, usual: Mapping[str, tuple[str | None, int]], count: int
+    hello: JoinedAgent, usual: Mapping[str, tuple[str | None, int]], count: int
 ) -> list[Finding]:
     found = []
     advice = {
@@ -252,7 +260,7 @@ def _versions(
     return found
 
 
-def _place(hello: Hello, session: Session) -> list[Finding]:
+def _place(hello: JoinedAgent, session: Session) -> list[Finding]:
     """Clock, shared root, disk, address."""
     facts = hello.facts
     cluster = session.cluster
@@ -338,7 +346,7 @@ def _place(hello: Hello, session: Session) -> list[Finding]:
     return found
 
 
-def _limits(hello: Hello) -> list[Finding]:
+def _limits(hello: JoinedAgent) -> list[Finding]:
     facts = hello.facts
     host = hello.host
     found = []
@@ -400,7 +408,9 @@ def _limits(hello: Hello) -> list[Finding]:
     return found
 
 
-def _devices(hello: Hello, host: Host, cluster: Cluster, hellos: Sequence[Hello]) -> list[Finding]:
+def _devices(
+    hello: JoinedAgent, host: Host, cluster: Cluster, hellos: Sequence[JoinedAgent]
+) -> list[Finding]:
     if cluster.device_type != "cuda":
         return []
     gpus = list(hello.facts.get("gpus") or ())
@@ -429,10 +439,10 @@ def _devices(hello: Hello, host: Host, cluster: Cluster, hellos: Sequence[Hello]
     return found
 
 
-def judge_pairs(pairs: Sequence[Pair], session: Session) -> list[Finding]:
+def find_pair_problems(pairs: Sequence[PairBandwidth], session: Session) -> list[Finding]:
     """Findings of all-reduces."""
     found = []
-    for slow in judge(pairs, session.cluster.network_gb_per_second):
+    for slow in find_slow_nodes(pairs, session.cluster.network_gb_per_second):
         name = " - ".join(session.hosts[node].name for node in slow.nodes)
         if len(slow.nodes) == 1:
             advice = (

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.launch.cluster_care.remote_commands import Program, Said, run_together
+from trainkit.launch.cluster_care.remote_commands import CommandResult, RemoteCommand, run_on_agents
 from trainkit.launch.programs import program_path
 from trainkit.launch.protocol.frames import Frame
-from trainkit.launch.supervise.agent_pool import Crew
+from trainkit.launch.supervise.agent_pool import AgentPool
 from trainkit.launch.supervise.rank_environment import port_candidates
 
 ROUNDS = 3  # partners of a host, where there are so many
@@ -29,8 +29,8 @@ USUAL = 0.75
 
 
 @dataclass(frozen=True)
-class Pair:
-    """What was measured between two nodes (numbers in the crew): bus bandwidth in GB/s (1e9
+class PairBandwidth:
+    """What was measured between two nodes (numbers in the pool): bus bandwidth in GB/s (1e9
     bytes), None where it failed, with the reason."""
 
     first: int
@@ -40,14 +40,14 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowNodes:
     """A host or a pair that is slow or does not work, as node numbers, and in words why."""
 
     nodes: tuple[int, ...]
     why: str
 
 
-def rounds(nodes: Sequence[int], most: int = ROUNDS) -> list[list[tuple[int, int]]]:
+def pairing_rounds(nodes: Sequence[int], most: int = ROUNDS) -> list[list[tuple[int, int]]]:
     """Disjoint pairs of nodes, round by round: no pair twice, all of them after len(nodes) - 1
     rounds (the circle method of round-robin tournaments)."""
     circle: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
@@ -60,7 +60,9 @@ def rounds(nodes: Sequence[int], most: int = ROUNDS) -> list[list[tuple[int, int
     return found
 
 
-def judge(pairs: Sequence[Pair], expected: float | None = None) -> list[Slow]:
+def find_slow_nodes(
+    pairs: Sequence[PairBandwidth], expected: float | None = None
+) -> list[SlowNodes]:
     """What is slow: below half of what a usual pair does, and of `expected` GB/s where that is
     known. A host before its pairs."""
     speeds = sorted(pair.gb_per_second for pair in pairs if pair.gb_per_second is not None)
@@ -70,7 +72,7 @@ def judge(pairs: Sequence[Pair], expected: float | None = None) -> list[Slow]:
         usual = 0.0
     limit = SLOW * max(usual, expected or 0.0)
     bad = [pair for pair in pairs if pair.gb_per_second is None or pair.gb_per_second < limit]
-    by_node: dict[int, list[Pair]] = {}
+    by_node: dict[int, list[PairBandwidth]] = {}
     for pair in pairs:
         by_node.setdefault(pair.first, []).append(pair)
         by_node.setdefault(pair.second, []).append(pair)
@@ -85,20 +87,21 @@ def judge(pairs: Sequence[Pair], expected: float | None = None) -> list[Slow]:
         found = []
     else:
         found = [
-            Slow((node,), _words(by_node[node], usual, expected)) for node in sorted(slow_nodes)
+            SlowNodes((node,), _words(by_node[node], usual, expected))
+            for node in sorted(slow_nodes)
         ]
     if everybody:
         named = set()
     else:
         named = slow_nodes
     return found + [
-        Slow((pair.first, pair.second), _words([pair], usual, expected))
+        SlowNodes((pair.first, pair.second), _words([pair], usual, expected))
         for pair in bad
         if not {pair.first, pair.second} & named
     ]
 
 
-def _words(pairs: Sequence[Pair], usual: float, expected: float | None) -> str:
+def _words(pairs: Sequence[PairBandwidth], usual: float, expected: float | None) -> str:
     speeds = [pair.gb_per_second for pair in pairs if pair.gb_per_second is not None]
     errors = [pair.error for pair in pairs if pair.gb_per_second is None]
     if speeds:
@@ -118,42 +121,42 @@ def _words(pairs: Sequence[Pair], usual: float, expected: float | None) -> str:
     return f"{said}{times}" + (f"; {', '.join(beside)}" if speeds and beside else "")
 
 
-async def measure_pairs(crew: Crew, *, most: int = ROUNDS) -> list[Pair]:
+async def measure_pair_bandwidths(pool: AgentPool, *, most: int = ROUNDS) -> list[PairBandwidth]:
     """Run the rounds over all agents that are there; CUDA clusters by NCCL with all slots of a
     host, others by gloo with one rank a host."""
     found = []
-    for number, pairs in enumerate(rounds(crew.present, most)):
-        ports = await _ports(crew, [first for first, _ in pairs], number)
-        programs: dict[int, list[Program]] = {}
+    for number, pairs in enumerate(pairing_rounds(pool.present, most)):
+        ports = await _ports(pool, [first for first, _ in pairs], number)
+        programs: dict[int, list[RemoteCommand]] = {}
         for pair in pairs:
             if pair[0] in ports:
-                programs |= _programs(crew, pair, ports[pair[0]])
-        said = await run_together(crew, programs, ROUND_SECONDS, turn=f"round{number}-")
+                programs |= _programs(pool, pair, ports[pair[0]])
+        said = await run_on_agents(pool, programs, ROUND_SECONDS, turn=f"round{number}-")
         found += [_pair(pair, said) for pair in pairs]
     return found
 
 
-async def _ports(crew: Crew, nodes: Sequence[int], number: int) -> dict[int, int]:
+async def _ports(pool: AgentPool, nodes: Sequence[int], number: int) -> dict[int, int]:
     """A free port on each of these nodes."""
     frames: dict[int, Frame] = {
-        node: {"type": "listen", "ports": port_candidates(f"{crew.session.run}/{number}/{node}")}
+        node: {"type": "listen", "ports": port_candidates(f"{pool.session.run}/{number}/{node}")}
         for node in nodes
     }
-    got, _ = await crew.ask(frames, {"listening"}, crew.session.connect)
+    got, _ = await pool.ask(frames, {"listening"}, pool.session.connect)
     ports = {node: int(frame["port"]) for node, frame in got.items() if frame.get("port")}
-    await crew.ask(
-        {node: {"type": "unlisten"} for node in ports}, {"unlistened"}, crew.session.connect
+    await pool.ask(
+        {node: {"type": "unlisten"} for node in ports}, {"unlistened"}, pool.session.connect
     )
     return ports
 
 
-def _programs(crew: Crew, pair: tuple[int, int], port: int) -> dict[int, list[Program]]:
+def _programs(pool: AgentPool, pair: tuple[int, int], port: int) -> dict[int, list[RemoteCommand]]:
     """The ranks of one pair, by node."""
-    cluster = crew.session.cluster
+    cluster = pool.session.cluster
     cuda = cluster.device_type == "cuda"
     slots = {
         node: (
-            crew.session.hosts[node].slots or tuple(range(cluster.gpus_per_node or 1))
+            pool.session.hosts[node].slots or tuple(range(cluster.gpus_per_node or 1))
             if cuda
             else (0,)
         )
@@ -161,19 +164,19 @@ def _programs(crew: Crew, pair: tuple[int, int], port: int) -> dict[int, list[Pr
     }
     world = sum(map(len, slots.values()))
     rank = 0
-    found = dict[int, list[Program]]()
+    found = dict[int, list[RemoteCommand]]()
     if cuda:
         backend = "nccl"
     else:
         backend = "gloo"
     common = {
         "backend": backend,
-        "address": str(crew.hellos[pair[0]].facts["address"]),
+        "address": str(pool.hellos[pair[0]].facts["address"]),
         "port": port,
         "world": world,
     }
     for node in pair:
-        interface = crew.hellos[node].facts.get("interface")
+        interface = pool.hellos[node].facts.get("interface")
         if interface:
             network = {"GLOO_SOCKET_IFNAME": str(interface)}
         else:
@@ -190,25 +193,25 @@ def _programs(crew: Crew, pair: tuple[int, int], port: int) -> dict[int, list[Pr
                 "repeat": REPEAT,
                 "seconds": JOIN_SECONDS,
             }
-            script = str(program_path(crew.session.code, "bandwidth_rank"))
-            argv = [crew.session.python, "-I", script, json.dumps(asked)]
-            found[node].append(Program(argv, {**network, **cluster.env}, key=str(slot)))
+            script = str(program_path(pool.session.code, "bandwidth_rank"))
+            argv = [pool.session.python, "-I", script, json.dumps(asked)]
+            found[node].append(RemoteCommand(argv, {**network, **cluster.env}, key=str(slot)))
             rank += 1
     return found
 
 
-def _pair(pair: tuple[int, int], said: Mapping[tuple[int, str], Said]) -> Pair:
+def _pair(pair: tuple[int, int], said: Mapping[tuple[int, str], CommandResult]) -> PairBandwidth:
     """What the ranks of a pair said, as one."""
     of_pair = {who: each for who, each in said.items() if who[0] in pair}
     if not of_pair:
-        return Pair(*pair, None, "no free port")
+        return PairBandwidth(*pair, None, "no free port")
     if failed := [each for each in of_pair.values() if each.error or each.code != 0]:
-        return Pair(*pair, None, failed[0].last)
+        return PairBandwidth(*pair, None, failed[0].last)
     results: list[dict[str, Any]] = [
         json.loads(each.out.splitlines()[-1]) for each in of_pair.values()
     ]
     if not all(result["right"] for result in results):
-        return Pair(
+        return PairBandwidth(
             *pair, None, "the sum came out wrong: memory, a GPU or the network changes data"
         )
-    return Pair(*pair, min(float(result["gb_per_second"]) for result in results))
+    return PairBandwidth(*pair, min(float(result["gb_per_second"]) for result in results))

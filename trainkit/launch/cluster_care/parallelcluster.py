@@ -41,7 +41,7 @@ def fleet_of(cluster: Cluster) -> Fleet:
     return cluster.fleet
 
 
-def words_of(fleet: Fleet, verb: str) -> list[str]:
+def pcluster_command(fleet: Fleet, verb: str) -> list[str]:
     """The line of pcluster for start, stop or status."""
     where = ["--cluster-name", fleet.name, *(["--region", fleet.region] if fleet.region else [])]
     if verb == "status":
@@ -51,7 +51,7 @@ def words_of(fleet: Fleet, verb: str) -> list[str]:
 
 def status(fleet: Fleet) -> FleetStatus:
     """Ask. Raises TrainkitError (exit 8) with pcluster's own words."""
-    return _ask(words_of(fleet, "status"))
+    return _ask(pcluster_command(fleet, "status"))
 
 
 def change(
@@ -76,7 +76,7 @@ def change(
     if seen.status == REACHED[verb]:
         return seen
     if seen.status not in ON_THE_WAY[verb]:
-        seen = _ask(words_of(fleet, verb))
+        seen = _ask(pcluster_command(fleet, verb))
         told(seen)
     deadline = time.monotonic() + seconds
     asked = time.monotonic()
@@ -102,7 +102,8 @@ def change(
             raise TrainkitError(
                 message,
                 exit=Exit.START,
-                hint=f"it goes on by itself; look again: {' '.join(words_of(fleet, 'status'))}",
+                hint="it goes on by itself; look again:"
+                f" {' '.join(pcluster_command(fleet, 'status'))}",
             )
         time.sleep(poll)
         newer = status(fleet)

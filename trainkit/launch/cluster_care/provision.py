@@ -53,7 +53,7 @@ block() {
 
 
 @dataclass(frozen=True)
-class Step:
+class SetupStep:
     """One thing to set up.
 
     Args:
@@ -74,15 +74,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Done:
+class StepResult:
     """How a step ended: ALREADY, CHANGED or "failed", with what was said."""
 
-    step: Step
+    step: SetupStep
     state: str
     said: str
 
 
-def key_step() -> Step:
+def key_step() -> SetupStep:
     """A key pair of this machine's user, without a passphrase; none is made where there is one."""
     script = f"""\
 mkdir -p -m 700 ~/.ssh
@@ -90,10 +90,10 @@ for key in {" ".join(KEYS)}; do [ ! -f ~/.ssh/$key.pub ] || {{ say {ALREADY}; ex
 ssh-keygen -q -t ed25519 -N '' -C "$(id -un)@$(uname -n)" -f ~/.ssh/id_ed25519
 say {CHANGED}
 """
-    return Step(HERE, "a key pair to log in with (~/.ssh/id_ed25519, no passphrase)", script)
+    return SetupStep(HERE, "a key pair to log in with (~/.ssh/id_ed25519, no passphrase)", script)
 
 
-def accept_step(host: Host, public_key: str) -> Step:
+def accept_step(host: Host, public_key: str) -> SetupStep:
     """A host accepts that key. `public_key`: the line of the .pub file."""
     kind, body = public_key.split()[:2]
     script = f"""\
@@ -105,10 +105,12 @@ if grep -qF {shlex.quote(f"{kind} {body}")} $file; then say {ALREADY}; exit 0; f
 echo {shlex.quote(" ".join(public_key.split()))} >> $file
 say {CHANGED}
 """
-    return Step(host.name, "accepts this machine's key (~/.ssh/authorized_keys)", script, asks=True)
+    return SetupStep(
+        host.name, "accepts this machine's key (~/.ssh/authorized_keys)", script, asks=True
+    )
 
 
-def export_step(folder: Path, hosts: Sequence[Host]) -> Step:
+def export_step(folder: Path, hosts: Sequence[Host]) -> SetupStep:
     """This machine exports a folder to the hosts over NFS (exports(5)): root stays root, so that
     a run's files have one owner."""
     options = "(rw,sync,no_subtree_check,no_root_squash)"
@@ -124,10 +126,10 @@ if block /etc/exports {shlex.quote(str(folder))} <<'EXPORT'
 EXPORT
 then $SUDO exportfs -ra; say {CHANGED}; else say {ALREADY}; fi
 """
-    return Step(HERE, f"exports {folder} over NFS (/etc/exports)", script)
+    return SetupStep(HERE, f"exports {folder} over NFS (/etc/exports)", script)
 
 
-def mount_step(folder: Path, head: str, host: Host) -> Step:
+def mount_step(folder: Path, head: str, host: Host) -> SetupStep:
     """A host mounts the head's folder under the same path, now and at every boot. `head`: this
     machine's address, as the host reaches it."""
     line = f"{_bracketed(head)}:{folder} {folder} nfs rw,hard,noatime,_netdev,nofail 0 0"
@@ -144,10 +146,10 @@ MOUNT
 mountpoint -q {folder} || {{ $SUDO mount {folder}; changed=1; }}
 if [ -n "$changed" ]; then say {CHANGED}; else say {ALREADY}; fi
 """
-    return Step(host.name, f"mounts {folder} of {head} (/etc/fstab)", script)
+    return SetupStep(host.name, f"mounts {folder} of {head} (/etc/fstab)", script)
 
 
-def hostfile_step(path: Path, hosts: Sequence[Host], slots: int) -> Step:
+def hostfile_step(path: Path, hosts: Sequence[Host], slots: int) -> SetupStep:
     """The hostfile; one that is there with other lines is somebody's and stays."""
     lines = "\n".join(f"{_entry(host)} slots={len(host.slots) or slots}" for host in hosts)
     script = f"""\
@@ -166,10 +168,10 @@ $SUDO mkdir -p {path.parent}
 $SUDO tee {path} < "$wanted" > /dev/null
 say {CHANGED}
 """
-    return Step(HERE, f"the hostfile {path}", script)
+    return SetupStep(HERE, f"the hostfile {path}", script)
 
 
-def pdsh_step() -> Step:
+def pdsh_step() -> SetupStep:
     """What people who type pdsh themselves need: Debian's takes rsh by default. trainkit's own
     says it on the line."""
     script = f"""\
@@ -178,11 +180,11 @@ export DSHPATH=$PATH PDSH_RCMD_TYPE=ssh
 PDSH
 then say {CHANGED}; else say {ALREADY}; fi
 """
-    return Step(HERE, "pdsh's variables for your own shell (~/.bashrc)", script)
+    return SetupStep(HERE, "pdsh's variables for your own shell (~/.bashrc)", script)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SetupPlan:
     """What is to be set up.
 
     Args:
@@ -218,21 +220,21 @@ class Wanted:
         """The nodes that are other machines."""
         return [host for host in self.hosts if not is_this_machine(host)]
 
-    def before(self) -> list[Step]:
+    def before(self) -> list[SetupStep]:
         """What is done here before hosts are logged in to."""
         return [
             key_step(),
             *([export_step(self.share, self.away)] if self.share and self.away else []),
         ]
 
-    def of_host(self, host: Host, public_key: str) -> list[Step]:
+    def of_host(self, host: Host, public_key: str) -> list[SetupStep]:
         """What is done on a host; the second only where the first has worked."""
         return [
             accept_step(host, public_key),
             *([mount_step(self.share, self.head, host)] if self.share else []),
         ]
 
-    def after(self) -> list[Step]:
+    def after(self) -> list[SetupStep]:
         """What is done here at last."""
         if self.hostfile:
             written = [hostfile_step(self.hostfile, self.hosts, self.slots)]
@@ -261,7 +263,7 @@ def _bracketed(address: str) -> str:
     return address
 
 
-def ssh_words(cluster: Cluster, host: Host, *, person: bool) -> list[str]:
+def ssh_command(cluster: Cluster, host: Host, *, person: bool) -> list[str]:
     """The line of ssh to a host that may never have been logged in to from here. `person`:
     somebody is there to type a password."""
     if host.port:
@@ -290,13 +292,15 @@ def ssh_words(cluster: Cluster, host: Host, *, person: bool) -> list[str]:
     ]
 
 
-def perform(step: Step, cluster: Cluster, hosts: Sequence[Host], *, person: bool) -> Done:
+def run_step(
+    step: SetupStep, cluster: Cluster, hosts: Sequence[Host], *, person: bool
+) -> StepResult:
     """Run one step; its text goes in by stdin, so that nothing of it is quoted twice."""
     host = next((host for host in hosts if host.name == step.where), None)
     if host is None:
         words = ["bash", "-s"]
     else:
-        words = ssh_words(cluster, host, person=person and step.asks)
+        words = ssh_command(cluster, host, person=person and step.asks)
     try:
         done = subprocess.run(
             words,
@@ -308,13 +312,13 @@ def perform(step: Step, cluster: Cluster, hosts: Sequence[Host], *, person: bool
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Done(step, "failed", str(error))
+        return StepResult(step, "failed", str(error))
     states = [
         line.removeprefix("trainkit: ")
         for line in done.stdout.splitlines()
         if line.startswith("trainkit: ")
     ]
     if done.returncode == 0 and states and states[-1] in (ALREADY, CHANGED):
-        return Done(step, states[-1], "")
+        return StepResult(step, states[-1], "")
     said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    return Done(step, "failed", said[-1] if said else f"it ended with {done.returncode}")
+    return StepResult(step, "failed", said[-1] if said else f"it ended with {done.returncode}")

@@ -1,4 +1,4 @@
-"""Programs that are run once on the agents of a crew, for what they print."""
+"""Programs that are run once on the agents of a pool, for what they print."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import Frame
-from trainkit.launch.supervise.agent_pool import Crew, Hello, Missing
-from trainkit.launch.supervise.orphan_sweep import open_crew
+from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent, MissingAgent
+from trainkit.launch.supervise.orphan_sweep import open_agent_pool
 
 STOP_SECONDS = 5.0  # beyond the grace, until an agent has ended what was too slow
 
 
 @dataclass
-class Said:
+class CommandResult:
     """What one program said, and how it ended.
 
     Args:
@@ -49,7 +49,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Program:
+class RemoteCommand:
     """One program on one node; `key` names it there."""
 
     argv: Sequence[str]
@@ -62,33 +62,39 @@ class Program:
         return {"key": key, "argv": list(self.argv), "env": dict(self.env), "cwd": "/", **rest}
 
 
-async def guard(crew: Crew) -> None:
-    """What will be started on the crew's agents is to die with them; they hold no slot."""
-    session = crew.session
+async def bind_to_agents(pool: AgentPool) -> None:
+    """What will be started on the pool's agents is to die with them; they hold no slot."""
+    session = pool.session
     rest: Frame = {"type": "reserve", "run": session.run, "attempt": 0, "slots": [], "share": True}
-    await crew.ask(
-        {node: {**rest, "mark": session.mark(node)} for node in crew.present},
+    await pool.ask(
+        {node: {**rest, "mark": session.mark(node)} for node in pool.present},
         {"reserved"},
         session.connect,
     )
 
 
-async def run_together(
-    crew: Crew, programs: Mapping[int, Sequence[Program]], seconds: float, *, turn: str = ""
-) -> dict[tuple[int, str], Said]:
+async def run_on_agents(
+    pool: AgentPool,
+    programs: Mapping[int, Sequence[RemoteCommand]],
+    seconds: float,
+    *,
+    turn: str = "",
+) -> dict[tuple[int, str], CommandResult]:
     """Start programs by node, all at once, and wait until all have ended; what has not after so
     many `seconds` is stopped.
 
     Args:
-        turn: tells the programs of several calls on one crew apart.
+        turn: tells the programs of several calls on one pool apart.
 
     Returns:
         What each said, by (node, its key).
     """
-    said = {(node, program.key): Said() for node, each in programs.items() for program in each}
+    said = {
+        (node, program.key): CommandResult() for node, each in programs.items() for program in each
+    }
     ended = set[tuple[int, str]]()
     for node, each in programs.items():
-        crew.send(
+        pool.send(
             node,
             {
                 "type": "go",
@@ -98,13 +104,13 @@ async def run_together(
         )
     deadline = time.monotonic() + seconds
     while len(ended) < len(said):
-        for node, frame in crew.lost.items():
+        for node, frame in pool.lost.items():
             for who in [who for who in said if who[0] == node and who not in ended]:
                 said[who].error = str(frame["why"])
                 ended.add(who)
         try:
             async with asyncio.timeout(min(deadline - time.monotonic(), 1.0)):
-                node, frame = await crew.received.get()
+                node, frame = await pool.received.get()
         except TimeoutError:
             if time.monotonic() < deadline:
                 continue
@@ -119,11 +125,13 @@ async def run_together(
             node: {"type": "stop", "grace": 1.0, "keys": [turn + k for n, k in slow if n == node]}
             for node in {n for n, _ in slow}
         }
-        await crew.ask(frames, {"stopped"}, 1.0 + STOP_SECONDS)
+        await pool.ask(frames, {"stopped"}, 1.0 + STOP_SECONDS)
     return said
 
 
-def _take(said: Said, frame: Frame, ended: set[tuple[int, str]], who: tuple[int, str]) -> None:
+def _take(
+    said: CommandResult, frame: Frame, ended: set[tuple[int, str]], who: tuple[int, str]
+) -> None:
     kind = frame["type"]
     if kind == "output":
         text = str(frame["text"])
@@ -137,7 +145,7 @@ def _take(said: Said, frame: Frame, ended: set[tuple[int, str]], who: tuple[int,
         ended.add(who)
 
 
-def on_all(
+def run_on_hosts(
     cluster: Cluster,
     hosts: Sequence[Host],
     root: Path,
@@ -145,21 +153,23 @@ def on_all(
     seconds: float,
     *,
     launcher: Launcher | None = None,
-) -> dict[str, Said]:
+) -> dict[str, CommandResult]:
     """What one command line says on each host, by host, in order."""
 
-    async def run() -> dict[str, Said]:
-        async with open_crew(cluster, hosts, root, "once", launcher=launcher) as crew:
-            answers = await crew.gather(crew.session.connect)
-            await guard(crew)
-            said = await run_together(
-                crew, {node: [Program(argv, dict(cluster.env))] for node in crew.present}, seconds
+    async def run() -> dict[str, CommandResult]:
+        async with open_agent_pool(cluster, hosts, root, "once", launcher=launcher) as pool:
+            answers = await pool.gather(pool.session.connect)
+            await bind_to_agents(pool)
+            said = await run_on_agents(
+                pool,
+                {node: [RemoteCommand(argv, dict(cluster.env))] for node in pool.present},
+                seconds,
             )
         return {
             a.host: (
                 said[a.node, "0"]
-                if isinstance(a, Hello) and (a.node, "0") in said
-                else Said(error=_why(a))
+                if isinstance(a, JoinedAgent) and (a.node, "0") in said
+                else CommandResult(error=_why(a))
             )
             for a in answers
         }
@@ -167,7 +177,7 @@ def on_all(
     return asyncio.run(run())
 
 
-def _why(answer: Hello | Missing) -> str:
-    if isinstance(answer, Missing):
+def _why(answer: JoinedAgent | MissingAgent) -> str:
+    if isinstance(answer, MissingAgent):
         return answer.why
     return "its agent was lost"

@@ -41,12 +41,12 @@ from trainkit.launch.slurm.sbatch import (
     write_script,
 )
 from trainkit.launch.slurm.squeue import failed_nodes, requeue, standing, usable_nodes
-from trainkit.launch.supervise.attempt import AttemptEnd
-from trainkit.launch.supervise.observer import Watch
-from trainkit.launch.supervise.outcome import Ask, Outcome
-from trainkit.launch.supervise.rendezvous import NoStart
-from trainkit.launch.supervise.retry_policy import Budgets
-from trainkit.launch.supervise.stop_requests import Asks
+from trainkit.launch.supervise.attempt import AttemptResult
+from trainkit.launch.supervise.observer import RunObserver
+from trainkit.launch.supervise.outcome import Outcome, StopRequest
+from trainkit.launch.supervise.rendezvous import StartError
+from trainkit.launch.supervise.retry_policy import RetryBudgets
+from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.launch.supervise.supervisor import Supervisor
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import last_step, read_events
@@ -62,7 +62,7 @@ ASK_AGAIN_SECONDS = 60.0  # a slurmctld that does not answer
 Kind = Literal["time-limit", "preemption", "infra", ""]
 
 
-class BatchAsks(Asks):
+class BatchStopRequests(StopRequests):
     """USR1 (--signal) and TERM (scancel, preemption, requeue, the time limit itself) ask to
     save; a later one asks for no more: KILL comes by itself."""
 
@@ -102,7 +102,7 @@ class BatchAsks(Asks):
     def _asked(self, number: int) -> None:
         if self.first is None:
             self.signalled = number
-        self.save(Ask.SAVE)
+        self.save(StopRequest.SAVE)
 
 
 class NoProlog(Slurm):
@@ -124,7 +124,7 @@ class NoProlog(Slurm):
             f" {self.code})"
         )
         hint = f"what it said is in the job's output, slurm-JOB.out beside {session.folder}"
-        raise NoStart(
+        raise StartError(
             Exit.START, "nothing was started", [(self.host, why)], hint=hint, suspects=[self.host]
         )
 
@@ -136,8 +136,8 @@ class BatchSupervisor(Supervisor):
         self,
         run: RunFolder,
         secrets: Mapping[str, str],
-        asks: BatchAsks,
-        watch: Watch,
+        asks: BatchStopRequests,
+        watch: RunObserver,
         granted: Granted,
         launcher: Launcher | None = None,
     ) -> None:
@@ -175,11 +175,11 @@ class BatchSupervisor(Supervisor):
             began = any(event["event"] == "go" for event in events)
             if ended is not None and not budget and ended["class"] != "preempted":
                 # it was the end; that the job runs again is a person's word: scontrol requeue
-                self.budgets = Budgets(self.job.retries)
+                self.budgets = RetryBudgets(self.job.retries)
                 continue
             if ended is None:
                 kind: str = "infra"  # its node, or KILL without a word
-                end = AttemptEnd(
+                end = AttemptResult(
                     Outcome(
                         Exit.RANK_INFRA,
                         "infra",
@@ -190,12 +190,12 @@ class BatchSupervisor(Supervisor):
                 )
             else:
                 outcome = Outcome(Exit(ended["exit"]), ended["class"], ended["root_cause"])
-                end = AttemptEnd(outcome, began, ended.get("step", 0))
+                end = AttemptResult(outcome, began, ended.get("step", 0))
                 kind = budget or "preemption"
             if (verdict := self.budgets.after(end, kind)) != "again":
                 self._give_up(attempt.number, kind, verdict, end)
 
-    def _give_up(self, number: int, kind: str, verdict: str, end: AttemptEnd) -> None:
+    def _give_up(self, number: int, kind: str, verdict: str, end: AttemptResult) -> None:
         """Raise TrainkitError, once the record says why there is no further attempt."""
         message = f"attempt {number} ended ({kind}), and " + (
             f"{self.budgets.same_step} times in the same way at step {end.step}"
@@ -237,7 +237,7 @@ class BatchSupervisor(Supervisor):
             return 0
         return await super()._sweep(hosts)
 
-    def _asked_between(self, end: AttemptEnd | None) -> Outcome | None:
+    def _asked_between(self, end: AttemptResult | None) -> Outcome | None:
         """None: who ends the job, and whether it goes on, is judged at an attempt's end; one
         that begins now ends at once."""
         return None
@@ -294,7 +294,7 @@ class BatchSupervisor(Supervisor):
             if now.preempted or now.restarts > self.granted.restarts or not now.ours:
                 self.told.ends()
 
-    def _judged(self, end: AttemptEnd) -> AttemptEnd:
+    def _judged(self, end: AttemptResult) -> AttemptResult:
         """The end with its verdict: again in this allocation, later in another, or not at all.
         Slurm's word comes before what its TERM has brought about."""
         if (
@@ -307,7 +307,7 @@ class BatchSupervisor(Supervisor):
             self._judge_bad_nodes(end)
         return end
 
-    def _judge_bad_nodes(self, end: AttemptEnd) -> None:
+    def _judge_bad_nodes(self, end: AttemptResult) -> None:
         """Nodes that are to blame: Slurm gives others. At the start too: nobody waits for a job
         that was in the queue for days."""
         if (
@@ -327,7 +327,7 @@ class BatchSupervisor(Supervisor):
             self.later = "infra"
             self.bad = dict(self.hosts.left_out)
 
-    def _judged_by_slurm(self, end: AttemptEnd, kind: Kind) -> AttemptEnd:
+    def _judged_by_slurm(self, end: AttemptResult, kind: Kind) -> AttemptResult:
         cause = dict(end.outcome.root_cause or {})
         if kind != "infra" or end.outcome.failure_class == "preempted":
             saved = cause.get("saved") is True
@@ -378,7 +378,7 @@ class BatchSupervisor(Supervisor):
             return ""
         return None
 
-    def _goes_on(self, end: AttemptEnd) -> bool:
+    def _goes_on(self, end: AttemptResult) -> bool:
         if self.later:
             self._hand_over()
         return super()._goes_on(end)
@@ -456,7 +456,7 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
         is judged by what the nodes make of it: all are asked to
             run it. Where they do not (pyxis), the batch host alone is to blame.
     """
-    asks = BatchAsks()
+    asks = BatchStopRequests()
     with asks.listening():
         where = granted(environment)
         job = read_job(run.job)
@@ -476,7 +476,7 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
             drop_slurm_job(run, entry.id)
             return ended
         _refuse_other_inputs(run, entry)
-        watch = Watch(
+        watch = RunObserver(
             lambda run: print(f"run {run.id} on {', '.join(where.hosts)}", flush=True),
             lambda: None,
             lambda text: print(text, flush=True),

@@ -29,7 +29,7 @@ HELD_FRAMES = 10_000
 
 
 @dataclass(frozen=True)
-class Hello:
+class JoinedAgent:
     """An agent that is there. `clock_offset`: seconds its clock is ahead of ours, less the
     quickest frame's way."""
 
@@ -40,7 +40,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingAgent:
     """An agent that did not come, and why as far as can be told from here.
 
     `not_shared`: the host was reached and does not see the session's folder.
@@ -52,7 +52,7 @@ class Missing:
     not_shared: bool = False
 
 
-class Crew:
+class AgentPool:
     """All agents of a session, by node.
 
     Args:
@@ -66,7 +66,7 @@ class Crew:
         self.launcher = launcher
         self.server = server
         self.received: asyncio.Queue[tuple[int, Frame]] = asyncio.Queue()
-        self.hellos: dict[int, Hello] = {}
+        self.hellos: dict[int, JoinedAgent] = {}
         self.lost: dict[int, Frame] = {}
         self._connections: dict[int, Connection] = {}
         self._phase = "gather"
@@ -76,7 +76,7 @@ class Crew:
         self._looking: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Crew:
+    async def __aenter__(self) -> AgentPool:
         self.server.token = self.session.token
         self.server.handlers["agent"] = self._serve
         self._transports = self.launcher.start(self.session, self.session.hosts)
@@ -123,7 +123,7 @@ class Crew:
             self.send(node, {"type": "bye"})
             self._leaving.add(node)
 
-    async def gather(self, timeout: float) -> list[Hello | Missing]:
+    async def gather(self, timeout: float) -> list[JoinedAgent | MissingAgent]:
         """Wait until every agent has said hello or cannot come any more, at most `timeout`
         seconds; the answers by node."""
         deadline = time.monotonic() + timeout
@@ -187,7 +187,7 @@ class Crew:
         with contextlib.suppress(OSError):
             self._ends = dict(transports.poll())
 
-    def _missing(self, node: int, end: TransportExit | None, timeout: float) -> Missing:
+    def _missing(self, node: int, end: TransportExit | None, timeout: float) -> MissingAgent:
         host = self.host(node)
         if end is not None:
             words = end.last or f"{self.launcher.name} ended with {end.code} and said nothing"
@@ -197,14 +197,14 @@ class Crew:
             unseen = re.search(
                 re.escape(f"{self.session.folder}/") + r"[a-z]+\.sh: No such file", end.last
             )
-            return Missing(node, host, words, unseen is not None)
+            return MissingAgent(node, host, words, unseen is not None)
         if node in self.lost:
-            return Missing(node, host, f"its agent came and went: {self.lost[node]['why']}")
+            return MissingAgent(node, host, f"its agent came and went: {self.lost[node]['why']}")
         if node in self._connections:
-            return Missing(
+            return MissingAgent(
                 node, host, f"its agent connected and then hung: no hello within {timeout:g} s"
             )
-        return Missing(
+        return MissingAgent(
             node, host, f"no agent came within {timeout:g} s; {self.launcher.name} is still trying"
         )
 
@@ -237,9 +237,9 @@ class Crew:
         ):
             self.hellos[node] = replace(hello, clock_offset=offset)
 
-    def _hello(self, node: int, facts: Frame) -> Hello:
+    def _hello(self, node: int, facts: Frame) -> JoinedAgent:
         offset = float(facts.get("clock") or time.time()) - time.time()
-        return Hello(node, self.host(node), facts, offset)
+        return JoinedAgent(node, self.host(node), facts, offset)
 
     def _lose(self, node: int, why: str, *, silent: bool) -> None:
         if node in self.lost or node in self._leaving:

@@ -23,14 +23,24 @@ from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import Frame
 from trainkit.launch.protocol.server import Server
 from trainkit.launch.session import Session, new_session
-from trainkit.launch.supervise.agent_pool import Crew, Hello
-from trainkit.launch.supervise.failure_rules import Rules
-from trainkit.launch.supervise.hang_report import Stacks
-from trainkit.launch.supervise.heartbeats import Pulse
-from trainkit.launch.supervise.outcome import Ask, LostContact, Outcome, RankEnd, judge_outcome
-from trainkit.launch.supervise.rank_environment import passed_on, rank_environment, world_document
-from trainkit.launch.supervise.rendezvous import NoStart, allocate, gather, rendezvous, reserve
-from trainkit.launch.supervise.stop_requests import Asks
+from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent
+from trainkit.launch.supervise.failure_rules import FailureRules
+from trainkit.launch.supervise.hang_report import StackDumps
+from trainkit.launch.supervise.heartbeats import Heartbeats
+from trainkit.launch.supervise.outcome import (
+    LostContact,
+    Outcome,
+    RankExit,
+    StopRequest,
+    judge_outcome,
+)
+from trainkit.launch.supervise.rank_environment import (
+    passed_environment,
+    rank_environment,
+    world_document,
+)
+from trainkit.launch.supervise.rendezvous import StartError, allocate, gather, rendezvous, reserve
+from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog
 
@@ -44,7 +54,7 @@ STOP_SECONDS = 8.0  # beyond the grace, for an agent to prove that nothing is le
 
 
 @dataclass(frozen=True)
-class Setting:
+class AttemptContext:
     """What all attempts of one supervisor share.
 
     Args:
@@ -62,16 +72,16 @@ class Setting:
     launcher: Launcher
     server: Server
     secrets: Mapping[str, str]
-    rules: Rules
+    rules: FailureRules
     share: bool
-    asks: Asks
+    asks: StopRequests
     show: Callable[[Callable[[], None]], None]
     tick: Callable[[], None]
     notice: Callable[[str], None]
 
 
 @dataclass
-class AttemptEnd:
+class AttemptResult:
     """How an attempt ended, and what the next one must know.
 
     Args:
@@ -120,7 +130,7 @@ class Attempt:
         job: Job,
         hosts: Sequence[Host],
         command: Command,
-        setting: Setting,
+        setting: AttemptContext,
     ) -> None:
         self.run = run
         self.job = job
@@ -138,18 +148,18 @@ class Attempt:
             job.cluster,
             code,
             logs,
-            passed_on(),
+            passed_environment(),
             node_container(job, folder, run.id, number, reusable_since(run)),
         )
         self.events = EventLog(self.folder)
-        self.pulse = Pulse(self.folder, job.cluster.watch)
-        self.stacks = Stacks(self.folder)
+        self.pulse = Heartbeats(self.folder, job.cluster.watch)
+        self.stacks = StackDumps(self.folder)
         self.redactor = Redactor(setting.secrets.values())
         self.world: dict[str, Any] = {}
         self.node_of: dict[int, int] = {}
         self.running: set[int] = set()
         self.waiting: set[int] = set()  # ranks whose start is not confirmed
-        self.ends: list[RankEnd] = []
+        self.ends: list[RankExit] = []
         self.losses: list[LostContact] = []
         # what is left, by the nodes that have said so
         self.stopped: dict[int, list[dict[str, Any]]] = {}
@@ -167,7 +177,7 @@ class Attempt:
             world_size=self.job.world_size,
         )
 
-    async def go(self) -> AttemptEnd:
+    async def go(self) -> AttemptResult:
         """Start the ranks, follow them to their end, judge it. Leaves nothing running on any
         host that can be reached. Writes no "ended"."""
         survivors: list[dict[str, Any]] = []
@@ -175,12 +185,12 @@ class Attempt:
         try:
             server = self.setting.server
             self.session.write(self.run.root, server.address, server.port, self.setting.secrets)
-            async with Crew(self.session, self.setting.launcher, server) as crew:
+            async with AgentPool(self.session, self.setting.launcher, server) as pool:
                 try:
-                    outcome = await self._guarded(crew)
+                    outcome = await self._guarded(pool)
                 finally:
-                    survivors = await self._stop_all(crew, "the supervisor ends")
-        except NoStart as error:
+                    survivors = await self._stop_all(pool, "the supervisor ends")
+        except StartError as error:
             outcome = error.outcome
         except TrainkitError as error:
             outcome = Outcome(
@@ -221,7 +231,7 @@ class Attempt:
         }
         if doubtful and self.lost_at is None:
             self.lost_at = time.monotonic()
-        return AttemptEnd(
+        return AttemptResult(
             self._clean(outcome),
             began=self.began,
             step=self.pulse.step(),
@@ -232,14 +242,14 @@ class Attempt:
             lost_at=self.lost_at,
         )
 
-    async def _guarded(self, crew: Crew) -> Outcome | None:
+    async def _guarded(self, pool: AgentPool) -> Outcome | None:
         """The attempt up to the point where everything has ended or has to be stopped; the
         outcome where it is known without judging ends."""
         try:
-            await self._interruptible(self._come_together(crew))
-            await self._start(crew)
-            return await self._watch(crew)
-        except NoStart as error:
+            await self._interruptible(self._come_together(pool))
+            await self._start(pool)
+            return await self._watch(pool)
+        except StartError as error:
             return error.outcome
         except _Asked:
             return judge_outcome([], 1, self.setting.asks.first)
@@ -266,15 +276,15 @@ class Attempt:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _come_together(self, crew: Crew) -> None:
+    async def _come_together(self, pool: AgentPool) -> None:
         if self.job.cluster.device_type == "cuda":
             gpus = self.job.ranks_per_node
         else:
             gpus = 0
-        await gather(crew, gpus=gpus, joined=self._joined)
-        await reserve(crew, self.job, share=self.setting.share)
-        address, port = await rendezvous(crew, self.job)
-        allocation = allocate(crew, self.job, self.command, address, port)
+        await gather(pool, gpus=gpus, joined=self._joined)
+        await reserve(pool, self.job, share=self.setting.share)
+        address, port = await rendezvous(pool, self.job)
+        allocation = allocate(pool, self.job, self.command, address, port)
         self.world = world_document(
             self.run,
             self.folder.number,
@@ -286,7 +296,7 @@ class Attempt:
         for name, text in self.command.files.items():
             write_text(self.run.path / name, text)
 
-    def _joined(self, hello: Hello) -> None:
+    def _joined(self, hello: JoinedAgent) -> None:
         address = hello.facts.get("address")
         offset = round(hello.clock_offset, 3)
         self.events.note(
@@ -298,8 +308,8 @@ class Attempt:
             proof=hello.facts.get("proof"),
         )
 
-    async def _start(self, crew: Crew) -> None:
-        """Start every rank. Raises NoStart (8) with all that could not be started."""
+    async def _start(self, pool: AgentPool) -> None:
+        """Start every rank. Raises StartError (8) with all that could not be started."""
         for folder in (
             self.folder.log(0).parent,
             self.folder.error(0).parent,
@@ -319,23 +329,23 @@ class Attempt:
                 self._process(node, local_rank, rank)
                 for local_rank, rank in enumerate(entry["ranks"][:a_node])
             ]
-            crew.send(
+            pool.send(
                 node,
                 {"type": "go", "processes": processes, "secret_names": list(self.setting.secrets)},
             )
         deadline = time.monotonic() + self.session.connect
         while self.waiting and not self.losses:
             if time.monotonic() > deadline:
-                hosts = sorted({crew.host(self.node_of[rank]) for rank in self.waiting})
-                raise NoStart(
+                hosts = sorted({pool.host(self.node_of[rank]) for rank in self.waiting})
+                raise StartError(
                     Exit.START,
                     "could not start all ranks",
                     [(host, "hung while starting its ranks") for host in hosts],
                     suspects=hosts,
                 )
-            await self._take_next(crew)
+            await self._take_next(pool)
         if self.not_started:
-            raise NoStart(Exit.START, "could not start all ranks", self.not_started)
+            raise StartError(Exit.START, "could not start all ranks", self.not_started)
         self.session.forget_secrets()  # every agent has read them
         self.events.write("go")
         self.began = True
@@ -354,12 +364,12 @@ class Attempt:
             **flags,
         }
 
-    async def _watch(self, crew: Crew) -> Outcome | None:
+    async def _watch(self, pool: AgentPool) -> Outcome | None:
         """Follow the ranks until none runs or all must be stopped; an outcome only for a hang."""
         deadline = float("inf")  # when ranks that still run are stopped
         seen = 0
         while self.running:
-            await self._take_next(crew)
+            await self._take_next(pool)
             for end in self.ends[seen:]:
                 well = (
                     end.done
@@ -369,7 +379,7 @@ class Attempt:
                 if end.code == Exit.PREEMPTED and not self.pulse.stepping:
                     # whoever told that one did not tell its peers; ranks that make steps agree on
                     # it by themselves
-                    self._tell_to_save(crew)
+                    self._tell_to_save(pool)
                 deadline = min(
                     deadline, time.monotonic() + (TEARDOWN_SECONDS if well else ECHO_SECONDS)
                 )
@@ -378,7 +388,7 @@ class Attempt:
                 deadline = min(deadline, time.monotonic() + ECHO_SECONDS)
             if time.monotonic() > deadline:
                 await self._stop_all(
-                    crew,
+                    pool,
                     (
                         "a rank has ended and its peers go on"
                         if not self.losses
@@ -386,55 +396,55 @@ class Attempt:
                     ),
                 )
                 return None
-            if await self._heed(crew):
+            if await self._heed(pool):
                 return None
             if deadline == float("inf") and (seconds := self.pulse.stalled()):
-                return await self._hang(crew, seconds)
+                return await self._hang(pool, seconds)
         return None
 
-    async def _heed(self, crew: Crew) -> bool:
+    async def _heed(self, pool: AgentPool) -> bool:
         """Do what was asked since last time; whether everything was stopped."""
         asks = self.setting.asks
         if asks.at_once:
-            await self._stop_all(crew, "it was asked to stop at once")
+            await self._stop_all(pool, "it was asked to stop at once")
             return True
         if asks.first and not self.heeded:
             self.heeded = True
-            if asks.first == Ask.INTERRUPT:
+            if asks.first == StopRequest.INTERRUPT:
                 how = "Ctrl-C again stops at once"
             else:
                 how = "a second signal stops at once"
             self.setting.show(
                 lambda: self.setting.notice(f"saving at the end of this step, then stopping; {how}")
             )
-            self._tell_to_save(crew)
+            self._tell_to_save(pool)
         return False
 
-    def _tell_to_save(self, crew: Crew) -> None:
+    def _tell_to_save(self, pool: AgentPool) -> None:
         """Have all ranks save at the end of their step and leave; once."""
         if self.told_to_save:
             return
         self.told_to_save = True
         self.events.write("saving", ranks=sorted(self.running))
-        for node in crew.present:
-            crew.send(node, {"type": "signal", "signal": "USR1", "keys": None})
+        for node in pool.present:
+            pool.send(node, {"type": "signal", "signal": "USR1", "keys": None})
 
-    async def _hang(self, crew: Crew, seconds: float) -> Outcome:
+    async def _hang(self, pool: AgentPool, seconds: float) -> Outcome:
         """Nobody moves: have all stacks written, name who is missing, stop."""
         self.setting.show(
             lambda: self.setting.notice(
                 f"no rank has moved for {seconds:.0f} s: looking at their stacks, then stopping"
             )
         )
-        nodes = crew.present
+        nodes = pool.present
         for node in nodes:
-            crew.send(node, {"type": "stacks", "py_spy": True})
+            pool.send(node, {"type": "stacks", "py_spy": True})
         deadline = time.monotonic() + self.stacks.seconds
         while time.monotonic() < deadline and not self.losses and not self.stacks.complete(nodes):
-            await self._take_next(crew)
+            await self._take_next(pool)
         self.stacks.write()
         hang = self.stacks.judge(
-            self.pulse, self.running, lambda rank: crew.host(self.node_of[rank]), seconds
+            self.pulse, self.running, lambda rank: pool.host(self.node_of[rank]), seconds
         )
         self.events.write(
             "hang",
@@ -444,56 +454,56 @@ class Attempt:
                 else {}
             ),
         )
-        await self._stop_all(crew, "it hangs")
+        await self._stop_all(pool, "it hangs")
         return hang
 
-    async def _take_next(self, crew: Crew) -> None:
+    async def _take_next(self, pool: AgentPool) -> None:
         """Take in what has come, waiting a little for it; then let the view look."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_SECONDS):
-                self._take(crew, *await crew.received.get())
-        while not crew.received.empty():
-            self._take(crew, *crew.received.get_nowait())
+                self._take(pool, *await pool.received.get())
+        while not pool.received.empty():
+            self._take(pool, *pool.received.get_nowait())
         self.setting.show(self.setting.tick)
 
-    def _take(self, crew: Crew, node: int, frame: Frame) -> None:
+    def _take(self, pool: AgentPool, node: int, frame: Frame) -> None:
         kind = frame["type"]
         if kind == "heartbeat":
             for key, beat in frame["beats"].items():
                 self.pulse.take(int(key), beat)
         elif kind == "started":
-            self._started(int(frame["key"]), crew.host(node), frame["pid"])
+            self._started(int(frame["key"]), pool.host(node), frame["pid"])
         elif kind == "start_failed":
             self.waiting.discard(int(frame["key"]))
-            self.not_started.append((crew.host(node), f"rank {frame['key']}: {frame['error']}"))
+            self.not_started.append((pool.host(node), f"rank {frame['key']}: {frame['error']}"))
         elif kind == "ended":
-            self._ended(crew, node, frame)
+            self._ended(pool, node, frame)
         elif kind == "stopped":
-            self.stopped[node] = [{"host": crew.host(node), **left} for left in frame["left"]]
+            self.stopped[node] = [{"host": pool.host(node), **left} for left in frame["left"]]
         elif kind == "stacks":
             self.stacks.take(node, frame)
         elif kind == "output":
-            self._note("agent_said", node=node, host=crew.host(node), text=frame.get("text"))
+            self._note("agent_said", node=node, host=pool.host(node), text=frame.get("text"))
         elif kind == "lost":
-            self._lost(crew, node, frame)
+            self._lost(pool, node, frame)
 
     def _started(self, rank: int, host: str, pid: int) -> None:
         self.waiting.discard(rank)
         self.running.add(rank)
         self._note("rank_started", rank=rank, host=host, pid=pid)
 
-    def _ended(self, crew: Crew, node: int, frame: Frame) -> None:
+    def _ended(self, pool: AgentPool, node: int, frame: Frame) -> None:
         rank = int(frame["key"])
         self.waiting.discard(rank)
         self.running.discard(rank)
-        time_here = float(frame["time"]) - crew.hellos[node].clock_offset
+        time_here = float(frame["time"]) - pool.hellos[node].clock_offset
         if frame.get("error"):
             error = self._redacted_error(rank)
         else:
             error = None
-        end = RankEnd(
+        end = RankExit(
             rank=rank,
-            host=crew.host(node),
+            host=pool.host(node),
             code=int(frame["code"]),
             time=time_here,
             stopped=bool(frame["stopped"]),
@@ -526,37 +536,37 @@ class Attempt:
             return clean
         return None
 
-    def _lost(self, crew: Crew, node: int, frame: Frame) -> None:
+    def _lost(self, pool: AgentPool, node: int, frame: Frame) -> None:
         gone = {rank for rank, where in self.node_of.items() if where == node}
         if node not in self.stopped or gone & self.running:
             ago = float(frame["ago"])
             self.losses.append(
-                LostContact(crew.host(node), frame["why"], time.time() - ago, frame["silent"])
+                LostContact(pool.host(node), frame["why"], time.time() - ago, frame["silent"])
             )
             self.lost_at = max(self.lost_at or 0.0, time.monotonic() - ago)
             # a full disk must not keep us from stopping the others
             with contextlib.suppress(OSError):
-                self.events.write("contact_lost", node=node, host=crew.host(node), why=frame["why"])
+                self.events.write("contact_lost", node=node, host=pool.host(node), why=frame["why"])
         self.running -= gone
         self.waiting -= gone
 
-    async def _stop_all(self, crew: Crew, reason: str) -> list[dict[str, Any]]:
+    async def _stop_all(self, pool: AgentPool, reason: str) -> list[dict[str, Any]]:
         """TERM, KILL after the grace, on every host; returns what outlived that, from those that
         answered."""
         grace = self.job.cluster.watch.grace
         if self.node_of:
-            nodes = [node for node in crew.present if node not in self.stopped]
+            nodes = [node for node in pool.present if node not in self.stopped]
         else:
             nodes = []
         if nodes:
             for node in nodes:
-                crew.send(node, {"type": "stop", "grace": grace, "keys": None})
+                pool.send(node, {"type": "stop", "grace": grace, "keys": None})
             if self.running:
                 with contextlib.suppress(OSError):
                     self.events.write("stopping", reason=reason, ranks=sorted(self.running))
             deadline = time.monotonic() + grace + STOP_SECONDS
             while time.monotonic() < deadline and any(
-                node not in self.stopped and node not in crew.lost for node in nodes
+                node not in self.stopped and node not in pool.lost for node in nodes
             ):
-                await self._take_next(crew)
+                await self._take_next(pool)
         return [left for found in self.stopped.values() for left in found]

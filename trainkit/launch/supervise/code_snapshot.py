@@ -38,7 +38,7 @@ OWN = ("runs", "code", "data", "stamps", "quarantine", "sessions")
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class ExcludedFile:
     """A file of the repository that is not in the snapshot."""
 
     path: str
@@ -51,7 +51,7 @@ class Snapshot(NamedTuple):
 
     sha256: str
     folder: Path
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[ExcludedFile, ...]
 
 
 def take_snapshot(package: Path, code: Path, project: Path | None = None) -> Snapshot:
@@ -165,7 +165,7 @@ def _git(folder: Path, *words: str) -> bytes | None:
     return None
 
 
-def _project_files(repository: Path, root: Path) -> tuple[list[str], tuple[LeftOut, ...]]:
+def _project_files(repository: Path, root: Path) -> tuple[list[str], tuple[ExcludedFile, ...]]:
     """(names, what is left out) of a repository's tracked files, those of submodules too, and of
     files that are new and not ignored."""
     tracked = _git(repository, "ls-files", "-z", "--cached", "--recurse-submodules")
@@ -185,7 +185,7 @@ def _project_files(repository: Path, root: Path) -> tuple[list[str], tuple[LeftO
         if not why and total + size > WHOLE:
             why = f"all files together are over {WHOLE // 2**20} MB"
         if why:
-            left_out.append(LeftOut(name, size, why))
+            left_out.append(ExcludedFile(name, size, why))
             continue
         names.append(name)
         total += size

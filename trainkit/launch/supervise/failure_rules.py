@@ -16,8 +16,8 @@ BUILT_IN = Path(__file__).with_name("failure_rules.toml")
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Rules by name, in the order they are tried."""
+class FailureRules:
+    """FailureRules by name, in the order they are tried."""
 
     rules: Mapping[str, FailureRule]
 
@@ -36,14 +36,14 @@ class Rules:
         )
 
 
-def rules_of(cluster: Cluster) -> Rules:
+def load_failure_rules(cluster: Cluster) -> FailureRules:
     """The cluster's own rules, then those that come with trainkit; one of the same name replaces
     the latter."""
     with open(BUILT_IN, "rb") as file:
         built_in = {
             name: FailureRule.model_validate(rule) for name, rule in tomli.load(file).items()
         }
-    return Rules(
+    return FailureRules(
         {
             **cluster.failures,
             **{name: rule for name, rule in built_in.items() if name not in cluster.failures},

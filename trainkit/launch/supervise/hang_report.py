@@ -8,7 +8,7 @@ from typing import Any
 from trainkit.base.errors import Exit
 from trainkit.base.files import write_text
 from trainkit.launch.protocol.frames import Frame
-from trainkit.launch.supervise.heartbeats import Pulse
+from trainkit.launch.supervise.heartbeats import Heartbeats
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.runs.folder import AttemptFolder
 
@@ -21,7 +21,7 @@ STATES = {
 NAMED = 8  # ranks named in one line
 
 
-class Stacks:
+class StackDumps:
     """The answers of all agents to "stacks"."""
 
     seconds = 15.0  # that agents have: 3 for the ranks' own dump, 10 for py-spy
@@ -54,7 +54,11 @@ class Stacks:
             write_text(self.folder / f"{rank}.txt", text.encode("utf-8", "replace").decode())
 
     def judge(
-        self, pulse: Pulse, ranks: Collection[int], host_of: Callable[[int], str], seconds: float
+        self,
+        pulse: Heartbeats,
+        ranks: Collection[int],
+        host_of: Callable[[int], str],
+        seconds: float,
     ) -> Outcome:
         """The outcome of a hang: ranks that are behind, or do not run, or did not answer, are
         the missing ones. If they share a host and none of them answers although nobody stopped

@@ -20,7 +20,7 @@ from trainkit.runs.folder import AttemptFolder
 COPY_SECONDS = 5.0
 
 
-class Pulse:
+class Heartbeats:
     """What the ranks of one attempt have said of themselves.
 
     Args:

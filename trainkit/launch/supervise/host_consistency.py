@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 from trainkit.launch.session import Session
-from trainkit.launch.supervise.agent_pool import Hello
+from trainkit.launch.supervise.agent_pool import JoinedAgent
 
 # versions that make ranks of one run incompatible; kernels may differ
 COMPARED = ("python", "torch", "nccl", "cuda")
 SHOWN = 20  # hosts of a table
 
 
-def disagreements(hellos: Sequence[Hello], session: Session, gpus: int) -> list[tuple[str, str]]:
+def host_inconsistencies(
+    hellos: Sequence[JoinedAgent], session: Session, gpus: int
+) -> list[tuple[str, str]]:
     """(host, what is wrong) for everything that would make the processes fail later or, worse,
     not fail. `gpus`: how many each host must have."""
     found = []
@@ -38,7 +40,7 @@ def disagreements(hellos: Sequence[Hello], session: Session, gpus: int) -> list[
     return found
 
 
-def _problems(hello: Hello, session: Session, gpus: int) -> list[str]:
+def _problems(hello: JoinedAgent, session: Session, gpus: int) -> list[str]:
     """What is wrong with one host by itself."""
     facts = hello.facts
     cluster = session.cluster

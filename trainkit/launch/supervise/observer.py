@@ -9,7 +9,7 @@ from trainkit.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Watch:
+class RunObserver:
     """How a person follows an attempt.
 
     Args:
@@ -23,6 +23,6 @@ class Watch:
     notice: Callable[[str], None]
 
 
-def nobody() -> Watch:
+def silent_observer() -> RunObserver:
     """A supervisor without a terminal."""
-    return Watch(lambda run: None, lambda: None, lambda text: None)
+    return RunObserver(lambda run: None, lambda: None, lambda text: None)

@@ -1,4 +1,4 @@
-"""Agents without a run: the crew of a short session, a survey of hosts, and what a dead run left
+"""Agents without a run: the agents of a short session, a survey of hosts, and what a dead run left
 on them."""
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import Frame
 from trainkit.launch.protocol.server import Server
 from trainkit.launch.session import new_session
-from trainkit.launch.supervise.agent_pool import Crew, Hello
+from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent
 from trainkit.launch.supervise.code_snapshot import take_snapshot
 from trainkit.launch.supervise.host_consistency import table
-from trainkit.launch.supervise.rank_environment import passed_on
-from trainkit.launch.supervise.rendezvous import NoStart, gather
+from trainkit.launch.supervise.rank_environment import passed_environment
+from trainkit.launch.supervise.rendezvous import StartError, gather
 from trainkit.runs.folder import RunFolder
 
 PACKAGE = Path(trainkit.__file__).parent
@@ -33,7 +33,7 @@ SWEEP_SECONDS = 15.0  # for an agent to look at every process of its host, and t
 
 
 @contextlib.asynccontextmanager
-async def open_crew(
+async def open_agent_pool(
     cluster: Cluster,
     hosts: Sequence[Host],
     root: Path,
@@ -41,7 +41,7 @@ async def open_crew(
     *,
     code: Path | None = None,
     launcher: Launcher | None = None,
-) -> AsyncIterator[Crew]:
+) -> AsyncIterator[AgentPool]:
     """The agents of some hosts in a session of their own below <root>/sessions, which is gone
     afterwards; they are on their way, none is waited for.
 
@@ -57,41 +57,41 @@ async def open_crew(
     folder = root / "sessions" / name
     snapshot = code or take_snapshot(PACKAGE, root / "code").folder
     session = new_session(
-        folder, name, 0, hosts, cluster, snapshot, folder / "transports", passed_on()
+        folder, name, 0, hosts, cluster, snapshot, folder / "transports", passed_environment()
     )
     server = Server()
     await server.listen(supervisor_address(cluster, hosts))
     try:
         session.write(root, server.address, server.port, {})
-        async with Crew(session, launcher or LAUNCHERS[cluster.launcher], server) as crew:
-            yield crew
+        async with AgentPool(session, launcher or LAUNCHERS[cluster.launcher], server) as pool:
+            yield pool
     finally:
         await server.close()
         session.remove()
 
 
-async def agreed(crew: Crew) -> list[Hello]:
+async def wait_for_consistent_agents(pool: AgentPool) -> list[JoinedAgent]:
     """All agents, once they have come and agree, and guard what they will start. Raises
     TrainkitError: 8 or 7, with a table of hosts."""
     try:
-        hellos = await gather(crew)
-    except NoStart as error:
+        hellos = await gather(pool)
+    except StartError as error:
         cause = error.outcome.root_cause or {}
         raise TrainkitError(
             str(cause["message"]), exit=error.outcome.exit, hint=str(cause.get("advice", ""))
         ) from None
-    session = crew.session
+    session = pool.session
     # no slot, but what is marked dies with its agent
     rest: Frame = {"type": "reserve", "run": session.run, "attempt": 0, "slots": [], "share": True}
-    _, silent = await crew.ask(
-        {node: {**rest, "mark": session.mark(node)} for node in crew.present},
+    _, silent = await pool.ask(
+        {node: {**rest, "mark": session.mark(node)} for node in pool.present},
         {"reserved"},
         session.connect,
     )
     if silent:
         raise TrainkitError(
             "agents do not"
-            f" answer:\n{table([(crew.host(node), why) for node, why in silent.items()])}",
+            f" answer:\n{table([(pool.host(node), why) for node, why in silent.items()])}",
             exit=Exit.START,
         )
     return hellos
@@ -120,18 +120,18 @@ class SweepReport:
     proof: str | None = None
 
 
-def survey(
+def survey_hosts(
     cluster: Cluster, hosts: Sequence[Host], root: Path, *, launcher: Launcher | None = None
 ) -> list[HostReport]:
     """Every host's own word, or why there is none, in order."""
 
     async def look() -> list[HostReport]:
-        async with open_crew(cluster, hosts, root, "nodes", launcher=launcher) as crew:
-            answers = await crew.gather(crew.session.connect)
+        async with open_agent_pool(cluster, hosts, root, "nodes", launcher=launcher) as pool:
+            answers = await pool.gather(pool.session.connect)
         return [
             (
                 HostReport(a.host, None, dict(a.facts))
-                if isinstance(a, Hello)
+                if isinstance(a, JoinedAgent)
                 else HostReport(a.host, a.why, None)
             )
             for a in answers
@@ -140,18 +140,18 @@ def survey(
     return asyncio.run(look())
 
 
-def sweep(
+def sweep_orphans(
     run: RunFolder, job: Job, hosts: Sequence[Host], *, kill: bool, launcher: Launcher | None = None
 ) -> list[SweepReport]:
     """Ask every host what a run without a supervisor has left there, and end it if `kill`."""
     return asyncio.run(
-        sweep_hosts(
+        sweep_orphans_on(
             run, job.cluster, hosts, job.cluster.connect_seconds(), kill=kill, launcher=launcher
         )
     )
 
 
-async def sweep_hosts(
+async def sweep_orphans_on(
     run: RunFolder,
     cluster: Cluster,
     hosts: Sequence[Host],
@@ -162,16 +162,18 @@ async def sweep_hosts(
 ) -> list[SweepReport]:
     """As `sweep`, in a running loop; agents have so many `seconds` to come."""
     code = run.root / "code" / run.code.resolve().name
-    async with open_crew(cluster, hosts, run.root, "sweep", code=code, launcher=launcher) as crew:
-        answers = await crew.gather(seconds)
+    async with open_agent_pool(
+        cluster, hosts, run.root, "sweep", code=code, launcher=launcher
+    ) as pool:
+        answers = await pool.gather(seconds)
         frames: dict[int, Frame] = {
-            node: {"type": "sweep", "run": run.id, "kill": kill} for node in crew.present
+            node: {"type": "sweep", "run": run.id, "kill": kill} for node in pool.present
         }
-        got, silent = await crew.ask(frames, {"swept"}, SWEEP_SECONDS)
+        got, silent = await pool.ask(frames, {"swept"}, SWEEP_SECONDS)
     reports = []
     for node, answer in enumerate(answers):
         frame = got.get(node)
-        if not isinstance(answer, Hello):
+        if not isinstance(answer, JoinedAgent):
             reports.append(SweepReport(answer.host, answer.why))
         elif frame is None or frame["type"] == "refused":
             reports.append(

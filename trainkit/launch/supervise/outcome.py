@@ -12,7 +12,7 @@ from typing import Any
 
 from trainkit.base.errors import Exit
 from trainkit.base.printable import printable
-from trainkit.launch.supervise.failure_rules import Rules
+from trainkit.launch.supervise.failure_rules import FailureRules
 from trainkit.runs.record import FailureClass
 
 # What a rank says when a peer died under it: never the root cause while another rank says something
@@ -37,7 +37,7 @@ WENT_SILENTLY = {
 _EXIT_OF_CLASS = {"infra": Exit.RANK_INFRA, "hang": Exit.HANG, "preempted": Exit.PREEMPTED}
 
 
-class Ask(Enum):
+class StopRequest(Enum):
     """What asked a run to end before it was done."""
 
     INTERRUPT = "Ctrl-C"
@@ -46,7 +46,7 @@ class Ask(Enum):
 
 
 @dataclass(frozen=True)
-class RankEnd:
+class RankExit:
     """How one rank's process ended.
 
     Args:
@@ -111,7 +111,7 @@ def iso(seconds: float) -> str:
     )
 
 
-def _cause(end: RankEnd) -> dict[str, Any]:
+def _cause(end: RankExit) -> dict[str, Any]:
     cause: dict[str, Any] = {
         "rank": end.rank,
         "host": end.host,
@@ -160,11 +160,11 @@ def _is_echo(cause: Mapping[str, Any]) -> bool:
 
 
 def judge_outcome(
-    ends: Sequence[RankEnd],
+    ends: Sequence[RankExit],
     world_size: int,
-    asked: Ask | None,
+    asked: StopRequest | None,
     lost: Sequence[LostContact] = (),
-    rules: Rules = Rules({}),  # noqa: B008 (frozen and empty)
+    rules: FailureRules = FailureRules({}),  # noqa: B008 (frozen and empty)
 ) -> Outcome:
     """The attempt's outcome once every rank has ended or cannot be heard any more. `asked`: what
     told the supervisor to stop, if anything did.
@@ -193,9 +193,9 @@ def judge_outcome(
     # where one was told to stop and left, the others' broken connections are no failure
     if (causes or first) and not (leavers and first is None):
         return _of_rank(first[1] if first else causes[0][1], rules)
-    if asked == Ask.INTERRUPT:
+    if asked == StopRequest.INTERRUPT:
         return Outcome(Exit.INTERRUPTED, "cancelled", {"message": "stopped by Ctrl-C"})
-    if asked == Ask.CANCEL:
+    if asked == StopRequest.CANCEL:
         return Outcome(Exit.CANCELLED, "cancelled", {"message": "stopped by invoke cancel"})
     if asked or leavers:
         return _of_left(
@@ -207,7 +207,7 @@ def judge_outcome(
     return Outcome(Exit.RANK_INFRA, "infra", {"message": "a rank ended without recording success"})
 
 
-def _of_left(leavers: Sequence[RankEnd], asked: Ask | None, *, saved: bool) -> Outcome:
+def _of_left(leavers: Sequence[RankExit], asked: StopRequest | None, *, saved: bool) -> Outcome:
     """Ranks were told to save and leave, by us or by a signal that somebody else sent."""
     cause: dict[str, Any] = {
         "message": "told to save and stop" if asked else "a rank was told to save and stop",
@@ -249,7 +249,7 @@ def _of_lost(gone: LostContact) -> Outcome:
     return Outcome(code, "infra", cause, (gone.host,))
 
 
-def _of_rank(cause: dict[str, Any], rules: Rules) -> Outcome:
+def _of_rank(cause: dict[str, Any], rules: FailureRules) -> Outcome:
     if cause["exit"] in {e.value for e in Exit}:
         code = Exit(cause["exit"])
     else:

@@ -22,7 +22,7 @@ PORTS = range(20000, 32000)
 CANDIDATES = 64
 # What local ranks have of their caller's environment. Everything else they need is named in
 # jobs.toml. On other hosts they have what a login there gives.
-PASSED_ON = (
+PASSED_VARIABLES = (
     "PATH",
     "HOME",
     "USER",
@@ -71,9 +71,9 @@ def port_candidates(seed: str) -> list[int]:
     return [PORTS[(start + i * 7) % len(PORTS)] for i in range(CANDIDATES)]
 
 
-def passed_on() -> dict[str, str]:
+def passed_environment() -> dict[str, str]:
     """The environment of a local agent."""
-    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    return {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
 
 
 def slot_names(job: Job, host: Host) -> list[str]:

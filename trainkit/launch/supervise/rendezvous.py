@@ -13,8 +13,8 @@ from trainkit.engines.contract import Command
 from trainkit.jobs.schema import Job
 from trainkit.launch.protocol.frames import Frame
 from trainkit.launch.session import Session, is_this_machine
-from trainkit.launch.supervise.agent_pool import Crew, Hello, Missing
-from trainkit.launch.supervise.host_consistency import disagreements, table
+from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent, MissingAgent
+from trainkit.launch.supervise.host_consistency import host_inconsistencies, table
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.rank_environment import (
     Allocation,
@@ -30,7 +30,7 @@ OWN_SECONDS = 10.0
 AGAIN_SECONDS = 0.5
 
 
-class NoStart(Exception):
+class StartError(Exception):
     """The ranks cannot be started; `outcome` says why."""
 
     def __init__(
@@ -54,23 +54,23 @@ class NoStart(Exception):
 
 
 async def gather(
-    crew: Crew, *, gpus: int = 0, joined: Callable[[Hello], None] = lambda hello: None
-) -> list[Hello]:
-    """Every agent's hello, once they all agree. Raises NoStart: 8 with all hosts that did not
+    pool: AgentPool, *, gpus: int = 0, joined: Callable[[JoinedAgent], None] = lambda hello: None
+) -> list[JoinedAgent]:
+    """Every agent's hello, once they all agree. Raises StartError: 8 with all hosts that did not
     come, 7 with all that differ.
 
     Args:
-        crew: entered, and not yet spoken to.
+        pool: entered, and not yet spoken to.
         gpus: how many each host must have.
         joined: told of each that came.
     """
-    answers = await crew.gather(crew.session.connect)
-    hellos = [answer for answer in answers if isinstance(answer, Hello)]
+    answers = await pool.gather(pool.session.connect)
+    hellos = [answer for answer in answers if isinstance(answer, JoinedAgent)]
     for hello in hellos:
         joined(hello)
-    if missing := [answer for answer in answers if isinstance(answer, Missing)]:
-        _refuse_missing(missing, len(answers), crew.session)
-    if wrong := disagreements(hellos, crew.session, gpus):
+    if missing := [answer for answer in answers if isinstance(answer, MissingAgent)]:
+        _refuse_missing(missing, len(answers), pool.session)
+    if wrong := host_inconsistencies(hellos, pool.session, gpus):
         hosts = list(dict.fromkeys(host for host, _ in wrong))
         hint = "make them alike, or leave them out with --exclude"
         if any(hello.facts.get("extension") for hello in hellos):
@@ -78,7 +78,7 @@ async def gather(
                 "compile it there too, into the checkout: `PYTHON setup.py build_ext --inplace`"
                 " puts a file for that Python beside the other"
             )
-        raise NoStart(
+        raise StartError(
             Exit.HEALTH,
             f"{_count(len(hosts), len(hellos))} not fit to run together",
             wrong,
@@ -88,7 +88,7 @@ async def gather(
     return hellos
 
 
-def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) -> None:
+def _refuse_missing(missing: Sequence[MissingAgent], hosts: int, session: Session) -> None:
     cluster = session.cluster
     container = session.container
     root = f"does not see {cluster.root}: it is not shared with this host, or mounted elsewhere"
@@ -96,7 +96,7 @@ def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) ->
     suspects = [m.host for m in missing]
     if all(m.not_shared for m in missing):
         hint = f"set clusters.{cluster.name}.root to a folder that all hosts share under one path"
-        raise NoStart(
+        raise StartError(
             Exit.HEALTH,
             f"{_count(len(rows), hosts)} without the shared root",
             rows,
@@ -108,7 +108,7 @@ def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) ->
             f"each host has to start {container.label} within clusters.{cluster.name}.watch.connect"
             f" = {session.connect:g} s; what was said: {session.logs}"
         )
-        raise NoStart(
+        raise StartError(
             Exit.START,
             f"{_count(len(rows), hosts)} without an agent in its container",
             rows,
@@ -121,7 +121,7 @@ def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) ->
             "that is this machine, with no ssh in between: what its agent said is in"
             f" {session.logs}; it needs {interpreter} and to reach its own address"
         )
-        raise NoStart(
+        raise StartError(
             Exit.START,
             f"{_count(len(rows), hosts)} not reached",
             rows,
@@ -138,7 +138,7 @@ def _refuse_missing(missing: Sequence[Missing], hosts: int, session: Session) ->
             f" slow needs a longer clusters.{cluster.name}.watch.connect"
         )
         hint += f" than {session.connect:g} s"
-    raise NoStart(
+    raise StartError(
         Exit.START, f"{_count(len(rows), hosts)} not reached", rows, hint=hint, suspects=suspects
     )
 
@@ -148,34 +148,34 @@ def _count(some: int, all: int) -> str:
 
 
 async def _asked(
-    crew: Crew, phase: str, frames: Mapping[int, Frame], answers: set[str], timeout: float
+    pool: AgentPool, phase: str, frames: Mapping[int, Frame], answers: set[str], timeout: float
 ) -> dict[int, Frame]:
-    """All nodes' answers. Raises NoStart (8) naming those that hung, and in which phase; and
+    """All nodes' answers. Raises StartError (8) naming those that hung, and in which phase; and
     what a node said it cannot do."""
-    got, silent = await crew.ask(frames, answers, timeout)
-    rows = [(crew.host(node), f"hung while {phase}: {why}") for node, why in sorted(silent.items())]
+    got, silent = await pool.ask(frames, answers, timeout)
+    rows = [(pool.host(node), f"hung while {phase}: {why}") for node, why in sorted(silent.items())]
     rows += [
-        (crew.host(node), f"could not do its part of {phase}: {frame.get('error')}")
+        (pool.host(node), f"could not do its part of {phase}: {frame.get('error')}")
         for node, frame in sorted(got.items())
         if frame["type"] == "refused"
     ]
     if rows:
-        raise NoStart(
+        raise StartError(
             Exit.START,
-            f"{_count(len(rows), len(crew.session.hosts))} there, but did not go on",
+            f"{_count(len(rows), len(pool.session.hosts))} there, but did not go on",
             rows,
             suspects=[host for host, _ in rows],
         )
     return got
 
 
-async def reserve(crew: Crew, job: Job, *, share: bool) -> None:
-    """Hold the job's slots on every host. Raises NoStart (17) naming the runs that hold them.
+async def reserve(pool: AgentPool, job: Job, *, share: bool) -> None:
+    """Hold the job's slots on every host. Raises StartError (17) naming the runs that hold them.
 
     What an earlier attempt of the same run still holds is waited for: its agents let go when
     nothing of it is left.
     """
-    session = crew.session
+    session = pool.session
     watch = job.cluster.watch
     frames = {}
     for node, host in enumerate(session.hosts):
@@ -185,7 +185,7 @@ async def reserve(crew: Crew, job: Job, *, share: bool) -> None:
     deadline = time.monotonic() + watch.lease + watch.grace + OWN_SECONDS
     while True:
         got = await _asked(
-            crew, "reserving its slots", frames, {"reserved", "busy"}, session.connect
+            pool, "reserving its slots", frames, {"reserved", "busy"}, session.connect
         )
         busy = {
             node: frame.get("holder") or {}
@@ -195,7 +195,7 @@ async def reserve(crew: Crew, job: Job, *, share: bool) -> None:
         frames = {node: frames[node] for node in busy}
         if not busy:
             return
-        _refuse_twins(crew, busy)
+        _refuse_twins(pool, busy)
         if (
             any(holder.get("run") != session.run for holder in busy.values())
             or time.monotonic() > deadline
@@ -208,8 +208,8 @@ async def reserve(crew: Crew, job: Job, *, share: bool) -> None:
             f"run {holder.get('run', 'unknown')} (pid {holder.get('pid', '?')},"
             f" {holder.get('folder', '?')})"
         )
-        rows.append((crew.host(node), f"{got[node].get('slot')} is taken by {who}"))
-    raise NoStart(
+        rows.append((pool.host(node), f"{got[node].get('slot')} is taken by {who}"))
+    raise StartError(
         Exit.HOSTS_BUSY,
         f"{_count(len(rows), hosts)} busy",
         rows,
@@ -217,10 +217,10 @@ async def reserve(crew: Crew, job: Job, *, share: bool) -> None:
     )
 
 
-def _refuse_twins(crew: Crew, busy: Mapping[int, Frame]) -> None:
-    """Raise NoStart (7) where a host's slots are held by another agent of this very attempt: two
+def _refuse_twins(pool: AgentPool, busy: Mapping[int, Frame]) -> None:
+    """Raise StartError (7) where a host's slots are held by another agent of this very attempt: two
     names of one machine, or one folder of several."""
-    session = crew.session
+    session = pool.session
     nodes = {session.mark(node): node for node in range(len(session.hosts))}
     pairs = [
         (node, nodes[mark])
@@ -231,16 +231,16 @@ def _refuse_twins(crew: Crew, busy: Mapping[int, Frame]) -> None:
         return
     folder = f"clusters.{session.cluster.name}.node_folder = {session.cluster.node_folder}"
     rows = []
-    machines = {node: _machine(crew.hellos[node]) for pair in pairs for node in pair}
+    machines = {node: _machine(pool.hellos[node]) for pair in pairs for node in pair}
     for node, other in pairs:
         same = machines[node] == machines[other]
         rows.append(
             (
-                crew.host(node),
+                pool.host(node),
                 (
-                    f"is the same machine as {crew.host(other)}"
+                    f"is the same machine as {pool.host(other)}"
                     if same
-                    else f"has its slots' locks where {crew.host(other)} has them: {folder}"
+                    else f"has its slots' locks where {pool.host(other)} has them: {folder}"
                 ),
             )
         )
@@ -248,44 +248,44 @@ def _refuse_twins(crew: Crew, busy: Mapping[int, Frame]) -> None:
         "a machine has one line in the hostfile, slots=N says how many ranks it runs; node_folder"
         " is a folder of each node's own, such as /dev/shm"
     )
-    raise NoStart(
+    raise StartError(
         Exit.HEALTH, f"{_count(len(rows), len(session.hosts))} not by themselves", rows, hint=hint
     )
 
 
-def _machine(hello: Hello) -> tuple[object, object]:
+def _machine(hello: JoinedAgent) -> tuple[object, object]:
     """What a machine calls itself, and its boot."""
     return hello.facts.get("host"), (hello.facts.get("identity") or {}).get("boot_id")
 
 
-async def rendezvous(crew: Crew, job: Job) -> tuple[str, int]:
-    """(address, port) of rank 0: free there, and reached from every node. Raises NoStart (8)."""
-    session, timeout = crew.session, crew.session.connect
+async def rendezvous(pool: AgentPool, job: Job) -> tuple[str, int]:
+    """(address, port) of rank 0: free there, and reached from every node. Raises StartError (8)."""
+    session, timeout = pool.session, pool.session.connect
     ports = port_candidates(f"{session.run}/{session.attempt}")
     listening = (
         await _asked(
-            crew,
+            pool,
             "listening for the others",
             {0: {"type": "listen", "ports": ports}},
             {"listening"},
             timeout,
         )
     )[0]
-    address = str(crew.hellos[0].facts["address"])
+    address = str(pool.hellos[0].facts["address"])
     port = listening.get("port")
     if port is None:
-        raise NoStart(
+        raise StartError(
             Exit.START,
-            f"none of {len(ports)} ports tried on {crew.host(0)} is free: {listening.get('error')}",
+            f"none of {len(ports)} ports tried on {pool.host(0)} is free: {listening.get('error')}",
         )
     if len(session.hosts) > 1:
         frames = {
             node: {"type": "connect", "address": address, "port": port}
             for node in range(len(session.hosts))
         }
-        got = await _asked(crew, f"connecting to {address}:{port}", frames, {"connected"}, timeout)
+        got = await _asked(pool, f"connecting to {address}:{port}", frames, {"connected"}, timeout)
         if rows := [
-            (crew.host(node), str(frame["error"]))
+            (pool.host(node), str(frame["error"]))
             for node, frame in sorted(got.items())
             if frame.get("error")
         ]:
@@ -293,22 +293,22 @@ async def rendezvous(crew: Crew, job: Job) -> tuple[str, int]:
                 "a firewall, or an address of another network: clusters.X.interface names the"
                 " right one"
             )
-            raise NoStart(
+            raise StartError(
                 Exit.START,
-                f"{_count(len(rows), len(got))} unable to reach rank 0's host {crew.host(0)} at"
+                f"{_count(len(rows), len(got))} unable to reach rank 0's host {pool.host(0)} at"
                 f" {address}:{port}",
                 rows,
                 hint=hint,
             )
-    await _asked(crew, "freeing the port again", {0: {"type": "unlisten"}}, {"unlistened"}, timeout)
+    await _asked(pool, "freeing the port again", {0: {"type": "unlisten"}}, {"unlistened"}, timeout)
     return address, int(port)
 
 
-def allocate(crew: Crew, job: Job, command: Command, address: str, port: int) -> Allocation:
+def allocate(pool: AgentPool, job: Job, command: Command, address: str, port: int) -> Allocation:
     """Ranks over the session's hosts, in order."""
     nodes = []
-    for node, host in enumerate(crew.session.hosts):
-        facts = crew.hellos[node].facts
+    for node, host in enumerate(pool.session.hosts):
+        facts = pool.hellos[node].facts
         ranks = tuple(range(node * command.ranks_per_node, (node + 1) * command.ranks_per_node))
         of_hostfile = job.cluster.device_type == "cuda" and job.cluster.launcher_traits.hostfile
         if of_hostfile:
@@ -317,7 +317,7 @@ def allocate(crew: Crew, job: Job, command: Command, address: str, port: int) ->
             visible = None
         nodes.append(
             Node(
-                crew.host(node), str(facts["address"]), node, ranks, facts.get("interface"), visible
+                pool.host(node), str(facts["address"]), node, ranks, facts.get("interface"), visible
             )
         )
     return Allocation(tuple(nodes), address, port)

@@ -8,14 +8,14 @@ from typing import Literal
 from trainkit.base.errors import Exit
 from trainkit.jobs.schema import Retry
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.supervise.attempt import AttemptEnd
+from trainkit.launch.supervise.attempt import AttemptResult
 
-Verdict = Literal["again", "enough", "no-progress"]
+RetryDecision = Literal["again", "enough", "no-progress"]
 # the next attempt would be told the same
-HOPELESS = {Exit.CONFIG, Exit.PLAN, Exit.NO_CHECKPOINT, Exit.BUG}
+NEVER_RETRIED = {Exit.CONFIG, Exit.PLAN, Exit.NO_CHECKPOINT, Exit.BUG}
 
 
-class Budgets:
+class RetryBudgets:
     """How often each kind of failure may still happen, and how often the same one has happened
     at the same step."""
 
@@ -31,7 +31,7 @@ class Budgets:
         self._former: tuple[object, ...] | None = None
         self._times = 0
 
-    def after(self, end: AttemptEnd, kind: str = "") -> Verdict:
+    def after(self, end: AttemptResult, kind: str = "") -> RetryDecision:
         """What follows from one more failure; `end.budget` says what it has used up. One that
         was asked for, or success, is no failure: do not come with it.
 
@@ -53,7 +53,7 @@ class Budgets:
             self._times = 1
         self._former = what
         budget = self.left.get(kind, 0)
-        if budget == 0 or outcome.exit in HOPELESS:
+        if budget == 0 or outcome.exit in NEVER_RETRIED:
             return "enough"
         if self._times >= self.same_step:
             return "no-progress"
@@ -62,7 +62,7 @@ class Budgets:
         return "again"
 
 
-class Choice:
+class HostChoice:
     """The hosts of a run, and which of them are left out."""
 
     def __init__(self, hosts: Sequence[Host]) -> None:

@@ -7,26 +7,26 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-from trainkit.launch.supervise.outcome import Ask
+from trainkit.launch.supervise.outcome import StopRequest
 
 
-class Asks:
+class StopRequests:
     """What has been asked so far. The first signal asks to save and stop, a second to stop at
     once."""
 
     signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self.first: Ask | None = None
+        self.first: StopRequest | None = None
         self.at_once = False
 
-    def save(self, who: Ask) -> None:
+    def save(self, who: StopRequest) -> None:
         """Save at the end of the step, then stop."""
         self.first = self.first or who
 
     def stop(self) -> None:
         """Stop at once; `invoke cancel` is a last word whatever was asked before."""
-        self.first = Ask.CANCEL
+        self.first = StopRequest.CANCEL
         self.at_once = True
 
     def heeded(self) -> list[int]:
@@ -35,10 +35,10 @@ class Asks:
 
     def _heard(self, number: int, frame: object) -> None:
         self.at_once = self.first is not None
-        self.save(Ask.INTERRUPT if number == signal.SIGINT else Ask.SAVE)
+        self.save(StopRequest.INTERRUPT if number == signal.SIGINT else StopRequest.SAVE)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[Asks]:
+    def listening(self) -> Iterator[StopRequests]:
         """Take the signals for the block; afterwards they are as before."""
         before = {number: signal.signal(number, self._heard) for number in self.heeded()}
         try:

@@ -28,13 +28,13 @@ from trainkit.launch.launchers import LAUNCHERS, supervisor_address
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import SECRETS
-from trainkit.launch.supervise.attempt import Attempt, AttemptEnd, Setting
-from trainkit.launch.supervise.failure_rules import rules_of
-from trainkit.launch.supervise.observer import Watch
-from trainkit.launch.supervise.orphan_sweep import SweepReport, sweep_hosts
-from trainkit.launch.supervise.outcome import Ask, Outcome, judge_outcome
-from trainkit.launch.supervise.retry_policy import Budgets, Choice
-from trainkit.launch.supervise.stop_requests import Asks
+from trainkit.launch.supervise.attempt import Attempt, AttemptContext, AttemptResult
+from trainkit.launch.supervise.failure_rules import load_failure_rules
+from trainkit.launch.supervise.observer import RunObserver
+from trainkit.launch.supervise.orphan_sweep import SweepReport, sweep_orphans_on
+from trainkit.launch.supervise.outcome import Outcome, StopRequest, judge_outcome
+from trainkit.launch.supervise.retry_policy import HostChoice, RetryBudgets
+from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_events, read_supervisor
@@ -65,8 +65,8 @@ class Supervisor:
         self,
         run: RunFolder,
         secrets: Mapping[str, str],
-        asks: Asks,
-        watch: Watch,
+        asks: StopRequests,
+        watch: RunObserver,
         *,
         share: bool,
         launcher: Launcher | None = None,
@@ -78,10 +78,10 @@ class Supervisor:
         self.watch = watch
         self.share = share
         self.job = read_job(run.job)
-        self.hosts = Choice(read_hosts(run).hosts)
+        self.hosts = HostChoice(read_hosts(run).hosts)
         self.launcher = launcher or LAUNCHERS[self.job.cluster.launcher]
         self.engine = engine or ENGINES[self.job.engine]
-        self.budgets = Budgets(self.job.retries)
+        self.budgets = RetryBudgets(self.job.retries)
         self.server = Server(self._on_rejected)
         self.pen = threading.Lock()  # of our sign: the last word must be written last
         self.attempt: Attempt | None = None
@@ -167,7 +167,7 @@ class Supervisor:
             self.show(lambda: self.watch.notice(told))
         await self._wait(until - time.time())
 
-    def _asked_between(self, end: AttemptEnd | None) -> Outcome | None:
+    def _asked_between(self, end: AttemptResult | None) -> Outcome | None:
         """The outcome where somebody asks to stop while no attempt is under way; `end`: of the
         one before, whose last word that becomes."""
         if not self.asks.first:
@@ -179,7 +179,7 @@ class Supervisor:
             self._record(end)
         return outcome
 
-    async def _pause(self, end: AttemptEnd) -> None:
+    async def _pause(self, end: AttemptResult) -> None:
         """Wait before another try where one did not even begin: a switch that reboots takes
         minutes, and the budget is small."""
         if end.began:
@@ -196,7 +196,7 @@ class Supervisor:
             self.show(self.watch.tick)
             await asyncio.sleep(0.1)
 
-    async def _one_attempt(self) -> AttemptEnd:
+    async def _one_attempt(self) -> AttemptResult:
         former = self.run.attempts()
         for old in former:  # what a supervisor that was killed could not take away
             (self.run.session(old.number) / SECRETS).unlink(missing_ok=True)
@@ -204,11 +204,11 @@ class Supervisor:
         first = self.attempt is None
         hosts = self._choose()
         command = self.engine.command(self.job, self.run, number)
-        rules = rules_of(self.job.cluster)
+        rules = load_failure_rules(self.job.cluster)
         asks = self.asks
         tick = self.watch.tick
         notice = self.watch.notice
-        setting = Setting(
+        setting = AttemptContext(
             self.launcher,
             self.server,
             self.secrets,
@@ -229,7 +229,7 @@ class Supervisor:
         try:
             end = await attempt.go()
         except BaseException as error:
-            end = AttemptEnd(
+            end = AttemptResult(
                 Outcome(
                     Exit.BUG,
                     "infra",
@@ -254,7 +254,7 @@ class Supervisor:
             return 0
         try:
             async with asyncio.timeout(2 * SWEEP_SECONDS):
-                reports = await sweep_hosts(
+                reports = await sweep_orphans_on(
                     self.run,
                     self.job.cluster,
                     hosts,
@@ -269,7 +269,7 @@ class Supervisor:
                 self.attempt.events.write("swept", **asdict(report))
         return sum(report.error is None and not report.left for report in reports)
 
-    def _judged(self, end: AttemptEnd) -> AttemptEnd:
+    def _judged(self, end: AttemptResult) -> AttemptResult:
         """The end with its verdict: whether there will be another attempt."""
         outcome = end.outcome
         if self.asks.first or outcome.failure_class in ("success", "cancelled"):
@@ -316,7 +316,7 @@ class Supervisor:
                 )
             self.attempt.events.write("host_left_out", host=host, why=why)
 
-    def _record(self, end: AttemptEnd) -> None:
+    def _record(self, end: AttemptResult) -> None:
         """Write how the attempt ended."""
         assert self.attempt is not None
         events = self.attempt.events
@@ -331,7 +331,7 @@ class Supervisor:
         rest["budget"] = end.budget or None
         events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
 
-    def _goes_on(self, end: AttemptEnd) -> bool:
+    def _goes_on(self, end: AttemptResult) -> bool:
         """Say what follows, where another attempt does."""
         assert self.attempt is not None
         if not end.again:
@@ -382,7 +382,7 @@ class Supervisor:
             return job
         return None
 
-    async def _until_lost_hosts_have_stopped(self, end: AttemptEnd) -> None:
+    async def _until_lost_hosts_have_stopped(self, end: AttemptResult) -> None:
         """Ranks of a host that we lost end when its lease does, if it cannot tell that they
         have; two attempts must never write at the same time."""
         if end.lost_at is None:
@@ -443,7 +443,7 @@ class Supervisor:
             frame = await connection.receive()
         if frame is not None and frame["type"] == "cancel":
             if frame.get("save"):
-                self.asks.save(Ask.SAVE)
+                self.asks.save(StopRequest.SAVE)
             else:
                 self.asks.stop()
             connection.send({"type": "ok"})
@@ -468,7 +468,7 @@ def locked_run(run: RunFolder) -> Iterator[None]:
 def supervise(
     run: RunFolder,
     secrets: Mapping[str, str],
-    watch: Watch,
+    watch: RunObserver,
     *,
     share: bool,
     launcher: Launcher | None = None,
@@ -476,7 +476,7 @@ def supervise(
 ) -> Outcome:
     """Supervise a run to its end in this process's main thread; arguments as of Supervisor. The
     caller holds the run's lock."""
-    with Asks().listening() as asks:
+    with StopRequests().listening() as asks:
         return asyncio.run(
             Supervisor(
                 run, secrets, asks, watch, share=share, launcher=launcher, engine=engine
