@@ -22,7 +22,6 @@ from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.runs.checkpoints import Checkpoint, folder_of, open_checkpoint
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.huggingface import load_weights
-from trainkit.train.huggingface.names import FAMILIES
 from trainkit.train.huggingface.writing import export
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel.shards import held_parameters
@@ -203,10 +202,10 @@ def theirs(case: str) -> Any:
     transformers: Any = importlib.import_module("transformers")
 
     model, words = CASES[case]
-    family = FAMILIES[model.family]
+    names = model.architecture.hugging_face
     ids = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.AutoConfig.for_model(family.model_type, vocab_size=VOCAB, **ids, **words)
-    module = getattr(transformers, family.architecture)(config).eval()
+    config = transformers.AutoConfig.for_model(names.model_type, vocab_size=VOCAB, **ids, **words)
+    module = getattr(transformers, names.architecture)(config).eval()
     shake(module)
     if model.gpt_j_tied:
         for layer in module.gpt_neox.layers:

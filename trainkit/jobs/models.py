@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
+from trainkit.families import FAMILIES
+from trainkit.families.contract import Family
 from trainkit.jobs.table import NAME, Table, wrong
 
 
@@ -54,16 +56,6 @@ InitMethod = Literal["normal", "scaled", "small_init", "wang_init"]
 class Model(Table):
     """The shape of a model. What is left out has its family's usual value, which the properties
     below give."""
-
-    FAMILY_KEYS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "num_query_groups": ("llama",),
-        "rotary_percent": ("gpt-neox",),
-        "rotary_base": ("gpt-neox", "llama"),
-        "rope_scaling": ("llama",),
-        "gpt_j_residual": ("gpt-neox",),
-        "gpt_j_tied": ("gpt-neox",),
-        "gelu": ("gpt", "gpt-neox"),
-    }
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     family: Literal["gpt", "gpt-neox", "llama"] = Field(
@@ -182,8 +174,9 @@ class Model(Table):
                 f"max_position_embeddings {self.max_position_embeddings} is below seq_length"
                 f" {self.seq_length}",
             )
-        for key, families in self.FAMILY_KEYS.items():
-            if getattr(self, key) and self.family not in families:
+        for key in type(self).model_fields:
+            families = [name for name, family in FAMILIES.items() if key in family.settings]
+            if families and self.family not in families and getattr(self, key):
                 raise wrong(
                     key, f"{key} is for family {' and '.join(families)}, not {self.family!r}"
                 )
@@ -193,13 +186,19 @@ class Model(Table):
                 "gpt_j_tied needs gpt_j_residual: one after the other, attention and MLP see"
                 " different inputs",
             )
-        if self.family != "gpt" and (self.rotary_channels % 2 or not self.rotary_channels):
+        learned = self.architecture.learned_positions
+        if not learned and (self.rotary_channels % 2 or not self.rotary_channels):
             raise wrong(
                 "rotary_percent",
                 f"{self.rotary_channels} of {self.head_size} channels would be rotated; rotary"
                 " positions turn pairs of channels",
             )
         return self
+
+    @property
+    def architecture(self) -> Family:
+        """What `family` names."""
+        return FAMILIES[self.family]
 
     @property
     def head_size(self) -> int:
@@ -213,13 +212,13 @@ class Model(Table):
 
     @property
     def ffn_width(self) -> int:
-        """Width of the MLP. Llama's default is Megatron's for SwiGLU: two thirds of 4 *
-        hidden_size, rounded down to a multiple of 64."""
-        if self.ffn_hidden_size:
-            return self.ffn_hidden_size
-        if self.family == "llama":
-            return max(64, 8 * self.hidden_size // 3 // 64 * 64)
-        return 4 * self.hidden_size
+        """Width of the MLP."""
+        return self.ffn_hidden_size or self.architecture.ffn_width(self.hidden_size)
+
+    @property
+    def gelu_form(self) -> Literal["tanh", "exact"] | None:
+        """Form of GELU; None where the MLP has another activation."""
+        return self.gelu or self.architecture.gelu
 
     @property
     def positions(self) -> int:
@@ -231,20 +230,26 @@ class Model(Table):
         """Whether the head has a weight of its own."""
         given = self.untie_embeddings_and_output_weights
         if given is None:
-            return self.family != "gpt"
+            return self.architecture.untied
         return given
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head's weight is the embedding's."""
+        return not self.untied
 
     @property
     def parallel_residual(self) -> bool:
         """Whether attention and MLP read the same residual stream."""
-        return self.family == "gpt-neox" and self.gpt_j_residual is not False
+        return self.architecture.parallel_residual and self.gpt_j_residual is not False
 
     @property
     def rotary_channels(self) -> int:
         """Channels of a head that are rotated; 0 for learned positions. Rounded down as GPT-NeoX
         does: int(head_size * rotary_percent)."""
-        if self.family == "gpt":
-            return 0
-        if self.family == "gpt-neox":
-            return int(self.head_size * (self.rotary_percent or 0.25))
-        return self.head_size
+        return int(self.head_size * self.rotary_fraction)
+
+    @property
+    def rotary_fraction(self) -> float:
+        """Part of a head's channels that is rotated; 0 for learned positions."""
+        return self.rotary_percent or self.architecture.rotary_percent

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainkit.jobs.schema import Job, Model
+from trainkit.plan.arithmetic import norms_of
 from trainkit.plan.layout import Layout
 from trainkit.plan.rules import Rules
 
@@ -73,7 +74,7 @@ def _norm_width(job: Job, rules: Rules) -> int:
     """Bytes a channel that a norm keeps besides its input in w. LayerNorm and fused RMSNorm keep
     statistics alone; on the CPU torch's RMSNorm is put together from products: it keeps the
     normalized input, both of them in fp32."""
-    if job.model.family != "llama" or not _on_cpu(job, rules):
+    if not (job.model.architecture.norm.composed_on_cpu and _on_cpu(job, rules)):
         return 0
     if job.training.precision == "fp32":
         return 4
@@ -128,9 +129,10 @@ def _unfused(job: Job, rules: Rules) -> bool:
 def _mlp(model: Model, rules: Rules) -> int:
     """Channels of the MLP: what goes into GELU and what comes out; SwiGLU keeps gate, value and
     product, and unless it is fused silu(gate)."""
-    if model.family != "llama":
-        return 2 * model.ffn_width
-    return (4 if rules.states is None else 3) * model.ffn_width
+    mlp = model.architecture.mlp
+    if rules.states is None:
+        return mlp.saved_widths * model.ffn_width
+    return mlp.saved_widths_fused * model.ffn_width
 
 
 def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
@@ -148,10 +150,7 @@ def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
     k = _key_heads(job) * model.head_size
     f = model.ffn_width
     if mode == "selective" and rules.states is None:
-        if model.family == "llama":
-            up = 2 * f
-        else:
-            up = f
+        up = model.architecture.mlp.projections * f
         if _unfused(job, rules):
             scores = w * model.num_attention_heads * model.seq_length
         else:
@@ -161,10 +160,7 @@ def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
         else:
             parts = 0
         return PerToken(whole=w * 3 * h, divided=w * (2 * q + 2 * k + up) + scores, gathered=parts)
-    if model.gpt_j_tied:
-        norms = 1
-    else:
-        norms = 2
+    norms = norms_of(model)
     if model.parallel_residual:
         inputs = 1
     else:
@@ -177,7 +173,7 @@ def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
         masks = 2 * h * mask_width(job, rules)
     else:
         masks = 0
-    statistics = 4 * norms * (1 if model.family == "llama" else 2)
+    statistics = 4 * norms * model.architecture.norm.statistics
     whole = (
         w * h * (inputs + (0 if gathered else norms))
         + h * norms * _norm_width(job, rules)

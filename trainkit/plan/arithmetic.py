@@ -22,31 +22,33 @@ def _widths(model: Model) -> tuple[int, int, int, int]:
 def parameters_of(model: Model, vocab_size: int) -> int:
     """Parameters of a model, its vocabulary not padded.
 
-    gpt: N = L(12H^2 + 13H) + VH + PH + 2H with F = 4H (Narayanan et al. 2021, arXiv:2104.04473,
-    eq. 2, and the final LayerNorm). gpt-neox: N = L(12H^2 + 13H) + 2VH + 2H; with gpt_j_tied a
-    norm, 2H, less a layer. llama: N = L(2H^2 + 2HK + 3HF + 2H) + 2VH + H. Untied or tied heads,
-    kv_channels and ffn_hidden_size may change each; the code is the general form.
+    This is the general form; what it comes to for a family stands at the top of the family's
+    file (trainkit/families). Untied or tied heads, kv_channels and ffn_hidden_size may change it.
     """
     h, q, k, f = _widths(model)
-    if model.family == "llama":
-        layer = h * (q + 2 * k) + q * h + 3 * h * f + 2 * h
-        rest = h
-    else:
-        if model.gpt_j_tied:
-            norms = 2 * h
-        else:
-            norms = 4 * h
-        layer = (h + 1) * (q + 2 * k) + (q + 1) * h + (h + 1) * f + (f + 1) * h + norms
-        rest = 2 * h + (model.positions * h if model.family == "gpt" else 0)
-    return model.num_layers * layer + (2 if model.untied else 1) * vocab_size * h + rest
+    family = model.architecture
+    bias = int(family.bias)  # a product's bias is one more row of its matrix
+    norm = len(family.norm.parameters) * h
+    up = family.mlp.projections * f
+    attention = (h + bias) * (q + 2 * k) + (q + bias) * h
+    mlp = (h + bias) * up + (f + bias) * h
+    layer = attention + mlp + norms_of(model) * norm
+    tables = 1 + model.untied
+    positions = model.positions * family.learned_positions
+    return model.num_layers * layer + (tables * vocab_size + positions) * h + norm
+
+
+def norms_of(model: Model) -> int:
+    """Norms of a block: attention and MLP share one under gpt_j_tied."""
+    return 1 if model.gpt_j_tied else 2
 
 
 def _layer_flops(model: Model) -> int:
     """Matmul FLOPs of one block's forward per token: 2(H(Q + 2K) + QH) + 4HF (gated: 6HF) + 2SQ.
     Attention is causal: half of 4SQ."""
     h, q, k, f = _widths(model)
-    gated = model.family == "llama"
-    return 2 * (h * (q + 2 * k) + q * h) + (6 if gated else 4) * h * f + 2 * model.seq_length * q
+    mlp = (model.architecture.mlp.projections + 1) * h * f
+    return 2 * (h * (q + 2 * k) + q * h + mlp) + 2 * model.seq_length * q
 
 
 def model_flops_per_token_of(model: Model, vocab_size: int) -> int:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from trainkit.jobs.ranks import share
 from trainkit.jobs.schema import Model
+from trainkit.plan.arithmetic import norms_of
 from trainkit.plan.layout import Layout
 
 
@@ -67,9 +68,7 @@ Unit = tuple[Weight, ...]
 
 
 def _norm(model: Model) -> Unit:
-    if model.family == "llama":
-        return (Weight(model.hidden_size),)
-    return (Weight(model.hidden_size),) * 2
+    return (Weight(model.hidden_size),) * len(model.architecture.norm.parameters)
 
 
 def block_unit(model: Model) -> Unit:
@@ -79,17 +78,18 @@ def block_unit(model: Model) -> Unit:
     d = model.head_size
     q = model.num_attention_heads * model.head_size
     k = model.query_groups * model.head_size
-    gated = model.family == "llama"
     qkv = (q, k, k)
-    up = (f, f) if gated else (f,)
+    up = (f,) * model.architecture.mlp.projections
 
     def before(columns: int) -> Unit:
         return Weight(sum(qkv), columns, "rows", qkv, d), Weight(sum(up), columns, "rows", up)
 
     after = Weight(h, q, "columns", head=d), Weight(h, f, "columns")
     products = (*before(h), *after)
-    biases = () if gated else (*before(1), Weight(h), Weight(h))
-    return products + biases + _norm(model) * (1 if model.gpt_j_tied else 2)
+    biases: Unit = ()
+    if model.architecture.bias:
+        biases = (*before(1), Weight(h), Weight(h))
+    return products + biases + _norm(model) * norms_of(model)
 
 
 def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Unit:
@@ -102,7 +102,7 @@ def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Uni
         begin = (vocabulary,)
     else:
         begin = ()
-    if first and model.family == "gpt":
+    if first and model.architecture.learned_positions:
         begin += (Weight(model.positions, h),)
     if not last:
         return begin

@@ -40,13 +40,14 @@ from tests.train.hf_support import (
     write,
 )
 from trainkit.base.errors import ConfigError
+from trainkit.families import FAMILIES
 from trainkit.jobs.schema import Model
 from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.huggingface import check_weights, load_weights
 from trainkit.train.huggingface.config import contradictions, to_hf_config
 from trainkit.train.huggingface.folder import open_weights
-from trainkit.train.huggingface.names import FAMILIES, published, table
+from trainkit.train.huggingface.names import published, table
 from trainkit.train.huggingface.writing import TokenizerFile
 from trainkit.train.model.transformer import build_on_meta
 from trainkit.train.parallel.shards import held_parameters
@@ -292,7 +293,7 @@ class TestVariants:
         self, case: str, folders: Callable[[str], Path], copied: Callable[[str], Path]
     ) -> None:
         model = CASES[case][0]
-        prefix = FAMILIES[model.family].prefix
+        prefix = model.architecture.hugging_face.prefix
         buffers = {
             "gpt": ["h.0.attn.bias", "h.1.attn.masked_bias"],
             "gpt-neox": [
@@ -323,7 +324,7 @@ class TestVariants:
         self, case: str, copied: Callable[[str], Path]
     ) -> None:
         model = CASES[case][0]
-        outside = FAMILIES[model.family].outside
+        outside = model.architecture.hugging_face.outside
         head, embedding = f"{outside['head']}.weight", f"{outside['embed_tokens']}.weight"
         folder = change_tensors(copied(case), lambda t: t | {head: t[embedding]})
         assert check_weights(folder, model, VOCAB) == []
@@ -476,7 +477,7 @@ def test_every_element_has_one_place(model: Model, vocab_size: int) -> None:
 
 def test_headers_alone_are_read(folders: Callable[[str], Path]) -> None:
     """What is looked at before weights are read is small: names, shapes, dtypes."""
-    weights = open_weights(folders("gpt"), FAMILIES["gpt"])
+    weights = open_weights(folders("gpt"), FAMILIES["gpt"].hugging_face)
     with safe_open(folders("gpt") / "model.safetensors", "pt") as file:
         names = list(file.keys())
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}

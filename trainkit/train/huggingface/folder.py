@@ -16,17 +16,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from trainkit.base.errors import Place, Problem
+from trainkit.families.contract import HuggingFace
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.config import contradictions
-from trainkit.train.huggingface.names import (
-    FAMILIES,
-    Entry,
-    Family,
-    Shape,
-    canonical,
-    published,
-    table,
-)
+from trainkit.train.huggingface.names import Entry, Shape, canonical, published, table
 
 CONFIG = "config.json"
 WHOLE = "model.safetensors"
@@ -131,7 +124,7 @@ def no_safetensors(names: set[str], place: Place | None) -> Problem:
     )
 
 
-def open_weights(folder: Path, family: Family) -> Weights:
+def open_weights(folder: Path, hugging_face: HuggingFace) -> Weights:
     """Read the headers of a folder's weights. What is wrong stands in `problems`."""
     place = Place(str(folder))
     if not folder.is_dir():
@@ -166,19 +159,21 @@ def open_weights(folder: Path, family: Family) -> Weights:
         return Weights(config, {}, [*problems, no_safetensors(names, place)])
     tensors: dict[str, Stored] = {}
     for name in files:
-        problems += _read_header(folder / name, family, tensors)
+        problems += _read_header(folder / name, hugging_face, tensors)
     return Weights(config, tensors, problems)
 
 
-def _read_header(path: Path, family: Family, tensors: dict[str, Stored]) -> list[Problem]:
+def _read_header(
+    path: Path, hugging_face: HuggingFace, tensors: dict[str, Stored]
+) -> list[Problem]:
     """Add a file's tensors to `tensors`, buffers left out."""
     problems = []
     try:
         with safe_open(path, framework="np") as file:
             for name in file.keys():  # noqa: SIM118  # it is no dict
-                known = canonical(name, family)
+                known = canonical(name, hugging_face)
                 part = file.get_slice(name)
-                if family.buffers.fullmatch(known):
+                if hugging_face.buffers.fullmatch(known):
                     continue
                 if known in tensors:
                     problems.append(
@@ -212,7 +207,9 @@ def check_weights(folder: Path, model: Model, vocab_size: int | None) -> list[Pr
         model: the job's model.
         vocab_size: rows of the job's embedding; None: as many as the folder has.
     """
-    return problems_of(folder, open_weights(folder, FAMILIES[model.family]), model, vocab_size)
+    return problems_of(
+        folder, open_weights(folder, model.architecture.hugging_face), model, vocab_size
+    )
 
 
 def problems_of(
@@ -224,7 +221,7 @@ def problems_of(
     if config is not None:
         found = contradictions(config, model, vocab_size)
         problems += [Problem(p.message, Place(str(folder / CONFIG)), p.hint) for p in found]
-        if config.get("model_type") != FAMILIES[model.family].model_type:
+        if config.get("model_type") != model.architecture.hugging_face.model_type:
             return problems  # all its tensors have other names: that says nothing more
     if not weights.tensors:
         return problems
@@ -240,9 +237,9 @@ def _tensor_problems(
     tensors: Mapping[str, Stored], entries: Mapping[str, Entry], model: Model
 ) -> Iterator[Problem]:
     wanted = published(entries)
-    family = FAMILIES[model.family]
-    head = f"{family.outside['head']}.weight"
-    embedding = f"{family.outside['embed_tokens']}.weight"
+    modules = model.architecture.hugging_face.outside
+    head = f"{modules['head']}.weight"
+    embedding = f"{modules['embed_tokens']}.weight"
     surplus = [
         name
         for name in tensors

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.folder import Stored, open_weights, problems_of
-from trainkit.train.huggingface.names import FAMILIES, Piece, table
+from trainkit.train.huggingface.names import Piece, table
 
 if TYPE_CHECKING:  # torch is imported where weights are read: stages import this package too
     from torch import Tensor
@@ -41,7 +41,7 @@ def load_weights(folder: Path, parameters: Mapping[str, Held], model: Model, row
 
     from trainkit.train.parallel.shards import slices
 
-    weights = open_weights(folder, FAMILIES[model.family])
+    weights = open_weights(folder, model.architecture.hugging_face)
     if problems := problems_of(folder, weights, model, rows):
         raise ConfigError(problems)
     entries = table(model, rows)

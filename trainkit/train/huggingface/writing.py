@@ -26,7 +26,7 @@ from trainkit.runs.checkpoints import Checkpoint, TensorEntry
 from trainkit.train.checkpoint.dcp_storage import DTYPES, Reader, TensorLoadPlanner
 from trainkit.train.huggingface.config import to_hf_config
 from trainkit.train.huggingface.folder import CONFIG, INDEX, WHOLE
-from trainkit.train.huggingface.names import Published, published, table
+from trainkit.train.huggingface.names import PublishedTensor, published, table
 
 TARGETS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAFETENSORS_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -147,7 +147,7 @@ class _Source:
         self.dtype, self.dtype_name = TARGETS[dtype], SAFETENSORS_NAMES[dtype]
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
-    def read(self, name: str, wanted: Published) -> Tensor:
+    def read(self, name: str, wanted: PublishedTensor) -> Tensor:
         """One tensor, contiguous."""
         ours = self._ours(f"model.{wanted.ours}")
         if wanted.pieces[0].transposed:
@@ -192,7 +192,7 @@ def _read(folder: Path, name: str, entry: TensorEntry) -> Tensor:
 def _write_weights(
     folder: Path,
     source: _Source,
-    tensors: Mapping[str, Published],
+    tensors: Mapping[str, PublishedTensor],
     shard_bytes: int,
     about: dict[str, str],
 ) -> Written:
@@ -233,7 +233,7 @@ def _shards(size_of: Mapping[str, int], shard_bytes: int) -> Iterator[list[str]]
 
 
 def _write_file(
-    path: Path, source: _Source, tensors: Mapping[str, Published], about: dict[str, str]
+    path: Path, source: _Source, tensors: Mapping[str, PublishedTensor], about: dict[str, str]
 ) -> None:
     """One safetensors file, tensor by tensor (the library's own writer wants all of them in
     memory).

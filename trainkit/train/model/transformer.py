@@ -1,4 +1,4 @@
-"""The language model of all three families, read from top to bottom. It knows of one device.
+"""The language model of all families, read from top to bottom. It knows of one device.
 
 Shapes: B samples of a micro-batch, S tokens of a sample, H hidden size, F width of the MLP, A
 attention heads, G heads of keys and values, D channels of a head, R channels of it that turn, V
@@ -41,7 +41,7 @@ class Attention(nn.Module):
             heads * model.head_size
             for heads in (model.num_attention_heads, model.query_groups, model.query_groups)
         ]
-        bias = model.family != "llama"
+        bias = model.architecture.bias
         self.qkv = nn.Linear(model.hidden_size, sum(self.widths), bias=bias)
         self.out = nn.Linear(self.widths[0], model.hidden_size, bias=bias)
 
@@ -68,11 +68,10 @@ class MLP(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.approximate = {"tanh": "tanh", "exact": "none"}[
-            model.gelu or ("tanh" if model.family == "gpt" else "exact")
-        ]
-        self.up = nn.Linear(model.hidden_size, model.ffn_width)
-        self.down = nn.Linear(model.ffn_width, model.hidden_size)
+        self.approximate = "tanh" if model.gelu_form == "tanh" else "none"
+        bias = model.architecture.bias
+        self.up = nn.Linear(model.hidden_size, model.ffn_width, bias=bias)
+        self.down = nn.Linear(model.ffn_width, model.hidden_size, bias=bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         h_BSF = F.gelu(self.up(x_BSH), approximate=self.approximate)
@@ -85,8 +84,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(model.hidden_size, 2 * model.ffn_width, bias=False)
-        self.down = nn.Linear(model.ffn_width, model.hidden_size, bias=False)
+        bias = model.architecture.bias
+        self.gate_up = nn.Linear(model.hidden_size, 2 * model.ffn_width, bias=bias)
+        self.down = nn.Linear(model.ffn_width, model.hidden_size, bias=bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         gate_BSF, up_BSF = self.gate_up(x_BSH).chunk(2, dim=-1)
@@ -94,10 +94,15 @@ class GatedMLP(nn.Module):
         return y_BSH
 
 
+NORMS: dict[str, type[nn.LayerNorm | nn.RMSNorm]] = {
+    "layer-norm": nn.LayerNorm,
+    "rms-norm": nn.RMSNorm,
+}
+
+
 def norm(model: Model) -> nn.Module:
-    """RMSNorm for llama, LayerNorm for the others."""
-    kind = nn.RMSNorm if model.family == "llama" else nn.LayerNorm
-    return kind(model.hidden_size, eps=model.layernorm_epsilon)
+    """The family's norm over the hidden size."""
+    return NORMS[model.architecture.norm.kind](model.hidden_size, eps=model.layernorm_epsilon)
 
 
 class Block(nn.Module):
@@ -120,7 +125,7 @@ class Block(nn.Module):
             self.mlp_norm = None
         else:
             self.mlp_norm = norm(model)
-        self.mlp = GatedMLP(model) if model.family == "llama" else MLP(model)
+        self.mlp = GatedMLP(model) if model.architecture.mlp.gated else MLP(model)
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
         if context.caches is not None:
@@ -158,9 +163,9 @@ class Transformer(nn.Module):
         self.shape = model
         self.read_out = read_out
         self.embed_tokens = nn.Embedding(vocab_size, model.hidden_size)
-        self.embed_positions = (
-            nn.Embedding(model.positions, model.hidden_size) if model.family == "gpt" else None
-        )
+        self.embed_positions: nn.Embedding | None = None
+        if model.architecture.learned_positions:
+            self.embed_positions = nn.Embedding(model.positions, model.hidden_size)
         # A dict, not a list: a layer keeps its number in a model that has only some of them.
         self.layers = nn.ModuleDict({str(i): Block(model, i) for i in range(model.num_layers)})
         self.final_norm = norm(model)
