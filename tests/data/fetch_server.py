@@ -60,93 +60,96 @@ class Site:
         return [a for a in self.asked if a.method == "GET" and a.path == path]
 
 
-def _handler(site: Site) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class SiteHandler(BaseHTTPRequestHandler):
+    """Files of a site, with its delays, errors and broken connections."""
 
-        def log_message(self, *args: Any) -> None: ...
+    site: Site  # set by `_serving`
 
-        def note(self) -> str:
-            path = unquote(urlsplit(self.path).path)
-            headers = self.headers
-            site.asked.append(
-                Asked(
-                    self.command,
-                    path,
-                    headers.get("Range"),
-                    headers.get("If-Range"),
-                    headers.get("Authorization"),
-                )
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None: ...
+
+    def note(self) -> str:
+        path = unquote(urlsplit(self.path).path)
+        headers = self.headers
+        self.site.asked.append(
+            Asked(
+                self.command,
+                path,
+                headers.get("Range"),
+                headers.get("If-Range"),
+                headers.get("Authorization"),
             )
-            return path
+        )
+        return path
 
-        def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
-            self.send_response(code)
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            path = self.note()
-            if self.command == "GET" and path in site.held:
-                site.held[path].wait()
-            if site.answers.get(path):
-                code, headers = site.answers[path].pop(0)
-                self.answer(code, b"not now", **headers)
-            elif path in site.locked and self.headers.get("Authorization") != f"Bearer {SECRET}":
-                self.answer(401)
-            elif path in site.redirects:
-                self.answer(302, Location=site.redirects[path])
-            elif self.command == "HEAD" and site.no_head:
-                self.answer(405)
-            elif path not in site.files:
-                self.answer(404)
-            else:
-                self.file(path, site.files[path])
-
-        def file(self, path: str, content: bytes) -> None:
-            etag = site.etags.get(path, f'"{hashlib.md5(content).hexdigest()}"')
-            span = self.headers.get("Range")
-            condition = self.headers.get("If-Range")
-            ranged = (
-                span is not None and not site.no_ranges and (condition is None or condition == etag)
-            )
-            first, _, last = (span or "bytes=0-").removeprefix("bytes=").partition("-")
-            start = int(first) + (site.shift if int(first) else 0) if ranged else 0
-            end = min(int(last) + 1, len(content)) if ranged and last else len(content)
-            if ranged and start >= len(content):
-                self.answer(416, Content_Range=f"bytes */{len(content)}")
-                return
-            self.send_response(206 if ranged else 200)
-            self.send_header("Content-Type", site.types.get(path, "application/octet-stream"))
-            if etag is not None:
-                self.send_header("ETag", etag)
-            if date := site.dates.get(path):
-                self.send_header("Last-Modified", date)
-            if ranged:
-                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
-            if site.no_length:
-                self.close_connection = True
-            else:
-                self.send_header("Content-Length", str(site.claims.get(path, end - start)))
-            self.end_headers()
-            if self.command == "HEAD":
-                return
-            body = content[start:end]
-            cuts = site.cuts.get(path)
-            if cuts:
-                body, self.close_connection = body[: cuts.pop(0)], True
-            elif len(body) != site.claims.get(path, len(body)):
-                self.close_connection = True
+    def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
             self.wfile.write(body)
 
-    return Handler
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.note()
+        if self.command == "GET" and path in self.site.held:
+            self.site.held[path].wait()
+        if self.site.answers.get(path):
+            code, headers = self.site.answers[path].pop(0)
+            self.answer(code, b"not now", **headers)
+        elif path in self.site.locked and self.headers.get("Authorization") != f"Bearer {SECRET}":
+            self.answer(401)
+        elif path in self.site.redirects:
+            self.answer(302, Location=self.site.redirects[path])
+        elif self.command == "HEAD" and self.site.no_head:
+            self.answer(405)
+        elif path not in self.site.files:
+            self.answer(404)
+        else:
+            self.file(path, self.site.files[path])
+
+    def file(self, path: str, content: bytes) -> None:
+        etag = self.site.etags.get(path, f'"{hashlib.md5(content).hexdigest()}"')
+        span = self.headers.get("Range")
+        condition = self.headers.get("If-Range")
+        ranged = (
+            span is not None
+            and not self.site.no_ranges
+            and (condition is None or condition == etag)
+        )
+        first, _, last = (span or "bytes=0-").removeprefix("bytes=").partition("-")
+        start = int(first) + (self.site.shift if int(first) else 0) if ranged else 0
+        end = min(int(last) + 1, len(content)) if ranged and last else len(content)
+        if ranged and start >= len(content):
+            self.answer(416, Content_Range=f"bytes */{len(content)}")
+            return
+        self.send_response(206 if ranged else 200)
+        self.send_header("Content-Type", self.site.types.get(path, "application/octet-stream"))
+        if etag is not None:
+            self.send_header("ETag", etag)
+        if date := self.site.dates.get(path):
+            self.send_header("Last-Modified", date)
+        if ranged:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
+        if self.site.no_length:
+            self.close_connection = True
+        else:
+            self.send_header("Content-Length", str(self.site.claims.get(path, end - start)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        body = content[start:end]
+        cuts = self.site.cuts.get(path)
+        if cuts:
+            body, self.close_connection = body[: cuts.pop(0)], True
+        elif len(body) != self.site.claims.get(path, len(body)):
+            self.close_connection = True
+        self.wfile.write(body)
 
 
 class _Server(ThreadingHTTPServer):
@@ -158,8 +161,8 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    server = _Server(("127.0.0.1", 0), handler)
+def _serving(handler: type[SiteHandler], site: Site) -> Iterator[str]:
+    server = _Server(("127.0.0.1", 0), type("Handler", (handler,), {"site": site}))
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
     )
@@ -176,7 +179,7 @@ def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 def serve(files: dict[str, bytes]) -> Iterator[Site]:
     """A web server with these files, by path."""
     site = Site(files=files)
-    with _serving(_handler(site)) as url:
+    with _serving(SiteHandler, site) as url:
         site.url = url
         yield site
 
@@ -204,109 +207,105 @@ class HubSite(Site):
         return self.known[1].get(folder, [])
 
 
-def _hub_handler(site: HubSite) -> type[BaseHTTPRequestHandler]:
+class HubHandler(SiteHandler):
     """/api/{datasets,models}/NAME/revision/REVISION, .../tree/REVISION/FOLDER in pages, and
     [datasets/]NAME/resolve/REVISION/PATH."""
 
-    class Handler(_handler(site)):  # type: ignore[misc]
-        def do_GET(self) -> None:
-            path = unquote(urlsplit(self.path).path)
-            front = f"/{'datasets/' if site.kind == 'datasets' else ''}{site.name}/resolve/"
-            api = f"/api/{site.kind}/{site.name}/"
-            if path.startswith(("/api", front)):
-                self.note()
-            if (
-                site.gated
-                and path.startswith(("/api", front))
-                and self.headers.get("Authorization") != f"Bearer {SECRET}"
-            ):
-                self.answer(401, b"{}", X_Error_Code="GatedRepo")
-            elif path.startswith("/api") and site.answers.get("/api"):
-                code, headers = site.answers["/api"].pop(0)
-                self.answer(code, b"{}", **headers)
-            elif path.startswith(f"{api}revision/"):
-                self.revision(path.removeprefix(f"{api}revision/"))
-            elif path.startswith(f"{api}tree/{site.commit}"):
-                self.tree(path.removeprefix(f"{api}tree/{site.commit}").strip("/"))
-            elif path.startswith("/api"):
-                self.answer(404, b"{}", X_Error_Code="RepoNotFound")
-            elif path.startswith(front):
-                self.resolve(*path.removeprefix(front).split("/", 1))
-            else:
-                path = path.removeprefix("/store/")
-                self.note()
-                self.file(path, site.files[path])
+    site: HubSite  # set by `_serving`
 
-        def revision(self, name: str) -> None:
-            if name not in site.revisions:
-                self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
-                return
-            self.answer(
-                200,
-                json.dumps({"id": site.name, "sha": site.commit, "siblings": []}).encode(),
-                Content_Type="application/json",
-            )
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        front = f"/{'datasets/' if self.site.kind == 'datasets' else ''}{self.site.name}/resolve/"
+        api = f"/api/{self.site.kind}/{self.site.name}/"
+        if path.startswith(("/api", front)):
+            self.note()
+        if (
+            self.site.gated
+            and path.startswith(("/api", front))
+            and self.headers.get("Authorization") != f"Bearer {SECRET}"
+        ):
+            self.answer(401, b"{}", X_Error_Code="GatedRepo")
+        elif path.startswith("/api") and self.site.answers.get("/api"):
+            code, headers = self.site.answers["/api"].pop(0)
+            self.answer(code, b"{}", **headers)
+        elif path.startswith(f"{api}revision/"):
+            self.revision(path.removeprefix(f"{api}revision/"))
+        elif path.startswith(f"{api}tree/{self.site.commit}"):
+            self.tree(path.removeprefix(f"{api}tree/{self.site.commit}").strip("/"))
+        elif path.startswith("/api"):
+            self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+        elif path.startswith(front):
+            self.resolve(*path.removeprefix(front).split("/", 1))
+        else:
+            path = path.removeprefix("/store/")
+            self.note()
+            self.file(path, self.site.files[path])
 
-        def tree(self, folder: str) -> None:
-            inside = site.inside(folder)
-            if not inside:
-                self.answer(404, b"{}", X_Error_Code="EntryNotFound")
-                return
-            start = int(parse_qs(urlsplit(self.path).query).get("cursor", ["0"])[0])
-            rows = []
-            for path in inside[start : start + site.page]:
-                content = site.files[path]
-                lfs = (
-                    {
-                        "lfs": {
-                            "oid": hashlib.sha256(content).hexdigest(),
-                            "size": len(content),
-                            "pointerSize": 130,
-                        }
-                    }
-                    if path in site.large
-                    else {}
-                )
-                rows.append({"type": "file", "path": path, "size": len(content), "oid": "b", **lfs})
-            more = (
+    def revision(self, name: str) -> None:
+        if name not in self.site.revisions:
+            self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
+            return
+        self.answer(
+            200,
+            json.dumps({"id": self.site.name, "sha": self.site.commit, "siblings": []}).encode(),
+            Content_Type="application/json",
+        )
+
+    def tree(self, folder: str) -> None:
+        inside = self.site.inside(folder)
+        if not inside:
+            self.answer(404, b"{}", X_Error_Code="EntryNotFound")
+            return
+        start = int(parse_qs(urlsplit(self.path).query).get("cursor", ["0"])[0])
+        rows = []
+        for path in inside[start : start + self.site.page]:
+            content = self.site.files[path]
+            lfs = (
                 {
-                    "Link": (
-                        f"<{site.url}{urlsplit(self.path).path}?cursor={start + site.page}>;"
-                        ' rel="next"'
-                    )
+                    "lfs": {
+                        "oid": hashlib.sha256(content).hexdigest(),
+                        "size": len(content),
+                        "pointerSize": 130,
+                    }
                 }
-                if start + site.page < len(inside)
+                if path in self.site.large
                 else {}
             )
-            self.answer(200, json.dumps(rows).encode(), Content_Type="application/json", **more)
-
-        def resolve(self, revision: str, path: str) -> None:
-            content = site.files.get(path)
-            if content is None or revision not in {site.commit, *site.revisions}:
-                self.answer(404, b"", X_Error_Code="EntryNotFound")
-            elif path in site.large:
-                about = {
-                    "X_Linked_Size": str(len(content)),
-                    "X_Linked_ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-                }
-                # as the hub's store is: it must not see the token
-                elsewhere = site.url.replace("127.0.0.1", "localhost")
-                self.answer(
-                    302,
-                    Location=f"{elsewhere}/store/{quote(path)}",
-                    X_Repo_Commit=site.commit,
-                    **about,
+            rows.append({"type": "file", "path": path, "size": len(content), "oid": "b", **lfs})
+        more = (
+            {
+                "Link": (
+                    f"<{self.site.url}{urlsplit(self.path).path}?cursor={start + self.site.page}>;"
+                    ' rel="next"'
                 )
-            else:
-                self.file(path, content)
+            }
+            if start + self.site.page < len(inside)
+            else {}
+        )
+        self.answer(200, json.dumps(rows).encode(), Content_Type="application/json", **more)
 
-    return Handler
+    def resolve(self, revision: str, path: str) -> None:
+        content = self.site.files.get(path)
+        if content is None or revision not in {self.site.commit, *self.site.revisions}:
+            self.answer(404, b"", X_Error_Code="EntryNotFound")
+        elif path in self.site.large:
+            # as the hub's store is: it must not see the token
+            elsewhere = self.site.url.replace("127.0.0.1", "localhost")
+            self.answer(
+                302,
+                Location=f"{elsewhere}/store/{quote(path)}",
+                X_Repo_Commit=self.site.commit,
+                X_Linked_Size=str(len(content)),
+                X_Linked_ETag=f'"{hashlib.sha256(content).hexdigest()}"',
+            )
+        else:
+            self.file(path, content)
 
 
 @contextmanager
 def serve_hub(files: dict[str, bytes], **words: Any) -> Iterator[HubSite]:
     """A hub with one repository."""
     site = HubSite(files=files, **words)
-    with _serving(_hub_handler(site)) as url:
+    with _serving(HubHandler, site) as url:
         site.url = url
         yield site

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import Project
-from tests.launch.test_runs import rank_pids, slow_down, wait_for_step
+from tests.launch.live_runs import rank_pids, slow_down, wait_for_step
 
 STEPS = 24
 PIPED = ("parallelism.pipeline_model_parallel_size=2",)

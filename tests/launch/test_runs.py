@@ -11,13 +11,12 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import forkserver
 from tests.conftest import Project, alive, wait_for
+from tests.launch.live_runs import rank_pids, slow_down, wait_for_step
 
 STATUS_KEYS = {
     "schema",
@@ -33,6 +32,8 @@ STATUS_KEYS = {
     "survivors",
     "next",
 }
+
+
 METRIC_KEYS = {
     "step",
     "consumed_samples",
@@ -43,54 +44,14 @@ METRIC_KEYS = {
     "elapsed_ms",
     "tokens_per_second",
 }
+
+
 LOG_LINE = re.compile(
     r"iteration +(\d+)/ +30 \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): [\d.]+"
     r" \| learning rate: \S+ \| global batch size: +8 \| "
     r"lm loss: \S+ \| loss scale: 1\.0 \| grad norm: \S+ \| number of skipped iterations: +0 \|"
     r" number of nan iterations: +0 \|"
 )
-
-
-def events(run: Path, attempt: int = 1) -> list[dict[str, Any]]:
-    return [
-        json.loads(line)
-        for line in (run / f"attempts/{attempt}/events.jsonl").read_text().splitlines()
-    ]
-
-
-def rank_pids(project: Project, attempt: int = 1, runs: int = 1) -> dict[int, int]:
-    """Pids of the newest run's ranks once there are so many runs and all ranks of this attempt
-    have been started."""
-
-    def started() -> dict[int, int]:
-        found = project.runs()
-        path = found[-1] / f"attempts/{attempt}/events.jsonl" if len(found) >= runs else None
-        if path is None or not path.exists() or '"go"' not in path.read_text():
-            return {}
-        return {
-            e["rank"]: e["pid"] for e in events(found[-1], attempt) if e["event"] == "rank_started"
-        }
-
-    pids = wait_for(started, "the ranks to start")
-    assert isinstance(pids, dict)
-    return pids
-
-
-def wait_for_step(project: Project, step: int) -> None:
-    path = project.runs()[-1] / "metrics.jsonl"
-    wait_for(
-        lambda: (
-            path.exists()
-            and any(f'"step": {s},' in path.read_text() for s in range(step, step + 5))
-        ),
-        f"step {step}",
-    )
-
-
-def slow_down(project: Project, train_iters: int = 4000) -> None:
-    """Make the job on random tokens last, so that there is time to kill it."""
-    path = project.path / "jobs.toml"
-    path.write_text(path.read_text().replace("train_iters = 30", f"train_iters = {train_iters}"))
 
 
 def test_a_whole_run_and_all_it_leaves(project: Project) -> None:
@@ -372,36 +333,6 @@ def test_secrets_reach_the_ranks_and_no_file(project: Project) -> None:
             assert b"hunter2" not in file.read_bytes(), file
     world = json.loads((project.runs()[-1] / "launch/world.json").read_text())
     assert world["command"]["secret_names"] == ["MY_API", "MAYBE?"]
-
-
-def test_data_that_changed_is_no_ground_to_resume_on(project: Project) -> None:
-    path = project.path / "jobs.toml"
-    path.write_text(path.read_text().replace("train_iters = 20", "train_iters = 4000"))
-    process = project.start("train", "text")
-    rank_pids(project)
-    wait_for_step(project, 1)
-    process.send_signal(signal.SIGINT)
-    process.communicate()
-    (project.path / "data/lines/bpe/lines_text_document.bin").touch()
-    refused = project.invoke("resume", "last", exit=5)
-    assert "lines_text_document.bin has changed since run" in refused.stderr
-
-
-def test_a_bin_that_does_not_fit_its_idx(project: Project) -> None:
-    project.invoke("prep-data")
-    data = project.path / "data/lines/bpe/lines_text_document.bin"
-    stamp = project.path / "stamps/prep-data/lines--bpe.json"
-    data.write_bytes(data.read_bytes()[:-2])
-    value = json.loads(stamp.read_text())  # as if the disk had eaten the end: the stamp still fits
-    status = data.stat()
-    value["outputs"] = [
-        [str(data), status.st_size, status.st_mtime_ns] if o[0] == str(data) else o
-        for o in value["outputs"]
-    ]
-    stamp.write_text(json.dumps(value))
-    failed = project.invoke("train", "text", exit=6)
-    # said before any rank starts
-    assert "lines_text_document" in failed.stderr and project.runs() == []
 
 
 @pytest.mark.slow

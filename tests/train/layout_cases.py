@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.train.layouts import APART, Case, compare
+from tests.train.layouts import Case, compare
+from tests.train.plain_loop import APART
 
 EXACT, SMOKE = 1e-10, 1e-5  # of fp64 and of fp32
 FULL: dict[str, Any] = {"recompute_granularity": "full"}

@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.launch.slurm.slurm_jobs import RUN, job, srun
 from trainkit.base.errors import ConfigError
 from trainkit.jobs import sbatch
-from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
-from trainkit.launch.containers import node_container
-from trainkit.launch.containers.pyxis import step_scripts
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers.slurm import cpu_options, mount_check_argv, node_text, srun_argv
-from trainkit.launch.session import Session, new_session
+from trainkit.launch.launchers.slurm import cpu_options, node_text
+from trainkit.launch.session import new_session
 from trainkit.launch.slurm.allocation import granted, hosts_of
 from trainkit.launch.slurm.batch_script import (
     all_options,
@@ -34,13 +32,6 @@ from trainkit.launch.slurm.squeue import JobLook
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
-
-ROOT = Path(__file__).resolve().parents[3]
-RUN = RunFolder(Path("/shared/runs/job/20261121-100000-abcd"))
-
-
-def job(name: str, *sets: str) -> Job:
-    return load(ROOT).resolve(name, ["cluster.root=/shared", *sets]).job
 
 
 def options_in(text: str) -> dict[str, str | bool]:
@@ -64,6 +55,8 @@ OURS = {
     "export": "HOME,USER,LOGNAME,SHELL,PATH,LANG,LC_ALL,TZ",
     "ntasks-per-node": "1",
 }
+
+
 # The #SBATCH lines and sbatch arguments of the published scripts. Not theirs: ntasks-per-node is 1
 # everywhere, since one agent a node starts the ranks
 # (bignlp has 8, jean-zay --ntasks=N), and bignlp's --dependency=singleton: a run is found by its
@@ -235,33 +228,6 @@ def test_a_root_that_fits_no_script() -> None:
         batch_script(job("jean-zay-7-5b"), RunFolder(Path("/shared/my runs/%j")))
 
 
-def session(chosen: Job, hosts: Sequence[Host]) -> Session:
-    folder, code = RUN.session(1), Path("/shared/code/SHA")
-    return new_session(
-        folder,
-        RUN.id,
-        1,
-        hosts,
-        chosen.cluster,
-        code,
-        RUN.attempt(1).transports,
-        {},
-        node_container(chosen, folder, RUN.id, 1),
-    )
-
-
-def srun(name: str, *sets: str, further: Mapping[str, str] | None = None) -> list[str]:
-    chosen = job(name, *sets)
-    hosts = [Host(f"n{i}", slots=(0,)) for i in range(2)]
-    return list(
-        srun_argv(
-            session(chosen, hosts),
-            hosts,
-            {**allocation_variables(all_options(chosen, RUN)), **(further or {})},
-        )
-    )
-
-
 def test_srun_carries_one_agent_a_node() -> None:
     words = srun("neuron-gpt3-23b")
     assert words[:5] == [
@@ -279,148 +245,6 @@ def test_srun_carries_one_agent_a_node() -> None:
     assert not any("container" in word for word in (*words, *srun("jean-zay-7-5b"))), (
         "neuron and jean-zay run without"
     )
-
-
-# What the published scripts give srun. STAGE, FSX are the roots; azure's DATA, WORK, VOCAB, MERGE
-# and CKPT are folders and files below STAGE, its TOPO is
-# one below /opt/microsoft, and bignlp's launcher mounts <bignlp>,<data>,<results>, of which the
-# first is the trainer that trainkit is here.
-AZURE = ("04-gpt175B.sh", "azure-gpt3-175b", "/stage", "/stage/pytorch+25.03+py3.sqsh")
-NEMO = (
-    "bignlp-scripts 22.09",
-    "nemo-gpt3-175b16",
-    "/fsx",
-    "/apps/bignlp-training_22.09-py3-bcp-nsys-2022.5.1-v2-efa.sqsh",
-)
-PYXIS: list[tuple[tuple[str, str, str, str], set[str], set[str], bool]] = [
-    (
-        AZURE,
-        {
-            "/opt/microsoft/ndv5-topo.xml",
-            "/stage",
-            "/stage/slimpajama/preprocessed",
-            "/stage/checkpoints",
-            "/var/tmp",
-            "/opt/microsoft",
-        },
-        # and LOGLEVEL, which torchrun reads; there is none here
-        {"CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_TOPO_FILE"},
-        # the training script leaves home to the cluster's own setting, its data jobs do not; see
-        # docs/containers.md
-        False,
-    ),
-    (NEMO, {"/fsx/data", "/fsx/results"}, set(), True),
-]
-
-
-@pytest.mark.parametrize(("published", "mounts", "env", "no_home"), PYXIS)
-def test_pyxis_of_the_reference_clusters(
-    published: tuple[str, str, str, str], mounts: set[str], env: set[str], no_home: bool
-) -> None:
-    _, name, root, image = published
-    words = srun(
-        name,
-        f"cluster.root={root}",
-        f"container.image={image}",
-        further={"SLURM_EXPORT_ENV": "HOME,PATH"},
-    )
-    given = {
-        word.partition("=")[0]: word.partition("=")[2]
-        for word in words
-        if "container" in word.partition("=")[0]
-    }
-    ours_alone = {
-        "--container-name",
-        "--container-workdir",
-        "--no-container-mount-home",
-        "--no-container-entrypoint",
-    }
-    assert set(given) == {"--container-image", "--container-mounts", "--container-env", *ours_alone}
-    assert given["--container-image"] == image and given["--container-workdir"] == root
-    ours = [mount.split(":") for mount in given["--container-mounts"].split(",")]
-    assert all(source == target for source, target in ours)
-    assert all(any(Path(path).is_relative_to(source) for source, _ in ours) for path in mounts), (
-        "all that the script mounts is there, under its own name"
-    )
-    names = given["--container-env"].split(",")
-    assert env <= set(names) == set(job(name).environment), "and every other variable of the job"
-    assert (
-        next(word for word in words if word.startswith("--export="))
-        == f"--export=HOME,PATH,{','.join(names)}"
-    ), "so that they reach the image's hooks"
-    assert no_home <= ("--no-container-mount-home" in words)
-    assert words[-2:] == ["/bin/bash", f"{RUN.session(1)}/srun.sh"]
-
-
-def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
-    chosen, hosts = job("azure-gpt3-175b", "cluster.root=/no/such"), [Host("n0"), Host("n1")]
-    given = session(chosen, hosts)
-    look = mount_check_argv(given, hosts, {})
-    assert look[:7] == (
-        "srun",
-        "--nodes=2",
-        "--ntasks=2",
-        "--ntasks-per-node=1",
-        "--nodelist=n0,n1",
-        "--kill-on-bad-exit=0",
-        "--time=14",
-    )
-    assert look[-2:] == ("/bin/bash", f"{RUN.session(1)}/mounts.sh") and not any(
-        "container" in word for word in look
-    )
-    assert given.container is not None
-    scripts = step_scripts(given.container, [look, srun_argv(given, hosts, {})], 90)
-    step = scripts["step.sh"].splitlines()[2:]
-    assert step[0].startswith(f"said=$(timeout --kill-after=5 81 {shlex.join(look)} 2>&1)")
-    assert step[-1] == f"exec {shlex.join(srun_argv(given, hosts, {}))}"
-    assert "exec /bin/bash " + f'{RUN.session(1)}/inside.sh "$node"' in node_text(given, hosts)
-    (tmp_path / "mounts.sh").write_text(scripts["mounts.sh"])
-    said = subprocess.run(
-        ["bash", str(tmp_path / "mounts.sh")], capture_output=True, text=True, check=False
-    )
-    assert (
-        said.returncode == 8
-        and "does not have what containers.pytorch-25-03 mounts: /no/such" in said.stderr
-    )
-
-
-@pytest.mark.parametrize(
-    ("look", "code", "said"),
-    [
-        ("true", 0, "started"),
-        (
-            "echo 'srun: error: n1: task 1: Exited with exit code 8' >&2; exit 8",
-            8,
-            "nothing was started: not every node has what containers.pytorch-25-03 mounts",
-        ),
-        (
-            "sleep 86400",
-            8,
-            (
-                "nothing was started: no look within 1 s at what containers.pytorch-25-03 mounts; a"
-                " prolog or a file system that is slow needs a longer"
-            ),
-        ),
-        (
-            "echo one; echo 'srun: error: Unable to create step' >&2; exit 1",
-            8,
-            "mounts ended with 1: srun: error: Unable to create step",
-        ),
-        ("exit 3", 8, "mounts ended with 3: "),
-    ],
-)
-def test_a_look_that_fails_itself_is_told_from_a_mount_that_is_missing(
-    look: str, code: int, said: str
-) -> None:
-    container = session(job("azure-gpt3-175b"), [Host("n0")]).container
-    assert container is not None
-    seconds = 1.5 if "sleep" in look else 3600.0
-    script = step_scripts(container, [["bash", "-c", look], ["echo", "started"]], seconds)[
-        "step.sh"
-    ]
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == code and said in done.stdout.splitlines()[-1]
-    assert ("started" in done.stdout.splitlines()) == (code == 0)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,12 @@ from tests.train.layout_cases import LONG, SHORT, in_fp32, layout, limit, words
 from tests.train.layouts import (
     Apart,
     Case,
-    StepFound,
     apart,
     compare,
     comparisons,
-    reference,
     run_worlds,
 )
+from tests.train.plain_loop import StepFound, reference
 from tests.train.support import same
 from trainkit.base.locks import locked
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from tests.distributed import run_ranks
 from tests.plan.example import job_of, shape
 from tests.train.layout_cases import layout
-from tests.train.layouts import VOCAB
-from tests.train.layouts import job_of as matrix_job
+from tests.train.plain_loop import VOCAB
+from tests.train.plain_loop import job_of as matrix_job
 from trainkit.engines.rules import RULES
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job

@@ -1,0 +1,224 @@
+"""A container's scripts run for real, with a runtime that only records its words; what a node says
+that lacks something."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from tests.launch.containers.container_jobs import IMAGES, session
+from tests.launch.supervised import DONE, Program, make_run, supervised
+from trainkit.launch.agent.host_report import extension_error
+from trainkit.launch.containers.scripts import HOME_LINE
+from trainkit.launch.supervise.agent_pool import JoinedAgent
+from trainkit.launch.supervise.host_consistency import host_inconsistencies
+from trainkit.runs.folder import RunFolder
+
+# Runtimes that enter no container: they record their words and run what follows the image, with the
+# environment that the real one would give it
+# (apptainer-exec(1), enroot's start: all of the host's unless --cleanenv; none but what --env
+# names). Home is one that is not there.
+FAKE = """#!/bin/bash
+printf '%s\\n' "$@" > {folder}/words
+env=()
+for word in "$@"; do
+    [ "$word" != --cleanenv ] || {{ env=(-i PATH=/usr/bin:/bin); for name in ${{!APPTAINERENV_@}}; do env+=("${{name#APPTAINERENV_}}=${{!name}}"); done; }}
+done
+[ "$1" != start ] || env=(-i PATH=/usr/bin:/bin)
+while [ "$1" != {image} ]; do
+    if [ "$1" = --env ]; then case "$2" in *=*) env+=("$2") ;; *) env+=("$2=${{!2}}") ;; esac; fi
+    shift
+done
+shift
+exec env "${{env[@]}}" HOME=/no/such/home "$@"
+"""
+
+
+def run_in(
+    tmp_path: Path,
+    runtime: str,
+    more: str = "",
+    *,
+    python: str = sys.executable,
+    sets: Sequence[str] = (),
+) -> RunFolder:
+    """A run whose agent the fake runtime starts."""
+    program = tmp_path / "bin" / runtime
+    program.parent.mkdir()
+    program.write_text(FAKE.format(folder=tmp_path, image=IMAGES[runtime]))
+    program.chmod(0o755)
+    table = (
+        f'image = "{IMAGES[runtime]}"\nruntime = "{runtime}"\npython = "{python}"\nenv = {{ IN ='
+        f' "the box" }}\n{more}'
+    )
+    prolog = [
+        f"export PATH={program.parent}:$PATH",
+        "export LD_AUDIT= CONDA_PREFIX=/host CUDA_VISIBLE_DEVICES=3 APPTAINERENV_SITE=own",
+    ]
+    return make_run(tmp_path, [f"cluster.prolog={json.dumps(prolog)}", *sets], container=table)
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "enroot"])
+def test_ranks_run_where_the_runtime_leads(tmp_path: Path, runtime: str) -> None:
+    """The environment is the image's and the job's, not the host's; what the job sets is there
+    before the agent is, which the prolog sees."""
+    run = run_in(tmp_path, runtime, 'prolog = ["export SEEN=$IN"]')
+    names = ("HOME", "IN", "SEEN", "CONDA_PREFIX", "LD_AUDIT", "A_SECRET", "SITE")
+    outcome, _ = supervised(
+        run, Program(DONE + f"print([os.environ.get(name) for name in {names}])")
+    )
+    assert outcome.exit == 0, outcome.root_cause
+    site = "own" if runtime == "apptainer" else None
+    home = f"/tmp/home-{os.getuid()}"
+    assert ast.literal_eval(run.attempt(1).log(0).read_text().strip()) == [
+        home,
+        "the box",
+        "the box",
+        None,
+        None,
+        None,
+        site,
+    ]
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words[0] == ("exec" if runtime == "apptainer" else "start") and words[-3:] == [
+        "/bin/bash",
+        f"{run.session(1)}/inside.sh",
+        "0",
+    ]
+
+
+def test_secrets_are_no_variables_of_the_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They reach ranks as always, and no script or word has them."""
+    monkeypatch.setenv("A_SECRET", "hush-hush")
+    run = run_in(
+        tmp_path,
+        "apptainer",
+        'prolog = ["export SEEN=$(printenv A_SECRET || echo nothing)"]',
+        sets=['cluster.secrets=["A_SECRET"]'],
+    )
+    outcome, _ = supervised(
+        run,
+        Program(DONE + "print(os.environ.get('SEEN'), len(os.environ['A_SECRET']))"),
+        secrets={"A_SECRET": "hush-hush"},
+    )
+    assert outcome.exit == 0, outcome.root_cause
+    assert run.attempt(1).log(0).read_text().strip() == "nothing 9"
+    texts = [path.read_text() for path in (*run.session(1).glob("*.sh"), tmp_path / "words")]
+    assert len(texts) == 3 and not any("hush-hush" in text or "A_SECRET=" in text for text in texts)
+
+
+def test_a_home_that_is_another_users(tmp_path: Path) -> None:
+    """Caches hold code: one that somebody else made is not taken."""
+    line = HOME_LINE.replace("/tmp/home-", f"{tmp_path}/home-")
+    home = tmp_path / f"home-{os.getuid()}"
+    shown = subprocess.run(
+        ["bash", "-ec", f'{line}\necho "$HOME"'],
+        env={"HOME": "/no/such"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip() == str(home) and home.stat().st_mode & 0o777 == 0o700
+    kept = subprocess.run(
+        ["bash", "-ec", f'{line}\necho "$HOME"'],
+        env={"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert kept.stdout.strip() == str(tmp_path)
+    home.rmdir()
+    home.symlink_to("/proc/1/nobody's")
+    refused = subprocess.run(
+        ["bash", "-ec", f"{line}\necho on"],
+        env={"HOME": "/no/such"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        refused.returncode == 8 and "cannot be the home of" in refused.stderr and not refused.stdout
+    )
+
+
+def test_mounts_that_are_not_there_are_named_before_any_rank_starts(tmp_path: Path) -> None:
+    run = run_in(
+        tmp_path, "apptainer", f'mounts = ["/no/such:/x", "{tmp_path}:/y", "/not/there:/z:ro"]'
+    )
+    outcome, told = supervised(run, Program(DONE))
+    cause = outcome.root_cause
+    assert (
+        outcome.exit == 8
+        and cause is not None
+        and "what containers.box mounts: /no/such /not/there" in cause["message"]
+    ), cause
+    assert os.uname().nodename in cause["message"] and "watch.connect" in cause["advice"]
+    assert not any(e["event"] == "rank_started" for e in told) and not (tmp_path / "words").exists()
+
+
+def test_a_python_that_is_not_in_the_image(tmp_path: Path) -> None:
+    outcome, _ = supervised(run_in(tmp_path, "apptainer", python="/no/python3"), Program(DONE))
+    assert outcome.exit == 8 and "the image has no /no/python3 (containers.box.python)" in str(
+        outcome.root_cause
+    )
+
+
+def test_a_runtime_that_is_not_on_the_node(tmp_path: Path) -> None:
+    run = make_run(tmp_path, container='image = "/images/app.sqsh"\nruntime = "enroot"')
+    outcome, _ = supervised(run, Program(DONE))
+    assert outcome.exit == 8 and "has no enroot, the runtime of containers.box" in str(
+        outcome.root_cause
+    )
+
+
+def test_code_compiled_for_another_python(tmp_path: Path) -> None:
+    assert extension_error(tmp_path) is None, "nothing is compiled"
+    (tmp_path / "_index.cpython-38-x86_64-linux-gnu.so").write_bytes(b"")
+    said = extension_error(tmp_path)
+    assert (
+        said is not None
+        and "_index.cpython-38-x86_64-linux-gnu.so is for another Python than 3." in said
+    )
+    (tmp_path / f"_index{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
+    assert "_index" in str(extension_error(tmp_path)), "the linker's own words"
+    given = session(tmp_path, "docker")
+    facts = {
+        "nonce": given.nonce,
+        "snapshot": given.code.name,
+        "extension": said,
+        "executable": "/usr/bin/python3",
+    }
+    ((host, problem),) = host_inconsistencies([JoinedAgent(0, "h", facts, 0.0)], given, 0)
+    assert host == "h" and problem.startswith(
+        "its Python of reg/app:1 (/usr/bin/python3) cannot load the code's compiled part:"
+        " _index.cpython-38"
+    )
+
+
+def test_a_python_that_is_too_old_says_so() -> None:
+    """Told so by a newer one: the check must come before anything that an old one cannot read."""
+    agent = Path(trainkit.__file__).parent / "launch" / "agent" / "main.py"
+    code = (
+        f"import runpy, sys; sys.version_info = (3, 8, 10); runpy.run_path({str(agent)!r},"
+        " run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (
+        done.returncode != 0
+        and "3.11 is needed: clusters.X.python, containers.X.python" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+    ast.parse(agent.read_text(), feature_version=(3, 7))

@@ -1,0 +1,287 @@
+"""One model trained by one plain PyTorch loop: the reference of tests/train/layouts.py, and the
+jobs that both train.
+
+The reference knows nothing of micro-batches, shards or schedules: the same model code on the
+whole global batch, torch's own cross-entropy, clipping and AdamW. It shares with the trainer the
+initial weights, the samples, and two numbers that the fused optimizer takes in fp32: rate and
+divisor. Of a model that drops out it goes sample by sample and is told where chunks begin:
+there, and nowhere else, random numbers begin anew.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import tokenizers.models
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainkit.data.indexed.dataset import IndexedWriter
+from trainkit.data.indexed.paths import DataFolder
+from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Tokenizer, Training
+from trainkit.plan.layout import split_layers
+from trainkit.train.batches import Feed
+from trainkit.train.model.attention import Documents
+from trainkit.train.model.batch import Batch
+from trainkit.train.model.head_loss import NO_LABEL
+from trainkit.train.model.transformer import Transformer
+from trainkit.train.parallel.data_parallel import World
+from trainkit.train.parallel.initialize import initial_value
+from trainkit.train.update.schedule import global_batch_size, learning_rate
+from trainkit.train.update.step import dropout_seed
+
+STEPS = 10
+
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+VOCAB = 61  # a prime: it divides by no tensor-parallel size
+
+
+END = 7  # ends a document
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "vocab_size": VOCAB,
+    "ffn_hidden_size": 72,
+    "init_method_std": 0.1,
+}
+
+
+MODELS = {
+    # tied; 5 layers are uneven on any number of stages
+    "gpt": Model(family="gpt", num_layers=5, **SIZES),
+    "gpt-deep": Model(family="gpt", num_layers=9, **SIZES),
+    "gpt-untied": Model(
+        family="gpt", num_layers=5, untie_embeddings_and_output_weights=True, **SIZES
+    ),
+    # untied, attention and MLP side by side
+    "neox": Model(family="gpt-neox", num_layers=8, **SIZES),
+    "neox-tied": Model(
+        family="gpt-neox",
+        num_layers=5,
+        untie_embeddings_and_output_weights=False,
+        gpt_j_tied=True,
+        **SIZES,
+    ),
+    # fewer heads of keys and values than 4 tensor-parallel ranks
+    "llama": Model(family="llama", num_layers=8, num_query_groups=2, **SIZES),
+    "llama-tied": Model(
+        family="llama",
+        num_layers=5,
+        num_query_groups=2,
+        untie_embeddings_and_output_weights=False,
+        **SIZES,
+    ),
+    "llama-1-group": Model(family="llama", num_layers=4, num_query_groups=1, **SIZES),
+    "gpt-dropping": Model(
+        family="gpt", num_layers=5, hidden_dropout=0.2, attention_dropout=0.2, **SIZES
+    ),
+}
+
+
+TRAINING: dict[str, Any] = {
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "train_iters": STEPS,
+    "lr": 5e-3,
+    "lr_warmup_iters": 3,
+    "lr_warmup_init": 1e-3,
+    "weight_decay": 0.1,
+    "clip_grad": 0.5,  # below every norm of these models
+    "z_loss": 1e-3,
+    "eval_iters": 0,
+}
+
+
+@dataclass(frozen=True)
+class StepFound:
+    """One step: mean cross-entropy, gradient norm, and the gradient of every parameter by name
+    and global shape before clipping, of all losses' sum over the number of all tokens; where
+    labels are masked, loss and norm are those of the mean over the others."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, NDArray[Any]]
+
+
+DATASETS = {
+    "mock": Dataset(name="mock", source="mock", split="90,10,0"),
+    "documents": Dataset(
+        name="documents",
+        source="files",
+        paths=("x",),
+        split="1",
+        tokenizer=Tokenizer(name="own", type="file", path="x"),
+    ),
+}
+
+
+# Where each document is a sequence of its own, and its end has no label.
+APART: dict[str, Any] = {
+    "reset_attention_mask": True,
+    "reset_position_ids": True,
+    "eod_mask_loss": True,
+}
+
+
+def write_documents(root: Path) -> None:
+    """The files of the dataset `documents`: some random tokens in each, as data preparation
+    leaves them."""
+    folder, random = DataFolder(root, DATASETS["documents"]), np.random.default_rng(5)
+    with IndexedWriter(folder.prefix, np.uint16) as writer:
+        for length in random.integers(1, 12, 400):
+            writer.add_document(
+                np.append(random.integers(END + 1, VOCAB, length), END).astype(np.uint16)
+            )
+    words = {"<|endoftext|>" if i == END else f"word{i}": i for i in range(VOCAB)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder.tokenizer))
+    folder.manifest.write_text(json.dumps({"schema": "dataset/1", "vocab_size": VOCAB}))
+
+
+def job_of(
+    model: str,
+    ranks: int,
+    root: Path,
+    parallelism: dict[str, Any],
+    data: str = "mock",
+    **training: Any,
+) -> Job:
+    """A job of one of MODELS on one of DATASETS."""
+    return Job(
+        name="matrix",
+        cluster=Cluster(name="here", ranks_per_node=ranks, root=str(root)),
+        model=MODELS[model].model_copy(update={"name": model}),
+        dataset=DATASETS[data],
+        parallelism=Parallelism(**parallelism),
+        training=Training(**{**TRAINING, **training}),
+    )
+
+
+def sizes_of(job: Job) -> list[tuple[int, int]]:
+    """(samples before, samples) of every step."""
+    consumed, found = 0, []
+    for _ in range(job.training.train_iters):
+        found.append((consumed, global_batch_size(job, consumed)))
+        consumed += found[-1][1]
+    return found
+
+
+def whole_batches(job: Job) -> list[Batch]:
+    """Every step's global batch as one."""
+    feed = Feed(job, job.dataset, "train", World(0, 1), torch.device("cpu"))
+    try:
+        return [_joined(list(feed.read(consumed, size))) for consumed, size in sizes_of(job)]
+    finally:
+        feed.close()
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    tokens_BS, labels_BS = (
+        torch.cat([b.tokens_BS for b in batches]),
+        torch.cat([b.labels_BS for b in batches]),
+    )
+    positions = [b.positions_BS for b in batches if b.positions_BS is not None]
+    starts, documents = [0], None
+    for found in (b.documents for b in batches if b.documents is not None):
+        starts += [starts[-1] + bound for bound in found.bounds[1:]]
+        documents = Documents(
+            tuple(starts),
+            torch.tensor(starts, dtype=torch.int32),
+            max(b - a for a, b in pairwise(starts)),
+        )
+    return Batch(
+        tokens_BS,
+        labels_BS,
+        0,
+        batches[0].position,
+        torch.cat(positions) if positions else None,
+        documents,
+    )
+
+
+def _begin_anew(seed: int, *_: Any) -> None:
+    torch.manual_seed(seed)
+
+
+def _logits(model: Transformer, batch: Batch, job: Job, chunks: int) -> Tensor:
+    """(N, V) of a whole batch, by the plain model; of one that drops out sample by sample,
+    random numbers beginning anew at each of `chunks` parts."""
+    if not job.model.hidden_dropout:
+        logits_BSV: Tensor = model(
+            batch.tokens_BS, positions_BS=batch.positions_BS, documents=batch.documents
+        )
+        return logits_BSV.flatten(0, 1)
+    sizes, rows = split_layers(job.model.num_layers, chunks), []
+    first = [
+        model.embed_tokens,
+        *(model.layers[str(sum(sizes[:part]))] for part in range(1, chunks)),
+    ]
+    for position, row_S in enumerate(batch.tokens_BS, start=batch.position):
+        seeds = [dropout_seed(job.training.seed, position, part) for part in range(chunks)]
+        hooks = [
+            module.register_forward_pre_hook(partial(_begin_anew, seed))
+            for module, seed in zip(first, seeds, strict=True)
+        ]
+        rows.append(model(row_S[None])[0])
+        for hook in hooks:
+            hook.remove()
+    return torch.cat(rows)
+
+
+def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
+    """Train `job` by the plain loop. `chunks`: in how many parts random numbers are drawn, where
+    there are any."""
+    t, model = job.training, Transformer(job.model, VOCAB).to(dtype)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(initial_value(name, tuple(p.shape), job.model, t.seed))
+    matrices, others = (
+        [p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False)
+    )
+    groups = [
+        {"params": matrices, "weight_decay": t.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, betas=(t.adam_beta1, t.adam_beta2), eps=t.adam_eps, foreach=False
+    )
+    found = []
+    for step, batch in enumerate(whole_batches(job)):
+        logits_NV, labels_N = _logits(model, batch, job, chunks), batch.labels_BS.flatten()
+        counted_N = labels_N != NO_LABEL
+        entropy = F.cross_entropy(logits_NV, labels_N)  # the mean of those that have a label
+        objective = entropy + t.z_loss * logits_NV[counted_N].logsumexp(-1).square().mean()
+        objective.backward()  # type: ignore[no-untyped-call]
+        share = float(counted_N.double().mean())
+        gradients = {
+            name: share * p.grad.numpy()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
+        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+        divisor = max(1.0, float(norm + 1e-6) / t.clip_grad)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad *= share / float(np.float32(divisor * share))
+        for group in optimizer.param_groups:
+            group["lr"] = float(np.float32(learning_rate(t, step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(StepFound(float(entropy.detach()), float(norm), gradients))
+    return found
