@@ -19,9 +19,12 @@ namespace {
 // The writable memory of a one-dimensional, contiguous, aligned int64 array, or ValueError.
 std::int64_t* int64_memory(py::array& array, const char* name) {
     const bool is_int64 = py::isinstance<py::array_t<std::int64_t>>(array);
-    const int flags = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_ | py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+    const int flags = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_ |
+                      py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
     if (!is_int64 || array.ndim() != 1 || (array.flags() & flags) != flags) {
-        throw py::value_error(std::string(name) + " must be a one-dimensional, contiguous, aligned, writable int64 array");
+        throw py::value_error(
+            std::string(name) +
+            " must be a one-dimensional, contiguous, aligned, writable int64 array");
     }
     return static_cast<std::int64_t*>(array.mutable_data());
 }
@@ -33,7 +36,8 @@ void permute(std::int64_t n, std::uint64_t key, std::int64_t start, py::array ou
         throw py::value_error("n is " + std::to_string(n) + ", but must be in 1..2**62");
     }
     if (start < 0 || start > n || count > n - start) {
-        throw py::value_error("start is " + std::to_string(start) + " and out holds " + std::to_string(count) + ", but n is only " + std::to_string(n));
+        throw py::value_error("start is " + std::to_string(start) + " and out holds " +
+                              std::to_string(count) + ", but n is only " + std::to_string(n));
     }
     py::gil_scoped_release release;
     const trainkit::Permutation permutation(static_cast<std::uint64_t>(n), key);
@@ -46,7 +50,8 @@ PYBIND11_MODULE(_index, m) {
     m.doc() = "Dataset-index helpers in C++ (csrc/index). Needs numpy, never torch.";
     m.attr("csrc_sha256") = TRAINKIT_CSRC_SHA256;
     m.def("permute", &permute, py::arg("n"), py::arg("key"), py::arg("start"), py::arg("out"),
-          "out[i] = P_key(start + i), P_key a permutation of [0, n). ValueError: a size or the array does not fit; TypeError: not a 64-bit integer.");
+          "out[i] = P_key(start + i), P_key a permutation of [0, n). ValueError: a size or the "
+          "array does not fit; TypeError: not a 64-bit integer.");
     bind_blend(m);
     bind_megatron(m);
     bind_reader(m);

@@ -21,18 +21,23 @@ struct FileError : std::exception {
     int code;
 };
 
-// Memory of n values in huge pages where the kernel gives them: random swaps then miss the cache, but not the table of pages.
+// Memory of n values in huge pages where the kernel gives them: random swaps then miss the cache,
+// but not the table of pages.
 template <typename Value>
 class Memory {
-   public:
+  public:
     explicit Memory(std::uint64_t n) {
-        if (n > (SIZE_MAX / 2 - kHuge) / sizeof(Value)) throw std::bad_alloc();
+        if (n > (SIZE_MAX / 2 - kHuge) / sizeof(Value))
+            throw std::bad_alloc();
         bytes_ = static_cast<std::size_t>(n) * sizeof(Value) + kHuge;
         base_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (base_ == MAP_FAILED) throw std::bad_alloc();
+        if (base_ == MAP_FAILED)
+            throw std::bad_alloc();
         const auto aligned = (reinterpret_cast<std::uintptr_t>(base_) + kHuge - 1) / kHuge * kHuge;
         values_ = reinterpret_cast<Value*>(aligned);
-        if (bytes_ >= 4 * kHuge) madvise(values_, bytes_ - kHuge, MADV_HUGEPAGE);  // an advice: refused, it only takes longer
+        // an advice: refused, it only takes longer
+        if (bytes_ >= 4 * kHuge)
+            madvise(values_, bytes_ - kHuge, MADV_HUGEPAGE);
     }
     ~Memory() { munmap(base_, bytes_); }
     Memory(const Memory&) = delete;
@@ -41,7 +46,7 @@ class Memory {
     Value* data() { return values_; }
     const Value* data() const { return values_; }
 
-   private:
+  private:
     static constexpr std::size_t kHuge = std::size_t{1} << 21;
     void* base_;
     std::size_t bytes_;
@@ -51,9 +56,12 @@ class Memory {
 inline void write_at(int fd, const void* data, std::size_t bytes, std::uint64_t at) {
     const char* from = static_cast<const char*>(data);
     while (bytes > 0) {
-        const ssize_t done = pwrite(fd, from, std::min<std::size_t>(bytes, std::size_t{1} << 30), static_cast<off_t>(at));
-        if (done < 0 && errno == EINTR) continue;
-        if (done <= 0) throw FileError(done < 0 ? errno : ENOSPC);
+        const ssize_t done = pwrite(fd, from, std::min<std::size_t>(bytes, std::size_t{1} << 30),
+                                    static_cast<off_t>(at));
+        if (done < 0 && errno == EINTR)
+            continue;
+        if (done <= 0)
+            throw FileError(done < 0 ? errno : ENOSPC);
         from += done;
         at += static_cast<std::uint64_t>(done);
         bytes -= static_cast<std::size_t>(done);
@@ -63,9 +71,12 @@ inline void write_at(int fd, const void* data, std::size_t bytes, std::uint64_t 
 inline void read_at(int fd, void* data, std::size_t bytes, std::uint64_t at) {
     char* to = static_cast<char*>(data);
     while (bytes > 0) {
-        const ssize_t done = pread(fd, to, std::min<std::size_t>(bytes, std::size_t{1} << 30), static_cast<off_t>(at));
-        if (done < 0 && errno == EINTR) continue;
-        if (done <= 0) throw FileError(done < 0 ? errno : 0);
+        const ssize_t done = pread(fd, to, std::min<std::size_t>(bytes, std::size_t{1} << 30),
+                                   static_cast<off_t>(at));
+        if (done < 0 && errno == EINTR)
+            continue;
+        if (done <= 0)
+            throw FileError(done < 0 ? errno : 0);
         to += done;
         at += static_cast<std::uint64_t>(done);
         bytes -= static_cast<std::size_t>(done);
