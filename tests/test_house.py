@@ -11,6 +11,8 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
+import pytest
+
 import trainkit
 from tests.conftest import Project
 
@@ -124,6 +126,16 @@ def test_listing_imports_nothing_heavy(project: Project) -> None:
     }
     assert "trainkit" in imported and "prep-data" in done.stdout
     assert not imported & {"torch", "pydantic", "rich", "numpy", "tokenizers", "tomli"}
+
+
+def test_cpp_is_formatted() -> None:
+    formatter = Path(sys.executable).with_name("clang-format")
+    if not formatter.exists():
+        pytest.skip("no clang-format beside this Python; the test extra has it")
+    files = [str(path) for path in sorted((PACKAGE.parent / "csrc").rglob("*.*"))]
+    argv = [str(formatter), "--dry-run", "--Werror", *files]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + "\nrun: clang-format -i csrc/*/*"
 
 
 def test_files_stay_small() -> None:
