@@ -137,7 +137,7 @@ def test_inv_installs_an_extra_and_begins_again(
 
     def refused(asked: TaskContext) -> str:
         with pytest.raises(InvokeExit) as leave:
-            wrapper._call(asked, draws)
+            wrapper._run_task(asked, draws)
         assert leave.value.code == 3
         return str(leave.value.message)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from trainkit.base.printable import printable
-from trainkit.cli.inspect.logs import _Tail
 from trainkit.cli.run.summary import last_lines
 from trainkit.launch.supervise.outcome import RankExit, judge_outcome
+from trainkit.runs.log_tail import LogTail
 
 TITLE = "\x1b]0;owned\x07\x1b[2Jtext\x9b31m"
 SHOWN = "\\x1b]0;owned\\x07\\x1b[2Jtext\\x9b31m"
@@ -34,9 +34,9 @@ def test_logs_and_causes_are_printable(tmp_path: Path) -> None:
     log.write_text(TITLE + "\n")
     assert last_lines(log, 3) == [SHOWN]
     assert (
-        _Tail(log, "").last(3, torn=True) == [SHOWN]
-        and _Tail(log, "").new(torn=True) == SHOWN + "\n"
-        and _Tail(log, "[0] ").new(torn=True) == f"[0] {SHOWN}\n"
+        LogTail(log, "").last(3, unfinished=True) == [SHOWN]
+        and LogTail(log, "").new(unfinished=True) == SHOWN + "\n"
+        and LogTail(log, "[0] ").new(unfinished=True) == f"[0] {SHOWN}\n"
     )
     cause = (
         judge_outcome(

@@ -65,21 +65,21 @@ def test_without_a_tasks_file_the_tasks_are_there(project: Project) -> None:
         (
             ["prep-data", "lines"],
             (
-                "error: prep-data takes 'lines' behind a flag\n  did you mean trainkit prep-data"
+                "error: prep-data takes 'lines' only after a flag\n  did you mean trainkit prep-data"
                 " --dataset lines?\n"
             ),
         ),
         (
             ["prep-data", "random"],
             (
-                "error: prep-data takes 'random' behind a flag\n  did you mean trainkit prep-data"
+                "error: prep-data takes 'random' only after a flag\n  did you mean trainkit prep-data"
                 " --job random?\n"
             ),
         ),
         (
             ["prep-data", "what"],
             (
-                "error: prep-data takes no word 'what' here, and no task is called so\n  usage:"
+                "error: 'what' is neither an argument of prep-data nor a task\n  usage:"
                 " trainkit prep-data [options]\n"
             ),
         ),
@@ -225,7 +225,7 @@ def test_init_writes_a_job_that_can_be_checked(tmp_path: Path) -> None:
     )
     before = (tmp_path / "jobs.toml").stat().st_mtime_ns
     assert (
-        "is there already" in trainkit(tmp_path, "init", exit=3).stderr
+        "exists already" in trainkit(tmp_path, "init", exit=3).stderr
         and (tmp_path / "jobs.toml").stat().st_mtime_ns == before
     )
 

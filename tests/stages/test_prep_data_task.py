@@ -72,7 +72,7 @@ def test_workers_do_not_change_the_bytes(project: Project) -> None:
         project.invoke("prep-data", "--force", "--workers", workers)
         found.append({p.name: p.read_bytes() for p in (project.path / "data/lines/bpe").iterdir()})
     assert found[0] == found[1]
-    assert "the lowest is 0" in project.invoke("prep-data", "--workers", "-1", exit=1).stderr
+    assert "it must be at least 0" in project.invoke("prep-data", "--workers", "-1", exit=1).stderr
 
 
 def test_a_unit_runs_anywhere(project: Project) -> None:

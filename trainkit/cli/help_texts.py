@@ -1,30 +1,30 @@
-"""Words that the help of several tasks shares."""
+"""Help texts of options that several tasks share."""
 
 from __future__ import annotations
 
 JOB = {"job": "a job of jobs.toml"}
-RUN = {"run": "an id, a unique beginning of one, a job's name (its newest run), or last"}
-SET = {"set": "a.b=value: override a value of the resolved job; may be repeated"}
+RUN = {"run": "a run's id or a unique prefix of it, a job's name (its newest run), or last"}
+SET = {"set": "KEY=VALUE, such as training.lr=3e-4: override a value of the job; may be repeated"}
 DATASET = {
     "dataset": "a prepared dataset of jobs.toml",
-    "job": "below the root of this job's cluster; by default below this folder",
+    "job": "look below the root of this job's cluster (default: below this folder)",
 }
-FORCE = {"force": "do it even if it is fresh"}
-STEP = {"step": "of the checkpoint; by default the newest valid one"}
+FORCE = {"force": "build again even if it is up to date"}
+STEP = "step of the checkpoint (default: the newest valid one)"
+CLUSTER = {"cluster": "a cluster of jobs.toml (default: that of [defaults].job)"}
+HOSTFILE = {"hostfile": "use this hostfile instead of the cluster's"}
 HOSTS = {
-    "cluster": "on this cluster of jobs.toml",
-    "nodes": "on so many nodes; 0: as the job says",
-    "hostfile": "another hostfile than the cluster's",
-    "include": "only these of its hosts: HOST[:SLOTS]@HOST..., SLOTS as in 0,2-3",
-    "exclude": "without these of its hosts, or slots",
-    "detach": "return as soon as the run is on its way; it needs no terminal",
-    "foreground": "tie the run to this command: it ends when this ends",
-    "share": "run beside another run on the same slots",
-    "existing": "slurm: on the nodes of the allocation that this is typed in (salloc)",
+    "cluster": "run on this cluster of jobs.toml",
+    "nodes": "number of nodes (0: as the job says)",
+    **HOSTFILE,
+    "include": "use only these hosts of the hostfile: HOST[:SLOTS]@HOST..., SLOTS as in 0,2-3",
+    "exclude": "do not use these hosts, or these slots of them",
+    "detach": "return as soon as the run is started; it needs no terminal",
+    "foreground": "end the run when this command ends",
+    "share": "allow slots that another run uses",
+    "existing": "slurm: use the nodes of the allocation that this is typed in (salloc)",
 }
-DEVICE = {"device": "cpu or cuda; by default what the job's cluster computes on"}
-TENSOR = {
-    "tensor-parallel": (
-        "ranks on this machine that the model is split over, for one that no device here holds"
-    )
-}
+DEVICE = "cpu or cuda (default: that of the job's cluster)"
+TENSOR = "split the model over so many ranks of this machine, if one device is too small"
+FLOPS = "also count TFLOP/s by this convention: megatron-2021, palm-6n or gpt-neox-2022"
+PICTURE = "also draw {} as this .svg or .png file (needs the extra `report`)"

@@ -1,10 +1,11 @@
-"""The task `init`: the first jobs.toml of a folder, for text of one's own."""
+"""The task `init`: a first jobs.toml for your own text."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
@@ -16,11 +17,11 @@ from trainkit.jobs.layers import JOBS_FILE
 SCHEMA_FILE = "jobs.schema.json"
 TASKS_FILE = "tasks.py"
 TASKS = "from trainkit.cli.tasks import namespace  # noqa: F401\n"
-PEEK = 2**20  # bytes of a line that are looked at for its keys
+MAX_LINE = 2**20  # bytes of the first line that are read for its keys
 TEXT = """\
 #:schema {schema}
-# The experiments of this folder. `{command} jobs` lists them, `{command} plan mine` says what one
-# needs, `{command} train mine` runs it.
+# The experiments of this folder. `{command} jobs` lists them, `{command} plan mine` estimates what
+# one needs, `{command} train mine` runs it.
 
 [defaults]
 job = "mine"
@@ -48,7 +49,7 @@ num_attention_heads = 4
 seq_length = 256
 
 [jobs.mine]
-description = "a small GPT on text of our own"
+description = "a small GPT on my own text"
 cluster = "here"
 model = "small"
 dataset = "mine"
@@ -67,47 +68,56 @@ save_interval = 50
 """
 
 
-def init(task: TaskContext, patterns: list[str], vocab: int) -> TaskResult:
-    """The task `init`. Raises ConfigError where there is a jobs.toml already."""
+@dataclass(frozen=True)
+class Initialized:
+    """What was written: the document init/1."""
+
+    dry_run: bool
+    folder: str
+    files: list[str]
+    texts: int
+
+
+def init(task: TaskContext, patterns: Sequence[str], vocab_size: int) -> TaskResult:
+    """The task `init`. Raises ConfigError if there is a jobs.toml."""
     folder = Path.cwd()
     if (folder / JOBS_FILE).exists():
         raise ConfigError(
-            f"{folder / JOBS_FILE} is there already",
-            hint=f"`{task.command} jobs` lists its jobs; init writes the first one only",
+            f"{folder / JOBS_FILE} exists already",
+            hint=f"`{task.command} jobs` lists its jobs; init only writes the first one",
         )
-    wanted = patterns or ["corpus/*.jsonl"]
-    files = [path for pattern in wanted for path in _matches(folder, pattern)]
-    values = {
-        "command": task.command,
-        "schema": f"./{SCHEMA_FILE}",
-        "vocab": vocab,
-        "paths": ", ".join(map(json.dumps, wanted)),
-        "key": _key_line(files),
-    }
-    texts = {
-        JOBS_FILE: TEXT.format(**values),
+    patterns = patterns or ["corpus/*.jsonl"]
+    files = [path for pattern in patterns for path in _matches(folder, pattern)]
+    contents = {
+        JOBS_FILE: TEXT.format(
+            command=task.command,
+            schema=f"./{SCHEMA_FILE}",
+            vocab=vocab_size,
+            paths=", ".join(map(json.dumps, patterns)),
+            key=_key_line(files),
+        ),
         SCHEMA_FILE: json.dumps(json_schema(), indent=1) + "\n",
         TASKS_FILE: TASKS,
     }
-    texts = {name: text for name, text in texts.items() if not (folder / name).exists()}
-    for name, text in texts.items():
+    missing = [name for name in contents if not (folder / name).exists()]
+    for name in missing:
         task.say(f"{'would write' if task.dry_run else 'wrote'} {folder / name}")
         if not task.dry_run:
-            write_text(folder / name, text)
+            write_text(folder / name, contents[name])
     if task.dry_run and not task.json:
-        task.say("\n" + texts[JOBS_FILE])
+        task.say("\n" + contents[JOBS_FILE])
     if not files:
         task.say(
-            f"no file matches {' or '.join(wanted)} yet: put text there, or change"
+            f"no file matches {' or '.join(patterns)} yet: put text there, or change"
             f" datasets.mine.paths in {JOBS_FILE}"
         )
     task.say(f"next:\n  {task.command} plan mine\n  {task.command} train mine")
-    told: dict[str, Any] = {"folder": str(folder), "files": sorted(texts), "texts": len(files)}
-    return TaskResult(document("init/1", dry_run=task.dry_run, **told))
+    written = Initialized(task.dry_run, str(folder), sorted(missing), len(files))
+    return TaskResult(document("init/1", **asdict(written)))
 
 
 def _matches(folder: Path, pattern: str) -> list[Path]:
-    """Files that a pattern means. Raises ConfigError for one that cannot be a pattern."""
+    """Files that match a pattern. Raises ConfigError for an invalid pattern."""
     path = Path(pattern)
     try:
         if path.is_absolute():
@@ -124,23 +134,19 @@ def _matches(folder: Path, pattern: str) -> list[Path]:
 
 
 def _key_line(files: list[Path]) -> str:
-    """The line text_key = ... where the first document has its text under another key than
-    "text"."""
+    """The line text_key = ... if the first document has its text under another key than "text"."""
     first = next((path for path in files if path.suffix in (".jsonl", ".json")), None)
     if first is None:
         return ""
     try:
         with open(first, "rb") as file:
-            value = json.loads(file.readline(PEEK))
+            value = json.loads(file.readline(MAX_LINE))
     except (OSError, ValueError):
         return ""
+    texts: dict[str, str] = {}
     if isinstance(value, dict):
         texts = {key: text for key, text in value.items() if isinstance(text, str)}
-    else:
-        texts = {}
     if not texts or "text" in texts:
         return ""
-    return (
-        "text_key ="
-        f" {json.dumps(max(texts, key=lambda key: len(texts[key])), ensure_ascii=False)}\n"
-    )
+    longest = max(texts, key=lambda key: len(texts[key]))
+    return f"text_key = {json.dumps(longest, ensure_ascii=False)}\n"

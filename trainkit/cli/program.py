@@ -1,9 +1,9 @@
-"""The program `trainkit`, which `./inv` is too: Invoke with the tasks built in, a help page of
-its own, hints, and completion of names.
+"""The program `trainkit` (`./inv` runs it too): Invoke with the tasks built in, its own help page,
+hints, and completion of names.
 
-Everything that `invoke` understands it understands as well. A tasks.py at or above the current
-folder is used as `invoke` would use it; without one the tasks are there all the same. Imports
-neither pydantic nor torch nor rich.
+It understands everything that `invoke` understands. A tasks.py in the current folder or above is
+used as `invoke` uses it; the tasks are there without one, too. Imports neither pydantic nor torch
+nor rich.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import difflib
 import inspect
 import os
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 from invoke.exceptions import CollectionNotFound, ParseError
@@ -25,7 +26,7 @@ from trainkit.cli.completion import NAMES, SCRIPTS, candidates, names_of
 from trainkit.cli.wrapper import command_in
 
 GROUPS = {
-    "Begin": ("init", "jobs", "show", "check", "plan"),
+    "Start": ("init", "jobs", "show", "check", "plan"),
     "Prepare": ("build", "prep-data", "data-stats", "data-verify"),
     "Run": ("train", "resume", "attach", "cancel"),
     "Follow": ("runs", "status", "logs", "why", "checkpoints", "report", "tensorboard"),
@@ -33,8 +34,8 @@ GROUPS = {
     "Hosts": ("nodes", "doctor", "setup-hosts", "fleet"),
     "This checkout": ("test", "bench"),
 }
-WIDEST = 100  # columns of a help page
-UNKNOWN = "No idea what"  # how Invoke's parser begins its words about a token that it does not know
+MAX_WIDTH = 100  # columns of a help page
+UNKNOWN = "No idea what"  # how Invoke's message about an unknown token begins
 
 
 class TrainkitProgram(Program):
@@ -42,13 +43,18 @@ class TrainkitProgram(Program):
 
     @property
     def command(self) -> str:
-        """How the person calls it."""
-        return command_in(Path(self.config._project_prefix or os.curdir))
+        """The command that was used to run it."""
+        return command_in(self._folder)
 
-    # -- which tasks there are
+    @property
+    def _folder(self) -> Path:
+        """That of tasks.py."""
+        return Path(self.config._project_prefix or os.curdir)
+
+    # -- loading the tasks
 
     def load_collection(self) -> None:
-        """That of tasks.py, or trainkit's own where there is none."""
+        """Load tasks.py, or trainkit's own tasks if there is none."""
         name = self.args.collection.value
         loader = self.loader_class(config=self.config, start=self.args["search-root"].value)  # type: ignore[call-arg]  # as Invoke itself
         try:
@@ -65,75 +71,67 @@ class TrainkitProgram(Program):
         self.collection = namespace
 
     def parse_collection(self) -> None:
-        """As Invoke does; but the tasks are loaded before `--help`, which shows them."""
+        """As Invoke does, but load the tasks before `--help`, which shows them."""
         self.load_collection()
         self.list_root = None
         self.list_depth = None
         self.list_format = "flat"
         self.scoped_collection = self.collection
 
-    # -- what the words mean
+    # -- parsing the command line
 
     def parse_tasks(self) -> None:
-        """As Invoke does, with a hint where a word means nothing, and with `train --help` for
-        `--help train`."""
-        words = self.core.unparsed
-        if len(words) > 1 and words[1] in ("--help", "-h"):
-            self.args.help.value = words[0]
+        """As Invoke does, with hints for what is unknown, and with `train --help` for `--help
+        train`. Raises ParseError."""
+        given = self.core.unparsed
+        if len(given) > 1 and given[1] in ("--help", "-h"):
+            self.args.help.value = given[0]
             self.core.unparsed = []
-        elif words[:1] == ["test"]:
-            self.core.unparsed = _with_paths(words)
+        elif given[:1] == ["test"]:
+            self.core.unparsed = _paths_as_options(given)
         try:
             super().parse_tasks()
         except ParseError as error:
             if error.context is not None and error.context.missing_positional_args:
-                wanted = " and a ".join(
-                    str(a.name).upper() for a in error.context.missing_positional_args
+                missing = " and a ".join(
+                    str(argument.name).upper() for argument in error.context.missing_positional_args
                 )
                 task = str(error.context.name)
                 raise ParseError(
-                    f"error: {task} needs a {wanted}\n  {self._usage(task)}", error.context
+                    f"error: {task} needs a {missing}\n  {self._usage(task)}", error.context
                 ) from None
             if not str(error).startswith(UNKNOWN):
                 raise
-            raise ParseError(f"error: {self._explained(error)}", error.context) from None
+            raise ParseError(f"error: {self._explain(error)}", error.context) from None
 
-    def _explained(self, error: ParseError) -> str:
-        """What is wrong with the word that the parser stopped at, and the nearest that is known."""
-        word = str(error).removeprefix(f"{UNKNOWN} ").removesuffix(" is!").strip("'\"")
+    def _explain(self, error: ParseError) -> str:
+        """What is wrong with the token that the parser stopped at, and the nearest known one."""
+        token = str(error).removeprefix(f"{UNKNOWN} ").removesuffix(" is!").strip("'\"")
         context = error.context
-        folder = Path(self.config._project_prefix or os.curdir)
+        if token.startswith("-"):
+            return self._explain_flag(token, context)
+        nearest = _nearest(token, self.parser.contexts)
+        if context is None or context.name is None:
+            hint = nearest or f"{self.command} --help lists the tasks"
+            return f"there is no task {token!r}\n  {hint}"
+        task = str(context.name)
+        if flags := _flags_for(token, context, self._folder):
+            options = " or ".join(f"{self.command} {task} --{flag} {token}" for flag in flags)
+            return f"{task} takes {token!r} only after a flag\n  did you mean {options}?"
+        hint = nearest or self._usage(task)
+        return f"{token!r} is neither an argument of {task} nor a task\n  {hint}"
+
+    def _explain_flag(self, flag: str, context: ParserContext | None) -> str:
+        command = self.command
+        known: list[str] = []
         if context is not None:
-            task = context.name
+            known = list(context.flags)
+        if context is not None and context.name:
+            command = f"{self.command} {context.name}"
+            hint = f"its options: {self.command} --help {context.name}"
         else:
-            task = None
-        if word.startswith("-"):
-            if context is not None:
-                flags = list(context.flags)
-            else:
-                flags = []
-            if task:
-                of = f"{self.command} {task}"
-            else:
-                of = self.command
-            way_out = (
-                _nearest(word, flags) or f"its flags: {self.command} --help {task or ''}".rstrip()
-            )
-            return f"{of} has no {word}\n  {way_out}"
-        if context is not None and task is not None:
-            if ways := [
-                f"{self.command} {task} --{flag} {word}"
-                for flag in _flags_for(word, context, folder)
-            ]:
-                return f"{task} takes {word!r} behind a flag\n  did you mean {' or '.join(ways)}?"
-            return (
-                f"{task} takes no word {word!r} here, and no task is called so\n "
-                f" {_nearest(word, self.parser.contexts) or self._usage(task)}"
-            )
-        return (
-            f"there is no task {word!r}\n "
-            f" {_nearest(word, self.parser.contexts) or f'{self.command} --help lists the tasks'}"
-        )
+            hint = f"its options: {self.command} --help"
+        return f"{command} has no {flag}\n  {_nearest(flag, known) or hint}"
 
     def _usage(self, task: str) -> str:
         context = self.parser.contexts[task]
@@ -151,26 +149,22 @@ class TrainkitProgram(Program):
     # -- help
 
     def parse_cleanup(self) -> None:
-        """Completion first: what is typed so far need not make sense."""
+        """As Invoke does, but complete first: an unfinished command line may be invalid. Raises
+        ParseError for `--help` of an unknown task."""
         if self.args.complete.value:
-            words = self.core.remainder.split(" ")[1:] or [""]
+            typed = self.core.remainder.split(" ")[1:] or [""]
             contexts = self._make_parser().contexts
-            for candidate in candidates(
-                words,
-                contexts,
-                self.initial_context,
-                Path(self.config._project_prefix or os.curdir),
-            ):
+            for candidate in candidates(typed, contexts, self.initial_context, self._folder):
                 print(candidate)
             raise InvokeExit
-        halp = self.args.help.value
-        if isinstance(halp, str) and halp not in self.parser.contexts:
-            known = _nearest(halp, self.parser.contexts) or f"{self.command} --help lists the tasks"
-            raise ParseError(f"error: there is no task {halp!r}\n  {known}")
+        task = self.args.help.value
+        if isinstance(task, str) and task not in self.parser.contexts:
+            hint = _nearest(task, self.parser.contexts) or f"{self.command} --help lists the tasks"
+            raise ParseError(f"error: there is no task {task!r}\n  {hint}")
         super().parse_cleanup()
 
     def parse_core(self, argv: list[str] | None) -> None:
-        """As Invoke does, with completion scripts that know `./inv`."""
+        """As Invoke does, with completion scripts that also serve `./inv`."""
         self.normalize_argv(argv)
         self.parse_core_args()
         shell = self.args["print-completion-script"].value
@@ -192,14 +186,14 @@ class TrainkitProgram(Program):
         try:
             print(f"trainkit {version(DISTRIBUTION)}")
         except PackageNotFoundError:
-            print("trainkit, not installed")
+            print("trainkit (not installed)")
 
     def print_help(self) -> None:
-        """The page of bare `./inv`: the tasks by what they are for."""
+        """The page of `./inv` without arguments: the tasks by purpose."""
         command = self.command
-        width = min(WIDEST, pty_size()[0])
+        width = min(MAX_WIDTH, pty_size()[0])
         print(
-            f"usage: {command} TASK [words and flags]\n\ntrainkit: from raw text to a trained"
+            f"usage: {command} TASK [arguments] [options]\n\ntrainkit: from raw text to a trained"
             " language model, from one jobs.toml.\n"
         )
         known = {name: _first_line(task) for name, task in self.collection.tasks.items()}
@@ -208,34 +202,34 @@ class TrainkitProgram(Program):
             "Of this project": tuple(name for name in sorted(known) if name not in shown),
             "": (),
         }
-        room = max((len(name) for name in known), default=0)
+        column = max((len(name) for name in known), default=0)
         for heading, names in {**GROUPS, **further}.items():
-            if there := [name for name in names if name in known]:
+            if present := [name for name in names if name in known]:
                 print(f"{heading}:")
-                for name in there:
+                for name in present:
                     print(
                         textwrap.fill(
                             known[name],
                             width,
-                            initial_indent=f"  {name:<{room}}  ",
-                            subsequent_indent=" " * (room + 4),
+                            initial_indent=f"  {name:<{column}}  ",
+                            subsequent_indent=" " * (column + 4),
                         )
                     )
                 print()
         print(
-            f"{command} --help TASK says what a task takes; --list --list-format=json lists them"
+            f"{command} --help TASK explains a task; {command} --list --list-format=json lists all"
             " for programs."
         )
         print(
-            f"{command} --print-completion-script bash (zsh, fish) completes tasks, jobs, runs and"
-            " keys: eval it in your shell's start file."
+            f"{command} --print-completion-script bash (zsh, fish) prints shell completion for"
+            " tasks, jobs, runs and keys."
         )
 
     def print_task_help(self, name: str) -> None:
-        """What a task takes."""
+        """The page of one task: usage, description, options."""
         context = self.parser.contexts[name]
         print(self._usage(name) + "\n")
-        width = min(WIDEST, pty_size()[0])
+        width = min(MAX_WIDTH, pty_size()[0])
         for line in (inspect.getdoc(self.collection[name]) or "").splitlines():
             print(textwrap.fill(line, width))
         print()
@@ -248,20 +242,20 @@ def _first_line(task: object) -> str:
     return (inspect.getdoc(task) or "").partition("\n")[0]
 
 
-def _nearest(word: str, known: object) -> str:
-    """A question that names the nearest of `known`, or nothing."""
-    close = difflib.get_close_matches(word, [str(name) for name in known], 1)  # type: ignore[attr-defined]
+def _nearest(token: str, known: Iterable[object]) -> str:
+    """A question that names the nearest of `known`, or ""."""
+    close = difflib.get_close_matches(token, [str(name) for name in known], 1)
     if close:
         return f"did you mean {close[0]}?"
     return ""
 
 
-def _flags_for(word: str, context: ParserContext, folder: Path) -> list[str]:
-    """Flags of a task behind which `word` is a name of jobs.toml."""
+def _flags_for(token: str, context: ParserContext, folder: Path) -> list[str]:
+    """Flags of a task for which `token` is a name of jobs.toml."""
     return [
         flag
         for flag, kind in NAMES.items()
-        if f"--{flag}" in context.flags and word in names_of(kind, folder)
+        if f"--{flag}" in context.flags and token in names_of(kind, folder)
     ]
 
 
@@ -270,12 +264,14 @@ def main() -> None:
     TrainkitProgram(name="trainkit", binary="trainkit", binary_names=["trainkit"]).run()
 
 
-def _with_paths(words: list[str]) -> list[str]:
-    """`test tests/data -k pack` as `test --path tests/data -k pack`: Invoke knows no word that
-    may be left out."""
-    found = words[:1]
-    value = False
-    for word in words[1:]:
-        found += [word] if word.startswith("-") or value else ["--path", word]
-        value = word in ("-k", "-p", "--path")
+def _paths_as_options(given: list[str]) -> list[str]:
+    """`test tests/data -k pack` as `test --path tests/data -k pack`: Invoke knows no optional
+    argument without a flag."""
+    found = given[:1]
+    is_value = False
+    for token in given[1:]:
+        if not token.startswith("-") and not is_value:
+            found.append("--path")
+        found.append(token)
+        is_value = token in ("-k", "-p", "--path")
     return found

@@ -2,102 +2,81 @@
 
 from __future__ import annotations
 
+from trainkit.cli.help_texts import CLUSTER, HOSTFILE
+from trainkit.cli.options import SetupOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 
 
 @make_task(
     help={
-        "cluster": "of this cluster of jobs.toml; by default that of the job in [defaults]",
-        "hostfile": "another hostfile than the cluster's",
-        "release": "let these hosts (NAME,NAME or all) run again, which are left out for a failure",
-        "top": "what runs on each: nvidia-smi, neuron-ls or top, once a host",
+        **CLUSTER,
+        **HOSTFILE,
+        "release": "let these hosts in quarantine (NAME,NAME or all) run again",
+        "top": "show what runs on each host: nvidia-smi, neuron-ls or top, once",
     },
     takes_json=True,
 )
 def nodes(
     task: TaskContext, cluster: str = "", hostfile: str = "", release: str = "", top: bool = False
 ) -> TaskResult:
-    """Say which hosts of a cluster can be reached, which runs they are busy with, and which are
-    left out."""
-    from trainkit.cli.hosts import nodes as looker
+    """Show which hosts are reachable, busy or in quarantine.
+
+    Exit 7 if a host cannot be used.
+    """
+    from trainkit.cli.hosts import nodes as room
 
     if top:
-        return looker.nodes_top(task, cluster, hostfile)
-    return looker.nodes(task, cluster, hostfile, release)
+        return room.nodes_top(task, cluster, hostfile)
+    return room.nodes(task, cluster, hostfile, release)
 
 
 @make_task(
     help={
-        "cluster": "of this cluster of jobs.toml; by default that of the job in [defaults]",
-        "hostfile": "another hostfile than the cluster's",
-        "all-reduce": "also measure all-reduces between pairs of hosts: names a slow one",
+        **CLUSTER,
+        **HOSTFILE,
+        "all-reduce": "also measure all-reduces between pairs of hosts, to find a slow one",
     },
     takes_json=True,
 )
 def doctor(
     task: TaskContext, cluster: str = "", hostfile: str = "", all_reduce: bool = False
 ) -> TaskResult:
-    """Look for what is wrong with the hosts of a cluster, with advice; exit 7 if something is."""
-    from trainkit.cli.hosts import doctor as examiner
+    """Find problems with the hosts of a cluster and advise how to fix them.
 
-    return examiner.doctor(task, cluster, hostfile, all_reduce=all_reduce)
+    Exit 7 if there is a problem.
+    """
+    from trainkit.cli.hosts.doctor import doctor as examine
+
+    return examine(task, cluster, hostfile, all_reduce=all_reduce)
 
 
-@make_task(
-    iterable=["host"],
-    help={
-        "cluster": (
-            "a cluster of jobs.toml with launcher ssh or pdsh; by default that of the job in"
-            " [defaults]"
-        ),
-        "hostfile": "the hosts of this file; with --host: the file to write",
-        "host": (
-            "[user@]host[:port] of a node, for a hostfile that is not there yet; may be repeated"
-        ),
-        "slots": "ranks of a node in that hostfile; 0: as the cluster says",
-        "share": (
-            "export this folder of this machine over NFS, and mount it on the hosts under the same"
-            " path"
-        ),
-        "address": "this machine's address, as the hosts reach it",
-        "perform": "do it; else it is only printed",
-    },
-    takes_json=True,
-    takes_dry_run=True,
-    minimum={"slots": 0},
-)
-def setup_hosts(
-    task: TaskContext,
-    cluster: str = "",
-    hostfile: str = "",
-    host: list[str] | None = None,
-    slots: int = 0,
-    share: str = "",
-    address: str = "",
-    perform: bool = False,
-) -> TaskResult:
-    """Print what bare machines need to become a cluster (keys, NFS, hostfile), or do it; it may
-    run again."""
-    from trainkit.cli.hosts import setup_hosts as maker
+@make_task(options=SetupOptions, takes_json=True, takes_dry_run=True)
+def setup_hosts(task: TaskContext, options: SetupOptions) -> TaskResult:
+    """Print or run the steps that turn bare machines into a cluster.
 
-    words = maker.SetupOptions(hostfile, tuple(host or ()), slots, share, address)
-    return maker.setup_hosts(task, cluster, words, performing=perform)
+    They set up SSH keys, an NFS share and a hostfile, and can be run again at any time. Exit 7 if
+    a step fails.
+    """
+    from trainkit.cli.hosts.setup_hosts import setup_hosts as run
+
+    return run(task, options)
 
 
 @make_task(
-    positional=["verb"],
     help={
         "verb": "start, stop or status",
-        "cluster": "a cluster of jobs.toml with a fleet; by default that of the job in [defaults]",
-        "wait": "seconds until start or stop must be done",
+        "cluster": "a cluster of jobs.toml with a fleet (default: that of [defaults].job)",
+        "wait": "seconds that start or stop may take",
     },
     takes_json=True,
     takes_dry_run=True,
     minimum={"wait": 0},
 )
 def fleet(task: TaskContext, verb: str, cluster: str = "", wait: float = 900.0) -> TaskResult:
-    """Start or stop the compute nodes of an AWS ParallelCluster and wait until it is done, or
-    say how they are."""
-    from trainkit.cli.hosts import fleet as keeper
+    """Start, stop or show the compute nodes of an AWS ParallelCluster.
 
-    return keeper.fleet(task, verb, cluster, wait)
+    start and stop wait until it is done.
+    """
+    from trainkit.cli.hosts.fleet import fleet as run
+
+    return run(task, verb, cluster, wait)

@@ -8,7 +8,7 @@ from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 
 @make_task(help=FORCE, takes_json=True, takes_dry_run=True)
 def build(task: TaskContext, force: bool = False) -> TaskResult:
-    """Compile the C++ extensions if their source changed."""
+    """Compile the C++ extension if its source changed."""
     from trainkit.cli.run import stages as prepare
 
     return prepare.build(task, force=force)
@@ -16,10 +16,10 @@ def build(task: TaskContext, force: bool = False) -> TaskResult:
 
 @make_task(
     help={
-        "dataset": "a dataset of jobs.toml (with the tokenizer of its table)",
+        "dataset": "a dataset of jobs.toml; its tokenizer is made too",
         "job": "prepare what this job needs",
-        "cluster": "with --dataset: below the root of this cluster; by default below this folder",
-        "workers": "processes that compute at once; 0: one a core",
+        "cluster": "with --dataset: write below the root of this cluster (default: this folder)",
+        "workers": "number of processes (0: one per core)",
         **FORCE,
     },
     takes_json=True,
@@ -34,15 +34,13 @@ def prep_data(
     workers: int = 0,
     force: bool = False,
 ) -> TaskResult:
-    """Turn text into tokens; without words, for the job named in [defaults]."""
+    """Tokenize a dataset (default: that of [defaults].job)."""
     from trainkit.cli.run import stages as prepare
 
     return prepare.prep_data(task, dataset, job, cluster, workers, force=force)
 
 
 @make_task(
-    positional=["job"],
-    iterable=["set"],
     help={**JOB, **SET, **HOSTS, "no-stages": "fail (exit 5) instead of preparing what is stale"},
     takes_json=True,
     takes_dry_run=True,
@@ -51,7 +49,7 @@ def prep_data(
 def train(
     task: TaskContext,
     job: str,
-    set: list[str] | None = None,
+    set: tuple[str, ...] = (),
     no_stages: bool = False,
     cluster: str = "",
     nodes: int = 0,
@@ -63,24 +61,25 @@ def train(
     share: bool = False,
     existing: bool = False,
 ) -> TaskResult:
-    """Prepare what is stale, then train a job and follow it."""
+    """Prepare what is stale, then train a job and follow it.
+
+    The exit code is the run's. Ctrl-C ends the following, not the run; twice saves and stops it.
+    """
     from trainkit.cli.host_options import HostOptions
     from trainkit.cli.run import train as run
 
     hosts = HostOptions(cluster, nodes, hostfile, include, exclude, existing)
     following = run.Following(detach, foreground)
     return run.train(
-        task, job, set or [], stages=not no_stages, share=share, words=hosts, following=following
+        task, job, set, stages=not no_stages, share=share, words=hosts, following=following
     )
 
 
 @make_task(
-    positional=["run"],
-    iterable=["set"],
     help={
         **RUN,
         **HOSTS,
-        "set": "a.b=value: change the number of ranks, intervals or length; may be repeated",
+        "set": "KEY=VALUE: change the number of ranks, intervals or length; may be repeated",
         "code": "run: the code that the run began with; current: that of this checkout",
     },
     takes_json=True,
@@ -90,7 +89,7 @@ def train(
 def resume(
     task: TaskContext,
     run: str,
-    set: list[str] | None = None,
+    set: tuple[str, ...] = (),
     cluster: str = "",
     nodes: int = 0,
     hostfile: str = "",
@@ -102,40 +101,45 @@ def resume(
     existing: bool = False,
     code: str = "run",
 ) -> TaskResult:
-    """Go on with a run from its newest valid checkpoint, on the same or on other hosts."""
+    """Continue a run from its newest valid checkpoint.
+
+    The hosts, and within limits the layout, may be others than before.
+    """
     from trainkit.cli.host_options import HostOptions
     from trainkit.cli.run import train as runner
 
     hosts = HostOptions(cluster, nodes, hostfile, include, exclude, existing)
     following = runner.Following(detach, foreground)
-    return runner.resume(
-        task, run, set or [], share=share, words=hosts, following=following, code=code
-    )
+    return runner.resume(task, run, set, share=share, words=hosts, following=following, code=code)
 
 
-@make_task(positional=["run"], help=RUN, takes_json=True)
+@make_task(help=RUN, takes_json=True)
 def attach(task: TaskContext, run: str) -> TaskResult:
-    """Follow a run to its end, from any terminal; the exit code is the run's."""
+    """Follow a run until it ends, from any terminal.
+
+    The exit code is the run's.
+    """
     from trainkit.cli.run import attach as attacher
 
     return attacher.attach(task, run)
 
 
 @make_task(
-    positional=["run"],
     help={
         **RUN,
-        "save": "first save at the end of the step; it can go on from there",
+        "save": "save a checkpoint first, at the end of the step",
         "force": (
-            "where its supervisor is gone: take hosts that do not answer for gone too, so that it"
+            "if its supervisor is gone: count hosts that do not answer as gone too, so that the run"
             " can be resumed"
         ),
     },
     takes_json=True,
 )
 def cancel(task: TaskContext, run: str, save: bool = False, force: bool = False) -> TaskResult:
-    """Stop a run, and ask every node what is left of it; exit 15, 12 with --save, 13 if a node
-    does not answer."""
+    """Stop a run and check every node for leftovers.
+
+    Exit 15, 12 with --save, 13 if a node does not answer.
+    """
     from trainkit.cli.run import cancel as canceller
 
     return canceller.cancel(task, run, save=save, force=force)

@@ -10,13 +10,12 @@ import functools
 import inspect
 import io
 import json
-import math
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,20 +27,24 @@ from invoke.tasks import Task
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import keep_others_from_writing, who_denies
+from trainkit.cli.parameters import Signature, signature_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-COMMON_HELP = {
-    "json": "print one JSON document on stdout, prose on stderr",
-    "dry-run": "change nothing, print exactly what would be done",
-}
+JSON_HELP = "print one JSON document on stdout, and all other text on stderr"
+DRY_RUN_HELP = "change nothing; print what would be done"
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """How a task speaks: what it was asked for, and where its words go. `folder` is that of
-    tasks.py."""
+    """How a task was called, and where it prints.
+
+    Args:
+        json: print one JSON document on stdout, and everything else on stderr.
+        dry_run: change nothing.
+        folder: that of tasks.py.
+    """
 
     json: bool
     dry_run: bool
@@ -49,12 +52,12 @@ class TaskContext:
 
     @property
     def command(self) -> str:
-        """How the person runs tasks here."""
+        """The command that runs tasks here, such as "invoke"."""
         return command_in(self.folder)
 
     @functools.cached_property
     def console(self) -> Console:
-        """For prose and tables: stdout, or stderr under `--json`."""
+        """For text and tables: stdout, or stderr with `--json`."""
         from rich.console import Console
 
         from trainkit.cli.tables import NO_LIMIT
@@ -71,13 +74,13 @@ class TaskContext:
         )
 
     def say(self, text: str = "") -> None:
-        """One line of plain prose."""
+        """Print one line of text, without markup."""
         print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
 
 
 def command_in(folder: Path) -> str:
-    """How the person runs tasks: by the wrapper of the checkout `folder` with its own .venv, by
-    `trainkit`, or by `invoke`."""
+    """The command that was used to run tasks: "./inv" of a checkout with its own .venv,
+    "trainkit", or "invoke"."""
     if Path(sys.prefix) == folder.resolve() / ".venv" and (folder / "inv").is_file():
         return "./inv"
     program = Path(sys.argv[0])
@@ -99,58 +102,61 @@ Body = Callable[..., TaskResult | None]
 
 def make_task(
     *,
-    positional: Iterable[str] = (),
-    iterable: Iterable[str] = (),
-    help: dict[str, str] | None = None,
+    options: type | None = None,
+    help: Mapping[str, str] | None = None,
     takes_json: bool = False,
     takes_dry_run: bool = False,
     minimum: Mapping[str, float] | None = None,
 ) -> Callable[[Body], Task[Any]]:
-    """Turn a function of a TaskContext and options into an Invoke task.
+    """Turn a function of a TaskContext, arguments and options into an Invoke task. Its parameters
+    without default are arguments of the command line, the others are options.
 
     Args:
-        positional: parameters that are required arguments.
-        iterable: parameters that may be given several times.
-        help: a line for each parameter, by its flag's name.
+        options: a dataclass made of `parameters.option`; the function's parameter `options` is an
+            instance of it.
+        help: a line for each of the function's other parameters, by its flag without dashes.
         takes_json: the task takes `--json`.
         takes_dry_run: the task takes `--dry-run`, and `invoke --dry` means the same.
         minimum: the lowest value of a number.
     """
 
     def decorate(body: Body) -> Task[Any]:
-        own = list(inspect.signature(body).parameters.values())[1:]
-        words = [p.name for p in own]
-        extra = [n for n, wanted in (("json", takes_json), ("dry_run", takes_dry_run)) if wanted]
+        signature = signature_of(body, options, help=help or {}, minimum=minimum or {})
+        common = {
+            name: text
+            for name, text, taken in (
+                ("json", JSON_HELP, takes_json),
+                ("dry_run", DRY_RUN_HELP, takes_dry_run),
+            )
+            if taken
+        }
 
         @functools.wraps(body)
-        def run(context: Context, **values: Any) -> None:
-            dry_run = bool(values.pop("dry_run", False)) or (
+        def run(context: Context, **values: object) -> None:
+            dry_run = bool(values.get("dry_run")) or (
                 takes_dry_run and bool(context.config.run.dry)
             )
             # Invoke keeps the folder of the tasks.py it found only here
             folder = Path(context.config._project_prefix or os.curdir).absolute()
-            task = TaskContext(json=bool(values.pop("json", False)), dry_run=dry_run, folder=folder)
-            _refuse_flag_words(body, {n: values[n] for n in positional})
-            given = _numbers({n: values[n] for n in words}, own, minimum or {})
-            _call(task, lambda: body(task, **given))
+            task = TaskContext(json=bool(values.get("json")), dry_run=dry_run, folder=folder)
+            _refuse_flags_as_arguments(body, signature, values)
+            arguments = signature.arguments(values)
+            _run_task(task, lambda: body(task, **arguments))
 
         run.__doc__ = _unwrapped(inspect.getdoc(body) or "")
         keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [
             inspect.Parameter("context", keyword),
-            *map(_as_word, own),
-            *(inspect.Parameter(n, keyword, default=False) for n in extra),
+            *(each.for_invoke() for each in signature.all),
+            *(inspect.Parameter(name, keyword, default=False) for name in common),
         ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Invoke reads
-        texts = {
-            **{n.replace("_", "-"): COMMON_HELP[n.replace("_", "-")] for n in extra},
-            **(help or {}),
-        }
+        texts = {each.name: each.help for each in signature.all if each.help} | common
         return Task(
             run,
-            positional=list(positional),
-            iterable=list(iterable),
-            help=texts,
+            positional=[each.name for each in signature.all if each.required],
+            iterable=[each.name for each in signature.all if each.repeated],
+            help={name.replace("_", "-"): text for name, text in texts.items()},
             auto_shortflags=False,
         )
 
@@ -162,94 +168,46 @@ def _unwrapped(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-def _refuse_flag_words(body: Body, words: dict[str, str]) -> None:
+def _refuse_flags_as_arguments(
+    body: Body, signature: Signature, values: Mapping[str, object]
+) -> None:
     """Invoke takes `train --help` as "train the job called --help"."""
-    for name, word in words.items():
-        if word.startswith("-"):
+    for parameter in signature.own:
+        given = str(values.get(parameter.name))
+        if parameter.required and given.startswith("-"):
             verb = body.__name__.replace("_", "-")
             raise InvokeExit(
-                f"error: {verb} needs a {name.upper()} before {word!r}\n  for its help: invoke"
-                f" --help {verb}",
+                f"error: {verb} needs a {parameter.name.upper()} before {given!r}\n  for its help:"
+                f" invoke --help {verb}",
                 code=Exit.USAGE,
             )
 
 
-def _as_word(parameter: inspect.Parameter) -> inspect.Parameter:
-    """A number flag as Invoke is shown it: a word."""
-    if _is_optional_count(parameter):
-        return parameter.replace(default="")
-    if type(parameter.default) in (int, float):
-        return parameter.replace(default=str(parameter.default))
-    return parameter
-
-
-def _is_optional_count(parameter: inspect.Parameter) -> bool:
-    """A whole number that may be left out, and then is None: 0 is a step like any other. (A
-    module's annotations are text.)"""
-    return parameter.default is None and parameter.annotation == "int | None"
-
-
-def _numbers(
-    values: dict[str, Any], parameters: Iterable[inspect.Parameter], minimum: Mapping[str, float]
-) -> dict[str, Any]:
-    """Words of number flags as numbers: Invoke's own conversion ends in a traceback."""
-    found = dict(values)
-    for parameter in parameters:
-        kind = type(parameter.default)
-        word = values[parameter.name]
-        flag = f"--{parameter.name.replace('_', '-')}"
-        if _is_optional_count(parameter):
-            if word == "":
-                found[parameter.name] = None
-                continue
-            kind = int
-        if kind not in (int, float):
-            continue
-        try:
-            found[parameter.name] = number = kind(word)
-        except ValueError:
-            raise InvokeExit(
-                f"error: {flag} takes a {'whole ' if kind is int else ''}number, not {word!r}",
-                code=Exit.USAGE,
-            ) from None
-        if isinstance(number, float) and not math.isfinite(number):
-            raise InvokeExit(f"error: {flag} takes a finite number, not {word!r}", code=Exit.USAGE)
-        if number >= 2**63:
-            raise InvokeExit(
-                f"error: {flag} {word} is too large: it must be below 2**63", code=Exit.USAGE
-            )
-        if number < minimum.get(parameter.name, number):
-            raise InvokeExit(
-                f"error: {flag} {word}: the lowest is {minimum[parameter.name]}", code=Exit.USAGE
-            )
-    return found
-
-
-def _say_error(
+def _ending(
     task: TaskContext, message: str, exit: Exit, problems: list[dict[str, object]] | None = None
 ) -> InvokeExit:
-    """The exception that ends the task with this message; under `--json` the document is printed
-    as well."""
+    """The exception that ends the task with this message. With `--json` the document error/1 is
+    printed as well."""
     if task.json:
         plain = [{"message": message, "hint": "", "file": None, "line": None}]
         print(json.dumps({"schema": "error/1", "exit": int(exit), "problems": problems or plain}))
     return InvokeExit(message, code=int(exit))
 
 
-def _as_typed(task: TaskContext, text: str) -> str:
-    """Advice such as `invoke why RUN`, with the program that the person runs in place of invoke."""
+def _with_command(task: TaskContext, text: str) -> str:
+    """Advice such as `invoke why RUN`, with the command that is used here instead of invoke."""
     return re.sub(r"\binvoke (?=[a-z])", f"{task.command} ", text)
 
 
-def _install_and_begin_again(task: TaskContext, error: MissingExtra) -> None:
-    """In the checkout's own .venv, which `./inv` keeps: install the extra and run the same
-    command again. Returns where that is not for us to do."""
+def _install_and_restart(task: TaskContext, error: MissingExtra) -> None:
+    """In a checkout's own .venv, which `./inv` manages: install the extra and run the same command
+    again. Returns in any other environment."""
     if task.command != "./inv" or task.dry_run:
         return
     from trainkit.base.install import InstallError, ensure, has_extra
 
     root = task.folder.resolve()
-    # and its package is missing all the same: a second time would not help
+    # the extra is installed and its package is missing: a second time would not help
     if has_extra(root, error.extra):
         return
     print(
@@ -258,72 +216,69 @@ def _install_and_begin_again(task: TaskContext, error: MissingExtra) -> None:
     try:
         ensure(root, [error.extra])
     except InstallError as failed:
-        raise _say_error(task, f"error: {error}\n{failed}", Exit.STAGE_FAILED) from None
+        raise _ending(task, f"error: {error}\n{failed}", Exit.STAGE_FAILED) from None
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _denied(error: PermissionError) -> TrainkitError:
-    """The error for a file that this person may not touch; whose it is tells why, where it is
-    another's."""
-    stops, owner = who_denies(Path(os.fsdecode(error.filename)))
-    message = f"{error.strerror}: {error.filename}"
-    if not owner:
-        return TrainkitError(message, exit=Exit.STAGE_FAILED)
-    hint = (
-        f"{stops} belongs to {owner}; clusters.NAME.root is one person's folder, or a group's that"
-        " may write all of it: "
-    )
-    return TrainkitError(
-        message,
-        exit=Exit.STAGE_FAILED,
-        hint=hint + 'root = "FOLDER/${host:USER}" gives each their own',
-    )
+def _error_of_system(error: OSError) -> TrainkitError:
+    """An error of the operating system as one of ours. For a file that belongs to another person
+    it says whose it is."""
+    reason = error.strerror or str(error)
+    if not error.filename:
+        return TrainkitError(reason, exit=Exit.STAGE_FAILED)
+    message = f"{reason}: {error.filename}"
+    hint = ""
+    if isinstance(error, PermissionError) and isinstance(error.filename, str | bytes):
+        denied, owner = who_denies(Path(os.fsdecode(error.filename)))
+        if owner:
+            hint = (
+                f"{denied} belongs to {owner}; clusters.NAME.root must be your own folder, or one"
+                ' that its group may write: root = "FOLDER/${host:USER}" gives each person their'
+                " own"
+            )
+    return TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hint)
 
 
-def _call(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
+def _run_task(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
+    """Run a task's function, print its document, and turn every error into a message and an exit
+    code. Raises InvokeExit unless the exit code is 0."""
     keep_others_from_writing()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # a terminal that is not UTF-8 still gets all that it can show
             stream.reconfigure(errors="backslashreplace")
     try:
-        answer = body()
+        result = body()
     except MissingExtra as error:
-        _install_and_begin_again(task, error)
-        raise _say_error(task, f"error: {error}", error.exit, error.problems()) from None
+        _install_and_restart(task, error)
+        raise _ending(task, f"error: {error}", error.exit, error.problems()) from None
     except TrainkitError as error:
-        raise _say_error(
-            task, _as_typed(task, f"error: {error}"), error.exit, error.problems()
-        ) from None
+        message = _with_command(task, f"error: {error}")
+        raise _ending(task, message, error.exit, error.problems()) from None
     except KeyboardInterrupt:
-        raise _say_error(task, "interrupted; what was finished is kept", Exit.INTERRUPTED) from None
+        raise _ending(task, "interrupted; what was finished is kept", Exit.INTERRUPTED) from None
     except BrokenPipeError:
-        # the reader has gone: `invoke runs | head`
+        # the reader is gone: `invoke runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise InvokeExit(code=128 + signal.SIGPIPE) from None
-    except OSError as error:
-        if isinstance(error, PermissionError) and isinstance(error.filename, str | bytes):
-            denied = _denied(error)
-            raise _say_error(task, f"error: {denied}", denied.exit, denied.problems()) from None
-        if error.filename:
-            where = f": {error.filename}"
-        else:
-            where = ""
-        raise _say_error(
-            task, f"error: {error.strerror or error}{where}", Exit.STAGE_FAILED
-        ) from None
+    except OSError as system_error:
+        ours = _error_of_system(system_error)
+        problems = None
+        if isinstance(system_error, PermissionError):
+            problems = ours.problems()
+        raise _ending(task, f"error: {ours}", ours.exit, problems) from None
     except InvokeExit:
         raise
     except Exception:
         traceback.print_exc()
-        raise _say_error(
+        raise _ending(
             task,
             "error: this is a bug in trainkit; please report it with the lines above",
             Exit.BUG,
         ) from None
-    if answer is None:
+    if result is None:
         return
     if task.json:
-        print(json.dumps(answer.document))
-    if answer.exit:
-        raise InvokeExit(code=int(answer.exit))
+        print(json.dumps(result.document))
+    if result.exit:
+        raise InvokeExit(code=int(result.exit))

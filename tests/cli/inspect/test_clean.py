@@ -67,7 +67,7 @@ def cleaned(
     keep: int = 1,
     *,
     damaged: bool = False,
-    performing: bool = False,
+    perform: bool = False,
     dry: bool = False,
 ) -> dict[str, Any]:
     """The document of `clean`, in this process."""
@@ -76,7 +76,7 @@ def cleaned(
         run,
         keep,
         damaged=damaged,
-        performing=performing,
+        perform=perform,
     )
     return answer.document
 
@@ -94,7 +94,7 @@ def test_it_keeps_the_newest_and_what_is_pinned(
     aside.mkdir()
     for told in (
         project.document("clean"),
-        cleaned(project, performing=True, dry=True),
+        cleaned(project, perform=True, dry=True),
         cleaned(project, "random"),
     ):
         assert (told["schema"], told["deleted"]) == ("clean/1", False) and told["bytes"] > 10_000
@@ -112,15 +112,15 @@ def test_it_keeps_the_newest_and_what_is_pinned(
     )
     content = part.read_bytes()
     part.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    assert cleaned(project, performing=True)["leftovers"] == [] and steps(run) == [1, 2, 3, 4]
-    assert "cannot be relied on" in capsys.readouterr().out
+    assert cleaned(project, perform=True)["leftovers"] == [] and steps(run) == [1, 2, 3, 4]
+    assert "its newest checkpoint is damaged" in capsys.readouterr().out
     part.write_bytes(content)
-    assert cleaned(project, performing=True)["deleted"] and "deleted: " in capsys.readouterr().out
+    assert cleaned(project, perform=True)["deleted"] and "deleted: " in capsys.readouterr().out
     assert steps(run) == [1, 4] and aside.is_dir() and not list((run / "checkpoints").glob("*.tmp"))
-    assert names(cleaned(project, performing=True, damaged=True)) == [aside.name]
+    assert names(cleaned(project, perform=True, damaged=True)) == [aside.name]
     assert steps(run) == [1, 4] and not aside.exists()
     assert (
-        cleaned(project, performing=True)["leftovers"] == []
+        cleaned(project, perform=True)["leftovers"] == []
         and verify(run / "checkpoints" / "step-00000004") == []
     )
 
@@ -132,14 +132,14 @@ def test_a_run_that_goes_on_is_left_alone(
     project, run = kept
     with locked(run / "checkpoints" / "writer.lock", {"host": "here"}, wait=False):
         assert (
-            cleaned(project, performing=True)["leftovers"] == []
+            cleaned(project, perform=True)["leftovers"] == []
             and "is being written to" in capsys.readouterr().out
         )
     (run / "launch" / "supervisor.json").unlink()
     begin(RunFolder(run), 2)  # this process is its supervisor, and lives
     assert (
-        cleaned(project, performing=True)["leftovers"] == []
-        and "is running: nothing of it goes" in capsys.readouterr().out
+        cleaned(project, perform=True)["leftovers"] == []
+        and "is running: nothing is deleted" in capsys.readouterr().out
     )
     assert steps(run) == [1, 2, 3, 4]
 

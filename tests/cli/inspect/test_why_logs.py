@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from invoke.exceptions import Exit as InvokeExit
@@ -15,6 +14,7 @@ from trainkit.base.files import part_before
 from trainkit.cli.inspect import logs
 from trainkit.cli.inspect import runs as follow
 from trainkit.cli.inspect.why import why
+from trainkit.cli.options import LogOptions
 from trainkit.cli.run.attach import told
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
@@ -87,10 +87,15 @@ def task(project: Project, json: bool = False) -> TaskContext:
 
 
 def said(
-    project: Project, capsys: pytest.CaptureFixture[str], *words: Any, **more: Any
+    project: Project,
+    capsys: pytest.CaptureFixture[str],
+    rank: str,
+    node: str,
+    attempt: int,
+    lines: int = 1,
 ) -> list[str]:
     """Lines that `logs` prints."""
-    logs.logs(task(project), "last", *words, **{"follow": False, "lines": 1, **more})
+    logs.logs(task(project), "last", LogOptions(rank, node, attempt, lines=lines))
     return capsys.readouterr().out.splitlines()
 
 
@@ -195,15 +200,15 @@ def test_logs_as_a_document(
     project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = TaskContext(json=True, dry_run=False, folder=project.path)
-    answer = logs.logs(asked, "last", "0-1", "", 2, follow=False, lines=1)
+    answer = logs.logs(asked, "last", LogOptions("0-1", attempt=2, lines=1))
     document = answer.document
     assert (document["schema"], document["run"], document["attempt"]) == ("logs/1", run.id, 2)
     assert [(each["rank"], each["lines"]) for each in document["logs"]] == [
         (rank, [run.attempt(2).log(rank).read_text().splitlines()[-1]]) for rank in (0, 1)
     ]
     assert capsys.readouterr().out == ""
-    with pytest.raises(ConfigError, match="contradict"):
-        logs.logs(asked, "last", "", "", 0, follow=True, lines=1)
+    with pytest.raises(ConfigError, match="cannot be combined"):
+        logs.logs(asked, "last", LogOptions(follow=True, lines=1))
 
 
 def test_following_several_logs_to_the_end(
@@ -230,7 +235,7 @@ def test_following_several_logs_to_the_end(
             file.write(piece[1])
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))
-    logs.logs(task(project), "last", "0-1", "", 0, follow=True, lines=0)
+    logs.logs(task(project), "last", LogOptions("0-1", follow=True, lines=0))
     assert sorted(capsys.readouterr().out.splitlines()) == [
         "[0] half a line",
         "[1] last",
@@ -260,9 +265,9 @@ def test_following_a_log_that_begins_anew(
         path.write_text("ee\nfour\n")
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))
-    logs.logs(task(project), "last", "0-1", "", 0, follow=True, lines=0)
+    logs.logs(task(project), "last", LogOptions("0-1", follow=True, lines=0))
     assert capsys.readouterr().out.splitlines() == ["[0] one", "[0] two", "[0] three", "[0] four"]
-    logs.logs(task(project), "last", "0", "", 0, follow=False, lines=3)
+    logs.logs(task(project), "last", LogOptions("0", lines=3))
     assert capsys.readouterr().out.splitlines()[-2:] == ["ee", "four"]
 
 

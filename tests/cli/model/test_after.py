@@ -17,7 +17,10 @@ from tests.train.peers import random_model
 from tests.trained import TEXTS, new_run, prepare, write_checkpoint
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.cli.model import inference as after
+from trainkit.cli.model.evaluate import evaluate
+from trainkit.cli.model.generate import generate
+from trainkit.cli.model.prompts import read_prompts
+from trainkit.cli.options import EvaluateOptions, GenerateOptions
 from trainkit.cli.run import summary as ending
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
@@ -67,18 +70,14 @@ def task(run: RunFolder, *, dry_run: bool = False) -> TaskContext:
 def generated(
     run: RunFolder, prompts: list[str], step: int | None = None, *, ranks: int = 1, **sampling: Any
 ) -> dict[str, Any]:
-    answer = after.generate(
-        task(run),
-        "last",
-        prompts,
-        "",
-        {**SAMPLING, **sampling},
+    options = GenerateOptions(
+        prompt=tuple(prompts),
         max_new_tokens=4,
         step=step,
-        device="",
         tensor_parallel=ranks,
+        **{**SAMPLING, **sampling},
     )
-    return answer.document
+    return generate(task(run), "last", options).document
 
 
 def evaluated(
@@ -90,9 +89,8 @@ def evaluated(
     dry_run: bool = False,
     ranks: int = 1,
 ) -> dict[str, Any]:
-    return after.evaluate(
-        task(run, dry_run=dry_run), "last", dataset, split, samples, None, "", ranks
-    ).document
+    options = EvaluateOptions(dataset=dataset, split=split, samples=samples, tensor_parallel=ranks)
+    return evaluate(task(run, dry_run=dry_run), "last", options).document
 
 
 def test_generate_from_the_command_line(project: Project, run: RunFolder) -> None:
@@ -131,7 +129,7 @@ def test_generate_from_the_command_line(project: Project, run: RunFolder) -> Non
         in project.invoke("generate", "last", "--top-p=2", exit=1).stderr
     )
     assert (
-        "--step -1: the lowest is 0"
+        "--step -1: it must be at least 0"
         in project.invoke("evaluate", "last", "--step=-1", exit=1).stderr
     )
     assert (
@@ -167,13 +165,13 @@ def test_texts_are_printed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -
         (b'{"text": "a"}', r"1: neither"),
         (b"7", r"1: neither"),
         (b"\n \n", "holds no prompt"),
-        (b'"\xff"', "is no UTF-8"),
+        (b'"\xff"', "is not UTF-8"),
     ],
 )
 def test_a_file_of_prompts_that_is_none(tmp_path: Path, text: bytes, said: str) -> None:
     (tmp_path / "prompts").write_bytes(text)
     with pytest.raises(ConfigError, match=said):
-        after.read_prompts(tmp_path / "prompts")
+        read_prompts(tmp_path / "prompts")
 
 
 def test_evaluate_from_the_command_line(project: Project, run: RunFolder) -> None:
@@ -341,7 +339,7 @@ def test_a_bar_on_a_terminal(run: RunFolder) -> None:
     seen = task(run)
     shown = io.StringIO()
     vars(seen)["console"] = Console(file=shown, force_terminal=True, width=120)
-    after.evaluate(seen, "last", "", "valid", 4, None, "", 1)
+    evaluate(seen, "last", EvaluateOptions(samples=4))
     assert "evaluate" in shown.getvalue() and "4/4" in shown.getvalue()
 
 

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from tests.conftest import Project
 from trainkit.base.errors import TrainkitError
 from trainkit.cli.model.export import export
+from trainkit.cli.options import ExportOptions
 from trainkit.cli.wrapper import TaskContext
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import train_bpe
@@ -74,24 +75,16 @@ def make_run(project: Project, job_name: str) -> tuple[RunFolder, dict[int, Tran
     return run, models
 
 
-def call(project: Project, **words: Any) -> dict[str, Any]:
+def call(project: Project, run_name: str = RUN, **options: Any) -> dict[str, Any]:
     """The task's function, in this process."""
-    asked = {
-        "words": RUN,
-        "format": "hf",
-        "to": str(project.path / "out"),
-        "step": None,
-        "dtype": "fp32",
-        "shard_gb": 5.0,
-        **words,
-    }
-    answer = export(TaskContext(json=True, dry_run=False, folder=project.path), **asked)
-    return answer.document
+    asked = {"to": str(project.path / "out"), **options}
+    task = TaskContext(json=True, dry_run=False, folder=project.path)
+    return export(task, run_name, ExportOptions(**asked)).document
 
 
-def refusal(project: Project, **words: Any) -> TrainkitError:
+def refusal(project: Project, run_name: str = RUN, **options: Any) -> TrainkitError:
     with pytest.raises(TrainkitError) as error:
-        call(project, **words)
+        call(project, run_name, **options)
     return error.value
 
 
@@ -152,12 +145,12 @@ def test_bad_words_are_told_at_once(project: Project) -> None:
     error = refusal(project, format="onnx", dtype="int8", to="")
     assert error.exit == 3
     for words in (
-        "--format 'onnx' is none of: hf",
-        "--dtype 'int8' is none of: fp32, bf16, fp16",
+        "--format 'onnx' is not one of: hf",
+        "--dtype 'int8' is not one of: fp32, bf16, fp16",
         "--to DIR is missing",
     ):
         assert words in str(error)
-    assert refusal(project, words="nobody").exit == 3
+    assert refusal(project, "nobody").exit == 3
 
 
 def test_no_valid_checkpoint(project: Project) -> None:
@@ -185,7 +178,7 @@ def test_a_tokenizer_that_is_gone_or_another(
     assert "has changed since run" in capfd.readouterr().err
     path.unlink()
     error = refusal(project, to=str(project.path / "other"))
-    assert error.exit == 3 and "is gone" in str(error) and not (project.path / "other").exists()
+    assert error.exit == 3 and "is missing" in str(error) and not (project.path / "other").exists()
 
 
 def test_beginning_weights_are_checked_with_the_data(project: Project) -> None:

@@ -226,12 +226,12 @@ def _run(
     return {**words, "output": lines, "rows": rows}
 
 
-def bench(task: TaskContext, name: str, *, listing: bool, quick: bool, device: str) -> TaskResult:
+def bench(task: TaskContext, name: str, *, list_only: bool, quick: bool, device: str) -> TaskResult:
     """Run all benchmarks, or the one called `name`; exit 6 if one of them failed. Raises
     ConfigError for a name or an option that is none."""
     root = checkout("benchmarks")
     found = benchmarks(root)
-    if listing:
+    if list_only:
         width = max(len(b.name) for b in found)
         for benchmark in found:
             task.say(f"{benchmark.name:{width}}  {benchmark.claim}")

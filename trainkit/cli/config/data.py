@@ -10,6 +10,7 @@ from rich.markup import escape
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.options import StatsOptions
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.manifest import read_manifest
@@ -52,29 +53,20 @@ def _prefixes(dataset: Dataset, folder: DataFolder) -> list[Path]:
     return folder.prefixes()
 
 
-def stats(
-    task: TaskContext,
-    name: str,
-    job: str,
-    *,
-    count_only: bool,
-    samples: int,
-    seed: int,
-    picture: str,
-) -> TaskResult:
+def stats(task: TaskContext, name: str, options: StatsOptions) -> TaskResult:
     """The task `data-stats`."""
-    folders = _folders(task, name, job)
+    folders = _folders(task, name, options.job)
     prefixes = [prefix for dataset, folder in folders for prefix in _prefixes(dataset, folder)]
-    if count_only:
+    if options.count_only:
         counts = count(prefixes)
         if not task.json:
             task.say(_counts(counts))
         return TaskResult(document("data-stats/1", dataset=name, **vars(counts)))
     tokenizer = load_tokenizer(folders[0][1].tokenizer)  # a blend's parts have the same
-    found = statistics(prefixes, tokenizer, samples=samples, seed=seed)
-    if picture:
-        draw(name, found, Path(picture))
-        task.say(f"drew {picture}")
+    found = statistics(prefixes, tokenizer, samples=options.samples, seed=options.seed)
+    if options.picture:
+        draw(name, found, Path(options.picture))
+        task.say(f"wrote {options.picture}")
     if not task.json:
         _print(task, found)
     return TaskResult(document("data-stats/1", dataset=name, **found.to_json()))

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.markup import escape
@@ -16,6 +16,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.hosts.nodes import usual_cluster
+from trainkit.cli.options import SetupOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.cluster_care.provision import (
@@ -39,91 +40,83 @@ from trainkit.launch.hosts.hostfile import (
 from trainkit.launch.launchers import supervisor_address
 
 UNKNOWN_KEY = "ssh-ed25519 PUBLIC-KEY-OF-THIS-MACHINE"
-AT_ONCE = 32  # hosts, where nobody types passwords
+PARALLEL_HOSTS = 32  # if nobody has to type passwords
 
 
 @dataclass(frozen=True)
-class SetupOptions:
-    """--hostfile, --host, --slots, --share, --address; empty or 0 where not given."""
+class StepRow:
+    """One step in the document setup-hosts/1."""
 
-    hostfile: str = ""
-    hosts: tuple[str, ...] = ()
-    slots: int = 0
-    share: str = ""
-    address: str = ""
+    where: str
+    title: str
+    script: str
+    state: str
+    said: str
 
 
-def setup_hosts(
-    task: TaskContext, cluster: str, words: SetupOptions, *, performing: bool
-) -> TaskResult:
-    """The task `setup-hosts`."""
+def setup_hosts(task: TaskContext, options: SetupOptions) -> TaskResult:
+    """The task `setup-hosts`. Raises ConfigError for a cluster that is not reached over ssh."""
     jobs = load_jobs(task)
-    chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
-    if chosen.launcher not in OVER_SSH:
-        message = (
-            f"cluster '{chosen.name}' has launcher = '{chosen.launcher}'; hosts are set up for ssh"
-            " and pdsh"
+    cluster = jobs.cluster(options.cluster or usual_cluster(task, jobs))
+    if cluster.launcher not in OVER_SSH:
+        raise ConfigError(
+            f"cluster '{cluster.name}' has launcher = '{cluster.launcher}'; hosts are set up for"
+            " ssh and pdsh",
+            hint="name another with --cluster",
         )
-        raise ConfigError(message, hint="name another with --cluster")
-    wanted = _wanted(chosen, words)
+    wanted = _wanted(cluster, options)
     home = Path.home()
-    if not performing or task.dry_run:
-        steps = [
-            *wanted.before(),
-            *(
-                step
-                for host in wanted.away
-                for step in wanted.of_host(host, own_public_key(home) or UNKNOWN_KEY)
-            ),
-            *wanted.after(),
-        ]
+    if not options.perform or task.dry_run:
+        steps = _steps(wanted, own_public_key(home) or UNKNOWN_KEY)
         _print(task, wanted, steps)
-        return TaskResult(
-            document(
-                "setup-hosts/1",
-                cluster=chosen.name,
-                performed=False,
-                steps=[_row(StepResult(step, "not done", "")) for step in steps],
-            )
-        )
+        rows = [_row(StepResult(step, "not done", "")) for step in steps]
+        return _result(cluster, rows, performed=False)
     done = _perform_all(task, wanted, home)
     failed = [each for each in done if each.state == "failed"]
     changed = sum(each.state == CHANGED for each in done)
     task.say(f"{changed} of {len(done)} steps changed something, {len(failed)} failed")
     if not failed:
-        task.say(f"{task.command} doctor --cluster {chosen.name} looks whether all is well now")
-    told = document(
-        "setup-hosts/1", cluster=chosen.name, performed=True, steps=[_row(each) for each in done]
-    )
-    return TaskResult(told, Exit.HEALTH if failed else Exit.DONE)
+        task.say(f"to check the hosts: {task.command} doctor --cluster {cluster.name}")
+    result = _result(cluster, [_row(each) for each in done], performed=True)
+    if failed:
+        return replace(result, exit=Exit.HEALTH)
+    return result
 
 
-def _wanted(cluster: Cluster, words: SetupOptions) -> SetupPlan:
-    if words.hosts:
-        hosts = parse_hostfile("\n".join(words.hosts), "--host")
-        path: Path | None = (
-            Path(words.hostfile or cluster.hostfile or DEFAULT).expanduser().absolute()
+def _result(cluster: Cluster, rows: Sequence[StepRow], *, performed: bool) -> TaskResult:
+    return TaskResult(
+        document(
+            "setup-hosts/1",
+            cluster=cluster.name,
+            performed=performed,
+            steps=[asdict(row) for row in rows],
         )
-    else:
-        hosts = read_hostfile(find_hostfile(cluster, words.hostfile))
-        path = None
-    if words.share:
-        share = Path(words.share).expanduser()
-    else:
-        share = None
-    return SetupPlan(
-        cluster,
-        hosts,
-        path,
-        words.slots or cluster.ranks_per_node or cluster.gpus_per_node or 1,
-        share,
-        words.address or _own(cluster, hosts),
     )
 
 
-def _own(cluster: Cluster, hosts: Sequence[Host]) -> str:
-    """This machine's address on the way to the hosts; its name where no host can be found from
-    here."""
+def _steps(wanted: SetupPlan, public_key: str) -> list[SetupStep]:
+    """All steps in their order: on this machine, on each host, on this machine."""
+    on_hosts = [step for host in wanted.away for step in wanted.of_host(host, public_key)]
+    return [*wanted.before(), *on_hosts, *wanted.after()]
+
+
+def _wanted(cluster: Cluster, options: SetupOptions) -> SetupPlan:
+    path: Path | None = None
+    if options.host:
+        hosts = parse_hostfile("\n".join(options.host), "--host")
+        path = Path(options.hostfile or cluster.hostfile or DEFAULT).expanduser().absolute()
+    else:
+        hosts = read_hostfile(find_hostfile(cluster, options.hostfile))
+    share: Path | None = None
+    if options.share:
+        share = Path(options.share).expanduser()
+    slots = options.slots or cluster.ranks_per_node or cluster.gpus_per_node or 1
+    address = options.address or _own_address(cluster, hosts)
+    return SetupPlan(cluster, hosts, path, slots, share, address)
+
+
+def _own_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
+    """This machine's address on the way to the hosts; its name if no host has an address."""
     with contextlib.suppress(TrainkitError):
         return supervisor_address(cluster, hosts)
     return os.uname().nodename
@@ -158,7 +151,7 @@ def _perform_all(task: TaskContext, wanted: SetupPlan, home: Path) -> list[StepR
     key = own_public_key(home)
     if key is None or any(done.state == "failed" for done in here):
         return here
-    with ThreadPoolExecutor(1 if person else AT_ONCE) as pool:
+    with ThreadPoolExecutor(1 if person else PARALLEL_HOSTS) as pool:
         there = [
             done for each in pool.map(lambda host: on_host(host, key), wanted.away) for done in each
         ]
@@ -181,17 +174,13 @@ def _print(task: TaskContext, wanted: SetupPlan, steps: Sequence[SetupStep]) -> 
         task.say(PREAMBLE + text)
     if not wanted.share:
         task.say(
-            "### no folder is shared: --share FOLDER adds the export here and the mount on the"
+            "### no folder is shared: --share FOLDER adds the export here and the mounts on the"
             " hosts"
         )
-    task.say(f"### nothing was done; --perform does it (by ssh to {len(wanted.away)} hosts)")
+    task.say(
+        f"### nothing was changed; --perform runs these steps (by ssh to {len(wanted.away)} hosts)"
+    )
 
 
-def _row(done: StepResult) -> dict[str, str]:
-    return {
-        "where": done.step.where,
-        "title": done.step.title,
-        "script": done.step.text,
-        "state": done.state,
-        "said": done.said,
-    }
+def _row(done: StepResult) -> StepRow:
+    return StepRow(done.step.where, done.step.title, done.step.text, done.state, done.said)

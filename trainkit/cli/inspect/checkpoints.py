@@ -10,7 +10,7 @@ from rich.markup import escape
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.model.inference import warn_of_another_tokenizer
+from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
@@ -143,7 +143,7 @@ def replay(task: TaskContext, words: str, step: int, samples: int) -> TaskResult
     from trainkit.train.inference.replay import replay as rebuild
 
     run = find_run(load_jobs(task).roots(), words)
-    warn_of_another_tokenizer(run)
+    warn_of_changed_tokenizer(run)
     batch = rebuild(run, read_job(run.job), step)
     shown = batch.samples[: samples or None]
     same = {

@@ -1,163 +1,101 @@
-"""The task `clean`: checkpoints of ended runs that nobody needs to go on with them, by size;
-deleted only with --perform."""
+"""The task `clean`: checkpoints that ended runs no longer need, with their sizes; deleted only with
+--perform."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.markup import escape
 
 from trainkit.base.documents import document
 from trainkit.base.errors import TrainkitError
-from trainkit.base.files import remove
-from trainkit.base.locks import Busy, locked
+from trainkit.base.locks import Busy
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.jobs.resolved import read_job
-from trainkit.jobs.schema import Checkpoint as Keep
 from trainkit.launch.slurm.reconcile import settled_all
-from trainkit.runs.checkpoints import (
-    UNFINISHED,
-    open_whole,
-    prune,
-    set_aside_in,
-    valid_by_size,
-    why_kept,
-)
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.leftovers import Leftover, delete_leftovers, leftovers
 from trainkit.runs.record import all_runs, find_run, read_record
 
 GIB = 2**30
 ENDED = ("succeeded", "failed", "cancelled", "preempted")
 
 
-@dataclass(frozen=True)
-class Leftover:
-    """A folder below a run's checkpoints that can go, and what it is."""
-
-    run: str
-    path: str
-    what: str
-    bytes: int
-
-
 def clean(
-    task: TaskContext, words: str, keep: int, *, damaged: bool, performing: bool
+    task: TaskContext, run_name: str, keep: int, *, damaged: bool, perform: bool
 ) -> TaskResult:
     """The task `clean`.
 
     Args:
-        words: which run; "": all that have ended. keep: so many of a run's newest checkpoints
-        stay, besides those that its job keeps for other reasons. damaged: those that were set
-        aside as damaged go too. performing: delete; else only say what would go.
+        task: how it was called.
+        run_name: which run; "": all that have ended.
+        keep: so many of a run's newest checkpoints stay, besides those that its job keeps for
+            other reasons.
+        damaged: include checkpoints that were set aside as damaged.
+        perform: delete; else only list.
     """
     roots = load_jobs(task).roots()
-    if words:
-        found = [find_run(roots, words)]
+    if run_name:
+        runs = [find_run(roots, run_name)]
     else:
-        found = all_runs(roots)
-    records = settled_all([read_record(run) for run in found])
-    left: list[Leftover] = []
-    for record in records:
+        runs = all_runs(roots)
+    delete = perform and not task.dry_run
+    found: list[Leftover] = []
+    for record in settled_all([read_record(run) for run in runs]):
         if record.state not in ENDED:
-            task.say(f"run {record.run.id} is {record.state}: nothing of it goes")
+            task.say(f"run {record.run.id} is {record.state}: nothing is deleted")
             continue
-        going = list(_leftovers(record.run, keep, damaged=damaged))
-        if going and performing and not task.dry_run:
-            going = _deleted(task, record.run, going, keep, damaged=damaged)
-        left += going
-    done = performing and not task.dry_run
+        of_run = list(leftovers(record.run, keep, damaged=damaged))
+        if of_run and delete:
+            of_run = _delete(task, record.run, of_run, keep, damaged=damaged)
+        found += of_run
     if not task.json:
-        _print(task, left, done=done)
+        _print(task, found, deleted=delete)
     return TaskResult(
         document(
             "clean/1",
-            deleted=done,
-            bytes=sum(each.bytes for each in left),
-            leftovers=[asdict(each) for each in left],
+            deleted=delete,
+            bytes=sum(each.bytes for each in found),
+            leftovers=[asdict(each) for each in found],
         )
     )
 
 
-def _leftovers(run: RunFolder, keep: int, *, damaged: bool) -> Iterator[Leftover]:
-    found = valid_by_size(run.checkpoints)
-    if found:
-        reasons = why_kept(found, _policy(run, keep), found[-1].manifest.step)
-        for checkpoint in found:
-            if not reasons[checkpoint.manifest.step]:
-                yield Leftover(
-                    run.id, str(checkpoint.folder), "an older checkpoint", _size(checkpoint.folder)
-                )
-    for folder in run.checkpoints.glob(f"step-*{UNFINISHED}"):
-        yield Leftover(run.id, str(folder), "a save that was never finished", _size(folder))
-    if damaged:
-        for folder in set_aside_in(run.checkpoints):
-            yield Leftover(run.id, str(folder), "a damaged checkpoint", _size(folder))
-
-
-def _policy(run: RunFolder, keep: int) -> Keep:
-    return read_job(run.job).checkpoint.model_copy(update={"keep_last": keep})
-
-
-def _deleted(
-    task: TaskContext, run: RunFolder, going: list[Leftover], keep: int, *, damaged: bool
+def _delete(
+    task: TaskContext, run: RunFolder, found: list[Leftover], keep: int, *, damaged: bool
 ) -> list[Leftover]:
-    """Delete; returns what is gone. The checkpoint that stays is read first: without a whole
-    one, older ones may be all there is."""
+    """Delete; returns what is deleted, and says why not the rest."""
     from trainkit.train.checkpoint.save_load import LOCK  # imports torch
 
-    found = valid_by_size(run.checkpoints)
     try:
-        if found:
-            open_whole(found[-1].folder)
-        with locked(
-            run.checkpoints / LOCK, {"host": os.uname().nodename, "task": "clean"}, wait=False
-        ):
-            if found:
-                prune(run.checkpoints, _policy(run, keep), found[-1].manifest.step)
-            for folder in run.checkpoints.glob(f"step-*{UNFINISHED}"):
-                remove(folder)
-            for folder in set_aside_in(run.checkpoints) if damaged else ():
-                remove(folder)
+        return delete_leftovers(run, found, run.checkpoints / LOCK, keep, damaged=damaged)
     except Busy:
-        task.say(f"run {run.id} is being written to: nothing of it goes")
-        return []
+        task.say(f"run {run.id} is being written to: nothing is deleted")
     except TrainkitError as error:
         task.say(
-            f"nothing of run {run.id} goes, its newest checkpoint cannot be relied on:"
+            f"run {run.id}: nothing is deleted, because its newest checkpoint is damaged:"
             f" {error.message}"
         )
-        return []
-    return [each for each in going if not Path(each.path).exists()]
+    return []
 
 
-def _size(folder: Path) -> int:
-    """Bytes of the files in a folder; of a link none: what it points to is not the run's."""
-    if folder.is_symlink():
-        return 0
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _print(task: TaskContext, left: list[Leftover], *, done: bool) -> None:
-    if not left:
-        task.say("nothing is left over")
+def _print(task: TaskContext, found: Sequence[Leftover], *, deleted: bool) -> None:
+    if not found:
+        task.say("nothing to delete")
         return
     table = Listing("run", "size", "what", "folder", right=["size"], drop=["folder"])
-    for each in left:
-        table.add_row(
-            escape(each.run),
-            f"{each.bytes / GIB:,.3f} GiB",
-            each.what,
-            escape(Path(each.path).name),
-        )
+    for each in found:
+        table.add_row(escape(each.run), _gib(each.bytes), each.what, escape(Path(each.path).name))
     task.console.print(table)
-    size = f"{sum(each.bytes for each in left) / GIB:,.3f} GiB"
-    task.say(
-        f"deleted: {size}"
-        if done
-        else f"{size} would go: {task.command} clean --perform deletes it"
-    )
+    size = _gib(sum(each.bytes for each in found))
+    if deleted:
+        task.say(f"deleted: {size}")
+    else:
+        task.say(f"would delete {size}; to do it: {task.command} clean --perform")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.3f} GiB"

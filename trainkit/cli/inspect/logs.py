@@ -1,116 +1,181 @@
-"""The task `logs`: what ranks printed, one or several, of one attempt."""
+"""The task `logs`: what ranks of one attempt printed."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import os
 import re
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from invoke.exceptions import Exit as InvokeExit
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.files import part_before
-from trainkit.base.printable import printable
 from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.options import LogOptions
 from trainkit.cli.run.summary import last_lines
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.slurm.reconcile import output_of
 from trainkit.runs.folder import AttemptFolder, RunFolder
+from trainkit.runs.log_tail import LogTail
 from trainkit.runs.record import find_run, read_events, read_record
 
 FAILED = "failed"
-MOST = 10**6  # ranks that one word may name
-LOOK_SECONDS = 0.2
+MAX_RANK = 10**6
+POLL_SECONDS = 0.2
 
 
-def logs(
-    task: TaskContext, words: str, rank: str, node: str, attempt: int, *, follow: bool, lines: int
-) -> TaskResult:
-    """The task `logs`."""
-    if follow and task.json:
+@dataclass(frozen=True)
+class RankLog:
+    """The end of one log, as in the document logs/1. `rank` is None for the log of a host's
+    connection."""
+
+    rank: int | None
+    host: str | None
+    lines: list[str]
+
+
+def logs(task: TaskContext, run_name: str, options: LogOptions) -> TaskResult:
+    """The task `logs`. Raises ConfigError for an attempt, host or rank without a log."""
+    if options.follow and task.json:
         raise ConfigError(
-            "--follow and --json contradict each other",
-            hint="one document is printed when all of it is known: leave out --follow",
+            "--follow and --json cannot be combined",
+            hint="one document is printed at the end: leave out --follow",
         )
-    if rank in ("", FAILED):
-        wanted = None
-    else:
-        wanted = _numbers(rank)
-    run = find_run(load_jobs(task).roots(), words)
-    chosen = _attempt(run, attempt)
-    events = read_events(chosen)
-    hosts = {event["rank"]: event["host"] for event in events if event["event"] == "rank_started"}
-    if node and node not in hosts.values():
-        said = _transport(run, chosen, node, sorted(set(hosts.values())), lines)
-        task.say(f"no rank was started on {node}; its connection said:")
-        for line in () if task.json else said:
-            task.say(line)
-        return _answer(run, chosen, [{"rank": None, "host": node, "lines": said}])
-    if rank == FAILED:
-        wanted = {
-            event["rank"]
-            for event in events
-            if event["event"] == "rank_ended"
-            and not event["stopped"]
-            and not event["done"]
-            and event["code"] != 0
-        }
-        if not wanted:
-            task.say(f"no rank of attempt {chosen.number} of run {run.id} failed by itself")
-            return _answer(run, chosen, [])
-    if node:
-        wanted = {
-            r for r, host in hosts.items() if host == node and (wanted is None or r in wanted)
-        }
-    ranks = sorted({0} if wanted is None else wanted)
-    paths = {r: chosen.log(r) for r in ranks}
-    if missing := [r for r, path in paths.items() if not path.is_file()]:
-        there = sorted(int(p.stem) for p in chosen.log(0).parent.glob("*.log"))
+    asked = None
+    if options.rank not in ("", FAILED):
+        asked = _parse_ranks(options.rank)
+    run = find_run(load_jobs(task).roots(), run_name)
+    attempt = _attempt(run, options.attempt)
+    hosts = {
+        event["rank"]: event["host"]
+        for event in read_events(attempt)
+        if event["event"] == "rank_started"
+    }
+    if options.node and options.node not in hosts.values():
+        return _connection_log(task, run, attempt, sorted(set(hosts.values())), options)
+    if options.rank == FAILED:
+        asked = _failed_ranks(attempt)
+        if not asked:
+            task.say(f"no rank of attempt {attempt.number} of run {run.id} failed by itself")
+            return _result(run, attempt, [])
+    if options.node:
+        on_node = {rank for rank, host in hosts.items() if host == options.node}
+        asked = on_node if asked is None else on_node & asked
+    if asked is None:
+        asked = {0}
+    return _rank_logs(
+        task, run, attempt, {rank: hosts.get(rank) for rank in sorted(asked)}, options
+    )
+
+
+def _result(run: RunFolder, attempt: AttemptFolder, found: Sequence[RankLog]) -> TaskResult:
+    return TaskResult(
+        document(
+            "logs/1", run=run.id, attempt=attempt.number, logs=[asdict(each) for each in found]
+        )
+    )
+
+
+def _rank_logs(
+    task: TaskContext,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    ranks: Mapping[int, str | None],
+    options: LogOptions,
+) -> TaskResult:
+    """Print the logs of these ranks, and follow them if that is asked for.
+
+    Args:
+        ranks: the host of each, where it is known.
+    """
+    _refuse_missing(run, attempt, ranks)
+    prefix = "[{}] " if len(ranks) > 1 else ""
+    tails = {rank: LogTail(attempt.log(rank), prefix.format(rank)) for rank in ranks}
+    found = []
+    for rank, tail in tails.items():
+        lines = tail.last(options.lines or sys.maxsize, unfinished=not options.follow)
+        found.append(RankLog(rank, ranks[rank], lines))
+        if not task.json:
+            for line in lines:
+                task.say(f"{tail.prefix}{line}")
+    if options.follow:
+        _follow(run, list(tails.values()))
+    return _result(run, attempt, found)
+
+
+def _refuse_missing(run: RunFolder, attempt: AttemptFolder, ranks: Mapping[int, object]) -> None:
+    missing = [rank for rank in ranks if not attempt.log(rank).is_file()]
+    if missing:
+        present = sorted(int(path.stem) for path in attempt.log(0).parent.glob("*.log"))
         raise ConfigError(
             f"run {run.id} has no log of rank {missing[0]}",
-            hint=f"ranks with a log: {_spans(there) or 'none'}",
+            hint=f"ranks with a log: {_spans(present) or 'none'}",
         )
-    tails = [_Tail(path, f"[{r}] " if len(paths) > 1 else "") for r, path in paths.items()]
-    told = []
-    for rank_of, tail in zip(ranks, tails, strict=True):
-        last = tail.last(lines or sys.maxsize, torn=not follow)
-        told.append({"rank": rank_of, "host": hosts.get(rank_of), "lines": last})
-        for line in () if task.json else last:
-            task.say(f"{tail.prefix}{line}")
-    if follow:
-        _follow(run, tails)
-    return _answer(run, chosen, told)
 
 
-def _answer(run: RunFolder, attempt: AttemptFolder, told: list[dict[str, Any]]) -> TaskResult:
-    return TaskResult(document("logs/1", run=run.id, attempt=attempt.number, logs=told))
+def _connection_log(
+    task: TaskContext,
+    run: RunFolder,
+    attempt: AttemptFolder,
+    hosts: list[str],
+    options: LogOptions,
+) -> TaskResult:
+    """What ssh or pdsh said about a host on which no rank was started. Raises ConfigError for a
+    host that the attempt did not have.
+
+    Args:
+        hosts: those on which ranks were started.
+    """
+    path = attempt.transports / f"{options.node.replace(os.sep, '_')}.log"
+    if not path.is_file():
+        known = sorted({*hosts, *(found.stem for found in attempt.transports.glob("*.log"))})
+        raise ConfigError(
+            f"attempt {attempt.number} of run {run.id} had no host '{options.node}'",
+            hint=f"its hosts: {', '.join(known) or 'none'}",
+        )
+    lines = last_lines(path, options.lines or sys.maxsize)
+    task.say(f"no rank was started on {options.node}; its connection said:")
+    if not task.json:
+        for line in lines:
+            task.say(line)
+    return _result(run, attempt, [RankLog(None, options.node, lines)])
 
 
-def _numbers(text: str) -> set[int]:
-    """Ranks from "0,8-15". Ends the task as a wrong number does elsewhere."""
+def _failed_ranks(attempt: AttemptFolder) -> set[int]:
+    """Ranks that failed by themselves, and were not stopped because another failed."""
+    return {
+        event["rank"]
+        for event in read_events(attempt)
+        if event["event"] == "rank_ended"
+        and not event["stopped"]
+        and not event["done"]
+        and event["code"] != 0
+    }
+
+
+def _parse_ranks(text: str) -> set[int]:
+    """Ranks from "0,8-15". Ends the task for any other text."""
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", part.strip())
-        if match:
-            first = int(match.group(1))
-            last = int(match.group(2) or match.group(1))
-        else:
-            first = 1
-            last = 0
-        if last < first or last >= MOST:
-            raise InvokeExit(
-                f"error: --rank takes ranks such as 3 or 0,8-15, or the word {FAILED}, not"
-                f" {text!r}",
-                code=Exit.USAGE,
-            )
+        if match is None:
+            raise _not_ranks(text)
+        first = int(match.group(1))
+        last = int(match.group(2) or match.group(1))
+        if last < first or last >= MAX_RANK:
+            raise _not_ranks(text)
         found |= set(range(first, last + 1))
     return found
+
+
+def _not_ranks(text: str) -> InvokeExit:
+    return InvokeExit(
+        f"error: --rank takes ranks such as 3 or 0,8-15, or the word {FAILED}, not {text!r}",
+        code=Exit.USAGE,
+    )
 
 
 def _spans(ranks: list[int]) -> str:
@@ -125,100 +190,28 @@ def _spans(ranks: list[int]) -> str:
 
 
 def _attempt(run: RunFolder, number: int) -> AttemptFolder:
+    """The attempt of this number, or the newest for 0. Raises ConfigError."""
     attempts = run.attempts()
     if number:
-        chosen = [a for a in attempts if a.number == number]
+        chosen = [attempt for attempt in attempts if attempt.number == number]
     else:
         chosen = attempts[-1:]
-    if not chosen:
-        if (output := output_of(run)) is not None and output.is_file():
-            said = f"; what its batch script printed is in {output}"
-        else:
-            said = ""
-        hint = f"attempts: {', '.join(str(a.number) for a in attempts) or 'none'}{said}"
-        raise ConfigError(f"run {run.id} has no attempt {number or ''}".rstrip(), hint=hint)
-    return chosen[0]
+    if chosen:
+        return chosen[0]
+    hint = f"attempts: {', '.join(str(attempt.number) for attempt in attempts) or 'none'}"
+    output = output_of(run)
+    if output is not None and output.is_file():
+        hint += f"; the output of its batch script is in {output}"
+    raise ConfigError(f"run {run.id} has no attempt {number or ''}".rstrip(), hint=hint)
 
 
-def _transport(
-    run: RunFolder, attempt: AttemptFolder, node: str, hosts: list[str], lines: int
-) -> list[str]:
-    """What ssh or pdsh said of a host on which no rank was started. Raises ConfigError for a
-    host that the attempt did not have."""
-    path = attempt.transports / f"{node.replace(os.sep, '_')}.log"
-    if not path.is_file():
-        there = sorted({*hosts, *(p.stem for p in attempt.transports.glob("*.log"))})
-        raise ConfigError(
-            f"attempt {attempt.number} of run {run.id} had no host '{node}'",
-            hint=f"its hosts: {', '.join(there) or 'none'}",
-        )
-    return last_lines(path, lines or sys.maxsize)
-
-
-class _Tail:
-    """The end of one log, which may begin anew meanwhile (`part_before`). Beside others it is
-    told in whole lines."""
-
-    def __init__(self, path: Path, prefix: str) -> None:
-        self.path = path
-        self.prefix = prefix
-        self.offset = 0
-        self.file = 0  # the inode that the offset is of
-
-    def last(self, count: int, *, torn: bool) -> list[str]:
-        """The last lines; `torn`: with a last one that has no end yet, else `new` gives it
-        later."""
-        lines: collections.deque[bytes] = collections.deque(maxlen=count)
-        with contextlib.suppress(FileNotFoundError), open(part_before(self.path), "rb") as before:
-            lines.extend(before)
-        with open(self.path, "rb") as file:
-            self.file = os.fstat(file.fileno()).st_ino
-            for line in file:
-                if torn or line.endswith(b"\n"):
-                    self.offset += len(line)
-                    lines.append(line)
-        return [printable(line.decode(errors="replace").rstrip("\n")) for line in lines]
-
-    def new(self, *, torn: bool) -> str:
-        """What has come since."""
-        with open(self.path, "rb") as file:
-            anew = (now := os.fstat(file.fileno()).st_ino) != self.file
-            if anew:
-                rest = self._rest()
-                start = 0
-            else:
-                rest = b""
-                start = self.offset
-            file.seek(start)
-            data = rest + file.read()
-        if self.prefix and not torn:
-            data = data[: data.rfind(b"\n") + 1]
-        if len(data) < len(rest):
-            return ""  # the new part has not a whole line yet
-        self.file = now
-        self.offset = start + len(data) - len(rest)
-        text = printable(data.decode(errors="replace"))
-        if self.prefix and text:
-            return "".join(f"{self.prefix}{line}\n" for line in text.removesuffix("\n").split("\n"))
-        return text
-
-    def _rest(self) -> bytes:
-        """What the part that was put aside has beyond what was told; nothing where another has
-        taken its place since."""
-        with contextlib.suppress(FileNotFoundError), open(part_before(self.path), "rb") as before:
-            if os.fstat(before.fileno()).st_ino == self.file:
-                before.seek(self.offset)
-                return before.read()
-        return b""
-
-
-def _follow(run: RunFolder, tails: list[_Tail]) -> None:
+def _follow(run: RunFolder, tails: Sequence[LogTail]) -> None:
     """Print what is new until the run has ended."""
     while True:
         running = read_record(run).state in ("starting", "running")
-        texts = [text for tail in tails if (text := tail.new(torn=not running))]
+        texts = [text for tail in tails if (text := tail.new(unfinished=not running))]
         sys.stdout.write("".join(texts))
         sys.stdout.flush()
         if not texts and not running:
             return
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)

@@ -1,14 +1,16 @@
-"""The task export: a run's weights for other programs."""
+"""The task `export`: a run's weights for other programs."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.model.inference import warn_of_another_tokenizer
+from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
+from trainkit.cli.options import ExportOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.resolved import read_job
@@ -22,76 +24,83 @@ FORMATS = ("hf",)
 DTYPES = ("fp32", "bf16", "fp16")
 
 
-def export(
-    task: TaskContext,
-    words: str,
-    format: str,
-    to: str,
-    step: int | None,
-    dtype: str,
-    shard_gb: float,
-) -> TaskResult:
-    """The task `export`."""
-    problems = []
-    if format not in FORMATS:
-        problems.append(
-            Problem(
-                f"--format {format!r} is none of: {', '.join(FORMATS)}",
-                hint="hf: a folder that transformers' from_pretrained loads",
-            )
-        )
-    if dtype not in DTYPES:
-        problems.append(Problem(f"--dtype {dtype!r} is none of: {', '.join(DTYPES)}"))
-    if not to:
-        problems.append(
-            Problem("--to DIR is missing: the folder to write, which must not be there yet")
-        )
-    if problems:
-        raise ConfigError(problems)
-    run = find_run(load_jobs(task).roots(), words)
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the keys of the document export/1."""
+
+    run: str
+    step: int
+    format: str
+    folder: str
+    dtype: str
+    parameters: int
+    bytes: int
+    files: list[str]
+    tokenizer: bool
+
+
+def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResult:
+    """The task `export`. Raises ConfigError for options that are not valid."""
+    _refuse_invalid(options)
+    run = find_run(load_jobs(task).roots(), run_name)
     job = read_job(run.job)
     from trainkit.train.huggingface.writing import export as write
     from trainkit.train.inference.load import choose_checkpoint
 
-    warn_of_another_tokenizer(run)
-    saved = choose_checkpoint(run, step)
-    target = Path(to).absolute()
+    warn_of_changed_tokenizer(run)
+    checkpoint = choose_checkpoint(run, options.step)
+    step = checkpoint.manifest.step
+    folder = Path(options.to).absolute()
     tokenizer = _tokenizer(job)
-    about = {"trainkit_run": run.id, "trainkit_step": str(saved.manifest.step)}
     written = write(
-        saved,
+        checkpoint,
         job.model,
-        target,
-        dtype=dtype,
-        shard_bytes=int(shard_gb * 1e9),
+        folder,
+        dtype=options.dtype,
+        shard_bytes=int(options.shard_gb * 1e9),
         tokenizer=tokenizer,
-        about=about,
+        about={"trainkit_run": run.id, "trainkit_step": str(step)},
     )
     task.say(
-        f"exported step {saved.manifest.step} of run {run.id} to {target}:"
-        f" {written.parameters / 1e6:,.2f} million parameters in {dtype}"
+        f"exported step {step} of run {run.id} to {folder}: {written.parameters / 1e6:,.2f} million"
+        f" parameters in {options.dtype}"
     )
     if tokenizer is None:
         task.say("without a tokenizer: the run was trained on random tokens")
-    return TaskResult(
-        document(
-            "export/1",
-            run=run.id,
-            step=saved.manifest.step,
-            format=format,
-            folder=str(target),
-            dtype=dtype,
-            parameters=written.parameters,
-            bytes=written.bytes,
-            files=list(written.files),
-            tokenizer=tokenizer is not None,
-        )
+    exported = Exported(
+        run=run.id,
+        step=step,
+        format=options.format,
+        folder=str(folder),
+        dtype=options.dtype,
+        parameters=written.parameters,
+        bytes=written.bytes,
+        files=list(written.files),
+        tokenizer=tokenizer is not None,
     )
+    return TaskResult(document("export/1", **asdict(exported)))
+
+
+def _refuse_invalid(options: ExportOptions) -> None:
+    problems = []
+    if options.format not in FORMATS:
+        problems.append(
+            Problem(
+                f"--format {options.format!r} is not one of: {', '.join(FORMATS)}",
+                hint="hf: a folder that transformers' from_pretrained loads",
+            )
+        )
+    if options.dtype not in DTYPES:
+        problems.append(Problem(f"--dtype {options.dtype!r} is not one of: {', '.join(DTYPES)}"))
+    if not options.to:
+        problems.append(Problem("--to DIR is missing: the folder to write, which must not exist"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _tokenizer(job: Job) -> TokenizerFile | None:
-    """The tokenizer of the job's dataset; None for random tokens. Raises ConfigError where it is
-    gone."""
+    """The tokenizer of the job's dataset; None for random tokens. Raises ConfigError if the file
+    is missing."""
     from trainkit.train.huggingface.writing import TokenizerFile
 
     if job.dataset.tokenizer is None:
@@ -99,7 +108,7 @@ def _tokenizer(job: Job) -> TokenizerFile | None:
     path = DataFolder(Path(job.cluster.root or "."), job.dataset).tokenizer
     if not path.is_file():
         raise ConfigError(
-            f"the tokenizer of dataset {job.dataset.name!r} is gone: {path}",
+            f"the tokenizer of dataset {job.dataset.name!r} is missing: {path}",
             hint="run prep-data again",
         )
     return TokenizerFile(path, job.dataset.tokenizer.eod_token)

@@ -1,0 +1,54 @@
+"""The task `generate`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from trainkit.base.documents import document
+from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.model.prompts import read_prompts
+from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
+from trainkit.cli.options import GenerateOptions
+from trainkit.cli.wrapper import TaskContext, TaskResult
+from trainkit.launch.local_ranks import run_together
+from trainkit.runs.record import find_run
+
+
+def generate(task: TaskContext, run_name: str, options: GenerateOptions) -> TaskResult:
+    """The task `generate`: one text per prompt."""
+    from trainkit.train.inference.generate import generate as continue_prompts
+    from trainkit.train.inference.sampling import Sampling
+
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    prompts = list(options.prompt)
+    if options.prompts_file:
+        prompts += read_prompts(Path(options.prompts_file))
+    run = find_run(load_jobs(task).roots(), run_name)
+    warn_of_changed_tokenizer(run)
+    step, generations = continue_prompts(
+        run,
+        prompts or [""],
+        sampling,
+        max_new_tokens=options.max_new_tokens,
+        step=options.step,
+        device=options.device,
+        ranks=options.tensor_parallel,
+        together=run_together,
+    )
+    if not task.json:
+        for number, generation in enumerate(generations, start=1):
+            if len(generations) > 1:
+                task.say(f"--- {number} of {len(generations)}")
+            task.say(generation.text)
+    first = generations[0]
+    return TaskResult(
+        document(
+            "generate/1",
+            run=run.id,
+            step=step,
+            prompt=first.prompt,
+            text=first.text,
+            generations=[asdict(generation) for generation in generations],
+        )
+    )
