@@ -54,7 +54,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CHECKOUT))
 
 from tests.cluster.machines import HEAD, Cluster, NoCluster  # noqa: E402
-from trainkit.base.process import allow_open_files  # noqa: E402
+from trainkit.base.process import raise_open_file_limit  # noqa: E402
 from trainkit.jobs.clusters import Cluster as Description  # noqa: E402
 from trainkit.jobs.clusters import WatchLimits  # noqa: E402
 from trainkit.launch.hosts.hostfile import Host  # noqa: E402
@@ -417,7 +417,7 @@ async def session_of(agents: int, launcher: Launcher, root: Path) -> Mapping[str
 
 def growth(folder: Path, real: Sequence[int], stubs: Sequence[int]) -> None:
     """The second table."""
-    allow_open_files()
+    raise_open_file_limit()
     print(
         f"{'agents':>7} {'kind':<5} {'agreed':>8} {'started':>8} {'stopped':>8} {'gone':>8}"
         f" {'ms an agent':>12}"

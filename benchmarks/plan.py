@@ -346,7 +346,7 @@ def activations(folder: Path, name: str, sets: list[str], what: str, rank: int =
     """What forward saves on a rank, beside the plan's activations of its stage (less the block
     that is computed again) and the head's gradient."""
     from trainkit.jobs.load import load
-    from trainkit.jobs.ranks import degrees_of, place_of
+    from trainkit.jobs.ranks import coordinates_of, degrees_of
     from trainkit.plan.activations import head_gradient_bytes
     from trainkit.plan.activations import saved_bytes as predicted_bytes
     from trainkit.plan.layout import layout_of, padded_vocab_size
@@ -361,7 +361,7 @@ def activations(folder: Path, name: str, sets: list[str], what: str, rank: int =
         sys.exit(f"{argv} ended with {done.returncode}\n{done.stderr}")
     measured = json.loads(done.stdout.splitlines()[-1])
     layout, vocab = layout_of(job), job.model.vocab_size or 0
-    stage = place_of(rank, degrees_of(job)).pipeline
+    stage = coordinates_of(rank, degrees_of(job)).pipeline
     predicted = predicted_bytes(job, layout, Rules(), stage)
     if stage == layout.last_stage:
         predicted += head_gradient_bytes(

@@ -17,7 +17,7 @@ from trainkit.cli.tasks import namespace
 from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.jobs.clusters import WatchLimits
 from trainkit.jobs.load import load
-from trainkit.jobs.schema import Job, Model, Parallelism, Retry, Training
+from trainkit.jobs.schema import Job, Model, Parallelism, RetrySettings, Training
 from trainkit.launch.hosts.selection import choose_hosts, load_hosts
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -120,7 +120,7 @@ def test_the_guide_to_clusters(tmp_path: Path) -> None:
     )
     for path in re.findall(r"`((?:watch|retry)\.[a-z_]+)`", text):
         table, key = path.split(".")
-        assert key in (WatchLimits if table == "watch" else Retry).model_fields, path
+        assert key in (WatchLimits if table == "watch" else RetrySettings).model_fields, path
     commands = [
         line.split("#")[0].split()
         for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

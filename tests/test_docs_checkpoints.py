@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.conftest import Project
 from trainkit.base.errors import Exit
 from trainkit.jobs.load import load
-from trainkit.jobs.schema import Checkpoint, Training
-from trainkit.runs.checkpoints import SAMPLED, UNFINISHED
+from trainkit.jobs.schema import CheckpointSettings, Training
+from trainkit.runs.checkpoints import SAMPLED, UNFINISHED_SUFFIX
 from trainkit.runs.sample_windows import SLOTS
 from trainkit.train.checkpoint.manager import FAILURES
 from trainkit.train.checkpoint.save_load import LOCK
@@ -37,7 +37,7 @@ def test_its_job(tmp_path: Path) -> None:
 
 
 def test_every_key_in_backquotes_exists() -> None:
-    known = {*Checkpoint.model_fields, *Training.model_fields, "save_seconds"}
+    known = {*CheckpointSettings.model_fields, *Training.model_fields, "save_seconds"}
     words = set(re.findall(r"`(?:training\.)?([a-z]+_[a-z_]+)`", TEXT))
     assert len(words) >= 3 and words <= known, words - known
 
@@ -47,7 +47,7 @@ def test_its_numbers() -> None:
         f"one file in {SAMPLED}" in TEXT
         and f"the last {SLOTS:,} steps" in TEXT
         and f"checkpoints/{LOCK}" in TEXT
-        and f"`{UNFINISHED}`" in TEXT
+        and f"`{UNFINISHED_SUFFIX}`" in TEXT
     )
     assert (
         FAILURES == 2

@@ -20,7 +20,7 @@ from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import load_tokenizer, train_bpe
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.jobs.schema import Tokenizer as TokenizerTable
-from trainkit.runs.checkpoints import Manifest, folder_of
+from trainkit.runs.checkpoints import Manifest, checkpoint_folder
 from trainkit.runs.folder import RunFolder
 from trainkit.train.checkpoint.dcp_storage import TensorSavePlanner, Writer
 
@@ -90,7 +90,7 @@ def new_run(job: Job) -> RunFolder:
 def write_checkpoint(run: RunFolder, model: nn.Module, step: int) -> Path:
     """A checkpoint of these weights, whole and with hashes; only what is read after training is
     in it."""
-    folder = folder_of(run.checkpoints, step)
+    folder = checkpoint_folder(run.checkpoints, step)
     folder.mkdir(parents=True)
     writer = Writer(folder, 0)
     tensors = {f"model.{name}": p.detach().float() for name, p in model.named_parameters()}

@@ -14,38 +14,38 @@ from typing import Any
 
 import pytest
 
-from trainkit.base.address import address_in, own_addresses, toward
+from trainkit.base.address import local_address_in, local_address_toward, local_addresses
 from trainkit.base.errors import ConfigError, TrainkitError
 
 
 def test_loopback_is_here() -> None:
-    here = own_addresses()
+    here = local_addresses()
     assert ("lo", "127.0.0.1") in here
     versions = [ipaddress.ip_address(address).version for _, address in here]
     assert versions == sorted(versions)
     assert (
-        address_in("lo")
-        == address_in("127.0.0.0/8")
+        local_address_in("lo")
+        == local_address_in("127.0.0.0/8")
         == "127.0.0.1"
-        == toward("127.0.0.1")
-        == toward("localhost")
+        == local_address_toward("127.0.0.1")
+        == local_address_toward("localhost")
     )
     name = socket.gethostname()
-    if toward(name) not in {a for _, a in here}:
+    if local_address_toward(name) not in {a for _, a in here}:
         pytest.fail(f"the way to this host itself, {name}, begins elsewhere")
 
 
 def test_what_is_not_here_is_an_error_that_names_what_is() -> None:
     for wanted in ("ib7", "203.0.113.0/24", "2001:db8::/32"):
         with pytest.raises(ConfigError) as error:
-            address_in(wanted)
+            local_address_in(wanted)
         assert (
             error.value.exit == 7
             and wanted in str(error.value)
             and "lo 127.0.0.1" in str(error.value)
         )
     with pytest.raises(TrainkitError, match="no-such-host") as unknown:
-        toward("no-such-host.invalid")
+        local_address_toward("no-such-host.invalid")
     assert unknown.value.exit == 8
 
 
@@ -58,7 +58,7 @@ for name in eth0 to-eth0 ib0 to-ib0; do ip link set $name up; done
 """
 PROGRAM = """
 import json, sys
-from trainkit.base.address import address_in, own_addresses, toward
+from trainkit.base.address import local_address_in, local_addresses, local_address_toward
 from trainkit.base.errors import TrainkitError
 def said(call, *words):
     try:
@@ -67,7 +67,7 @@ def said(call, *words):
         return "ERROR " + str(error)
 wanted = ["eth0", "ib0", "off0", "10.8.0.0/24", "10.0.0.0/8", "fd00::/16", "10.9.0.5"]
 hosts = ["10.7.3.3", "10.9.0.9", "192.0.2.1"]
-print(json.dumps({"own": own_addresses(), "in": {w: said(address_in, w) for w in wanted}, "toward": {h: said(toward, h) for h in hosts}}))
+print(json.dumps({"own": local_addresses(), "in": {w: said(local_address_in, w) for w in wanted}, "toward": {h: said(local_address_toward, h) for h in hosts}}))
 """
 
 

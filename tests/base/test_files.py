@@ -20,8 +20,15 @@ from trainkit.base.files import (
     temporary_name,
     write_json,
 )
-from trainkit.base.locks import Busy, locked
-from trainkit.base.process import Identity, identity, is_alive, running, start, stop
+from trainkit.base.locks import LockBusy, locked
+from trainkit.base.process import (
+    ProcessIdentity,
+    identity,
+    is_alive,
+    is_running,
+    start_child,
+    stop_children,
+)
 
 
 def test_an_exception_leaves_the_old_content(tmp_path: Path) -> None:
@@ -79,7 +86,7 @@ with locked(Path({str(path)!r}), {{"run": "r"}}):
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline()
-        with pytest.raises(Busy) as busy, locked(path, {}, wait=False):
+        with pytest.raises(LockBusy) as busy, locked(path, {}, wait=False):
             pass
         assert busy.value.holder["run"] == "r" and busy.value.holder["pid"] == holder.pid
         holder.kill()
@@ -91,14 +98,14 @@ with locked(Path({str(path)!r}), {{"run": "r"}}):
 def test_a_process_is_not_a_later_one_of_its_pid() -> None:
     me = identity()
     assert is_alive(me)
-    assert not is_alive(Identity(me.host, me.pid, me.start_time + 1, me.boot_id))
-    assert not is_alive(Identity(me.host, me.pid, me.start_time, "another boot"))
-    assert is_alive(Identity("elsewhere", me.pid, me.start_time, me.boot_id)) is None
+    assert not is_alive(ProcessIdentity(me.host, me.pid, me.start_time + 1, me.boot_id))
+    assert not is_alive(ProcessIdentity(me.host, me.pid, me.start_time, "another boot"))
+    assert is_alive(ProcessIdentity("elsewhere", me.pid, me.start_time, me.boot_id)) is None
 
 
 def test_stop_reaches_grandchildren_and_those_who_ignore_term(tmp_path: Path) -> None:
     program = "trap '' TERM; sleep 300 & echo $! > pid; wait"
-    child = start(
+    child = start_child(
         ["sh", "-c", program],
         env=dict(os.environ),
         cwd=tmp_path,
@@ -107,8 +114,8 @@ def test_stop_reaches_grandchildren_and_those_who_ignore_term(tmp_path: Path) ->
     )
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
         time.sleep(0.01)
-    assert running(child)
-    assert stop([child], grace=0.3) == []
+    assert is_running(child)
+    assert stop_children([child], grace=0.3) == []
     grandchild = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 5
     while (

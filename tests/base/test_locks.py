@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.base.locks import Busy, locked
+from trainkit.base.locks import LockBusy, locked
 
 
 def test_who_waited_for_a_removed_file_locks_the_one_that_has_its_name(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_who_waited_for_a_removed_file_locks_the_one_that_has_its_name(tmp_path:
         thread.start()
         waits.wait()
     holds.wait()
-    with pytest.raises(Busy), locked(path, {}, wait=False):
+    with pytest.raises(LockBusy), locked(path, {}, wait=False):
         pass
     leave.set()
     thread.join()

@@ -15,12 +15,12 @@ import pytest
 
 from trainkit.base.process_marks import (
     MARK_VARIABLE,
-    Marked,
-    descendants,
-    kill,
+    MarkedProcess,
+    find_descendants,
+    find_marked,
     kill_marked,
-    marked,
-    send,
+    kill_processes,
+    send_signal,
 )
 
 
@@ -48,21 +48,21 @@ def test_whole_parts_of_a_mark_count(run: str) -> None:
     first, tenth = started(f"{run}/1/1/0"), started(f"{run}/1/10/0")
     with first, tenth:
         try:
-            assert {(p.pid, p.mark, p.argv0) for p in marked(f"{run}/1/1")} == {
+            assert {(p.pid, p.mark, p.argv0) for p in find_marked(f"{run}/1/1")} == {
                 (first.pid, f"{run}/1/1/0", sys.executable)
             }
             assert (
-                {p.pid for p in marked(run)}
-                == {p.pid for p in marked(f"{run}/")}
+                {p.pid for p in find_marked(run)}
+                == {p.pid for p in find_marked(f"{run}/")}
                 == {first.pid, tenth.pid}
             )
-            assert not marked(run[:-1]) and not marked("")
+            assert not find_marked(run[:-1]) and not find_marked("")
             assert [p.pid for p in kill_marked(f"{run}/1/1", signal.SIGKILL)] == [
                 first.pid
             ] and first.wait() == -9
-            assert {p.pid for p in marked(run)} == {tenth.pid}
-            kill(marked(run))
-            assert tenth.wait() == -9 and not marked(run)
+            assert {p.pid for p in find_marked(run)} == {tenth.pid}
+            kill_processes(find_marked(run))
+            assert tenth.wait() == -9 and not find_marked(run)
         finally:
             first.kill()
             tenth.kill()
@@ -72,7 +72,7 @@ def test_zombies_are_not_living(run: str) -> None:
     with started(f"{run}/1/0/0") as process:
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not marked(run)
+        assert not find_marked(run)
 
 
 def test_children_inherit_it_and_descent_finds_the_rest(run: str) -> None:
@@ -89,12 +89,12 @@ def test_children_inherit_it_and_descent_finds_the_rest(run: str) -> None:
         assert parent.stdout
         pid = int(parent.stdout.readline())
         try:
-            assert [p.pid for p in marked(run)] == [parent.pid]
-            below = descendants(os.getpid())
+            assert [p.pid for p in find_marked(run)] == [parent.pid]
+            below = find_descendants(os.getpid())
             assert {parent.pid, pid} <= {p.pid for p in below} and os.getpid() not in {
                 p.pid for p in below
             }
-            assert [p.pid for p in descendants(parent.pid)] == [pid]
+            assert [p.pid for p in find_descendants(parent.pid)] == [pid]
         finally:
             os.kill(pid, signal.SIGKILL)
             parent.kill()
@@ -103,25 +103,26 @@ def test_children_inherit_it_and_descent_finds_the_rest(run: str) -> None:
 def test_a_later_process_of_the_same_pid_is_spared(run: str) -> None:
     with started(run) as process:
         try:
-            (found,) = marked(run)
-            assert not send(
-                Marked(found.pid, found.start_time - 1, found.mark, found.argv0), signal.SIGKILL
+            (found,) = find_marked(run)
+            assert not send_signal(
+                MarkedProcess(found.pid, found.start_time - 1, found.mark, found.argv0),
+                signal.SIGKILL,
             )
             time.sleep(0.1)
             assert process.poll() is None
         finally:
             process.kill()
-    assert not send(found, 0)
+    assert not send_signal(found, 0)
 
 
 def kept(tmp_path: Path, work: str) -> subprocess.CompletedProcess[str]:
     program = f"""
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from trainkit.base.watchdog import keep
+from trainkit.base.watchdog import run_under_watchdog
 def work(link):
 {work}
-sys.exit(keep(work, "the keeper"))
+sys.exit(run_under_watchdog(work, "the keeper"))
 """
     return subprocess.run(
         [sys.executable, "-c", program],

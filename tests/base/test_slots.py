@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.base.locks import Busy
-from trainkit.base.slots import holders, reserve, slot_name, slot_path
+from trainkit.base.locks import LockBusy
+from trainkit.base.slots import reserve_slots, slot_holders, slot_name, slot_path
 
 
 def test_all_or_none_and_by_name(tmp_path: Path) -> None:
-    held = reserve(tmp_path, ["gpu1", "gpu0"], {"run": "first", "attempt": 2})
-    assert held.cleared == [] and set(holders(tmp_path)) == {"gpu0", "gpu1"}
-    with pytest.raises(Busy) as busy:
-        reserve(tmp_path, ["cpu", "gpu1", "gpu2"], {"run": "second"})
+    held = reserve_slots(tmp_path, ["gpu1", "gpu0"], {"run": "first", "attempt": 2})
+    assert held.cleared == [] and set(slot_holders(tmp_path)) == {"gpu0", "gpu1"}
+    with pytest.raises(LockBusy) as busy:
+        reserve_slots(tmp_path, ["cpu", "gpu1", "gpu2"], {"run": "second"})
     holder = busy.value.holder
     assert (slot_name(busy.value.path), holder["run"], holder["attempt"], holder["pid"]) == (
         "gpu1",
@@ -29,70 +29,75 @@ def test_all_or_none_and_by_name(tmp_path: Path) -> None:
         2,
         os.getpid(),
     )
-    assert abs(holder["since"] - time.time()) < 60 and set(holders(tmp_path)) == {"gpu0", "gpu1"}
-    other = reserve(tmp_path, ["cpu", "gpu2"], {"run": "second"})
-    assert holders(tmp_path)["gpu2"]["run"] == "second"
+    assert abs(holder["since"] - time.time()) < 60 and set(slot_holders(tmp_path)) == {
+        "gpu0",
+        "gpu1",
+    }
+    other = reserve_slots(tmp_path, ["cpu", "gpu2"], {"run": "second"})
+    assert slot_holders(tmp_path)["gpu2"]["run"] == "second"
     held.release()
     other.release()
-    assert holders(tmp_path) == {} and reserve(tmp_path, ["gpu0"], {}).cleared == []
+    assert slot_holders(tmp_path) == {} and reserve_slots(tmp_path, ["gpu0"], {}).cleared == []
 
 
 def test_who_shares_takes_what_is_free_and_keeps_the_next_one_out(tmp_path: Path) -> None:
-    first = reserve(tmp_path, ["gpu1", "gpu2"], {"run": "first"})
-    beside = reserve(tmp_path, ["gpu0", "gpu1", "gpu2", "gpu3"], {"run": "beside"}, share=True)
-    assert {slot: holder["run"] for slot, holder in holders(tmp_path).items()} == {
+    first = reserve_slots(tmp_path, ["gpu1", "gpu2"], {"run": "first"})
+    beside = reserve_slots(
+        tmp_path, ["gpu0", "gpu1", "gpu2", "gpu3"], {"run": "beside"}, share=True
+    )
+    assert {slot: holder["run"] for slot, holder in slot_holders(tmp_path).items()} == {
         "gpu0": "beside",
         "gpu1": "first",
         "gpu2": "first",
         "gpu3": "beside",
     }
     first.release()
-    with pytest.raises(Busy) as busy:
-        reserve(tmp_path, ["gpu0", "gpu1"], {"run": "third"})
+    with pytest.raises(LockBusy) as busy:
+        reserve_slots(tmp_path, ["gpu0", "gpu1"], {"run": "third"})
     assert busy.value.holder["run"] == "beside"
     beside.release()
-    assert holders(tmp_path) == {}
+    assert slot_holders(tmp_path) == {}
 
 
 def test_one_that_died_is_cleared_and_told(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from trainkit.base.slots import reserve;"
-        " reserve(Path(sys.argv[1]), ['cpu'], {'run': 'dead'}); os._exit(1)"
+        "import os, sys; from pathlib import Path; from trainkit.base.slots import reserve_slots;"
+        " reserve_slots(Path(sys.argv[1]), ['cpu'], {'run': 'dead'}); os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
-    assert holders(tmp_path) == {}
-    held = reserve(tmp_path, ["cpu"], {"run": "living"})
-    assert [holder["run"] for holder in held.cleared] == ["dead"] and holders(tmp_path)["cpu"][
+    assert slot_holders(tmp_path) == {}
+    held = reserve_slots(tmp_path, ["cpu"], {"run": "living"})
+    assert [holder["run"] for holder in held.cleared] == ["dead"] and slot_holders(tmp_path)["cpu"][
         "run"
     ] == "living"
     held.release()
 
 
 def test_a_copy_of_the_handles_holds_too(tmp_path: Path) -> None:
-    held = reserve(tmp_path, ["cpu"], {"run": "r"})
+    held = reserve_slots(tmp_path, ["cpu"], {"run": "r"})
     copies = [os.dup(handle) for handle in held.handles]
     held.release()
-    with pytest.raises(Busy):
-        reserve(tmp_path, ["cpu"], {})
+    with pytest.raises(LockBusy):
+        reserve_slots(tmp_path, ["cpu"], {})
     for copy in copies:
         os.close(copy)
-    reserve(tmp_path, ["cpu"], {}).release()
+    reserve_slots(tmp_path, ["cpu"], {}).release()
 
 
 def test_looking_at_slots_refuses_nobody(tmp_path: Path) -> None:
-    """`holders` takes a lock for a moment to see whether it is held."""
-    reserve(tmp_path, ["cpu"], {}).release()
+    """`slot_holders` takes a lock for a moment to see whether it is held."""
+    reserve_slots(tmp_path, ["cpu"], {}).release()
     done = threading.Event()
 
     def look() -> None:
         while not done.is_set():
-            holders(tmp_path)
+            slot_holders(tmp_path)
 
     thread = threading.Thread(target=look)
     thread.start()
     try:
         for _ in range(100):
-            reserve(tmp_path, ["cpu"], {}).release()
+            reserve_slots(tmp_path, ["cpu"], {}).release()
     finally:
         done.set()
         thread.join()
@@ -109,7 +114,7 @@ def test_no_file_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
     precious.write_text("words")
     slot_path(tmp_path, "gpu0").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic"):
-        reserve(tmp_path, ["cpu", "gpu0"], {})
+        reserve_slots(tmp_path, ["cpu", "gpu0"], {})
     slot_path(tmp_path, "gpu1").mkdir()
     with pytest.raises(
         OSError,
@@ -118,12 +123,12 @@ def test_no_file_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
             r" clusters\.NAME\.node_folder"
         ),
     ):
-        reserve(tmp_path, ["gpu1"], {})
+        reserve_slots(tmp_path, ["gpu1"], {})
     slot_path(tmp_path, "gpu2").write_text("no json")
-    held = reserve(tmp_path, ["gpu2"], {})
+    held = reserve_slots(tmp_path, ["gpu2"], {})
     assert (
         held.cleared == []
-        and set(holders(tmp_path)) == {"gpu2"}
+        and set(slot_holders(tmp_path)) == {"gpu2"}
         and precious.read_text() == "words"
     )
     held.release()
@@ -131,10 +136,10 @@ def test_no_file_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
 
 def test_a_pipe_in_the_folder_holds_up_nobody(tmp_path: Path) -> None:
     os.mkfifo(slot_path(tmp_path, "a"))
-    held = reserve(tmp_path, ["cpu"], {"run": "r"})
-    assert set(holders(tmp_path)) == {"cpu"}
+    held = reserve_slots(tmp_path, ["cpu"], {"run": "r"})
+    assert set(slot_holders(tmp_path)) == {"cpu"}
     with pytest.raises(OSError, match="no plain file"):
-        reserve(tmp_path, ["a"], {})
+        reserve_slots(tmp_path, ["a"], {})
     held.release()
 
 
@@ -147,14 +152,14 @@ def test_between_users(tmp_path: Path) -> None:
     program = f"""
 import os, sys
 from pathlib import Path
-from trainkit.base.locks import Busy
-from trainkit.base.slots import holders, reserve
+from trainkit.base.locks import LockBusy
+from trainkit.base.slots import reserve_slots, slot_holders
 os.umask(0o077); os.setgid(65534); os.setuid(65534)
 try:
-    held = reserve(Path({str(folder)!r}), ["cpu"], {{"run": "nobody's"}})
+    held = reserve_slots(Path({str(folder)!r}), ["cpu"], {{"run": "nobody's"}})
     print("took it", held.cleared)
-except Busy as busy:
-    print("refused by", busy.holder["run"], holders(Path({str(folder)!r})))
+except LockBusy as busy:
+    print("refused by", busy.holder["run"], slot_holders(Path({str(folder)!r})))
 """
 
     def as_nobody() -> str:
@@ -163,7 +168,7 @@ except Busy as busy:
         ).stdout
 
     try:
-        held = reserve(folder, ["cpu"], {"run": "root's"})
+        held = reserve_slots(folder, ["cpu"], {"run": "root's"})
         assert (
             stat.S_IMODE(folder.stat().st_mode) == 0o1777
             and stat.S_IMODE(slot_path(folder, "cpu").stat().st_mode) == 0o666
@@ -171,13 +176,13 @@ except Busy as busy:
         assert as_nobody().startswith("refused by root's {'cpu'")
         held.release()
         assert as_nobody() == "took it []\n"
-        again = reserve(folder, ["cpu"], {"run": "root's"})
+        again = reserve_slots(folder, ["cpu"], {"run": "root's"})
         assert [holder["run"] for holder in again.cleared] == ["nobody's"]
         again.release()
         slot_path(folder, "cpu").unlink()
         # its file now, in a folder with the sticky bit: root's O_CREAT would be refused
         assert as_nobody() == "took it []\n"
-        reserve(folder, ["cpu"], {}).release()
+        reserve_slots(folder, ["cpu"], {}).release()
     finally:
         for path in folder.iterdir():
             path.unlink()
@@ -197,5 +202,5 @@ def test_a_file_system_without_locks_is_named(
     with pytest.raises(
         OSError, match=r"cannot lock files \(Operation not supported\); clusters.NAME.node_folder"
     ) as caught:
-        reserve(tmp_path, ["cpu"], {})
-    assert caught.value.filename == str(slot_path(tmp_path, "cpu")) and not holders(tmp_path)
+        reserve_slots(tmp_path, ["cpu"], {})
+    assert caught.value.filename == str(slot_path(tmp_path, "cpu")) and not slot_holders(tmp_path)

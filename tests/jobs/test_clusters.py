@@ -9,7 +9,7 @@ import pytest
 
 from tests.jobs.jobs_toml import GOOD, Checkout, refused
 from trainkit.jobs.resolved import read_job, write_job
-from trainkit.jobs.schema import Retry
+from trainkit.jobs.schema import RetrySettings
 
 PDSH = GOOD.replace(
     "ranks_per_node = 2",
@@ -51,7 +51,7 @@ def test_budgets_of_retries(checkout: Checkout) -> None:
     assert local.retry is None and (local.retries.infra, local.retries.hang) == (0, 0)
     assert (
         hosts.retry is None
-        and hosts.retries == Retry()
+        and hosts.retries == RetrySettings()
         and hosts.retries.infra == 3
         and hosts.retries.shrink
     )

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.jobs.jobs_toml import GOOD, Checkout, refused
-from trainkit.base.errors import ConfigError, Place
-from trainkit.jobs.layers import parse_sets
-from trainkit.jobs.provenance import Origin, Section
-from trainkit.jobs.resolved import Resolved
+from trainkit.base.errors import ConfigError, SourceLocation
+from trainkit.jobs.layers import parse_overrides
+from trainkit.jobs.provenance import SourcedTable, SourcedValue
+from trainkit.jobs.resolved import ResolvedJob
 
 
-def history(resolved: Resolved, key: str) -> list[tuple[Any, str]]:
+def history(resolved: ResolvedJob, key: str) -> list[tuple[Any, str]]:
     """A value and all it overrode, newest first, with places."""
     origin = resolved.origins[key]
     return [(each.value, str(each.place)) for each in (origin, *origin.overrode)]
@@ -234,7 +234,7 @@ def test_bad_sets(word: str, answer: str, checkout: Checkout) -> None:
 
 @given(st.text())
 def test_a_set_value_is_toml_or_else_the_text_itself(text: str) -> None:
-    (origin,) = parse_sets([f"key={text}"])
+    (origin,) = parse_overrides([f"key={text}"])
     try:
         values = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError:
@@ -335,12 +335,14 @@ trees = st.recursive(
 tables = st.dictionaries(st.sampled_from("abc"), trees)
 
 
-def section(table: dict[str, Any], file: str) -> Section:
-    return Section(
-        Place(file),
+def section(table: dict[str, Any], file: str) -> SourcedTable:
+    return SourcedTable(
+        SourceLocation(file),
         (),
         {
-            key: section(value, file) if isinstance(value, dict) else Origin(value, Place(file))
+            key: section(value, file)
+            if isinstance(value, dict)
+            else SourcedValue(value, SourceLocation(file))
             for key, value in table.items()
         },
     )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.base.errors import ConfigError
-from trainkit.jobs.toml_positions import KeyPath, Spot, locate, parse
+from trainkit.jobs.toml_positions import KeyPath, TomlPosition, locate, parse
 
 
 def paths_in(value: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
@@ -132,18 +132,18 @@ def test_every_path_of_a_document_has_its_spot(lines: list[str], newline: str) -
 def test_spots_are_lines_and_columns_from_one() -> None:
     text = '[a.b]\nx = 1\n  y.z = [ 2,\n 3 ]\n[[t]]\n[[t]]\nk = { m = "=" }\n[a]\n'
     assert locate(text) == {
-        ("a",): Spot(8, 2),  # its own header, though it is mentioned before
-        ("a", "b"): Spot(1, 4),
-        ("a", "b", "x"): Spot(2, 1),
-        ("a", "b", "y"): Spot(3, 3),
-        ("a", "b", "y", "z"): Spot(3, 5),
-        ("a", "b", "y", "z", 0): Spot(3, 11),
-        ("a", "b", "y", "z", 1): Spot(4, 2),
-        ("t",): Spot(5, 3),
-        ("t", 0): Spot(5, 1),
-        ("t", 1): Spot(6, 1),
-        ("t", 1, "k"): Spot(7, 1),
-        ("t", 1, "k", "m"): Spot(7, 7),
+        ("a",): TomlPosition(8, 2),  # its own header, though it is mentioned before
+        ("a", "b"): TomlPosition(1, 4),
+        ("a", "b", "x"): TomlPosition(2, 1),
+        ("a", "b", "y"): TomlPosition(3, 3),
+        ("a", "b", "y", "z"): TomlPosition(3, 5),
+        ("a", "b", "y", "z", 0): TomlPosition(3, 11),
+        ("a", "b", "y", "z", 1): TomlPosition(4, 2),
+        ("t",): TomlPosition(5, 3),
+        ("t", 0): TomlPosition(5, 1),
+        ("t", 1): TomlPosition(6, 1),
+        ("t", 1, "k"): TomlPosition(7, 1),
+        ("t", 1, "k", "m"): TomlPosition(7, 7),
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.jobs.jobs_toml import GOOD, Checkout, refused
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.load import load
-from trainkit.jobs.messages import SYNONYMS, choices
+from trainkit.jobs.messages import SYNONYMS, suggest
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_several_keys_that_begin_alike_are_all_named(checkout: Checkout) -> None
     )
     (words,) = [str(problem) for problem in checkout(text).check()]
     assert "did you mean 'vocab_file', 'vocab_size' or 'vocab_url'?" in words
-    assert choices("x", []) == "no such table is defined"
+    assert suggest("x", []) == "no such table is defined"
 
 
 def test_synonyms_mean_keys_that_there_are() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainkit.jobs.ranks import Degrees, degrees_of
+from trainkit.jobs.ranks import ParallelDegrees, degrees_of
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Training
 
 ZBV = {"pipeline_schedule": "zbv", "pipeline_model_parallel_size": 2}
@@ -84,9 +84,9 @@ def test_neighbouring_words_are_taken() -> None:
 def test_degrees() -> None:
     assert degrees_of(
         job({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})
-    ) == Degrees(2, 2, 1, 4)
-    assert degrees_of(job({"data_parallel_replicate_size": 4})) == Degrees(1, 1, 4, 4)
+    ) == ParallelDegrees(2, 2, 1, 4)
+    assert degrees_of(job({"data_parallel_replicate_size": 4})) == ParallelDegrees(1, 1, 4, 4)
     # a whole copy on each
-    assert degrees_of(job({"zero_stage": 0, "tensor_model_parallel_size": 4})) == Degrees(
+    assert degrees_of(job({"zero_stage": 0, "tensor_model_parallel_size": 4})) == ParallelDegrees(
         4, 1, 4, 1
     )

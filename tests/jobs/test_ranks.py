@@ -7,14 +7,21 @@ from itertools import product
 import pytest
 
 from trainkit.jobs.models import Model
-from trainkit.jobs.ranks import Degrees, Place, key_value_heads, place_of, rank_of, share
+from trainkit.jobs.ranks import (
+    ParallelDegrees,
+    RankCoordinates,
+    coordinates_of,
+    key_value_heads,
+    rank_at,
+    share_of_rank,
+)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (4, 1, 1, 1), (2, 3, 1, 4), (2, 2, 2, 3)])
 def test_every_rank_has_one_place(sizes: tuple[int, int, int, int]) -> None:
-    degrees = Degrees(*sizes)
-    places = [place_of(rank, degrees) for rank in range(degrees.world)]
-    assert [rank_of(place, degrees) for place in places] == list(range(degrees.world))
+    degrees = ParallelDegrees(*sizes)
+    places = [coordinates_of(rank, degrees) for rank in range(degrees.world)]
+    assert [rank_at(place, degrees) for place in places] == list(range(degrees.world))
     every = product(
         range(degrees.pipeline),
         range(degrees.replicate),
@@ -22,16 +29,16 @@ def test_every_rank_has_one_place(sizes: tuple[int, int, int, int]) -> None:
         range(degrees.tensor),
     )
     # tensor fastest, then data (its copies outside its shards), then pipeline
-    assert places == [Place(*place) for place in every]
+    assert places == [RankCoordinates(*place) for place in every]
 
 
 def test_neighbours() -> None:
     """TP 4, PP 2, DP 3: as Megatron-LM's order tp-dp-pp."""
-    degrees = Degrees(tensor=4, pipeline=2, shard=3)
+    degrees = ParallelDegrees(tensor=4, pipeline=2, shard=3)
     assert (
-        rank_of(Place(0, 0, 0, 3), degrees) == 3
-        and rank_of(Place(0, 0, 1, 0), degrees) == 4
-        and rank_of(Place(1, 0, 0, 0), degrees) == 12
+        rank_at(RankCoordinates(0, 0, 0, 3), degrees) == 3
+        and rank_at(RankCoordinates(0, 0, 1, 0), degrees) == 4
+        and rank_at(RankCoordinates(1, 0, 0, 0), degrees) == 12
     )
 
 
@@ -54,7 +61,7 @@ def test_neighbours() -> None:
 def test_shares_cover_and_are_about_equal(size: int, parts: int, unit: int) -> None:
     """Megatron-LM, which asks for a multiple of the ranks, gives 160 of 320 to each of two;
     whole tiles of 64 would give 128 and 192."""
-    shares = [share(size, parts, index) for index in range(parts)]
+    shares = [share_of_rank(size, parts, index) for index in range(parts)]
     ends = [0, *(start + length for start, length in shares)]
     assert [start for start, _ in shares] == ends[:-1] and ends[-1] == size
     lengths = [length for _, length in shares]

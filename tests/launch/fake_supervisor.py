@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import trainkit
-from trainkit.base import cgroup
-from trainkit.base import process_marks as marks
+from trainkit.base import cgroup, process_marks
 from trainkit.launch.protocol import frames
 from trainkit.launch.protocol.frames import Decoder, Frame
 
@@ -77,7 +76,7 @@ class Session:
         argv = [*around, sys.executable, "-I", "-S", str(agent), str(self.folder), "0"]
         own = {
             **(os.environ if environment is None else environment),
-            marks.MARK_VARIABLE: f"{self.run}/1/agents/0",
+            process_marks.MARK_VARIABLE: f"{self.run}/1/agents/0",
         }
         self.agent = subprocess.Popen(
             argv,
@@ -113,9 +112,9 @@ class Session:
         peer.hear("reserved")
         return peer
 
-    def left(self) -> list[marks.Marked]:
+    def left(self) -> list[process_marks.MarkedProcess]:
         """What lives on this machine of the run, its agent and keeper left out."""
-        return [p for p in marks.marked(self.run) if "/agents/" not in p.mark]
+        return [p for p in process_marks.find_marked(self.run) if "/agents/" not in p.mark]
 
     def words(self) -> str:
         """What the agent said on stderr."""
@@ -127,8 +126,8 @@ class Session:
         if self.agent:
             self.agent.kill()
             self.agent.wait()
-        wait_until(lambda: not marks.kill_marked(self.run))
-        cgroup.kill_groups(self.run, LONG)
+        wait_until(lambda: not process_marks.kill_marked(self.run))
+        cgroup.kill_cgroups(self.run, LONG)
 
 
 class Peer:

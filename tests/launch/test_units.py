@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import alive, wait_for
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.base.process_marks import marked
+from trainkit.base.process_marks import find_marked
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch import remote_units as units
@@ -400,4 +400,4 @@ def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
         work.place = Place(work.job(), hosts, 1, tmp_path, print)
         with pytest.raises(TrainkitError, match=r"127\.0\.0\.2 .*refused") as caught:
             work.run(work.unit("u"))
-    assert caught.value.exit == 8 and work.nothing_left() and not marked("stage-thing")
+    assert caught.value.exit == 8 and work.nothing_left() and not find_marked("stage-thing")

@@ -16,7 +16,7 @@ from trainkit.jobs.load import load
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.plan.host import RANK_BYTES, HostMemory, slurm_bytes
 from trainkit.plan.objection import with_change
-from trainkit.plan.planner import Plan, Prepared, make_plan
+from trainkit.plan.planner import Plan, PreparedData, make_plan
 
 GIB = 2**30
 WIDE: dict[str, Any] = {
@@ -29,7 +29,7 @@ WIDE: dict[str, Any] = {
 
 
 def plan_of(job: Job, here: int | None = None) -> Plan:
-    return make_plan(job, rules=RULES[job.engine], prepared=Prepared(host_bytes=here))
+    return make_plan(job, rules=RULES[job.engine], prepared=PreparedData(host_bytes=here))
 
 
 def host_of(job: Job, here: int | None = None) -> HostMemory:

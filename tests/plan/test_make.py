@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from tests.plan.example import BIG, gpu, job_of, shape
 from tests.plan.test_memory import laid_out
 from trainkit.engines.rules import RULES
-from trainkit.jobs.schema import Job, Profile
+from trainkit.jobs.schema import Job, ProfileSettings
 from trainkit.plan.batch import consumed_after
 from trainkit.plan.objection import with_change
 from trainkit.plan.planner import Plan, make_plan
@@ -155,7 +155,7 @@ def test_all_objections_come_at_once() -> None:
         ranks=3, global_batch_size=16, device=BIG, cluster={"gpus_per_node": 2, "ranks_per_node": 3}
     )
     plan = make_plan(
-        wrong.model_copy(update={"profile": Profile(start=11, stop=12, ranks=(0, 3, 4))}),
+        wrong.model_copy(update={"profile": ProfileSettings(start=11, stop=12, ranks=(0, 3, 4))}),
         vocab_size=17,
     )
     assert [o.key for o in plan.objections] == [

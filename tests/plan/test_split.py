@@ -11,7 +11,7 @@ from trainkit.engines.rules import RULES
 from trainkit.jobs.schema import Job
 from trainkit.plan.objection import with_change
 from trainkit.plan.planner import Plan, make_plan
-from trainkit.plan.split import EMBEDDING, FIRST, LAST, LAYOUT, LOSS
+from trainkit.plan.split import EMBEDDING, FIRST, LAST, LOSS, MEGATRON_LAYOUT
 
 GIB = 2**30
 ENDS = {EMBEDDING: True, LOSS: True}
@@ -87,7 +87,7 @@ def test_embedding_and_loss_in_the_split(job: Any, layers: tuple[int, ...]) -> N
 def test_the_same_by_the_numbers_of_its_ends_and_spelled_out() -> None:
     ends = plan_of(bloom(engine_args={FIRST: 5, LAST: 5}))
     assert ends.feasible and ends.layout.layers_by_stage == (5, *[6] * 10, 5)
-    spelled = plan_of(bloom(engine_args={LAYOUT: "Et*5,|(t*6|)*10,t*5L"}))
+    spelled = plan_of(bloom(engine_args={MEGATRON_LAYOUT: "Et*5,|(t*6|)*10,t*5L"}))
     assert spelled.feasible and spelled.layout.layers_by_stage == (5, *[6] * 10, 5)
     one_end = plan_of(bloom(engine_args={FIRST: 4}))
     assert one_end.feasible and one_end.layout.layers_by_stage == (4, *[6] * 11)
@@ -97,7 +97,7 @@ def test_a_layout_with_several_chunks_a_stage() -> None:
     """Chunks go round and round over the stages; one may be without a layer."""
     text = "E|(t|)*126L"  # 128 chunks: 8 of each stage
     job = llama_405b(
-        parallelism={"virtual_pipeline_model_parallel_size": 8}, engine_args={LAYOUT: text}
+        parallelism={"virtual_pipeline_model_parallel_size": 8}, engine_args={MEGATRON_LAYOUT: text}
     )
     plan = plan_of(job)
     assert "pipeline-layout" not in [o.code for o in plan.objections]
@@ -114,11 +114,11 @@ def test_a_layout_with_several_chunks_a_stage() -> None:
         ({EMBEDDING: True}, EMBEDDING, "70 layers with embedding do not divide over 12 chunks"),
         ({FIRST: 5}, FIRST, "65 layers are left for 11 of 12 stages"),
         ({FIRST: "5"}, FIRST, "is not a number of layers"),
-        ({LAYOUT: "Et*70L"}, LAYOUT, "1 chunks, 12 stages of 1 are 12"),
-        ({LAYOUT: "Et*5|(t*6|)*10t*4L"}, LAYOUT, "has 69 layers, the model 70"),
-        ({LAYOUT: "t*5|(t*6|)*10t*5L"}, LAYOUT, "needs one E, at its beginning"),
-        ({LAYOUT: "Ex*5L"}, LAYOUT, "has '*'"),
-        ({LAYOUT: "E(t|)*99999999L"}, LAYOUT, "more than 65536 parts"),
+        ({MEGATRON_LAYOUT: "Et*70L"}, MEGATRON_LAYOUT, "1 chunks, 12 stages of 1 are 12"),
+        ({MEGATRON_LAYOUT: "Et*5|(t*6|)*10t*4L"}, MEGATRON_LAYOUT, "has 69 layers, the model 70"),
+        ({MEGATRON_LAYOUT: "t*5|(t*6|)*10t*5L"}, MEGATRON_LAYOUT, "needs one E, at its beginning"),
+        ({MEGATRON_LAYOUT: "Ex*5L"}, MEGATRON_LAYOUT, "has '*'"),
+        ({MEGATRON_LAYOUT: "E(t|)*99999999L"}, MEGATRON_LAYOUT, "more than 65536 parts"),
     ],
 )
 def test_layouts_that_cannot_be(arguments: dict[str, Any], key: str, words: str) -> None:

@@ -10,7 +10,7 @@ from tests.plan.example import job_of, shape
 from trainkit.engines.rules import RULES
 from trainkit.jobs.schema import Training
 from trainkit.plan.arithmetic import parameters_of
-from trainkit.plan.planner import Prepared, make_plan
+from trainkit.plan.planner import PreparedData, make_plan
 from trainkit.plan.storage import (
     GIB,
     checkpoint_bytes_per_parameter,
@@ -145,10 +145,10 @@ def test_which_file_system() -> None:
 
 
 def test_the_disk_here() -> None:
-    assert [o.code for o in make_plan(job_of(), prepared=Prepared(free_bytes=10)).objections] == [
-        "disk-too-small"
-    ]
-    assert make_plan(job_of(), prepared=Prepared(free_bytes=10**9)).feasible
+    assert [
+        o.code for o in make_plan(job_of(), prepared=PreparedData(free_bytes=10)).objections
+    ] == ["disk-too-small"]
+    assert make_plan(job_of(), prepared=PreparedData(free_bytes=10**9)).feasible
 
 
 def test_the_file_system_below_which_runs_lie() -> None:

@@ -12,40 +12,40 @@ import xxhash
 
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json
-from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs import sample_windows as windows
-from trainkit.runs.checkpoint_errors import Damaged, Missing, Newer
+from trainkit.runs.checkpoint_errors import DamagedCheckpoint, MissingCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
     MANIFEST,
-    Chunk,
     DataFile,
     Manifest,
+    TensorChunk,
     TensorEntry,
+    checkpoint_folder,
     files_to_hash,
-    folder_of,
+    has_valid_seal,
     newest_valid,
-    note_evaluation,
     open_checkpoint,
     pin,
     prune,
-    sealed,
+    record_evaluation,
+    retention_reasons,
     set_aside,
     step_of,
     valid_by_size,
     verify,
-    why_kept,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.sample_windows import SLOTS, Window, Windows, find_window
+from trainkit.runs.sample_windows import SLOTS, SampleWindow, SampleWindowLog, find_sample_window
 
 
-def chunk(offset: int, size: int, start: int) -> Chunk:
-    return Chunk(offsets=(offset,), sizes=(size,), file="a.bin", start=start, bytes=4 * size)
+def chunk(offset: int, size: int, start: int) -> TensorChunk:
+    return TensorChunk(offsets=(offset,), sizes=(size,), file="a.bin", start=start, bytes=4 * size)
 
 
 def write(folder: Path, step: int, *, loss: float | None = None, **state: Any) -> Path:
     """A checkpoint of one tensor of 20 numbers in two parts."""
-    made = folder_of(folder, step)
+    made = checkpoint_folder(folder, step)
     made.mkdir(parents=True)
     content = bytes(range(64)) + bytes(16)
     (made / "a.bin").write_bytes(content)
@@ -85,8 +85,8 @@ def test_what_is_whole_is_read_as_it_was_written(tmp_path: Path) -> None:
         found.manifest.step,
         found.manifest.state["hysteresis_tracker"],
     ) == (80, False, 7, -12)
-    assert verify(made) == [] and sealed((made / MANIFEST).read_bytes())
-    note_evaluation(tmp_path, 7, {"valid": 1.5})
+    assert verify(made) == [] and has_valid_seal((made / MANIFEST).read_bytes())
+    record_evaluation(tmp_path, 7, {"valid": 1.5})
     again = open_checkpoint(made).manifest
     assert (again.validation, again.state["evaluation_due"], again.state["optimizer_steps"]) == (
         {"valid": 1.5},
@@ -120,11 +120,11 @@ def test_every_wrong_word_of_a_manifest_is_named(
 ) -> None:
     made = write(tmp_path, 7)
     change(made, **values)
-    with pytest.raises(Damaged) as error:
+    with pytest.raises(DamagedCheckpoint) as error:
         open_checkpoint(made)
-    assert words in error.value.message and isinstance(error.value, Missing) == words.endswith(
-        "missing"
-    )
+    assert words in error.value.message and isinstance(
+        error.value, MissingCheckpoint
+    ) == words.endswith("missing")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_every_wrong_word_of_a_manifest_is_named(
     ],
 )
 def test_parts_lie_in_the_file_and_cover_the_tensor_once(
-    chunks: list[Chunk], words: str, tmp_path: Path
+    chunks: list[TensorChunk], words: str, tmp_path: Path
 ) -> None:
     made = write(tmp_path, 7)
     change(
@@ -163,7 +163,7 @@ def test_parts_of_a_table_may_touch(tmp_path: Path) -> None:
     made = write(tmp_path, 7)
     boxes = [((0, 0), (2, 3)), ((0, 3), (2, 2)), ((2, 0), (2, 5))]
     chunks = [
-        Chunk(offsets=at, sizes=size, file="a.bin", start=0, bytes=4 * size[0] * size[1])
+        TensorChunk(offsets=at, sizes=size, file="a.bin", start=0, bytes=4 * size[0] * size[1])
         for at, size in boxes
     ]
     change(
@@ -185,7 +185,7 @@ def test_a_form_that_is_newer_is_no_damage(tmp_path: Path) -> None:
     (made / MANIFEST).write_bytes(
         body + f',"xxh128":"{xxhash.xxh3_128_hexdigest(body)}"}}'.encode()
     )
-    with pytest.raises(Newer):
+    with pytest.raises(NewerCheckpoint):
         open_checkpoint(made)
 
 
@@ -206,7 +206,7 @@ def test_the_newest_whole_one_is_taken_and_newer_ones_are_named(tmp_path: Path) 
     for step in (3, 9, 12):
         write(tmp_path, step)
     (tmp_path / "step-00000015.1a2b3c4d.tmp").mkdir()
-    (folder_of(tmp_path, 12) / "a.bin").unlink()
+    (checkpoint_folder(tmp_path, 12) / "a.bin").unlink()
     said: list[str] = []
     found = newest_valid(tmp_path, said.append)
     assert (
@@ -215,14 +215,14 @@ def test_the_newest_whole_one_is_taken_and_newer_ones_are_named(tmp_path: Path) 
         and len(said) == 1
         and "a.bin is missing" in said[0]
     )
-    aside = set_aside(folder_of(tmp_path, 12))
+    aside = set_aside(checkpoint_folder(tmp_path, 12))
     assert (
         step_of(aside) == 12
         and aside.name.endswith(".damaged")
         and [c.manifest.step for c in valid_by_size(tmp_path)] == [3, 9]
     )
     for step in (3, 9):
-        (folder_of(tmp_path, step) / MANIFEST).write_text("{")
+        (checkpoint_folder(tmp_path, step) / MANIFEST).write_text("{")
     with pytest.raises(TrainkitError, match="none of the 2 checkpoints") as error:
         newest_valid(tmp_path, said.append)
     assert error.value.exit == 16
@@ -233,8 +233,8 @@ def test_why_each_stays_and_that_the_others_go(tmp_path: Path) -> None:
     for step, loss in losses.items():
         write(tmp_path, step, loss=loss)
     pin(tmp_path, 2, pinned=True)
-    keep = Keep(keep_last=2, keep_every=5, keep_best=1)
-    reasons = why_kept(valid_by_size(tmp_path), keep, 9)
+    keep = CheckpointSettings(keep_last=2, keep_every=5, keep_best=1)
+    reasons = retention_reasons(valid_by_size(tmp_path), keep, 9)
     assert reasons == {
         2: ["pinned"],
         4: ["validation loss 1.0000"],
@@ -260,18 +260,19 @@ def test_the_ring_of_windows_knows_the_last_steps_and_the_metrics_the_others(
     tmp_path: Path,
 ) -> None:
     run = RunFolder(tmp_path)
-    ring = Windows(run)
+    ring = SampleWindowLog(run)
     for step in (1, 2, SLOTS + 1):
-        ring.note(Window(step, 8 * step - 8, 8))
+        ring.note(SampleWindow(step, 8 * step - 8, 8))
     ring.close()
-    assert windows.path_of(run).stat().st_size == 3 * windows.RECORD.size
-    assert find_window(run, 2) == (2, 8, 8) and find_window(run, SLOTS + 1) == (
+    assert windows.windows_path(run).stat().st_size == 3 * windows.RECORD.size
+    assert find_sample_window(run, 2) == (2, 8, 8) and find_sample_window(run, SLOTS + 1) == (
         SLOTS + 1,
         8 * SLOTS,
         8,
     )
-    assert find_window(run, 1) is None and find_window(run, 3) is None  # overwritten; never made
+    # overwritten; never made
+    assert find_sample_window(run, 1) is None and find_sample_window(run, 3) is None
     run.metrics.write_text(
         '{"step": 1, "consumed_samples": 8, "global_batch_size": 8}\n{"step": 1, "eval": "valid"}\n'
     )
-    assert find_window(run, 1) == (1, 0, 8)
+    assert find_sample_window(run, 1) == (1, 0, 8)

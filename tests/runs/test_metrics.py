@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.runs.metrics import MetricsTail, cut, read_rows
+from trainkit.runs.metrics import MetricsTail, read_rows, truncate_metrics
 
 
 def rows(*steps: int) -> str:
@@ -31,17 +31,17 @@ def test_a_torn_end_does_not_count_and_is_cut(tmp_path: Path, torn: str) -> None
     path = tmp_path / "metrics.jsonl"
     path.write_text(rows(0, 1, 2) + torn)
     assert [row["step"] for row in read_rows(path)] == [0, 1, 2]
-    cut(path, 2)
+    truncate_metrics(path, 2)
     assert path.read_text() == rows(0, 1, 2)
-    cut(path, 1)
+    truncate_metrics(path, 1)
     assert path.read_text() == rows(0, 1)
-    cut(path, -1)
+    truncate_metrics(path, -1)
     assert path.read_text() == ""
 
 
 def test_no_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    cut(path, 5)
+    truncate_metrics(path, 5)
     assert not path.exists() and read_rows(path) == [] and MetricsTail(path).new_rows() == []
 
 
@@ -53,7 +53,7 @@ def test_a_tail_sees_every_row_once_and_outlives_a_cut(tmp_path: Path) -> None:
     assert tail.new_rows() == []
     path.write_text(rows(0, 1, 2, 3))
     assert [row["step"] for row in tail.new_rows()] == [2, 3]
-    cut(path, 1)
+    truncate_metrics(path, 1)
     assert tail.new_rows() == []
     with open(path, "a") as file:
         file.write(rows(2, 3, 4))
@@ -68,7 +68,7 @@ def test_a_tail_tells_anew_what_was_written_anew(tmp_path: Path) -> None:
     path.write_text(rows(*range(1, 7)))
     assert len(tail.new_rows()) == 6
     for times in (2, 3):
-        cut(path, 4)
+        truncate_metrics(path, 4)
         assert path.read_text() == rows(1, 2, 3, 4)
         with open(path, "a") as file:
             file.write(

@@ -15,7 +15,14 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.files import read_json, write_json
 from trainkit.base.process import identity
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import EventLog, all_runs, find_run, read_events, read_record, write_maker
+from trainkit.runs.record import (
+    EventLog,
+    all_runs,
+    find_run,
+    read_events,
+    read_run_record,
+    write_maker,
+)
 
 
 def make_run(root: Path, job: str, name: str) -> RunFolder:
@@ -57,47 +64,51 @@ def test_the_supervisors_last_word_decides(
 ) -> None:
     run = make_run(tmp_path, "j", "a")
     end(begin(run), code, failure_class)
-    record = read_record(run)
+    record = read_run_record(run)
     assert (record.state, record.exit, record.failure_class) == (state, code, failure_class)
 
 
 def test_without_a_last_word_the_supervisors_life_decides(tmp_path: Path) -> None:
     run = make_run(tmp_path, "j", "a")
-    assert read_record(run).state == "failed"  # it never started
+    assert read_run_record(run).state == "failed"  # it never started
     begin(run)
-    assert read_record(run).state == "running"
+    assert read_run_record(run).state == "running"
     begin(run, 2, start_time=identity().start_time + 1)  # another process has our pid now
-    assert (read_record(run).state, read_record(run).failure_class, read_record(run).attempt) == (
+    assert (
+        read_run_record(run).state,
+        read_run_record(run).failure_class,
+        read_run_record(run).attempt,
+    ) == (
         "failed",
         "infra",
         2,
     )
     begin(run, 3, boot_id="another")
-    assert read_record(run).state == "failed"
+    assert read_run_record(run).state == "failed"
     begin(run, 4, host="elsewhere")
-    assert read_record(run).state == "unknown"
+    assert read_run_record(run).state == "unknown"
 
 
 def test_whoever_began_it_lives_and_no_supervisor_is_there_yet(tmp_path: Path) -> None:
     run = make_run(tmp_path, "j", "a")
     write_maker(run)
-    assert (read_record(run).state, read_record(run).exit) == ("starting", None)
+    assert (read_run_record(run).state, read_run_record(run).exit) == ("starting", None)
     value = read_json(run.maker)
     write_json(run.maker, value | {"identity": value["identity"] | {"start_time": 1}})
-    assert read_record(run).state == "failed", "it is gone, and so is whoever could have begun"
+    assert read_run_record(run).state == "failed", "it is gone, and so is whoever could have begun"
     write_json(run.maker, value | {"identity": value["identity"] | {"host": "elsewhere"}})
-    assert read_record(run).state == "starting"
+    assert read_run_record(run).state == "starting"
     write_json(
         run.maker,
         value | {"identity": value["identity"] | {"host": "elsewhere"}, "time": time.time() - 100},
     )
-    assert read_record(run).state == "failed"
+    assert read_run_record(run).state == "failed"
     end(begin(run), 9, "user")
     sign(run, ago=10, ended=True)
     write_maker(run)  # resumed
-    assert read_record(run).state == "starting"
+    assert read_run_record(run).state == "starting"
     sign(run, ago=5, ended=True)  # there, and gone again; by the clock of a host that is behind
-    assert read_record(run).state == "failed"
+    assert read_run_record(run).state == "failed"
 
 
 def test_a_torn_event_is_left_out(tmp_path: Path) -> None:
@@ -106,7 +117,7 @@ def test_a_torn_event_is_left_out(tmp_path: Path) -> None:
     with open(run.attempt(1).events, "a") as file:
         file.write('{"event": "ended", "exi')
     assert [e["event"] for e in read_events(run.attempt(1))] == ["started"]
-    assert read_record(run).state == "running"
+    assert read_run_record(run).state == "running"
 
 
 def test_a_full_disk_tears_one_event_and_not_the_next(tmp_path: Path) -> None:
@@ -158,11 +169,11 @@ def test_a_closed_log_writes_to_nobody_elses_file(tmp_path: Path) -> None:
 
 def test_the_step_is_that_of_the_last_whole_row(tmp_path: Path) -> None:
     run = make_run(tmp_path, "j", "a")
-    assert read_record(run).step == 0
+    assert read_run_record(run).step == 0
     run.metrics.write_text(
         "".join(f'{{"step": {s}, "lm_loss": 1.0}}\n' for s in range(1, 5000)) + '{"step": 5000, "lm'
     )
-    assert read_record(run).step == 4999
+    assert read_run_record(run).step == 4999
 
 
 def test_runs_are_found_by_id_prefix_job_and_last(tmp_path: Path) -> None:
@@ -206,22 +217,22 @@ def test_the_supervisors_sign_of_life(tmp_path: Path) -> None:
     run = make_run(tmp_path, "j", "a")
     sign(run)
     # its first attempt is yet to begin
-    assert (read_record(run).state, read_record(run).attempt) == ("running", 0)
+    assert (read_run_record(run).state, read_run_record(run).attempt) == ("running", 0)
     end(begin(run), 10, "infra")
-    assert read_record(run).state == "running"  # between two attempts
+    assert read_run_record(run).state == "running"  # between two attempts
     sign(run, ended=True)
-    assert (read_record(run).state, read_record(run).exit) == ("failed", 10)
+    assert (read_run_record(run).state, read_run_record(run).exit) == ("failed", 10)
     sign(run, start_time=1)  # killed between two attempts
-    assert (read_record(run).state, read_record(run).exit) == ("failed", 10)
+    assert (read_run_record(run).state, read_run_record(run).exit) == ("failed", 10)
 
 
 def test_a_supervisor_on_another_host(tmp_path: Path) -> None:
     run = make_run(tmp_path, "j", "a")
     begin(run, host="elsewhere")
     sign(run, ago=30, host="elsewhere")
-    assert read_record(run).state == "running"
+    assert read_run_record(run).state == "running"
     sign(run, ago=3600, host="elsewhere")
-    record = read_record(run)
+    record = read_run_record(run)
     assert (record.state, record.exit) == ("unknown", 13)
     assert (
         record.root_cause is not None
@@ -230,10 +241,10 @@ def test_a_supervisor_on_another_host(tmp_path: Path) -> None:
     )
     assert record.next_tasks()[0] == "invoke cancel a"
     sign(run, ago=3600, host="elsewhere", ended=True)
-    assert read_record(run).state == "failed"  # it said that it had ended, but not how
+    assert read_run_record(run).state == "failed"  # it said that it had ended, but not how
     run.supervisor.write_text('{"schema": "supervisor/1", "identity": {}}')
     with pytest.raises(ConfigError, match="is not as a supervisor writes it"):
-        read_record(run)
+        read_run_record(run)
 
 
 def test_a_root_that_cannot_be_read_is_named(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.base.documents import canonical
+from trainkit.base.documents import canonical_json
 from trainkit.stages.stamps import SINCE_EVER, spec_digest
 
 
@@ -19,5 +19,5 @@ def test_a_program_that_moved_makes_nothing_stale(module: str) -> None:
     need: Any = SimpleNamespace(version=3)
     unit: Any = SimpleNamespace(argv=("python", "-m", module), spec={"shard": "a"})
     assert find_spec(module) is not None and Path(module.replace(".", "/")).name.endswith("worker")
-    before = canonical([3, ["-m", SINCE_EVER[module]], {"shard": "a"}])
+    before = canonical_json([3, ["-m", SINCE_EVER[module]], {"shard": "a"}])
     assert spec_digest(need, unit) == hashlib.sha256(before.encode()).hexdigest()

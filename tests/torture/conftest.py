@@ -15,7 +15,15 @@ import pytest
 from tests import forkserver
 from tests.distributed import ROOT
 from tests.torture.faults import Fault
-from trainkit.jobs.schema import Checkpoint, Cluster, Dataset, Job, Model, Parallelism, Training
+from trainkit.jobs.schema import (
+    CheckpointSettings,
+    Cluster,
+    Dataset,
+    Job,
+    Model,
+    Parallelism,
+    Training,
+)
 from trainkit.runs.folder import RunFolder
 
 # ranks, tensor, pipeline
@@ -73,7 +81,9 @@ def job_of(
             tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
         ),
         training=Training(**values),
-        checkpoint=Checkpoint(**{"keep_last": 2, "keep_every": 6, "keep_best": 1, **(keep or {})}),
+        checkpoint=CheckpointSettings(
+            **{"keep_last": 2, "keep_every": 6, "keep_best": 1, **(keep or {})}
+        ),
     )
 
 

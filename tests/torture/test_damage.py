@@ -14,7 +14,7 @@ from tests.torture.conftest import Ranks, job_of
 from tests.torture.test_disk import log_of, whole_steps
 from tests.train.support import new_run
 from tests.train.test_resume import facts
-from trainkit.runs.checkpoints import MANIFEST, finished
+from trainkit.runs.checkpoints import MANIFEST, published_folders
 from trainkit.runs.folder import RunFolder
 
 Damage = Callable[[Path], object]
@@ -131,7 +131,7 @@ def test_where_none_is_whole_nothing_begins_anew(
     ranks: Ranks, tmp_path: Path, reference: RunFolder
 ) -> None:
     run = copy_of(reference, tmp_path)
-    for folder in finished(run.checkpoints):
+    for folder in published_folders(run.checkpoints):
         flip(folder / "rank-00001.bin")
     (run.checkpoints / "step-00000014.tmp").mkdir()  # with all files, but never published
     shutil.copy(

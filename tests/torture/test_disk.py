@@ -15,15 +15,15 @@ from tests.torture.conftest import Ranks, job_of
 from tests.torture.faults import Fault
 from tests.train.support import new_run
 from tests.train.test_resume import facts, steps
-from trainkit.runs.checkpoints import finished, step_of, verify
+from trainkit.runs.checkpoints import published_folders, step_of, verify
 from trainkit.runs.folder import RunFolder
 
 
 def whole_steps(run: RunFolder) -> list[int]:
     """Steps of the checkpoints; all of them must be whole, and nothing else may lie there."""
-    assert all(verify(folder) == [] for folder in finished(run.checkpoints))
+    assert all(verify(folder) == [] for folder in published_folders(run.checkpoints))
     assert not list(run.checkpoints.glob("*.tmp"))
-    return [step_of(folder) for folder in finished(run.checkpoints)]
+    return [step_of(folder) for folder in published_folders(run.checkpoints)]
 
 
 def log_of(run: RunFolder) -> str:
@@ -109,7 +109,7 @@ def test_a_write_that_takes_only_a_part_is_gone_on_with(
 ) -> None:
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9}))
     assert ranks.run(run, 2, [{"do": "short", "at": "byte", "byte": 5000, "call": 1}]) == [0, 0]
-    for folder in finished(reference.checkpoints):
+    for folder in published_folders(reference.checkpoints):
         files = json.loads((folder / "manifest.json").read_text())["files"]
         assert (
             files
@@ -124,7 +124,7 @@ def test_saves_behind_training_write_the_same_bytes(
     run = new_run(job_of("DP2", tmp_path, keep={"keep_last": 9, "save_async": True}))
     assert ranks.run(run, 2) == [0, 0], log_of(run)
     assert facts(run) == facts(reference)
-    for folder in finished(reference.checkpoints):
+    for folder in published_folders(reference.checkpoints):
         other = run.checkpoints / folder.name
         assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in folder.iterdir())
         assert all(

@@ -18,7 +18,13 @@ from tests.torture.conftest import LAYOUTS, PRECISIONS, SAVE_INTERVAL, Ranks, jo
 from tests.torture.faults import ON_RANK_0, Fault
 from tests.train.support import new_run
 from tests.train.test_resume import facts, steps
-from trainkit.runs.checkpoints import finished, newest_valid, open_checkpoint, step_of, verify
+from trainkit.runs.checkpoints import (
+    newest_valid,
+    open_checkpoint,
+    published_folders,
+    step_of,
+    verify,
+)
 from trainkit.runs.folder import RunFolder
 
 PLACES = (
@@ -101,7 +107,7 @@ class Torture:
         assert steps(whole) == list(range(1, 13))
         chances = [
             open_checkpoint(p).manifest.state.get("hysteresis_tracker", 0)
-            for p in finished(whole.checkpoints)
+            for p in published_folders(whole.checkpoints)
         ]
         assert (min(chances) < 0) == (precision == "fp16"), chances
 
@@ -145,8 +151,8 @@ class Torture:
     def _check_end(self, run: RunFolder) -> None:
         assert facts(run) == self.expected
         assert not list(run.checkpoints.glob("*.tmp"))
-        assert [step_of(p) for p in finished(run.checkpoints)][-2:] == [9, 12] and all(
-            verify(p) == [] for p in finished(run.checkpoints)
+        assert [step_of(p) for p in published_folders(run.checkpoints)][-2:] == [9, 12] and all(
+            verify(p) == [] for p in published_folders(run.checkpoints)
         )
 
     def _look(self, run: RunFolder, at: str) -> None:

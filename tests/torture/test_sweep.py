@@ -22,7 +22,7 @@ from tests.torture.conftest import LAYOUTS, Ranks, job_of
 from tests.torture.test_disk import log_of, whole_steps
 from tests.train.support import new_run
 from tests.train.test_resume import facts
-from trainkit.runs.checkpoints import finished, newest_valid, verify
+from trainkit.runs.checkpoints import newest_valid, published_folders, verify
 from trainkit.runs.folder import RunFolder
 
 LAST = 6  # steps of the runs here
@@ -177,7 +177,7 @@ class Sweep:
         assert (newest.manifest.step if newest else 0) >= max(
             map(int, SAVED.findall(log)), default=0
         ), story
-        assert all(verify(folder) == [] for folder in finished(run.checkpoints)), story
+        assert all(verify(folder) == [] for folder in published_folders(run.checkpoints)), story
         assert rows == self.expected[: len(rows)], story
         assert codes[self.rank] in (0, 10), story
         if codes[self.rank] == 0:

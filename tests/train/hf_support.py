@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 
 from trainkit.base.errors import Problem
 from trainkit.jobs.schema import Model, RopeScaling
-from trainkit.runs.checkpoints import Checkpoint, folder_of, open_checkpoint
+from trainkit.runs.checkpoints import Checkpoint, checkpoint_folder, open_checkpoint
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.huggingface import load_weights
 from trainkit.train.huggingface.writing import export
@@ -216,7 +216,7 @@ def theirs(case: str) -> Any:
 def save(module: Transformer, folder: Path, step: int = 7) -> Checkpoint:
     tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
     checkpoint.save(folder, tensors, step=step, consumed_samples=0, layout={}, job={}, state={})
-    return open_checkpoint(folder_of(folder, step))
+    return open_checkpoint(checkpoint_folder(folder, step))
 
 
 def write(saved: Checkpoint, model: Model, target: Path, **more: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.train.support import new_run, tiny_job, whole
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.schema import Model, Parallelism
-from trainkit.runs.checkpoints import finished
+from trainkit.runs.checkpoints import published_folders
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 from trainkit.train.metrics.heartbeat import Heartbeat
@@ -92,7 +92,7 @@ def ended(made: Trainer) -> dict[str, Any]:
         "weights": weights,
         "rows": read_rows(made.run.metrics),
     }
-    return found | {"saved": [folder.name for folder in finished(made.run.checkpoints)]}
+    return found | {"saved": [folder.name for folder in published_folders(made.run.checkpoints)]}
 
 
 def fp16_table(root: Path) -> dict[str, Any]:

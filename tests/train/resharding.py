@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.train.layouts import Case, Rank, gathered, rank_of_world, take_steps
-from trainkit.runs.checkpoints import folder_of, open_checkpoint
+from trainkit.runs.checkpoints import checkpoint_folder, open_checkpoint
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.torch_compat import local_part
 
@@ -51,7 +51,7 @@ def save_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
 def load_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
     """Read that checkpoint in another layout, and go on."""
     with rank_of_world(case, root) as rank:
-        saved = open_checkpoint(folder_of(root / "checkpoints", SAVED_AT))
+        saved = open_checkpoint(checkpoint_folder(root / "checkpoints", SAVED_AT))
         checkpoint.load(saved, rank.step.tensors(), rank.step.expected())
         rank.step.after_loading()
         rank.step.load_state(saved.manifest.state)
@@ -98,9 +98,9 @@ def overflow_in(case: Case, root: Path, where: int) -> dict[str, Any]:
 
 def place_of_rank(rank: Rank, number: int) -> Any:
     """Where a rank of this world stands."""
-    from trainkit.jobs.ranks import place_of
+    from trainkit.jobs.ranks import coordinates_of
 
-    return place_of(number, rank.mesh.degrees)
+    return coordinates_of(number, rank.mesh.degrees)
 
 
 def _copies(rank: Rank) -> State:

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from tests import forkserver
 from tests.distributed import ROOT, rank_environments
-from trainkit.jobs.schema import Checkpoint, Cluster, Dataset, Job, Model, Training
-from trainkit.runs.checkpoints import folder_of, open_checkpoint
+from trainkit.jobs.schema import CheckpointSettings, Cluster, Dataset, Job, Model, Training
+from trainkit.runs.checkpoints import checkpoint_folder, open_checkpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.train.checkpoint.save_load import load
 from trainkit.train.metrics.heartbeat import Heartbeat
@@ -54,7 +54,7 @@ def tiny_job(ranks: int, root: Path, **training: Any) -> Job:
         model=MODEL,
         dataset=Dataset(name="mock", source="mock", split="90,10,0"),
         training=Training(**{**TRAINING, **training}),
-        checkpoint=Checkpoint(keep_last=2),
+        checkpoint=CheckpointSettings(keep_last=2),
     )
 
 
@@ -157,7 +157,7 @@ def first_step_then_save(root: Path, other: Path | None) -> dict[str, Any]:
         trainer.train_step()
     trainer.save()
     saved = {name: whole(t) for name, t in maker.tensors().items()}
-    folder = folder_of(trainer.run.checkpoints, 3)
+    folder = checkpoint_folder(trainer.run.checkpoints, 3)
     load(open_checkpoint(other or folder), maker.tensors())
     loaded = {name: whole(t) for name, t in maker.tensors().items()}
     return {

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.conftest import wait_for
 from tests.distributed import finish
 from tests.train.support import new_run, start_ranks, tiny_job
-from trainkit.runs.checkpoints import finished, verify
+from trainkit.runs.checkpoints import published_folders, verify
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 
@@ -62,8 +62,11 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert finish(start_ranks(whole, 2), HANGS) == [0, 0]
     assert steps(whole) == list(range(1, 13))
     assert [row["step"] for row in read_rows(whole.metrics) if "eval" in row] == [0, 4, 8, 12]
-    assert [p.name for p in finished(whole.checkpoints)] == ["step-00000010", "step-00000012"]
-    assert all(verify(p) == [] for p in finished(whole.checkpoints))
+    assert [p.name for p in published_folders(whole.checkpoints)] == [
+        "step-00000010",
+        "step-00000012",
+    ]
+    assert all(verify(p) == [] for p in published_folders(whole.checkpoints))
     log = whole.attempt(1).log(0).read_text()
     assert [int(m[1]) for m in LOG_LINE.finditer(log)] == list(range(1, 13)), log
     assert [(b["schema"], b["phase"], b["step"]) for b in beats(whole, 2)] == [
@@ -95,7 +98,7 @@ def test_usr1_saves_at_the_step_and_term_from_the_parent_does_not(tmp_path: Path
     children[1].send_signal(signal.SIGUSR1)
     assert finish(children, HANGS) == [12, 12]
     reached = steps(run)[-1]
-    assert [p.name for p in finished(run.checkpoints)] == [f"step-{reached:08d}"]
+    assert [p.name for p in published_folders(run.checkpoints)] == [f"step-{reached:08d}"]
     assert [b["phase"] for b in beats(run, 2)] == ["save", "save"]
 
     children = start_ranks(run, 2, subprocess.Popen)
@@ -104,7 +107,7 @@ def test_usr1_saves_at_the_step_and_term_from_the_parent_does_not(tmp_path: Path
         child.terminate()
     assert finish(children, HANGS) == [143, 143]
     assert steps(run) == list(range(1, len(steps(run)) + 1))
-    assert [p.name for p in finished(run.checkpoints)] == [f"step-{reached:08d}"]
+    assert [p.name for p in published_folders(run.checkpoints)] == [f"step-{reached:08d}"]
 
 
 @pytest.mark.parametrize(
@@ -124,4 +127,4 @@ def test_what_cannot_be_trained_stops_with_words(
     assert re.search(words, error["message"]) and "Traceback" in error["traceback"]
     log = run.attempt(1).log(0).read_text()
     assert re.search(words, log) and "Traceback" not in log
-    assert not finished(run.checkpoints)
+    assert not published_folders(run.checkpoints)

@@ -14,7 +14,7 @@ from tests.train.support import MODEL, new_run, start_ranks, tiny_job
 from tests.train.test_resume import facts, steps
 from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.data.order.megatron_worker import work
-from trainkit.jobs.datasets import Part
+from trainkit.jobs.datasets import BlendPart
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
@@ -37,7 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job_of(files: Path, root: Path, ranks: int, sample_order: str) -> Job:
     parts = {
-        name: Part(
+        name: BlendPart(
             weight=weight,
             dataset=Dataset(
                 name=name,

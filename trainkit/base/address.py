@@ -33,7 +33,7 @@ _Interface._fields_ = (
 _IS_UP = 0x1
 
 
-def own_addresses() -> list[tuple[str, str]]:
+def local_addresses() -> list[tuple[str, str]]:
     """(interface, address) of every interface that is up: IPv4 first, IPv6 without link-local
     ones."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -61,13 +61,13 @@ def own_addresses() -> list[tuple[str, str]]:
     ]
 
 
-def address_in(wanted: str) -> str:
+def local_address_in(wanted: str) -> str:
     """The one address of this host on the interface, or in the network (CIDR), that `wanted`
     names; of an interface, IPv4 before IPv6.
 
     Raises ConfigError (exit 7) where there is none or more than one, naming what there is.
     """
-    here = own_addresses()
+    here = local_addresses()
     with contextlib.suppress(ValueError):
         network = ipaddress.ip_network(wanted, strict=False)
         return _only(
@@ -94,7 +94,7 @@ def _only(wanted: str, matching: list[tuple[str, str]], here: list[tuple[str, st
     )
 
 
-def toward(host: str) -> str:
+def local_address_toward(host: str) -> str:
     """This host's end of the route to `host`; no packet is sent.
 
     Raises TrainkitError (exit 8) where the name has no address or no route leads there.

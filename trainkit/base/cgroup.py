@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 PREFIX = "trainkit-"
-WAIT = 0.002  # seconds between two looks at a group that is being killed
+POLL_SECONDS = 0.002  # seconds between two looks at a group that is being killed
 
 
-class Group:
+class Cgroup:
     """One control group.
 
     Args:
@@ -29,12 +29,12 @@ class Group:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def inside(self, name: str) -> Group:
+    def inside(self, name: str) -> Cgroup:
         """A group below it, made now. Raises OSError."""
         path = self.path / name
         with contextlib.suppress(FileExistsError):
             path.mkdir()
-        return Group(path)
+        return Cgroup(path)
 
     def entrance(self) -> int:
         """An open file: who writes b"0" into it is in the group from then on. Raises OSError."""
@@ -65,7 +65,7 @@ class Group:
             (self.path / "cgroup.kill").write_text("1")
         deadline = time.monotonic() + seconds
         while not (done := self.empty()) and time.monotonic() < deadline:
-            time.sleep(WAIT)
+            time.sleep(POLL_SECONDS)
         return done
 
     def remove(self) -> None:
@@ -75,12 +75,12 @@ class Group:
                 os.rmdir(folder)
 
 
-def new_group(mark: str) -> Group | None:
+def create_cgroup(mark: str) -> Cgroup | None:
     """The group for all below `mark`, made below our own; None where this machine does not give
     us one, tried out with a process."""
     if (own := _own()) is None:
         return None
-    group = Group(own / _name(mark))
+    group = Cgroup(own / _name(mark))
     try:
         group.path.mkdir(exist_ok=True)
         if (group.path / "cgroup.kill").exists() and _may_enter(group.inside("trial")):
@@ -91,26 +91,26 @@ def new_group(mark: str) -> Group | None:
     return None
 
 
-def groups(mark: str) -> list[Group]:
+def find_cgroups(mark: str) -> list[Cgroup]:
     """The groups of `mark` and below it, in whole parts, wherever on this machine they were
     made."""
     wanted = _name(mark)
-    found: dict[Path, Group] = {}
+    found: dict[Path, Cgroup] = {}
     for point, _ in _mounts():
         for folder, names, _ in os.walk(point):
             found |= {
-                Path(folder, name): Group(Path(folder, name))
+                Path(folder, name): Cgroup(Path(folder, name))
                 for name in names
                 if name == wanted or name.startswith(wanted + ".")
             }
     return list(found.values())
 
 
-def kill_groups(mark: str, seconds: float) -> list[int]:
+def kill_cgroups(mark: str, seconds: float) -> list[int]:
     """End what lives in the groups of `mark`; the pids of those that were there. Empty groups
     are taken away."""
     there = []
-    for group in groups(mark):
+    for group in find_cgroups(mark):
         there += group.pids()
         with contextlib.suppress(OSError):  # another user's: who looks finds it still there
             group.kill(seconds)
@@ -154,7 +154,7 @@ def _own() -> Path | None:
     return None
 
 
-def _may_enter(trial: Group) -> bool:
+def _may_enter(trial: Cgroup) -> bool:
     """Whether a child of ours can enter the group; the trial's group is gone afterwards."""
     handle = trial.entrance()
     try:

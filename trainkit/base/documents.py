@@ -15,7 +15,7 @@ def document(schema: str, **values: Any) -> dict[str, Any]:
     return {"schema": schema, **values}
 
 
-def expect(value: Any, schema: str, path: Path) -> dict[str, Any]:
+def check_schema(value: Any, schema: str, path: Path) -> dict[str, Any]:
     """Check that a document read from `path` is of the form `schema`. Raises ConfigError naming
     what it is instead."""
     if isinstance(value, dict):
@@ -30,7 +30,7 @@ def expect(value: Any, schema: str, path: Path) -> dict[str, Any]:
     return dict(value)
 
 
-def read_form(path: Path, schema: str) -> dict[str, Any]:
+def read_document(path: Path, schema: str) -> dict[str, Any]:
     """Read a document of the form `schema`. Raises ConfigError where the file is missing, is no
     JSON or is of another form."""
     try:
@@ -39,10 +39,10 @@ def read_form(path: Path, schema: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
-    return expect(value, schema, path)
+    return check_schema(value, schema, path)
 
 
-def canonical(value: Any) -> str:
+def canonical_json(value: Any) -> str:
     """One spelling for equal values: what is hashed and compared."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 

@@ -31,7 +31,7 @@ class Exit(IntEnum):
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class SourceLocation:
     """Where a value was written. `line` counts from 1; 0 means the whole file."""
 
     file: str
@@ -54,7 +54,7 @@ class TrainkitError(Exception):
     """
 
     def __init__(
-        self, message: str, *, exit: Exit, hint: str = "", place: Place | None = None
+        self, message: str, *, exit: Exit, hint: str = "", place: SourceLocation | None = None
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -81,7 +81,7 @@ class Problem:
     """One of several things wrong with a configuration."""
 
     message: str
-    place: Place | None = None
+    place: SourceLocation | None = None
     hint: str = ""
 
     def __str__(self) -> str:
@@ -111,5 +111,5 @@ class ConfigError(TrainkitError):
         return [{"message": p.message, "hint": p.hint, **_place_keys(p.place)} for p in self.list]
 
 
-def _place_keys(place: Place | None) -> dict[str, object]:
+def _place_keys(place: SourceLocation | None) -> dict[str, object]:
     return {"file": place.file if place else None, "line": place.line if place else None}

@@ -105,19 +105,19 @@ def remove_leftovers(path: Path) -> None:
         remove(leftover)
 
 
-def part_before(log: Path) -> Path:
+def rotated_log(log: Path) -> Path:
     """Where the part of a log goes that was full; nothing is there while the log is short."""
     return log.with_name(f"{log.name}.1")
 
 
-def keep_others_from_writing() -> None:
+def restrict_umask() -> None:
     """Whatever the umask allows, nothing that this process and its children make from now on is
     for everybody to write: who can replace `code`, job.json or a prolog's script runs as us. A
     group may write where the umask lets it."""
     os.umask(os.umask(0o002) | 0o002)
 
 
-def who_denies(path: Path) -> tuple[Path, str]:
+def blocking_owner(path: Path) -> tuple[Path, str]:
     """(the file or folder on the way to `path` that another user than us owns, that user) where
     there is one; else (`path`, ""). Of those that can be seen, it is the last."""
     for place in (path, *path.parents):

@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
-class Busy(Exception):
+class LockBusy(Exception):
     """The lock is held; `holder` is what its holder wrote about itself (empty if it wrote
     nothing yet)."""
 
@@ -30,7 +30,7 @@ class Busy(Exception):
         self.holder = holder
 
 
-class NoLocks(TrainkitError):
+class LocksUnsupported(TrainkitError):
     """The file system has no locks (exit 3): Lustre mounted without them, NFS without its lock
     service."""
 
@@ -51,7 +51,7 @@ def _flock(handle: int, path: Path, how: int) -> None:
         fcntl.flock(handle, how)
     except OSError as error:
         if error.errno in NO_LOCKS:
-            raise NoLocks(path, error) from None
+            raise LocksUnsupported(path, error) from None
         raise
 
 
@@ -76,7 +76,7 @@ def _held(path: Path, *, wait: bool, on_wait: Callable[[dict[str, Any]], None] |
             except BlockingIOError:
                 current = _read_holder(handle)
                 if not wait:
-                    raise Busy(path, current) from None
+                    raise LockBusy(path, current) from None
                 if on_wait:
                     on_wait(current)
                     on_wait = None
@@ -108,9 +108,9 @@ def locked(
         ends. Who waits for it then sees that it is gone, and locks the new one.
 
     Raises:
-        Busy: somebody else holds it. NoLocks: the file system knows no locks. OSError: as the
-        disk does, until it is held; a full one has no room for the holder's words, and locks.
-        What it does not take of letting go is of
+        LockBusy: somebody else holds it. LocksUnsupported: the file system knows no locks. OSError:
+        as the disk does, until it is held; a full one has no room for the holder's words, and
+        locks. What it does not take of letting go is of
             no account, the kernel frees the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 
 @dataclass(frozen=True)
-class Identity:
+class ProcessIdentity:
     """A process that cannot be confused with a later one of the same pid: start time in clock
     ticks, and the boot."""
 
@@ -52,16 +52,16 @@ def _boot_id() -> str:
         return "unknown"
 
 
-def identity(pid: int | None = None) -> Identity:
+def identity(pid: int | None = None) -> ProcessIdentity:
     """The identity of `pid` (default: this process)."""
     if pid is None:
         number = os.getpid()
     else:
         number = pid
-    return Identity(os.uname().nodename, number, start_time(number), _boot_id())
+    return ProcessIdentity(os.uname().nodename, number, start_time(number), _boot_id())
 
 
-def is_alive(who: Identity) -> bool | None:
+def is_alive(who: ProcessIdentity) -> bool | None:
     """Whether that very process lives. None: it is another host's, and cannot be asked from
     here."""
     if who.host != os.uname().nodename:
@@ -96,7 +96,7 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def dying_with(parent_pid: int) -> Callable[[], None]:
+def die_with_parent_hook(parent_pid: int) -> Callable[[], None]:
     """`die_with_parent` for a child between fork and exec, of any program: the library call is
     looked up before the fork."""
     prctl: Callable[..., int] = (
@@ -112,7 +112,7 @@ def dying_with(parent_pid: int) -> Callable[[], None]:
     return prepare
 
 
-def retitle(title: str) -> None:
+def set_process_title(title: str) -> None:
     """Show `title` as this process's command line in ps, as far as the old one leaves room, and
     its first word as its name.
 
@@ -123,14 +123,14 @@ def retitle(title: str) -> None:
         Path("/proc/self/comm").write_text(title.partition(" ")[0])
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start = int(fields[45])
+        start_child = int(fields[45])
         room = int(fields[46]) - int(fields[45])
         with open("/proc/self/mem", "r+b", buffering=0) as memory:
-            memory.seek(start)
+            memory.seek(start_child)
             memory.write(title.encode()[: room - 1].ljust(room, b"\0"))
 
 
-def allow_open_files() -> None:
+def raise_open_file_limit() -> None:
     """As many open files as this process may have at all: a blend of a thousand datasets holds
     some thousand."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -150,7 +150,7 @@ def no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def start(
+def start_child(
     argv: Sequence[str],
     *,
     env: Mapping[str, str],
@@ -158,8 +158,8 @@ def start(
     stdout: int | IO[Any],
     stderr: int | IO[Any],
 ) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own: the terminal's Ctrl-C reaches us alone, and `stop`
-    reaches all it started."""
+    """Start a child in a session of its own: the terminal's Ctrl-C reaches us alone, and
+    `stop_children` reaches all it started."""
     return subprocess.Popen(
         list(argv),
         env=dict(env),
@@ -176,15 +176,15 @@ def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(child.pid, number)
 
 
-def running(child: subprocess.Popen[bytes]) -> bool:
+def is_running(child: subprocess.Popen[bytes]) -> bool:
     """Whether the child still runs. Does not reap it: its pid, and so its group's number, stay
-    ours until `reap`."""
+    ours until `reap_child`."""
     if child.returncode is not None:
         return False
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
-def reap(child: subprocess.Popen[bytes]) -> int:
+def reap_child(child: subprocess.Popen[bytes]) -> int:
     """Collect an ended child after killing what it left behind in its group; returns its exit
     code (negative: a signal)."""
     if child.returncode is None:
@@ -192,14 +192,14 @@ def reap(child: subprocess.Popen[bytes]) -> int:
     return child.wait()
 
 
-def stop(children: Sequence[subprocess.Popen[bytes]], grace: float = 3.0) -> list[int]:
+def stop_children(children: Sequence[subprocess.Popen[bytes]], grace: float = 3.0) -> list[int]:
     """TERM to all children's groups, KILL after `grace` seconds; returns the pids that outlived
     even that (none, as a rule)."""
     for child in children:
-        if running(child):
+        if is_running(child):
             _signal_group(child, signal.SIGTERM)
     deadline = time.monotonic() + grace
-    while time.monotonic() < deadline and any(running(child) for child in children):
+    while time.monotonic() < deadline and any(is_running(child) for child in children):
         time.sleep(0.02)
     survivors = []
     for child in children:

@@ -3,7 +3,8 @@ which children inherit, across setsid and double forks.
 
 A mark is "<run id>/<attempt>/<node>/<key of the process>"; a shorter one, in whole parts, means
 all below it. What overwrites its own environment is found as a descendant instead
-(`descendants`), and where its ancestors are dead by a limit that it has inherited (`limited`).
+(`find_descendants`), and where its ancestors are dead by a limit that it has inherited
+(`find_by_limit`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LIMITS = range(400_000, 800_000)
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedProcess:
     """A living process: who it is, whose it is ("" where it carries no mark), and what it runs."""
 
     pid: int
@@ -35,7 +36,7 @@ class Marked:
     argv0: str
 
 
-def marked(prefix: str) -> list[Marked]:
+def find_marked(prefix: str) -> list[MarkedProcess]:
     """The living processes on this host whose mark is `prefix` or below it, zombies and this
     process left out.
 
@@ -48,13 +49,13 @@ def marked(prefix: str) -> list[Marked]:
             mark
             and (mark == prefix or mark.startswith(prefix.rstrip("/") + "/"))
             and pid != os.getpid()
-            and (process := described(pid, mark))
+            and (process := describe_process(pid, mark))
         ):
             found.append(process)
     return found
 
 
-def descendants(root: int) -> list[Marked]:
+def find_descendants(root: int) -> list[MarkedProcess]:
     """The living processes below `root`, itself left out."""
     children: dict[int, list[int]] = {}
     for pid in _pids():
@@ -64,12 +65,12 @@ def descendants(root: int) -> list[Marked]:
     while below:
         pid = below.pop()
         below += children.get(pid, [])
-        if process := described(pid, _mark(pid)):
+        if process := describe_process(pid, _mark(pid)):
             found.append(process)
     return found
 
 
-def limit_of(run: str) -> tuple[int, int] | None:
+def limit_mark(run: str) -> tuple[int, int] | None:
     """RLIMIT_MSGQUEUE, soft and hard, of what a run starts: a mark that also survives a cleared
     environment; None where this process may not have it."""
     _, hard = resource.getrlimit(resource.RLIMIT_MSGQUEUE)
@@ -78,16 +79,16 @@ def limit_of(run: str) -> tuple[int, int] | None:
     return None
 
 
-def limited(run: str) -> list[Marked]:
+def find_by_limit(run: str) -> list[MarkedProcess]:
     """The living processes on this host that carry no mark but the run's limit."""
-    if (limit := limit_of(run)) is None:
+    if (limit := limit_mark(run)) is None:
         return []
     line = b"Max msgqueue size         %d " % limit[0]  # proc(5): /proc/PID/limits
     found = [pid for pid in _pids() if line in _read(f"/proc/{pid}/limits") and not _mark(pid)]
-    return [process for pid in found if (process := described(pid, ""))]
+    return [process for pid in found if (process := describe_process(pid, ""))]
 
 
-def send(process: Marked, number: int) -> bool:
+def send_signal(process: MarkedProcess, number: int) -> bool:
     """Send a signal to that very process, never to a later one of its pid. Returns whether it
     was still there."""
     try:
@@ -105,12 +106,12 @@ def send(process: Marked, number: int) -> bool:
         os.close(handle)
 
 
-def kill(processes: Iterable[Marked]) -> None:
+def kill_processes(processes: Iterable[MarkedProcess]) -> None:
     """SIGKILL to all, stopped first: while one of them dies another cannot fork a successor."""
     listed = list(processes)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in listed:
-            send(process, number)
+            send_signal(process, number)
 
 
 def kill_children() -> None:
@@ -131,10 +132,10 @@ def kill_children() -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def kill_marked(prefix: str, number: int = signal.SIGKILL) -> list[Marked]:
+def kill_marked(prefix: str, number: int = signal.SIGKILL) -> list[MarkedProcess]:
     """Send a signal to every process below the mark; returns those it reached. One pass: who may
     fork meanwhile needs another."""
-    return [process for process in marked(prefix) if send(process, number)]
+    return [process for process in find_marked(prefix) if send_signal(process, number)]
 
 
 def _pids() -> list[int]:
@@ -163,12 +164,12 @@ def _parent(pid: int) -> int:
     return 0
 
 
-def described(pid: int, mark: str | None = None) -> Marked | None:
+def describe_process(pid: int, mark: str | None = None) -> MarkedProcess | None:
     """A living process by its pid, None for a zombie or nobody. `mark`: where it is known
     already."""
     began = start_time(pid)
     if began:
-        return Marked(
+        return MarkedProcess(
             pid,
             began,
             _mark(pid) if mark is None else mark,

@@ -18,18 +18,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.locks import NO_LOCKS, Busy
+from trainkit.base.locks import NO_LOCKS, LockBusy
 
 PREFIX = "trainkit-"
 SUFFIX = ".lock"
 # slots of a host that are told, and bytes that each holder may say: anybody can write there, and
 # all of it goes into one frame
 MOST = 4096
-# seconds for all slots: `holders` tries a lock for a moment to see whether it is held
+# seconds for all slots: `slot_holders` tries a lock for a moment to see whether it is held
 PATIENCE = 0.5
 
 
-class Held:
+class SlotReservation:
     """Slots held for a run.
 
     Args:
@@ -50,9 +50,9 @@ class Held:
         self.handles = []
 
 
-def reserve(
+def reserve_slots(
     folder: Path, names: Sequence[str], holder: dict[str, Any], *, share: bool = False
-) -> Held:
+) -> SlotReservation:
     """Take all the slots or none; to share, those that are free.
 
     Args:
@@ -61,7 +61,7 @@ def reserve(
         holder: what others are told about us; pid and since (Unix seconds) are added.
         share: leave the others to who holds them, and never raise Busy.
 
-    Raises Busy with the slot's file and its holder; OSError where the folder cannot be used.
+    Raises LockBusy with the slot's file and its holder; OSError where the folder cannot be used.
     """
     words = json.dumps({"pid": os.getpid(), "since": time.time(), **holder}).encode()
     handles: list[int] = []
@@ -73,7 +73,7 @@ def reserve(
             handles.append(handle)
             if not _locked(handle, path, deadline):
                 if not share:
-                    raise Busy(path, _holder(handle))
+                    raise LockBusy(path, _holder(handle))
                 os.close(handles.pop())
         cleared = [stale for handle in handles if (stale := _holder(handle))]
         for handle in handles:
@@ -83,10 +83,10 @@ def reserve(
         for handle in handles:
             os.close(handle)
         raise
-    return Held(handles, cleared)
+    return SlotReservation(handles, cleared)
 
 
-def holders(folder: Path) -> dict[str, dict[str, Any]]:
+def slot_holders(folder: Path) -> dict[str, dict[str, Any]]:
     """The slots that are held now, each with what its holder says; of the first MOST."""
     taken = {}
     for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}"))[:MOST]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from trainkit.base.files import read_json, sha256_tree
 
-COMPLETE = "complete"  # the file that makes a folder a snapshot; it holds the hash
-ABOUT = "origin.json"  # lists the files, and says where they came from: no part of the content
+COMPLETE_FILE = "complete"  # the file that makes a folder a snapshot; it holds the hash
+# lists the files, and says where they came from: no part of the content
+ORIGIN_FILE = "origin.json"
 COPIED = (".py", ".so", ".pyi", ".typed", ".toml")
 
 
@@ -28,7 +29,7 @@ def snapshot_files(root: Path) -> list[str]:
 
     Raises OSError or ValueError where the list cannot be read.
     """
-    names = read_json(root / ABOUT)["files"]
+    names = read_json(root / ORIGIN_FILE)["files"]
     return [str(name) for name in names]
 
 
@@ -38,5 +39,5 @@ def snapshot_hash(root: Path) -> str:
 
     Raises OSError or ValueError, as for a file that is missing.
     """
-    whole = (root / COMPLETE).is_file()
+    whole = (root / COMPLETE_FILE).is_file()
     return sha256_tree(root, snapshot_files(root) if whole else package_files(root / "trainkit"))

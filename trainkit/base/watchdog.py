@@ -26,10 +26,10 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from trainkit.base import process_marks as marks
-from trainkit.base.cgroup import Group
+from trainkit.base import process_marks
+from trainkit.base.cgroup import Cgroup
 from trainkit.base.errors import Exit
-from trainkit.base.process import adopt_orphans, retitle
+from trainkit.base.process import adopt_orphans, set_process_title
 
 MANY = 250  # file descriptors in one message (the kernel's limit is 253)
 WAIT = 0.02  # seconds between two looks at what still lives
@@ -37,7 +37,7 @@ PATIENCE = 2.0  # seconds until the keeper says what does not die
 START_LEASE = 90.0  # seconds that a worker may take until it says how often it will move
 
 
-class Link:
+class WatchdogLink:
     """The worker's end of the line to its keeper."""
 
     def __init__(self, line: socket.socket) -> None:
@@ -48,7 +48,7 @@ class Link:
         return self._line.fileno()
 
     def guard(
-        self, mark: str, *, lease: float, folders: Iterable[Path] = (), group: Group | None = None
+        self, mark: str, *, lease: float, folders: Iterable[Path] = (), group: Cgroup | None = None
     ) -> None:
         """From now on everything below `mark` dies with us. To be said before the first of it is
         started.
@@ -85,7 +85,7 @@ class Link:
             self._line.send(b"beat", socket.MSG_DONTWAIT)
 
 
-def keep(work: Callable[[Link], int], title: str) -> int:
+def run_under_watchdog(work: Callable[[WatchdogLink], int], title: str) -> int:
     """Run `work` in a child process in a session of its own and keep it; returns its exit code
     (128 + number for a signal), nothing left behind.
 
@@ -101,16 +101,16 @@ def keep(work: Callable[[Link], int], title: str) -> int:
     keeper = _Keeper(pid, own)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, keeper.pass_on)
-    retitle(title)
+    set_process_title(title)
     return keeper.keep()
 
 
-def _work(work: Callable[[Link], int], line: socket.socket) -> None:
+def _work(work: Callable[[WatchdogLink], int], line: socket.socket) -> None:
     code = int(Exit.BUG)
     try:
         os.setsid()
         adopt_orphans()
-        code = work(Link(line))
+        code = work(WatchdogLink(line))
     except BaseException:
         with contextlib.suppress(OSError):
             traceback.print_exc()
@@ -126,7 +126,7 @@ class _Keeper:
         self.worker = worker
         self.line = line
         self.lease = START_LEASE
-        self.group: Group | None = None
+        self.group: Cgroup | None = None
         self.marks: set[str] = set()
         self.folders: set[str] = set()
         self.held: list[int] = []
@@ -168,7 +168,7 @@ class _Keeper:
             self.folders |= set(message["folders"])
             self.lease = message["lease"]
             if message.get("group"):
-                self.group = Group(Path(message["group"]))
+                self.group = Cgroup(Path(message["group"]))
         return bool(data)
 
     def _end_all(self) -> None:
@@ -183,17 +183,17 @@ class _Keeper:
             if self.group:
                 with contextlib.suppress(OSError):
                     self.group.kill()
-            marks.kill_children()
+            process_marks.kill_children()
             childless = self._reap()
             found = {
                 p.pid: p
                 for p in (
-                    *marks.descendants(os.getpid()),
-                    *(m for mark in self.marks for m in marks.marked(mark)),
+                    *process_marks.find_descendants(os.getpid()),
+                    *(m for mark in self.marks for m in process_marks.find_marked(mark)),
                 )
             }
             left = list(found.values())
-            marks.kill(left)
+            process_marks.kill_processes(left)
             if childless and not left and (self.group is None or self.group.empty()):
                 break
             waited = time.monotonic() - began

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.errors import ConfigError, Exit, Place, Problem, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation, TrainkitError
 from trainkit.base.files import read_json
-from trainkit.base.process import allow_open_files, die_with_parent
+from trainkit.base.process import die_with_parent, raise_open_file_limit
 
 DISK_HINTS = {
     errno.ENOSPC: "make room: what is finished is kept, and the same call goes on from there",
@@ -31,7 +31,7 @@ DISK_HINTS = {
     errno.EACCES: "you may not write there: set clusters.X.root to a folder you can write to",
     errno.EPERM: "you may not write there: set clusters.X.root to a folder you can write to",
 }
-Progress = Callable[..., None]  # (done, total, **counts): see above
+ProgressCallback = Callable[..., None]  # (done, total, **counts): see above
 PARENT_VARIABLE = "TRAINKIT_PARENT_PID"  # the process whose death ends this one
 
 
@@ -53,14 +53,14 @@ class _Throttle:
             _say(progress=done, total=total, **counts)
 
 
-def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None:
+def run_unit(work: Callable[[dict[str, Any], ProgressCallback], dict[str, Any]]) -> None:
     """Read the specs named on the command line and do the work of each in turn; report, exit.
     The first failure ends it.
 
     The first logs where the caller says; of every further one, X.spec.json, the log is X.log
     beside it.
     """
-    allow_open_files()
+    raise_open_file_limit()
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
     # so that what the work has begun is undone
@@ -95,13 +95,13 @@ def run_unit(work: Callable[[dict[str, Any], Progress], dict[str, Any]]) -> None
         sys.exit(int(Exit.STAGE_FAILED))
 
 
-def error_from(said: dict[str, Any], who: str = "") -> TrainkitError:
+def error_from_report(said: dict[str, Any], who: str = "") -> TrainkitError:
     """The error that a unit's line {"error": said} tells of, to be raised by whoever started it;
     `who` begins every message."""
     problems = [
         Problem(
             who + p["message"],
-            Place(p["file"], p["line"]) if p.get("file") else None,
+            SourceLocation(p["file"], p["line"]) if p.get("file") else None,
             p.get("hint", ""),
         )
         for p in said["problems"]

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainkit.base.errors import ConfigError, Place, Problem
+from trainkit.base.errors import ConfigError, Problem, SourceLocation
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import Jobs
-from trainkit.jobs.provenance import SET, Origin
-from trainkit.jobs.resolved import Resolved
+from trainkit.jobs.provenance import SET, SourcedValue
+from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import OVER_SSH, Host, find_hostfile
 from trainkit.launch.hosts.quarantine import read_quarantine
@@ -119,7 +119,7 @@ def hosts_of_job(job: Job, words: HostOptions, former: HostList | None = None) -
 
 def resolve_on_hosts(
     jobs: Jobs, name: str, sets: Sequence[str], words: HostOptions
-) -> tuple[Resolved, HostList]:
+) -> tuple[ResolvedJob, HostList]:
     """A job and its hosts. The hosts' slots are its ranks a node, whatever the cluster says.
 
     Raises ConfigError for everything that is wrong with either, and where --set asks for another
@@ -133,13 +133,13 @@ def resolve_on_hosts(
     before = resolved.origins[RANKS]
     _refuse_other_ranks(before, hosts)
     resolved = jobs.resolve(name, [*given, f"{RANKS}={hosts.ranks_per_node}"])
-    slots = Origin(hosts.ranks_per_node, Place(str(hosts.hostfile), hosts.hosts[0].line)).over(
-        before
-    )
+    slots = SourcedValue(
+        hosts.ranks_per_node, SourceLocation(str(hosts.hostfile), hosts.hosts[0].line)
+    ).over(before)
     return replace(resolved, origins={**resolved.origins, RANKS: slots}), hosts
 
 
-def _refuse_other_ranks(asked: Origin, hosts: HostList) -> None:
+def _refuse_other_ranks(asked: SourcedValue, hosts: HostList) -> None:
     if asked.place == SET:
         message = (
             f"{RANKS} = {asked.value}, but {hosts.hosts[0].name} has {hosts.ranks_per_node} slots"
@@ -182,7 +182,7 @@ def sets_of_hosts(job: Job, hosts: HostList, sets: Sequence[str]) -> list[str]:
         return []
     for text in sets:
         if text.split("=")[0].strip() == RANKS:
-            _refuse_other_ranks(Origin(job.ranks_per_node, SET), hosts)
+            _refuse_other_ranks(SourcedValue(job.ranks_per_node, SET), hosts)
     return [f"{RANKS}={hosts.ranks_per_node}"]
 
 

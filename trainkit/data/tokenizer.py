@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_text
-from trainkit.base.worker import Progress, run_unit
+from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.text.corpus import filter_of, reading_of
 from trainkit.data.text.formats import Bad, Record, open_documents
@@ -139,7 +139,7 @@ def gpt2_bpe(vocab_file: Path, merge_file: Path, eod_token: str) -> Tokenizer:
     return tokenizer
 
 
-def _texts(spec: dict[str, Any], progress: Progress) -> Iterator[str]:
+def _texts(spec: dict[str, Any], progress: ProgressCallback) -> Iterator[str]:
     """Texts of all shards in order until `training_bytes` are read: those that will be
     tokenized."""
     done = 0
@@ -162,7 +162,7 @@ def _texts(spec: dict[str, Any], progress: Progress) -> Iterator[str]:
                     progress(min(done, total - 1), total)
 
 
-def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Make tokenizer.json. Returns {"vocab_size", "read": [[path, size, mtime in ns, xxh128 or
     None], ..] of the files it is made from}."""
     given = [identity_of(Path(path)) for path in spec["given"] if Path(path).is_file()]

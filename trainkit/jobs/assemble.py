@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from trainkit.base.errors import Place, Problem
-from trainkit.jobs.layers import Findings, compose, interpolate, overlay
-from trainkit.jobs.messages import NAME_RULE, choices, complaints, in_words, key_of
-from trainkit.jobs.provenance import BUILT_IN, SET, Origin, Section
+from trainkit.base.errors import Problem, SourceLocation
+from trainkit.jobs.layers import ProblemList, compose, interpolate, overlay
+from trainkit.jobs.messages import NAME_RULE, describe_value, dotted_key, schema_problems, suggest
+from trainkit.jobs.provenance import BUILT_IN, SET, SourcedTable, SourcedValue
 from trainkit.jobs.schema import (
     BLENDS,
     BUILT_IN_TABLES,
@@ -39,24 +39,24 @@ _PATHS = {  # keys that hold paths, relative to the folder of jobs.toml
 T = TypeVar("T", bound=Table)
 
 
-def _built_in(path: tuple[str, ...], values: Mapping[str, Any]) -> Section:
+def _built_in(path: tuple[str, ...], values: Mapping[str, Any]) -> SourcedTable:
     """A table that comes with trainkit."""
-    entries: dict[str, Section | Origin] = {}
+    entries: dict[str, SourcedTable | SourcedValue] = {}
     for key, value in values.items():
         if isinstance(value, dict):
             entries[key] = _built_in((*path, key), value)
         else:
-            entries[key] = Origin(value, BUILT_IN, (*path, key))
-    return Section(BUILT_IN, path, entries)
+            entries[key] = SourcedValue(value, BUILT_IN, (*path, key))
+    return SourcedTable(BUILT_IN, path, entries)
 
 
-def _says_none(node: Section | Origin | None) -> bool:
+def _says_none(node: SourcedTable | SourcedValue | None) -> bool:
     """Whether a reference takes away what a base refers to."""
-    return isinstance(node, Origin) and node.value == "none"
+    return isinstance(node, SourcedValue) and node.value == "none"
 
 
 @dataclass(frozen=True)
-class Builder:
+class TableBuilder:
     """The document and what its values may refer to.
 
     Args:
@@ -66,13 +66,13 @@ class Builder:
     """
 
     root: Path
-    document: Section
+    document: SourcedTable
     environ: Mapping[str, str]
 
-    def tables(self, kind: str) -> dict[str, Section]:
+    def tables(self, kind: str) -> dict[str, SourcedTable]:
         """The tables of a kind, as written."""
         group = self.document.entries.get(kind)
-        if isinstance(group, Section):
+        if isinstance(group, SourcedTable):
             return dict(group.sections())
         return {}
 
@@ -80,10 +80,10 @@ class Builder:
         self,
         kind: str,
         name: str,
-        sets: Sequence[tuple[tuple[str, ...], Origin]],
-        findings: Findings,
+        sets: Sequence[tuple[tuple[str, ...], SourcedValue]],
+        findings: ProblemList,
         at: KeyPath = (),
-    ) -> Section:
+    ) -> SourcedTable:
         """A table as the schema's model of it wants it. What is wrong is added to `findings`;
         the result may then be incomplete.
 
@@ -108,13 +108,13 @@ class Builder:
                 section = overlay(section, path, origin)
         if "name" in section.entries:
             findings.add(
-                f"'{key_of(section.entries['name'])}' cannot be set: a table is named by its"
+                f"'{dotted_key(section.entries['name'])}' cannot be set: a table is named by its"
                 " header",
                 section.entries["name"].place,
                 "remove it",
             )
         section = interpolate(section, self.environ, findings, at).with_entry(
-            "name", Origin(name, section.place, (*section.path, "name"))
+            "name", SourcedValue(name, section.place, (*section.path, "name"))
         )
         for key in _PATHS.get(kind, ()):
             section = self._absolute(section, key)
@@ -134,44 +134,48 @@ class Builder:
             section = self._refer_blend(section, key, findings, (*at, key))
         return section
 
-    def _refer_blend(self, section: Section, key: str, findings: Findings, at: KeyPath) -> Section:
+    def _refer_blend(
+        self, section: SourcedTable, key: str, findings: ProblemList, at: KeyPath
+    ) -> SourcedTable:
         """`section` with { NAME = weight } or [NAME] under `key` as the tables of a blend: {
         NAME = { weight, dataset } }. A blend takes its parts' tokenizer where it names none."""
         node = section.entries.get(key)
         if (
-            isinstance(node, Origin)
+            isinstance(node, SourcedValue)
             and isinstance(node.value, list)
             and all(isinstance(name, str) for name in node.value)
         ):
-            entries: dict[str, Section | Origin] = {
+            entries: dict[str, SourcedTable | SourcedValue] = {
                 name: replace(node, value=None) for name in node.value
             }
             if len(entries) < len(node.value):
                 findings.add(
-                    f"{key_of(node)} names a dataset twice",
+                    f"{dotted_key(node)} names a dataset twice",
                     node.place,
                     "name it once, with its whole weight",
                 )
-        elif isinstance(node, Section):
+        elif isinstance(node, SourcedTable):
             entries = node.entries
         else:
             return section  # not there, or for the schema to refuse
         if any(step in BLENDS for step in at[:-1]):
             findings.add(
-                f"{key_of(node)}: a blend cannot be a part of a blend",
+                f"{dotted_key(node)}: a blend cannot be a part of a blend",
                 node.place,
                 "name the datasets themselves",
             )
             findings.settled.add(at)
             findings.partial.add(at[:-1])
             return section.without(key)
-        blend = Section(node.place, node.path)
+        blend = SourcedTable(node.place, node.path)
         for name, weight in entries.items():
             place = weight.place
-            part = Section(
-                place, (*node.path, name), {"dataset": Origin(name, place, (*node.path, name))}
+            part = SourcedTable(
+                place,
+                (*node.path, name),
+                {"dataset": SourcedValue(name, place, (*node.path, name))},
             )
-            if not isinstance(weight, Origin) or weight.value is not None:
+            if not isinstance(weight, SourcedValue) or weight.value is not None:
                 part = part.with_entry("weight", weight)
             blend = blend.with_entry(
                 name, self._refer(part, "dataset", "datasets", [], findings, (*at, name, "dataset"))
@@ -180,7 +184,7 @@ class Builder:
         first = next((part.entries["dataset"] for _, part in blend.sections()), None)
         if (
             "tokenizer" not in section.entries
-            and isinstance(first, Section)
+            and isinstance(first, SourcedTable)
             and "tokenizer" in first.entries
         ):
             section = section.with_entry("tokenizer", first.entries["tokenizer"])
@@ -188,16 +192,16 @@ class Builder:
 
     def _refer_all(
         self,
-        section: Section,
+        section: SourcedTable,
         key: str,
         kind: str,
-        sets: list[tuple[tuple[str, ...], Origin]],
-        findings: Findings,
+        sets: list[tuple[tuple[str, ...], SourcedValue]],
+        findings: ProblemList,
         at: KeyPath,
-    ) -> Section:
+    ) -> SourcedTable:
         """`section` with every name in the table under `key` replaced by the table it names."""
         group = section.entries.get(key)
-        if isinstance(group, Section):
+        if isinstance(group, SourcedTable):
             known = set(group.entries)
         else:
             known = set()
@@ -205,18 +209,18 @@ class Builder:
             if path[0] not in known:
                 table = ".".join(map(str, (*at, path[0])))
                 findings.add(
-                    f"{key_of(origin)} has no table to go to: {table} is not given",
+                    f"{dotted_key(origin)} has no table to go to: {table} is not given",
                     SET,
                     f"add --set {table}=NAME",
                 )
-        if not isinstance(group, Section):
+        if not isinstance(group, SourcedTable):
             return section
         for name in list(group.entries):
             below = [(path[1:], origin) for path, origin in sets if path[0] == name]
             group = self._refer(group, name, kind, below, findings, (*at, name))
         return section.with_entry(key, group)
 
-    def _referable(self, kind: str) -> dict[str, Section]:
+    def _referable(self, kind: str) -> dict[str, SourcedTable]:
         tables = self.tables(kind)
         given = {
             name: _built_in((kind, name), values)
@@ -230,7 +234,7 @@ class Builder:
         }
         return {**given, **own}
 
-    def _filled_in(self, kind: str, section: Section) -> Section:
+    def _filled_in(self, kind: str, section: SourcedTable) -> SourcedTable:
         """`section` over the defaults that only this checkout knows."""
         if kind != "clusters":
             return section
@@ -239,42 +243,43 @@ class Builder:
 
     def _refer(
         self,
-        section: Section,
+        section: SourcedTable,
         key: str,
         kind: str,
-        sets: list[tuple[tuple[str, ...], Origin]],
-        findings: Findings,
+        sets: list[tuple[tuple[str, ...], SourcedValue]],
+        findings: ProblemList,
         at: KeyPath,
-    ) -> Section:
+    ) -> SourcedTable:
         """`section` with the name under `key` replaced by the table it names."""
         node = section.entries.get(key)
         if node is None:
             for _, origin in sets:
                 findings.add(
-                    f"{key_of(origin)} has no table to go to: {'.'.join(map(str, at))} is not"
+                    f"{dotted_key(origin)} has no table to go to: {'.'.join(map(str, at))} is not"
                     " given",
                     SET,
                     f"add --set {'.'.join(map(str, at))}=NAME",
                 )
             return section
-        if isinstance(node, Origin):
+        if isinstance(node, SourcedValue):
             name = node.value
         else:
             name = {}
         known = self._referable(kind)
         if at in findings.settled:
             return section
-        if not isinstance(node, Origin) or not isinstance(name, str):
+        if not isinstance(node, SourcedValue) or not isinstance(name, str):
             findings.add(
-                f"{key_of(node)}: expected the name of a [{kind}.X] table, got {in_words(name)}",
+                f"{dotted_key(node)}: expected the name of a [{kind}.X] table, got"
+                f" {describe_value(name)}",
                 node.place,
-                choices("", known),
+                suggest("", known),
             )
         elif name not in known:
             findings.add(
-                f"{key_of(node)} = '{name}' names no [{kind}.X] table",
+                f"{dotted_key(node)} = '{name}' names no [{kind}.X] table",
                 node.place,
-                choices(name, known),
+                suggest(name, known),
             )
         else:
             table = self.build(kind, name, sets, findings, at)
@@ -282,11 +287,11 @@ class Builder:
         findings.settled.add(at)
         return section
 
-    def _absolute(self, section: Section, key: str) -> Section:
+    def _absolute(self, section: SourcedTable, key: str) -> SourcedTable:
         """`section` with the path or paths under `key` made absolute; what is no path is left to
         the schema."""
         node = section.entries.get(key)
-        if not isinstance(node, Origin):
+        if not isinstance(node, SourcedValue):
             return section
         if isinstance(node.value, list):
             return section.with_entry(
@@ -310,17 +315,18 @@ class Builder:
 
     def outline_problems(self) -> list[Problem]:
         """What is wrong at the top level: unknown tables, and [defaults]."""
-        findings = Findings()
+        findings = ProblemList()
         for key, node in self.document.entries.items():
             if key not in TABLES and key != "defaults":
-                if isinstance(node, Section):
+                if isinstance(node, SourcedTable):
                     what = f"table [{key}]"
                 else:
                     what = f"key '{key}' at the top level"
-                findings.add(f"unknown {what}", node.place, choices(key, [*TABLES, "defaults"]))
-            elif not isinstance(node, Section):
+                findings.add(f"unknown {what}", node.place, suggest(key, [*TABLES, "defaults"]))
+            elif not isinstance(node, SourcedTable):
                 findings.add(
-                    f"{key}: expected tables such as [{key}.NAME], got {in_words(node.value)}",
+                    f"{key}: expected tables such as [{key}.NAME], got"
+                    f" {describe_value(node.value)}",
                     node.place,
                 )
         if taken := self.tables("containers").get("none"):
@@ -330,18 +336,18 @@ class Builder:
                 "give the table another name",
             )
         defaults = self.document.entries.get("defaults")
-        if isinstance(defaults, Section):
+        if isinstance(defaults, SourcedTable):
             validate(Defaults, defaults, findings)
             job = defaults.entries.get("job")
             if (
-                isinstance(job, Origin)
+                isinstance(job, SourcedValue)
                 and isinstance(job.value, str)
                 and job.value not in self.tables("jobs")
             ):
                 findings.add(
                     f"defaults.job = '{job.value}' names no [jobs.X] table",
                     job.place,
-                    choices(job.value, self.tables("jobs")),
+                    suggest(job.value, self.tables("jobs")),
                 )
         return findings.problems
 
@@ -349,10 +355,16 @@ class Builder:
         """Values where a table of a kind should be: jobs.demo = 3."""
         groups = [group for kind, group in self.document.sections() if kind in TABLES]
         strays = [
-            node for group in groups for node in group.entries.values() if isinstance(node, Origin)
+            node
+            for group in groups
+            for node in group.entries.values()
+            if isinstance(node, SourcedValue)
         ]
         return [
-            Problem(f"{key_of(node)}: expected a table, got {in_words(node.value)}", node.place)
+            Problem(
+                f"{dotted_key(node)}: expected a table, got {describe_value(node.value)}",
+                node.place,
+            )
             for node in strays
         ]
 
@@ -369,12 +381,12 @@ class Builder:
         return names
 
 
-def validate(model: type[T], section: Section, findings: Findings) -> T | None:
+def validate(model: type[T], section: SourcedTable, findings: ProblemList) -> T | None:
     """The schema's model of a table, or None with what is wrong added to `findings`."""
     try:
         return model.model_validate(section.plain())
     except ValidationError as error:
-        for loc, kind, problem in complaints(error, model, section):
+        for loc, kind, problem in schema_problems(error, model, section):
             prefixes = {loc[:depth] for depth in range(len(loc) + 1)}
             settled = prefixes & findings.settled or (
                 kind in ("missing", "needs") and prefixes & findings.partial
@@ -386,4 +398,4 @@ def validate(model: type[T], section: Section, findings: Findings) -> T | None:
 
 def in_order(problems: list[Problem]) -> list[Problem]:
     """Each problem once, by file and line."""
-    return sorted(dict.fromkeys(problems), key=lambda problem: problem.place or Place(""))
+    return sorted(dict.fromkeys(problems), key=lambda problem: problem.place or SourceLocation(""))

@@ -313,7 +313,7 @@ class Dataset(Table):
             raise wrong(key, f"{key}.{name} has the tokenizer {theirs}, but the blend {ours}")
 
 
-class Part(Table):
+class BlendPart(Table):
     """One dataset of a blend."""
 
     weight: float | None = Field(
@@ -325,5 +325,5 @@ class Part(Table):
     dataset: Dataset = Field(description="name of a [datasets.X] table, filled in")
 
 
-Blend = dict[Annotated[str, Field(pattern=NAME)], Part]
+Blend = dict[Annotated[str, Field(pattern=NAME)], BlendPart]
 Dataset.model_rebuild()

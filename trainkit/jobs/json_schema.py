@@ -1,7 +1,8 @@
 """The JSON schema of a jobs.toml, for editors.
 
-`python -m trainkit.jobs.json_schema > docs/jobs.schema.json` writes it. It differs from the resolved Job's: references are names, tables may extend others, and nothing
-is required, because a base or jobs.local.toml may give it. `invoke check` knows what is missing.
+`python -m trainkit.jobs.json_schema > docs/jobs.schema.json` writes it. It differs from the
+resolved Job's: references are names, tables may extend others, and nothing is required, because a
+base or jobs.local.toml may give it. `invoke check` knows what is missing.
 """
 
 from __future__ import annotations

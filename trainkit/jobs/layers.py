@@ -11,17 +11,17 @@ from typing import Any
 
 import tomli
 
-from trainkit.base.errors import ConfigError, Place, Problem
-from trainkit.jobs.messages import choices, in_words
-from trainkit.jobs.provenance import SET, Origin, Section
-from trainkit.jobs.toml_positions import KeyPath, Spot, parse
+from trainkit.base.errors import ConfigError, Problem, SourceLocation
+from trainkit.jobs.messages import describe_value, suggest
+from trainkit.jobs.provenance import SET, SourcedTable, SourcedValue
+from trainkit.jobs.toml_positions import KeyPath, TomlPosition, parse
 
 JOBS_FILE = "jobs.toml"
 LOCAL_FILE = "jobs.local.toml"
 
 
 @dataclass
-class Findings:
+class ProblemList:
     """Problems found while a table is put together, and what need not be complained about again.
 
     Args:
@@ -34,11 +34,11 @@ class Findings:
     settled: set[KeyPath] = field(default_factory=set)
     partial: set[KeyPath] = field(default_factory=set)
 
-    def add(self, message: str, place: Place, hint: str = "") -> None:
+    def add(self, message: str, place: SourceLocation, hint: str = "") -> None:
         self.problems.append(Problem(message, place, hint))
 
 
-def read(root: Path) -> Section:
+def read(root: Path) -> SourcedTable:
     """jobs.toml of `root` with the files it includes, and jobs.local.toml, where there is one,
     laid over them. Raises ConfigError."""
     document = _included(root, _read_file(root / JOBS_FILE))
@@ -47,13 +47,13 @@ def read(root: Path) -> Section:
     return document
 
 
-def _included(root: Path, document: Section) -> Section:
+def _included(root: Path, document: SourcedTable) -> SourcedTable:
     """`document` with the tables of the files that its `include` matches; each table stands in
     one file only."""
     include = document.entries.get("include")
     if include is None:
         return document
-    if isinstance(include, Origin):
+    if isinstance(include, SourcedValue):
         given = include.value
     else:
         given = None
@@ -87,7 +87,7 @@ def _included(root: Path, document: Section) -> Section:
     return document
 
 
-def _twice(document: Section, part: Section) -> list[Problem]:
+def _twice(document: SourcedTable, part: SourcedTable) -> list[Problem]:
     """Tables of `part` that `document` has already."""
     known = {
         (kind, name): node.place
@@ -106,7 +106,7 @@ def _twice(document: Section, part: Section) -> list[Problem]:
     ]
 
 
-def _read_file(path: Path, shown: str = "") -> Section:
+def _read_file(path: Path, shown: str = "") -> SourcedTable:
     shown = shown or path.name
     try:
         data = path.read_bytes()
@@ -116,17 +116,19 @@ def _read_file(path: Path, shown: str = "") -> Section:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError([Problem("not UTF-8, as TOML must be", Place(shown, line))]) from None
+        raise ConfigError(
+            [Problem("not UTF-8, as TOML must be", SourceLocation(shown, line))]
+        ) from None
     document = _section(values, (), spots, shown)
     if problems := list(_too_large(document)):
         raise ConfigError(problems)
     return document
 
 
-def _too_large(section: Section) -> Iterator[Problem]:
+def _too_large(section: SourcedTable) -> Iterator[Problem]:
     """Integers beyond TOML's 64 bits, which tomli reads all the same."""
     for node in section.entries.values():
-        if isinstance(node, Section):
+        if isinstance(node, SourcedTable):
             yield from _too_large(node)
         elif _has_large(node.value):
             yield Problem(
@@ -144,21 +146,26 @@ def _has_large(value: Any) -> bool:
 
 
 def _section(
-    values: Mapping[str, Any], path: tuple[str, ...], spots: Mapping[KeyPath, Spot], file: str
-) -> Section:
+    values: Mapping[str, Any],
+    path: tuple[str, ...],
+    spots: Mapping[KeyPath, TomlPosition],
+    file: str,
+) -> SourcedTable:
     """A parsed table with places. A table without a line of its own (the document itself) stands
     at line 1."""
-    entries: dict[str, Section | Origin] = {}
+    entries: dict[str, SourcedTable | SourcedValue] = {}
     for key, value in values.items():
         inner = (*path, key)
         if isinstance(value, dict):
             entries[key] = _section(value, inner, spots, file)
         else:
-            entries[key] = Origin(value, Place(file, spots[inner].line), inner)
-    return Section(Place(file, spots[path].line if path else 1), path, entries)
+            entries[key] = SourcedValue(value, SourceLocation(file, spots[inner].line), inner)
+    return SourcedTable(SourceLocation(file, spots[path].line if path else 1), path, entries)
 
 
-def compose(tables: Mapping[str, Section], name: str, findings: Findings, at: KeyPath) -> Section:
+def compose(
+    tables: Mapping[str, SourcedTable], name: str, findings: ProblemList, at: KeyPath
+) -> SourcedTable:
     """A table with what it extends below it.
 
     Each table of the chain is laid down once, after all that it extends; of several bases a
@@ -178,18 +185,18 @@ def compose(tables: Mapping[str, Section], name: str, findings: Findings, at: Ke
 
 
 def _bases_first(
-    tables: Mapping[str, Section], name: str, findings: Findings, at: KeyPath
+    tables: Mapping[str, SourcedTable], name: str, findings: ProblemList, at: KeyPath
 ) -> list[str]:
     order: list[str] = []
 
-    def fail(message: str, place: Place, hint: str = "") -> None:
+    def fail(message: str, place: SourceLocation, hint: str = "") -> None:
         findings.add(message, place, hint)
         findings.partial.add(at)
 
     def visit(current: str, chain: tuple[str, ...]) -> None:
         extends = tables[current].entries.get("extends")
         header = f"[{'.'.join(tables[current].path)}]"
-        if isinstance(extends, Section):
+        if isinstance(extends, SourcedTable):
             fail(
                 f"{header} extends: expected a table's name or an array of names, got a table",
                 extends.place,
@@ -200,7 +207,7 @@ def _bases_first(
             if not isinstance(base, str):
                 fail(
                     f"{header} extends: expected a table's name or an array of names, got"
-                    f" {in_words(base)}",
+                    f" {describe_value(base)}",
                     extends.place,
                 )
             elif base not in tables:
@@ -208,7 +215,7 @@ def _bases_first(
                     f"{header} extends '{base}', which names no [{tables[current].path[0]}.X]"
                     " table",
                     extends.place,
-                    choices(base, tables),
+                    suggest(base, tables),
                 )
             elif base in (*chain, current):
                 circle = (*chain, current)[(*chain, current).index(base) :]
@@ -226,7 +233,7 @@ def _bases_first(
     return order
 
 
-def _names(extends: Origin | None) -> list[Any]:
+def _names(extends: SourcedValue | None) -> list[Any]:
     if extends is None:
         return []
     if isinstance(extends.value, list):
@@ -234,7 +241,7 @@ def _names(extends: Origin | None) -> list[Any]:
     return [extends.value]
 
 
-def parse_sets(words: Sequence[str]) -> list[Origin]:
+def parse_overrides(words: Sequence[str]) -> list[SourcedValue]:
     """`--set a.b=value` as origins: the value as TOML reads it, else as a string. Raises
     ConfigError for all malformed ones."""
     origins = []
@@ -257,7 +264,7 @@ def parse_sets(words: Sequence[str]) -> list[Origin]:
                 )
             )
             continue
-        origins.append(Origin(value, SET, path))
+        origins.append(SourcedValue(value, SET, path))
     if problems:
         raise ConfigError(problems)
     return origins
@@ -273,29 +280,29 @@ def _parse_value(text: str) -> Any:
     return text
 
 
-def overlay(section: Section, path: tuple[str, ...], origin: Origin) -> Section:
+def overlay(section: SourcedTable, path: tuple[str, ...], origin: SourcedValue) -> SourcedTable:
     """`section` with `origin` laid over it at `path`."""
-    node: Section | Origin
+    node: SourcedTable | SourcedValue
     if isinstance(origin.value, dict):
         node = _as_section(origin, origin.path)
     else:
         node = origin
     for depth in range(len(path) - 1, -1, -1):
         above = origin.path[: len(origin.path) - len(path) + depth]
-        node = Section(origin.place, above, {path[depth]: node})
-    assert isinstance(node, Section)
+        node = SourcedTable(origin.place, above, {path[depth]: node})
+    assert isinstance(node, SourcedTable)
     return node.over(section, keep_place=True)
 
 
-def _as_section(origin: Origin, path: tuple[str, ...]) -> Section:
-    entries: dict[str, Section | Origin] = {}
+def _as_section(origin: SourcedValue, path: tuple[str, ...]) -> SourcedTable:
+    entries: dict[str, SourcedTable | SourcedValue] = {}
     for key, value in origin.value.items():
-        inner = Origin(value, origin.place, (*path, key))
+        inner = SourcedValue(value, origin.place, (*path, key))
         if isinstance(value, dict):
             entries[key] = _as_section(inner, inner.path)
         else:
             entries[key] = inner
-    return Section(origin.place, path, entries)
+    return SourcedTable(origin.place, path, entries)
 
 
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
@@ -304,13 +311,13 @@ _NODE = re.compile(r"node:[A-Za-z_][A-Za-z0-9_]*")
 
 
 def interpolate(
-    section: Section, environ: Mapping[str, str], findings: Findings, at: KeyPath
-) -> Section:
+    section: SourcedTable, environ: Mapping[str, str], findings: ProblemList, at: KeyPath
+) -> SourcedTable:
     """`section` with every ${host:VAR} replaced from `environ`; ${node:VAR} stays, and only
     inside `env`."""
-    entries: dict[str, Section | Origin] = {}
+    entries: dict[str, SourcedTable | SourcedValue] = {}
     for key, node in section.entries.items():
-        if isinstance(node, Section):
+        if isinstance(node, SourcedTable):
             entries[key] = interpolate(node, environ, findings, (*at, key))
             continue
         known = len(findings.problems)
@@ -323,7 +330,11 @@ def interpolate(
 
 
 def _filled(
-    value: Any, origin: Origin, environ: Mapping[str, str], findings: Findings, in_env: bool
+    value: Any,
+    origin: SourcedValue,
+    environ: Mapping[str, str],
+    findings: ProblemList,
+    in_env: bool,
 ) -> Any:
     if isinstance(value, list):
         return [_filled(item, origin, environ, findings, in_env) for item in value]

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainkit.base.errors import ConfigError, Problem
-from trainkit.jobs.assemble import Builder, in_order, validate
-from trainkit.jobs.layers import JOBS_FILE, Findings, compose, parse_sets, read
-from trainkit.jobs.messages import choices
-from trainkit.jobs.provenance import Section
-from trainkit.jobs.resolved import Resolved, origins_of
-from trainkit.jobs.schema import TABLES, Cluster, Dataset, Engine, Job, Table
+from trainkit.jobs.assemble import TableBuilder, in_order, validate
+from trainkit.jobs.layers import JOBS_FILE, ProblemList, compose, parse_overrides, read
+from trainkit.jobs.messages import suggest
+from trainkit.jobs.provenance import SourcedTable
+from trainkit.jobs.resolved import ResolvedJob, provenance_of
+from trainkit.jobs.schema import TABLES, Cluster, Dataset, EngineSource, Job, Table
 
 T = TypeVar("T", bound=Table)
 
 
 @dataclass(frozen=True)
-class Row:
+class JobSummary:
     """One line of the jobs listing, as written; what is not given is empty."""
 
     name: str
@@ -35,7 +35,7 @@ class Row:
 class Jobs:
     """The experiments of one jobs.toml. Made by `load`."""
 
-    def __init__(self, root: Path, builder: Builder) -> None:
+    def __init__(self, root: Path, builder: TableBuilder) -> None:
         self.root = root
         self._builder = builder
 
@@ -58,7 +58,7 @@ class Jobs:
     def roots(self) -> list[Path]:
         """Folders that runs may lie in: that of jobs.toml first, then every cluster's root."""
         clusters = [
-            self._builder.build("clusters", name, (), Findings())
+            self._builder.build("clusters", name, (), ProblemList())
             for name in self._builder.tables("clusters")
         ]
         given = [
@@ -68,10 +68,10 @@ class Jobs:
         ]
         return list(dict.fromkeys([self.root, *given]))
 
-    def describe(self) -> list[Row]:
+    def describe(self) -> list[JobSummary]:
         """The listing. Answers for broken jobs too; `check` says what is wrong with them."""
         tables = self._builder.tables("jobs")
-        return [_row(name, compose(tables, name, Findings(), ())) for name in tables]
+        return [_row(name, compose(tables, name, ProblemList(), ())) for name in tables]
 
     def check(self) -> list[Problem]:
         """Everything that is wrong in any table of any kind, by file and line. A table that
@@ -80,7 +80,7 @@ class Jobs:
         for kind, model in TABLES.items():
             extended = self._builder.extended(kind)
             for name in self._builder.tables(kind):
-                findings = Findings(partial={()} if name in extended else set())
+                findings = ProblemList(partial={()} if name in extended else set())
                 validate(model, self._builder.build(kind, name, (), findings), findings)
                 problems += findings.problems
         return in_order(problems)
@@ -95,26 +95,26 @@ class Jobs:
         it."""
         return self._apart("clusters", Cluster, name)
 
-    def engine(self, name: str) -> Engine | None:
+    def engine(self, name: str) -> EngineSource | None:
         """Where an engine comes from; None where no [engines.X] table says it. Raises
         ConfigError with everything that is wrong with the table."""
         if name in self._builder.tables("engines"):
-            return self._apart("engines", Engine, name)
+            return self._apart("engines", EngineSource, name)
         return None
 
     def _apart(self, kind: str, model: type[T], name: str) -> T:
         known = self._builder.tables(kind)
         if name not in known:
             raise ConfigError(
-                f"{JOBS_FILE} in {self.root} has no {kind[:-1]} '{name}'", hint=choices(name, known)
+                f"{JOBS_FILE} in {self.root} has no {kind[:-1]} '{name}'", hint=suggest(name, known)
             )
-        findings = Findings(self._builder.outline_problems())
+        findings = ProblemList(self._builder.outline_problems())
         table = validate(model, self._builder.build(kind, name, (), findings), findings)
         if findings.problems or table is None:
             raise ConfigError(in_order(findings.problems))
         return table
 
-    def resolve(self, name: str, sets: Sequence[str] = ()) -> Resolved:
+    def resolve(self, name: str, sets: Sequence[str] = ()) -> ResolvedJob:
         """The job `name` with every value and its origin.
 
         Args:
@@ -126,18 +126,18 @@ class Jobs:
         """
         if name not in self.names():
             raise ConfigError(
-                f"{JOBS_FILE} in {self.root} has no job '{name}'", hint=choices(name, self.names())
+                f"{JOBS_FILE} in {self.root} has no job '{name}'", hint=suggest(name, self.names())
             )
-        overrides = [(origin.path, origin) for origin in parse_sets(sets)]
-        findings = Findings(self._builder.outline_problems())
+        overrides = [(origin.path, origin) for origin in parse_overrides(sets)]
+        findings = ProblemList(self._builder.outline_problems())
         section = self._builder.build("jobs", name, overrides, findings)
         job = validate(Job, section, findings)
         if findings.problems or job is None:
             raise ConfigError(in_order(findings.problems))
-        return Resolved(job, dict(origins_of(job, section)))
+        return ResolvedJob(job, dict(provenance_of(job, section)))
 
 
-def _row(name: str, job: Section) -> Row:
+def _row(name: str, job: SourcedTable) -> JobSummary:
     def given(key: str) -> str:
         value = job.value(key)
         if value is None:
@@ -145,7 +145,7 @@ def _row(name: str, job: Section) -> Row:
         return str(value)
 
     nodes = job.value("nodes")
-    return Row(
+    return JobSummary(
         name=name,
         engine=given("engine") or Job.model_fields["engine"].default,
         cluster=given("cluster"),
@@ -180,4 +180,4 @@ def load(root: Path, environ: Mapping[str, str] = os.environ) -> Jobs:
     Raises ConfigError where a file cannot be read or is no TOML.
     """
     root = root.absolute()
-    return Jobs(root, Builder(root, read(root), environ))
+    return Jobs(root, TableBuilder(root, read(root), environ))

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from trainkit.base.errors import Place, Problem
-from trainkit.jobs.provenance import SET, Origin, Section
+from trainkit.base.errors import Problem, SourceLocation
+from trainkit.jobs.provenance import SET, SourcedTable, SourcedValue
 from trainkit.jobs.schema import REFERENCES, TABLES, Table
 
 NOT_YET = "is planned, but not in this version of trainkit"
@@ -85,7 +85,7 @@ SYNONYMS = {
 }
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def closest_name(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` probably means: the same in another spelling, what other
     programs call it, the most similar, else the only one that begins with it."""
     words = list(known)
@@ -103,10 +103,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return None
 
 
-def choices(word: str, known: Iterable[str], prefix: str = "") -> str:
+def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """A hint: the nearest known word, with `prefix` before it, else all known words."""
     words = sorted(known)
-    close = nearest(word, words)
+    close = closest_name(word, words)
     if close:
         return f"did you mean '{prefix}{close}'?"
     if (
@@ -119,7 +119,7 @@ def choices(word: str, known: Iterable[str], prefix: str = "") -> str:
     return "no such table is defined"
 
 
-def in_words(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A TOML value with its type."""
     match value:
         case bool():
@@ -137,13 +137,13 @@ def in_words(value: Any) -> str:
     return f"the date or time {value}"
 
 
-def key_of(node: Section | Origin) -> str:
+def dotted_key(node: SourcedTable | SourcedValue) -> str:
     """A key as its writer would say it: jobs.demo.training.lr, or training.lr from --set."""
     return ".".join(node.path)
 
 
-def complaints(
-    error: ValidationError, model: type[Table], section: Section
+def schema_problems(
+    error: ValidationError, model: type[Table], section: SourcedTable
 ) -> Iterator[tuple[tuple[str | int, ...], str, Problem]]:
     """Everything pydantic found wrong with a table: (where in the table, pydantic's type of
     error, the problem).
@@ -161,7 +161,7 @@ def complaints(
     for found in errors:
         spot = _Spot(model, section, found["loc"])
         if found["type"] == "extra_forbidden":
-            close = nearest(spot.key, spot.model.model_fields)
+            close = closest_name(spot.key, spot.model.model_fields)
             explained |= {(*spot.above, close)} if close else set()
             if spot.is_dotted_name():
                 explained |= {loc for loc in missing if loc[:-1] == spot.above}
@@ -173,15 +173,17 @@ class _Spot:
     """Where in a table an error is: the innermost table around it, that table's model, the key,
     and what was written."""
 
-    def __init__(self, model: type[Table], section: Section, loc: tuple[str | int, ...]) -> None:
+    def __init__(
+        self, model: type[Table], section: SourcedTable, loc: tuple[str | int, ...]
+    ) -> None:
         self.model = model
         self.section = section
         self.field: FieldInfo | None = None
-        self.node: Section | Origin | None = section
+        self.node: SourcedTable | SourcedValue | None = section
         self.key = ""
         self.above: tuple[str | int, ...] = ()
         for depth, part in enumerate(loc):
-            if isinstance(part, int) or part == "[key]" or not isinstance(self.node, Section):
+            if isinstance(part, int) or part == "[key]" or not isinstance(self.node, SourcedTable):
                 # inside an array, or about a key of `env`: the whole value is as near as it gets
                 break
             if self.field:
@@ -201,17 +203,17 @@ class _Spot:
                 self.field = inner.model_fields.get(part)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SourceLocation:
         return (self.node or self.section).place
 
     @property
     def header(self) -> str:
-        return f"[{key_of(self.section)}]"
+        return f"[{dotted_key(self.section)}]"
 
     def is_dotted_name(self) -> bool:
         """Whether this is what TOML makes of [jobs.a.b]: a table b where job a has no such key."""
         return (
-            isinstance(self.node, Section)
+            isinstance(self.node, SourcedTable)
             and len(self.node.path) == 3
             and self.node.path[0] in TABLES
             and self.node.place != SET
@@ -250,16 +252,16 @@ def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
         return _missing_key(spot)
     # of the schema's own: about the key it names, in the table it is at
     if kind in ("rule", "needs"):
-        node: Section | Origin | None = spot.node
+        node: SourcedTable | SourcedValue | None = spot.node
         for part in str(context["key"]).split("."):
-            if isinstance(node, Section):
+            if isinstance(node, SourcedTable):
                 node = node.entries.get(part)
             else:
                 node = None
-        about = key_of(spot.node or spot.section)
+        about = dotted_key(spot.node or spot.section)
         return Problem(f"{about}: {context['message']}", (node or spot.node or spot.section).place)
     if spot.node:
-        key = key_of(spot.node)
+        key = dotted_key(spot.node)
     else:
         key = ".".join(str(part) for part in found["loc"])
     allowed = _allowed(spot.field)
@@ -270,7 +272,7 @@ def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
     if kind in _EXPECTED:
         return _wrong_type(key, kind, value, spot, hint)
     if kind == "literal_error":
-        return Problem(f"{key}: expected {allowed}, got {in_words(value)}", spot.place)
+        return Problem(f"{key}: expected {allowed}, got {describe_value(value)}", spot.place)
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
         return Problem(
@@ -282,12 +284,12 @@ def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
         )
     if kind == "string_too_short":
         return Problem(f"{key} is empty", spot.place, hint)
-    return Problem(f"{key}: {found['msg']}, got {in_words(value)}", spot.place, hint)
+    return Problem(f"{key}: {found['msg']}, got {describe_value(value)}", spot.place, hint)
 
 
 def _unknown_key(spot: _Spot) -> Problem:
     if spot.node:
-        key = key_of(spot.node)
+        key = dotted_key(spot.node)
     else:
         key = spot.key
     if spot.key in spot.model.planned:
@@ -300,19 +302,19 @@ def _unknown_key(spot: _Spot) -> Problem:
         return Problem(
             f"unknown key '{key}'",
             SET,
-            choices(spot.key, known, prefix=f"{table}." if table else ""),
+            suggest(spot.key, known, prefix=f"{table}." if table else ""),
         )
     message = f"unknown key '{spot.key}' in [{table}]"
-    if (inside := _inner_table(spot)) and not nearest(spot.key, known):
+    if (inside := _inner_table(spot)) and not closest_name(spot.key, known):
         return Problem(message, spot.place, f"'{inside[1]}' belongs into [{table}.{inside[0]}]")
-    if spot.is_dotted_name() and not nearest(spot.key, known):
+    if spot.is_dotted_name() and not closest_name(spot.key, known):
         return Problem(
             message,
             spot.place,
             f"if [{key}] was meant as a name: {NAME_RULE}, without dots; for example"
             f" [{table}-{spot.key}]",
         )
-    return Problem(message, spot.place, choices(spot.key, known))
+    return Problem(message, spot.place, suggest(spot.key, known))
 
 
 def _inner_table(spot: _Spot) -> tuple[str, str] | None:
@@ -340,7 +342,7 @@ def _missing_key(spot: _Spot) -> Problem:
         and _table_of(spot.field)
         and not any(spot.key in references for references in REFERENCES.values())
     ):
-        return Problem(f"missing table [{key_of(spot.section)}.{spot.key}]", spot.place)
+        return Problem(f"missing table [{dotted_key(spot.section)}.{spot.key}]", spot.place)
     return Problem(
         f"missing key '{spot.key}' in {spot.header}",
         spot.place,
@@ -352,7 +354,7 @@ def _wrong_type(key: str, kind: str, value: Any, spot: _Spot, hint: str) -> Prob
     if spot.place == SET and kind == "string_type" and not isinstance(value, (dict, list)):
         hint = f"for a string: --set '{key}=\"{_toml(value)}\"'"
     if (
-        isinstance(spot.node, Origin)
+        isinstance(spot.node, SourcedValue)
         and isinstance(spot.node.value, list)
         and not isinstance(value, list)
     ):
@@ -360,7 +362,7 @@ def _wrong_type(key: str, kind: str, value: Any, spot: _Spot, hint: str) -> Prob
     else:
         item = ""
     return Problem(
-        f"{key}: expected {_EXPECTED[kind]}{item}, got {in_words(value)}", spot.place, hint
+        f"{key}: expected {_EXPECTED[kind]}{item}, got {describe_value(value)}", spot.place, hint
     )
 
 

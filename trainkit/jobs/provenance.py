@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainkit.base.errors import Place
+from trainkit.base.errors import SourceLocation
 
-BUILT_IN = Place("built-in default")
-SET = Place("--set")
+BUILT_IN = SourceLocation("built-in default")
+SET = SourceLocation("--set")
 
 
 @dataclass(frozen=True)
-class Origin:
+class SourcedValue:
     """One value (a scalar or a whole array) and where it comes from.
 
     Args:
@@ -23,11 +23,11 @@ class Origin:
     """
 
     value: Any
-    place: Place
+    place: SourceLocation
     path: tuple[str, ...] = ()
-    overrode: tuple[Origin, ...] = ()
+    overrode: tuple[SourcedValue, ...] = ()
 
-    def over(self, older: Origin) -> Origin:
+    def over(self, older: SourcedValue) -> SourcedValue:
         """This value, having replaced `older`."""
         return replace(
             self, overrode=(*self.overrode, replace(older, overrode=()), *older.overrode)
@@ -38,45 +38,45 @@ class Origin:
         return {**_as_json(self), "overrode": [_as_json(older) for older in self.overrode]}
 
 
-def _as_json(origin: Origin) -> dict[str, Any]:
+def _as_json(origin: SourcedValue) -> dict[str, Any]:
     return {"value": origin.value, "place": str(origin.place)}
 
 
 @dataclass(frozen=True)
-class Section:
+class SourcedTable:
     """A table whose leaves are Origins."""
 
-    place: Place
+    place: SourceLocation
     path: tuple[str, ...] = ()
-    entries: dict[str, Section | Origin] = field(default_factory=dict)
+    entries: dict[str, SourcedTable | SourcedValue] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """The values alone."""
         return {
-            key: node.plain() if isinstance(node, Section) else node.value
+            key: node.plain() if isinstance(node, SourcedTable) else node.value
             for key, node in self.entries.items()
         }
 
-    def with_entry(self, key: str, node: Section | Origin) -> Section:
+    def with_entry(self, key: str, node: SourcedTable | SourcedValue) -> SourcedTable:
         """This table with one entry more, or another in its place."""
         return replace(self, entries={**self.entries, key: node})
 
-    def without(self, key: str) -> Section:
+    def without(self, key: str) -> SourcedTable:
         """This table without an entry."""
         return replace(self, entries={k: node for k, node in self.entries.items() if k != key})
 
-    def sections(self) -> Iterator[tuple[str, Section]]:
+    def sections(self) -> Iterator[tuple[str, SourcedTable]]:
         """The tables in it, by name."""
-        return ((key, node) for key, node in self.entries.items() if isinstance(node, Section))
+        return ((key, node) for key, node in self.entries.items() if isinstance(node, SourcedTable))
 
     def value(self, key: str) -> Any:
         """The value of a leaf; None where there is none."""
         node = self.entries.get(key)
-        if isinstance(node, Origin):
+        if isinstance(node, SourcedValue):
             return node.value
         return None
 
-    def over(self, older: Section, *, keep_place: bool = False) -> Section:
+    def over(self, older: SourcedTable, *, keep_place: bool = False) -> SourcedTable:
         """This table laid over `older`: tables merge, scalars and arrays replace.
 
         Args:
@@ -86,9 +86,9 @@ class Section:
         merged = dict(older.entries)
         for key, node in self.entries.items():
             below = older.entries.get(key)
-            if isinstance(node, Section) and isinstance(below, Section):
+            if isinstance(node, SourcedTable) and isinstance(below, SourcedTable):
                 merged[key] = node.over(below, keep_place=keep_place)
-            elif isinstance(node, Origin) and isinstance(below, Origin):
+            elif isinstance(node, SourcedValue) and isinstance(below, SourcedValue):
                 merged[key] = node.over(below)
             else:
                 merged[key] = node
@@ -96,4 +96,4 @@ class Section:
             home = older
         else:
             home = self
-        return Section(home.place, home.path, merged)
+        return SourcedTable(home.place, home.path, merged)

@@ -13,7 +13,7 @@ UNEVEN = 1.05  # times the mean that the largest share may have for it: all wait
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ParallelDegrees:
     """How many ranks lie along each axis.
 
     Args:
@@ -39,7 +39,7 @@ class Degrees:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinates:
     """Where a rank stands on each axis, from 0."""
 
     pipeline: int
@@ -47,12 +47,12 @@ class Place:
     shard: int
     tensor: int
 
-    def data(self, degrees: Degrees) -> int:
+    def data(self, degrees: ParallelDegrees) -> int:
         """The data-parallel rank: neighbours in it share a copy of the model."""
         return self.replicate * degrees.shard + self.shard
 
 
-def degrees_of(job: Job) -> Degrees:
+def degrees_of(job: Job) -> ParallelDegrees:
     """The degrees a job asks for; ZeRO 0 is a whole copy on every data-parallel rank. Where they
     do not divide the world, of the ranks that fit in."""
     p = job.parallelism
@@ -61,7 +61,7 @@ def degrees_of(job: Job) -> Degrees:
         replicate = data
     else:
         replicate = p.data_parallel_replicate_size
-    return Degrees(
+    return ParallelDegrees(
         p.tensor_model_parallel_size,
         p.pipeline_model_parallel_size,
         replicate,
@@ -69,20 +69,20 @@ def degrees_of(job: Job) -> Degrees:
     )
 
 
-def rank_of(place: Place, degrees: Degrees) -> int:
+def rank_at(place: RankCoordinates, degrees: ParallelDegrees) -> int:
     """rank = (pp * DP + dp) * TP + tp: tensor-parallel neighbours are neighbours, stages lie far
     apart (as Megatron-LM and DeepSpeed have it)."""
     return (place.pipeline * degrees.data + place.data(degrees)) * degrees.tensor + place.tensor
 
 
-def place_of(rank: int, degrees: Degrees) -> Place:
-    """The inverse of `rank_of`."""
+def coordinates_of(rank: int, degrees: ParallelDegrees) -> RankCoordinates:
+    """The inverse of `rank_at`."""
     rest, tensor = divmod(rank, degrees.tensor)
     pipeline, data = divmod(rest, degrees.data)
-    return Place(pipeline, *divmod(data, degrees.shard), tensor)
+    return RankCoordinates(pipeline, *divmod(data, degrees.shard), tensor)
 
 
-def share(size: int, parts: int, index: int) -> tuple[int, int]:
+def share_of_rank(size: int, parts: int, index: int) -> tuple[int, int]:
     """(start, length) of part `index` of `size` rows: whole multiples of the largest of UNITS
     that leaves them about equal; nothing is padded."""
     fits = (

@@ -10,17 +10,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainkit.base.documents import document, read_form
-from trainkit.base.errors import ConfigError, Place, Problem
+from trainkit.base.documents import document, read_document
+from trainkit.base.errors import ConfigError, Problem, SourceLocation
 from trainkit.base.files import write_json
-from trainkit.jobs.provenance import BUILT_IN, Origin, Section
+from trainkit.jobs.provenance import BUILT_IN, SourcedTable, SourcedValue
 from trainkit.jobs.schema import Job, Table
 
 SCHEMA = "job/1"
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedJob:
     """A job and where its values come from.
 
     Args:
@@ -29,7 +29,7 @@ class Resolved:
     """
 
     job: Job
-    origins: dict[str, Origin]
+    origins: dict[str, SourcedValue]
 
     def to_json(self) -> dict[str, Any]:
         """The document job/1."""
@@ -37,39 +37,41 @@ class Resolved:
         return document(SCHEMA, job=self.job.model_dump(mode="json"), origins=origins)
 
 
-def origins_of(table: Table, section: Section, above: str = "") -> Iterator[tuple[str, Origin]]:
+def provenance_of(
+    table: Table, section: SourcedTable, above: str = ""
+) -> Iterator[tuple[str, SourcedValue]]:
     """The origin of every value of `table`, which was made from `section`; built-in defaults
     included."""
     for key, field in type(table).model_fields.items():
         value = getattr(table, key)
         node = section.entries.get(key)
         path = above + key
-        if isinstance(node, Section):
+        if isinstance(node, SourcedTable):
             inner = node
         else:
-            inner = Section(section.place)
+            inner = SourcedTable(section.place)
         if isinstance(value, Table):
-            yield from origins_of(value, inner, f"{path}.")
+            yield from provenance_of(value, inner, f"{path}.")
         elif isinstance(value, dict) and any(isinstance(item, Table) for item in value.values()):
             for name, item in value.items():
                 node = inner.entries[name]
-                assert isinstance(node, Section)
-                yield from origins_of(item, node, f"{path}.{name}.")
+                assert isinstance(node, SourcedTable)
+                yield from provenance_of(item, node, f"{path}.{name}.")
         elif isinstance(value, dict):
             yield from (
                 (f"{path}.{name}", origin)
                 for name, origin in inner.entries.items()
-                if isinstance(origin, Origin)
+                if isinstance(origin, SourcedValue)
             )
         else:
             if field.is_required() or key == "name":
                 default = None
             else:
-                default = Origin(field.get_default(call_default_factory=True), BUILT_IN)
-            yield path, _origin(value, node if isinstance(node, Origin) else None, default)
+                default = SourcedValue(field.get_default(call_default_factory=True), BUILT_IN)
+            yield path, _origin(value, node if isinstance(node, SourcedValue) else None, default)
 
 
-def _origin(value: Any, written: Origin | None, default: Origin | None) -> Origin:
+def _origin(value: Any, written: SourcedValue | None, default: SourcedValue | None) -> SourcedValue:
     """A value's origin: where it was written, over the built-in default."""
     if written is None:
         assert default, "the schema lets no required value be absent"
@@ -81,7 +83,7 @@ def _origin(value: Any, written: Origin | None, default: Origin | None) -> Origi
     return origin.over(default)
 
 
-def write_job(path: Path, resolved: Resolved) -> None:
+def write_job(path: Path, resolved: ResolvedJob) -> None:
     """Write job.json, whole or not at all."""
     write_json(path, resolved.to_json())
 
@@ -89,7 +91,7 @@ def write_job(path: Path, resolved: Resolved) -> None:
 def read_job(path: Path) -> Job:
     """Read job.json; needs neither jobs.toml nor the environment. Raises ConfigError where it is
     no job of this version."""
-    value = read_form(path, SCHEMA)
+    value = read_document(path, SCHEMA)
     try:
         return Job.model_validate(value.get("job"))
     except ValidationError as error:
@@ -99,5 +101,5 @@ def read_job(path: Path) -> Job:
         ]
     hint = "it was written by another version of trainkit, or by hand"
     raise ConfigError(
-        [Problem(f"{key}: {message}", Place(str(path)), hint) for key, message in wrong]
+        [Problem(f"{key}: {message}", SourceLocation(str(path)), hint) for key, message in wrong]
     )

@@ -9,15 +9,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainkit.base.documents import read_form
+from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.base.files import write_json
 from trainkit.jobs.clusters import WatchLimits
-from trainkit.jobs.layers import parse_sets
-from trainkit.jobs.messages import choices
+from trainkit.jobs.layers import parse_overrides
+from trainkit.jobs.messages import suggest
 from trainkit.jobs.provenance import SET
-from trainkit.jobs.resolved import SCHEMA, Resolved, read_job
-from trainkit.jobs.schema import Job, Parallelism, Retry
+from trainkit.jobs.resolved import SCHEMA, ResolvedJob, read_job
+from trainkit.jobs.schema import Job, Parallelism, RetrySettings
 
 CHANGEABLE = (
     "nodes",
@@ -31,7 +31,7 @@ CHANGEABLE = (
     "cluster.ssh_args",
     *(f"cluster.watch.{name}" for name in WatchLimits.model_fields),
     *(f"parallelism.{name}" for name in Parallelism.model_fields),
-    *(f"retry.{name}" for name in Retry.model_fields),
+    *(f"retry.{name}" for name in RetrySettings.model_fields),
     "training.micro_batch_size",
     "training.train_iters",
     "training.lr_decay_iters",
@@ -59,7 +59,7 @@ FIXED_BY_MEGATRON = ("training.train_iters", "training.eval_interval", "training
 
 
 def changed_job(
-    path: Path, sets: Sequence[str], moved: Resolved | None = None
+    path: Path, sets: Sequence[str], moved: ResolvedJob | None = None
 ) -> tuple[dict[str, Any], Job]:
     """The job of job.json with overrides laid over it: (document job/1, job). Nothing is written.
 
@@ -76,7 +76,7 @@ def changed_job(
     refuses, and for a cluster with another root.
     """
     job = read_job(path)
-    document = read_form(path, SCHEMA)
+    document = read_document(path, SCHEMA)
     if moved is not None:
         _move(document, job, moved)
     values = document["job"]
@@ -86,7 +86,7 @@ def changed_job(
             "global_batch_size": job.global_batch_size,
             "gradient_accumulation_steps": None,
         }
-    given = parse_sets(sets)
+    given = parse_overrides(sets)
     if any(origin.path == ("training", "train_iters") for origin in given):
         values["training"]["lr_decay_iters"] = job.training.decay_iters
     problems = []
@@ -94,7 +94,7 @@ def changed_job(
         key = ".".join(origin.path)
         if key not in CHANGEABLE:
             problems.append(
-                Problem(f"{key} cannot change once a run has begun", SET, choices(key, CHANGEABLE))
+                Problem(f"{key} cannot change once a run has begun", SET, suggest(key, CHANGEABLE))
             )
             continue
         if job.sample_order == "megatron" and key in FIXED_BY_MEGATRON:
@@ -140,7 +140,7 @@ def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     values[path[-1]] = value
 
 
-def _move(document: dict[str, Any], job: Job, moved: Resolved) -> None:
+def _move(document: dict[str, Any], job: Job, moved: ResolvedJob) -> None:
     """Put another cluster's table, and where its values come from, into the document of a job."""
     before = job.cluster
     after = moved.job.cluster

@@ -22,22 +22,22 @@ from trainkit.jobs.training import Training
 
 __all__ = [  # the tables that other packages name
     "NAME",
-    "Checkpoint",
+    "CheckpointSettings",
     "Cluster",
     "Container",
     "Dataset",
     "Defaults",
-    "Generate",
+    "GenerateSettings",
     "Job",
     "Model",
     "Parallelism",
-    "Profile",
-    "Retry",
+    "ProfileSettings",
+    "RetrySettings",
     "RopeScaling",
     "Table",
     "Tokenizer",
     "Training",
-    "Wandb",
+    "WandbSettings",
 ]
 
 
@@ -100,7 +100,7 @@ class Parallelism(Table):
         return self
 
 
-class Engine(Table):
+class EngineSource(Table):
     """Where an engine that is not trainkit's own comes from."""
 
     NAMES: ClassVar[tuple[str, ...]] = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
@@ -115,7 +115,7 @@ class Engine(Table):
     container: str | None = Field(None, description="the [containers.X] table it runs in")
 
     @model_validator(mode="after")
-    def _is_an_engine(self) -> Engine:
+    def _is_an_engine(self) -> EngineSource:
         if self.name and self.name not in self.NAMES:
             raise wrong(
                 "name", f"there is no engine {self.name!r}; engines: {', '.join(self.NAMES)}"
@@ -123,7 +123,7 @@ class Engine(Table):
         return self
 
 
-class Checkpoint(Table):
+class CheckpointSettings(Table):
     """What is kept on disk."""
 
     keep_last: int = Field(
@@ -171,7 +171,7 @@ class Checkpoint(Table):
     )
 
 
-class Generate(Table):
+class GenerateSettings(Table):
     """The sample printed when training ends."""
 
     prompt: str = Field(
@@ -180,7 +180,7 @@ class Generate(Table):
     max_new_tokens: int = Field(64, ge=1, description="tokens of the sample")
 
 
-class Profile(Table):
+class ProfileSettings(Table):
     """Which steps torch's profiler looks at; traces go to profile/ in the run folder."""
 
     start: int = Field(ge=1, description="first step that is profiled")
@@ -190,13 +190,13 @@ class Profile(Table):
     )
 
     @model_validator(mode="after")
-    def _ordered(self) -> Profile:
+    def _ordered(self) -> ProfileSettings:
         if self.stop < self.start:
             raise wrong("stop", f"stop {self.stop} is before start {self.start}")
         return self
 
 
-class Wandb(Table):
+class WandbSettings(Table):
     """Metrics to Weights & Biases as well (needs the extra `wandb`); the run's id there is its
     id here, so a resumed run goes on."""
 
@@ -208,7 +208,7 @@ class Wandb(Table):
     )
 
 
-class Retry(Table):
+class RetrySettings(Table):
     """How often a run goes on by itself after a failure, by the failure's class: one kind does
     not eat the budget of another."""
 
@@ -265,8 +265,8 @@ class Job(Table):
     nodes: int = Field(1, ge=1, description="nodes")
     parallelism: Parallelism = Field(default_factory=Parallelism)
     training: Training
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    generate: Generate = Field(default_factory=Generate)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    generate: GenerateSettings = Field(default_factory=GenerateSettings)
     validation: dict[Annotated[str, Field(pattern=NAME)], Dataset] = Field(
         default_factory=dict,
         description=(
@@ -288,9 +288,9 @@ class Job(Table):
             "weights to begin with: hf:NAME of the hub, hf:NAME@REVISION, or a Hugging Face folder"
         ),
     )
-    profile: Profile | None = Field(None, description="profile a range of steps")
-    wandb: Wandb | None = Field(None, description="report to Weights & Biases as well")
-    retry: Retry | None = Field(
+    profile: ProfileSettings | None = Field(None, description="profile a range of steps")
+    wandb: WandbSettings | None = Field(None, description="report to Weights & Biases as well")
+    retry: RetrySettings | None = Field(
         None,
         description=(
             "how often it goes on by itself after a failure; by default not at all on this machine"
@@ -447,14 +447,14 @@ class Job(Table):
         return {**self.cluster.env, **(self.container.env if self.container else {}), **self.env}
 
     @property
-    def retries(self) -> Retry:
+    def retries(self) -> RetrySettings:
         """Budgets of retries: as given; by default none where the ranks run on this machine
         only."""
         if self.retry is not None:
             return self.retry
         if self.cluster.launcher_traits.one_machine:
-            return Retry(infra=0, hang=0)
-        return Retry()
+            return RetrySettings(infra=0, hang=0)
+        return RetrySettings()
 
     @property
     def sbatch_options(self) -> SlurmOptions:
@@ -501,7 +501,7 @@ TABLES: dict[str, type[Table]] = {
     "clusters": Cluster,
     "devices": Device,
     "containers": Container,
-    "engines": Engine,
+    "engines": EngineSource,
     "tokenizers": Tokenizer,
     "datasets": Dataset,
     "models": Model,

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 import tomli
 
-from trainkit.base.errors import ConfigError, Place, Problem
+from trainkit.base.errors import ConfigError, Problem, SourceLocation
 
 KeyPath = tuple[str | int, ...]
 
 
-class Spot(NamedTuple):
+class TomlPosition(NamedTuple):
     """Line and column, both from 1."""
 
     line: int
     column: int
 
 
-def parse(text: str, file: str) -> tuple[dict[str, Any], dict[KeyPath, Spot]]:
+def parse(text: str, file: str) -> tuple[dict[str, Any], dict[KeyPath, TomlPosition]]:
     """The values of a TOML document and the spot of every key, table and array element in it.
 
     Args:
@@ -36,14 +36,14 @@ def parse(text: str, file: str) -> tuple[dict[str, Any], dict[KeyPath, Spot]]:
     except tomli.TOMLDecodeError as error:
         problem = _explained(text, error, file)
     except RecursionError:
-        problem = Problem("arrays or tables are nested too deeply", Place(file))
+        problem = Problem("arrays or tables are nested too deeply", SourceLocation(file))
     raise ConfigError([problem])
 
 
 def _explained(text: str, error: tomli.TOMLDecodeError, file: str) -> Problem:
     """A TOML error in words that help: what is twice and where it was first, and how TOML writes
     a value."""
-    here = Place(file, error.lineno)
+    here = SourceLocation(file, error.lineno)
     if error.msg.startswith(("Cannot overwrite", "Cannot declare", "Cannot mutate", "Duplicate")):
         text = text.replace("\r\n", "\n")
         end = text.find("\n", error.pos)
@@ -77,7 +77,7 @@ def _explained(text: str, error: tomli.TOMLDecodeError, file: str) -> Problem:
     )
 
 
-def locate(text: str) -> dict[KeyPath, Spot]:
+def locate(text: str) -> dict[KeyPath, TomlPosition]:
     """Map each key path of a valid document to where its key (of an array element: its value)
     begins.
 
@@ -107,19 +107,19 @@ class _Scanner:
         self.text = text
         self.at = 0
         self.newlines = [match.start() for match in re.finditer("\n", text)]
-        self.spots: dict[KeyPath, Spot] = {}
+        self.spots: dict[KeyPath, TomlPosition] = {}
         self.elements: dict[KeyPath, int] = {}  # the newest element of each array of tables
         self.headers: set[KeyPath] = set()
-        self.last_twice: tuple[KeyPath, Spot] | None = None
+        self.last_twice: tuple[KeyPath, TomlPosition] | None = None
 
-    def twice(self) -> tuple[KeyPath, Spot] | None:
+    def twice(self) -> tuple[KeyPath, TomlPosition] | None:
         """What the document gives a second time, and where it is first; None where that cannot
         be said. For text that ends with that second time."""
         with contextlib.suppress(IndexError, AssertionError):
             self.document()
         return self.last_twice
 
-    def document(self) -> dict[KeyPath, Spot]:
+    def document(self) -> dict[KeyPath, TomlPosition]:
         table: KeyPath = ()
         while self._skip(_BLANK) < len(self.text):
             if self.text[self.at] == "[":
@@ -137,9 +137,9 @@ class _Scanner:
         assert match, f"the locator lost its way at offset {self.at}"
         return match
 
-    def _spot(self, offset: int) -> Spot:
+    def _spot(self, offset: int) -> TomlPosition:
         before = bisect.bisect_left(self.newlines, offset)
-        return Spot(before + 1, offset - (self.newlines[before - 1] if before else -1))
+        return TomlPosition(before + 1, offset - (self.newlines[before - 1] if before else -1))
 
     def _key(self) -> list[tuple[str, int]]:
         """The parts of a dotted key, each with its offset."""

@@ -17,8 +17,8 @@ from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.process import reap, running, start, stop
-from trainkit.base.worker import PARENT_VARIABLE, error_from
+from trainkit.base.process import is_running, reap_child, start_child, stop_children
+from trainkit.base.worker import PARENT_VARIABLE, error_from_report
 from trainkit.engines.native import cpu_sharing
 from trainkit.launch.supervise.rank_environment import port_candidates
 
@@ -61,7 +61,7 @@ def run_together(
                         progress(line["progress"], line["total"])
             return team.result()
         finally:
-            stop(team.children, GRACE_SECONDS)
+            stop_children(team.children, GRACE_SECONDS)
 
 
 def _free_port(seed: str, address: str) -> int:
@@ -111,7 +111,7 @@ class _Team:
             with open(self._output(rank), "wb") as output, open(self._log(rank), "wb") as log:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 self.children.append(
-                    start(
+                    start_child(
                         [*argv, str(folder / "spec.json")],
                         env={**environment, **own},
                         cwd=folder,
@@ -144,9 +144,9 @@ class _Team:
     def wait(self) -> bool:
         """Wait a moment; returns whether any goes on that should."""
         time.sleep(POLL_SECONDS)
-        going = [child for child in self.children if running(child)]
+        going = [child for child in self.children if is_running(child)]
         if self.failed_at is None and any(
-            not running(child) and _code(child) for child in self.children
+            not is_running(child) and _code(child) for child in self.children
         ):
             self.failed_at = time.monotonic()
         return bool(going) and (
@@ -156,7 +156,7 @@ class _Team:
     def result(self) -> dict[str, Any]:
         """Rank 0's. Raises the error of the first rank that told of one, else tells how one
         ended."""
-        ended = [0 if running(child) else reap(child) for child in self.children]
+        ended = [0 if is_running(child) else reap_child(child) for child in self.children]
         for rank in range(len(ended)):
             self.hear(rank)
         if not any(ended):
@@ -164,7 +164,7 @@ class _Team:
         for lines in self.heard:
             for line in lines:
                 if "error" in line:
-                    raise error_from(line["error"])
+                    raise error_from_report(line["error"])
         # one ended by a signal makes its peers fail
         if min(ended) < 0:
             code = min(ended)

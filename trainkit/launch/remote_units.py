@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.base.process import stop
+from trainkit.base.process import stop_children
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host, find_hostfile
 from trainkit.launch.hosts.quarantine import read_quarantine
@@ -350,5 +350,5 @@ class _Spread:
         children = [batch.child for batch in self.local]
         await asyncio.gather(
             self.pool.ask(frames, {"stopped"}, GRACE_SECONDS + GONE_SECONDS),
-            asyncio.to_thread(stop, children, GRACE_SECONDS),
+            asyncio.to_thread(stop_children, children, GRACE_SECONDS),
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainkit.base.documents import document, read_form
+from trainkit.base.documents import document, read_document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.runs.folder import RunFolder
@@ -39,7 +39,7 @@ def refuse_other_inputs(run: RunFolder) -> None:
             exit=Exit.STAGE_STALE,
             hint=f"invoke train {run.job_name}",
         )
-    for old in read_form(path, "inputs/1")["files"]:
+    for old in read_document(path, "inputs/1")["files"]:
         new = file_identity(Path(old[0]))
         if new != old:
             if new is None:

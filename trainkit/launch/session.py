@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.base.address import own_addresses
+from trainkit.base.address import local_addresses
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json, write_text
@@ -219,4 +219,4 @@ def is_this_machine(host: Host) -> bool:
         "::1",
         socket.gethostname(),
         socket.gethostname().partition(".")[0],
-    ) or host.name in {address for _, address in own_addresses()}
+    ) or host.name in {address for _, address in local_addresses()}

@@ -14,7 +14,7 @@ from typing import Any
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.jobs.resolved import Resolved, write_job
+from trainkit.jobs.resolved import ResolvedJob, write_job
 from trainkit.jobs.resume_changes import write_changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.selection import HostList, write_hosts
@@ -28,7 +28,7 @@ from trainkit.launch.supervise.supervisor import locked_run, supervise
 from trainkit.plan.planner import Plan
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
-from trainkit.runs.record import read_events, read_supervisor, write_maker
+from trainkit.runs.record import read_events, read_supervisor_status, write_maker
 from trainkit.stages.contract import Need
 
 __all__ = ["RunObserver", "resume_run", "spawn_supervisor", "start_run"]
@@ -39,7 +39,7 @@ PACKAGE = Path(trainkit.__file__).parent
 
 
 def start_run(
-    resolved: Resolved,
+    resolved: ResolvedJob,
     plan: Plan,
     needs: Sequence[Need],
     project: Path,
@@ -164,7 +164,7 @@ def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
             start_new_session=True,
         )
     deadline = time.monotonic() + SPAWN_SECONDS
-    while (sign := read_supervisor(run)) is None or sign.identity.pid != child.pid:
+    while (sign := read_supervisor_status(run)) is None or sign.identity.pid != child.pid:
         if (code := child.poll()) is not None:
             said = log.read_text(errors="replace").strip().splitlines()[-1:]
             if code < 0:  # as `status` says of the run that it leaves
@@ -192,7 +192,7 @@ def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
 
 def fill_run(
     run: RunFolder,
-    resolved: Resolved,
+    resolved: ResolvedJob,
     plan: Plan,
     needs: Sequence[Need] | None,
     project: Path,

@@ -105,7 +105,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Parts:
+class DurationParts:
     """Seconds of a whole run, by what they are spent on. None: not known, and in no sum.
 
     Args:
@@ -151,7 +151,7 @@ class Duration:
 
     speed: Speed
     step_seconds: float
-    parts: Parts
+    parts: DurationParts
     evaluations: int
     start_seconds: float
     days: float
@@ -242,7 +242,7 @@ def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
         saves = saves + (requeues or 0) * (costs.write or 0.0)
     else:
         saves = None
-    parts = Parts(
+    parts = DurationParts(
         steps, evaluations, saves, start + ((requeues or 0) + (failures or 0.0)) * again, repeated
     )
 

@@ -91,7 +91,7 @@ def _of_rank(job: Job, rules: Rules, memory: Memory, stage: int) -> int:
 def host_memory_of(
     job: Job, layout: Layout, rules: Rules, memory: Memory, here: int | None = None
 ) -> HostMemory:
-    """The node whose ranks need most. Ranks lie as `trainkit.jobs.ranks.rank_of` says: a stage's
+    """The node whose ranks need most. Ranks lie as `trainkit.jobs.ranks.rank_at` says: a stage's
     are neighbours.
 
     Args:

@@ -69,7 +69,7 @@ def try_change(job: Job, change: Change) -> Job | None:
         return None
 
 
-def in_words(changes: Sequence[Change], key: str) -> str:
+def describe_changes(changes: Sequence[Change], key: str) -> str:
     """The way out: "nearest: 12 or 18" where all change `key` alone, "nearest: nodes 30 with
     pipeline_model_parallel_size 30" else."""
     if not changes:

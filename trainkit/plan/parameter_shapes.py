@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainkit.jobs.ranks import share
+from trainkit.jobs.ranks import share_of_rank
 from trainkit.jobs.schema import Model
 from trainkit.plan.arithmetic import norms_of
 from trainkit.plan.layout import Layout
@@ -50,7 +50,7 @@ class Weight:
     def _local(self, part: int, tensor: int, rank: int | None) -> int:
         if self.head or rank is None:
             return max(self.head, -(-part // tensor))
-        return share(part, tensor, rank)[1]
+        return share_of_rank(part, tensor, rank)[1]
 
     def numbers(self, tensor: int = 1, rank: int | None = None) -> int:
         """Elements on that rank."""

@@ -33,7 +33,7 @@ from trainkit.plan.limits import Sizes, memory_objections, storage_objections, t
 from trainkit.plan.measured import Measured, measured_speed
 from trainkit.plan.memory import Memory
 from trainkit.plan.notes import notes
-from trainkit.plan.objection import Objection, in_words, try_change
+from trainkit.plan.objection import Objection, describe_changes, try_change
 from trainkit.plan.rules import Rules
 from trainkit.plan.storage import GIB, NATIVE, Storage, checkpoint_bytes_per_parameter, storage_of
 
@@ -41,7 +41,7 @@ __all__ = ["Objection", "Plan", "checkpoint_bytes_per_parameter", "make_plan"]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """What is known of this machine and of data that is there already.
 
     Args:
@@ -168,7 +168,7 @@ def _settled(
                 sizes is None or not fitted or sizes.fits(tried)
             ):
                 kept.append(change)
-        way_out = in_words(kept, objection.key)
+        way_out = describe_changes(kept, objection.key)
         yield Objection(
             objection.code,
             objection.key,
@@ -182,7 +182,7 @@ def make_plan(
     vocab_size: int | None = None,
     *,
     rules: Rules = NATIVE,
-    prepared: Prepared | None = None,
+    prepared: PreparedData | None = None,
     measured: Measured | None = None,
 ) -> Plan:
     """Plan `job`.
@@ -199,7 +199,7 @@ def make_plan(
         raise ValueError(
             f"job {job.name} is for engine {job.engine}, these are the rules of {rules.engine}"
         )
-    there = prepared or Prepared()
+    there = prepared or PreparedData()
     trained = vocab_size or there.vocab_size
     tokenizer = job.dataset.tokenizer
     vocab = job.model.vocab_size or trained or (tokenizer.vocab_size if tokenizer else None)

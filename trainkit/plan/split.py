@@ -20,7 +20,7 @@ EMBEDDING = "account-for-embedding-in-pipeline-split"
 LOSS = "account-for-loss-in-pipeline-split"
 FIRST = "decoder-first-pipeline-num-layers"
 LAST = "decoder-last-pipeline-num-layers"
-LAYOUT = "pipeline-model-parallel-layout"
+MEGATRON_LAYOUT = "pipeline-model-parallel-layout"
 MOST = 2**16  # symbols of a layout
 
 
@@ -60,8 +60,8 @@ def split_of(job: Job, pipeline: int, virtual: int) -> Split:
         given = {}
     equal = tuple(split_layers(layers, pipeline * virtual))
     try:
-        if text := given.get(LAYOUT):
-            return Split(_spelled(str(text), layers, pipeline, virtual), LAYOUT)
+        if text := given.get(MEGATRON_LAYOUT):
+            return Split(_spelled(str(text), layers, pipeline, virtual), MEGATRON_LAYOUT)
         if FIRST in given or LAST in given:
             first = given.get(FIRST)
             last = given.get(LAST)
@@ -143,21 +143,29 @@ def _spelled(text: str, layers: int, pipeline: int, virtual: int) -> tuple[int, 
         part = found[1] or found[3] or ""
         times = int(found[2] or found[4])
         if len(plain) + len(part) * times > MOST:
-            raise _Impossible(LAYOUT, f"{LAYOUT} has more than {MOST} parts")
+            raise _Impossible(MEGATRON_LAYOUT, f"{MEGATRON_LAYOUT} has more than {MOST} parts")
         plain = plain[: found.start()] + part * times + plain[found.end() :]
     if wrong := sorted(set(plain) - set("EtL|")):
-        message = f"{LAYOUT} has {wrong[0]!r}: E, t, L, |, ( ) and * with a number are known here"
-        raise _Impossible(LAYOUT, message)
+        message = (
+            f"{MEGATRON_LAYOUT} has {wrong[0]!r}: E, t, L, |, ( ) and * with a number are known"
+            " here"
+        )
+        raise _Impossible(MEGATRON_LAYOUT, message)
     chunks = plain.split("|")
     marks = plain.replace("|", "").replace("t", "")
     if marks != "EL" or not chunks[0].startswith("E") or not chunks[-1].endswith("L"):
-        raise _Impossible(LAYOUT, f"{LAYOUT} needs one E, at its beginning, and one L, at its end")
+        raise _Impossible(
+            MEGATRON_LAYOUT,
+            f"{MEGATRON_LAYOUT} needs one E, at its beginning, and one L, at its end",
+        )
     if len(chunks) != pipeline * virtual:
         message = (
-            f"{LAYOUT} has {len(chunks)} chunks, {pipeline} stages of {virtual} are"
+            f"{MEGATRON_LAYOUT} has {len(chunks)} chunks, {pipeline} stages of {virtual} are"
             f" {pipeline * virtual}"
         )
-        raise _Impossible(LAYOUT, message)
+        raise _Impossible(MEGATRON_LAYOUT, message)
     if plain.count("t") != layers:
-        raise _Impossible(LAYOUT, f"{LAYOUT} has {plain.count('t')} layers, the model {layers}")
+        raise _Impossible(
+            MEGATRON_LAYOUT, f"{MEGATRON_LAYOUT} has {plain.count('t')} layers, the model {layers}"
+        )
     return tuple(chunk.count("t") for chunk in chunks)

@@ -12,10 +12,10 @@ from trainkit.base.errors import Exit, TrainkitError
 
 # what stood in a checkpoint's place and was none: it neither counts nor goes, a person may want to
 # look
-ASIDE = ".damaged"
+SET_ASIDE_SUFFIX = ".damaged"
 
 
-class Damaged(TrainkitError):
+class DamagedCheckpoint(TrainkitError):
     """A checkpoint that must not be read (exit 16): it was looked at, and is wrong."""
 
     def __init__(
@@ -33,17 +33,17 @@ class Damaged(TrainkitError):
         )
 
 
-class Missing(Damaged):
+class MissingCheckpoint(DamagedCheckpoint):
     """Its manifest or one of its files is not there (exit 16), or is not shown yet."""
 
 
-class Unreadable(Damaged):
+class UnreadableCheckpoint(DamagedCheckpoint):
     """A disk does not say what is in it (exit 10): it may be whole."""
 
     def __init__(self, folder: Path, problems: list[str]) -> None:
         hint = (
             "`resume` once more when the file system is well; to do without it, rename it by hand"
-            f" to {folder.name}{ASIDE}"
+            f" to {folder.name}{SET_ASIDE_SUFFIX}"
         )
         super().__init__(
             folder,
@@ -54,7 +54,7 @@ class Unreadable(Damaged):
         )
 
 
-class Newer(TrainkitError):
+class NewerCheckpoint(TrainkitError):
     """A checkpoint that another version of trainkit wrote, in a form that this one does not know
     (exit 3): what is not known may matter."""
 
@@ -71,7 +71,7 @@ class Newer(TrainkitError):
         )
 
 
-def unread(error: OSError) -> str:
+def describe_read_error(error: OSError) -> str:
     """Which file could not be read where, and why."""
     if isinstance(error.filename, str | bytes | os.PathLike):
         name = Path(os.fsdecode(error.filename)).name

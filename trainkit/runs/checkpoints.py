@@ -27,23 +27,30 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, 
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import fsync_folder, remove, write_text
-from trainkit.jobs.schema import Checkpoint as Keep
-from trainkit.runs.checkpoint_errors import ASIDE, Damaged, Missing, Newer, Unreadable, unread
+from trainkit.jobs.schema import CheckpointSettings
+from trainkit.runs.checkpoint_errors import (
+    SET_ASIDE_SUFFIX,
+    DamagedCheckpoint,
+    MissingCheckpoint,
+    NewerCheckpoint,
+    UnreadableCheckpoint,
+    describe_read_error,
+)
 
 MANIFEST = "manifest.json"
 PINNED = "pinned"  # a file of this name in a checkpoint's folder: it stays
-FINISHED = re.compile(r"step-(\d{8,})")
-UNFINISHED = ".tmp"
+PUBLISHED_NAME = re.compile(r"step-(\d{8,})")
+UNFINISHED_SUFFIX = ".tmp"
 MISSING = " is missing"
 ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
 # bytes of an element by dtype
-WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 # seconds between looks at what may only seem to be gone: a stale handle, too many open files, a
 # remote folder as it was
 PAUSES = (0.5, 2.0)
 SAMPLED = 8  # verify = "sample" hashes one file of so many
 Numbers = tuple[NonNegativeInt, ...]
-Verify = Literal["size", "sample", "full"]
+VerifyLevel = Literal["size", "sample", "full"]
 Seen = TypeVar("Seen")
 # whole numbers of `state`; Megatron-LM's chances go on below 0 while the loss scale falls
 WHOLE = {"hysteresis_tracker"}
@@ -58,12 +65,12 @@ COUNTS = {  # those that are never less than 0
 }
 
 
-class Form(BaseModel):
+class ManifestPart(BaseModel):
     # what is not known may matter
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-class DataFile(Form):
+class DataFile(ManifestPart):
     """One file of a checkpoint. `path` is a plain name inside the checkpoint's folder."""
 
     path: str
@@ -71,7 +78,7 @@ class DataFile(Form):
     xxh128: str
 
 
-class Chunk(Form):
+class TensorChunk(ManifestPart):
     """A box of a tensor, row-major at `start` of a file."""
 
     offsets: Numbers
@@ -81,15 +88,15 @@ class Chunk(Form):
     bytes: NonNegativeInt
 
 
-class TensorEntry(Form):
+class TensorEntry(ManifestPart):
     """One tensor by its global shape, and the boxes that cover it."""
 
     shape: Numbers
     dtype: str
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
 
-class Manifest(Form):
+class Manifest(ManifestPart):
     """The form checkpoint/1: what a checkpoint holds and where it comes from.
 
     `tensors`: model.NAME, optimizer.exp_avg.NAME and optimizer.exp_avg_sq.NAME for every
@@ -141,15 +148,15 @@ class Checkpoint:
         return (self.folder / PINNED).exists()
 
 
-def folder_of(checkpoints: Path, step: int) -> Path:
+def checkpoint_folder(checkpoints: Path, step: int) -> Path:
     """Where the checkpoint of `step` lies, or will."""
     return checkpoints / f"step-{step:08d}"
 
 
-def unfinished(folder: Path) -> Path:
+def unfinished_folder(folder: Path) -> Path:
     """A name for what will be a checkpoint's folder, or was one, that no other process uses: two
     writers never share a file."""
-    return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    return folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{UNFINISHED_SUFFIX}")
 
 
 def set_aside(folder: Path) -> Path:
@@ -158,7 +165,9 @@ def set_aside(folder: Path) -> Path:
 
     Raises OSError as the disk does.
     """
-    aside = folder.rename(folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{ASIDE}"))
+    aside = folder.rename(
+        folder.with_name(f"{folder.name}.{secrets.token_hex(4)}{SET_ASIDE_SUFFIX}")
+    )
     fsync_folder(folder.parent)
     return aside
 
@@ -168,8 +177,8 @@ def set_aside_in(checkpoints: Path) -> list[Path]:
     return sorted(
         (
             p
-            for p in checkpoints.glob(f"step-*{ASIDE}")
-            if FINISHED.fullmatch(p.name.partition(".")[0])
+            for p in checkpoints.glob(f"step-*{SET_ASIDE_SUFFIX}")
+            if PUBLISHED_NAME.fullmatch(p.name.partition(".")[0])
         ),
         key=step_of,
     )
@@ -180,38 +189,40 @@ def step_of(folder: Path) -> int:
     return int(folder.name[5:].partition(".")[0])
 
 
-def finished(checkpoints: Path) -> list[Path]:
+def published_folders(checkpoints: Path) -> list[Path]:
     """Folders that were published, oldest first. Whether they are whole is for `open_checkpoint`
     to say."""
     if checkpoints.is_dir():
-        found = [(int(m[1]), p) for p in checkpoints.iterdir() if (m := FINISHED.fullmatch(p.name))]
+        found = [
+            (int(m[1]), p) for p in checkpoints.iterdir() if (m := PUBLISHED_NAME.fullmatch(p.name))
+        ]
     else:
         found = []
     return [path for _, path in sorted(found)]
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read and check a checkpoint's manifest, and its files' sizes, in one look. Raises Damaged
-    with all that is wrong, Newer."""
+    """Read and check a checkpoint's manifest, and its files' sizes, in one look. Raises
+    DamagedCheckpoint with all that is wrong, NewerCheckpoint."""
     try:
-        return checked(folder, read_manifest(folder))
+        return check_checkpoint(folder, read_manifest(folder))
     except OSError as error:
-        raise Unreadable(folder, [unread(error)]) from None
+        raise UnreadableCheckpoint(folder, [describe_read_error(error)]) from None
 
 
-def look_at(folder: Path) -> bytes:
-    """The content of a manifest that is right and fits its files' sizes. Raises Damaged with all
-    that is wrong, after some pauses where it may pass; Newer."""
+def read_valid_manifest(folder: Path) -> bytes:
+    """The content of a manifest that is right and fits its files' sizes. Raises DamagedCheckpoint
+    with all that is wrong, after some pauses where it may pass; Newer."""
 
     def look() -> bytes:
         content = read_manifest(folder)
-        checked(folder, content)
+        check_checkpoint(folder, content)
         return content
 
     try:
         return _patiently(look)
     except OSError as error:
-        raise Unreadable(folder, [unread(error)]) from None
+        raise UnreadableCheckpoint(folder, [describe_read_error(error)]) from None
 
 
 def _patiently(look: Callable[[], Seen]) -> Seen:
@@ -219,7 +230,7 @@ def _patiently(look: Callable[[], Seen]) -> Seen:
     for seconds in PAUSES:
         try:
             return look()
-        except (OSError, Missing):
+        except (OSError, MissingCheckpoint):
             time.sleep(seconds)
     return look()
 
@@ -231,22 +242,23 @@ def _hidden(path: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> bytes:
-    """Raises Damaged where there is none, and OSError as the disk does."""
+    """Raises DamagedCheckpoint where there is none, and OSError as the disk does."""
     path = folder / MANIFEST
     try:
         if path.exists() and not path.is_file():
-            raise Damaged(folder, [f"{MANIFEST} is no file"])  # of a pipe one would wait for ever
+            # of a pipe one would wait for ever
+            raise DamagedCheckpoint(folder, [f"{MANIFEST} is no file"])
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if _hidden(path):
                 raise OSError(errno.ESTALE, "it is listed and cannot be found", str(path)) from None
-        raise Missing(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
+        raise MissingCheckpoint(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
 
 
-def checked(folder: Path, content: bytes, name: str = "") -> Checkpoint:
-    """A folder whose manifest has this content and fits its files' sizes. Raises Damaged with
-    all that is wrong, Newer, and OSError as the disk does.
+def check_checkpoint(folder: Path, content: bytes, name: str = "") -> Checkpoint:
+    """A folder whose manifest has this content and fits its files' sizes. Raises DamagedCheckpoint
+    with all that is wrong, NewerCheckpoint, and OSError as the disk does.
 
     `name`: what the folder will be called, where it has another name so far.
     """
@@ -259,34 +271,38 @@ def checked(folder: Path, content: bytes, name: str = "") -> Checkpoint:
         unknown = any(
             e["type"] == "extra_forbidden" or e["loc"] == ("schema",) for e in error.errors()
         )
-        raise (Newer if unknown and sealed(content) else Damaged)(folder, problems) from None
+        raise (NewerCheckpoint if unknown and has_valid_seal(content) else DamagedCheckpoint)(
+            folder, problems
+        ) from None
     problems = [
         *_manifest_problems(name or folder.name, manifest, content),
         *file_problems(folder, manifest),
         *_tensor_problems(manifest),
     ]
     if problems:
-        raise (Missing if any(problem.endswith(MISSING) for problem in problems) else Damaged)(
-            folder, problems
-        )
+        raise (
+            MissingCheckpoint
+            if any(problem.endswith(MISSING) for problem in problems)
+            else DamagedCheckpoint
+        )(folder, problems)
     return Checkpoint(folder, manifest)
 
 
-def sealed(content: bytes) -> bool:
+def has_valid_seal(content: bytes) -> bool:
     """Whether it ends with the hash of all before: nothing has changed since it was written."""
     end = len(content) - len(_seal(b""))
     return content[end:] == _seal(content[:end]).encode()
 
 
 def _manifest_problems(name: str, manifest: Manifest, content: bytes) -> Iterator[str]:
-    if manifest.xxh128 and not sealed(content):
+    if manifest.xxh128 and not has_valid_seal(content):
         yield f"{MANIFEST} does not have the hash {manifest.xxh128}"
     for key, value in manifest.state.items():
         if key in COUNTS and (type(value) is not int or value < 0):
             yield f"{MANIFEST}: state.{key} is {value!r}, which is no count"
         if key in WHOLE and type(value) is not int:
             yield f"{MANIFEST}: state.{key} is {value!r}, which is no whole number"
-    if name != folder_of(Path(), manifest.step).name:
+    if name != checkpoint_folder(Path(), manifest.step).name:
         yield f"its manifest says step {manifest.step}"
 
 
@@ -320,7 +336,7 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
     have the tensor's volume: they cover it."""
     size_of = {file.path: file.bytes for file in manifest.files}
     for name, tensor in manifest.tensors.items():
-        if tensor.dtype not in WIDTHS:
+        if tensor.dtype not in DTYPE_BYTES:
             yield f"{name} has the unknown dtype {tensor.dtype!r}"
             continue
         fits = True
@@ -329,7 +345,7 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
                 o + n <= t for o, n, t in zip(c.offsets, c.sizes, tensor.shape, strict=True)
             )
             stored = (
-                c.bytes == math.prod(c.sizes) * WIDTHS[tensor.dtype]
+                c.bytes == math.prod(c.sizes) * DTYPE_BYTES[tensor.dtype]
                 and c.start % ALIGNMENT == 0
                 and c.start + c.bytes <= size_of.get(c.file, -1)
             )
@@ -345,10 +361,10 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
             )
 
 
-def _overlap(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
+def _overlap(chunks: Iterable[TensorChunk]) -> tuple[TensorChunk, TensorChunk] | None:
     """Two parts of a tensor that share an element."""
     # those that reach the rows of the next one: as many as the tensor is cut into columns
-    beside: list[Chunk] = []
+    beside: list[TensorChunk] = []
     for chunk in sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: c.offsets):
         beside = [
             b
@@ -365,7 +381,7 @@ def _overlap(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
     return None
 
 
-def files_to_hash(manifest: Manifest, how: Verify) -> list[DataFile]:
+def files_to_hash(manifest: Manifest, how: VerifyLevel) -> list[DataFile]:
     """Which files `verify` = how reads: all, one of every SAMPLED (by the step, so that every
     reader looks at the same), or none."""
     if how == "size":
@@ -388,7 +404,7 @@ def wrong_hashes(folder: Path, files: Iterable[DataFile]) -> tuple[list[str], li
                 problems.append(f"{file.path} does not have the hash {file.xxh128}")
         except OSError as error:
             error.filename = error.filename or str(folder / file.path)  # a bad sector has no name
-            return problems, [unread(error)]
+            return problems, [describe_read_error(error)]
     return problems, []
 
 
@@ -400,27 +416,28 @@ def _xxh128(path: Path) -> str:
     return digest.hexdigest()
 
 
-def open_whole(folder: Path, how: Verify = "full") -> Checkpoint:
+def open_verified(folder: Path, how: VerifyLevel = "full") -> Checkpoint:
     """A checkpoint whose manifest and sizes are right, and the hashes that `how` asks for.
-    Raises Damaged with all that is wrong, and Newer."""
-    manifest = Manifest.model_validate_json(look_at(folder))
-    refuse_damaged(folder, *wrong_hashes(folder, files_to_hash(manifest, how)))
+    Raises DamagedCheckpoint with all that is wrong, and NewerCheckpoint."""
+    manifest = Manifest.model_validate_json(read_valid_manifest(folder))
+    raise_if_damaged(folder, *wrong_hashes(folder, files_to_hash(manifest, how)))
     return Checkpoint(folder, manifest)
 
 
-def refuse_damaged(folder: Path, wrong: list[str], unread: list[str]) -> None:
-    """Raises Damaged where anything is wrong, else Unreadable where anything could not be read."""
+def raise_if_damaged(folder: Path, wrong: list[str], unread: list[str]) -> None:
+    """Raises DamagedCheckpoint where anything is wrong, else Unreadable where anything could not be
+    read."""
     if wrong:
-        raise Damaged(folder, [*wrong, *unread])
+        raise DamagedCheckpoint(folder, [*wrong, *unread])
     if unread:
-        raise Unreadable(folder, unread)
+        raise UnreadableCheckpoint(folder, unread)
 
 
-def verify(folder: Path, how: Verify = "full") -> list[str]:
-    """Everything wrong with a checkpoint, an empty list if nothing is. Raises Newer."""
+def verify(folder: Path, how: VerifyLevel = "full") -> list[str]:
+    """Everything wrong with a checkpoint, an empty list if nothing is. Raises NewerCheckpoint."""
     try:
-        open_whole(folder, how)
-    except Damaged as damaged:
+        open_verified(folder, how)
+    except DamagedCheckpoint as damaged:
         return damaged.problem_list
     return []
 
@@ -428,7 +445,7 @@ def verify(folder: Path, how: Verify = "full") -> list[str]:
 def newest_valid(
     checkpoints: Path,
     on_damage: Callable[[str], None],
-    opened: Callable[[Path], Checkpoint] = open_whole,
+    opened: Callable[[Path], Checkpoint] = open_verified,
     folders: list[Path] | None = None,
 ) -> Checkpoint | None:
     """The newest checkpoint that is whole, None where there is none at all.
@@ -440,20 +457,20 @@ def newest_valid(
         folders: which there are, oldest first; by default all that are finished.
 
     Raises:
-        Unreadable: exit 10, for one a disk may be to blame; the second that could not be read
-        shows that it is the way to all of them. Also where no other
+        UnreadableCheckpoint: exit 10, for one a disk may be to blame; the second that could not be
+        read shows that it is the way to all of them. Also where no other
             is whole.
-        Newer: exit 3, the newest is of a form that is not known here. TrainkitError: exit 16,
-        there are checkpoints but none is valid.
+        NewerCheckpoint: exit 3, the newest is of a form that is not known here. TrainkitError: exit
+        16, there are checkpoints but none is valid.
     """
     if folders is None:
-        folders = finished(checkpoints)
-    unreadable = list[Unreadable]()
+        folders = published_folders(checkpoints)
+    unreadable = list[UnreadableCheckpoint]()
     for folder in reversed(folders):
         try:
             return opened(folder)
-        except Damaged as damaged:
-            if isinstance(damaged, Unreadable):
+        except DamagedCheckpoint as damaged:
+            if isinstance(damaged, UnreadableCheckpoint):
                 unreadable.append(damaged)
             if len(unreadable) > 1:
                 break
@@ -480,7 +497,7 @@ def valid_by_size(checkpoints: Path) -> list[Checkpoint]:
     the disk be full some day.
     """
     found = []
-    for folder in finished(checkpoints):
+    for folder in published_folders(checkpoints):
         try:
             found.append(open_checkpoint(folder))
         except (TrainkitError, OSError):
@@ -488,7 +505,9 @@ def valid_by_size(checkpoints: Path) -> list[Checkpoint]:
     return found
 
 
-def why_kept(found: list[Checkpoint], keep: Keep, newest: int) -> dict[int, list[str]]:
+def retention_reasons(
+    found: list[Checkpoint], keep: CheckpointSettings, newest: int
+) -> dict[int, list[str]]:
     """Why each of these checkpoints stays, by step; an empty list: it goes.
 
     Only those up to step `newest`, which was saved last, are judged. Later ones neither count
@@ -521,12 +540,12 @@ def why_kept(found: list[Checkpoint], keep: Keep, newest: int) -> dict[int, list
 
 def prune(
     checkpoints: Path,
-    keep: Keep,
+    keep: CheckpointSettings,
     newest: int,
     alone: contextlib.AbstractContextManager[object] | None = None,
 ) -> list[int]:
-    """Delete what `why_kept` gives no reason for; returns those steps. The checkpoint of step
-    `newest` was just saved and stays.
+    """Delete what `retention_reasons` gives no reason for; returns those steps. The checkpoint of
+    step `newest` was just saved and stays.
 
     Damaged ones neither count nor go: a person may want to look. Those that go are renamed
     first, within `alone` (the lock of writers), so that none is ever half there. Where the
@@ -540,14 +559,14 @@ def prune(
     with alone or contextlib.nullcontext():
         found = valid_by_size(checkpoints)
         if any(c.manifest.step == newest for c in found):
-            reasons = why_kept(found, keep, newest)
+            reasons = retention_reasons(found, keep, newest)
         else:
             reasons = {}
         for c in found:
             if reasons.get(c.manifest.step, ["stays"]) or c.manifest.step == newest:
                 continue
             try:
-                renamed = c.folder.rename(unfinished(c.folder))
+                renamed = c.folder.rename(unfinished_folder(c.folder))
                 if (renamed / PINNED).exists():  # a moment ago
                     renamed.rename(c.folder)
                 else:
@@ -566,14 +585,14 @@ def prune(
     return gone
 
 
-def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) -> None:
+def record_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) -> None:
     """The manifest of this step's checkpoint said that its evaluation is due; say that it was
     made, and what losses it found.
 
     What lies behind a link is not this run's and stays as it is. To be called under the lock of
-    writers. Raises Damaged, and OSError as the disk does.
+    writers. Raises DamagedCheckpoint, and OSError as the disk does.
     """
-    folder = folder_of(checkpoints, step)
+    folder = checkpoint_folder(checkpoints, step)
     if not folder.is_symlink():
         manifest = open_checkpoint(folder).manifest
         manifest.model_copy(
@@ -584,12 +603,12 @@ def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) 
 def pin(checkpoints: Path, step: int, *, pinned: bool) -> None:
     """Let the checkpoint of `step` stay for ever, or no longer. Raises TrainkitError (exit 16)
     where there is none."""
-    folder = folder_of(checkpoints, step)
+    folder = checkpoint_folder(checkpoints, step)
     try:
         (folder / PINNED).touch() if pinned else (folder / PINNED).unlink(missing_ok=True)
         fsync_folder(folder)
     except (FileNotFoundError, NotADirectoryError):
-        there = ", ".join(str(step_of(f)) for f in finished(checkpoints)) or "none"
+        there = ", ".join(str(step_of(f)) for f in published_folders(checkpoints)) or "none"
         raise TrainkitError(
             f"there is no checkpoint of step {step} in {checkpoints}",
             exit=Exit.NO_CHECKPOINT,

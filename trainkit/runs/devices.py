@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import psutil
 
-from trainkit.base.documents import read_form
+from trainkit.base.documents import read_document
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_events
 
@@ -49,7 +49,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class RankUse:
+class RankUsage:
     """One rank's process. `cpu_percent` is of one core; `process_gpu_bytes` what nvidia-smi says
     that it holds.
 
@@ -68,10 +68,10 @@ class RankUse:
 
 
 @dataclass(frozen=True)
-class DeviceView:
+class DeviceUsage:
     """The ranks that live on this host; `note` says what could not be seen."""
 
-    ranks: list[RankUse]
+    ranks: list[RankUsage]
     note: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -79,13 +79,13 @@ class DeviceView:
         return {"devices": [asdict(rank) for rank in self.ranks], "devices_note": self.note}
 
 
-def look_at_devices(
+def observe_devices(
     run: RunFolder,
     device_type: Literal["cpu", "cuda"],
     *,
     seconds: float = SAMPLE_SECONDS,
     path: str | None = None,
-) -> DeviceView:
+) -> DeviceUsage:
     """Look at the ranks of a running run. Takes `seconds`, on CUDA also as long as nvidia-smi.
 
     Args:
@@ -115,17 +115,17 @@ def look_at_devices(
     else:
         note = None
     if device_type != "cuda":
-        return DeviceView(ranks, note)
+        return DeviceUsage(ranks, note)
     program = shutil.which("nvidia-smi", path=path)
     if program is None:
-        return DeviceView(ranks, "there is no nvidia-smi on this host: GPUs are not seen")
+        return DeviceUsage(ranks, "there is no nvidia-smi on this host: GPUs are not seen")
     try:
-        return DeviceView(_with_gpus(run, ranks, program), note)
+        return DeviceUsage(_with_gpus(run, ranks, program), note)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return DeviceView(ranks, f"nvidia-smi does not answer: {error}")
+        return DeviceUsage(ranks, f"nvidia-smi does not answer: {error}")
 
 
-def _processes(pids: dict[int, int], parent: int | None, seconds: float) -> Iterator[RankUse]:
+def _processes(pids: dict[int, int], parent: int | None, seconds: float) -> Iterator[RankUsage]:
     """Those of the ranks' processes that live: children of the supervisor, so never another
     process that got the number of a dead one."""
     found: dict[int, psutil.Process] = {}
@@ -143,7 +143,7 @@ def _processes(pids: dict[int, int], parent: int | None, seconds: float) -> Iter
     for rank, process in found.items():
         try:
             with process.oneshot():
-                yield RankUse(
+                yield RankUsage(
                     rank,
                     process.pid,
                     process.cpu_percent(),
@@ -200,7 +200,7 @@ def _gpus(program: str) -> list[Gpu]:
     ]
 
 
-def _with_gpus(run: RunFolder, ranks: list[RankUse], program: str) -> list[RankUse]:
+def _with_gpus(run: RunFolder, ranks: list[RankUsage], program: str) -> list[RankUsage]:
     """The ranks and their GPUs. Raises OSError, SubprocessError or ValueError where nvidia-smi
     does not say what it should."""
     gpus = _gpus(program)
@@ -210,7 +210,7 @@ def _with_gpus(run: RunFolder, ranks: list[RankUse], program: str) -> list[RankU
         for pid, uuid, held in _query(program, "compute-apps", APP_FIELDS)
         if pid.isdigit()
     }
-    world = read_form(run.world, "world/1")
+    world = read_document(run.world, "world/1")
     wanted = {**world["passed_on"], **world["command"]["env"]}.get("CUDA_VISIBLE_DEVICES")
     visible = _visible(gpus, wanted)
     found = []

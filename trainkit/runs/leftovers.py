@@ -10,14 +10,14 @@ from pathlib import Path
 from trainkit.base.files import remove
 from trainkit.base.locks import locked
 from trainkit.jobs.resolved import read_job
-from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs.checkpoints import (
-    UNFINISHED,
-    open_whole,
+    UNFINISHED_SUFFIX,
+    open_verified,
     prune,
+    retention_reasons,
     set_aside_in,
     valid_by_size,
-    why_kept,
 )
 from trainkit.runs.folder import RunFolder
 
@@ -42,11 +42,11 @@ def leftovers(run: RunFolder, keep: int, *, damaged: bool) -> Iterator[Leftover]
     """
     found = valid_by_size(run.checkpoints)
     if found:
-        reasons = why_kept(found, _policy(run, keep), found[-1].manifest.step)
+        reasons = retention_reasons(found, _policy(run, keep), found[-1].manifest.step)
         for checkpoint in found:
             if not reasons[checkpoint.manifest.step]:
                 yield _leftover(run, checkpoint.folder, "an older checkpoint")
-    for folder in run.checkpoints.glob(f"step-*{UNFINISHED}"):
+    for folder in run.checkpoints.glob(f"step-*{UNFINISHED_SUFFIX}"):
         yield _leftover(run, folder, "an unfinished save")
     if damaged:
         for folder in set_aside_in(run.checkpoints):
@@ -72,11 +72,11 @@ def delete_leftovers(
     """
     checkpoints = valid_by_size(run.checkpoints)
     if checkpoints:
-        open_whole(checkpoints[-1].folder)
+        open_verified(checkpoints[-1].folder)
     with locked(lock, {"host": os.uname().nodename, "task": "clean"}, wait=False):
         if checkpoints:
             prune(run.checkpoints, _policy(run, keep), checkpoints[-1].manifest.step)
-        for folder in run.checkpoints.glob(f"step-*{UNFINISHED}"):
+        for folder in run.checkpoints.glob(f"step-*{UNFINISHED_SUFFIX}"):
             remove(folder)
         if damaged:
             for folder in set_aside_in(run.checkpoints):
@@ -84,7 +84,7 @@ def delete_leftovers(
     return [each for each in found if not Path(each.path).exists()]
 
 
-def _policy(run: RunFolder, keep: int) -> Keep:
+def _policy(run: RunFolder, keep: int) -> CheckpointSettings:
     return read_job(run.job).checkpoint.model_copy(update={"keep_last": keep})
 
 

@@ -7,12 +7,12 @@ import contextlib
 import os
 from pathlib import Path
 
-from trainkit.base.files import part_before
+from trainkit.base.files import rotated_log
 from trainkit.base.printable import printable
 
 
 class LogTail:
-    """The end of one log. The file may be replaced by a new one meanwhile (`part_before`).
+    """The end of one log. The file may be replaced by a new one meanwhile (`rotated_log`).
 
     Args:
         path: the file.
@@ -34,7 +34,7 @@ class LogTail:
             unfinished: include a last line without a newline; else `new` gives it later.
         """
         lines: collections.deque[bytes] = collections.deque(maxlen=count)
-        with contextlib.suppress(FileNotFoundError), open(part_before(self.path), "rb") as before:
+        with contextlib.suppress(FileNotFoundError), open(rotated_log(self.path), "rb") as before:
             lines.extend(before)
         with open(self.path, "rb") as file:
             self.inode = os.fstat(file.fileno()).st_ino
@@ -72,7 +72,7 @@ class LogTail:
 
     def _rest_of_former(self) -> bytes:
         """What the former file has beyond what was given; nothing if it was replaced again."""
-        with contextlib.suppress(FileNotFoundError), open(part_before(self.path), "rb") as before:
+        with contextlib.suppress(FileNotFoundError), open(rotated_log(self.path), "rb") as before:
             if os.fstat(before.fileno()).st_ino == self.inode:
                 before.seek(self.offset)
                 return before.read()

@@ -8,7 +8,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.summary import summarize
+from trainkit.runs.summary import summarize_run
 
 FORMATS = (".svg", ".png", ".pdf")
 
@@ -26,7 +26,7 @@ def draw_losses(run: RunFolder, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("drawing needs matplotlib, which is not installed", "report") from None
-    summary = summarize(run)
+    summary = summarize_run(run)
     if not summary.training:
         raise ConfigError(f"run {run.id} has logged no step yet")
     with rc_context({"svg.hashsalt": run.id, "svg.fonttype": "none", "font.size": 10}):

@@ -37,7 +37,7 @@ def read_rows(path: Path) -> list[Row]:
     return [row for line in _whole_lines(path) if (row := _parse(line)) is not None]
 
 
-def cut(path: Path, step: int) -> None:
+def truncate_metrics(path: Path, step: int) -> None:
     """Take back the rows of steps after `step`, and what is torn, so that a resumed run writes
     them anew. Whole or not at all.
 
@@ -78,8 +78,8 @@ class MetricsTail:
         return [row for line in whole if (row := _parse(line)) is not None]
 
     def _find_place(self, file: IO[bytes]) -> None:
-        """Go behind the last row that was told and is still there. `cut` puts another file in
-        place, which may have outgrown the old one since."""
+        """Go behind the last row that was told and is still there. `truncate_metrics` puts another
+        file in place, which may have outgrown the old one since."""
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
         if identity != self._file or status.st_size < self._offset:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.base.documents import document, read_form, utc_now
+from trainkit.base.documents import document, read_document, utc_now
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json, write_json
-from trainkit.base.process import Identity, identity, is_alive
+from trainkit.base.process import ProcessIdentity, identity, is_alive
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.slurm import read_slurm_jobs
 
-State = Literal[
+RunState = Literal[
     "queued", "starting", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"
 ]
 FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
@@ -28,7 +28,7 @@ FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-prog
 CAUSE = ("message", "unit", "host", "log", "advice")
 # of another host's supervisor, which writes its sign of life every 5 s; longer and nobody knows
 SILENCE_SECONDS = 60.0
-_STATE_OF_CLASS: dict[str, State] = {
+_STATE_OF_CLASS: dict[str, RunState] = {
     "success": "succeeded",
     "cancelled": "cancelled",
     "preempted": "preempted",
@@ -90,7 +90,7 @@ def read_events(attempt: AttemptFolder) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class SupervisorSign:
+class SupervisorStatus:
     """launch/supervisor.json, the form supervisor/1.
 
     Args:
@@ -103,7 +103,7 @@ class SupervisorSign:
         ended: it has finished its work.
     """
 
-    identity: Identity
+    identity: ProcessIdentity
     host: str
     time: float
     attempt: int
@@ -123,18 +123,18 @@ class SupervisorSign:
         return None
 
 
-def read_supervisor(run: RunFolder) -> SupervisorSign | None:
+def read_supervisor_status(run: RunFolder) -> SupervisorStatus | None:
     """The supervisor's sign of life; None where there is none (yet). Raises ConfigError for a
     file of another form."""
     if not run.supervisor.is_file():
         return None
-    value = read_form(run.supervisor, "supervisor/1")
+    value = read_document(run.supervisor, "supervisor/1")
     try:
-        who = Identity(**value["identity"])
+        who = ProcessIdentity(**value["identity"])
         at = float(value["time"])
         attempt = int(value["attempt"])
         port = int(value["port"] or 0)
-        return SupervisorSign(
+        return SupervisorStatus(
             who, str(value["host"]), at, attempt, str(value["address"]), port, bool(value["ended"])
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -150,19 +150,19 @@ def write_maker(run: RunFolder) -> None:
             "maker/1",
             identity=identity().as_dict(),
             time=time.time(),
-            former=_signature(read_supervisor(run)),
+            former=_signature(read_supervisor_status(run)),
         ),
     )
 
 
-def read_maker(run: RunFolder) -> Identity | None:
+def read_maker(run: RunFolder) -> ProcessIdentity | None:
     """The process that began the run, or began it again, last; None where none has said so."""
     if run.maker.is_file():
-        return Identity(**read_form(run.maker, "maker/1")["identity"])
+        return ProcessIdentity(**read_document(run.maker, "maker/1")["identity"])
     return None
 
 
-def _signature(sign: SupervisorSign | None) -> list[Any] | None:
+def _signature(sign: SupervisorStatus | None) -> list[Any] | None:
     """Tells one sign of life from another without comparing clocks, which are those of two
     hosts."""
     if sign is not None:
@@ -170,26 +170,26 @@ def _signature(sign: SupervisorSign | None) -> list[Any] | None:
     return None
 
 
-def _starting(run: RunFolder, sign: SupervisorSign | None) -> bool:
+def _starting(run: RunFolder, sign: SupervisorStatus | None) -> bool:
     """Whether somebody is just beginning, or beginning again, and no supervisor has said so yet."""
     if not run.maker.is_file():
         return False
-    value = read_form(run.maker, "maker/1")
+    value = read_document(run.maker, "maker/1")
     if _signature(sign) != value["former"]:  # a supervisor has signed since
         return False
-    alive = is_alive(Identity(**value["identity"]))
+    alive = is_alive(ProcessIdentity(**value["identity"]))
     if alive is not None:
         return alive
     return time.time() - float(value["time"]) <= SILENCE_SECONDS
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """A run as its folder tells it. `lost`: its supervisor left no word, or has long been
     silent; who else may know how it ended can be asked."""
 
     run: RunFolder
-    state: State
+    state: RunState
     step: int
     attempt: int
     exit: int | None
@@ -273,7 +273,7 @@ def last_step(run: RunFolder) -> int:
     return 0
 
 
-def read_record(run: RunFolder) -> Record:
+def read_run_record(run: RunFolder) -> RunRecord:
     """The state of a run now. Until its supervisor has said that it is there it is starting,
     between two attempts it is running. A run whose supervisor is gone without a word is failed,
     class infra; one whose supervisor is on another host and silent is unknown (exit 13)."""
@@ -289,7 +289,7 @@ def read_record(run: RunFolder) -> Record:
     step = last_step(run)
     started = next((e for e in events if e["event"] == "started"), None)
     ended = next((e for e in reversed(events) if e["event"] == "ended"), None)
-    sign = read_supervisor(run)
+    sign = read_supervisor_status(run)
     if sign is not None:
         alive = sign.alive(time.time())
     else:
@@ -297,10 +297,10 @@ def read_record(run: RunFolder) -> Record:
     if (queued := _queued(run, step, number)) is not None and not alive:
         return queued
     if not alive and _starting(run, sign):
-        return Record(run, "starting", step, number, None, None, None, [])
+        return RunRecord(run, "starting", step, number, None, None, None, [])
     if ended is not None and not alive:
         state = _STATE_OF_CLASS.get(ended["class"], "failed")
-        return Record(
+        return RunRecord(
             run,
             state,
             step,
@@ -311,9 +311,9 @@ def read_record(run: RunFolder) -> Record:
             ended["survivors"],
         )
     if sign is None and started is not None:
-        alive = is_alive(Identity(**started["supervisor"]))
+        alive = is_alive(ProcessIdentity(**started["supervisor"]))
     if alive:
-        return Record(run, "running", step, number, None, None, None, [])
+        return RunRecord(run, "running", step, number, None, None, None, [])
     if alive is None and (sign is not None or started is not None):
         if sign:
             host = sign.host
@@ -325,7 +325,7 @@ def read_record(run: RunFolder) -> Record:
             f"the supervisor on {host} has given no sign of life since {_iso(since)}, and that host"
             " cannot be asked from here"
         )
-        return Record(
+        return RunRecord(
             run,
             "unknown",
             step,
@@ -347,7 +347,7 @@ def read_record(run: RunFolder) -> Record:
         )
     else:
         message = "it never started: whoever made it is gone"
-    return Record(
+    return RunRecord(
         run,
         "failed",
         step,
@@ -360,19 +360,19 @@ def read_record(run: RunFolder) -> Record:
     )
 
 
-def _queued(run: RunFolder, step: int, number: int) -> Record | None:
+def _queued(run: RunFolder, step: int, number: int) -> RunRecord | None:
     """The record of a run whose newest Slurm job waits, or was over before a supervisor began;
     None for any other."""
     newest = next(reversed(read_slurm_jobs(run)), None)
     if newest is None or (newest.began is not None and newest.ended is None):
         return None
-    waiting = Record(run, "queued", step, number, None, None, None, [])
+    waiting = RunRecord(run, "queued", step, number, None, None, None, [])
     if newest.ended is None:
         return waiting
     return record_of_end(waiting, newest.id, newest.ended)
 
 
-def record_of_end(record: Record, job: str, ended: Mapping[str, Any]) -> Record:
+def record_of_end(record: RunRecord, job: str, ended: Mapping[str, Any]) -> RunRecord:
     """The record of a run whose Slurm job ended without a supervisor's word.
 
     Args:

@@ -20,7 +20,7 @@ SLOTS = 4096
 RECORD = struct.Struct("<qqq")
 
 
-class Window(NamedTuple):
+class SampleWindow(NamedTuple):
     """What one step took: positions [first, first + samples) of the order of samples."""
 
     step: int
@@ -28,19 +28,19 @@ class Window(NamedTuple):
     samples: int
 
 
-def path_of(run: RunFolder) -> Path:
+def windows_path(run: RunFolder) -> Path:
     """The ring of a run."""
     return run.path / "windows.bin"
 
 
-class Windows:
+class SampleWindowLog:
     """Notes windows; rank 0's."""
 
     def __init__(self, run: RunFolder) -> None:
-        self._path = path_of(run)
+        self._path = windows_path(run)
         self._handle = -1
 
-    def note(self, window: Window) -> None:
+    def note(self, window: SampleWindow) -> None:
         """A step begins. Costs a few microseconds; raises OSError as the disk does, and the next
         one tries again."""
         if self._handle < 0:
@@ -52,24 +52,24 @@ class Windows:
             os.close(self._handle)
 
 
-def find_window(run: RunFolder, step: int) -> Window | None:
+def find_sample_window(run: RunFolder, step: int) -> SampleWindow | None:
     """What `step` took, the last time it was made: from the ring, else from the metrics; None
     where neither knows."""
     try:
-        with open(path_of(run), "rb") as file:
+        with open(windows_path(run), "rb") as file:
             file.seek(step % SLOTS * RECORD.size)
             record = file.read(RECORD.size)
     except FileNotFoundError:
         record = b""
     if (
         len(record) == RECORD.size
-        and (found := Window(*RECORD.unpack(record))).step == step
+        and (found := SampleWindow(*RECORD.unpack(record))).step == step
         and found.samples > 0
     ):
         return found
     for row in reversed(read_rows(run.metrics)):
         if row["step"] == step and "global_batch_size" in row:
-            return Window(
+            return SampleWindow(
                 step, row["consumed_samples"] - row["global_batch_size"], row["global_batch_size"]
             )
     return None

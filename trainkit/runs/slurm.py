@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainkit.base.documents import document, read_form, utc_now
+from trainkit.base.documents import document, read_document, utc_now
 from trainkit.base.files import write_json
 from trainkit.runs.folder import RunFolder
 
@@ -45,7 +45,7 @@ def read_slurm_jobs(run: RunFolder) -> list[SlurmJob]:
     file of another form."""
     if not run.slurm.is_file():
         return []
-    return [SlurmJob(**job) for job in read_form(run.slurm, FORM)["jobs"]]
+    return [SlurmJob(**job) for job in read_document(run.slurm, FORM)["jobs"]]
 
 
 def write_slurm_jobs(run: RunFolder, jobs: Sequence[SlurmJob]) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from trainkit.base.documents import document
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
-from trainkit.runs.record import read_record
+from trainkit.runs.record import read_run_record
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """Losses before and after, speed, and what lies where. None where nothing was logged yet."""
 
     run: RunFolder
@@ -103,7 +103,7 @@ class Summary:
         validation = self.validation_loss()
         return document(
             "report/1",
-            **read_record(self.run).row(),
+            **read_run_record(self.run).row(),
             training_loss=training and dict(zip(first_and_last, training, strict=True)),
             validation_loss=validation and dict(zip(first_and_last, validation, strict=True)),
             further_validation_losses={
@@ -122,6 +122,6 @@ class Summary:
         )
 
 
-def summarize(run: RunFolder) -> Summary:
+def summarize_run(run: RunFolder) -> RunSummary:
     """Read a run's metrics."""
-    return Summary(run, read_rows(run.metrics))
+    return RunSummary(run, read_rows(run.metrics))

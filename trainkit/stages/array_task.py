@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.documents import read_form
+from trainkit.base.documents import read_document
 from trainkit.base.errors import Exit
-from trainkit.base.files import keep_others_from_writing, read_json, write_json
+from trainkit.base.files import read_json, restrict_umask, write_json
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.stages.stamps import stamp_holds, stamp_unit
 
@@ -118,9 +118,9 @@ def _result(out: Path) -> dict[str, Any] | None:
 def main() -> None:
     """One that fails does not keep the others of this share from being done: a second call then
     has little to do."""
-    keep_others_from_writing()
+    restrict_umask()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    level = read_form(Path(sys.argv[1]), FORM)
+    level = read_document(Path(sys.argv[1]), FORM)
     codes = [do(unit) for unit in share(level, os.environ)]
     sys.exit(next((1 for code in codes if code), 0))
 

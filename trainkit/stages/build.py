@@ -15,7 +15,7 @@ from typing import Any
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.install import InstallError, build_extension, csrc_sha256
-from trainkit.base.worker import Progress, run_unit
+from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Unit
 
@@ -91,7 +91,7 @@ class Build:
         return ()
 
 
-def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Compile the extension for the running Python. Nothing else of the installation is touched."""
     try:
         build_extension(Path(spec["root"]), Path(sys.executable))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import TEMPORARY, remove_leftovers
-from trainkit.base.locks import Busy, locked
+from trainkit.base.locks import LockBusy, locked
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Stage, Unit
 from trainkit.stages.in_flight import Going, Making, cannot_tell, still_made
@@ -120,7 +120,7 @@ def make_fresh(
     ):
         reporter.verdict(verdict)
         with (
-            contextlib.suppress(Busy),
+            contextlib.suppress(LockBusy),
             locked(
                 stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, wait=False
             ),

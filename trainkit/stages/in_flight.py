@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.documents import canonical, document, read_form
+from trainkit.base.documents import canonical_json, document, read_document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.stages.contract import Need
@@ -61,7 +61,7 @@ def need_digest(need: Need, inputs: list[Any]) -> str:
     """Equal for two runs that need the very same: settings, version, and identities of the
     inputs."""
     return hashlib.sha256(
-        canonical([need.stage, need.name, need.version, dict(need.settings), inputs]).encode()
+        canonical_json([need.stage, need.name, need.version, dict(need.settings), inputs]).encode()
     ).hexdigest()
 
 
@@ -71,7 +71,7 @@ def read_making(stamps: Path, name: str) -> Making | None:
     path = stamps / f"{name}{SUFFIX}"
     if not path.is_file():
         return None
-    value = read_form(path, FORM)
+    value = read_document(path, FORM)
     jobs, levels, runs = (tuple(map(str, value[key])) for key in ("jobs", "levels", "runs"))
     return Making(
         str(value["lock"]),

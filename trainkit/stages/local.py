@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainkit.base.process import reap, running, start, stop
+from trainkit.base.process import is_running, reap_child, start_child, stop_children
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import Reporter
@@ -27,7 +27,7 @@ class LocalBatch(Batch):
         super().__init__(units, folder)
         with open(self.log(units[0]), "wb") as log:
             env = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
-            self.child = start(
+            self.child = start_child(
                 [*units[0].argv, *map(str, self.specs)],
                 env=env,
                 cwd=folder,
@@ -48,9 +48,9 @@ class LocalBatch(Batch):
 
     def collect(self) -> None:
         """Collect the process after the end of its output. Raises TrainkitError as `end`."""
-        while running(self.child):
+        while is_running(self.child):
             time.sleep(0.005)  # its output has ended, so it is about to
-        code = reap(self.child)
+        code = reap_child(self.child)
         self.pipe.close()
         self.end(code)
 
@@ -103,4 +103,4 @@ def execute_here(
                     ledger.report(batch)
             ledger.close()
         finally:
-            stop([batch.child for batch in at_work], GRACE_SECONDS)
+            stop_children([batch.child for batch in at_work], GRACE_SECONDS)

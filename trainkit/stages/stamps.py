@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.documents import canonical, document, utc_now
+from trainkit.base.documents import canonical_json, document, utc_now
 from trainkit.base.files import read_json, write_json
 from trainkit.data.sums import file_sum
 from trainkit.stages.contract import Need, Unit
@@ -135,7 +135,7 @@ def _changed_setting(old: object, new: Mapping[str, Any]) -> str | None:
     if not isinstance(old, dict):
         return "its stamp cannot be read"
     for key in sorted({*old, *new}):
-        if canonical(old.get(key)) != canonical(new.get(key)):
+        if canonical_json(old.get(key)) != canonical_json(new.get(key)):
             return f"{key} changed from {json.dumps(old.get(key))} to {json.dumps(new.get(key))}"
     return None
 
@@ -250,7 +250,9 @@ def spec_digest(need: Need, unit: Unit) -> str:
     """What a unit's freshness hangs on, besides its outputs: its words, and the trainkit version
     of the stage."""
     words = [SINCE_EVER.get(word, word) for word in unit.argv[1:]]
-    return hashlib.sha256(canonical([need.version, words, dict(unit.spec)]).encode()).hexdigest()
+    return hashlib.sha256(
+        canonical_json([need.version, words, dict(unit.spec)]).encode()
+    ).hexdigest()
 
 
 def unit_is_fresh(need: Need, unit: Unit, stamps: Path) -> bool:

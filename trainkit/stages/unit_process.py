@@ -12,7 +12,7 @@ from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.worker import error_from
+from trainkit.base.worker import error_from_report
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import Reporter
 from trainkit.stages.queue import UnitQueue
@@ -116,7 +116,7 @@ def failure_of(
     else:
         where = ""
     if error is not None:
-        return error_from(error, f"{unit}{where}: " if where and unit else "")
+        return error_from_report(error, f"{unit}{where}: " if where and unit else "")
     if code < 0:
         how = f"was ended by signal {-code}"
     else:

@@ -23,7 +23,7 @@ from trainkit.base.documents import document, utc_now
 from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.base.files import publish_folder, write_json
 from trainkit.base.redact import Redactor
-from trainkit.base.worker import Progress, run_unit
+from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.jobs.schema import Job, Model
 from trainkit.stages.contract import Need, Unit
 from trainkit.train.huggingface.folder import (
@@ -247,7 +247,7 @@ class _Fetch:
     """Fetches one commit into <commit>.part, to which a later try adds, and publishes it as
     <commit>; into that itself, where files of it were lost."""
 
-    def __init__(self, spec: Mapping[str, Any], hub: _Hub, progress: Progress) -> None:
+    def __init__(self, spec: Mapping[str, Any], hub: _Hub, progress: ProgressCallback) -> None:
         self.hub = hub
         self.progress = progress
         self.model = Model.model_validate(spec["model"])
@@ -371,7 +371,7 @@ def _bytes_below(folder: Path) -> int:
     return found
 
 
-def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Fetch a model and record which commit its revision is. Returns {"commit"}."""
     fetch = _Fetch(spec, _Hub(spec, os.environ.get(TOKEN) if spec["token"] else None), progress)
     commit, sizes = fetch.run()

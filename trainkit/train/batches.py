@@ -14,7 +14,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from trainkit.base.documents import read_form
+from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.order.loader import Loader, MicroBatch, Plan, plain_memory
@@ -47,7 +47,7 @@ def vocab_size(job: Job) -> int:
     else:
         known = None
     if job.dataset.tokenizer and (manifest := data_folder(job).manifest).is_file():
-        known = int(read_form(manifest, "dataset/1")["vocab_size"])
+        known = int(read_document(manifest, "dataset/1")["vocab_size"])
     rows = job.model.vocab_size or known
     if rows is None:
         raise ConfigError(

@@ -151,12 +151,12 @@ def leave(code: int) -> None:
 def main() -> None:
     # the snapshot this file is part of
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from trainkit.base.process import allow_open_files, die_with_parent
+    from trainkit.base.process import die_with_parent, raise_open_file_limit
     from trainkit.base.worker import PARENT_VARIABLE
 
     if parent := os.environ.get(PARENT_VARIABLE):
         die_with_parent(int(parent))
-    allow_open_files()
+    raise_open_file_limit()
     parser = argparse.ArgumentParser(description="One rank of the native engine.")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--attempt", type=int, required=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from trainkit.jobs.ranks import place_of
+from trainkit.jobs.ranks import coordinates_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of
 from trainkit.train.parallel.mesh import Mesh
@@ -62,7 +62,7 @@ def across_ranks(
             layout_of(job),
             micro_batches=samples // (job.training.micro_batch_size * mesh.degrees.data),
         )
-        stages = [place_of(rank, mesh.degrees).pipeline for rank in range(mesh.degrees.world)]
+        stages = [coordinates_of(rank, mesh.degrees).pipeline for rank in range(mesh.degrees.world)]
         memories = {
             f"memory_stage_{stage}": max(
                 int(peak) for peak, at in zip(peaks, stages, strict=True) if at == stage

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
-from trainkit.runs.checkpoints import finished
+from trainkit.runs.checkpoints import published_folders
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.sample_windows import Window
+from trainkit.runs.sample_windows import SampleWindow
 from trainkit.train.batches import Feed, vocab_size
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.manager import Saver
@@ -89,7 +89,7 @@ class Trainer:
         self, job: Job, run: RunFolder, world: World, heartbeat: Heartbeat, stop: threading.Event
     ) -> None:
         heartbeat.beat("load", 0)
-        refuse_what_cannot_run(job, world, begins=not finished(run.checkpoints))
+        refuse_what_cannot_run(job, world, begins=not published_folders(run.checkpoints))
         self.job = job
         self.run = run
         self.world = world
@@ -237,7 +237,7 @@ class Trainer:
         self.profiler.before(self.step + 1)
         samples = global_batch_size(self.job, self.consumed_samples)
         if self.reporter:
-            self.reporter.begins(Window(self.step + 1, self.consumed_samples, samples))
+            self.reporter.begins(SampleWindow(self.step + 1, self.consumed_samples, samples))
         values = self.maker.run(
             self.train_feed.read(self.consumed_samples, samples),
             samples,
@@ -300,7 +300,7 @@ class Trainer:
                 f"{what}; {values.skipped_in_a_row:.0f} steps in a row were skipped"
                 f" (max_skipped_in_a_row {t.max_skipped_in_a_row})"
             )
-        if finished(self.run.checkpoints):
+        if published_folders(self.run.checkpoints):
             further = "`resume` goes on from the last checkpoint"
         else:
             further = "no checkpoint was written yet"

@@ -22,7 +22,7 @@ from trainkit.cli.config.render_job import (
     show_toml,
 )
 from trainkit.jobs.load import Jobs, load
-from trainkit.jobs.resolved import Resolved
+from trainkit.jobs.resolved import ResolvedJob
 
 TEXT = """\
 [defaults]
@@ -98,7 +98,7 @@ def test_toml_can_be_read_again(lr: float, prompt: str, jobs: Jobs) -> None:
     job = resolved.job.model_copy(
         update={"generate": resolved.job.generate.model_copy(update={"prompt": prompt})}
     )
-    assert tomli.loads(show_toml(Resolved(job, resolved.origins))) == without_none(
+    assert tomli.loads(show_toml(ResolvedJob(job, resolved.origins))) == without_none(
         job.model_dump(mode="json")
     )
 

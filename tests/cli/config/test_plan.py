@@ -19,7 +19,7 @@ from trainkit.cli.config.plan import last_measured, plan, plan_of
 from trainkit.cli.config.render_plan import print_page
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
-from trainkit.jobs.resolved import Resolved, write_job
+from trainkit.jobs.resolved import ResolvedJob, write_job
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 GPUS = """
@@ -218,7 +218,7 @@ def make_run(
     folder: Path, name: str, *sets: str, id: str, tokens_per_second: float, peak: int
 ) -> None:
     """A run folder as a finished run leaves it."""
-    resolved: Resolved = load(folder).resolve(name, sets)
+    resolved: ResolvedJob = load(folder).resolve(name, sets)
     run = folder / "runs" / name / id
     (run / "checkpoints" / "step-00000020").mkdir(parents=True)
     write_job(run / "job.json", resolved)

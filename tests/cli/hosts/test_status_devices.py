@@ -19,7 +19,7 @@ from tests import forkserver
 from tests.conftest import Project
 from trainkit.base.process import identity
 from trainkit.cli.inspect.runs import devices_table
-from trainkit.runs.devices import DeviceView, Gpu, RankUse, look_at_devices
+from trainkit.runs.devices import DeviceUsage, Gpu, RankUsage, observe_devices
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import EventLog
 
@@ -92,7 +92,7 @@ def nvidia_smi(folder: Path, gpus: str, apps: str, code: int = 0) -> str:
 
 def test_a_real_process(tmp_path: Path, child: subprocess.Popen[bytes]) -> None:
     run, _ = started(tmp_path, (0, os.uname().nodename, child.pid))
-    (rank,) = look_at_devices(run, "cpu").ranks
+    (rank,) = observe_devices(run, "cpu").ranks
     assert (rank.rank, rank.pid, rank.gpu) == (0, child.pid, None)
     assert rank.threads == 1 and rank.resident_bytes > 64 * MIB and rank.cpu_percent > 0
 
@@ -106,18 +106,18 @@ def test_only_ranks_that_live_here(tmp_path: Path, child: subprocess.Popen[bytes
         (2, here, 2**22 + 1),
         (3, here, os.getppid()),
     )
-    view = look_at_devices(run, "cpu", seconds=0.01)
+    view = observe_devices(run, "cpu", seconds=0.01)
     assert [rank.rank for rank in view.ranks] == [0]  # 2 is gone, 3 is another's process now
     assert view.note == "ranks on elsewhere are not seen from here"
     events.write("rank_ended", rank=0, code=0, stopped=False, done=True)
-    assert look_at_devices(run, "cpu", seconds=0.01).ranks == []
+    assert observe_devices(run, "cpu", seconds=0.01).ranks == []
 
 
 def test_gpus_by_pid(tmp_path: Path, child: subprocess.Popen[bytes]) -> None:
     run, _ = started(tmp_path, (0, os.uname().nodename, child.pid))
     write_world(run, [0])
     path = nvidia_smi(tmp_path / "bin", GPUS, f"1, GPU-bbbb-2, 5\n{child.pid}, GPU-aaaa-1, 40000\n")
-    view = look_at_devices(run, "cuda", seconds=0.01, path=path)
+    view = observe_devices(run, "cuda", seconds=0.01, path=path)
     (rank,) = view.ranks
     assert rank.gpu == Gpu(
         0, "GPU-aaaa-1", "NVIDIA H100 80GB HBM3", 97.0, 41000 * MIB, 81559 * MIB, 512.25, 61.0
@@ -150,7 +150,7 @@ def test_gpus_where_a_container_hides_pids(
     unless the job says otherwise."""
     run, _ = started(tmp_path, (7, os.uname().nodename, child.pid))
     write_world(run, ranks, **env)
-    (rank,) = look_at_devices(
+    (rank,) = observe_devices(
         run, "cuda", seconds=0.01, path=nvidia_smi(tmp_path / "bin", GPUS, "")
     ).ranks
     assert (rank.gpu.index if rank.gpu else None, rank.gpu_by, rank.process_gpu_bytes) == (
@@ -168,12 +168,12 @@ def test_gpus_where_a_container_hides_pids(
 def test_without_an_answer_of_nvidia_smi(tmp_path: Path, child: subprocess.Popen[bytes]) -> None:
     run, _ = started(tmp_path, (0, os.uname().nodename, child.pid))
     write_world(run, [0])
-    absent = look_at_devices(run, "cuda", seconds=0.01, path=str(tmp_path / "nowhere"))
+    absent = observe_devices(run, "cuda", seconds=0.01, path=str(tmp_path / "nowhere"))
     assert (
         len(absent.ranks) == 1
         and absent.note == "there is no nvidia-smi on this host: GPUs are not seen"
     )
-    broken = look_at_devices(
+    broken = observe_devices(
         run,
         "cuda",
         seconds=0.01,
@@ -186,21 +186,21 @@ def test_without_an_answer_of_nvidia_smi(tmp_path: Path, child: subprocess.Popen
     )
 
 
-def printed(view: DeviceView) -> list[str]:
+def printed(view: DeviceUsage) -> list[str]:
     screen = io.StringIO()
     Console(file=screen, width=160).print(devices_table(view))
     return screen.getvalue().splitlines()
 
 
 def test_the_table() -> None:
-    process = RankUse(0, 4711, 99.6, 12, 3 * 2**29)
-    assert [line.split() for line in printed(DeviceView([process]))] == [
+    process = RankUsage(0, 4711, 99.6, 12, 3 * 2**29)
+    assert [line.split() for line in printed(DeviceUsage([process]))] == [
         ["rank", "pid", "CPU", "threads", "memory"],
         ["0", "4711", "100%", "12", "1.50", "GiB"],
     ]
     gpu = Gpu(3, "GPU-a", "NVIDIA [odd] H100", None, 2**30, 80 * 2**30, 512.25, 61.0)
     heading, known, unknown = printed(
-        DeviceView([RankUse(0, 1, 0, 1, 0, gpu, "pid"), RankUse(1, 2, 0, 1, 0)])
+        DeviceUsage([RankUsage(0, 1, 0, 1, 0, gpu, "pid"), RankUsage(1, 2, 0, 1, 0)])
     )
     assert heading.split()[5:] == ["GPU", "busy", "GPU", "memory", "power", "heat"]
     assert known.split("GiB", 1)[1].split() == [

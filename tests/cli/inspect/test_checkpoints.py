@@ -10,8 +10,8 @@ import pytest
 from tests.conftest import Project
 from tests.trained import MODEL, new_run, text_job, write_checkpoint
 from trainkit.base.errors import TrainkitError
-from trainkit.runs.checkpoints import finished, pin, set_aside, step_of
-from trainkit.runs.sample_windows import SLOTS, Window, Windows, find_window
+from trainkit.runs.checkpoints import pin, published_folders, set_aside, step_of
+from trainkit.runs.sample_windows import SLOTS, SampleWindow, SampleWindowLog, find_sample_window
 from trainkit.train.model.transformer import Transformer
 
 
@@ -94,21 +94,21 @@ def test_checkpoints_and_replay(project: Project) -> None:
 
 def test_the_ring_keeps_the_last_steps(tmp_path: Path) -> None:
     run = new_run(text_job(tmp_path))
-    assert find_window(run, 3) is None
-    windows = Windows(run)
+    assert find_sample_window(run, 3) is None
+    windows = SampleWindowLog(run)
     for step in (3, 4, 3 + SLOTS):
-        windows.note(Window(step, 10 * step, 10))
-    windows.note(Window(4, 100, 12))  # after a rollback, with other samples
+        windows.note(SampleWindow(step, 10 * step, 10))
+    windows.note(SampleWindow(4, 100, 12))  # after a rollback, with other samples
     windows.close()
     assert (
-        find_window(run, 3 + SLOTS) == (3 + SLOTS, 10 * (3 + SLOTS), 10)
-        and find_window(run, 4) == (4, 100, 12)
-        and find_window(run, 0) is None
+        find_sample_window(run, 3 + SLOTS) == (3 + SLOTS, 10 * (3 + SLOTS), 10)
+        and find_sample_window(run, 4) == (4, 100, 12)
+        and find_sample_window(run, 0) is None
     )
     run.metrics.write_text(
         json.dumps({"step": 3, "consumed_samples": 30, "global_batch_size": 8}) + "\n"
     )
-    assert find_window(run, 3) == (3, 22, 8)
+    assert find_sample_window(run, 3) == (3, 22, 8)
 
 
 def test_pins(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_pins(tmp_path: Path) -> None:
     write_checkpoint(run, Transformer(MODEL, 301), 3)
     pin(run.checkpoints, 3, pinned=True)
     pin(run.checkpoints, 3, pinned=True)
-    assert [step_of(folder) for folder in finished(run.checkpoints)] == [3]
+    assert [step_of(folder) for folder in published_folders(run.checkpoints)] == [3]
     pin(run.checkpoints, 3, pinned=False)
     pin(run.checkpoints, 3, pinned=False)
     with pytest.raises(TrainkitError, match="no checkpoint of step 4"):

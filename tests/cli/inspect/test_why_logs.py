@@ -10,7 +10,7 @@ from invoke.exceptions import Exit as InvokeExit
 from tests.conftest import Project
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import ConfigError
-from trainkit.base.files import part_before
+from trainkit.base.files import rotated_log
 from trainkit.cli.inspect import logs
 from trainkit.cli.inspect import runs as follow
 from trainkit.cli.inspect.why import why
@@ -256,12 +256,12 @@ def test_following_a_log_that_begins_anew(
 
     def write(_: float) -> None:
         """What is written just before it is put aside is told too, once."""
-        if part_before(path).exists():
+        if rotated_log(path).exists():
             end(events, 0, "success")
             return
         with open(path, "a") as file:
             file.write("two\nthr")
-        path.rename(part_before(path))
+        path.rename(rotated_log(path))
         path.write_text("ee\nfour\n")
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))

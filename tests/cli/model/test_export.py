@@ -22,7 +22,7 @@ from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import train_bpe
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
-from trainkit.runs.checkpoints import folder_of
+from trainkit.runs.checkpoints import checkpoint_folder
 from trainkit.runs.folder import RunFolder
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.model.transformer import Transformer, build_on_meta
@@ -157,10 +157,10 @@ def test_no_valid_checkpoint(project: Project) -> None:
     run, _ = make_run(project, "random")
     error = refusal(project, step=7)
     assert error.exit == 16 and "no checkpoint of step 7" in error.message and "5, 10" in error.hint
-    (folder_of(run.checkpoints, 10) / "rank-00000.bin").write_bytes(b"")
+    (checkpoint_folder(run.checkpoints, 10) / "rank-00000.bin").write_bytes(b"")
     assert refusal(project, step=10).exit == 16
     assert call(project)["step"] == 5  # the newest that is valid
-    (folder_of(run.checkpoints, 5) / "rank-00000.bin").write_bytes(b"")
+    (checkpoint_folder(run.checkpoints, 5) / "rank-00000.bin").write_bytes(b"")
     assert refusal(project, to=str(project.path / "other")).exit == 16
     assert not (project.path / "other").exists()
 

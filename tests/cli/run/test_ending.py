@@ -22,8 +22,8 @@ from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_record
-from trainkit.runs.summary import summarize
+from trainkit.runs.record import read_run_record
+from trainkit.runs.summary import summarize_run
 
 
 def new_run(project: Project, job: str, *rows: dict[str, Any]) -> RunFolder:
@@ -75,7 +75,7 @@ def test_skipped_steps_and_further_validation_sets_are_shown(project: Project) -
         and "validation loss on books 6.0000 before, 4.5000 after" in lines
     )
     assert "skipped steps 3, 1 of them for a loss or gradient norm that is not finite" in lines
-    report = summarize(run).to_json()
+    report = summarize_run(run).to_json()
     assert report["further_validation_losses"] == {"books": {"first": 6.0, "last": 4.5}} and report[
         "validation_loss"
     ] == {"first": 5.0, "last": 4.0}
@@ -85,13 +85,15 @@ def test_skipped_steps_and_further_validation_sets_are_shown(project: Project) -
 def test_nothing_is_said_of_what_was_not(project: Project) -> None:
     run = new_run(project, "text", step(1), step(2))
     assert "skipped" not in printed(run) and "validation" not in printed(run)
-    assert summarize(run).to_json()["further_validation_losses"] == {}
+    assert summarize_run(run).to_json()["further_validation_losses"] == {}
     run.metrics.write_text(json.dumps(step(1, skipped=1)) + "\n")
     assert "skipped steps 1" in [" ".join(line.split()) for line in printed(run).splitlines()]
 
 
 def test_only_a_model_of_text_is_asked_to_write(project: Project) -> None:
-    text, random = (read_record(new_run(project, job)).next_tasks() for job in ("text", "random"))
+    text, random = (
+        read_run_record(new_run(project, job)).next_tasks() for job in ("text", "random")
+    )
     assert [task.split()[1] for task in text] == ["generate", "report", "tensorboard"]
     assert [task.split()[1] for task in random] == ["report", "tensorboard"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.conftest import Project, wait_for
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_record
+from trainkit.runs.record import read_run_record
 
 
 def test_a_run_that_is_just_beginning_has_not_failed(project: Project) -> None:
@@ -13,7 +13,7 @@ def test_a_run_that_is_just_beginning_has_not_failed(project: Project) -> None:
     seen: list[str] = []
 
     def begun() -> bool:
-        seen.append(read_record(RunFolder(path)).state)
+        seen.append(read_run_record(RunFolder(path)).state)
         return seen[-1] not in ("starting", "failed")
 
     wait_for(begun, "its supervisor")

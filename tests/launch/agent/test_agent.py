@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import trainkit
 from tests.launch.fake_supervisor import AGENT, Peer, Session, process
-from trainkit.base.slots import holders
+from trainkit.base.slots import slot_holders
 from trainkit.base.snapshot_files import snapshot_hash
 from trainkit.launch.agent.connection import SupervisorLost, dial
 from trainkit.launch.agent.host_report import driver_version, gpus
@@ -290,7 +290,7 @@ def test_slots_are_refused_by_name_and_freed(session: Session, tmp_path: Path) -
             mark=other.mark,
         )
         second.hear("reserved")
-        told = {slot: holder["run"] for slot, holder in holders(session.node_folder).items()}
+        told = {slot: holder["run"] for slot, holder in slot_holders(session.node_folder).items()}
         # who shares holds what was free
         assert told == {"gpu0": session.run, "gpu1": session.run, "gpu2": other.run}
         peer.say(

@@ -150,7 +150,7 @@ def test_a_lost_lease_ends_everything(
             session.agent.terminate()
         assert hard.gone()
         assert session.agent.wait() == (15 if how == "term" else 13) and not session.left()
-        assert not slots.holders(session.node_folder) and "stops everything" in session.words()
+        assert not slots.slot_holders(session.node_folder) and "stops everything" in session.words()
         assert other.left() and bystander.hear("heartbeat")
     finally:
         other.close()
@@ -201,7 +201,7 @@ def test_sigkill_leaves_nothing(session: Session, tmp_path: Path, who: str) -> N
             # the keeper has ended it: the agent is killed first
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    while slots.holders(session.node_folder):
+    while slots.slot_holders(session.node_folder):
         time.sleep(0.01)
     assert not any(alive(pid) for pid in hard.pids)
     assert (
@@ -227,7 +227,7 @@ def test_a_bug_of_its_own_leaves_nothing(tmp_path: Path) -> None:
             and not session.left()
             and "TypeError" in session.words()
         )
-        assert not slots.holders(session.node_folder) and not list(
+        assert not slots.slot_holders(session.node_folder) and not list(
             session.node_folder.glob("trainkit-test*")
         )
     finally:
@@ -244,6 +244,6 @@ def test_an_agent_that_hangs_is_a_dead_one(brief: Session, tmp_path: Path) -> No
 def test_an_agent_that_hangs_before_the_start_frees_its_slots(brief: Session) -> None:
     session, peer = brief, brief.begin()
     os.kill(int(peer.hello["pid"]), signal.SIGSTOP)
-    assert slots.holders(session.node_folder) and wait_until(
-        lambda: not slots.holders(session.node_folder)
+    assert slots.slot_holders(session.node_folder) and wait_until(
+        lambda: not slots.slot_holders(session.node_folder)
     )

@@ -50,7 +50,7 @@ BARE = (
 
 
 def needs_cgroup() -> None:
-    group = cgroup.new_group("test-needs/1/0")
+    group = cgroup.create_cgroup("test-needs/1/0")
     if group is None:
         pytest.skip("no cgroup v2 here that this user may write to")
     group.remove()
@@ -62,7 +62,7 @@ def around_of(host: str) -> tuple[str, ...]:
     if host == "with cgroup":
         needs_cgroup()
         return ()
-    if not BARE and (group := cgroup.new_group("test-needs/1/0")) is not None:
+    if not BARE and (group := cgroup.create_cgroup("test-needs/1/0")) is not None:
         group.remove()
         pytest.skip("only root can take its cgroup away")
     return BARE
@@ -92,7 +92,7 @@ def test_orphans_of_a_dead_run_are_ended_by_the_next(
     ranks, orphans = hard.pids[:3], hard.pids[3:]
     assert wait_until(lambda: not any(alive(pid) for pid in ranks))
     assert all(alive(pid) for pid in orphans)
-    assert {pid for group in cgroup.groups(session.run) for pid in group.pids()} == (
+    assert {pid for group in cgroup.find_cgroups(session.run) for pid in group.pids()} == (
         set() if host == "bare" else set(orphans)
     )
     other = Session(tmp_path / "other", node_folder=str(session.node_folder))
@@ -111,7 +111,7 @@ def test_orphans_of_a_dead_run_are_ended_by_the_next(
         peer.say(type="sweep", run=session.run, kill=True)
         swept = peer.hear("swept")
         assert swept["left"] == [] and swept["proof"] == (None if host == "bare" else "cgroup")
-        assert wait_until(lambda: not alive(orphans[1])) and not cgroup.groups(session.run)
+        assert wait_until(lambda: not alive(orphans[1])) and not cgroup.find_cgroups(session.run)
     finally:
         other.close()
 
@@ -123,11 +123,11 @@ def blind(program: str) -> subprocess.CompletedProcess[str]:
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from trainkit.base import cgroup
-from trainkit.base import watchdog as keeper
-from trainkit.base import process_marks as marks
-marks.descendants = lambda pid: []
-marks.marked = lambda mark: []
-marks.kill_children = lambda: None
+from trainkit.base import watchdog
+from trainkit.base import process_marks
+process_marks.find_descendants = lambda pid: []
+process_marks.find_marked = lambda mark: []
+process_marks.kill_children = lambda: None
 def later(path):
     if os.fork() == 0:
         os.setsid()
@@ -145,7 +145,7 @@ def test_a_keeper_that_sees_nothing_waits_for_the_kernels_word(tmp_path: Path) -
     path = str(tmp_path / "ended")
     done = blind(
         f"def work(link):\n    link.guard('r/1/0', lease=60)\n    later({path!r})\n    return"
-        " 3\nkeeper.WAIT = 0.001\nsys.exit(keeper.keep(work, 'k'))"
+        " 3\nwatchdog.WAIT = 0.001\nsys.exit(watchdog.run_under_watchdog(work, 'k'))"
     )
     assert done.returncode == 3 and (tmp_path / "ended").exists(), done.stderr
 
@@ -154,13 +154,13 @@ def test_a_keeper_empties_the_group_whatever_it_sees() -> None:
     needs_cgroup()
     program = """
 def work(link):
-    group = cgroup.new_group("test-blind-%d/1/0" % os.getpid())
+    group = cgroup.create_cgroup("test-blind-%d/1/0" % os.getpid())
     link.guard("r/1/0", lease=60, group=group)
     entrance = group.entrance()
     subprocess.Popen(["sleep", "10000"], preexec_fn=lambda: os.write(entrance, b"0"))
     print(group.path, flush=True)
     return 3
-sys.exit(keeper.keep(work, "k"))
+sys.exit(watchdog.run_under_watchdog(work, "k"))
 """
     done = blind(program)
     assert done.returncode == 3 and not Path(done.stdout.strip()).exists(), done.stderr
@@ -270,9 +270,7 @@ def test_an_agent_that_stands_still_from_its_first_moment_ends() -> None:
     program = (
         "import signal, sys, os; from trainkit.base import watchdog; watchdog.START_LEASE = 0.2\n"
     )
-    program += (
-        "sys.exit(watchdog.keep(lambda link: os.kill(os.getpid(), signal.SIGSTOP), 'keeper'))"
-    )
+    program += "sys.exit(watchdog.run_under_watchdog(lambda link: os.kill(os.getpid(), signal.SIGSTOP), 'keeper'))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launch.fake_supervisor import SECRET, Session, process, wait_until
-from trainkit.base.files import part_before
+from trainkit.base.files import rotated_log
 from trainkit.base.redact import RedactedStream, Redactor
 from trainkit.cli.run.summary import last_lines
 from trainkit.launch.agent.output import LogWriter
@@ -294,7 +294,7 @@ def test_a_log_that_is_full_begins_anew(tmp_path: Path) -> None:
         writer.write(log, line)
     writer.close(log)
     wait_until(lambda: writer.idle(log))
-    parts = [part.read_bytes() for part in (part_before(log), log)]
+    parts = [part.read_bytes() for part in (rotated_log(log), log)]
     told = [
         line
         for part in parts
@@ -314,7 +314,7 @@ def test_a_log_that_is_full_begins_anew(tmp_path: Path) -> None:
 
 def test_a_log_that_cannot_be_put_aside_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "0.log"
-    part_before(log).mkdir()
+    rotated_log(log).mkdir()
     writer = LogWriter(full=20)
     for number in range(9):
         writer.write(log, b"line %03d\n" % number)

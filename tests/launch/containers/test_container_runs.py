@@ -14,7 +14,7 @@ import pytest
 from tests import oci
 from tests.conftest import Project, wait_for
 from tests.oci import IMAGE, Oci
-from trainkit.base import process_marks as marks
+from trainkit.base import process_marks
 from trainkit.launch.containers.docker import leftovers_line
 
 pytestmark = pytest.mark.timeout(1200)
@@ -73,7 +73,7 @@ def with_box(project: Project, runtime: Oci) -> Project:
 
 
 def gone(run: Path, runtime: Oci) -> bool:
-    return not marks.marked(run.name) and not runtime.containers(run.name)
+    return not process_marks.find_marked(run.name) and not runtime.containers(run.name)
 
 
 def started(project: Project, runtime: Oci, step: int = 3) -> Path:
@@ -89,7 +89,7 @@ def started(project: Project, runtime: Oci, step: int = 3) -> Path:
 
     wait_for(there, f"step {step}", timeout=600)
     run = project.runs()[-1]
-    assert len(runtime.containers(run.name)) == 1 and marks.marked(run.name), (
+    assert len(runtime.containers(run.name)) == 1 and process_marks.find_marked(run.name), (
         "its processes are seen from outside"
     )
     return run
@@ -188,7 +188,7 @@ def test_a_killed_agent_and_keeper_leave_nothing(boxed: Project, runtime: Oci) -
     """The keeper is the container's first process: with it the runtime ends all that is in it."""
     process = boxed.start("train", "boxed", "--set", "training.train_iters=100000")
     run = started(boxed, runtime)
-    ranks = marks.marked(run.name)
+    ranks = process_marks.find_marked(run.name)
     (agent,) = {
         int(Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[1])
         for rank in ranks

@@ -15,7 +15,7 @@ from trainkit.launch.slurm.allocation import Granted
 from trainkit.launch.slurm.batch_supervisor import BatchStopRequests, BatchSupervisor
 from trainkit.launch.supervise.observer import silent_observer
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import EventLog, read_record
+from trainkit.runs.record import EventLog, read_run_record
 from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs
 
 
@@ -84,7 +84,7 @@ def test_a_supervisor_that_left_no_word_counts_as_infra(tmp_path: Path) -> None:
     ) as caught:
         supervisor.replay(1)
     assert caught.value.exit == 10
-    record = read_record(run)
+    record = read_run_record(run)
     assert (record.state, record.exit) == ("failed", 10) and "budget" in str(record.root_cause)
 
 
@@ -108,7 +108,7 @@ def test_time_limits_without_a_step_between_them_end(tmp_path: Path) -> None:
     )
     with pytest.raises(TrainkitError, match="3 times in the same way at step 50") as caught:
         supervisor.replay(1)
-    assert caught.value.exit == 14 and read_record(run).failure_class == "no-progress"
+    assert caught.value.exit == 14 and read_run_record(run).failure_class == "no-progress"
 
 
 def test_attempts_in_one_allocation_count_too(tmp_path: Path) -> None:

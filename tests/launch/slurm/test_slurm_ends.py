@@ -29,7 +29,7 @@ from trainkit.launch.slurm.reconcile import Queue, settle
 from trainkit.launch.slurm.sbatch import note_end
 from trainkit.launch.slurm.squeue import JobLook, Patience
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_record
+from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
 
 
@@ -61,20 +61,20 @@ def test_a_run_has_not_failed_before_slurm_says_so(slurm: Slurm, exit: int, kind
     run = a_run(slurm, exit, kind)
     queue = Queue(run)
     slurm.says("7|COMPLETING")
-    assert queue.look(read_record(run))[0].state == "running"
+    assert queue.look(read_run_record(run))[0].state == "running"
     slurm.says("7|PENDING")
-    record, said = queue.look(read_record(run))
+    record, said = queue.look(read_run_record(run))
     assert record.state == "queued" and "Slurm has put job 7 back into the queue" in said
     slurm.says("7|FAILED")
-    record, _ = queue.look(read_record(run))
-    assert (record.state, record.exit) == (read_record(run).state, exit)
+    record, _ = queue.look(read_run_record(run))
+    assert (record.state, record.exit) == (read_run_record(run).state, exit)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_an_end_of_the_run_s_own_making_is_told_at_once(slurm: Slurm) -> None:
     run = a_run(slurm, 9, "user")
     slurm.says("7|COMPLETING")
-    assert Queue(run).look(read_record(run))[0].state == "failed"
+    assert Queue(run).look(read_run_record(run))[0].state == "failed"
 
 
 @pytest.mark.usefixtures("impatient")
@@ -83,7 +83,7 @@ def test_a_job_that_never_ends_keeps_nobody(slurm: Slurm, monkeypatch: pytest.Mo
     run = a_run(slurm, 8, "infra")
     slurm.says("7|COMPLETING")
     queue = Queue(run)
-    assert [queue.look(read_record(run))[0].state for _ in range(2)][1] == "failed"
+    assert [queue.look(read_run_record(run))[0].state for _ in range(2)][1] == "failed"
 
 
 def test_a_job_that_was_cancelled_in_the_queue_no_longer_waits(slurm: Slurm) -> None:
@@ -92,7 +92,7 @@ def test_a_job_that_was_cancelled_in_the_queue_no_longer_waits(slurm: Slurm) -> 
     add_slurm_job(run, "7", first_attempt=1)
     seen = JobLook("7", "CANCELLED", "Priority", "N/A", "1:00", "")
     assert seen.words() == "job 7 is over: CANCELLED"
-    told = (settle(read_record(run), seen).root_cause or {})["message"]
+    told = (settle(read_run_record(run), seen).root_cause or {})["message"]
     assert told == "job 7 was over before its supervisor began: CANCELLED"
     assert (
         JobLook("7", "CANCELLED", "by root", "", "", "").words()
@@ -145,7 +145,7 @@ def test_why_says_what_status_says_of_a_spent_budget(slurm: Slurm) -> None:
         },
     )
     document = why(task(slurm), "one", 0).document
-    status = read_record(run)
+    status = read_run_record(run)
     assert (
         document["root_cause"]["message"] == (status.root_cause or {})["message"]
         and document["exit"] == status.exit

@@ -40,7 +40,7 @@ from trainkit.launch.slurm.submit_run import submit_with_stages
 from trainkit.launch.slurm.withdraw import take_out
 from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_record
+from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import change_slurm_job
 from trainkit.stages.array_task import do
 from trainkit.stages.contract import Need, Unit
@@ -168,7 +168,7 @@ def test_a_unit_that_failed_is_named_by_the_record(slurm: Slurm) -> None:
     failure = stage_failure(run)
     assert failure is not None
     change_slurm_job(run, "104", ended=failure)
-    record = read_record(run)
+    record = read_run_record(run)
     assert (record.state, record.exit, record.failure_class) == (
         "failed",
         Exit.STAGE_FAILED,

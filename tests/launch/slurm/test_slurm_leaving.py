@@ -44,7 +44,7 @@ from trainkit.launch.slurm.submit_run import submit_again, submit_with_stages
 from trainkit.launch.slurm.withdraw import take_out
 from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_record, write_maker
+from trainkit.runs.record import read_run_record, write_maker
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job
 from trainkit.stages.array_task import do
 from trainkit.stages.contract import Need, Unit
@@ -94,7 +94,7 @@ def test_a_run_that_is_just_submitted_is_cancelled_once_it_is(
     later.join()
     assert (
         answer.exit == Exit.CANCELLED
-        and read_record(run).state == "cancelled"
+        and read_run_record(run).state == "cancelled"
         and slurm.lines() == ["scancel 104"]
     )
     assert f"is being begun by pid {os.getpid()}" in capsys.readouterr().out
@@ -181,7 +181,9 @@ def test_secrets_go_where_no_supervisor_ever_comes(slurm: Slurm) -> None:
     run, _ = submit(slurm, "one", part(slurm, need("a", 1)))
     write_json(secrets_path(run), SECRETS)
     slurm.says("101|FAILED", "102|CANCELLED", "103|CANCELLED", "104|CANCELLED")
-    assert settled(read_record(run)).exit == Exit.STAGE_FAILED and not secrets_path(run).exists()
+    assert (
+        settled(read_run_record(run)).exit == Exit.STAGE_FAILED and not secrets_path(run).exists()
+    )
 
     run = a_run(slurm, "two")
     cancelled_by_scancel(slurm)
@@ -237,7 +239,7 @@ def test_a_run_on_slurm_looks_at_its_data_itself(slurm: Slurm) -> None:
         supervise_batch(
             run, {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": "1"}
         )
-    record = read_record(run)
+    record = read_run_record(run)
     assert (caught.value.exit, record.state, record.exit, record.failure_class) == (
         Exit.STAGE_STALE,
         "failed",

@@ -14,7 +14,7 @@ from trainkit.base.process import identity
 from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.squeue import UNSURE, accounts, look
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_record
+from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
 
 # sacct --duplicates --parsable2 of Slurm 22.05, format ACCOUNT_FIELDS
@@ -120,32 +120,34 @@ def silent_run(root: Path) -> RunFolder:
 
 def test_how_a_job_ended_whose_supervisor_left_no_word(slurm: Path, tmp_path: Path) -> None:
     run = silent_run(tmp_path)
-    assert read_record(run).state == "unknown"
+    assert read_run_record(run).state == "unknown"
     says(slurm, "sacct", "echo 'slurmdbd is down' >&2; exit 1")
-    told = settled(read_record(run))
+    told = settled(read_run_record(run))
     assert (told.state, told.exit) == ("failed", 10) and "slurmdbd is down" in (
         told.root_cause or {}
     )["message"]
-    assert read_record(run).state == "unknown" and read_slurm_jobs(run)[0].ended is None, (
+    assert read_run_record(run).state == "unknown" and read_slurm_jobs(run)[0].ended is None, (
         "no truth to keep"
     )
     says(slurm, "sacct", "echo '7|NODE_FAIL|1:0|a|b|c|01:00:00|node1'")
-    told = settled(read_record(run))
+    told = settled(read_run_record(run))
     assert (told.state, told.exit) == ("failed", 10) and "Slurm says NODE_FAIL (exit code 1:0)" in (
         told.root_cause or {}
     )["message"]
     says(slurm, "sacct", "exit 0")
-    assert settled(read_record(run)) == told == read_record(run), (
+    assert settled(read_run_record(run)) == told == read_run_record(run), (
         "kept, when nobody else knows it any more"
     )
     says(slurm, "squeue", "echo '7|PENDING|BeginTime|N/A|1:00:00|'")
-    assert settled(read_record(run)).state == "queued", "a person has put it back: scontrol requeue"
+    assert settled(read_run_record(run)).state == "queued", (
+        "a person has put it back: scontrol requeue"
+    )
 
 
 def test_a_cancelled_job_whose_supervisor_left_no_word(slurm: Path, tmp_path: Path) -> None:
     run = silent_run(tmp_path)
     says(slurm, "sacct", "echo '7|CANCELLED by 0|0:9|a|b|c|01:00:00|node1'")
-    told = settled(read_record(run))
+    told = settled(read_run_record(run))
     assert (told.state, told.exit, told.failure_class) == (
         "cancelled",
         15,

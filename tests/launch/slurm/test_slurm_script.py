@@ -30,7 +30,7 @@ from trainkit.launch.slurm.batch_script import (
 from trainkit.launch.slurm.reconcile import settle
 from trainkit.launch.slurm.squeue import JobLook
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_record
+from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
 
 
@@ -421,7 +421,7 @@ def test_what_the_record_says_of_the_queue(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "job" / "20261121-100000-abcd")
     (run.path / "launch").mkdir(parents=True)
     add_slurm_job(run, "12", first_attempt=1)
-    waiting = read_record(run)
+    waiting = read_run_record(run)
     assert waiting.state == "queued" and waiting.exit is None
     pending = JobLook("12", "PENDING", "Priority", "2026-11-22T10:00:00", "1:00:00", "")
     assert (
@@ -435,11 +435,13 @@ def test_what_the_record_says_of_the_queue(tmp_path: Path) -> None:
         and failed.exit == 8
         and "module: command not found" in str(failed.root_cause)
     )
-    assert read_record(run) == failed, "noted: Slurm forgets it"
+    assert read_run_record(run) == failed, "noted: Slurm forgets it"
     change_slurm_job(run, "12", ended={"state": "CANCELLED by 0", "message": "taken out"})
-    assert (read_record(run).state, read_record(run).exit) == ("cancelled", 15)
+    assert (read_run_record(run).state, read_run_record(run).exit) == ("cancelled", 15)
     add_slurm_job(run, "13", first_attempt=1, follows="12")
-    assert read_record(run).state == "queued" and [each.id for each in read_slurm_jobs(run)] == [
+    assert read_run_record(run).state == "queued" and [
+        each.id for each in read_slurm_jobs(run)
+    ] == [
         "12",
         "13",
     ]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
-from trainkit.base.address import own_addresses
+from trainkit.base.address import local_addresses
 from trainkit.jobs.clusters import Cluster, WatchLimits
 from trainkit.launch.agent.connection import dial
 from trainkit.launch.hosts.hostfile import Host
@@ -420,7 +420,7 @@ def test_rank_0_out_of_reach(tmp_path: Path) -> None:
 
 
 def test_what_this_machine_is_called() -> None:
-    mine = [socket.gethostname(), "localhost", *(address for _, address in own_addresses())]
+    mine = [socket.gethostname(), "localhost", *(address for _, address in local_addresses())]
     assert all(is_this_machine(Host(name)) for name in mine)
     assert not is_this_machine(Host("node1")) and not is_this_machine(Host("203.0.113.7"))
 

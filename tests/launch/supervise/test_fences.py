@@ -39,7 +39,7 @@ from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.observer import silent_observer
 from trainkit.launch.supervise.outcome import RankExit, judge_outcome
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_record
+from trainkit.runs.record import read_run_record
 
 KILLED_LATER = "import os, signal, time; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -256,7 +256,7 @@ def test_a_supervisor_that_is_killed_before_its_first_word(tmp_path: Path) -> No
     program.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(TrainkitError, match="ended by SIGKILL before it had begun") as error:
         start.spawn_supervisor(run, share=False)
-    assert error.value.exit == read_record(run).exit == 10
+    assert error.value.exit == read_run_record(run).exit == 10
 
 
 def test_a_program_that_starts_its_ranks_itself_is_started_once_a_node(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.conftest import alive, wait_for
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.errors import Exit
 from trainkit.base.files import read_json
-from trainkit.jobs.schema import Retry
+from trainkit.jobs.schema import RetrySettings
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.launchers.debug import Debug, StubAgent
@@ -47,7 +47,7 @@ def failed(
 
 
 def test_one_kind_of_failure_does_not_eat_the_budget_of_another() -> None:
-    budgets = RetryBudgets(Retry(infra=2, hang=1, user=0, preempted=1))
+    budgets = RetryBudgets(RetrySettings(infra=2, hang=1, user=0, preempted=1))
     ends = [
         failed(kind, step)  # type: ignore[arg-type]
         for step, kind in enumerate(["infra", "hang", "infra", "preempted", "infra"])
@@ -61,26 +61,27 @@ def test_one_kind_of_failure_does_not_eat_the_budget_of_another() -> None:
 
 
 def test_the_same_failure_at_the_same_step_ends_it() -> None:
-    budgets = RetryBudgets(Retry(infra=10, same_step=3))
+    budgets = RetryBudgets(RetrySettings(infra=10, same_step=3))
     assert [budgets.after(failed("infra", 7)) for _ in range(3)] == [
         "again",
         "again",
         "no-progress",
     ]
-    budgets = RetryBudgets(Retry(infra=10, same_step=3))
+    budgets = RetryBudgets(RetrySettings(infra=10, same_step=3))
     assert [budgets.after(failed("infra", step)) for step in (7, 7, 8, 8, 9)] == ["again"] * 5
 
 
 def test_what_the_next_attempt_would_be_told_again_is_not_tried() -> None:
     end = failed("user", exit=Exit.NO_CHECKPOINT)
-    assert RetryBudgets(Retry(user=5)).after(end) == "enough" and not end.budget
+    assert RetryBudgets(RetrySettings(user=5)).after(end) == "enough" and not end.budget
 
 
 def test_an_end_says_what_it_has_used_up() -> None:
     end = failed("preempted")
-    assert RetryBudgets(Retry(infra=1)).after(end, "infra") == "again" and end.budget == "infra", (
-        "of another kind than its class"
-    )
+    assert (
+        RetryBudgets(RetrySettings(infra=1)).after(end, "infra") == "again"
+        and end.budget == "infra"
+    ), "of another kind than its class"
 
 
 def test_hosts_of_the_next_attempt() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.supervised import DONE, Program, make_run, supervised
-from trainkit.base.files import keep_others_from_writing, read_json, write_json
+from trainkit.base.files import read_json, restrict_umask, write_json
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.supervise.observer import RunObserver, silent_observer
 from trainkit.launch.supervise.outcome import Outcome, StopRequest
@@ -37,7 +37,7 @@ def test_a_run_folder_is_nobody_elses_to_write(tmp_path: Path) -> None:
     for number, mask in enumerate((0o000, 0o002, 0o077)):
         before = os.umask(mask)
         try:
-            keep_others_from_writing()
+            restrict_umask()
             path = new_run_folder(tmp_path / str(number), "j").path
         finally:
             os.umask(before)

@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from tests.train.support import MODEL, Arrays, whole
 from trainkit.base.errors import TrainkitError
-from trainkit.jobs.schema import Checkpoint as Keep
-from trainkit.runs.checkpoint_errors import Damaged
+from trainkit.jobs.schema import CheckpointSettings
+from trainkit.runs.checkpoint_errors import DamagedCheckpoint
 from trainkit.runs.checkpoints import (
     MANIFEST,
-    Chunk,
     DataFile,
     Manifest,
+    TensorChunk,
     TensorEntry,
-    folder_of,
+    checkpoint_folder,
     newest_valid,
     open_checkpoint,
     prune,
@@ -178,7 +178,7 @@ def test_another_model_is_refused_by_name(saved_folder: Path) -> None:
 )
 def test_hostile_manifests(saved_folder: Path, change: Change, words: str) -> None:
     change_manifest(saved_folder, change)
-    with pytest.raises(Damaged, match=words):
+    with pytest.raises(DamagedCheckpoint, match=words):
         open_checkpoint(step_folder(saved_folder))
     assert verify(step_folder(saved_folder), "size")
 
@@ -234,13 +234,13 @@ def test_parts_of_a_tensor_do_not_overlap(
 )
 def test_no_flipped_bit_of_a_manifest_is_overlooked(bit: int, apart: int, tmp_path: Path) -> None:
     """Of every so many-th byte."""
-    path = folder_of(tmp_path, 3) / MANIFEST
+    path = checkpoint_folder(tmp_path, 3) / MANIFEST
     path.parent.mkdir()
     (path.parent / "a.bin").write_bytes(bytes(16))
     tensor = TensorEntry(
         shape=(4,),
         dtype="float32",
-        chunks=(Chunk(offsets=(0,), sizes=(4,), file="a.bin", start=0, bytes=16),),
+        chunks=(TensorChunk(offsets=(0,), sizes=(4,), file="a.bin", start=0, bytes=16),),
     )
     facts: dict[str, Any] = {
         "layout": {"world_size": 1},
@@ -333,7 +333,7 @@ def test_prune_counts_valid_ones_only(saved_folder: Path) -> None:
     (copy_as(saved_folder, 200_000_000) / "rank-00000.bin").write_bytes(b"")
     (saved_folder / "step-00000006").mkdir()
     (saved_folder / "step-00000008.tmp").mkdir()
-    prune(saved_folder, Keep(keep_last=2), newest=100_000_000)
+    prune(saved_folder, CheckpointSettings(keep_last=2), newest=100_000_000)
     assert {p.name for p in saved_folder.glob("step-*")} == {
         "step-00000007",
         "step-100000000",
@@ -341,9 +341,9 @@ def test_prune_counts_valid_ones_only(saved_folder: Path) -> None:
         "step-00000008.tmp",
         "step-200000000",
     }
-    prune(saved_folder, Keep(keep_last=9), newest=100_000_000)
+    prune(saved_folder, CheckpointSettings(keep_last=9), newest=100_000_000)
     assert (saved_folder / "step-00000007").exists()
-    prune(saved_folder, Keep(keep_last=1), newest=100_000_000)
+    prune(saved_folder, CheckpointSettings(keep_last=1), newest=100_000_000)
     assert (
         not (saved_folder / "step-00000007").exists() and (saved_folder / "step-100000000").exists()
     )
@@ -357,7 +357,7 @@ def test_prune_never_takes_what_was_just_saved(saved_folder: Path, keep_last: in
     content[0] ^= 1
     data.write_bytes(content)
     copy_as(saved_folder, 5)
-    prune(saved_folder, Keep(keep_last=keep_last), newest=5)
+    prune(saved_folder, CheckpointSettings(keep_last=keep_last), newest=5)
     kept = {"step-00000005", "step-00000009"} | ({"step-00000003"} if keep_last == 2 else set())
     assert {p.name for p in saved_folder.glob("step-*")} == kept
     found = newest_valid(saved_folder, lambda words: None)
@@ -391,7 +391,7 @@ def test_only_the_rows_that_are_needed_are_read(
     rows at a time that memory stays small."""
     source = torch.arange(40 * 6.0).reshape(40, 6)
     (tmp_path / "a.bin").write_bytes(bytes(64) + source.numpy().tobytes())
-    chunk = Chunk(offsets=(0, 0), sizes=(40, 6), file="a.bin", start=64, bytes=960)
+    chunk = TensorChunk(offsets=(0, 0), sizes=(40, 6), file="a.bin", start=64, bytes=960)
     read: list[int] = []
     whole_read = storage.read_whole
 
@@ -421,7 +421,7 @@ def test_a_scalar_is_read_where_it_must_be_converted(tmp_path: Path) -> None:
     with open(tmp_path / "a.bin", "rb", buffering=0) as file:
         storage._read_box(
             file,
-            Chunk(offsets=(), sizes=(), file="a.bin", start=0, bytes=4),
+            TensorChunk(offsets=(), sizes=(), file="a.bin", start=0, bytes=4),
             torch.float32,
             (),
             (),

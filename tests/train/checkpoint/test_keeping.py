@@ -21,23 +21,23 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
-from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs.checkpoints import (
     MANIFEST,
     Checkpoint,
     DataFile,
     Manifest,
+    checkpoint_folder,
     files_to_hash,
-    folder_of,
     newest_valid,
     open_checkpoint,
     pin,
     prune,
+    retention_reasons,
     set_aside_in,
     step_of,
     valid_by_size,
     verify,
-    why_kept,
 )
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.dcp_storage import Reader, TensorLoadPlanner
@@ -74,7 +74,7 @@ def test_why_each_stays(tmp_path: Path) -> None:
     for step, loss in losses.items():
         save(tmp_path, step, loss=loss)
     pin(tmp_path, 8, pinned=True)
-    keep = Keep(keep_last=2, keep_every=6, keep_best=2)
+    keep = CheckpointSettings(keep_last=2, keep_every=6, keep_best=2)
     told = {
         2: [],
         4: ["validation loss 1.5000"],
@@ -82,15 +82,15 @@ def test_why_each_stays(tmp_path: Path) -> None:
         8: ["pinned"],
         10: ["newest 2", "validation loss 1.7500"],
     }
-    assert why_kept(valid_by_size(tmp_path), keep, 12) == told | {
+    assert retention_reasons(valid_by_size(tmp_path), keep, 12) == told | {
         12: ["newest 2", "every 6"],
         14: ["after step 12"],
     }
     assert prune(tmp_path, keep, 12) == [2] and steps_in(tmp_path) == [4, 6, 8, 10, 12, 14]
     pin(tmp_path, 8, pinned=False)
-    assert prune(tmp_path, Keep(keep_last=1), 14) == [4, 6, 8, 10, 12] and steps_in(tmp_path) == [
-        14
-    ]
+    assert prune(tmp_path, CheckpointSettings(keep_last=1), 14) == [4, 6, 8, 10, 12] and steps_in(
+        tmp_path
+    ) == [14]
 
 
 def test_what_was_pinned_at_the_last_moment_stays(
@@ -106,7 +106,10 @@ def test_what_was_pinned_at_the_last_moment_stays(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", pinned_meanwhile)
-    assert prune(tmp_path, Keep(keep_last=1), 2) == [] and steps_in(tmp_path) == [1, 2]
+    assert prune(tmp_path, CheckpointSettings(keep_last=1), 2) == [] and steps_in(tmp_path) == [
+        1,
+        2,
+    ]
 
 
 def test_one_that_cannot_be_looked_at_does_not_end_retention(
@@ -123,7 +126,7 @@ def test_one_that_cannot_be_looked_at_does_not_end_retention(
 
     with monkeypatch.context() as broken:
         broken.setattr(Path, "stat", fails)
-        assert prune(tmp_path, Keep(keep_last=1), 3) == [2]
+        assert prune(tmp_path, CheckpointSettings(keep_last=1), 3) == [2]
     assert steps_in(tmp_path) == [1, 3]
 
 
@@ -141,7 +144,7 @@ def test_one_that_cannot_be_deleted_keeps_no_other(
 
     monkeypatch.setattr(Path, "rename", fails)
     with pytest.raises(OSError, match="step-00000001"):
-        prune(tmp_path, Keep(keep_last=1), 3)
+        prune(tmp_path, CheckpointSettings(keep_last=1), 3)
     assert steps_in(tmp_path) == [1, 3]
 
 
@@ -168,7 +171,7 @@ def test_how_closely_is_looked() -> None:
 def test_a_flipped_bit_is_found_where_hashes_are_compared(how: Any, tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
-    data = folder_of(tmp_path, 2) / "rank-00000.bin"
+    data = checkpoint_folder(tmp_path, 2) / "rank-00000.bin"
     data.write_bytes(bytes([data.read_bytes()[0] ^ 1]) + data.read_bytes()[1:])
     found = checkpoint.newest_valid_together(tmp_path, how, print)
     assert found is not None and found.manifest.step == (2 if how == "size" else 1)
@@ -248,7 +251,7 @@ def test_what_others_left_unfinished_goes(tmp_path: Path) -> None:
     save(tmp_path, 2)
     assert (
         sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002"]
-        and verify(folder_of(tmp_path, 2)) == []
+        and verify(checkpoint_folder(tmp_path, 2)) == []
     )
 
 
@@ -258,7 +261,7 @@ def test_a_checkpoint_that_is_a_link_costs_no_save(step: int, tmp_path: Path) ->
     seed = save(tmp_path / "elsewhere", 1).folder
     run = tmp_path / "run"
     run.mkdir()
-    folder_of(run, 1).symlink_to(seed)
+    checkpoint_folder(run, 1).symlink_to(seed)
     (run / "step-00000007.tmp").write_text("a file")
     (run / "step-00000008.tmp").symlink_to(seed)
     (run / "step-00000009.tmp").symlink_to(run / "nowhere")
@@ -268,15 +271,15 @@ def test_a_checkpoint_that_is_a_link_costs_no_save(step: int, tmp_path: Path) ->
         (seed / MANIFEST).unlink()
     for n in (step, step + 1):
         save(run, n)
-    assert prune(run, Keep(keep_last=1), step + 1) in ([1], [1, 2], [1, 3], [2])
+    assert prune(run, CheckpointSettings(keep_last=1), step + 1) in ([1], [1, 2], [1, 3], [2])
     save(run, step + 2)
     assert steps_in(run) == [step + 1, step + 2] and not list(run.glob("*.tmp"))
     assert (seed / "rank-00000.bin").is_file()
 
 
 def test_links_that_lead_nowhere_and_files_in_the_way_go(tmp_path: Path) -> None:
-    folder_of(tmp_path, 1).symlink_to(tmp_path / "nowhere")
-    folder_of(tmp_path, 2).write_text("no folder")
+    checkpoint_folder(tmp_path, 1).symlink_to(tmp_path / "nowhere")
+    checkpoint_folder(tmp_path, 2).write_text("no folder")
     for step in (1, 2):
         save(tmp_path, step)
     assert steps_in(tmp_path) == [1, 2]
@@ -310,7 +313,7 @@ def test_what_was_passed_over_pushes_out_nothing_whole(tmp_path: Path) -> None:
     6, and 9 is saved: the newest two are 6 and 9."""
     for step in (6, 8):
         save(tmp_path, step, loss=1.0 / step)
-    flip(folder_of(tmp_path, 8))
+    flip(checkpoint_folder(tmp_path, 8))
     told: list[str] = []
     found = checkpoint.newest_valid_together(tmp_path, "full", told.append)
     assert found is not None and found.manifest.step == 6
@@ -318,7 +321,9 @@ def test_what_was_passed_over_pushes_out_nothing_whole(tmp_path: Path) -> None:
     (aside,) = set_aside_in(tmp_path)
     assert step_of(aside) == 8 and f"is now {aside.name}" in told[1] and "passed over: " in told[0]
     save(tmp_path, 9)
-    assert prune(tmp_path, Keep(keep_last=2, keep_best=1), 9) == [] and steps_in(tmp_path) == [6, 9]
+    assert prune(tmp_path, CheckpointSettings(keep_last=2, keep_best=1), 9) == [] and steps_in(
+        tmp_path
+    ) == [6, 9]
     assert (aside / MANIFEST).is_file()
     save(tmp_path, 10)  # which deletes what is unfinished, not what is damaged
     assert aside.exists()
@@ -328,7 +333,7 @@ def test_where_none_is_whole_nothing_is_set_aside(tmp_path: Path) -> None:
     """Else the next `resume` would find none at all, and begin anew."""
     for step in (6, 8):
         save(tmp_path, step)
-        flip(folder_of(tmp_path, step))
+        flip(checkpoint_folder(tmp_path, step))
     for _ in range(2):
         with pytest.raises(TrainkitError, match="none of the 2 checkpoints"):
             checkpoint.newest_valid_together(tmp_path, "full", print)
@@ -339,8 +344,8 @@ def test_what_is_damaged_stays_where_publishing_fails(
 ) -> None:
     """It was all there was of that step: a person may mend it."""
     save(tmp_path, 3)
-    flip(folder_of(tmp_path, 3))
-    rotten = (folder_of(tmp_path, 3) / "rank-00000.bin").read_bytes()
+    flip(checkpoint_folder(tmp_path, 3))
+    rotten = (checkpoint_folder(tmp_path, 3) / "rank-00000.bin").read_bytes()
 
     def fails(temporary: Path, target: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -352,15 +357,15 @@ def test_what_is_damaged_stays_where_publishing_fails(
     (aside,) = set_aside_in(tmp_path)
     assert (aside / "rank-00000.bin").read_bytes() == rotten
     save(tmp_path, 3, value=2.0)
-    assert verify(folder_of(tmp_path, 3)) == [] and aside.exists()
+    assert verify(checkpoint_folder(tmp_path, 3)) == [] and aside.exists()
 
 
 def test_a_pipe_in_the_manifests_place_keeps_nobody_waiting(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
-    (folder_of(tmp_path, 2) / MANIFEST).unlink()
-    os.mkfifo(folder_of(tmp_path, 2) / MANIFEST)
-    assert verify(folder_of(tmp_path, 2)) == [f"{MANIFEST} is no file"]
+    (checkpoint_folder(tmp_path, 2) / MANIFEST).unlink()
+    os.mkfifo(checkpoint_folder(tmp_path, 2) / MANIFEST)
+    assert verify(checkpoint_folder(tmp_path, 2)) == [f"{MANIFEST} is no file"]
     found = checkpoint.newest_valid_together(tmp_path, "full", print)
     assert found is not None and found.manifest.step == 1
 
@@ -369,14 +374,14 @@ def test_an_evaluation_made_later_is_written_down(tmp_path: Path) -> None:
     """But not into what lies behind a link: it is another run's."""
     save(tmp_path / "run", 4)
     checkpoint.note_evaluation(tmp_path / "run", 4, {"valid": 1.5})
-    manifest = open_checkpoint(folder_of(tmp_path / "run", 4)).manifest
+    manifest = open_checkpoint(checkpoint_folder(tmp_path / "run", 4)).manifest
     assert (manifest.validation, manifest.state) == (
         {"valid": 1.5},
         {"evaluation_due": False},
-    ) and verify(folder_of(tmp_path / "run", 4)) == []
-    folder_of(tmp_path, 4).symlink_to(folder_of(tmp_path / "run", 4))
+    ) and verify(checkpoint_folder(tmp_path / "run", 4)) == []
+    checkpoint_folder(tmp_path, 4).symlink_to(checkpoint_folder(tmp_path / "run", 4))
     checkpoint.note_evaluation(tmp_path, 4, {"valid": 2.5})
-    assert open_checkpoint(folder_of(tmp_path, 4)).manifest.validation == {"valid": 1.5}
+    assert open_checkpoint(checkpoint_folder(tmp_path, 4)).manifest.validation == {"valid": 1.5}
     with (
         locked(tmp_path / LOCK, {"host": "other"}),
         pytest.raises(NotSaved, match="'host': 'other'"),
@@ -397,7 +402,7 @@ class Hostile:
 def test_a_hostile_checkpoint_executes_nothing(tmp_path: Path) -> None:
     """Pickles wherever bytes can be: as DCP's metadata, as a data file with the right hash, as a
     tensor's name and dtype."""
-    mark, folder = tmp_path / "executed", folder_of(tmp_path / "run", 1)
+    mark, folder = tmp_path / "executed", checkpoint_folder(tmp_path / "run", 1)
     evil = pickle.dumps(Hostile(mark))
     with pytest.raises(FileExistsError):  # it works where it is let
         pickle.loads(evil), pickle.loads(evil)

@@ -20,7 +20,7 @@ from tests.trained import new_run, text_job, write_checkpoint
 from trainkit.base.errors import Problem
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job, Model, Parallelism
-from trainkit.runs.checkpoints import Checkpoint, folder_of, open_checkpoint
+from trainkit.runs.checkpoints import Checkpoint, checkpoint_folder, open_checkpoint
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.huggingface import load_weights
 from trainkit.train.metrics.timers import Timers
@@ -131,7 +131,9 @@ def written_and_read(root: Path, hub: Path | None) -> dict[str, Any]:
             for n, writer in enumerate(LAYOUTS):
                 fill(step.tensors(), 0.5)
                 checkpoint.load(
-                    open_checkpoint(folder_of(root / model, n)), step.tensors(), step.expected()
+                    open_checkpoint(checkpoint_folder(root / model, n)),
+                    step.tensors(),
+                    step.expected(),
                 )
                 step.after_loading()
                 found[f"{model}: {writer} -> {name}"] = differing(step.tensors()) + second_copies(
@@ -190,7 +192,7 @@ def test_every_layout_reads_what_every_other_wrote(tmp_path: Path) -> None:
         module.to_empty(device="cpu")
         for n in range(len(LAYOUTS)):
             checkpoint.load(
-                open_checkpoint(folder_of(tmp_path / "four" / model.name, n)), plain(module)
+                open_checkpoint(checkpoint_folder(tmp_path / "four" / model.name, n)), plain(module)
             )
             assert all(
                 torch.equal(p, value(f"model.{name}", tuple(p.shape)))

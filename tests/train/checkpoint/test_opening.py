@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.distributed import run_ranks
 from trainkit.base.errors import TrainkitError
 from trainkit.runs import checkpoints
-from trainkit.runs.checkpoints import folder_of
+from trainkit.runs.checkpoints import checkpoint_folder
 from trainkit.train.checkpoint import save_load as checkpoint
 
 
@@ -50,7 +50,7 @@ def stale(*args: Any, **kwargs: Any) -> Any:
 
 def on_two_ranks(root: Path) -> dict[str, tuple[int, str]]:
     dist.init_process_group("gloo")
-    rank, newest = dist.get_rank(), folder_of(root, 2)
+    rank, newest = dist.get_rank(), checkpoint_folder(root, 2)
     for step in (1, 2):
         save(root, step)
     results = {"whole": found(root)}
@@ -70,7 +70,7 @@ def on_two_ranks(root: Path) -> dict[str, tuple[int, str]]:
     results |= {"nobody hashes": found(root, "size"), "a byte of rank 1's share": found(root)}
     dist.barrier()
     if rank == 0:
-        (folder_of(root, 1) / "rank-00000.bin").write_bytes(b"")
+        (checkpoint_folder(root, 1) / "rank-00000.bin").write_bytes(b"")
     dist.barrier()
     results["none is whole"] = found(root)
     return results

@@ -16,10 +16,17 @@ import torch.distributed as dist
 from tests.train.checkpoint.test_keeping import flip, save, steps_in
 from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
-from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs import checkpoints
-from trainkit.runs.checkpoint_errors import ASIDE, Newer, Unreadable
-from trainkit.runs.checkpoints import MANIFEST, folder_of, newest_valid, pin, set_aside_in, verify
+from trainkit.runs.checkpoint_errors import SET_ASIDE_SUFFIX, NewerCheckpoint, UnreadableCheckpoint
+from trainkit.runs.checkpoints import (
+    MANIFEST,
+    checkpoint_folder,
+    newest_valid,
+    pin,
+    set_aside_in,
+    verify,
+)
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.manager import Saver
 from trainkit.train.checkpoint.save_load import LOCK
@@ -44,7 +51,7 @@ def two(folder: Path) -> Path:
     """Two checkpoints; returns the newest."""
     for step in (1, 2):
         save(folder, step)
-    return folder_of(folder, 2)
+    return checkpoint_folder(folder, 2)
 
 
 def found(folder: Path, how: Any = "full") -> tuple[int, list[str]]:
@@ -119,10 +126,14 @@ def test_where_no_way_leads_to_any_the_run_ends_and_all_stay(
     save(tmp_path, 3)
     with monkeypatch.context() as broken:
         refuse(
-            broken, "hash", errno.EMFILE, 10**6, lambda path: path.parent != folder_of(tmp_path, 1)
+            broken,
+            "hash",
+            errno.EMFILE,
+            10**6,
+            lambda path: path.parent != checkpoint_folder(tmp_path, 1),
         )
         with pytest.raises(
-            Unreadable, match=r"rank 0: rank-00000.bin cannot be read on .* \(EMFILE\)"
+            UnreadableCheckpoint, match=r"rank 0: rank-00000.bin cannot be read on .* \(EMFILE\)"
         ) as error:
             found(tmp_path)
         assert error.value.exit == 10 and "`resume` once more" in error.value.hint
@@ -135,12 +146,16 @@ def test_one_that_cannot_be_read_among_damaged_ones_is_not_the_end(
     """Exit 10, not 16: it may be whole."""
     flip(two(tmp_path))
     refuse(
-        monkeypatch, "hash", errno.EIO, 10**6, lambda path: path.parent == folder_of(tmp_path, 1)
+        monkeypatch,
+        "hash",
+        errno.EIO,
+        10**6,
+        lambda path: path.parent == checkpoint_folder(tmp_path, 1),
     )
-    with pytest.raises(Unreadable) as error:
+    with pytest.raises(UnreadableCheckpoint) as error:
         found(tmp_path)
     assert error.value.exit == 10 and not set_aside_in(tmp_path)
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableCheckpoint):
         newest_valid(tmp_path, lambda words: None)
 
 
@@ -187,10 +202,15 @@ def test_a_pinned_one_and_a_link_keep_their_names(tmp_path: Path) -> None:
     flip(two(run))
     pin(run, 2, pinned=True)
     save(tmp_path, 3)
-    flip(folder_of(tmp_path, 3))
-    folder_of(run, 3).symlink_to(folder_of(tmp_path, 3))
+    flip(checkpoint_folder(tmp_path, 3))
+    checkpoint_folder(run, 3).symlink_to(checkpoint_folder(tmp_path, 3))
     step, told = found(run)
-    assert step == 1 and len(told) == 2 and not set_aside_in(run) and folder_of(run, 3).is_symlink()
+    assert (
+        step == 1
+        and len(told) == 2
+        and not set_aside_in(run)
+        and checkpoint_folder(run, 3).is_symlink()
+    )
 
 
 def test_nothing_is_set_aside_under_a_writer(tmp_path: Path) -> None:
@@ -218,7 +238,8 @@ def test_what_another_writer_has_put_there_since_is_not_set_aside(
 
     monkeypatch.setattr(checkpoint, "locked", late)
     assert found(tmp_path)[0] == 1
-    assert verify(folder_of(tmp_path, 2)) == [] and len(set_aside_in(tmp_path)) == 1  # by that save
+    # by that save
+    assert verify(checkpoint_folder(tmp_path, 2)) == [] and len(set_aside_in(tmp_path)) == 1
 
 
 def test_the_step_that_was_passed_over_is_saved_again(
@@ -226,7 +247,7 @@ def test_the_step_that_was_passed_over_is_saved_again(
 ) -> None:
     """It turns out to be whole in the end; no other process wrote it."""
     newest = two(tmp_path)
-    saver = Saver(Keep(keep_last=9), tmp_path)
+    saver = Saver(CheckpointSettings(keep_last=9), tmp_path)
     with monkeypatch.context() as broken:
         refuse(broken, "hash", errno.EIO, 10**6, lambda path: path.parent == newest)
         chosen = saver.newest()
@@ -246,7 +267,9 @@ def test_the_step_that_was_passed_over_is_saved_again(
     saver.close()
     (aside,) = set_aside_in(tmp_path)
     assert (
-        steps_in(tmp_path) == [1, 2] and aside.name.endswith(ASIDE) and (aside / MANIFEST).is_file()
+        steps_in(tmp_path) == [1, 2]
+        and aside.name.endswith(SET_ASIDE_SUFFIX)
+        and (aside / MANIFEST).is_file()
     )
 
 
@@ -262,7 +285,7 @@ def test_a_newer_versions_checkpoint_is_refused_and_stays(change: str, tmp_path:
     body = text.replace(old, new)
     path.write_text(body + checkpoints._seal(body.encode()))
     with pytest.raises(
-        Newer, match=r"is whole, and has a form that trainkit .* does not know"
+        NewerCheckpoint, match=r"is whole, and has a form that trainkit .* does not know"
     ) as error:
         found(tmp_path)
     assert (
@@ -272,7 +295,7 @@ def test_a_newer_versions_checkpoint_is_refused_and_stays(change: str, tmp_path:
     )
     with pytest.raises(TrainkitError, match="does not know"):
         newest_valid(tmp_path, pytest.fail)
-    assert checkpoints.prune(tmp_path, Keep(keep_last=1), 1) == [] and path.exists()
+    assert checkpoints.prune(tmp_path, CheckpointSettings(keep_last=1), 1) == [] and path.exists()
     # the hash of something else: it is only damaged
     path.write_text(body + checkpoints._seal(text.encode()))
     assert found(tmp_path)[0] == 1 and len(set_aside_in(tmp_path)) == 1

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from tests.train.checkpoint.test_keeping import save, steps_in
 from trainkit.base.errors import TrainkitError
-from trainkit.base.locks import Busy, locked
-from trainkit.jobs.schema import Checkpoint as Keep
+from trainkit.base.locks import LockBusy, locked
+from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs.checkpoints import (
     Manifest,
-    folder_of,
+    checkpoint_folder,
     open_checkpoint,
     verify,
 )
@@ -58,13 +58,13 @@ def test_two_writers_one_after_the_other(tmp_path: Path) -> None:
         save(tmp_path, 3, value=2.0)
     assert (
         error.value.exit == 17
-        and verify(folder_of(tmp_path, 3)) == []
+        and verify(checkpoint_folder(tmp_path, 3)) == []
         and not list(tmp_path.glob("*.tmp"))
     )
     # now it is in the way, and worth nothing
-    (folder_of(tmp_path, 3) / "rank-00000.bin").write_bytes(b"torn")
+    (checkpoint_folder(tmp_path, 3) / "rank-00000.bin").write_bytes(b"torn")
     save(tmp_path, 3, value=2.0)
-    assert verify(folder_of(tmp_path, 3)) == []
+    assert verify(checkpoint_folder(tmp_path, 3)) == []
 
 
 def test_a_full_disk_has_no_room_for_the_holders_words_and_locks(
@@ -76,7 +76,7 @@ def test_a_full_disk_has_no_room_for_the_holders_words_and_locks(
     monkeypatch.setattr(os, "pwrite", full)
     with (
         locked(tmp_path / LOCK, {"host": "a"}),
-        pytest.raises(Busy),
+        pytest.raises(LockBusy),
         locked(tmp_path / LOCK, {"host": "b"}, wait=False),
     ):
         pass
@@ -98,10 +98,11 @@ def test_two_writers_without_a_lock_share_no_file(
     monkeypatch.setattr(checkpoint, "_publish", late)
     with pytest.raises(NotSaved, match=r"rank-00000\.bin is missing"):
         save(tmp_path, 5, value=1.0)
-    assert verify(folder_of(tmp_path, 5)) == [] and not list(tmp_path.glob("*.tmp"))
+    assert verify(checkpoint_folder(tmp_path, 5)) == [] and not list(tmp_path.glob("*.tmp"))
     target = torch.zeros(50, 3)
     checkpoint.load(
-        open_checkpoint(folder_of(tmp_path, 5)), {"model.w": target, "model.b": torch.zeros(3)}
+        open_checkpoint(checkpoint_folder(tmp_path, 5)),
+        {"model.w": target, "model.b": torch.zeros(3)},
     )
     assert (target == 2.0).all()
 
@@ -131,7 +132,7 @@ def test_a_file_system_without_locks_is_told_before_the_first_step(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(TrainkitError, match=f"cannot lock files: {os.strerror(error)}") as told:
-        Saver(Keep(), tmp_path / "checkpoints")
+        Saver(CheckpointSettings(), tmp_path / "checkpoints")
     assert (
         told.value.exit == 3
         and str(tmp_path) in told.value.message
@@ -142,7 +143,7 @@ def test_a_file_system_without_locks_is_told_before_the_first_step(
 def test_a_saver_begins_beside_a_writer(tmp_path: Path) -> None:
     """The last attempt may still publish: that is no error before the first save."""
     with locked(tmp_path / LOCK, {"host": "other"}):
-        Saver(Keep(), tmp_path)
+        Saver(CheckpointSettings(), tmp_path)
 
 
 def test_what_becomes_of_the_lock_file_afterwards_is_of_no_account(

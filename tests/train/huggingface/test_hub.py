@@ -22,7 +22,7 @@ from tests.train.huggingface.hub_server import (
     need_of,
 )
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.runs.checkpoints import folder_of, open_checkpoint
+from trainkit.runs.checkpoints import checkpoint_folder, open_checkpoint
 from trainkit.stages import weights as stage
 from trainkit.stages.execute import make_fresh, stamps_folder
 from trainkit.stages.local import execute_here
@@ -228,7 +228,7 @@ training = { train_iters = 1, lr = 0.0, eval_iters = 0 }
     )
     assert project.document("train", "on")["state"] == "succeeded"
     (run,) = project.runs()
-    saved = open_checkpoint(folder_of(run / "checkpoints", 1))
+    saved = open_checkpoint(checkpoint_folder(run / "checkpoints", 1))
     tensors = {
         name: torch.zeros(entry.shape)
         for name, entry in saved.manifest.tensors.items()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainkit.jobs.schema import Profile
+from trainkit.jobs.schema import ProfileSettings
 from trainkit.train.metrics import profiler as profiling
 from trainkit.train.metrics.profiler import StepProfiler
 
@@ -41,7 +41,7 @@ def test_only_the_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(StepProfiler, "close", slow)
     monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    profiler = StepProfiler(Profile(start=2, stop=3, ranks=(1,)), 1, tmp_path / "profile")
+    profiler = StepProfiler(ProfileSettings(start=2, stop=3, ranks=(1,)), 1, tmp_path / "profile")
     seconds = [step(profiler, number) for number in (1, 2, 3, 4)]
     profiler.close()
     assert names(tmp_path / "profile") == ["rank-1-step-2-3.json.gz", "rank-1-step-2-3.txt"]
@@ -53,8 +53,8 @@ def test_only_the_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert seconds == [0.0, 0.0, 3.0, 0.0]  # writing it down is told apart
 
 
-@pytest.mark.parametrize("profile", [None, Profile(start=1, stop=1, ranks=(0, 2))])
-def test_a_rank_that_is_not_asked(tmp_path: Path, profile: Profile | None) -> None:
+@pytest.mark.parametrize("profile", [None, ProfileSettings(start=1, stop=1, ranks=(0, 2))])
+def test_a_rank_that_is_not_asked(tmp_path: Path, profile: ProfileSettings | None) -> None:
     profiler = StepProfiler(profile, 1, tmp_path / "profile")
     step(profiler, 1)
     profiler.close()
@@ -62,7 +62,7 @@ def test_a_rank_that_is_not_asked(tmp_path: Path, profile: Profile | None) -> No
 
 
 def test_training_that_ends_or_goes_back_within_the_range(tmp_path: Path) -> None:
-    profiler = StepProfiler(Profile(start=5, stop=9), 0, tmp_path)
+    profiler = StepProfiler(ProfileSettings(start=5, stop=9), 0, tmp_path)
     for number in (5, 6, 4, 5):  # rolled back to 3, and on
         step(profiler, number)
     assert names(tmp_path) == ["rank-0-step-5-6.json.gz", "rank-0-step-5-6.txt"]
@@ -77,7 +77,7 @@ def test_training_that_ends_or_goes_back_within_the_range(tmp_path: Path) -> Non
 
 
 def test_a_step_that_fails_at_once_leaves_nothing(tmp_path: Path) -> None:
-    profiler = StepProfiler(Profile(start=1, stop=2), 0, tmp_path)
+    profiler = StepProfiler(ProfileSettings(start=1, stop=2), 0, tmp_path)
     profiler.before(1)
     profiler.close()
     assert names(tmp_path) == []

@@ -18,8 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.train.support import new_run, tiny_job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
-from trainkit.runs.sample_windows import Window, find_window, path_of
-from trainkit.runs.summary import summarize
+from trainkit.runs.sample_windows import SampleWindow, find_sample_window, windows_path
+from trainkit.runs.summary import summarize_run
 from trainkit.train.metrics.reporter import Reporter, finite, log_line
 
 ROW: dict[str, Any] = {
@@ -143,7 +143,10 @@ def test_what_is_not_finite_or_not_known(
         and "number of nan iterations:   1 | throughput per device (TFLOP/s): 406.500 | MFU: n/a |\n"
         in out
     )
-    assert summarize(run).training_loss() == (5.5, 5.5) and summarize(run).validation_loss() is None
+    assert (
+        summarize_run(run).training_loss() == (5.5, 5.5)
+        and summarize_run(run).validation_loss() is None
+    )
 
 
 def test_validation_sets(
@@ -169,8 +172,8 @@ def test_validation_sets(
     ]
     assert tags["lm loss validation ppl"] == [(0, pytest.approx(math.exp(2)))]
     assert tags["lm loss validation ppl books"] == [(0, pytest.approx(math.exp(20)))]
-    assert summarize(run).validation_loss() == (2.0, 2.0)
-    assert summarize(run).further_validation_losses() == {"books": (1000.0, 1000.0)}
+    assert summarize_run(run).validation_loss() == (2.0, 2.0)
+    assert summarize_run(run).further_validation_losses() == {"books": (1000.0, 1000.0)}
 
 
 def test_going_on_takes_later_rows_back(run: RunFolder, tmp_path: Path) -> None:
@@ -207,7 +210,7 @@ def test_a_report_sums_up(run: RunFolder, tmp_path: Path) -> None:
     for step, tflops in ((5, 100.0), (10, 300.0), (12, 200.0)):
         reporter.step({**ROW, "step": step, "model_tflops": tflops, "mfu": tflops / 1000})
     reporter.close()
-    report = summarize(run).to_json()
+    report = summarize_run(run).to_json()
     assert (report["model_tflops"], report["mfu"], report["peak"]) == (200.0, 0.2, ROW["peak"])
     assert report["seconds"] == 0.25 * 12  # a row stands for all the steps since the last
     assert report["skipped_iterations"] == 3
@@ -216,7 +219,7 @@ def test_a_report_sums_up(run: RunFolder, tmp_path: Path) -> None:
         '{"step": 1, "lm_loss": 1.0, "elapsed_ms": 1.0, "tokens_per_second": 3.0,'
         ' "consumed_samples": 8}\n'
     )
-    report = summarize(run).to_json()
+    report = summarize_run(run).to_json()
     assert (
         report["tokens_per_second"],
         report["model_tflops"],
@@ -236,16 +239,16 @@ def test_files_that_cannot_be_opened_now_are_opened_later(
     reporter.close()
     shutil.move(run.tensorboard, tmp_path / "elsewhere")
     run.tensorboard.touch()
-    path_of(run).mkdir()
+    windows_path(run).mkdir()
     reporter = Reporter(run, tiny_job(1, tmp_path), 2)
     for step in (3, 4):
-        reporter.begins(Window(step, 8 * step, 8))
+        reporter.begins(SampleWindow(step, 8 * step, 8))
         reporter.step({**ROW, "step": step})
     run.tensorboard.unlink()
     shutil.move(tmp_path / "elsewhere", run.tensorboard)
-    path_of(run).rmdir()
+    windows_path(run).rmdir()
     reporter.sync()
-    reporter.begins(Window(5, 40, 8))
+    reporter.begins(SampleWindow(5, 40, 8))
     reporter.step({**ROW, "step": 5})
     reporter.close()
     errors = capsys.readouterr().err
@@ -254,7 +257,7 @@ def test_files_that_cannot_be_opened_now_are_opened_later(
         and errors.count("samples of step 3 cannot be noted") == 1
     )
     assert [step for step, _ in board(run)["lm loss"]] == [1, 2, 5]
-    assert find_window(run, 5) == (5, 40, 8) and len(rows(run)) == 5
+    assert find_sample_window(run, 5) == (5, 40, 8) and len(rows(run)) == 5
 
 
 def test_what_ended_a_run_is_not_hidden_by_a_full_disk(

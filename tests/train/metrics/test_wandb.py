@@ -17,7 +17,7 @@ from tests.conftest import wait_for
 from tests.train.support import new_run, tiny_job
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import install_command
-from trainkit.jobs.schema import Cluster, Job, Wandb
+from trainkit.jobs.schema import Cluster, Job, WandbSettings
 from trainkit.runs.folder import RunFolder
 from trainkit.train.metrics import wandb as wandb_log
 from trainkit.train.metrics.wandb import KEY, WandbLog, open_wandb, wandb_problems
@@ -74,7 +74,7 @@ def job(root: Path, **wandb: Any) -> Job:
         "env": {"NCCL_DEBUG": "INFO", "MY_TOKEN": "abcdefgh", "OTHER_NAME": "zyxwvuts"},
     }
     cluster = Cluster(name="here", root=str(root), **secrets)  # type: ignore[arg-type]
-    asked = Wandb(**{"project": "papers", "mode": "offline", **wandb})
+    asked = WandbSettings(**{"project": "papers", "mode": "offline", **wandb})
     return tiny_job(1, root).model_copy(
         update={"cluster": cluster, "wandb": asked, "description": f"by mistake: {SECRET}"}
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.jobs.ranks import Degrees
+from trainkit.jobs.ranks import ParallelDegrees
 from trainkit.jobs.schema import Model
 from trainkit.train.model.transformer import build_on_meta
 from trainkit.train.parallel import tensor_parallel
@@ -112,7 +112,7 @@ def test_the_norm_counts_each_element_once_and_misses_no_infinity() -> None:
         parameter.grad = torch.full((4,), 2.0)
         return Held(name, parameter, uncut((4,), replicas), counts)
 
-    mesh: Any = SimpleNamespace(degrees=Degrees(tensor=2), device=torch.device("cpu"))
+    mesh: Any = SimpleNamespace(degrees=ParallelDegrees(tensor=2), device=torch.device("cpu"))
     parameters = {
         "norm": held("norm", 2),
         "split": held("split", 1),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainkit.base.documents import read_form
+from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.wrapper import TaskContext, TaskResult
@@ -20,9 +20,9 @@ from trainkit.engines.rules import RULES
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.plan.measured import Measured, layout_key
-from trainkit.plan.planner import Plan, Prepared, make_plan
+from trainkit.plan.planner import Plan, PreparedData, make_plan
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.summary import summarize
+from trainkit.runs.summary import summarize_run
 
 
 def plan(task: TaskContext, name: str, nodes: int, cluster: str, sets: Sequence[str]) -> TaskResult:
@@ -65,7 +65,7 @@ def _launchable(job: Job) -> bool:
     return True
 
 
-def prepared(job: Job) -> Prepared:
+def prepared(job: Job) -> PreparedData:
     """What of a job is there already. Raises ConfigError for a prepared dataset of another version.
 
     The disk counts where ranks run on this machine for sure: GPUs of a local cluster may be
@@ -77,7 +77,7 @@ def prepared(job: Job) -> Prepared:
     else:
         manifest = None
     if manifest is not None and manifest.is_file():
-        found = read_form(manifest, "dataset/1")
+        found = read_document(manifest, "dataset/1")
     else:
         found = {}
     here = job.cluster.launcher_traits.one_machine and job.cluster.device_type == "cpu"
@@ -87,7 +87,7 @@ def prepared(job: Job) -> Prepared:
     else:
         free = None
         memory = None
-    return Prepared(found.get("vocab_size"), found.get("tokens"), free, memory)
+    return PreparedData(found.get("vocab_size"), found.get("tokens"), free, memory)
 
 
 def machine_bytes(root: Path = Path("/")) -> int | None:
@@ -156,7 +156,7 @@ def last_measured(job: Job) -> Measured | None:
     candidates = [(run, ran) for run, ran in _runs_of(job) if run.metrics.is_file()]
     same = [(run, ran) for run, ran in candidates if layout_key(ran) == layout_key(job)]
     for run, ran in [*same, *candidates]:
-        summary = summarize(run)
+        summary = summarize_run(run)
         if summary.tokens_per_second is None:
             continue
         planned = _planned(run)
@@ -178,7 +178,7 @@ def last_measured(job: Job) -> Measured | None:
 def _planned(run: RunFolder) -> dict[str, Any]:
     """What the run's own plan.json says; nothing where it is not there or of another version."""
     try:
-        return read_form(run.plan, "plan/1")
+        return read_document(run.plan, "plan/1")
     except ConfigError:
         return {}
 
@@ -188,7 +188,7 @@ def _checkpoint_bytes(checkpoints: Path) -> int | None:
     can be read."""
     for manifest in sorted(checkpoints.glob("step-*/manifest.json"), reverse=True):
         try:
-            tensors = read_form(manifest, "checkpoint/1")["tensors"]
+            tensors = read_document(manifest, "checkpoint/1")["tensors"]
         except ConfigError:
             continue
         return sum(int(chunk["bytes"]) for tensor in tensors.values() for chunk in tensor["chunks"])

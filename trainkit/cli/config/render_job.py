@@ -16,9 +16,9 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.cli.tables import Listing
 from trainkit.jobs.load import Jobs
-from trainkit.jobs.messages import choices, nearest
-from trainkit.jobs.provenance import Origin
-from trainkit.jobs.resolved import Resolved
+from trainkit.jobs.messages import closest_name, suggest
+from trainkit.jobs.provenance import SourcedValue
+from trainkit.jobs.resolved import ResolvedJob
 
 
 def jobs_document(jobs: Jobs) -> dict[str, Any]:
@@ -66,12 +66,12 @@ def print_jobs(jobs: Jobs, console: Console) -> None:
     console.print(table)
 
 
-def show_document(resolved: Resolved) -> dict[str, Any]:
+def show_document(resolved: ResolvedJob) -> dict[str, Any]:
     """The document job/1: the job, and the origin of every value."""
     return resolved.to_json()
 
 
-def show_toml(resolved: Resolved) -> str:
+def show_toml(resolved: ResolvedJob) -> str:
     """The resolved job as TOML, each value with its origin as a comment. A value that is not set
     is a comment only."""
     lines = list(_lines(resolved.job.model_dump(mode="json"), (), resolved.origins))
@@ -82,7 +82,7 @@ def show_toml(resolved: Resolved) -> str:
 
 
 def _lines(
-    table: dict[str, Any], path: tuple[str, ...], origins: dict[str, Origin]
+    table: dict[str, Any], path: tuple[str, ...], origins: dict[str, SourcedValue]
 ) -> Iterator[tuple[str, str]]:
     """The lines of a table, values before the tables in it, each with the place it was written
     at."""
@@ -110,7 +110,7 @@ def _value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def explain(resolved: Resolved, key: str) -> dict[str, Any]:
+def explain(resolved: ResolvedJob, key: str) -> dict[str, Any]:
     """The document explain/1: a value, where it was written and all that it overrode, newest first.
 
     Args:
@@ -136,14 +136,14 @@ def explain(resolved: Resolved, key: str) -> dict[str, Any]:
     tables = sorted({known.partition(".")[0] for known in origins})
     if last:
         hint = f"did you mean '{last[0]}'?"
-    elif nearest(key, origins):
-        hint = choices(key, origins)
+    elif closest_name(key, origins):
+        hint = suggest(key, origins)
     else:
         hint = f"keys begin with: {', '.join(tables)}"
     raise ConfigError(f"job {resolved.job.name} has no key '{key}'", hint=hint)
 
 
-def explain_text(resolved: Resolved, key: str) -> str:
+def explain_text(resolved: ResolvedJob, key: str) -> str:
     """`explain` for people: one line a layer."""
     answer = explain(resolved, key)
     layers = [answer, *answer["overrode"]]

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trainkit.jobs.schema import Engine, Job
+from trainkit.jobs.schema import EngineSource, Job
 from trainkit.plan.duration import Duration
 from trainkit.plan.host import HostMemory
 from trainkit.plan.memory import Memory, RankMemory
@@ -45,7 +45,7 @@ def print_page(
     command: str,
     *,
     launchable: bool = True,
-    engine: Engine | None = None,
+    engine: EngineSource | None = None,
 ) -> None:
     """Print a plan for people.
 

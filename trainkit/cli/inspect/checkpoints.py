@@ -14,16 +14,16 @@ from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
-from trainkit.runs.checkpoint_errors import Damaged, Newer
+from trainkit.runs.checkpoint_errors import DamagedCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
-    finished,
     open_checkpoint,
     pin,
+    published_folders,
+    retention_reasons,
     set_aside_in,
     step_of,
     valid_by_size,
     verify,
-    why_kept,
 )
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import find_run
@@ -36,9 +36,9 @@ def _rows(run: RunFolder, *, hashes: bool) -> list[dict[str, Any]]:
         newest = found[-1].manifest.step
     else:
         newest = 0
-    reasons = why_kept(found, read_job(run.job).checkpoint, newest)
+    reasons = retention_reasons(found, read_job(run.job).checkpoint, newest)
     rows = []
-    for folder in finished(run.checkpoints):
+    for folder in published_folders(run.checkpoints):
         step = step_of(folder)
         row: dict[str, Any] = {
             "step": step,
@@ -59,7 +59,7 @@ def _rows(run: RunFolder, *, hashes: bool) -> list[dict[str, Any]]:
                 row["problems"] = verify(folder)
             else:
                 row["problems"] = []
-        except (Damaged, Newer) as damaged:
+        except (DamagedCheckpoint, NewerCheckpoint) as damaged:
             row["problems"] = damaged.problem_list
         rows.append(row | {"checked": "full" if hashes else "size"})
     for folder in set_aside_in(run.checkpoints):

@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.markup import escape
 
-from trainkit.base.documents import read_form
+from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.cli.tables import Listing
 from trainkit.jobs.resolved import read_job
 from trainkit.plan.flop_conventions import CONVENTIONS, tflops_per_device
-from trainkit.runs.record import Record
-from trainkit.runs.summary import Summary, summarize
+from trainkit.runs.record import RunRecord
+from trainkit.runs.summary import RunSummary, summarize_run
 
 GIB = 2**30
 
@@ -26,11 +26,11 @@ def refuse_unknown_convention(convention: str) -> None:
         )
 
 
-def by_convention(summary: Summary, convention: str) -> float | None:
+def by_convention(summary: RunSummary, convention: str) -> float | None:
     """TFLOP/s of each device as others count them; None where the run has no speed yet."""
     run = summary.run
     job = read_job(run.job)
-    vocab = read_form(run.plan, "plan/1").get("padded_vocab_size")
+    vocab = read_document(run.plan, "plan/1").get("padded_vocab_size")
     if summary.tokens_per_second is None or vocab is None:
         return None
     return tflops_per_device(
@@ -42,11 +42,11 @@ def by_convention(summary: Summary, convention: str) -> float | None:
     )
 
 
-def result_row(record: Record, convention: str) -> dict[str, Any]:
+def result_row(record: RunRecord, convention: str) -> dict[str, Any]:
     """One run's results, and the layout that they were had with."""
     run = record.run
     job = read_job(run.job)
-    summary = summarize(run)
+    summary = summarize_run(run)
     milliseconds = summary.median("elapsed_ms")
     layout = job.parallelism
     tensor = layout.tensor_model_parallel_size
@@ -63,7 +63,7 @@ def result_row(record: Record, convention: str) -> dict[str, Any]:
         "data": job.world_size // (tensor * pipeline),
         "zero_stage": layout.zero_stage,
         "micro_batch_size": job.training.micro_batch_size,
-        "global_batch_size": read_form(run.plan, "plan/1").get("global_batch_size"),
+        "global_batch_size": read_document(run.plan, "plan/1").get("global_batch_size"),
         "seconds_per_step": None if milliseconds is None else milliseconds / 1000,
         "tokens_per_second": summary.tokens_per_second,
         "model_tflops": summary.median("model_tflops"),
@@ -76,7 +76,7 @@ def result_row(record: Record, convention: str) -> dict[str, Any]:
 
 
 def result_rows(
-    records: Sequence[Record], convention: str, warn: Callable[[str], None]
+    records: Sequence[RunRecord], convention: str, warn: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Results of all runs that can be read; `warn` is told of the others (older forms)."""
     rows = []

@@ -27,11 +27,11 @@ from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.slurm.reconcile import seen_now, settled, settled_all
-from trainkit.runs.devices import DeviceView, Gpu, look_at_devices
+from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.loss_plot import draw_losses
-from trainkit.runs.record import Record, all_runs, find_run, read_record
-from trainkit.runs.summary import summarize
+from trainkit.runs.record import RunRecord, all_runs, find_run, read_run_record
+from trainkit.runs.summary import summarize_run
 
 COLOURS = {
     "queued": "blue",
@@ -85,12 +85,12 @@ def runs(task: TaskContext, job: str, *, table: bool = False, flops: str = "") -
     return TaskResult(document("runs/1", runs=[r.row() for r in records]))
 
 
-def _records(found: Iterable[RunFolder]) -> Iterator[Record]:
+def _records(found: Iterable[RunFolder]) -> Iterator[RunRecord]:
     """The records of runs. One that cannot be read (another version's, a damaged file) is said,
     and hides no other."""
     for run in found:
         try:
-            yield read_record(run)
+            yield read_run_record(run)
         except ConfigError as error:
             print(f"warning: run {run.id}: {error}", file=sys.stderr, flush=True)
 
@@ -100,13 +100,13 @@ def status(task: TaskContext, words: str, *, watch: bool = False) -> TaskResult:
     what is then."""
     run = find_run(load_jobs(task).roots(), words)
     while True:
-        record = settled(read_record(run))
+        record = settled(read_run_record(run))
         if record.state == "running":
-            view = look_at_devices(
+            view = observe_devices(
                 run, "cuda" if read_job(run.job).cluster.device_type == "cuda" else "cpu"
             )
         else:
-            view = DeviceView([])
+            view = DeviceUsage([])
         seen = seen_now(record)
         if not task.json:
             if watch and task.console.is_terminal:
@@ -148,7 +148,7 @@ def _gpu_cells(gpu: Gpu | None) -> list[str]:
     ]
 
 
-def devices_table(view: DeviceView) -> Listing:
+def devices_table(view: DeviceUsage) -> Listing:
     """A row a rank; columns of GPUs where any was seen."""
     gpus = any(rank.gpu for rank in view.ranks)
     headings = [
@@ -176,7 +176,7 @@ def devices_table(view: DeviceView) -> Listing:
     return table
 
 
-def _print_status(task: TaskContext, run: RunFolder, record: Record, view: DeviceView) -> None:
+def _print_status(task: TaskContext, run: RunFolder, record: RunRecord, view: DeviceUsage) -> None:
     colour = COLOURS.get(record.state, "white")
     iters = read_job(run.job).training.train_iters
     task.console.print(
@@ -254,13 +254,13 @@ def report(task: TaskContext, words: str, picture: str, flops: str) -> TaskResul
     if picture:
         draw_losses(run, Path(picture))
         task.say(f"drew {picture}")
-    summary = summarize(run)
+    summary = summarize_run(run)
     if flops:
         counted = {"flops_convention": flops, "convention_tflops": by_convention(summary, flops)}
     else:
         counted = {}
     if not task.json:
-        _print_status(task, run, read_record(run), DeviceView([]))
+        _print_status(task, run, read_run_record(run), DeviceUsage([]))
         if (tflops := summary.median("model_tflops")) is not None:
             mfu = summary.median("mfu")
             if mfu is None:

@@ -18,7 +18,7 @@ from trainkit.launch.slurm.job_graph import read_stage_jobs
 from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.squeue import BEFORE, RUNNING, Account, accounts
 from trainkit.runs.folder import AttemptFolder, RunFolder
-from trainkit.runs.record import Record, find_run, read_events, read_record
+from trainkit.runs.record import RunRecord, find_run, read_events, read_run_record
 from trainkit.runs.slurm import read_slurm_jobs
 
 LINES = 30
@@ -30,7 +30,7 @@ WELL = BEFORE | RUNNING | {"COMPLETED", "CANCELLED"}
 def why(task: TaskContext, words: str, attempt: int) -> TaskResult:
     """The task `why`. The exit code is 0: the question was answered."""
     run = find_run(load_jobs(task).roots(), words)
-    record = settled(read_record(run))
+    record = settled(read_run_record(run))
     told = [_attempt(each) for each in run.attempts()]
     chosen = _chosen(run, record, told, attempt)
     if chosen:
@@ -101,7 +101,7 @@ def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
 
 
 def _chosen(
-    run: RunFolder, record: Record, told: list[dict[str, Any]], number: int
+    run: RunFolder, record: RunRecord, told: list[dict[str, Any]], number: int
 ) -> dict[str, Any] | None:
     """The attempt that is asked about: that of the number, else the newest one that went wrong;
     None where none did. Raises ConfigError."""
@@ -208,7 +208,7 @@ def _how(cause: dict[str, Any]) -> str:
 def _print(
     task: TaskContext,
     run: RunFolder,
-    record: Record,
+    record: RunRecord,
     chosen: dict[str, Any] | None,
     cause: dict[str, Any],
     others: list[dict[str, Any]],

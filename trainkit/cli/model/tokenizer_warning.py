@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from trainkit.base.documents import read_form
+from trainkit.base.documents import read_document
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.stamps import file_identity
 
@@ -16,7 +16,7 @@ def warn_of_changed_tokenizer(run: RunFolder) -> None:
     inputs = run.path / "launch" / "inputs.json"
     if not inputs.is_file():  # a run folder made by hand
         return
-    for identity in read_form(inputs, "inputs/1")["files"]:
+    for identity in read_document(inputs, "inputs/1")["files"]:
         path = Path(identity[0])
         if path.name == "tokenizer.json" and path.is_file() and file_identity(path) != identity:
             print(

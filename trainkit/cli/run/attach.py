@@ -19,7 +19,7 @@ from trainkit.launch.protocol.client import ask
 from trainkit.launch.slurm.reconcile import Queue, settled
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import Record, find_run, read_record
+from trainkit.runs.record import RunRecord, find_run, read_run_record
 from trainkit.runs.slurm import read_slurm_jobs
 
 POLL_SECONDS = 0.05
@@ -40,7 +40,7 @@ def started(run: RunFolder, events: EventTail) -> bool:
     it ended before. The supervisor bounds the time."""
     try:
         while True:
-            running = read_record(run).state in ("starting", "running")
+            running = read_run_record(run).state in ("starting", "running")
             if any(event["event"] == "go" for _, event in events.new()):
                 return True
             if not running:
@@ -62,7 +62,7 @@ def follow_run(
         then the model is not loaded for a sample, which a login node may not bear.
     """
     job = read_job(run.job)
-    record: Record | None = settled(read_record(run))
+    record: RunRecord | None = settled(read_run_record(run))
     going = record is not None and record.state in GOING
     if record is not None and record.state in GOING:
         view = TrainingView(task.console, job.training.train_iters)
@@ -79,7 +79,7 @@ def follow_run(
             f"run {run.id} goes on; {task.command} attach {run.id} follows it again, {task.command}"
             f" cancel {run.id} stops it"
         )
-        return TaskResult(read_record(run).to_json(), Exit.INTERRUPTED)
+        return TaskResult(read_run_record(run).to_json(), Exit.INTERRUPTED)
     # a terminal that is gone does not change how the run ended
     with contextlib.suppress(OSError, SystemExit):
         print_ending(task, run, job, record, sample=going or not attached)
@@ -116,7 +116,7 @@ class _Follower:
         self.queue = queue
         self.heeded = 0
 
-    def follow(self) -> Record | None:
+    def follow(self) -> RunRecord | None:
         """The record once the run has ended; None where the person wants to follow no more."""
         looked = 0.0
         while True:
@@ -129,7 +129,7 @@ class _Follower:
             if self.heeded == 1 and time.monotonic() - self.presses[0] > CONFIRM_SECONDS:
                 return None
             if time.monotonic() - looked >= LOOK_SECONDS:
-                record = read_record(self.run)
+                record = read_run_record(self.run)
                 said = ""
                 if self.queue is not None:
                     record, said = self.queue.look(record)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from trainkit.base.documents import document, read_form
+from trainkit.base.documents import document, read_document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.cli.config.jobs import load_jobs
@@ -27,12 +27,12 @@ from trainkit.launch.supervise.orphan_sweep import sweep_orphans
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import (
     EventLog,
-    Record,
+    RunRecord,
     find_run,
     read_events,
     read_maker,
-    read_record,
-    read_supervisor,
+    read_run_record,
+    read_supervisor_status,
 )
 
 POLL_SECONDS = 0.3
@@ -52,9 +52,11 @@ def cancel(task: TaskContext, words: str, *, save: bool, force: bool = False) ->
         return TaskResult(document("cancel/1", **_head(record), hosts=[]))
     if record.state == "queued":
         slurm.cancel_queued(task, run)
-        return TaskResult(document("cancel/1", **_head(read_record(run)), hosts=[]), Exit.CANCELLED)
+        return TaskResult(
+            document("cancel/1", **_head(read_run_record(run)), hosts=[]), Exit.CANCELLED
+        )
     if newest_job(run) is None and _made_just_now(run):
-        record = read_record(run)
+        record = read_run_record(run)
     ended = _last_end(run)
     if record.state in ("running", "unknown") and _told(task, record, save=save):
         task.say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
@@ -68,7 +70,7 @@ def cancel(task: TaskContext, words: str, *, save: bool, force: bool = False) ->
         else:
             rows = _sweep(run, job)
         return _answer(task, record, rows)
-    record = settled(read_record(run))  # it may have ended while it was asked
+    record = settled(read_run_record(run))  # it may have ended while it was asked
     if record.state not in ("running", "unknown") and not _may_have_left(run, ended):
         if left := (
             slurm.end_stages(run, time.monotonic() + slurm.CANCEL_SECONDS)
@@ -88,15 +90,15 @@ def cancel(task: TaskContext, words: str, *, save: bool, force: bool = False) ->
         and (force or all(row["answered"] for row in rows))
     ):
         _close(run, record)
-    return _answer(task, read_record(run), rows, force=force)
+    return _answer(task, read_run_record(run), rows, force=force)
 
 
-def _begun(task: TaskContext, run: RunFolder) -> Record:
+def _begun(task: TaskContext, run: RunFolder) -> RunRecord:
     """The record once the run is no longer starting: before, nobody knows what would have to be
     stopped. Raises TrainkitError (exit 13) where that lasts."""
     deadline = time.monotonic() + BEGIN_SECONDS
     said = False
-    while (record := settled(read_record(run))).state == "starting":
+    while (record := settled(read_run_record(run))).state == "starting":
         maker = read_maker(run)
         if maker:
             who = f"pid {maker.pid} on {maker.host}"
@@ -114,7 +116,7 @@ def _begun(task: TaskContext, run: RunFolder) -> Record:
     return record
 
 
-def _told(task: TaskContext, record: Record, *, save: bool) -> bool:
+def _told(task: TaskContext, record: RunRecord, *, save: bool) -> bool:
     """Tell the supervisor; whether there was one. Raises TrainkitError (exit 13) where it lives
     and cannot be reached, and nobody else could end the run."""
     try:
@@ -134,7 +136,7 @@ def _made_just_now(run: RunFolder) -> bool:
     its word can it be told to stop. Waits for that; returns whether it came."""
     waited = False
     while (
-        (sign := read_supervisor(run)) is None
+        (sign := read_supervisor_status(run)) is None
         and not run.attempts()
         and time.time() - run.job.stat().st_mtime < SPAWN_SECONDS
     ):
@@ -143,7 +145,7 @@ def _made_just_now(run: RunFolder) -> bool:
     return waited and sign is not None
 
 
-def _close(run: RunFolder, record: Record) -> None:
+def _close(run: RunFolder, record: RunRecord) -> None:
     """Write the last word that a dead supervisor could not, so that the run can be resumed:
     nothing of it is left."""
     why = (record.root_cause or {}).get("message") or "its supervisor is gone"
@@ -158,7 +160,7 @@ def _close(run: RunFolder, record: Record) -> None:
         )
         events.close()
     if run.supervisor.is_file():
-        write_json(run.supervisor, read_form(run.supervisor, "supervisor/1") | {"ended": True})
+        write_json(run.supervisor, read_document(run.supervisor, "supervisor/1") | {"ended": True})
 
 
 def _last_end(run: RunFolder) -> dict[str, Any] | None:
@@ -172,7 +174,7 @@ def _last_end(run: RunFolder) -> dict[str, Any] | None:
 def _may_have_left(run: RunFolder, ended: dict[str, Any] | None) -> bool:
     """Whether processes may be left of a run whose supervisor is gone: it left no last word, or
     one that says so."""
-    sign = read_supervisor(run)
+    sign = read_supervisor_status(run)
     if ended is None:
         return bool(run.attempts()) or sign is not None
     return bool(ended["survivors"] or ended.get("unanswered")) or (
@@ -180,14 +182,14 @@ def _may_have_left(run: RunFolder, ended: dict[str, Any] | None) -> bool:
     )
 
 
-def _wait(task: TaskContext, run: RunFolder, job: Job, *, save: bool) -> Record:
+def _wait(task: TaskContext, run: RunFolder, job: Job, *, save: bool) -> RunRecord:
     """Wait for the end. Saving takes as long as a step and a checkpoint take; stopping is
     bounded. Raises TrainkitError (exit 13) beyond that."""
     watch = job.cluster.watch
     began = time.monotonic()
     limit = watch.lease + watch.grace + ROOM_SECONDS
     said = seen = began
-    while (record := read_record(run)).state in ("running", "unknown"):
+    while (record := read_run_record(run)).state in ("running", "unknown"):
         now = time.monotonic()
         if record.state == "running":
             seen = now
@@ -256,7 +258,7 @@ def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
     ]
 
 
-def _head(record: Record) -> dict[str, Any]:
+def _head(record: RunRecord) -> dict[str, Any]:
     return {
         "run": record.run.id,
         "job": record.run.job_name,
@@ -267,7 +269,7 @@ def _head(record: Record) -> dict[str, Any]:
 
 
 def _answer(
-    task: TaskContext, record: Record, rows: list[NodeRow], *, force: bool = False
+    task: TaskContext, record: RunRecord, rows: list[NodeRow], *, force: bool = False
 ) -> TaskResult:
     table = Listing("host", "left")
     for row in rows:

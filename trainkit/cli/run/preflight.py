@@ -24,7 +24,7 @@ from rich.console import Console
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.locks import locked
-from trainkit.base.process import allow_open_files
+from trainkit.base.process import raise_open_file_limit
 from trainkit.cli.config.plan import plan_of
 from trainkit.cli.run.progress import StageReporter
 from trainkit.cli.run.stages import STAGES
@@ -67,7 +67,7 @@ def refuse_infeasible(plan: Plan) -> Plan:
 def refuse_without_samples(job: Job) -> None:
     """Open what every rank will read, before any of them starts. Raises ConfigError as
     `open_mixture`."""
-    allow_open_files()
+    raise_open_file_limit()
     if job.training.eval_iters:
         evaluated = {"valid": job.dataset, **job.validation}
     else:

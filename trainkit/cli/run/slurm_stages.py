@@ -30,7 +30,7 @@ from trainkit.launch.slurm.job_graph import (
 from trainkit.launch.slurm.shared_arrays import Asking
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_record
+from trainkit.runs.record import read_run_record
 from trainkit.stages.contract import Need
 from trainkit.stages.execute import begin, complete, missing_units, stamps_folder, sweep, wait_while
 from trainkit.stages.in_flight import Making, drop_making, makings, need_digest
@@ -232,7 +232,7 @@ def follow_graph(task: TaskContext, run: RunFolder, followed: list[Followed]) ->
             f"run {run.id} goes on; {task.command} attach {run.id} follows it again, {task.command}"
             f" cancel {run.id} stops it"
         )
-        return TaskResult(read_record(run).to_json(), Exit.INTERRUPTED)
+        return TaskResult(read_run_record(run).to_json(), Exit.INTERRUPTED)
     except TrainkitError as error:  # Slurm could not be asked just now
         task.say(str(error))
     return follow_run(task, run, EventTail(run))

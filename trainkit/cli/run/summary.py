@@ -12,15 +12,15 @@ from rich.panel import Panel
 from rich.text import Text
 
 from trainkit.base.errors import TrainkitError
-from trainkit.base.files import part_before
+from trainkit.base.files import rotated_log
 from trainkit.base.printable import printable
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.schema import Job
 from trainkit.launch.local_ranks import run_together
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import Record
-from trainkit.runs.summary import summarize
+from trainkit.runs.record import RunRecord
+from trainkit.runs.summary import summarize_run
 
 LOG_LINES = 15
 
@@ -29,7 +29,7 @@ def last_lines(path: Path, count: int) -> list[str]:
     """The last lines of a text file and, where it has begun anew, of the part before it; none
     where there is no file. Reads at most the lines' worth into memory."""
     lines: collections.deque[str] = collections.deque(maxlen=count)
-    for part in (part_before(path), path):
+    for part in (rotated_log(path), path):
         with (
             contextlib.suppress(FileNotFoundError),
             open(part, encoding="utf-8", errors="replace") as file,
@@ -40,7 +40,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 def facts_table(run: RunFolder) -> Listing:
     """Losses, skipped steps, speed, places: two columns."""
-    summary = summarize(run)
+    summary = summarize_run(run)
     table = Listing("", "")
     table_of = {
         "training loss": (summary.training, summary.training_loss()),
@@ -112,7 +112,7 @@ def _sample_box(text: str, console: Console) -> RenderableType:
     return Text(f"{title}:\n{text}")
 
 
-def _print_failure(task: TaskContext, record: Record) -> None:
+def _print_failure(task: TaskContext, record: RunRecord) -> None:
     cause = record.root_cause or {}
     if "rank" in cause:
         where = f" on rank {cause['rank']} ({cause['host']})"
@@ -136,7 +136,7 @@ def _print_failure(task: TaskContext, record: Record) -> None:
 
 
 def print_ending(
-    task: TaskContext, run: RunFolder, job: Job, record: Record, *, sample: bool = True
+    task: TaskContext, run: RunFolder, job: Job, record: RunRecord, *, sample: bool = True
 ) -> None:
     """Success: facts, a sample (which loads the model), what to try next. Otherwise: what failed
     where, and what to do."""
@@ -149,7 +149,7 @@ def print_ending(
     print_next(task, record)
 
 
-def print_next(task: TaskContext, record: Record, without: str = "") -> None:
+def print_next(task: TaskContext, record: RunRecord, without: str = "") -> None:
     """What is worth trying now, but for the task that says it."""
     task.say("next:")
     for command in record.next_tasks():

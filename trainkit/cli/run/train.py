@@ -55,7 +55,7 @@ from trainkit.plan.planner import Plan, make_plan
 from trainkit.runs.checkpoints import newest_valid, open_checkpoint
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import Record, find_run, read_record
+from trainkit.runs.record import RunRecord, find_run, read_run_record
 from trainkit.stages.execute import needs_in_turn, needs_of, refuse_stale, stamps_folder
 from trainkit.stages.index import Index
 
@@ -206,7 +206,7 @@ def train(
         if graph.parts:
             slurm.say_submitted(task, run, id, detach=following.detach)
             if following.detach:
-                return TaskResult(read_record(run).to_json())
+                return TaskResult(read_run_record(run).to_json())
             return follow_graph(task, run, followed)
     else:
         bring_up_to_date(task, needs if task.dry_run else needs_in_turn(job, STAGES), root, job=job)
@@ -269,7 +269,7 @@ def resume(
         )
     jobs = load_jobs(task)
     run = find_run(jobs.roots(), text)
-    record = settled(read_record(run))
+    record = settled(read_run_record(run))
     changed, job, hosts = _changed(jobs, run, sets, words)
     background = following.background(job)
     _refuse_running(record)
@@ -344,7 +344,7 @@ def _changed(
     return changed, job, hosts
 
 
-def _refuse_running(record: Record) -> None:
+def _refuse_running(record: RunRecord) -> None:
     run = record.run
     if record.state in ("starting", "running"):
         message = f"run {run.id} is still running (attempt {record.attempt}, step {record.step})"
@@ -376,7 +376,7 @@ def _follow_submitted(
     """Follow a run of Slurm's from the queue to its end, unless nobody wants to."""
     slurm.say_submitted(task, run, id, detach=following.detach)
     if following.detach:
-        return TaskResult(read_record(run).to_json())
+        return TaskResult(read_run_record(run).to_json())
     return follow_run(task, run, events)
 
 
@@ -395,10 +395,10 @@ def _finish(
         task.say(
             f"  {task.command} attach {run.id} follows it, {task.command} cancel {run.id} stops it"
         )
-        return TaskResult(read_record(run).to_json())
+        return TaskResult(read_run_record(run).to_json())
     if outcome is None:
         return follow_run(task, run, events)
-    record = read_record(run)
+    record = read_run_record(run)
     # a terminal that is gone does not change how the run ended
     with contextlib.suppress(OSError, SystemExit):
         print_ending(task, run, job, record)

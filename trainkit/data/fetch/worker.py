@@ -25,7 +25,7 @@ from trainkit.base.documents import document, utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import fsync_folder, read_json, write_json
 from trainkit.base.locks import locked
-from trainkit.base.worker import DISK_HINTS, Progress, run_unit
+from trainkit.base.worker import DISK_HINTS, ProgressCallback, run_unit
 from trainkit.data.fetch.http import HttpFile, client
 from trainkit.data.fetch.object_store import StoredFile, file_system
 from trainkit.data.fetch.retry import PATIENT, Changed, Patience, Remote, Seen, look, read_on
@@ -205,7 +205,7 @@ def _stamp(
 
 
 def fetch(
-    recipe: Mapping[str, Any], progress: Progress, patience: Patience = PATIENT
+    recipe: Mapping[str, Any], progress: ProgressCallback, patience: Patience = PATIENT
 ) -> dict[str, Any]:
     """Bring one file here; nothing is asked of the server where it is here already. Two at once:
     the second waits and finds it.
@@ -236,7 +236,7 @@ def _fetched(
     place: _Place,
     recipe: Mapping[str, Any],
     known: Seen | None,
-    progress: Progress,
+    progress: ProgressCallback,
     patience: Patience,
 ) -> dict[str, Any]:
     with remote_of(recipe, patience) as remote:
@@ -281,7 +281,7 @@ def _missing(remote: Remote) -> TrainkitError:
 
 
 def _download(
-    remote: Remote, known: Seen, place: _Place, progress: Progress, patience: Patience
+    remote: Remote, known: Seen, place: _Place, progress: ProgressCallback, patience: Patience
 ) -> dict[str, Any]:
     """Add to NAME.part until it is whole, check it, and give it its name."""
     goes_on = (
@@ -453,7 +453,7 @@ def _opened(path: Path) -> IO[bytes]:
         raise ConfigError(f"{path}: {error.strerror}", exit=Exit.STAGE_FAILED) from None
 
 
-def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Fetch one file, or write down a listing (`spec["do"]`)."""
     if spec["do"] == "listing":
         write_json(Path(spec["path"]), spec["listing"])

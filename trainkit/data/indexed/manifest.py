@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.documents import document, read_form
+from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json, sha256_file, write_json
 from trainkit.data.indexed.dataset import best_dtype, bin_path, idx_path
@@ -29,7 +29,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             exit=Exit.STAGE_FAILED,
             hint="invoke prep-data --dataset NAME",
         )
-    return read_form(path, SCHEMA)
+    return read_document(path, SCHEMA)
 
 
 def read_results(spec: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trainkit.base.errors import ConfigError, Place, Problem
+from trainkit.base.errors import ConfigError, Problem, SourceLocation
 from trainkit.base.files import sha256_file
 from trainkit.data.indexed.dataset import IndexedDataset, bin_path
 from trainkit.data.indexed.statistics import document_lengths
@@ -33,7 +33,7 @@ class Found:
     problems: list[Problem] = field(default_factory=list)
 
     def say(self, path: Path, message: str, hint: str = "") -> None:
-        self.problems.append(Problem(message, Place(str(path)), hint))
+        self.problems.append(Problem(message, SourceLocation(str(path)), hint))
 
     def __iadd__(self, other: Found) -> Found:
         for name in (*COUNTS, "checked_bytes"):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.worker import Progress
+from trainkit.base.worker import ProgressCallback
 from trainkit.data.order.megatron_cache import (
     CacheNames,
     Tokenizer,
@@ -193,7 +193,10 @@ def _blend_facts(blend: Blend, sizes: list[int], total: int) -> dict[str, Any]:
 
 
 def build_blend(
-    blend: Blend, folder: Path, tokenizer: Tokenizer = None, progress: Progress = no_progress
+    blend: Blend,
+    folder: Path,
+    tokenizer: Tokenizer = None,
+    progress: ProgressCallback = no_progress,
 ) -> list[int]:
     """Write which dataset and which of its samples stands at each position; the indices need not
     be built yet. Memory: a few MB.

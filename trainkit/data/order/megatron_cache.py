@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from trainkit.base.documents import document, read_form
+from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import atomic_open, remove_leftovers, write_json, write_text
 from trainkit.data.order.native import parse_split
@@ -141,7 +141,7 @@ def read_mark(
             exit=Exit.STAGE_FAILED,
             hint=hint,
         )
-    found = read_form(path, schema)
+    found = read_document(path, schema)
     for key, value in json.loads(json.dumps(facts)).items():
         if found.get(key) != value:
             raise ConfigError(

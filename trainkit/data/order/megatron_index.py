@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.worker import Progress
+from trainkit.base.worker import ProgressCallback
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.indexed.format import HEADER, data_error, idx_path
 from trainkit.data.order.megatron_cache import (
@@ -263,7 +263,7 @@ def facts_of(request: IndexRequest) -> dict[str, Any]:
     }
 
 
-def ticker(progress: Progress, total: int) -> Callable[[int], None]:
+def ticker(progress: ProgressCallback, total: int) -> Callable[[int], None]:
     """Counts elements up to `total`."""
     done = 0
 
@@ -284,7 +284,7 @@ def build_index(
     folder: Path,
     threads: int,
     tokenizer: Tokenizer = None,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = no_progress,
 ) -> Counts:
     """Write the three arrays, their description and our mark into `folder`; what was there under
     these names is replaced.

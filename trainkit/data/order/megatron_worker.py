@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError
-from trainkit.base.worker import Progress, run_unit
+from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.order.megatron import MegatronOrder
@@ -190,7 +190,7 @@ def _refuse_too_few(asked: Asked, there: int) -> None:
         )
 
 
-def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Build all that a split needs; what is there and fits is kept. Returns {"samples"}."""
     asked = Asked.from_json(spec["asked"])
     plan = _plan(asked)

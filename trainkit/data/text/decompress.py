@@ -11,7 +11,7 @@ from typing import Protocol
 
 import zstandard
 
-from trainkit.base.errors import ConfigError, Exit, Place, Problem
+from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
 
 # bytes of an uncompressed file read at once: what fits a core's cache is parsed faster
 BLOCK = 2**18
@@ -36,7 +36,9 @@ class Stream(Protocol):
 
 def damaged(where: str, message: str, hint: str = AGAIN, line: int = 0) -> ConfigError:
     """The error (exit 6) for a file that cannot be read."""
-    return ConfigError([Problem(message, Place(where, line), hint)], exit=Exit.STAGE_FAILED)
+    return ConfigError(
+        [Problem(message, SourceLocation(where, line), hint)], exit=Exit.STAGE_FAILED
+    )
 
 
 def blocks(name: str, stream: Stream, where: str) -> Iterator[bytes]:

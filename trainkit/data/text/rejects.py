@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, Self
 
-from trainkit.base.errors import ConfigError, Exit, Place, Problem
+from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
 from trainkit.base.files import atomic_open
 from trainkit.data.text.decompress import COMPRESSED
 from trainkit.data.text.formats import Bad
@@ -37,7 +37,7 @@ def raise_bad(bad: Bad, rest: Iterable[object] = ()) -> NoReturn:
     else:
         around = ""
     raise ConfigError(
-        [Problem(f"{bad.reason}{around}", Place(bad.where, bad.line), bad.hint)],
+        [Problem(f"{bad.reason}{around}", SourceLocation(bad.where, bad.line), bad.hint)],
         exit=Exit.STAGE_FAILED,
     )
 
@@ -117,6 +117,6 @@ class Rejects:
         else:
             hint = "look at the file, or set datasets.X.max_reject_fraction to more"
         raise ConfigError(
-            [Problem(message, Place(self._last.where, self._last.line), hint)],
+            [Problem(message, SourceLocation(self._last.where, self._last.line), hint)],
             exit=Exit.STAGE_FAILED,
         )

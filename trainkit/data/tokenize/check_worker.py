@@ -11,7 +11,7 @@ import xxhash
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_json
-from trainkit.base.worker import Progress, run_unit
+from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
@@ -19,7 +19,7 @@ from trainkit.data.tokenizer import end_of_document, load_tokenizer
 BLOCK = 2**22  # tokens looked at at once: bounds memory
 
 
-def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Check the pairs against themselves and the vocabulary, then write dataset.json.
 
     Raises ConfigError (exit 6): a pair is damaged, or holds an id that the tokenizer does not have.

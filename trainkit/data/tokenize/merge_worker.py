@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import fsync_folder, temporary_name, write_json
-from trainkit.base.worker import Progress, run_unit
+from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import CODES, IndexedDataset, bin_path, idx_path
 from trainkit.data.indexed.format import CHUNK, HEADER, MAGIC, VERSION
 from trainkit.data.indexed.manifest import (
@@ -164,7 +164,7 @@ def merge_pairs(
     out_prefix: Path,
     *,
     threads: int = 1,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
     before: Callable[[tuple[Path, Path]], None] = lambda names: None,
 ) -> None:
     """Join pairs in the given order into one, byte for byte as Megatron's add_index does; it is
@@ -205,7 +205,9 @@ def _created(path: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _copy_all(layout: _Layout, tokens: int, index: int, threads: int, progress: Progress) -> None:
+def _copy_all(
+    layout: _Layout, tokens: int, index: int, threads: int, progress: ProgressCallback
+) -> None:
     """Everything but the header, in parallel. The first failure, or Ctrl-C, ends it after the
     pieces at hand."""
     jobs: list[Callable[[], int]] = []
@@ -315,7 +317,7 @@ def _publish(names: tuple[Path, Path], prefix: Path) -> None:
     fsync_folder(prefix.parent)
 
 
-def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Merge, or shuffle, or leave the shards alone as `spec["prefix"]` and `spec["shuffle"]`
     say; then write dataset.json.
 
@@ -363,7 +365,7 @@ def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
 
 
 def _merge(
-    spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], progress: Progress
+    spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], progress: ProgressCallback
 ) -> None:
     target = Path(spec["prefix"])
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
@@ -407,7 +409,7 @@ def _parts(spec: Mapping[str, Any]) -> list[Part]:
     return parts
 
 
-def _shuffle(prefixes: Sequence[Path], target: Path, progress: Progress) -> None:
+def _shuffle(prefixes: Sequence[Path], target: Path, progress: ProgressCallback) -> None:
     """All documents in one random order. Many shards are joined first, for shuffling holds every
     pair open; the order is the same."""
     from trainkit.data.tokenize.shuffle import shuffle_documents

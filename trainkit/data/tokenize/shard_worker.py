@@ -36,9 +36,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from trainkit.base.errors import ConfigError, Exit, Place, Problem
+from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
 from trainkit.base.locks import locked
-from trainkit.base.worker import Progress, run_unit
+from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import IndexedWriter, best_dtype, idx_path
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.text.corpus import counted, filter_of, open_shard, reading_of, size_of
@@ -81,10 +81,10 @@ class Batch:
     size: int = 0
     position: int = 0
 
-    def place(self, sequence: int) -> Place:
+    def place(self, sequence: int) -> SourceLocation:
         """Of the document that the text number `sequence` belongs to."""
         document = int(np.searchsorted(np.cumsum(self.sequences), sequence, side="right"))
-        return Place(*self.places[document])
+        return SourceLocation(*self.places[document])
 
 
 class ShardReader:
@@ -188,14 +188,16 @@ class ShardWriter:
         self.text_bytes += batch.size
 
 
-def write_text(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def write_text(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Write one shard of text from its source's recipe."""
     from trainkit.data.sources import SOURCES
 
     return SOURCES[spec["source"]].write(spec["recipe"], Path(spec["path"]), spec["text_key"])
 
 
-def write_tokens(spec: dict[str, Any], progress: Progress, encoders: Encoders) -> dict[str, Any]:
+def write_tokens(
+    spec: dict[str, Any], progress: ProgressCallback, encoders: Encoders
+) -> dict[str, Any]:
     """Encode one shard of text to .bin/.idx: the end-of-document id after every document that
     has a token.
 
@@ -268,7 +270,11 @@ def write_tokens(spec: dict[str, Any], progress: Progress, encoders: Encoders) -
 
 
 def _run(
-    reader: ShardReader, encoder: Encoder, writer: ShardWriter, size: int, progress: Progress
+    reader: ShardReader,
+    encoder: Encoder,
+    writer: ShardWriter,
+    size: int,
+    progress: ProgressCallback,
 ) -> None:
     """Batch after batch through the three threads."""
     total = size_of(reader.path) or size
@@ -309,7 +315,7 @@ class Work:
     def __init__(self) -> None:
         self._encoders = Encoders()
 
-    def __call__(self, spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    def __call__(self, spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         if spec["do"] == "text":
             return write_text(spec, progress)
         return write_tokens(spec, progress, self._encoders)

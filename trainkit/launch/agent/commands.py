@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainkit.base import process_marks as marks
-from trainkit.base import slots
-from trainkit.base.cgroup import groups, kill_groups
+from trainkit.base import process_marks, slots
+from trainkit.base.cgroup import find_cgroups, kill_cgroups
 from trainkit.base.files import read_json
-from trainkit.base.locks import Busy
+from trainkit.base.locks import LockBusy
 from trainkit.base.redact import Redactor
 from trainkit.launch.agent.loop import Agent, Order, Task
 from trainkit.launch.agent.process import CannotStart, ChildProcess, OomDetector, child_mark
@@ -47,19 +46,19 @@ def reserve(agent: Agent, frame: Frame) -> Task:
         "folder": agent.session.get("folder", str(agent.folder)),
     }
     try:
-        held = slots.reserve(folder, frame["slots"], words, share=bool(frame.get("share")))
-    except Busy as busy:
+        held = slots.reserve_slots(folder, frame["slots"], words, share=bool(frame.get("share")))
+    except LockBusy as busy:
         agent.send({"type": "busy", "slot": slots.slot_name(busy.path), "holder": busy.holder})
         return
     agent.held = held
     agent.link.hold(held.handles, lease=agent.session["lease"])
-    stale = _stale_marks(held.cleared, slots.holders(folder))
+    stale = _stale_marks(held.cleared, slots.slot_holders(folder))
     deadline = time.monotonic() + SWEEP_SECONDS
     while (left := [p for mark in stale for p in _left_of(mark)]) and time.monotonic() < deadline:
         for mark in stale:
-            kill_groups(mark, 0.0)
+            kill_cgroups(mark, 0.0)
         # nobody holds its lock any more: agent and keeper are dead, these are its orphans
-        marks.kill(left)
+        process_marks.kill_processes(left)
         yield
     if left:
         _free(agent)
@@ -291,7 +290,7 @@ def stop(agent: Agent, frame: Frame) -> Task:
     if wanted is None:
         left = agent.strays()
     else:
-        left = [p for key in wanted for p in marks.marked(child_mark(agent.mark, key))]
+        left = [p for key in wanted for p in process_marks.find_marked(child_mark(agent.mark, key))]
     told = [{"pid": p.pid, "argv0": p.argv0} for p in left]
     if wanted is None and not told and not agent.proved():
         told = [
@@ -314,13 +313,13 @@ def stacks(agent: Agent, frame: Frame) -> Task:
 def sweep(agent: Agent, frame: Frame) -> Task:
     """What is on this host of a run that this agent did not start; end it where asked to."""
     run = str(frame["run"])
-    killed: dict[int, marks.Marked] = {}
+    killed: dict[int, process_marks.MarkedProcess] = {}
     deadline = time.monotonic() + SWEEP_SECONDS
     left = _left_of(run)
     while frame.get("kill") and time.monotonic() < deadline:
         killed |= {p.pid: p for p in left}
-        kill_groups(run, 0.0)
-        marks.kill(left)
+        kill_cgroups(run, 0.0)
+        process_marks.kill_processes(left)
         if not left:
             break
         yield
@@ -339,20 +338,20 @@ def sweep(agent: Agent, frame: Frame) -> Task:
     )
 
 
-def _left_of(run: str) -> list[marks.Marked]:
+def _left_of(run: str) -> list[process_marks.MarkedProcess]:
     """What lives on this host with the mark of a run (its agents and keepers too) or of a part
     of it, in one of its groups, or with its limit."""
     held = [
         process
-        for group in groups(run)
+        for group in find_cgroups(run)
         for pid in group.pids()
-        if (process := marks.described(pid))
+        if (process := process_marks.describe_process(pid))
     ]
     if "/" in run:
         nameless = []
     else:
-        nameless = marks.limited(run)
-    return list({p.pid: p for p in (*marks.marked(run), *held, *nameless)}.values())
+        nameless = process_marks.find_by_limit(run)
+    return list({p.pid: p for p in (*process_marks.find_marked(run), *held, *nameless)}.values())
 
 
 def bye(agent: Agent, frame: Frame) -> None:

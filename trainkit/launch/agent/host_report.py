@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base import slots
-from trainkit.base.address import address_in, own_addresses
+from trainkit.base.address import local_address_in, local_addresses
 from trainkit.base.errors import TrainkitError
 from trainkit.base.process import identity
 from trainkit.base.snapshot_files import snapshot_hash
@@ -48,7 +48,7 @@ def hello(
 
     wanted = session.get("interface")
     if wanted:
-        address = fact("address", lambda: address_in(wanted))
+        address = fact("address", lambda: local_address_in(wanted))
     else:
         address = local_address
     facts = {
@@ -59,7 +59,7 @@ def hello(
         "address_error": errors.get("address"),
         "interface": fact(
             "interface",
-            lambda: {a: name for name, a in own_addresses()}.get(address or local_address),
+            lambda: {a: name for name, a in local_addresses()}.get(address or local_address),
         ),
         "versions": {
             "python": platform.python_version(),
@@ -80,7 +80,7 @@ def hello(
         # the hard limits: ranks raise their own; -1: none
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
-        "slots": fact("slots", lambda: slots.holders(Path(session["node_folder"]))) or {},
+        "slots": fact("slots", lambda: slots.slot_holders(Path(session["node_folder"]))) or {},
     }
     return {"type": "hello", "node": node, **facts, "errors": errors, "clock": time.time()}
 

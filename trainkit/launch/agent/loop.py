@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainkit.base import process_marks as marks
-from trainkit.base.cgroup import Group, new_group
-from trainkit.base.documents import read_form
+from trainkit.base import process_marks
+from trainkit.base.cgroup import Cgroup, create_cgroup
+from trainkit.base.documents import read_document
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.slots import Held
-from trainkit.base.watchdog import START_LEASE, Link
+from trainkit.base.slots import SlotReservation
+from trainkit.base.watchdog import START_LEASE, WatchdogLink
 from trainkit.launch.agent.connection import SupervisorConnection, SupervisorLost, dial
 from trainkit.launch.agent.host_report import hello
 from trainkit.launch.agent.output import LogWriter
@@ -48,7 +48,9 @@ class Agent:
         frame, by its type.
     """
 
-    def __init__(self, folder: Path, node: int, link: Link, orders: Mapping[str, Order]) -> None:
+    def __init__(
+        self, folder: Path, node: int, link: WatchdogLink, orders: Mapping[str, Order]
+    ) -> None:
         self.folder = folder
         self.node = node
         self.link = link
@@ -63,8 +65,8 @@ class Agent:
         self.tasks: list[Task] = []
         self.writer = LogWriter()
         self.memory: OomDetector | None = None
-        self.held: Held | None = None
-        self.group: Group | None = None  # that everything is started in
+        self.held: SlotReservation | None = None
+        self.group: Cgroup | None = None  # that everything is started in
         self.heartbeats: Path | None = None
         self.listener: socket.socket | None = None
         self.heard = self.beaten = self.batched = 0.0
@@ -75,7 +77,7 @@ class Agent:
     def run(self) -> int:
         """Do the session; returns the exit code. Nothing that was started is left."""
         try:
-            self.session = read_form(self.folder / "session.json", "session/1")
+            self.session = read_document(self.folder / "session.json", "session/1")
             self.token = bytes.fromhex((self.folder / "token").read_text().strip())
         except (OSError, ValueError, TrainkitError) as error:
             say(
@@ -84,7 +86,7 @@ class Agent:
             )
             return int(Exit.HEALTH)
         self.mark = f"{self.session['run']}/{self.session['attempt']}/{self.node}"
-        self.group = new_group(self.mark)
+        self.group = create_cgroup(self.mark)
         self.link.guard(self.mark, lease=START_LEASE, group=self.group)
         try:
             self.connection = dial(
@@ -233,7 +235,7 @@ class Agent:
             _reap_orphans({child.pid for child in self.children.values() if child.running})
         if ended and not any(child.running for child in self.children.values()):
             # what overwrote its environment; the last of the run here has ended
-            marks.kill(self.strays())
+            process_marks.kill_processes(self.strays())
         for child in [c for c in self.telling if c.logged()]:
             self.telling.remove(child)
             self._note_troubles()
@@ -355,7 +357,7 @@ class Agent:
             child.stop()
         for process in self.strays() if keys is None else ():
             for number in (signal.SIGTERM, signal.SIGCONT):
-                marks.send(process, number)
+                process_marks.send_signal(process, number)
         while time.monotonic() < deadline and (
             any(c.running for c in children) or (keys is None and self.strays())
         ):
@@ -367,15 +369,15 @@ class Agent:
             if keys is None:
                 left = self.strays()
             else:
-                left = [p for child in children for p in marks.marked(child.mark)]
+                left = [p for child in children for p in process_marks.find_marked(child.mark)]
             for child in children:
                 child.kill()
             if keys is None and self.group:
                 with contextlib.suppress(OSError):
                     self.group.kill()
             if keys is None:
-                marks.kill_children()
-            marks.kill(left)
+                process_marks.kill_children()
+            process_marks.kill_processes(left)
             if (
                 left
                 or any(child.running for child in children)
@@ -388,14 +390,21 @@ class Agent:
         while any(child in self.telling for child in children):
             yield
 
-    def strays(self) -> list[marks.Marked]:
+    def strays(self) -> list[process_marks.MarkedProcess]:
         """Everything of the run on this host, as this agent knows it."""
         held = [
-            p for pid in (self.group.pids() if self.group else ()) if (p := marks.described(pid))
+            p
+            for pid in (self.group.pids() if self.group else ())
+            if (p := process_marks.describe_process(pid))
         ]
         return list(
             {
-                p.pid: p for p in (*marks.marked(self.mark), *marks.descendants(os.getpid()), *held)
+                p.pid: p
+                for p in (
+                    *process_marks.find_marked(self.mark),
+                    *process_marks.find_descendants(os.getpid()),
+                    *held,
+                )
             }.values()
         )
 

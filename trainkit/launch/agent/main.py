@@ -27,7 +27,7 @@ def main() -> None:
     os.umask(os.umask(0o002) | 0o002)
     # the snapshot this file is part of
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-    from trainkit.base.watchdog import keep
+    from trainkit.base.watchdog import run_under_watchdog
     from trainkit.launch.agent.commands import ORDERS
     from trainkit.launch.agent.loop import Agent
 
@@ -37,7 +37,7 @@ def main() -> None:
     node = int(sys.argv[2])
     # `pkill -9 -f trainkit` and `killall -9 python` spare it: it ends what they leave
     title = f"run-keeper {'/'.join(folder.parts[-3:])} {node}"
-    sys.exit(keep(lambda link: Agent(folder, node, link, ORDERS).run(), title))
+    sys.exit(run_under_watchdog(lambda link: Agent(folder, node, link, ORDERS).run(), title))
 
 
 if __name__ == "__main__":

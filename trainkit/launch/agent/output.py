@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
-from trainkit.base.files import part_before
+from trainkit.base.files import rotated_log
 from trainkit.base.redact import RedactedStream, Redactor
 from trainkit.launch.protocol.frames import Frame
 
@@ -40,7 +40,7 @@ class LogWriter:
     nobody up.
 
     Args:
-        full: bytes of a file, which is then put aside (`part_before`, in place of an earlier
+        full: bytes of a file, which is then put aside (`rotated_log`, in place of an earlier
         one) and begins anew.
     """
 
@@ -124,14 +124,14 @@ class LogWriter:
         """Put the file aside; returns what the new one begins with. One that cannot be put aside
         goes on."""
         try:
-            os.replace(path, part_before(path))
+            os.replace(path, rotated_log(path))
         except OSError:
             return b""
         self._files[path].close()
         self._files[path] = FileIO(path, "a")
         words = (
             f"this log was full ({self._full:,} bytes): what came before is in"
-            f" {part_before(path).name}, and what was there before that is gone"
+            f" {rotated_log(path).name}, and what was there before that is gone"
         )
         return f"[trainkit: {words}]\n".encode()
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.base import process_marks as marks
-from trainkit.base.cgroup import Group
+from trainkit.base import process_marks
+from trainkit.base.cgroup import Cgroup
 from trainkit.base.files import write_json
-from trainkit.base.process import dying_with
+from trainkit.base.process import die_with_parent_hook
 from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.base.redact import Redactor
 from trainkit.base.worker import PARENT_VARIABLE
@@ -57,7 +57,7 @@ class ChildProcess:
         redactor: Redactor,
         writer: LogWriter,
         heartbeats: Path,
-        group: Group | None,
+        group: Cgroup | None,
     ) -> None:
         self.key = str(spec["key"])
         self.mark = mark
@@ -96,8 +96,8 @@ class ChildProcess:
                 entrance = self.group.entrance()
             else:
                 entrance = -1
-            limit = marks.limit_of(mark.partition("/")[0])
-            contained = _contained(entrance, limit, dying_with(os.getpid()))
+            limit = process_marks.limit_mark(mark.partition("/")[0])
+            contained = _contained(entrance, limit, die_with_parent_hook(os.getpid()))
             self.process = subprocess.Popen(
                 [str(word) for word in spec["argv"]],
                 env=environment,
@@ -176,9 +176,9 @@ class ChildProcess:
                 self.group.kill(GONE_SECONDS)
             self.group.remove()
         for _ in range(20):
-            if not (left := marks.marked(self.mark)):
+            if not (left := process_marks.find_marked(self.mark)):
                 break
-            marks.kill(left)
+            process_marks.kill_processes(left)
             time.sleep(0.005)
         self.pipes.close()
         if self.log:

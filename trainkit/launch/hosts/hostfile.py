@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ClusterShell.RangeSet import RangeSet
 
-from trainkit.base.errors import ConfigError, Place, Problem
-from trainkit.jobs.messages import choices
+from trainkit.base.errors import ConfigError, Problem, SourceLocation
+from trainkit.jobs.messages import suggest
 from trainkit.jobs.schema import Cluster
 
 DEFAULT = Path("/job/hostfile")  # DeepSpeed's own default
@@ -108,7 +108,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             [
                 Problem(
                     f"no UTF-8 text: {error.reason}",
-                    Place(str(path), error.object[: error.start].count(b"\n") + 1),
+                    SourceLocation(str(path), error.object[: error.start].count(b"\n") + 1),
                 )
             ]
         ) from None
@@ -145,11 +145,13 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
         except _Wrong as wrong:
             problems.append(
                 Problem(
-                    f"{wrong.message} (column {wrong.offset + 1})", Place(path, line), wrong.hint
+                    f"{wrong.message} (column {wrong.offset + 1})",
+                    SourceLocation(path, line),
+                    wrong.hint,
                 )
             )
     if not hosts and not problems:
-        problems = [Problem("names no host", Place(path), "one line a host: HOST slots=N")]
+        problems = [Problem("names no host", SourceLocation(path), "one line a host: HOST slots=N")]
     if problems:
         raise ConfigError(problems)
     return tuple(hosts)
@@ -348,7 +350,7 @@ def _filtered(
                     raise _Wrong(
                         f"the hostfile has no host '{name}'",
                         offset,
-                        choices(name, [h.name for h in hosts]) if len(hosts) <= 64 else "",
+                        suggest(name, [h.name for h in hosts]) if len(hosts) <= 64 else "",
                     )
                 if host.name in found:
                     raise _Wrong(f"host '{name}' is named twice", offset)
@@ -361,7 +363,9 @@ def _filtered(
                 found[host.name] = (set(host.slots) if slots is None else slots, slots is not None)
         except _Wrong as wrong:
             problems.append(
-                Problem(f"{wrong.message} (column {wrong.offset + 1})", Place(flag), wrong.hint)
+                Problem(
+                    f"{wrong.message} (column {wrong.offset + 1})", SourceLocation(flag), wrong.hint
+                )
             )
         offset += len(part) + 1
     return found

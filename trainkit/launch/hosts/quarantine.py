@@ -7,7 +7,7 @@ import datetime
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainkit.base.documents import document, read_form
+from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json
 
@@ -58,7 +58,7 @@ def read_quarantine(root: Path, now: datetime.datetime | None = None) -> dict[st
     now = now or datetime.datetime.now(datetime.UTC)
     found = {}
     for path in sorted((root / FOLDER).glob("*.json")):
-        value = read_form(path, SCHEMA)
+        value = read_document(path, SCHEMA)
         try:
             entry = QuarantineEntry(
                 *(str(value[key]) for key in ("host", "since", "until", "why", "run"))

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.documents import document, read_form
-from trainkit.base.errors import ConfigError, Exit, Place, Problem
+from trainkit.base.documents import document, read_document
+from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
 from trainkit.base.files import write_json
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host, filter_hosts, host_key, read_hostfile
@@ -68,7 +68,7 @@ def write_hosts(run: RunFolder, hosts: HostList) -> None:
 
 def read_hosts(run: RunFolder) -> HostList:
     """Read launch/hosts.json. Raises ConfigError where it is missing or of another form."""
-    value = read_form(hosts_path(run), "hosts/1")
+    value = read_document(hosts_path(run), "hosts/1")
     return HostList(
         tuple(Host(**{**host, "slots": tuple(host["slots"])}) for host in value["hosts"]),
         value["nodes"],
@@ -112,7 +112,9 @@ def load_hosts(
     here = [host for host in hosts if host.name.lower() == own.lower()]
     if len(here) > 1:
         message = f"'localhost' and '{own}' are this same machine (line {here[0].line})"
-        raise ConfigError([Problem(message, Place(str(path), here[1].line), "a host has one line")])
+        raise ConfigError(
+            [Problem(message, SourceLocation(str(path), here[1].line), "a host has one line")]
+        )
     return hosts
 
 
@@ -170,7 +172,7 @@ def _refuse_unequal(hosts: Sequence[Host], path: Path) -> None:
         Problem(
             f"host '{host.name}' has {len(host.slots)} slots, '{first.name}' has"
             f" {len(first.slots)}; every node must have the same number of ranks",
-            Place(str(path), host.line),
+            SourceLocation(str(path), host.line),
             "leave it out with --exclude, or give it as many: HOST slots=N, --include HOST:0-3",
         )
         for host in hosts

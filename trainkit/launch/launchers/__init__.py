@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from trainkit.base.address import address_in, toward
+from trainkit.base.address import local_address_in, local_address_toward
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import OVER_SSH, Host
@@ -35,11 +35,11 @@ def supervisor_address(cluster: Cluster, hosts: Sequence[Host]) -> str:
     if cluster.interface:
         # the head of a cluster need not be on the network of its ranks
         with contextlib.suppress(ConfigError):
-            return address_in(cluster.interface)
+            return local_address_in(cluster.interface)
     problem: TrainkitError | None = None
     for host in away[:TRIED]:
         try:
-            return toward(
+            return local_address_toward(
                 ssh_host_name(cluster, host) if cluster.launcher in OVER_SSH else host.name
             )
         except TrainkitError as error:

@@ -18,7 +18,7 @@ from trainkit.launch.protocol.frames import (
     proved,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_supervisor
+from trainkit.runs.record import read_supervisor_status
 
 AGAIN_SECONDS = 0.2
 NODE = 0  # of no meaning for this role; the proof binds it all the same
@@ -39,7 +39,7 @@ def ask(run: RunFolder, frame: Frame, timeout: float = 10.0) -> Frame | None:
     """
     deadline = time.monotonic() + timeout
     while True:
-        supervisor = read_supervisor(run)
+        supervisor = read_supervisor_status(run)
         if supervisor is None or supervisor.alive(time.time()) is False:
             return None
         where = (

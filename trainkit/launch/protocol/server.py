@@ -9,7 +9,7 @@ import resource
 import time
 from collections.abc import Awaitable, Callable
 
-from trainkit.base.process import allow_open_files
+from trainkit.base.process import raise_open_file_limit
 from trainkit.launch.protocol.frames import (
     MAX_FRAME_BYTES,
     BadFrame,
@@ -109,7 +109,7 @@ class Server:
     async def listen(self, address: str) -> None:
         """Listen on a free port of one address. Raises OSError where this machine has no such
         address."""
-        allow_open_files()  # a connection an agent, and with ssh a pipe each
+        raise_open_file_limit()  # a connection an agent, and with ssh a pipe each
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
             self._most_unproved = min(MOST_UNPROVED, max(1, files // 4))

@@ -16,7 +16,7 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.programs import program_path
 from trainkit.launch.session import SAFE_PATH
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.summary import summarize
+from trainkit.runs.summary import summarize_run
 
 SIGNAL_SECONDS = 300  # before the time limit, where no save of the run was seen yet
 # of a short time limit, what is kept for saving at most while no save was seen; half of it where
@@ -178,7 +178,7 @@ def allocation_variables(options: Mapping[str, str | int | bool]) -> dict[str, s
 def seconds_before_limit(run: RunFolder, job: Job) -> int:
     """How long before its time limit a run must be told to save: twice the last step and save,
     and Slurm's own precision."""
-    speed = summarize(run).tokens_per_second
+    speed = summarize_run(run).tokens_per_second
     if run.checkpoints.is_dir():
         saved = sorted(run.checkpoints.glob("step-*/manifest.json"))
     else:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.documents import document, read_form
+from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
 from trainkit.jobs.clusters import SlurmOptions
@@ -266,7 +266,7 @@ def read_graph(run: RunFolder) -> dict[str, Any] | None:
     """graph.json; None where the run's stages were made before it was submitted."""
     path = stages_of(run) / "graph.json"
     if path.is_file():
-        return read_form(path, GRAPH)
+        return read_document(path, GRAPH)
     return None
 
 
@@ -291,7 +291,7 @@ def need_of(written: Mapping[str, Any]) -> Need:
 def units_of(written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What was submitted for a need of graph.json, as its tasks read it."""
     for path in written["levels"]:
-        for share in read_form(Path(path), LEVEL)["shares"]:
+        for share in read_document(Path(path), LEVEL)["shares"]:
             yield from share
 
 
@@ -306,7 +306,7 @@ def read_stage_jobs(run: RunFolder) -> list[StageJob]:
     """The jobs of the graph; none where there is no graph."""
     path = stages_of(run) / "jobs.json"
     if path.is_file():
-        return [StageJob(**each) for each in read_form(path, JOBS)["jobs"]]
+        return [StageJob(**each) for each in read_document(path, JOBS)["jobs"]]
     return []
 
 
@@ -347,7 +347,7 @@ def stage_failure(run: RunFolder) -> dict[str, Any] | None:
         return None
     if (path := stages_of(run) / "ended.json").is_file():
         return _failure(
-            {key: value for key, value in read_form(path, ENDED).items() if key != "schema"}
+            {key: value for key, value in read_document(path, ENDED).items() if key != "schema"}
         )
     units = []
     with contextlib.suppress(ConfigError):  # the run that has submitted them may have been deleted

@@ -15,7 +15,7 @@ from trainkit.launch.slurm.job_graph import stage_failure, words_of_stages
 from trainkit.launch.slurm.sbatch import note_end
 from trainkit.launch.slurm.squeue import UNSURE, JobLook, Patience, look
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import Record, read_record, record_of_end
+from trainkit.runs.record import RunRecord, read_run_record, record_of_end
 from trainkit.runs.slurm import SlurmJob, read_slurm_jobs
 
 ENDING_SECONDS = 60.0  # for Slurm to end a job whose supervisor has ended: KillWait, and epilogs
@@ -26,7 +26,7 @@ def newest_job(run: RunFolder) -> SlurmJob | None:
     return next(reversed(read_slurm_jobs(run)), None)
 
 
-def settle(record: Record, seen: JobLook | None) -> Record:
+def settle(record: RunRecord, seen: JobLook | None) -> RunRecord:
     """The record as it is in the light of what Slurm says.
 
     Args:
@@ -47,11 +47,11 @@ def settle(record: Record, seen: JobLook | None) -> Record:
         return replace(record, state="queued", exit=None, failure_class=None, root_cause=None)
     if (record.state == "queued" or record.lost) and (seen is None or seen.over):
         # read again: the supervisor may have begun, and ended, since the record was read
-        return _over(read_record(record.run), job, seen)
+        return _over(read_run_record(record.run), job, seen)
     return record
 
 
-def _by_slurm(record: Record) -> bool:
+def _by_slurm(record: RunRecord) -> bool:
     """Whether the run may have ended because Slurm took its nodes: then its job is in the queue
     again, or on its way there."""
     return record.failure_class in ("infra", "preempted") and record.state in (
@@ -60,7 +60,7 @@ def _by_slurm(record: Record) -> bool:
     )
 
 
-def _over(record: Record, job: SlurmJob, seen: JobLook | None) -> Record:
+def _over(record: RunRecord, job: SlurmJob, seen: JobLook | None) -> RunRecord:
     """A record that was read after its job was over; with Slurm's word where the supervisor left
     none."""
     if record.state == "queued":
@@ -85,7 +85,7 @@ def _over(record: Record, job: SlurmJob, seen: JobLook | None) -> Record:
         return record
     if seen.state != UNSURE if seen is not None else record.state == "queued":
         note_end(record.run, job.id, end)
-        return read_record(record.run)
+        return read_run_record(record.run)
     return record_of_end(record, job.id, end)
 
 
@@ -112,7 +112,7 @@ def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, Any
     return {"state": seen.state, "message": message, "exit": int(Exit.START)}
 
 
-def seen_now(record: Record) -> JobLook | None:
+def seen_now(record: RunRecord) -> JobLook | None:
     """What Slurm says of the job of a run that has not ended; None where it has, is none of
     Slurm's, or Slurm cannot be asked."""
     if record.state in ("queued", "running"):
@@ -133,7 +133,7 @@ def _with_stages(run: RunFolder, seen: JobLook | None) -> JobLook | None:
     return replace(seen, reason=f"its stages are made first; {words}")
 
 
-def settled(record: Record) -> Record:
+def settled(record: RunRecord) -> RunRecord:
     """The record after one question to Slurm, where one is needed; as it was where Slurm cannot
     be asked."""
     if record.state in ("queued", "unknown", "failed", "preempted"):
@@ -147,7 +147,7 @@ def settled(record: Record) -> Record:
     return record
 
 
-def settled_all(records: list[Record]) -> list[Record]:
+def settled_all(records: list[RunRecord]) -> list[RunRecord]:
     """As `settled`, with one question for all of them."""
     jobs = {
         record.run: job
@@ -178,7 +178,7 @@ class Queue:
         # by time.monotonic(): for how long an end of Slurm's making may still turn out to be none
         self._until = 0.0
 
-    def look(self, record: Record) -> tuple[Record, str]:
+    def look(self, record: RunRecord) -> tuple[RunRecord, str]:
         """(the record as settled, what a person who waits should know now; "" for nothing new)."""
         if _by_slurm(record) and not record.lost:
             return self._last_word(record)
@@ -205,7 +205,7 @@ class Queue:
         self._unheard = 0
         return settle(record, seen), self._new(seen.words()) if seen else ""
 
-    def _last_word(self, record: Record) -> tuple[Record, str]:
+    def _last_word(self, record: RunRecord) -> tuple[RunRecord, str]:
         """An end that Slurm may have brought about counts when Slurm says that the job is over:
         it may have put it back, which the supervisor could not learn. A job that only ends
         slowly keeps nobody waiting."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.documents import read_form
+from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
 from trainkit.jobs.clusters import SlurmOptions
@@ -127,7 +127,7 @@ def read_secrets(run: RunFolder) -> dict[str, str]:
     """What the submitter left for the supervisor."""
     path = secrets_path(run)
     if path.is_file():
-        return dict(read_form(path, "secrets/1")["values"])
+        return dict(read_document(path, "secrets/1")["values"])
     return {}
 
 

@@ -12,7 +12,7 @@ from trainkit.launch.slurm.arrays import states
 from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.squeue import BEFORE, RUNNING
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_record
+from trainkit.runs.record import read_run_record
 from trainkit.stages.in_flight import Making
 
 
@@ -30,7 +30,7 @@ def progress_of(making: Making) -> Literal["going", "failing", "over"]:
         return "going"
     for run in map(Path, making.runs):
         if (run / "job.json").is_file():
-            settled(read_record(RunFolder(run)))
+            settled(read_run_record(RunFolder(run)))
     return "over"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import TrainkitError
-from trainkit.jobs.resolved import Resolved
+from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.resume_changes import write_changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.slurm.batch_script import seconds_before_limit
@@ -28,7 +28,7 @@ from trainkit.stages.contract import Need
 
 
 def submit_new(
-    resolved: Resolved, plan: Plan, needs: Sequence[Need], project: Path
+    resolved: ResolvedJob, plan: Plan, needs: Sequence[Need], project: Path
 ) -> tuple[RunFolder, str]:
     """Make a run, its code and everything, and submit it: (run, Slurm's number of the job).
     Arguments as of `start_run`.
@@ -50,7 +50,7 @@ def submit_new(
 
 
 def submit_with_stages(
-    resolved: Resolved, plan: Plan, graph: Graph, project: Path, notice: Callable[[str], None]
+    resolved: ResolvedJob, plan: Plan, graph: Graph, project: Path, notice: Callable[[str], None]
 ) -> tuple[RunFolder, str, list[Followed]]:
     """As `submit_new`, for a run whose stages are still to be made, by Slurm too: (run, its job,
     what can be followed). `plan` is what is known by now.

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.locks import Busy, locked
+from trainkit.base.locks import LockBusy, locked
 from trainkit.launch.slurm.allocation import ask
 from trainkit.launch.slurm.arrays import states
 from trainkit.launch.slurm.job_graph import read_graph, read_stage_jobs
 from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.squeue import BEFORE, RUNNING
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_record
+from trainkit.runs.record import read_run_record
 from trainkit.stages.execute import stamps_folder
 from trainkit.stages.in_flight import read_making, write_making
 
@@ -71,7 +71,7 @@ def take_out(run: RunFolder, *, held: bool = False) -> list[str]:
 
 def _waits(path: Path) -> bool:
     """Whether a run still waits for its stages; one of which Slurm cannot be asked does."""
-    return (path / "job.json").is_file() and settled(read_record(RunFolder(path))).state in (
+    return (path / "job.json").is_file() and settled(read_run_record(RunFolder(path))).state in (
         "starting",
         "queued",
     )
@@ -88,7 +88,7 @@ def _soon_locked(path: Path, need: dict[str, Any]) -> Iterator[None]:
                 stack.enter_context(
                     locked(path, {"stage": need["stage"], "name": need["name"]}, wait=False)
                 )
-            except Busy as busy:
+            except LockBusy as busy:
                 if time.monotonic() > deadline:
                     message = (
                         f"pid {busy.holder.get('pid', '?')} is at work on {need['stage']}"

@@ -28,7 +28,7 @@ from trainkit.base.files import (
     write_json,
     write_text,
 )
-from trainkit.base.snapshot_files import ABOUT, COMPLETE, package_files
+from trainkit.base.snapshot_files import COMPLETE_FILE, ORIGIN_FILE, package_files
 
 PROJECT = "project"  # the folder of a snapshot that holds the user's repository
 LARGEST = 10 * 2**20  # bytes of one of its files: more is data
@@ -77,20 +77,20 @@ def take_snapshot(package: Path, code: Path, project: Path | None = None) -> Sna
         f"{PROJECT}/{name}": repository / name for name in found if repository
     }
     target = code / sha256_files(sources)
-    if (target / COMPLETE).is_file():
+    if (target / COMPLETE_FILE).is_file():
         return Snapshot(target.name, target, left_out)
     code.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(code / "new")
     try:
         target = code / (digest := _copied(sources, temporary))
-        if not (target / COMPLETE).is_file():
+        if not (target / COMPLETE_FILE).is_file():
             about = {
                 "files": sorted(sources),
                 "project": str(repository) if repository else None,
                 "left_out": [vars(each) for each in left_out],
             }
-            write_json(temporary / ABOUT, document("snapshot/1", **about))
-            write_text(temporary / COMPLETE, digest + "\n")
+            write_json(temporary / ORIGIN_FILE, document("snapshot/1", **about))
+            write_text(temporary / COMPLETE_FILE, digest + "\n")
             _published(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -132,7 +132,8 @@ def _published(temporary: Path, target: Path) -> None:
     try:
         publish_folder(temporary, target)
     except OSError:
-        if not (target / COMPLETE).is_file():  # else another run published the same content first
+        # else another run published the same content first
+        if not (target / COMPLETE_FILE).is_file():
             raise
 
 

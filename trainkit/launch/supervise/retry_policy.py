@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from trainkit.base.errors import Exit
-from trainkit.jobs.schema import Retry
+from trainkit.jobs.schema import RetrySettings
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.supervise.attempt import AttemptResult
 
@@ -19,7 +19,7 @@ class RetryBudgets:
     """How often each kind of failure may still happen, and how often the same one has happened
     at the same step."""
 
-    def __init__(self, retry: Retry) -> None:
+    def __init__(self, retry: RetrySettings) -> None:
         self.left = {
             "infra": retry.infra,
             "hang": retry.hang,

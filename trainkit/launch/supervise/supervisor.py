@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.locks import Busy, locked
+from trainkit.base.locks import LockBusy, locked
 from trainkit.base.process import identity
 from trainkit.engines import ENGINES, Engine
 from trainkit.engines.rules import RULES
@@ -37,7 +37,7 @@ from trainkit.launch.supervise.retry_policy import HostChoice, RetryBudgets
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_events, read_supervisor
+from trainkit.runs.record import read_events, read_supervisor_status
 
 SIGN_SECONDS = 5.0  # between signs of life
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
@@ -133,7 +133,7 @@ class Supervisor:
         if not attempts or self.job.cluster.launcher_traits.batch:  # it ends what its jobs leave
             return [], 0.0
         events = read_events(attempts[-1])
-        sign = read_supervisor(self.run)
+        sign = read_supervisor_status(self.run)
         ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
         if ended is not None and not ended["survivors"] and not ended.get("unanswered"):
             return [], 0.0
@@ -457,7 +457,7 @@ def locked_run(run: RunFolder) -> Iterator[None]:
     try:
         with locked(run.path / "lock", {"run": run.id}, wait=False):
             yield
-    except Busy as busy:
+    except LockBusy as busy:
         raise TrainkitError(
             f"run {run.id} is running already (pid {busy.holder.get('pid', '?')})",
             exit=Exit.HOSTS_BUSY,

@@ -40,9 +40,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from trainkit.runs.checkpoints import ALIGNMENT, WIDTHS, Chunk, DataFile, TensorEntry
+from trainkit.runs.checkpoints import ALIGNMENT, DTYPE_BYTES, DataFile, TensorChunk, TensorEntry
 
-DTYPES = {name: getattr(torch, name) for name in WIDTHS}
+DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 PIECE = 2**24  # bytes that are written, or read where they have to be put in place, at once
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -209,7 +209,7 @@ class Writer(StorageWriter):
                 parts.append(
                     (
                         item.index,
-                        Chunk(
+                        TensorChunk(
                             offsets=tuple(box.offsets),
                             sizes=tuple(box.sizes),
                             file=self.name,
@@ -223,7 +223,7 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Collect all ranks' results (rank 0)."""
-        chunks: dict[str, list[Chunk]] = {}
+        chunks: dict[str, list[TensorChunk]] = {}
         files: dict[str, DataFile] = {}
         for result in (r for of_rank in results for r in of_rank):
             chunk, written = result.storage_data
@@ -312,7 +312,7 @@ class Reader(StorageReader):
 
 def _read_box(
     file: FileIO,
-    chunk: Chunk,
+    chunk: TensorChunk,
     dtype: torch.dtype,
     offsets: tuple[int, ...],
     lengths: tuple[int, ...],

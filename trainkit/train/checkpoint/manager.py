@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.base.errors import TrainkitError
-from trainkit.base.locks import Busy
-from trainkit.jobs.schema import Checkpoint as Keep
-from trainkit.runs.checkpoints import Checkpoint, finished, prune, step_of
+from trainkit.base.locks import LockBusy
+from trainkit.jobs.schema import CheckpointSettings
+from trainkit.runs.checkpoints import Checkpoint, prune, published_folders, step_of
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.host_copies import Staging
 from trainkit.train.checkpoint.save_load import NotSaved
@@ -48,7 +48,7 @@ class Saver:
 
     def __init__(
         self,
-        keep: Keep,
+        keep: CheckpointSettings,
         folder: Path,
         ended: Callable[[float], None] = lambda seconds: None,
         moved: Callable[[], None] = lambda: None,
@@ -88,7 +88,9 @@ class Saver:
         self._wait_for_deletion(None, self.moved)
         self._passed.clear()
         with contextlib.suppress(OSError):
-            self._known |= set(map(step_of, finished(self.folder)) if dist.get_rank() == 0 else ())
+            self._known |= set(
+                map(step_of, published_folders(self.folder)) if dist.get_rank() == 0 else ()
+            )
         return checkpoint.newest_valid_together(self.folder, self.keep.verify, _warn, self._passed)
 
     def save(
@@ -159,7 +161,7 @@ class Saver:
     def others(self) -> bool:
         """Whether there are checkpoints that another process has published since: to be asked on
         rank 0. Raises OSError as the disk does."""
-        return any(step_of(folder) not in self._known for folder in finished(self.folder))
+        return any(step_of(folder) not in self._known for folder in published_folders(self.folder))
 
     def pruned(self) -> None:
         """Wait until what the last save deletes is gone, on this rank alone."""
@@ -261,7 +263,7 @@ class Saver:
         with contextlib.suppress(OSError):  # of stdout and stderr
             try:
                 gone = prune(self.folder, self.keep, newest, self._renaming())
-            except (OSError, Busy, TrainkitError) as error:
+            except (OSError, LockBusy, TrainkitError) as error:
                 _warn(f"an old checkpoint could not be deleted: {error}")
             except Exception as error:
                 _warn(f"old checkpoints could not be deleted: {error!r}")

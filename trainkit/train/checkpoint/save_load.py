@@ -25,32 +25,32 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove
-from trainkit.base.locks import Busy, locked
-from trainkit.runs.checkpoint_errors import Damaged, Newer, Unreadable
+from trainkit.base.locks import LockBusy, locked
+from trainkit.runs.checkpoint_errors import DamagedCheckpoint, NewerCheckpoint, UnreadableCheckpoint
 from trainkit.runs.checkpoints import (
     MANIFEST,
     PINNED,
-    UNFINISHED,
+    UNFINISHED_SUFFIX,
     Checkpoint,
     Manifest,
-    Verify,
-    checked,
+    VerifyLevel,
+    check_checkpoint,
+    checkpoint_folder,
     file_problems,
     files_to_hash,
-    finished,
-    folder_of,
-    look_at,
+    has_valid_seal,
     newest_valid,
+    published_folders,
+    raise_if_damaged,
     read_manifest,
-    refuse_damaged,
-    sealed,
+    read_valid_manifest,
     set_aside,
     step_of,
-    unfinished,
+    unfinished_folder,
     verify,
     wrong_hashes,
 )
-from trainkit.runs.checkpoints import note_evaluation as write_evaluation
+from trainkit.runs.checkpoints import record_evaluation as write_evaluation
 from trainkit.train.checkpoint.dcp_storage import (
     DTYPE_NAMES,
     Reader,
@@ -96,7 +96,7 @@ def on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], str | None], wha
     if dist.get_rank() == 0:
         try:
             told = [(do() or "", 0, "")]
-        except (OSError, Busy) as error:
+        except (OSError, LockBusy) as error:
             told = [(f"{what}: {error}", None, "")]
         except TrainkitError as error:
             told = [
@@ -122,7 +122,7 @@ def refuse_without_locks(checkpoints: Path) -> None:
     """
 
     def take() -> None:
-        with contextlib.suppress(Busy), alone(checkpoints):
+        with contextlib.suppress(LockBusy), alone(checkpoints):
             pass
 
     on_rank_0(None, take, f"cannot write to {checkpoints}")
@@ -136,7 +136,7 @@ def _prepare(checkpoints: Path, temporary: Path) -> None:
 
 def _clean(checkpoints: Path, mine: Path) -> None:
     """Called under the lock: what else is unfinished there was left by the dead."""
-    for stale in checkpoints.glob(f"step-*{UNFINISHED}"):
+    for stale in checkpoints.glob(f"step-*{UNFINISHED_SUFFIX}"):
         if stale == mine:
             continue
         try:
@@ -175,17 +175,17 @@ def _refuse_unreadable(temporary: Path, target: Path, manifest: Manifest) -> Non
     """
     changed = list(file_problems(temporary, manifest))
     content = b""
-    with contextlib.suppress(Damaged):
+    with contextlib.suppress(DamagedCheckpoint):
         content = read_manifest(temporary)
-    if changed or not sealed(content):  # one that took us for dead deleted it
+    if changed or not has_valid_seal(content):  # one that took us for dead deleted it
         changed = changed or [f"{MANIFEST} reads otherwise"]
         raise NotSaved(
             f"the files of checkpoint {target} have changed since they were written:"
             f" {'; '.join(changed[:3])}"
         )
     try:
-        checked(temporary, content, target.name)
-    except (Damaged, Newer) as error:
+        check_checkpoint(temporary, content, target.name)
+    except (DamagedCheckpoint, NewerCheckpoint) as error:
         words = (
             f"checkpoint {target} was not published, for no resume would take it:"
             f" {'; '.join(error.problem_list[:3])}"
@@ -257,12 +257,12 @@ def save(
     """
     facts = About(**about)
     rank = dist.get_rank()
-    target = folder_of(checkpoints, facts.step)
+    target = checkpoint_folder(checkpoints, facts.step)
     with contextlib.ExitStack() as held:  # by rank 0
 
         def begin() -> str:
             before()
-            temporary = unfinished(target)
+            temporary = unfinished_folder(target)
             held.enter_context(alone(checkpoints))
             # once published it has another name
             held.callback(shutil.rmtree, temporary, ignore_errors=True)
@@ -321,7 +321,7 @@ def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) 
     try:
         with alone(checkpoints):
             write_evaluation(checkpoints, step, validation)
-    except Busy as busy:
+    except LockBusy as busy:
         raise NotSaved(str(busy)) from None
 
 
@@ -334,7 +334,7 @@ def _first_failure(error: CheckpointException, what: str) -> tuple[str, bool]:
 
 
 def newest_valid_together(
-    checkpoints: Path, how: Verify, tell: Callable[[str], None], passed: set[int] | None = None
+    checkpoints: Path, how: VerifyLevel, tell: Callable[[str], None], passed: set[int] | None = None
 ) -> Checkpoint | None:
     """What `newest_valid` finds, by all ranks together, which have one view of it: rank 0 reads
     the manifest and looks at the sizes, all others load by what it has read. Of the files that
@@ -345,7 +345,7 @@ def newest_valid_together(
     read it, and must not push out what is. Raises TrainkitError on all ranks as `newest_valid`
     does.
     """
-    there: list[list[Path]] = [finished(checkpoints) if dist.get_rank() == 0 else []]
+    there: list[list[Path]] = [published_folders(checkpoints) if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(there, src=0)
     wrong: list[tuple[Path, tuple[int, int]]] = []
 
@@ -353,8 +353,8 @@ def newest_valid_together(
         seen = _identity(folder)
         try:
             return _open_together(folder, how)
-        except Damaged as damaged:
-            if not isinstance(damaged, Unreadable):
+        except DamagedCheckpoint as damaged:
+            if not isinstance(damaged, UnreadableCheckpoint):
                 wrong.append((folder, seen))
             raise
 
@@ -394,19 +394,21 @@ def _set_aside(
                     and _identity(folder) == seen
                 ):
                     tell(f"{folder} is now {set_aside(folder).name}")
-    except (OSError, Busy, TrainkitError) as error:
+    except (OSError, LockBusy, TrainkitError) as error:
         tell(f"{', '.join(str(folder) for folder, _ in wrong)} stay under their names: {error}")
 
 
-def _open_together(folder: Path, how: Verify) -> Checkpoint:
-    """Raises Damaged, and Newer, on all ranks, with what any of them found."""
+def _open_together(folder: Path, how: VerifyLevel) -> Checkpoint:
+    """Raises DamagedCheckpoint, and NewerCheckpoint, on all ranks, with what any of them found."""
     rank = dist.get_rank()
     size = dist.get_world_size()
-    read: list[tuple[bytes, type[Damaged | Newer], list[str]]] = [(b"", Damaged, [])]
+    read: list[tuple[bytes, type[DamagedCheckpoint | NewerCheckpoint], list[str]]] = [
+        (b"", DamagedCheckpoint, [])
+    ]
     if rank == 0:
         try:
-            read = [(look_at(folder), Damaged, [])]
-        except (Damaged, Newer) as error:
+            read = [(read_valid_manifest(folder), DamagedCheckpoint, [])]
+        except (DamagedCheckpoint, NewerCheckpoint) as error:
             read = [(b"", type(error), error.problem_list)]
     dist.broadcast_object_list(read, src=0)
     content, kind, problems = read[0]
@@ -416,7 +418,7 @@ def _open_together(folder: Path, how: Verify) -> Checkpoint:
     found: list[tuple[list[str], list[str]]] = [([], [])] * size
     wrong, unread = wrong_hashes(folder, files_to_hash(manifest, how)[rank::size])
     dist.all_gather_object(found, (wrong, [f"rank {rank}: {words}" for words in unread]))
-    refuse_damaged(
+    raise_if_damaged(
         folder,
         [words for of_rank, _ in found for words in of_rank],
         [words for _, of_rank in found for words in of_rank],

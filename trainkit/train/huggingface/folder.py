@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from trainkit.base.errors import Place, Problem
+from trainkit.base.errors import Problem, SourceLocation
 from trainkit.families.contract import HuggingFace
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.config import contradictions
@@ -58,15 +58,15 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
         return None, [
             Problem(
                 f"cannot be read: {error.strerror}",
-                Place(str(path)),
+                SourceLocation(str(path)),
                 "init_from names a folder that transformers' save_pretrained wrote",
             )
         ]
     except (ValueError, RecursionError) as error:
-        return None, [Problem(f"is no JSON: {error}", Place(str(path)))]
+        return None, [Problem(f"is no JSON: {error}", SourceLocation(str(path)))]
     if isinstance(value, dict):
         return (value, [])
-    return (None, [Problem("is no JSON object", Place(str(path)))])
+    return (None, [Problem("is no JSON object", SourceLocation(str(path)))])
 
 
 def config_problems(path: Path, model: Model, vocab_size: int | None) -> list[Problem]:
@@ -76,7 +76,7 @@ def config_problems(path: Path, model: Model, vocab_size: int | None) -> list[Pr
         found = contradictions(config, model, vocab_size)
     else:
         found = []
-    return problems + [Problem(p.message, Place(str(path)), p.hint) for p in found]
+    return problems + [Problem(p.message, SourceLocation(str(path)), p.hint) for p in found]
 
 
 def safetensors_files(names: set[str], index: object) -> list[str]:
@@ -105,7 +105,7 @@ def safetensors_files(names: set[str], index: object) -> list[str]:
     return sorted(files)
 
 
-def no_safetensors(names: set[str], place: Place | None) -> Problem:
+def no_safetensors(names: set[str], place: SourceLocation | None) -> Problem:
     """What to say of a folder without safetensors: that pickles are not read, where it has some."""
     pickles = sorted(
         name for name in names if any(Path(name).match(pattern) for pattern in PICKLES)
@@ -126,7 +126,7 @@ def no_safetensors(names: set[str], place: Place | None) -> Problem:
 
 def open_weights(folder: Path, hugging_face: HuggingFace) -> Weights:
     """Read the headers of a folder's weights. What is wrong stands in `problems`."""
-    place = Place(str(folder))
+    place = SourceLocation(str(folder))
     if not folder.is_dir():
         return Weights(
             None,
@@ -151,10 +151,15 @@ def open_weights(folder: Path, hugging_face: HuggingFace) -> Weights:
         return Weights(
             config,
             {},
-            [*problems, Problem(f"cannot be read: {error.strerror}", Place(str(folder / INDEX)))],
+            [
+                *problems,
+                Problem(f"cannot be read: {error.strerror}", SourceLocation(str(folder / INDEX))),
+            ],
         )
     except (ValueError, RecursionError) as error:
-        return Weights(config, {}, [*problems, Problem(str(error), Place(str(folder / INDEX)))])
+        return Weights(
+            config, {}, [*problems, Problem(str(error), SourceLocation(str(folder / INDEX)))]
+        )
     if not files:
         return Weights(config, {}, [*problems, no_safetensors(names, place)])
     tensors: dict[str, Stored] = {}
@@ -180,18 +185,18 @@ def _read_header(
                         Problem(
                             f"holds {name} once more: it is in {tensors[known].file.name} too, as"
                             f" {tensors[known].name}",
-                            Place(str(path)),
+                            SourceLocation(str(path)),
                         )
                     )
                 tensors[known] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
     except FileNotFoundError:
-        problems.append(Problem("is missing", Place(str(path)), f"{INDEX} names it"))
+        problems.append(Problem("is missing", SourceLocation(str(path)), f"{INDEX} names it"))
     except (SafetensorError, OSError, ValueError) as error:
         # ValueError: a name from the index that no file can have
         problems.append(
             Problem(
                 f"cannot be read as safetensors: {error}",
-                Place(str(path)),
+                SourceLocation(str(path)),
                 "it may be cut off: copy or fetch it again",
             )
         )
@@ -220,7 +225,9 @@ def problems_of(
     config = weights.config
     if config is not None:
         found = contradictions(config, model, vocab_size)
-        problems += [Problem(p.message, Place(str(folder / CONFIG)), p.hint) for p in found]
+        problems += [
+            Problem(p.message, SourceLocation(str(folder / CONFIG)), p.hint) for p in found
+        ]
         if config.get("model_type") != model.architecture.hugging_face.model_type:
             return problems  # all its tensors have other names: that says nothing more
     if not weights.tensors:
@@ -228,7 +235,7 @@ def problems_of(
     there = (config or {}).get("vocab_size")
     entries = table(model, vocab_size or (there if isinstance(there, int) and there > 0 else 1))
     return problems + [
-        Problem(p.message, Place(str(folder)), p.hint)
+        Problem(p.message, SourceLocation(str(folder)), p.hint)
         for p in _tensor_problems(weights.tensors, entries, model)
     ]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from trainkit.base.documents import read_form
+from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Job
 
@@ -63,7 +63,7 @@ def root_of(job: Job) -> Path:
 
 def read_record(path: Path) -> dict[str, Any]:
     """A record, checked. Raises ConfigError where there is none that can be used."""
-    record = read_form(path, SCHEMA)
+    record = read_document(path, SCHEMA)
     if not re.fullmatch(r"[0-9a-f]{40,64}", str(record.get("commit"))) or not isinstance(
         record.get("files"), dict
     ):

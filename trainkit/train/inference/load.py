@@ -15,13 +15,13 @@ from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Job
 from trainkit.plan.checks import indivisible
 from trainkit.plan.rules import Rules
-from trainkit.runs.checkpoint_errors import Damaged
+from trainkit.runs.checkpoint_errors import DamagedCheckpoint
 from trainkit.runs.checkpoints import (
     Checkpoint,
-    finished,
-    folder_of,
+    checkpoint_folder,
     newest_valid,
     open_checkpoint,
+    published_folders,
     verify,
 )
 from trainkit.runs.folder import RunFolder
@@ -42,7 +42,7 @@ def choose_checkpoint(run: RunFolder, step: int | None = None) -> Checkpoint:
     Raises:
         TrainkitError: exit 16, there is none, or that of `step` is damaged.
     """
-    steps = [int(folder.name[5:]) for folder in finished(run.checkpoints)]
+    steps = [int(folder.name[5:]) for folder in published_folders(run.checkpoints)]
     if not steps:
         raise TrainkitError(
             f"run {run.id} has no checkpoint yet",
@@ -63,9 +63,9 @@ def choose_checkpoint(run: RunFolder, step: int | None = None) -> Checkpoint:
         )
         assert newest is not None, "there are checkpoints: the newest valid one or an error"
         return newest
-    folder = folder_of(run.checkpoints, step)
+    folder = checkpoint_folder(run.checkpoints, step)
     if problems := verify(folder):
-        raise Damaged(folder, problems)
+        raise DamagedCheckpoint(folder, problems)
     return open_checkpoint(folder)
 
 

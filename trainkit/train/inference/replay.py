@@ -14,7 +14,7 @@ from trainkit.data.tokenizer import load_tokenizer
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
-from trainkit.runs.sample_windows import Window, find_window
+from trainkit.runs.sample_windows import SampleWindow, find_sample_window
 from trainkit.train.batches import data_folder, vocab_size
 
 
@@ -44,7 +44,7 @@ class Batch:
     """All samples of a step, and whether they are those it was made with: True, False, None
     where the metrics do not say (`batch_checksum`)."""
 
-    window: Window
+    window: SampleWindow
     samples: list[Replayed]
     checksum: int
     same: bool | None
@@ -53,7 +53,7 @@ class Batch:
 def replay(run: RunFolder, job: Job, step: int) -> Batch:
     """Rebuild the batch of a step. Raises ConfigError where nobody knows what it took, and as
     reading the data does."""
-    window = find_window(run, step)
+    window = find_sample_window(run, step)
     if window is None:
         known = [row["step"] for row in read_rows(run.metrics) if "eval" not in row]
         if known:

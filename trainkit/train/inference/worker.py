@@ -13,20 +13,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.worker import Progress, run_unit
+from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.jobs.schema import Dataset, Job
 
 
-def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Do the task as this rank; {"generations": [...]} or the fields of an Evaluation."""
-    from trainkit.jobs.ranks import Degrees
+    from trainkit.jobs.ranks import ParallelDegrees
     from trainkit.runs.checkpoints import open_checkpoint
     from trainkit.train.parallel.data_parallel import World, join
     from trainkit.train.parallel.mesh import Mesh
 
     world = World.from_environment()
     device = join(world, spec["device_type"])
-    group = Mesh.of(Degrees(tensor=world.size), world, device).tensor
+    group = Mesh.of(ParallelDegrees(tensor=world.size), world, device).tensor
     job = Job.model_validate(spec["job"])
     saved = open_checkpoint(Path(spec["checkpoint"]))
     if spec["task"] == "generate":

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from trainkit.base.files import temporary_name, write_text
-from trainkit.jobs.schema import Profile
+from trainkit.jobs.schema import ProfileSettings
 
 TOP = 40  # rows of the table
 
@@ -25,7 +25,7 @@ class StepProfiler:
         folder: where the files go.
     """
 
-    def __init__(self, profile: Profile | None, rank: int, folder: Path) -> None:
+    def __init__(self, profile: ProfileSettings | None, rank: int, folder: Path) -> None:
         self.profile = profile if profile and rank in profile.ranks else None
         self.rank = rank
         self.folder = folder

@@ -15,8 +15,8 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.metrics import cut, read_rows
-from trainkit.runs.sample_windows import Window, Windows
+from trainkit.runs.metrics import read_rows, truncate_metrics
+from trainkit.runs.sample_windows import SampleWindow, SampleWindowLog
 from trainkit.train.metrics.wandb import open_wandb
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def log_line(row: dict[str, Any], train_iters: int) -> str:
 def take_back(metrics: Path, step: int, *, evaluated: bool) -> None:
     """Cut metrics.jsonl back to `step`, and where the evaluation of that very step is made
     again, its rows too."""
-    cut(metrics, step)
+    truncate_metrics(metrics, step)
     if not evaluated and any("eval" in row and row["step"] == step for row in read_rows(metrics)):
         kept = [row for row in read_rows(metrics) if "eval" not in row or row["step"] != step]
         write_text(metrics, "".join(json.dumps(row) + "\n" for row in kept))
@@ -222,10 +222,10 @@ class Reporter:
         self.job = job
         self.metrics = Lines(run.metrics)
         self.board = Board(run.tensorboard, step)
-        self.windows = Windows(run)
+        self.windows = SampleWindowLog(run)
         self.named_peak = self.missed_window = False
 
-    def begins(self, window: Window) -> None:
+    def begins(self, window: SampleWindow) -> None:
         """A step is about to take these samples. Without a disk nobody will know of them, and
         training goes on."""
         try:

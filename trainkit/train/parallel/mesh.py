@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainkit.jobs.ranks import Degrees, Place, place_of, rank_of
+from trainkit.jobs.ranks import ParallelDegrees, RankCoordinates, coordinates_of, rank_at
 from trainkit.train.parallel.data_parallel import World
 from trainkit.train.parallel.tensor_group import TENSOR, TensorGroup
 from trainkit.train.torch_compat import name_group
@@ -26,8 +26,8 @@ class Mesh:
         and where they are one rank.
     """
 
-    degrees: Degrees
-    place: Place
+    degrees: ParallelDegrees
+    place: RankCoordinates
     device: torch.device
     data: DeviceMesh
     tensor: TensorGroup
@@ -43,7 +43,7 @@ class Mesh:
     @classmethod
     def of(
         cls,
-        degrees: Degrees,
+        degrees: ParallelDegrees,
         world: World,
         device: torch.device,
         *,
@@ -63,7 +63,7 @@ class Mesh:
             "tp": degrees.tensor,
         }
         whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        place = place_of(world.rank, degrees)
+        place = coordinates_of(world.rank, degrees)
         if degrees.tensor > 1:
             tensor_group = whole.get_group("tp")
         else:
@@ -74,7 +74,7 @@ class Mesh:
         for data in range(degrees.data) if tied_at else ():
             for tensor in range(degrees.tensor):
                 ends = [
-                    rank_of(Place(stage, *divmod(data, degrees.shard), tensor), degrees)
+                    rank_at(RankCoordinates(stage, *divmod(data, degrees.shard), tensor), degrees)
                     for stage in (0, tied_at or 0)
                 ]
                 group = dist.new_group(ends)  # all ranks make all groups

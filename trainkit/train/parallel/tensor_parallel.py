@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainkit.jobs.ranks import key_value_heads, share
+from trainkit.jobs.ranks import key_value_heads, share_of_rank
 from trainkit.jobs.schema import Model
 from trainkit.train.model.transformer import Attention, Transformer
 from trainkit.train.parallel.shards import Layout, Segment
@@ -124,8 +124,8 @@ def rules(model: Model, vocab: int, group: TensorGroup) -> dict[str, tuple[Any, 
         (model.num_attention_heads + model.query_groups) * head,
     ]
     projected = [queries, *((start + keys * head, count * head, replicas) for start in first)]
-    start, width = share(model.ffn_width, group.size, group.rank)
-    rows = [(*share(vocab, group.size, group.rank), 1)]
+    start, width = share_of_rank(model.ffn_width, group.size, group.rank)
+    rows = [(*share_of_rank(vocab, group.size, group.rank), 1)]
     return {
         "attention.qkv": (ColumnParallel, projected),
         "attention.out": (RowParallel, [queries]),

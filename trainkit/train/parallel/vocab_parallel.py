@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainkit.jobs.ranks import share
+from trainkit.jobs.ranks import share_of_rank
 from trainkit.train.model.head_loss import NO_LABEL, Labels, Losses, head_loss, padded_linear
 from trainkit.train.parallel.tensor_group import TensorGroup, enter
 from trainkit.train.torch_compat import gathered, summed
@@ -36,7 +36,7 @@ def read_out(
         vocab: V.
     """
     x_BSH = enter(x_BSH, group)
-    shares = [share(vocab, group.size, rank) for rank in range(group.size)]
+    shares = [share_of_rank(vocab, group.size, rank) for rank in range(group.size)]
     widest = max(rows for _, rows in shares)
     if labels is not None:
         return head_loss(
