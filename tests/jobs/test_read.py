@@ -36,7 +36,7 @@ READERS = {
     ("Container", "env"): ("jobs/schema.py", "self.container.env"),
     ("Job", "env"): ("jobs/schema.py", "self.env"),
     ("WatchLimits", "start"): ("launch/supervise/heartbeats.py", "self.limits.start"),
-    ("Profile", "start"): ("train/metrics/profiler.py", "self.profile.start"),
+    ("ProfileSettings", "start"): ("train/metrics/profiler.py", "self.profile.start"),
     ("StagePlace", "nodes"): ("launch/remote_units.py", "asked.nodes"),
     ("Job", "nodes"): ("launch/hosts/selection.py", "job.nodes"),
     ("Filesystem", "path"): ("plan/storage.py", "tier.path"),
@@ -49,7 +49,7 @@ READERS = {
     ("RopeScaling", "type"): ("train/model/rotary.py", "scaling.type"),
     ("Tokenizer", "vocab_size"): ("plan/planner.py", "tokenizer.vocab_size"),
     ("Model", "vocab_size"): ("plan/planner.py", "job.model.vocab_size"),
-    ("Part", "dataset"): ("jobs/datasets.py", "part.dataset"),
+    ("BlendPart", "dataset"): ("jobs/datasets.py", "part.dataset"),
     ("Job", "dataset"): ("plan/planner.py", "job.dataset"),
 }
 # travel to the stage prep-data as JSON, and are read there by their keys
