@@ -26,12 +26,8 @@ from invoke.tasks import Task
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.extras import MissingExtra
-<<<<<<< HEAD
-from trainkit.base.files import keep_others_from_writing, who_denies
-from trainkit.cli.parameters import Signature, signature_of
-=======
 from trainkit.base.files import blocking_owner, restrict_umask
->>>>>>> 93498ab (Name what base, jobs and runs export in the field's words)
+from trainkit.cli.parameters import Signature, signature_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -224,7 +220,6 @@ def _install_and_restart(task: TaskContext, error: MissingExtra) -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-<<<<<<< HEAD
 def _error_of_system(error: OSError) -> TrainkitError:
     """An error of the operating system as one of ours. For a file that belongs to another person
     it says whose it is."""
@@ -234,7 +229,7 @@ def _error_of_system(error: OSError) -> TrainkitError:
     message = f"{reason}: {error.filename}"
     hint = ""
     if isinstance(error, PermissionError) and isinstance(error.filename, str | bytes):
-        denied, owner = who_denies(Path(os.fsdecode(error.filename)))
+        denied, owner = blocking_owner(Path(os.fsdecode(error.filename)))
         if owner:
             hint = (
                 f"{denied} belongs to {owner}; clusters.NAME.root must be your own folder, or one"
@@ -247,29 +242,7 @@ def _error_of_system(error: OSError) -> TrainkitError:
 def _run_task(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
     """Run a task's function, print its document, and turn every error into a message and an exit
     code. Raises InvokeExit unless the exit code is 0."""
-    keep_others_from_writing()
-=======
-def _denied(error: PermissionError) -> TrainkitError:
-    """The error for a file that this person may not touch; whose it is tells why, where it is
-    another's."""
-    stops, owner = blocking_owner(Path(os.fsdecode(error.filename)))
-    message = f"{error.strerror}: {error.filename}"
-    if not owner:
-        return TrainkitError(message, exit=Exit.STAGE_FAILED)
-    hint = (
-        f"{stops} belongs to {owner}; clusters.NAME.root is one person's folder, or a group's that"
-        " may write all of it: "
-    )
-    return TrainkitError(
-        message,
-        exit=Exit.STAGE_FAILED,
-        hint=hint + 'root = "FOLDER/${host:USER}" gives each their own',
-    )
-
-
-def _call(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
     restrict_umask()
->>>>>>> 93498ab (Name what base, jobs and runs export in the field's words)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # a terminal that is not UTF-8 still gets all that it can show

@@ -13,23 +13,14 @@ from invoke.exceptions import Exit as InvokeExit
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
-<<<<<<< HEAD
-=======
-from trainkit.base.files import rotated_log
-from trainkit.base.printable import printable
->>>>>>> 93498ab (Name what base, jobs and runs export in the field's words)
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import LogOptions
 from trainkit.cli.run.summary import last_lines
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.slurm.reconcile import output_of
 from trainkit.runs.folder import AttemptFolder, RunFolder
-<<<<<<< HEAD
 from trainkit.runs.log_tail import LogTail
-from trainkit.runs.record import find_run, read_events, read_record
-=======
 from trainkit.runs.record import find_run, read_events, read_run_record
->>>>>>> 93498ab (Name what base, jobs and runs export in the field's words)
 
 FAILED = "failed"
 MAX_RANK = 10**6
@@ -214,91 +205,11 @@ def _attempt(run: RunFolder, number: int) -> AttemptFolder:
     raise ConfigError(f"run {run.id} has no attempt {number or ''}".rstrip(), hint=hint)
 
 
-<<<<<<< HEAD
 def _follow(run: RunFolder, tails: Sequence[LogTail]) -> None:
     """Print what is new until the run has ended."""
     while True:
-        running = read_record(run).state in ("starting", "running")
-        texts = [text for tail in tails if (text := tail.new(unfinished=not running))]
-=======
-def _transport(
-    run: RunFolder, attempt: AttemptFolder, node: str, hosts: list[str], lines: int
-) -> list[str]:
-    """What ssh or pdsh said of a host on which no rank was started. Raises ConfigError for a
-    host that the attempt did not have."""
-    path = attempt.transports / f"{node.replace(os.sep, '_')}.log"
-    if not path.is_file():
-        there = sorted({*hosts, *(p.stem for p in attempt.transports.glob("*.log"))})
-        raise ConfigError(
-            f"attempt {attempt.number} of run {run.id} had no host '{node}'",
-            hint=f"its hosts: {', '.join(there) or 'none'}",
-        )
-    return last_lines(path, lines or sys.maxsize)
-
-
-class _Tail:
-    """The end of one log, which may begin anew meanwhile (`rotated_log`). Beside others it is
-    told in whole lines."""
-
-    def __init__(self, path: Path, prefix: str) -> None:
-        self.path = path
-        self.prefix = prefix
-        self.offset = 0
-        self.file = 0  # the inode that the offset is of
-
-    def last(self, count: int, *, torn: bool) -> list[str]:
-        """The last lines; `torn`: with a last one that has no end yet, else `new` gives it
-        later."""
-        lines: collections.deque[bytes] = collections.deque(maxlen=count)
-        with contextlib.suppress(FileNotFoundError), open(rotated_log(self.path), "rb") as before:
-            lines.extend(before)
-        with open(self.path, "rb") as file:
-            self.file = os.fstat(file.fileno()).st_ino
-            for line in file:
-                if torn or line.endswith(b"\n"):
-                    self.offset += len(line)
-                    lines.append(line)
-        return [printable(line.decode(errors="replace").rstrip("\n")) for line in lines]
-
-    def new(self, *, torn: bool) -> str:
-        """What has come since."""
-        with open(self.path, "rb") as file:
-            anew = (now := os.fstat(file.fileno()).st_ino) != self.file
-            if anew:
-                rest = self._rest()
-                start = 0
-            else:
-                rest = b""
-                start = self.offset
-            file.seek(start)
-            data = rest + file.read()
-        if self.prefix and not torn:
-            data = data[: data.rfind(b"\n") + 1]
-        if len(data) < len(rest):
-            return ""  # the new part has not a whole line yet
-        self.file = now
-        self.offset = start + len(data) - len(rest)
-        text = printable(data.decode(errors="replace"))
-        if self.prefix and text:
-            return "".join(f"{self.prefix}{line}\n" for line in text.removesuffix("\n").split("\n"))
-        return text
-
-    def _rest(self) -> bytes:
-        """What the part that was put aside has beyond what was told; nothing where another has
-        taken its place since."""
-        with contextlib.suppress(FileNotFoundError), open(rotated_log(self.path), "rb") as before:
-            if os.fstat(before.fileno()).st_ino == self.file:
-                before.seek(self.offset)
-                return before.read()
-        return b""
-
-
-def _follow(run: RunFolder, tails: list[_Tail]) -> None:
-    """Print what is new until the run has ended."""
-    while True:
         running = read_run_record(run).state in ("starting", "running")
-        texts = [text for tail in tails if (text := tail.new(torn=not running))]
->>>>>>> 93498ab (Name what base, jobs and runs export in the field's words)
+        texts = [text for tail in tails if (text := tail.new(unfinished=not running))]
         sys.stdout.write("".join(texts))
         sys.stdout.flush()
         if not texts and not running:
