@@ -87,10 +87,10 @@ class Trainkit(Side):
         self, tensors: dict[str, Any], folder: Path, gigabytes: float, *, behind: bool
     ) -> None:
         from trainkit.jobs.schema import CheckpointSettings
-        from trainkit.train.checkpoint.manager import Saver
+        from trainkit.train.checkpoint.manager import CheckpointManager
 
         self.tensors, self.folder, self.behind = tensors, folder, behind
-        self.saver = Saver(CheckpointSettings(keep_last=1, save_async=behind), folder)
+        self.saver = CheckpointManager(CheckpointSettings(keep_last=1, save_async=behind), folder)
         self.work = max(0.5, 2 * gigabytes)
         self.rate = compute(self.work) if behind else 0.0
         self.loads = {f"load {how}": lambda how=how: self._load(how) for how in ("full", "size")}  # type: ignore[misc]

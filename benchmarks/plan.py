@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from trainkit.train.update.build import Parts
+    from trainkit.train.update.build import ModelParts
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 ACTIVATIONS, SECONDS = 0.15, 0.5  # the claims
@@ -248,7 +248,7 @@ def saved_bytes(job_json: str, rank: int) -> int:
     from trainkit.train.parallel.data_parallel import World
     from trainkit.train.parallel.mesh import Mesh
     from trainkit.train.parallel.pipeline import tied_at
-    from trainkit.train.update.build import build
+    from trainkit.train.update.build import build_model_parts
     from trainkit.train.update.step import Step
 
     job, device = Job.model_validate_json(job_json), torch.device("cpu")
@@ -260,7 +260,7 @@ def saved_bytes(job_json: str, rank: int) -> int:
         sequence=job.parallelism.sequence_parallel,
         tied_at=tied_at(job),
     )
-    parts = build(job, mesh, job.model.vocab_size or 0)
+    parts = build_model_parts(job, mesh, job.model.vocab_size or 0)
     parts.train()
     for held in parts.held.values():
         torch.nn.init.zeros_(held.parameter)
@@ -275,7 +275,7 @@ def saved_bytes(job_json: str, rank: int) -> int:
     return watch.most
 
 
-def watch_model(watch: Watch, parts: Parts, tokens: torch.Tensor) -> None:
+def watch_model(watch: Watch, parts: ModelParts, tokens: torch.Tensor) -> None:
     """One forward of a model that is whole on this rank, the weights gathered."""
     from trainkit.train.model.head_loss import Labels
     from trainkit.train.parallel.data_parallel import prepare_backward
@@ -295,7 +295,7 @@ def watch_model(watch: Watch, parts: Parts, tokens: torch.Tensor) -> None:
 
 
 def watch_pipeline(
-    watch: Watch, parts: Parts, pipeline: Any, micro_batches: list[torch.Tensor]
+    watch: Watch, parts: ModelParts, pipeline: Any, micro_batches: list[torch.Tensor]
 ) -> None:
     """One step of this rank's stage, looked at after each forward."""
     import torch.distributed as dist

@@ -22,7 +22,7 @@ from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.jobs.schema import Tokenizer as TokenizerTable
 from trainkit.runs.checkpoints import Manifest, checkpoint_folder
 from trainkit.runs.folder import RunFolder
-from trainkit.train.checkpoint.dcp_storage import TensorSavePlanner, Writer
+from trainkit.train.checkpoint.dcp_storage import DcpWriter, TensorSavePlanner
 
 TEXTS = [
     f"def f{i}(ä, b):\n    return ä ** {i} + b  # größer als 日本語 {i * 7}" for i in range(60)
@@ -92,7 +92,7 @@ def write_checkpoint(run: RunFolder, model: nn.Module, step: int) -> Path:
     in it."""
     folder = checkpoint_folder(run.checkpoints, step)
     folder.mkdir(parents=True)
-    writer = Writer(folder, 0)
+    writer = DcpWriter(folder, 0)
     tensors = {f"model.{name}": p.detach().float() for name, p in model.named_parameters()}
     with warnings.catch_warnings():
         # one process is meant

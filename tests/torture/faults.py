@@ -31,8 +31,8 @@ import trainkit.train.metrics.reporter
 import trainkit.train.trainer
 from tests.torture import writes
 from trainkit.runs.checkpoints import Manifest
-from trainkit.train.checkpoint.dcp_storage import Writer
-from trainkit.train.checkpoint.host_copies import Staging
+from trainkit.train.checkpoint.dcp_storage import DcpWriter
+from trainkit.train.checkpoint.host_copies import StagingBuffers
 from trainkit.train.update.step import Step
 
 Fault = dict[str, Any]
@@ -40,10 +40,10 @@ PHASES: dict[str, tuple[Any, str]] = {
     "load": (trainkit.train.checkpoint.save_load, "load"),
     "step": (Step, "run"),
     "eval": (trainkit.train.trainer.Trainer, "_evaluate"),
-    "stage": (Staging, "copy"),
+    "stage": (StagingBuffers, "copy"),
     "copy": (trainkit.train.checkpoint.host_copies, "_copy"),
     "prepare": (trainkit.train.checkpoint.save_load, "_prepare"),
-    "write": (Writer, "write_data"),
+    "write": (DcpWriter, "write_data"),
     "manifest": (Manifest, "write"),
     "publish": (trainkit.train.checkpoint.save_load, "publish_folder"),
     "prune": (trainkit.train.checkpoint.manager, "prune"),

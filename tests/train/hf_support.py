@@ -24,7 +24,7 @@ from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.huggingface import load_weights
 from trainkit.train.huggingface.writing import export
 from trainkit.train.model.transformer import Transformer, build_on_meta
-from trainkit.train.parallel.shards import held_parameters
+from trainkit.train.parallel.shards import sharded_parameters
 
 VOCAB = 53  # divides by nothing used here
 COMMON: dict[str, Any] = {
@@ -231,7 +231,7 @@ def write(saved: Checkpoint, model: Model, target: Path, **more: Any) -> Any:
 def loaded(folder: Path, model: Model, rows: int = VOCAB) -> Transformer:
     module = build_on_meta(model, rows)
     module.to_empty(device="cpu")
-    load_weights(folder, held_parameters(module, 1), model, rows)
+    load_weights(folder, sharded_parameters(module, 1), model, rows)
     return module
 
 

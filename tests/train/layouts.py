@@ -45,7 +45,7 @@ from trainkit.train.parallel.pipeline import chunks_per_stage, tied_at
 from trainkit.train.parallel.shards import Shards
 from trainkit.train.preflight import begin_weights
 from trainkit.train.update import replicas
-from trainkit.train.update.build import Parts, build
+from trainkit.train.update.build import ModelParts, build_model_parts
 from trainkit.train.update.step import Step, StepValues
 
 # the other keys are how
@@ -144,7 +144,7 @@ class Rank:
 
     job: Job
     mesh: Mesh
-    parts: Parts
+    parts: ModelParts
     step: Step
     feed: Feed
 
@@ -161,7 +161,7 @@ def rank_of_world(case: Case, root: Path) -> Iterator[Rank]:
         sequence=job.parallelism.sequence_parallel,
         tied_at=tied_at(job),
     )
-    parts = build(job, mesh, VOCAB, DTYPES[case.precision])
+    parts = build_model_parts(job, mesh, VOCAB, DTYPES[case.precision])
     begin_weights(job, parts)
     parts.train()
     feed = Feed(job, job.dataset, "train", mesh.data_world, device)

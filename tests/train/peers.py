@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model, RopeScaling
-from trainkit.train.model.attention import Documents
+from trainkit.train.model.attention import DocumentBounds
 from trainkit.train.model.transformer import Transformer
 
 VOCAB = 97  # a prime: padding is always at work
@@ -116,9 +116,9 @@ def random_tokens(batch: int, length: int, seed: int = 1, vocab: int = VOCAB) ->
     return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def documents_of(*bounds: int) -> Documents:
+def documents_of(*bounds: int) -> DocumentBounds:
     """Documents that begin at all `bounds` but the last, which is B * S."""
-    return Documents(
+    return DocumentBounds(
         bounds,
         torch.tensor(bounds, dtype=torch.int32),
         max(end - start for start, end in pairwise(bounds)),

@@ -30,7 +30,7 @@ from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Tokenizer, Training
 from trainkit.plan.layout import split_layers
 from trainkit.train.batches import Feed
-from trainkit.train.model.attention import Documents
+from trainkit.train.model.attention import DocumentBounds
 from trainkit.train.model.batch import Batch
 from trainkit.train.model.head_loss import NO_LABEL
 from trainkit.train.model.transformer import Transformer
@@ -200,7 +200,7 @@ def _joined(batches: list[Batch]) -> Batch:
     starts, documents = [0], None
     for found in (b.documents for b in batches if b.documents is not None):
         starts += [starts[-1] + bound for bound in found.bounds[1:]]
-        documents = Documents(
+        documents = DocumentBounds(
             tuple(starts),
             torch.tensor(starts, dtype=torch.int32),
             max(b - a for a, b in pairwise(starts)),

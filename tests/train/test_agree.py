@@ -31,7 +31,7 @@ def _refusals(root: Path) -> dict[str, list[str]]:
         if name == "torch" and world.rank == world.size - 1:
             agree.fingerprint = lambda job: {**known(job), "torch": "2.0.0"}
         try:
-            agree.agree(mine if world.rank == world.size - 1 else job, world)
+            agree.refuse_disagreement(mine if world.rank == world.size - 1 else job, world)
             found[name] = ["agreed"]
         except ConfigError as error:
             found[name] = [problem.message for problem in error.list]

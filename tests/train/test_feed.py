@@ -29,7 +29,7 @@ from trainkit.train.batches import (
     valid_plan,
     vocab_size,
 )
-from trainkit.train.inference.evaluate import InTextOrder
+from trainkit.train.inference.evaluate import SequentialOrder
 from trainkit.train.model.head_loss import NO_LABEL
 from trainkit.train.parallel.data_parallel import World
 from trainkit.train.update.schedule import global_batch_size
@@ -191,7 +191,7 @@ def test_tokens_that_are_missing_have_no_label(tmp_path: Path) -> None:
         feed = Feed(job, job.dataset, "train", World(0, 1), CPU)
         places = np.array([[0, 0], [0, 16], [0, last]], np.int32)
         samples = MegatronSamples(dataset, np.zeros(1, np.int32), places, 16, extra_token=extra)
-        feed.loader = Loader(InTextOrder([2]), [samples], 16, valid_plan(job, World(0, 1)))
+        feed.loader = Loader(SequentialOrder([2]), [samples], 16, valid_plan(job, World(0, 1)))
         (batch,) = feed.read(0, 2)
         assert batch.labels_BS.flatten().tolist() == labels
         assert batch.tokens_BS.flatten().tolist() == [*range(1, 31), 0, 0]

@@ -34,7 +34,7 @@ from trainkit.train.huggingface.folder import (
     no_safetensors,
     safetensors_files,
 )
-from trainkit.train.huggingface.hub import SCHEMA, Published, parse, read_record, root_of
+from trainkit.train.huggingface.hub import SCHEMA, HubModel, parse, read_record, root_of
 
 VERSION = 1
 TOKEN = "HF_TOKEN"
@@ -74,7 +74,7 @@ class Weights:
     def waits_for(self, job: Job) -> tuple[str, ...]:
         return ()
 
-    def _need(self, job: Job, source: Published, root: Path, endpoint: str | None) -> Need:
+    def _need(self, job: Job, source: HubModel, root: Path, endpoint: str | None) -> Need:
         spec = {
             "name": source.name,
             "revision": source.revision,
@@ -112,11 +112,11 @@ def _refuse(problems: list[Problem]) -> None:
         raise ConfigError(problems)
 
 
-def _commit_folder(source: Published, root: Path) -> Path:
+def _commit_folder(source: HubModel, root: Path) -> Path:
     return source.folder(root) / str(read_record(source.record(root))["commit"])
 
 
-def _outputs(source: Published, root: Path) -> tuple[Path, ...]:
+def _outputs(source: HubModel, root: Path) -> tuple[Path, ...]:
     """The record and, where there is one, the files it names: any that is gone makes the unit
     run again."""
     record = source.record(root)
@@ -127,7 +127,7 @@ def _outputs(source: Published, root: Path) -> tuple[Path, ...]:
     return (record, *(_commit_folder(source, root) / name for name in files))
 
 
-def _judge(source: Published, root: Path, endpoint: str | None) -> tuple[bool, str]:
+def _judge(source: HubModel, root: Path, endpoint: str | None) -> tuple[bool, str]:
     """Whether what was fetched is still there, and why or why not. What the revision is on the
     hub by now is not asked: `--force` does."""
     path = source.record(root)
@@ -251,7 +251,7 @@ class _Fetch:
         self.hub = hub
         self.progress = progress
         self.model = Model.model_validate(spec["model"])
-        self.source = Published(spec["name"], spec["revision"])
+        self.source = HubModel(spec["name"], spec["revision"])
         self.root = Path(spec["root"])
 
     def run(self) -> tuple[str, dict[str, int]]:

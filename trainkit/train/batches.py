@@ -25,7 +25,7 @@ from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.plan.batch import consumed_after, global_batch_size
 from trainkit.train.metrics.readback import to_device
-from trainkit.train.model.attention import Documents
+from trainkit.train.model.attention import DocumentBounds
 from trainkit.train.model.batch import Batch
 from trainkit.train.model.head_loss import NO_LABEL
 from trainkit.train.parallel.data_parallel import World
@@ -236,7 +236,9 @@ class Feed:
                 )
             if self.training.reset_attention_mask:
                 bounds_D = to_device(torch.from_numpy(bounds.astype(np.int32)), self.device)
-                documents = Documents(tuple(bounds.tolist()), bounds_D, int(np.diff(bounds).max()))
+                documents = DocumentBounds(
+                    tuple(bounds.tolist()), bounds_D, int(np.diff(bounds).max())
+                )
             if self.training.eod_mask_loss:
                 labels = np.where(inputs == self.end, NO_LABEL, labels)
         tokens_BS, labels_BS = (

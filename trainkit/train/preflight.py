@@ -18,7 +18,7 @@ from trainkit.train.parallel.data_parallel import World
 from trainkit.train.parallel.initialize import initialize
 from trainkit.train.parallel.pipeline import chunks_per_stage, schedule_problem
 from trainkit.train.torch_compat import local_part
-from trainkit.train.update.build import Parts
+from trainkit.train.update.build import ModelParts
 from trainkit.train.update.schedule import batch_sizes
 
 MANY = 20  # tensors named in one message
@@ -137,7 +137,7 @@ def _pipeline_problems(job: Job) -> Iterator[Problem]:
 
 
 @torch.no_grad()
-def begin_weights(job: Job, parts: Parts) -> None:
+def begin_weights(job: Job, parts: ModelParts) -> None:
     """Fill a new model: from `init_from`, else by the seed. Called by all ranks together. Raises
     ConfigError for weights that are not finite."""
     if job.init_from is None:

@@ -51,7 +51,7 @@ def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]
     ]
 
 
-def agree(job: Job, world: World) -> None:
+def refuse_disagreement(job: Job, world: World) -> None:
     """Called by all ranks together right after they met. Raises ConfigError on all of them,
     which names each rank that differs from rank 0, and in what."""
     mine = fingerprint(job)

@@ -17,7 +17,7 @@ from trainkit.train.parallel.mesh import Mesh
 PEAKS = ("max_allocated", "max_resident")  # of memory, on a GPU and without one
 
 
-def across_ranks(
+def compare_ranks(
     job: Job, mesh: Mesh, times: Mapping[str, float], memory: Mapping[str, int], samples: int
 ) -> dict[str, dict[str, float]]:
     """Two further tables of a row of metrics (docs/run-folder.md), nothing for one rank. Called

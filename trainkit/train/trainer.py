@@ -22,7 +22,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.sample_windows import SampleWindow
 from trainkit.train.batches import Feed, vocab_size
 from trainkit.train.checkpoint import save_load as checkpoint
-from trainkit.train.checkpoint.manager import Saver
+from trainkit.train.checkpoint.manager import CheckpointManager
 from trainkit.train.metrics.heartbeat import Heartbeat
 from trainkit.train.metrics.profiler import StepProfiler
 from trainkit.train.metrics.readback import Readback
@@ -31,21 +31,21 @@ from trainkit.train.metrics.timers import Timers
 from trainkit.train.metrics.utilization import Utilization
 from trainkit.train.parallel import data_parallel
 from trainkit.train.parallel.data_parallel import World
-from trainkit.train.parallel.memory import Memory
+from trainkit.train.parallel.memory import MemoryStats
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import tied_at
 from trainkit.train.preflight import begin_weights, refuse_what_cannot_run
-from trainkit.train.rank_agreement import agree
-from trainkit.train.rank_statistics import across_ranks
+from trainkit.train.rank_agreement import refuse_disagreement
+from trainkit.train.rank_statistics import compare_ranks
 from trainkit.train.torch_compat import be_deterministic, compile_cache_counts
-from trainkit.train.update.build import build
-from trainkit.train.update.recheck import compute_again, in_words
+from trainkit.train.update.build import build_model_parts
+from trainkit.train.update.recheck import explain, recompute_step
 from trainkit.train.update.schedule import global_batch_size
 from trainkit.train.update.step import Step, StepValues
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class StepInfo:
     """What the host knows of a step before its numbers arrive."""
 
     step: int
@@ -54,7 +54,7 @@ class StepFacts:
 
 
 @dataclass
-class SinceLog:
+class LogInterval:
     """What adds up between two log lines."""
 
     steps: int = 0
@@ -64,7 +64,7 @@ class SinceLog:
     began: float = 0.0
 
 
-class RollBack(Exception):
+class RollbackRequest(Exception):
     """A step asks to go back to the last checkpoint; the words say why, `nan` whether it was not
     finite (else a spike), `cause` finds out where."""
 
@@ -96,7 +96,7 @@ class Trainer:
         self.heartbeat = heartbeat
         self.stop = stop
         self.device = data_parallel.join(world, job.cluster.device_type)
-        agree(job, world)
+        refuse_disagreement(job, world)
         if job.training.deterministic:
             be_deterministic()
         self.mesh = mesh = Mesh.of(
@@ -107,7 +107,7 @@ class Trainer:
             tied_at=tied_at(job),
         )
         vocab = vocab_size(job)
-        self.parts = build(job, mesh, vocab)
+        self.parts = build_model_parts(job, mesh, vocab)
         self.timers = Timers(self.device)
         self.maker = Step(job, self.parts, mesh, self.timers)
         self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)
@@ -122,16 +122,18 @@ class Trainer:
         self.step = self.consumed_samples = self.rollbacks = 0
         self.evaluation_due = True  # the next thing to do at this step
         self.validation: dict[str, float] = {}  # losses measured at this step (rank 0)
-        self.since = SinceLog()
+        self.since = LogInterval()
         self.said_compiled = False
-        self.saver = Saver(job.checkpoint, run.checkpoints, heartbeat.saved, heartbeat.again)
+        self.saver = CheckpointManager(
+            job.checkpoint, run.checkpoints, heartbeat.saved, heartbeat.again
+        )
         self.begins = not self._load_newest()
         if self.begins:
             begin_weights(job, self.parts)
-        self.readback: Readback[StepFacts] = Readback(self.device)
+        self.readback: Readback[StepInfo] = Readback(self.device)
         self.utilization = Utilization(job, vocab, self.device)
         states = self.maker.optimizer.state_tensors().values()
-        self.memory = Memory(
+        self.memory = MemoryStats(
             self.parts.held, states, self.device, accumulates=data_parallel.accumulates_whole(job)
         )
         self.profiler = StepProfiler(job.profile, world.rank, run.path / "profile")
@@ -153,7 +155,7 @@ class Trainer:
         self.consumed_samples = saved.manifest.consumed_samples
         self.evaluation_due = bool(saved.manifest.state.get("evaluation_due", False))
         self.rollbacks = int(saved.manifest.state.get("rollbacks", 0))
-        self.since = SinceLog(
+        self.since = LogInterval(
             skipped=int(saved.manifest.state.get("unlogged_skipped", 0)),
             nan=int(saved.manifest.state.get("unlogged_nan", 0)),
         )
@@ -195,7 +197,7 @@ class Trainer:
                 stopping = self.settle(all=evaluating or saving)
                 # what is saved must have been judged
                 stopping = (stopping and self.settle(all=True)) or stopping
-            except RollBack as why:
+            except RollbackRequest as why:
                 self._roll_back(why)
                 stopping = False  # who asked is heard again at the next step
                 continue
@@ -250,7 +252,7 @@ class Trainer:
         self.since.began += self.profiler.after(self.step + 1)
         self.step += 1
         self.consumed_samples += samples
-        self.readback.push(StepFacts(self.step, self.consumed_samples, samples), values)
+        self.readback.push(StepInfo(self.step, self.consumed_samples, samples), values)
 
     def _before_update(self) -> None:
         """What is saved behind training was copied beside forward and backward so far, and may
@@ -273,7 +275,7 @@ class Trainer:
             stopping = stopping or values.stops > 0
         return stopping
 
-    def _heed(self, facts: StepFacts, values: StepValues) -> None:
+    def _heed(self, facts: StepInfo, values: StepValues) -> None:
         """Do what on_nan and on_spike say about a step whose update was withheld."""
         t = self.job.training
         if not (values.nan or values.spike):
@@ -285,7 +287,7 @@ class Trainer:
             jump = ""
         what = f"step {facts.step}: lm loss {values.loss}, gradient norm {values.norm}{jump}"
         if policy == "rollback":
-            raise RollBack(
+            raise RollbackRequest(
                 what,
                 nan=bool(values.nan),
                 cause=lambda: f"; {self._cause(facts, values)}" if values.nan else "",
@@ -312,7 +314,7 @@ class Trainer:
             )
         raise TrainkitError(why, exit=Exit.RANK_USER, hint=hint)
 
-    def _cause(self, facts: StepFacts, values: StepValues) -> str:
+    def _cause(self, facts: StepInfo, values: StepValues) -> str:
         """What is not finite first when the step is computed once more, in words; all ranks ask
         together. On CUDA a step's numbers come one step late: the weights may have gone one step
         on."""
@@ -322,13 +324,15 @@ class Trainer:
         batches = self.train_feed.read(first, facts.samples)
         try:
             self.parts.train()
-            found = compute_again(self.maker, batches, facts.samples, values.scale, self.world.rank)
+            found = recompute_step(
+                self.maker, batches, facts.samples, values.scale, self.world.rank
+            )
         except (RuntimeError, TrainkitError) as error:
             # the step's own error must be told whatever comes of this
             return f"where it begins is not known, for it could not be computed again: {error}"
-        return in_words(found, self.world.size, self.train_feed.where)
+        return explain(found, self.world.size, self.train_feed.where)
 
-    def _roll_back(self, why: RollBack) -> None:
+    def _roll_back(self, why: RollbackRequest) -> None:
         """Go back to the last checkpoint and on with the samples after the bad ones (as PaLM
         did, arXiv:2204.02311, section 5.1)."""
         position = self.consumed_samples
@@ -367,7 +371,7 @@ class Trainer:
         self.since.skipped = self.since.skipped + 1
         self.since.nan = self.since.nan + why.nan
 
-    def _log(self, facts: StepFacts, values: StepValues) -> None:
+    def _log(self, facts: StepInfo, values: StepValues) -> None:
         """Add a step up, and report it where the interval says so."""
         since = self.since
         t = self.job.training
@@ -380,9 +384,9 @@ class Trainer:
         times = self.timers.take(since.steps)
         now = time.perf_counter()
         seconds = now - since.began
-        self.since = SinceLog(began=now)
+        self.since = LogInterval(began=now)
         memory = self.memory.now()
-        compared = across_ranks(self.job, self.mesh, times, memory, facts.samples)
+        compared = compare_ranks(self.job, self.mesh, times, memory, facts.samples)
         if not self.reporter:
             return
         tokens_per_second = since.samples * self.job.model.seq_length / seconds

@@ -37,7 +37,7 @@ from trainkit.runs.checkpoints import (
 )
 from trainkit.train.checkpoint import dcp_storage as storage
 from trainkit.train.checkpoint import save_load as checkpoint
-from trainkit.train.checkpoint.dcp_storage import Reader, TensorSavePlanner, Writer
+from trainkit.train.checkpoint.dcp_storage import DcpReader, DcpWriter, TensorSavePlanner
 from trainkit.train.model.transformer import Transformer
 
 Change = Callable[[dict[str, Any]], Any]
@@ -377,10 +377,10 @@ def test_only_tensors_are_planned(tmp_path: Path) -> None:
 )
 def test_every_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
     source = {"a": torch.arange(21).reshape(3, 7).to(dtype).T, "b": torch.arange(5).to(dtype)}
-    writer = Writer(tmp_path, 0)
+    writer = DcpWriter(tmp_path, 0)
     write_tensors(source, storage_writer=writer, planner=TensorSavePlanner(), no_dist=True)
     target = {name: torch.zeros_like(value) for name, value in source.items()}
-    read_tensors(target, storage_reader=Reader(tmp_path, writer.tensors), no_dist=True)
+    read_tensors(target, storage_reader=DcpReader(tmp_path, writer.tensors), no_dist=True)
     assert all(torch.equal(target[name], source[name]) for name in source)
 
 
@@ -441,7 +441,9 @@ def test_a_large_part_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(storage, "PIECE", 1000)
     monkeypatch.setattr(os, "posix_fadvise", refused)
     heard: list[int] = []
-    writer = Writer(tmp_path, 0, lambda: heard.append((tmp_path / "rank-00000.bin").stat().st_size))
+    writer = DcpWriter(
+        tmp_path, 0, lambda: heard.append((tmp_path / "rank-00000.bin").stat().st_size)
+    )
     write_tensors(
         {"a": torch.arange(700.0), "b": torch.arange(3.0)},
         storage_writer=writer,

@@ -24,8 +24,8 @@ from trainkit.base.locks import locked
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs import checkpoints
 from trainkit.runs.checkpoints import checkpoint_folder, prune, set_aside
-from trainkit.train.checkpoint.manager import Saver
-from trainkit.train.checkpoint.save_load import LOCK, alone
+from trainkit.train.checkpoint.manager import CheckpointManager
+from trainkit.train.checkpoint.save_load import LOCK, writer_lock
 
 PATIENCE = 30.0  # seconds; what is waited for takes milliseconds
 
@@ -54,7 +54,7 @@ def deletion(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go_on.set()
 
 
-def save(saver: Saver, step: int, *, last: bool = False) -> None:
+def save(saver: CheckpointManager, step: int, *, last: bool = False) -> None:
     about: dict[str, Any] = {
         "consumed_samples": 8 * step,
         "layout": {},
@@ -69,7 +69,7 @@ def save(saver: Saver, step: int, *, last: bool = False) -> None:
 def test_a_stop_does_not_wait_for_a_deletion(
     save_async: bool, tmp_path: Path, deletion: threading.Event
 ) -> None:
-    saver = Saver(CheckpointSettings(keep_last=1, save_async=save_async), tmp_path)
+    saver = CheckpointManager(CheckpointSettings(keep_last=1, save_async=save_async), tmp_path)
     save(saver, 1)
     save(saver, 2)
     saver.finish()
@@ -85,14 +85,16 @@ def test_a_stop_does_not_wait_for_a_deletion(
     saver.pruned()
     # after the last save nothing is deleted
     assert not list(tmp_path.glob("*.tmp")) and steps_in(tmp_path) == [2, 3]
-    with contextlib.closing(Saver(CheckpointSettings(keep_last=1), tmp_path)) as another:
+    with contextlib.closing(
+        CheckpointManager(CheckpointSettings(keep_last=1), tmp_path)
+    ) as another:
         save(another, 4)
 
 
 def test_a_stop_waits_where_there_is_no_room_otherwise(
     tmp_path: Path, deletion: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver = Saver(CheckpointSettings(keep_last=1), tmp_path)
+    saver = CheckpointManager(CheckpointSettings(keep_last=1), tmp_path)
     save(saver, 1)
     save(saver, 2)
     (tmp_path / "step-00000009.1a2b3c4d.tmp").mkdir()  # of the dead
@@ -124,7 +126,9 @@ def test_who_waits_shows_that_it_lives(
         if len(beats) > 5:
             deletion.set()
 
-    saver = Saver(CheckpointSettings(keep_last=1, save_async=save_async), tmp_path, moved=beat)
+    saver = CheckpointManager(
+        CheckpointSettings(keep_last=1, save_async=save_async), tmp_path, moved=beat
+    )
     for step in (1, 2):
         save(saver, step)
         saver.finish()
@@ -150,7 +154,9 @@ def test_the_grace_that_is_told_is_enough(
 
     monkeypatch.setattr(checkpoints.Manifest, "write", write)
     told: list[float] = []
-    saver = Saver(CheckpointSettings(keep_last=9, save_async=save_async), tmp_path, told.append)
+    saver = CheckpointManager(
+        CheckpointSettings(keep_last=9, save_async=save_async), tmp_path, told.append
+    )
     save(saver, 1)
     saver.finish()
     slow[0] = 0.0
@@ -171,7 +177,7 @@ def test_closing_raises_nothing_that_a_deletion_met(
         raise error
 
     monkeypatch.setattr("trainkit.train.checkpoint.manager.prune", fails)
-    saver = Saver(CheckpointSettings(keep_last=1), tmp_path)
+    saver = CheckpointManager(CheckpointSettings(keep_last=1), tmp_path)
     save(saver, 1)
     save(saver, 2)
     saver.close()
@@ -181,7 +187,7 @@ def test_closing_raises_nothing_that_a_deletion_met(
 def test_nothing_is_renamed_while_another_publishes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saver = Saver(CheckpointSettings(keep_last=1), tmp_path)
+    saver = CheckpointManager(CheckpointSettings(keep_last=1), tmp_path)
     save(saver, 1)
     saver.pruned()
     save_one(tmp_path, 2)
@@ -197,7 +203,7 @@ def test_who_wakes_up_late_deletes_nothing_that_others_went_back_to(tmp_path: Pa
     for step in (1, 2):
         save_one(tmp_path, step)
     set_aside(checkpoint_folder(tmp_path, 2))
-    assert prune(tmp_path, CheckpointSettings(keep_last=1), 2, alone(tmp_path)) == [] and steps_in(
-        tmp_path
-    ) == [1]
+    assert prune(
+        tmp_path, CheckpointSettings(keep_last=1), 2, writer_lock(tmp_path)
+    ) == [] and steps_in(tmp_path) == [1]
     shutil.rmtree(checkpoint_folder(tmp_path, 1))

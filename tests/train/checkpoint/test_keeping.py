@@ -40,8 +40,8 @@ from trainkit.runs.checkpoints import (
     verify,
 )
 from trainkit.train.checkpoint import save_load as checkpoint
-from trainkit.train.checkpoint.dcp_storage import Reader, TensorLoadPlanner
-from trainkit.train.checkpoint.host_copies import Staging
+from trainkit.train.checkpoint.dcp_storage import DcpReader, TensorLoadPlanner
+from trainkit.train.checkpoint.host_copies import StagingBuffers
 from trainkit.train.checkpoint.save_load import LOCK, NotSaved
 from trainkit.train.parallel.shards import Shards
 
@@ -435,7 +435,7 @@ def test_a_hostile_checkpoint_executes_nothing(tmp_path: Path) -> None:
         nothing,
     )
     with pytest.raises(TypeError, match="evil is no tensor"):
-        Reader(folder, found.manifest.tensors).read_data(LoadPlan([item]), TensorLoadPlanner())
+        DcpReader(folder, found.manifest.tensors).read_data(LoadPlan([item]), TensorLoadPlanner())
     with pytest.raises(TypeError, match="evil is no tensor"):
         TensorLoadPlanner().load_bytes(item, io.BytesIO(evil))
     document["tensors"]["model.w"]["dtype"] = evil.decode("latin-1")
@@ -452,7 +452,7 @@ def test_staged_copies_are_copies_in_the_same_room() -> None:
         "a": torch.ones(3),
         "b": Shards({(0, 0): whole[:2], (3, 0): whole[3:]}, (4, 3), torch.float32),
     }
-    staging = Staging()
+    staging = StagingBuffers()
     first = staging.copy(tensors)
     staging.taken()
     rooms = [first["a"].data_ptr(), *(part.data_ptr() for part in first["b"].parts.values())]  # type: ignore[attr-defined]

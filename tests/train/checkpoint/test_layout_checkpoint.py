@@ -31,7 +31,7 @@ from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import tied_at
 from trainkit.train.parallel.shards import Shards, slices
 from trainkit.train.preflight import layout_problems
-from trainkit.train.update.build import build
+from trainkit.train.update.build import build_model_parts
 from trainkit.train.update.step import Step
 
 ROWS = 301
@@ -82,7 +82,7 @@ def made_in(root: Path, model: str, keys: dict[str, Any]) -> Step:
         sequence=job.parallelism.sequence_parallel,
         tied_at=tied_at(job),
     )
-    return Step(job, build(job, mesh, ROWS), mesh, Timers(device))
+    return Step(job, build_model_parts(job, mesh, ROWS), mesh, Timers(device))
 
 
 @functools.cache

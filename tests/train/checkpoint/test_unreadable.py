@@ -28,7 +28,7 @@ from trainkit.runs.checkpoints import (
     verify,
 )
 from trainkit.train.checkpoint import save_load as checkpoint
-from trainkit.train.checkpoint.manager import Saver
+from trainkit.train.checkpoint.manager import CheckpointManager
 from trainkit.train.checkpoint.save_load import LOCK
 
 
@@ -247,7 +247,7 @@ def test_the_step_that_was_passed_over_is_saved_again(
 ) -> None:
     """It turns out to be whole in the end; no other process wrote it."""
     newest = two(tmp_path)
-    saver = Saver(CheckpointSettings(keep_last=9), tmp_path)
+    saver = CheckpointManager(CheckpointSettings(keep_last=9), tmp_path)
     with monkeypatch.context() as broken:
         refuse(broken, "hash", errno.EIO, 10**6, lambda path: path.parent == newest)
         chosen = saver.newest()

@@ -27,7 +27,7 @@ from trainkit.runs.checkpoints import (
     verify,
 )
 from trainkit.train.checkpoint import save_load as checkpoint
-from trainkit.train.checkpoint.manager import Saver
+from trainkit.train.checkpoint.manager import CheckpointManager
 from trainkit.train.checkpoint.save_load import LOCK, NotSaved
 
 
@@ -132,7 +132,7 @@ def test_a_file_system_without_locks_is_told_before_the_first_step(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(TrainkitError, match=f"cannot lock files: {os.strerror(error)}") as told:
-        Saver(CheckpointSettings(), tmp_path / "checkpoints")
+        CheckpointManager(CheckpointSettings(), tmp_path / "checkpoints")
     assert (
         told.value.exit == 3
         and str(tmp_path) in told.value.message
@@ -143,7 +143,7 @@ def test_a_file_system_without_locks_is_told_before_the_first_step(
 def test_a_saver_begins_beside_a_writer(tmp_path: Path) -> None:
     """The last attempt may still publish: that is no error before the first save."""
     with locked(tmp_path / LOCK, {"host": "other"}):
-        Saver(CheckpointSettings(), tmp_path)
+        CheckpointManager(CheckpointSettings(), tmp_path)
 
 
 def test_what_becomes_of_the_lock_file_afterwards_is_of_no_account(

@@ -30,7 +30,7 @@ from trainkit.stages.stamps import judge
 from trainkit.stages.weights import Weights
 from trainkit.train.checkpoint.save_load import load as load_checkpoint
 from trainkit.train.huggingface import check_weights, weights_folder
-from trainkit.train.huggingface.hub import Published, parse
+from trainkit.train.huggingface.hub import HubModel, parse
 from trainkit.train.huggingface.names import table
 
 
@@ -242,10 +242,10 @@ training = { train_iters = 1, lr = 0.0, eval_iters = 0 }
 
 
 def test_names() -> None:
-    assert parse("hf:gpt2") == Published("gpt2", "main")
-    assert parse("hf:org/gpt-neox.20b@v1.0") == Published("org/gpt-neox.20b", "v1.0")
+    assert parse("hf:gpt2") == HubModel("gpt2", "main")
+    assert parse("hf:org/gpt-neox.20b@v1.0") == HubModel("org/gpt-neox.20b", "v1.0")
     assert parse("/some/folder") == Path("/some/folder")
-    assert Published("org/x", "refs/pr/1").record(Path("/r")) == Path(
+    assert HubModel("org/x", "refs/pr/1").record(Path("/r")) == Path(
         "/r/hub/org--x/refs%2Fpr%2F1.json"
     )
 

@@ -27,7 +27,7 @@ from trainkit.stages.execute import make_fresh, stamps_folder
 from trainkit.stages.local import execute_here
 from trainkit.stages.stamps import judge
 from trainkit.train.huggingface import weights_folder
-from trainkit.train.huggingface.hub import Published
+from trainkit.train.huggingface.hub import HubModel
 
 
 def refusal(asked: Job) -> TrainkitError:
@@ -179,7 +179,7 @@ class TestRefused:
 
     def test_a_record_that_lies(self, tmp_path: Path) -> None:
         asked = job(tmp_path, "hf:tiny")
-        path = Published("tiny").record(tmp_path)
+        path = HubModel("tiny").record(tmp_path)
         path.parent.mkdir(parents=True)
         for record in (
             {"schema": "weights/1", "commit": "../../etc", "files": {}},

@@ -50,7 +50,7 @@ from trainkit.train.huggingface.folder import open_weights
 from trainkit.train.huggingface.names import published, table
 from trainkit.train.huggingface.writing import TokenizerFile
 from trainkit.train.model.transformer import build_on_meta
-from trainkit.train.parallel.shards import held_parameters
+from trainkit.train.parallel.shards import sharded_parameters
 
 __all__ = ["copied", "folders", "one_rank"]  # fixtures
 
@@ -106,7 +106,7 @@ def _on_two_ranks(folder: Path, checkpoints: Path) -> None:
         module = build_on_meta(model, VOCAB)
         fully_shard(module, mesh=mesh)
         module.to_empty(device="cpu")
-        load_weights(folder / case, held_parameters(module, 1), model, VOCAB)
+        load_weights(folder / case, sharded_parameters(module, 1), model, VOCAB)
         tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
         checkpoint.save(
             checkpoints / case, tensors, step=7, consumed_samples=0, layout={}, job={}, state={}

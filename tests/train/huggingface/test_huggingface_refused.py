@@ -37,7 +37,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface import check_weights, load_weights
 from trainkit.train.huggingface.config import contradictions
-from trainkit.train.parallel.shards import held_parameters
+from trainkit.train.parallel.shards import sharded_parameters
 
 __all__ = ["copied", "folders", "one_rank"]  # fixtures
 
@@ -99,7 +99,7 @@ class TestRefused:
         module = ours(model)
         before = {name: p.detach().clone() for name, p in module.named_parameters()}
         with pytest.raises(ConfigError, match=r"lacks transformer\.ln_f\.bias") as error:
-            load_weights(folder, held_parameters(module, 1), model, VOCAB)
+            load_weights(folder, sharded_parameters(module, 1), model, VOCAB)
         assert error.value.exit == 3
         assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 

@@ -24,9 +24,9 @@ from trainkit.jobs.schema import Dataset, Job
 from trainkit.train.batches import data_folder
 from trainkit.train.inference import evaluate as module
 from trainkit.train.inference.evaluate import (
-    Bytes,
+    ByteCounter,
     Evaluation,
-    Windows,
+    EvaluationFeed,
     evaluate,
     refuse_other_tokenizer,
 )
@@ -53,7 +53,7 @@ def measure(
     tokenizer = load_tokenizer(path)
     return evaluate(
         weights,
-        Windows(job, job.dataset, split, 301, CPU),
+        EvaluationFeed(job, job.dataset, split, 301, CPU),
         tokenizer,
         end_of_document(tokenizer, EOD, path),
         **words,
@@ -123,7 +123,7 @@ def test_a_part_of_the_split_and_its_progress(root: Path) -> None:
 
 def test_the_order_is_that_of_the_text(root: Path) -> None:
     job = text_job(root)
-    windows = Windows(job, job.dataset, "train", 301, CPU)
+    windows = EvaluationFeed(job, job.dataset, "train", 301, CPU)
     read = torch.cat([batch.tokens_BS.flatten() for batch in windows.batches(len(windows))])
     assert torch.equal(read, tokens_of(job)[: len(windows) * S])
 
@@ -184,7 +184,7 @@ def test_bytes_are_those_of_the_documents(
         [i for d in documents for i in [*tokenizer.encode(d, add_special_tokens=False).ids, end]],
         dtype=np.int64,
     )
-    text = Bytes(tokenizer, end)
+    text = ByteCounter(tokenizer, end)
     for part in np.split(ids, cuts):
         text.add(part)
     assert text.total() == sum(len(d.encode()) for d in documents)
@@ -201,7 +201,7 @@ def test_a_document_of_any_length_is_decoded_in_pieces(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module, "DECODED_AT_ONCE", 10)
     ids = np.array(tokenizer.encode("def f(a, b): return a + b; " * 20).ids, dtype=np.int64)
-    text = Bytes(Recorder(), end=0)  # type: ignore[arg-type]
+    text = ByteCounter(Recorder(), end=0)  # type: ignore[arg-type]
     for part in np.array_split(ids, 50):
         text.add(part)
     assert text.total() == 27 * 20
@@ -215,10 +215,10 @@ def test_a_split_without_windows_and_words_that_are_none(root: Path) -> None:
     with pytest.raises(ConfigError, match="there is no split 'dev'\n  one of train, valid, test"):
         measure(job, "dev")
     with pytest.raises(ConfigError, match="random tokens"):
-        Windows(job, Dataset(name="mock", source="mock"), "valid", 301, CPU)
+        EvaluationFeed(job, Dataset(name="mock", source="mock"), "valid", 301, CPU)
     other = job.dataset.model_copy(update={"name": "elsewhere"})
     with pytest.raises(ConfigError, match="prepare the data first: invoke prep-data") as error:
-        Windows(job, other, "valid", 301, CPU)
+        EvaluationFeed(job, other, "valid", 301, CPU)
     assert error.value.exit == 6
 
 

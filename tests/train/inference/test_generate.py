@@ -23,7 +23,7 @@ from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.schema import Cluster, Dataset
 from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.runs.folder import RunFolder
-from trainkit.train.inference.generate import Generation, Reading, continuation, generate
+from trainkit.train.inference.generate import DecodingState, Generation, continuation, generate
 from trainkit.train.inference.load import choose_checkpoint, choose_device, load_model
 from trainkit.train.inference.sampling import Sampling
 from trainkit.train.model.transformer import Transformer
@@ -39,7 +39,7 @@ def test_the_cache_changes_no_logit(case: str, dtype: torch.dtype) -> None:
     model = random_model(CASES[case], dtype).eval()
     ids_1S = random_tokens(1, model.shape.positions)
     expected_SV = model(ids_1S)[0]
-    reading, ids = Reading(model), ids_1S[0].tolist()
+    reading, ids = DecodingState(model), ids_1S[0].tolist()
     for start, end, piece in (
         (0, 7, 3),
         (7, 8, 512),
@@ -66,7 +66,7 @@ def uncut(case: str) -> tuple[Transformer, list[int], torch.Tensor]:
 )
 def test_any_cut_of_a_text_gives_the_same(cuts: list[int], piece: int, case: str) -> None:
     model, ids, expected_V = uncut(case)
-    reading = Reading(model, 24)
+    reading = DecodingState(model, 24)
     for start, end in zip([0, *cuts], [*cuts, 24], strict=True):
         logits_V = reading.read(ids[start:end], piece)
     torch.testing.assert_close(logits_V, expected_V, rtol=0, atol=1e-12)

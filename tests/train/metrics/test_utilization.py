@@ -12,8 +12,8 @@ from trainkit.jobs.devices import Device, built_in_device
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
 from trainkit.train.metrics.utilization import Utilization, device_row
-from trainkit.train.parallel.memory import Memory, resident_memory
-from trainkit.train.parallel.shards import held_parameters
+from trainkit.train.parallel.memory import MemoryStats, resident_memory
+from trainkit.train.parallel.shards import sharded_parameters
 
 CPU = torch.device("cpu")
 LLAMA = Model(
@@ -116,14 +116,14 @@ def test_a_row_of_ones_own_is_believed_where_torch_says_the_same() -> None:
 def test_memory_by_kind() -> None:
     module = nn.Linear(7, 5)
     moments = [torch.zeros(5, 7), torch.zeros(5, 7, dtype=torch.float64), torch.zeros(5)]
-    held = held_parameters(module, 1)
-    found = Memory(held, moments, CPU).now()
+    held = sharded_parameters(module, 1)
+    found = MemoryStats(held, moments, CPU).now()
     assert (found["parameters"], found["gradients"], found["optimizer"]) == (
         160,
         160,
         140 + 280 + 20,
     )
-    assert Memory(held, moments, CPU, accumulates=True).now()["gradients"] == 320  # in fp64
+    assert MemoryStats(held, moments, CPU, accumulates=True).now()["gradients"] == 320  # in fp64
     assert found["max_resident"] >= found["resident"] > 2**20
 
 
@@ -139,7 +139,7 @@ def test_resident_memory_is_read_from_proc() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_cuda_the_peak_begins_anew() -> None:
     device = torch.device("cuda", 0)
-    memory = Memory({}, [], device)
+    memory = MemoryStats({}, [], device)
     big = torch.empty(2**28, dtype=torch.uint8, device=device)
     del big
     first, second = memory.now(), memory.now()

@@ -28,12 +28,12 @@ from trainkit.plan.planner import make_plan
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.transformer import build_on_meta
 from trainkit.train.parallel.data_parallel import World, accumulates_whole
-from trainkit.train.parallel.memory import Memory
+from trainkit.train.parallel.memory import MemoryStats
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import tied_at
 from trainkit.train.preflight import begin_weights, layout_problems
 from trainkit.train.torch_compat import local_part
-from trainkit.train.update.build import build
+from trainkit.train.update.build import build_model_parts
 from trainkit.train.update.step import Step
 
 
@@ -158,7 +158,7 @@ def begin_as_every_rank(root: Path) -> list[tuple[int, int, int, int]]:
         dist.init_process_group("fake", store=FakeStore(), rank=number, world_size=4)
         mesh = Mesh.of(degrees_of(job), World(number, 4), device)
         with Held() as building:
-            parts = build(job, mesh, VOCAB)
+            parts = build_model_parts(job, mesh, VOCAB)
         with Held() as beginning:
             begin_weights(job, parts)
         mine = sum(4 * local_part(held.parameter).numel() for held in parts.held.values())
@@ -209,12 +209,12 @@ def build_as_every_rank(root: Path) -> dict[str, list[tuple[int, ...]]]:
                 sequence=job.parallelism.sequence_parallel,
                 tied_at=tied_at(job),
             )
-            parts = build(job, mesh, VOCAB)
+            parts = build_model_parts(job, mesh, VOCAB)
             step = Step(job, parts, mesh, Timers(device))
             for learning in (True, False):
                 if step.pipeline is not None:
                     step.pipeline._schedule(job.gradient_accumulation_steps, learning)
-            memory = Memory(
+            memory = MemoryStats(
                 parts.held,
                 step.optimizer.state_tensors().values(),
                 device,

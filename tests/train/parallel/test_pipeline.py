@@ -22,7 +22,7 @@ from trainkit.train.model.transformer import build_on_meta
 from trainkit.train.parallel import data_parallel
 from trainkit.train.parallel.data_parallel import World
 from trainkit.train.parallel.pipeline import (
-    Chunk,
+    ModelChunk,
     chunks_on,
     chunks_per_stage,
     schedule_problem,
@@ -72,7 +72,7 @@ def test_chunks_make_up_the_model(keys: dict[str, Any], untied: bool) -> None:
         names = [
             name
             for number in range(count)
-            for name, _ in Chunk(model, 301, number, count).named_parameters()
+            for name, _ in ModelChunk(model, 301, number, count).named_parameters()
         ]
     twice = [] if untied else ["embed_tokens.weight"]
     assert sorted(names) == sorted(

@@ -15,13 +15,13 @@ from trainkit.jobs.schema import Model
 from trainkit.train.model.transformer import build_on_meta
 from trainkit.train.parallel import tensor_parallel
 from trainkit.train.parallel.shards import (
-    Held,
     Segment,
+    ShardedParameter,
     Shards,
-    held_parameters,
+    replicated_layout,
+    sharded_parameters,
     shards_of,
     slices,
-    uncut,
 )
 from trainkit.train.parallel.tensor_group import TensorGroup
 from trainkit.train.update.replicas import squared_norm
@@ -52,7 +52,7 @@ def test_parts_make_up_the_whole(name: str, size: int) -> None:
     for rank in range(size):
         module = build_on_meta(model, VOCAB)
         tensor_parallel.apply(module, VOCAB, TensorGroup(size, rank, sequence=True))
-        held = held_parameters(module, size)
+        held = sharded_parameters(module, size)
         assert held.keys() == shapes.keys()
         for key, h in held.items():
             assert h.layout.shape == shapes[key]
@@ -72,7 +72,7 @@ def test_a_fused_projection_keeps_queries_keys_and_values_together() -> None:
     module = build_on_meta(MODELS["llama"], VOCAB)
     tensor_parallel.apply(module, VOCAB, TensorGroup(2, 1))
     head = 8
-    layout = held_parameters(module, 2)["layers.0.attention.qkv.weight"].layout
+    layout = sharded_parameters(module, 2)["layers.0.attention.qkv.weight"].layout
     assert layout.segments == (
         Segment(0, 2 * head, 2 * head),
         Segment(2 * head, 5 * head, head),
@@ -92,7 +92,7 @@ def test_shards_are_views_and_compute_nothing() -> None:
     module = build_on_meta(MODELS["gpt"], VOCAB)
     tensor_parallel.apply(module, VOCAB, TensorGroup(2, 1))
     module.to_empty(device="cpu")
-    held = held_parameters(module, 2)["layers.1.mlp.down.weight"]
+    held = sharded_parameters(module, 2)["layers.1.mlp.down.weight"]
     shards = shards_of(held, held.parameter)
     assert isinstance(shards, Shards) and tuple(shards.shape) == (32, 71)
     ((offsets, view),) = shards.parts.items()
@@ -107,10 +107,10 @@ def test_the_norm_counts_each_element_once_and_misses_no_infinity() -> None:
     """On two ranks: what is whole on both counts half on each, what is split in full, the second
     copy of tied weights not at all, unless it is not finite."""
 
-    def held(name: str, replicas: int, *, counts: bool = True) -> Held:
+    def held(name: str, replicas: int, *, counts: bool = True) -> ShardedParameter:
         parameter = torch.nn.Parameter(torch.ones(4))
         parameter.grad = torch.full((4,), 2.0)
-        return Held(name, parameter, uncut((4,), replicas), counts)
+        return ShardedParameter(name, parameter, replicated_layout((4,), replicas), counts)
 
     mesh: Any = SimpleNamespace(degrees=ParallelDegrees(tensor=2), device=torch.device("cpu"))
     parameters = {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.jobs.schema import Training
-from trainkit.train.update.loss_guard import Guard
+from trainkit.train.update.loss_guard import LossGuard
 
 CPU = torch.device("cpu")
 NO, YES = torch.tensor(False), torch.tensor(True)
@@ -23,7 +23,7 @@ def training(**keys: object) -> Training:
 
 
 def judge(
-    guard: Guard, loss: float, norm: float = 1.0, may_overflow: torch.Tensor = NO
+    guard: LossGuard, loss: float, norm: float = 1.0, may_overflow: torch.Tensor = NO
 ) -> tuple[float, ...]:
     verdict = guard.judge(
         torch.tensor(loss, dtype=torch.float64),
@@ -37,7 +37,7 @@ def judge(
     "loss,norm", [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf), (1.0, math.nan)]
 )
 def test_what_is_not_finite_is_never_applied(loss: float, norm: float) -> None:
-    guard = Guard(training(), CPU)
+    guard = LossGuard(training(), CPU)
     assert judge(guard, loss, norm) == (1, 0, 1, 0)  # skip, overflow, nan, spike
     assert int(guard.skipped_in_a_row) == 1
     scale = math.isfinite(loss)  # a loss that is not finite is never the loss scale's affair
@@ -47,11 +47,11 @@ def test_what_is_not_finite_is_never_applied(loss: float, norm: float) -> None:
 
 
 def test_a_spike_needs_a_full_window_and_a_policy() -> None:
-    guard = Guard(training(on_spike="skip"), CPU)
+    guard = LossGuard(training(on_spike="skip"), CPU)
     for _ in range(3):
         assert judge(guard, 1.0) == (0, 0, 0, 0)
     assert judge(guard, 50.0) == (0, 0, 0, 0)  # the window was not full
-    guard = Guard(training(on_spike="skip"), CPU)
+    guard = LossGuard(training(on_spike="skip"), CPU)
     for _ in range(4):
         judge(guard, 1.0)
     assert judge(guard, 2.0) == (0, 0, 0, 0)  # exactly the factor is none
@@ -59,7 +59,7 @@ def test_a_spike_needs_a_full_window_and_a_policy() -> None:
     assert mean == 1.25
     assert judge(guard, 2.51) == (1, 0, 0, 1)
     assert float(guard.mean) == mean  # a spike does not move the mean that finds spikes
-    ignoring = Guard(training(), CPU)
+    ignoring = LossGuard(training(), CPU)
     for loss in (1.0, 1.0, 1.0, 1.0, 1.0, 99.0):
         assert judge(ignoring, loss) == (0, 0, 0, 0)
 
@@ -69,12 +69,12 @@ def test_a_spike_needs_a_full_window_and_a_policy() -> None:
     st.lists(st.sampled_from([1.0, 1.5, 1.9, 3.0, 10.0, math.nan]), max_size=40), st.integers(0, 40)
 )
 def test_as_a_plain_loop_and_across_save_and_load(losses: list[float], cut: int) -> None:
-    guard = Guard(training(on_spike="skip"), CPU)
+    guard = LossGuard(training(on_spike="skip"), CPU)
     mean, seen, row = 0.0, 0, 0
     for i, loss in enumerate(losses):
         if i == cut:
             state = guard.state()
-            guard = Guard(training(on_spike="skip"), CPU)
+            guard = LossGuard(training(on_spike="skip"), CPU)
             guard.load(state)
         nan = math.isnan(loss)
         spike = not nan and seen >= 4 and loss > 2 * mean

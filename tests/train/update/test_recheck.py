@@ -12,10 +12,10 @@ from trainkit.train.update.recheck import (
     FORWARD,
     SUMMED,
     WEIGHTS,
-    Finding,
-    Found,
-    Watch,
-    in_words,
+    NonFinite,
+    NonFiniteDetector,
+    RecheckResult,
+    explain,
 )
 
 
@@ -24,9 +24,9 @@ def batch(position: int) -> Batch:
     return Batch(tokens_BS, tokens_BS, 0, position)
 
 
-def watched(model: nn.Module, inputs: list[Tensor]) -> Watch:
+def watched(model: nn.Module, inputs: list[Tensor]) -> NonFiniteDetector:
     """Forward and backward of some micro-batches."""
-    watch = Watch([model], rank=0)
+    watch = NonFiniteDetector([model], rank=0)
     with watch.hooks():
         for x, _ in zip(inputs, watch.reads([batch(10), batch(12)]), strict=True):
             model(x).sum().backward()
@@ -44,7 +44,7 @@ def test_a_weights_gradient_alone_may_overflow() -> None:
         second.weight.fill_(1.0)
     found = watched(model, [torch.ones(2, 3, 1), large]).first
     assert found is not None
-    assert found == Finding(
+    assert found == NonFinite(
         ALONE, 1, BACKWARD, 0, found.number, 0, "the gradient of 0.weight, 1 of 1 values", (12, 13)
     )
     assert not any(
@@ -63,14 +63,14 @@ def test_what_is_nearer_to_the_cause_comes_first() -> None:
         (ALONE, 1, FORWARD, 0),
     ]
     findings = [
-        Finding(*place, number=1, rank=0, what="x") for place in [*order, (SUMMED, 0, FORWARD, 0)]
+        NonFinite(*place, number=1, rank=0, what="x") for place in [*order, (SUMMED, 0, FORWARD, 0)]
     ]
     findings.reverse()
     assert sorted(findings) == findings[::-1]
 
 
 def test_words() -> None:
-    watch = Watch([], rank=3)
+    watch = NonFiniteDetector([], rank=3)
     watch.look(
         WEIGHTS,
         [
@@ -80,14 +80,14 @@ def test_words() -> None:
         ],
         "the weights",
     )
-    words = in_words(Found(watch.first, 1), 4, str)
+    words = explain(RecheckResult(watch.first, 1), 4, str)
     assert (
         words
         == "computed again, the first that is not finite: the weights of b, 1 of 2 values of this"
         " rank's part, rank 3"
     )
-    of_batch = Finding(ALONE, 1, FORWARD, 0, 5, 2, "the output of layers.1", tuple(range(8, 14)))
-    assert in_words(Found(of_batch, 1), 4, lambda at: f"at {at}").endswith(
+    of_batch = NonFinite(ALONE, 1, FORWARD, 0, 5, 2, "the output of layers.1", tuple(range(8, 14)))
+    assert explain(RecheckResult(of_batch, 1), 4, lambda at: f"at {at}").endswith(
         "layers.1, rank 2, micro-batch 1, sample 8 (at 8), 9 (at 9), 10 (at 10), 11 (at 11), ...; 1"
         " of 4 ranks find something by themselves"
     )

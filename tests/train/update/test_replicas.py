@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.train.parallel.mesh import Mesh
-from trainkit.train.parallel.shards import Held, Layout, Segment, uncut
+from trainkit.train.parallel.shards import (
+    Segment,
+    ShardedParameter,
+    TensorLayout,
+    replicated_layout,
+)
 from trainkit.train.update import replicas
 
 SIZE = 4
@@ -45,7 +50,7 @@ class Exchange:
         return all_to_all
 
 
-def held_by(rank: int) -> dict[str, Held]:
+def held_by(rank: int) -> dict[str, ShardedParameter]:
     """A norm that all hold, a projection whose first rows are a rank's own and whose others lie
     on two ranks; gradients are other numbers on each rank."""
 
@@ -54,14 +59,14 @@ def held_by(rank: int) -> dict[str, Held]:
         parameter.grad = torch.arange(size, dtype=torch.float32) * 10**rank
         return parameter
 
-    cut = Layout(
+    cut = TensorLayout(
         (SIZE * OWN + 2 * PAIRS,),
         0,
         (Segment(0, rank * OWN, OWN), Segment(OWN, SIZE * OWN + rank // 2 * PAIRS, PAIRS, 2)),
     )
     return {
-        "norm": Held("norm", filled(WHOLE), uncut((WHOLE,), SIZE)),
-        "qkv": Held("qkv", filled(OWN + PAIRS), cut),
+        "norm": ShardedParameter("norm", filled(WHOLE), replicated_layout((WHOLE,), SIZE)),
+        "qkv": ShardedParameter("qkv", filled(OWN + PAIRS), cut),
     }
 
 

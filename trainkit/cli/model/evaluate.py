@@ -109,13 +109,13 @@ class _Measurement:
             on_progress: called with (samples done, samples in all).
         """
         from trainkit.train.inference import ranks
-        from trainkit.train.inference.evaluate import Evaluation, Windows
+        from trainkit.train.inference.evaluate import Evaluation, EvaluationFeed
         from trainkit.train.inference.evaluate import evaluate as measure
         from trainkit.train.inference.load import PRECISIONS, load_model, vocabulary
 
         job = self.job
         # before ranks are started: it may refuse the data
-        windows = Windows(
+        windows = EvaluationFeed(
             job, self.dataset, options.split, vocabulary(self.checkpoint), self.device
         )
         if options.tensor_parallel == 1:

@@ -110,7 +110,7 @@ def _file_bytes(plan: SavePlan) -> int:
     return end
 
 
-class Stream:
+class HashingWriter:
     """A new file that is hashed beside its writing, piece by piece; `moved` is called after
     each. The disk begins with a piece while the next one is copied: left to `fsync`, it would
     stand idle until then."""
@@ -154,7 +154,7 @@ class Stream:
         return self._digest.hexdigest()
 
 
-class Writer(StorageWriter):
+class DcpWriter(StorageWriter):
     """Writes this rank's parts into `folder`/rank-NNNNN.bin, calling `moved` again and again.
 
     `room` is told on rank 0, before anything is written, how many bytes all ranks will write
@@ -199,7 +199,7 @@ class Writer(StorageWriter):
             return _done([])
         parts = []
         with create(self.folder / self.name) as file, ThreadPoolExecutor(1) as beside:
-            stream = Stream(file, beside, self.moved)
+            stream = HashingWriter(file, beside, self.moved)
             for item in plan.items:
                 part = cast(torch.Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
                 stream.write(memoryview(bytes(-stream.end % ALIGNMENT)))
@@ -240,7 +240,7 @@ class Writer(StorageWriter):
             )
 
 
-class Reader(StorageReader):
+class DcpReader(StorageReader):
     """Reads parts of the tensors of a checked manifest from `folder`: only the rows that are
     needed."""
 

@@ -20,7 +20,7 @@ def parts_of(tensor: Tensor) -> dict[Offsets, Tensor]:
     return {(): local_part(tensor)}
 
 
-class Staging:
+class StagingBuffers:
     """Room for one checkpoint's tensors; page-locked where they come from a CUDA device, so that
     the copy does not keep the host waiting.
 

@@ -22,14 +22,14 @@ from trainkit.base.locks import LockBusy
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs.checkpoints import Checkpoint, prune, published_folders, step_of
 from trainkit.train.checkpoint import save_load as checkpoint
-from trainkit.train.checkpoint.host_copies import Staging
+from trainkit.train.checkpoint.host_copies import StagingBuffers
 from trainkit.train.checkpoint.save_load import NotSaved
 
 BEAT = 0.5  # seconds between two signs of life of one who waits
 FAILURES = 2  # so many saves in a row that the disk does not take, and training stops
 
 
-class Saver:
+class CheckpointManager:
     """Saves for one rank; all ranks call everything together, in the same order.
 
     A save that the disk does not take is a warning, and training goes on to the next one; the
@@ -78,7 +78,7 @@ class Saver:
         # steps of checkpoints that were there at the beginning, or that this process made (rank 0)
         self._known: set[int] = set()
         self._passed: set[int] = set()  # steps of checkpoints that were passed over
-        self._staging = Staging()
+        self._staging = StagingBuffers()
         self._failures = 0
 
     def newest(self) -> Checkpoint | None:
@@ -275,7 +275,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _renaming(self) -> Iterator[None]:
-        with checkpoint.alone(self.folder):
+        with checkpoint.writer_lock(self.folder):
             yield
         self._renamed.set()
 

@@ -53,10 +53,10 @@ from trainkit.runs.checkpoints import (
 from trainkit.runs.checkpoints import record_evaluation as write_evaluation
 from trainkit.train.checkpoint.dcp_storage import (
     DTYPE_NAMES,
-    Reader,
+    DcpReader,
+    DcpWriter,
     TensorLoadPlanner,
     TensorSavePlanner,
-    Writer,
 )
 
 LOCK = "writer.lock"  # held by rank 0 while it publishes
@@ -78,7 +78,7 @@ class NotSaved(TrainkitError):
 
 
 @dataclass(frozen=True)
-class About:
+class CheckpointMetadata:
     """What the manifest says besides the tensors: its fields of the same names."""
 
     step: int
@@ -122,7 +122,7 @@ def refuse_without_locks(checkpoints: Path) -> None:
     """
 
     def take() -> None:
-        with contextlib.suppress(LockBusy), alone(checkpoints):
+        with contextlib.suppress(LockBusy), writer_lock(checkpoints):
             pass
 
     on_rank_0(None, take, f"cannot write to {checkpoints}")
@@ -255,7 +255,7 @@ def save(
         nothing is left of this one. TrainkitError: exit 17, another process writes this run's
         checkpoints. Exit 3: the file system has no locks.
     """
-    facts = About(**about)
+    facts = CheckpointMetadata(**about)
     rank = dist.get_rank()
     target = checkpoint_folder(checkpoints, facts.step)
     with contextlib.ExitStack() as held:  # by rank 0
@@ -263,7 +263,7 @@ def save(
         def begin() -> str:
             before()
             temporary = unfinished_folder(target)
-            held.enter_context(alone(checkpoints))
+            held.enter_context(writer_lock(checkpoints))
             # once published it has another name
             held.callback(shutil.rmtree, temporary, ignore_errors=True)
             _prepare(checkpoints, temporary)
@@ -277,7 +277,7 @@ def save(
                 _clean(checkpoints, temporary)
 
         temporary = target.with_name(on_rank_0(group, begin, f"cannot begin checkpoint {target}"))
-        writer = Writer(
+        writer = DcpWriter(
             temporary, rank, moved, room=partial(_refuse_without_room, checkpoints, make_room)
         )
         _write(writer, tensors, group, target)
@@ -298,7 +298,7 @@ def save(
 
 
 def _write(
-    writer: Writer, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, target: Path
+    writer: DcpWriter, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, target: Path
 ) -> None:
     """All ranks' files. Raises NotSaved where a disk is to blame, else RuntimeError."""
     try:
@@ -310,7 +310,7 @@ def _write(
         raise (NotSaved if disk else RuntimeError)(words) from error
 
 
-def alone(checkpoints: Path) -> contextlib.AbstractContextManager[None]:
+def writer_lock(checkpoints: Path) -> contextlib.AbstractContextManager[None]:
     """The lock of writers, for rank 0; entering it raises Busy where another one publishes."""
     return locked(checkpoints / LOCK, {"host": os.uname().nodename}, wait=False)
 
@@ -319,7 +319,7 @@ def note_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) 
     """As that of runs/checkpoints.py, under the lock; this process alone. Raises TrainkitError
     and OSError."""
     try:
-        with alone(checkpoints):
+        with writer_lock(checkpoints):
             write_evaluation(checkpoints, step, validation)
     except LockBusy as busy:
         raise NotSaved(str(busy)) from None
@@ -386,7 +386,7 @@ def _set_aside(
     """Rename what was found damaged, but for what a person put there, and what another writer
     has put in its place since."""
     try:
-        with alone(checkpoints):
+        with writer_lock(checkpoints):
             for folder, seen in wrong:
                 if (
                     not folder.is_symlink()
@@ -475,7 +475,7 @@ def load(
         try:
             read_tensors(
                 dict(tensors),
-                storage_reader=Reader(checkpoint.folder, saved),
+                storage_reader=DcpReader(checkpoint.folder, saved),
                 planner=TensorLoadPlanner(),
                 no_dist=not dist.is_initialized(),
             )

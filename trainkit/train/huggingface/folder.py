@@ -19,7 +19,7 @@ from trainkit.base.errors import Problem, SourceLocation
 from trainkit.families.contract import HuggingFace
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.config import contradictions
-from trainkit.train.huggingface.names import Entry, Shape, canonical, published, table
+from trainkit.train.huggingface.names import Shape, TensorMapping, canonical, published, table
 
 CONFIG = "config.json"
 WHOLE = "model.safetensors"
@@ -31,7 +31,7 @@ COMPARED_BYTES = 2**26  # of one tensor at a time
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Where a tensor lies: its file, and its name there."""
 
     file: Path
@@ -41,12 +41,12 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightFiles:
     """What was found in a folder. `tensors` are by the table's names; `problems` say what could
     not be read."""
 
     config: dict[str, Any] | None
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -124,11 +124,11 @@ def no_safetensors(names: set[str], place: SourceLocation | None) -> Problem:
     )
 
 
-def open_weights(folder: Path, hugging_face: HuggingFace) -> Weights:
+def open_weights(folder: Path, hugging_face: HuggingFace) -> WeightFiles:
     """Read the headers of a folder's weights. What is wrong stands in `problems`."""
     place = SourceLocation(str(folder))
     if not folder.is_dir():
-        return Weights(
+        return WeightFiles(
             None,
             {},
             [
@@ -148,7 +148,7 @@ def open_weights(folder: Path, hugging_face: HuggingFace) -> Weights:
             index = None
         files = safetensors_files(names, index)
     except OSError as error:
-        return Weights(
+        return WeightFiles(
             config,
             {},
             [
@@ -157,19 +157,19 @@ def open_weights(folder: Path, hugging_face: HuggingFace) -> Weights:
             ],
         )
     except (ValueError, RecursionError) as error:
-        return Weights(
+        return WeightFiles(
             config, {}, [*problems, Problem(str(error), SourceLocation(str(folder / INDEX)))]
         )
     if not files:
-        return Weights(config, {}, [*problems, no_safetensors(names, place)])
-    tensors: dict[str, Stored] = {}
+        return WeightFiles(config, {}, [*problems, no_safetensors(names, place)])
+    tensors: dict[str, StoredTensor] = {}
     for name in files:
         problems += _read_header(folder / name, hugging_face, tensors)
-    return Weights(config, tensors, problems)
+    return WeightFiles(config, tensors, problems)
 
 
 def _read_header(
-    path: Path, hugging_face: HuggingFace, tensors: dict[str, Stored]
+    path: Path, hugging_face: HuggingFace, tensors: dict[str, StoredTensor]
 ) -> list[Problem]:
     """Add a file's tensors to `tensors`, buffers left out."""
     problems = []
@@ -188,7 +188,7 @@ def _read_header(
                             SourceLocation(str(path)),
                         )
                     )
-                tensors[known] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
+                tensors[known] = StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
     except FileNotFoundError:
         problems.append(Problem("is missing", SourceLocation(str(path)), f"{INDEX} names it"))
     except (SafetensorError, OSError, ValueError) as error:
@@ -218,7 +218,7 @@ def check_weights(folder: Path, model: Model, vocab_size: int | None) -> list[Pr
 
 
 def problems_of(
-    folder: Path, weights: Weights, model: Model, vocab_size: int | None
+    folder: Path, weights: WeightFiles, model: Model, vocab_size: int | None
 ) -> list[Problem]:
     """As `check_weights`, of an opened folder."""
     problems = list(weights.problems)
@@ -241,7 +241,7 @@ def problems_of(
 
 
 def _tensor_problems(
-    tensors: Mapping[str, Stored], entries: Mapping[str, Entry], model: Model
+    tensors: Mapping[str, StoredTensor], entries: Mapping[str, TensorMapping], model: Model
 ) -> Iterator[Problem]:
     wanted = published(entries)
     modules = model.architecture.hugging_face.outside
@@ -285,7 +285,10 @@ def _some(names: list[str]) -> str:
 
 
 def _copy_problems(
-    tensors: Mapping[str, Stored], entries: Mapping[str, Entry], head: str, embedding: str
+    tensors: Mapping[str, StoredTensor],
+    entries: Mapping[str, TensorMapping],
+    head: str,
+    embedding: str,
 ) -> Iterator[Problem]:
     """Tensors that are one tensor here must be equal there: the head of a tied model, where it
     is stored at all, and the two norms of gpt_j_tied.
@@ -311,7 +314,7 @@ def _copy_problems(
                 )
 
 
-def _equal(left: Stored, right: Stored) -> bool:
+def _equal(left: StoredTensor, right: StoredTensor) -> bool:
     """Whether two stored tensors have the same elements; some rows at a time."""
     if left.shape != right.shape:
         return False

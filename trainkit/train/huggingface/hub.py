@@ -28,7 +28,7 @@ _NAME = re.compile(rf"(?P<name>{_PART}(/{_PART})?)(@(?P<revision>[A-Za-z0-9_][A-
 
 
 @dataclass(frozen=True)
-class Published:
+class HubModel:
     """A model of the hub. `revision` is a branch, a tag or a commit."""
 
     name: str
@@ -43,7 +43,7 @@ class Published:
         return self.folder(root) / f"{quote(self.revision, safe='')}.json"
 
 
-def parse(init_from: str) -> Published | Path:
+def parse(init_from: str) -> HubModel | Path:
     """What a job's `init_from` names. Raises ConfigError for a name no hub can have."""
     if not init_from.startswith(SCHEME):
         return Path(init_from)
@@ -53,7 +53,7 @@ def parse(init_from: str) -> Published | Path:
             f"init_from = {init_from!r} names no model of a hub",
             hint="hf:NAME or hf:ORGANIZATION/NAME, with @REVISION for a branch, tag or commit",
         )
-    return Published(match["name"], match["revision"] or "main")
+    return HubModel(match["name"], match["revision"] or "main")
 
 
 def root_of(job: Job) -> Path:

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowMapping:
     """Rows [start, start + rows) of one of our tensors are rows [source_start, source_start +
     rows) of `source`; columns, where that is transposed."""
 
@@ -32,15 +32,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorMapping:
     """One of our tensors. `again` names tensors that hold the same once more."""
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowMapping, ...]
     again: tuple[str, ...] = ()
 
 
-def table(model: Model, vocab_size: int) -> dict[str, Entry]:
+def table(model: Model, vocab_size: int) -> dict[str, TensorMapping]:
     """Every parameter of a model by its name here, in the order of the network."""
     family = model.architecture
     names = family.hugging_face
@@ -66,19 +66,19 @@ def table(model: Model, vocab_size: int) -> dict[str, Entry]:
     return entries
 
 
-def _whole(shape: Shape, source: str) -> Entry:
-    return Entry(shape, (Piece(0, shape[0], source),))
+def _whole(shape: Shape, source: str) -> TensorMapping:
+    return TensorMapping(shape, (RowMapping(0, shape[0], source),))
 
 
-def _in_block(entry: Entry, prefix: str) -> Entry:
+def _in_block(entry: TensorMapping, prefix: str) -> TensorMapping:
     pieces = tuple(
-        Piece(p.start, p.rows, prefix + p.source, p.source_start, p.transposed)
+        RowMapping(p.start, p.rows, prefix + p.source, p.source_start, p.transposed)
         for p in entry.pieces
     )
-    return Entry(entry.shape, pieces, tuple(prefix + name for name in entry.again))
+    return TensorMapping(entry.shape, pieces, tuple(prefix + name for name in entry.again))
 
 
-def _block(model: Model) -> dict[str, Entry]:
+def _block(model: Model) -> dict[str, TensorMapping]:
     """One block's parameters, with names from within the block."""
     family = model.architecture
     hidden = model.hidden_size
@@ -93,7 +93,7 @@ def _block(model: Model) -> dict[str, Entry]:
     }
     columns = {"attention.out": q, "mlp.down": width}
     biases = ("bias",) if family.bias else ()
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorMapping] = {}
     for module, theirs in family.hugging_face.inside.items():
         is_norm = module not in rows
         for kind in family.norm.parameters if is_norm else ("weight", *biases):
@@ -109,11 +109,11 @@ def _block(model: Model) -> dict[str, Entry]:
                 if kind == "weight":
                     shape = (*shape, columns.get(module, hidden))
                 pieces = _pieces(model, name, rows[module], sources)
-                entries[name] = Entry(shape, tuple(pieces))
+                entries[name] = TensorMapping(shape, tuple(pieces))
     return entries
 
 
-def _pieces(model: Model, name: str, rows: Shape, sources: Sequence[str]) -> Iterator[Piece]:
+def _pieces(model: Model, name: str, rows: Shape, sources: Sequence[str]) -> Iterator[RowMapping]:
     """What our projection `name` is put together from, `rows` of each of its parts."""
     names = model.architecture.hugging_face
     if names.by_head and name.startswith("attention.qkv."):
@@ -122,13 +122,13 @@ def _pieces(model: Model, name: str, rows: Shape, sources: Sequence[str]) -> Ite
         for part in range(3):
             for head in range(heads):
                 start = (part * heads + head) * size
-                yield Piece(start, size, sources[0], (head * 3 + part) * size)
+                yield RowMapping(start, size, sources[0], (head * 3 + part) * size)
     elif len(sources) == 1:
         transposed = names.conv1d and name.endswith(".weight")
-        yield Piece(0, sum(rows), sources[0], transposed=transposed)
+        yield RowMapping(0, sum(rows), sources[0], transposed=transposed)
     else:
         for i, source in enumerate(sources):
-            yield Piece(sum(rows[:i]), rows[i], source)
+            yield RowMapping(sum(rows[:i]), rows[i], source)
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ class PublishedTensor:
 
     shape: Shape
     ours: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowMapping, ...]
 
 
-def published(entries: Mapping[str, Entry]) -> dict[str, PublishedTensor]:
+def published(entries: Mapping[str, TensorMapping]) -> dict[str, PublishedTensor]:
     """The Hugging Face tensors that our tensors make up; every one comes from one of ours."""
     found: dict[str, PublishedTensor] = {}
     for name, entry in entries.items():

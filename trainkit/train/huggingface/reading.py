@@ -12,16 +12,18 @@ from safetensors import safe_open
 
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Model
-from trainkit.train.huggingface.folder import Stored, open_weights, problems_of
-from trainkit.train.huggingface.names import Piece, table
+from trainkit.train.huggingface.folder import StoredTensor, open_weights, problems_of
+from trainkit.train.huggingface.names import RowMapping, table
 
 if TYPE_CHECKING:  # torch is imported where weights are read: stages import this package too
     from torch import Tensor
 
-    from trainkit.train.parallel.shards import Held
+    from trainkit.train.parallel.shards import ShardedParameter
 
 
-def load_weights(folder: Path, parameters: Mapping[str, Held], model: Model, rows: int) -> None:
+def load_weights(
+    folder: Path, parameters: Mapping[str, ShardedParameter], model: Model, rows: int
+) -> None:
     """Fill parameters, in whole or what is here of them, with the weights of a Hugging Face
     folder; fp16 and bf16 become the parameters' dtype.
 
@@ -75,7 +77,12 @@ class _Files:
         self._stack.close()
 
     def read(
-        self, stored: Stored, piece: Piece, start: int, stop: int, columns: tuple[slice, ...]
+        self,
+        stored: StoredTensor,
+        piece: RowMapping,
+        start: int,
+        stop: int,
+        columns: tuple[slice, ...],
     ) -> Tensor:
         """Rows [start, stop) of our tensor, which lie in `piece`; of their columns, those given."""
         if stored.file not in self._open:

@@ -23,7 +23,7 @@ from trainkit.base.files import publish_folder, temporary_name, write_json
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Model
 from trainkit.runs.checkpoints import Checkpoint, TensorEntry
-from trainkit.train.checkpoint.dcp_storage import DTYPES, Reader, TensorLoadPlanner
+from trainkit.train.checkpoint.dcp_storage import DTYPES, DcpReader, TensorLoadPlanner
 from trainkit.train.huggingface.config import to_hf_config
 from trainkit.train.huggingface.folder import CONFIG, INDEX, WHOLE
 from trainkit.train.huggingface.names import PublishedTensor, published, table
@@ -43,7 +43,7 @@ class TokenizerFile:
 
 
 @dataclass(frozen=True)
-class Written:
+class ExportedWeights:
     """What an export holds. `bytes` are those of the tensors."""
 
     parameters: int
@@ -60,7 +60,7 @@ def export(
     shard_bytes: int,
     tokenizer: TokenizerFile | None,
     about: Mapping[str, str],
-) -> Written:
+) -> ExportedWeights:
     """Write a checkpoint's weights, config and tokenizer to the new folder `target`: whole, or
     not at all.
 
@@ -182,7 +182,7 @@ def _read(folder: Path, name: str, entry: TensorEntry) -> Tensor:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         read_tensors(
             {name: tensor},
-            storage_reader=Reader(folder, {name: entry}),
+            storage_reader=DcpReader(folder, {name: entry}),
             planner=TensorLoadPlanner(),
             no_dist=True,
         )
@@ -195,7 +195,7 @@ def _write_weights(
     tensors: Mapping[str, PublishedTensor],
     shard_bytes: int,
     about: dict[str, str],
-) -> Written:
+) -> ExportedWeights:
     size_of = {
         name: math.prod(tensor.shape) * source.dtype.itemsize for name, tensor in tensors.items()
     }
@@ -215,7 +215,7 @@ def _write_weights(
             name: file for file, shard in zip(names, shards, strict=True) for name in shard
         }
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return Written(parameters, total, tuple(names))
+    return ExportedWeights(parameters, total, tuple(names))
 
 
 def _shards(size_of: Mapping[str, int], shard_bytes: int) -> Iterator[list[str]]:

@@ -54,7 +54,7 @@ class Evaluation:
     seconds: float
 
 
-class InTextOrder:
+class SequentialOrder:
     """Every sample of each dataset once, in its own order, dataset after dataset.
 
     Args:
@@ -73,7 +73,7 @@ class InTextOrder:
         return dataset.astype(np.int16), positions - np.concatenate([[0], self.ends])[dataset]
 
 
-class Windows(Feed):
+class EvaluationFeed(Feed):
     """Every window of a split once, in the order of the text, as micro-batches with the masks
     that the job trains with.
 
@@ -121,7 +121,7 @@ class Windows(Feed):
 
         self.close()
         self.loader = self._loader(
-            InTextOrder([samples.num_samples for samples in self.mixture.samples]),
+            SequentialOrder([samples.num_samples for samples in self.mixture.samples]),
             Plan(parts, lambda at: count - at, count),
         )
         try:
@@ -141,7 +141,7 @@ def refuse_unreadable(dataset: Dataset, split: str) -> None:
         raise ConfigError(f"there is no split {split!r}", hint=f"one of {', '.join(SPLITS)}")
 
 
-class Bytes:
+class ByteCounter:
     """UTF-8 bytes of a stream of tokens, by decoding each document in one piece: a token may
     hold a part of a character.
 
@@ -210,7 +210,7 @@ def refuse_other_tokenizer(job: Job, ours: Tokenizer, dataset: Dataset, path: Pa
 @torch.inference_mode()
 def evaluate(
     model: Transformer,
-    windows: Windows,
+    windows: EvaluationFeed,
     tokenizer: Tokenizer,
     end: int,
     *,
@@ -236,7 +236,7 @@ def evaluate(
     count = min(samples or len(windows), len(windows))
     done = 0
     device = windows.device
-    text = Bytes(tokenizer, end)
+    text = ByteCounter(tokenizer, end)
     nats = torch.zeros((), dtype=torch.float64, device=device)
     tokens = torch.zeros((), dtype=torch.int64, device=device)
     for batch in windows.batches(count):

@@ -150,7 +150,7 @@ def generations(
     return found
 
 
-class Reading:
+class DecodingState:
     """What a model has read of one text. It sees the last `model.positions` tokens: once the
     text is longer, each further token moves that window, every position in it changes, and it is
     read anew.
@@ -218,7 +218,7 @@ def continuation(
     without the `end` of the one before.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    reading = Reading(model, len(prompt) + max_new_tokens)
+    reading = DecodingState(model, len(prompt) + max_new_tokens)
     new: list[int] = []
     following: Sequence[int] = prompt
     while len(new) < max_new_tokens:

@@ -28,7 +28,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel import tensor_parallel
-from trainkit.train.parallel.shards import held_parameters, model_tensors
+from trainkit.train.parallel.shards import model_tensors, sharded_parameters
 from trainkit.train.parallel.tensor_group import TensorGroup
 
 ALONE = TensorGroup()  # one process holds the model
@@ -135,7 +135,7 @@ def load_model(
     model = build_on_meta(job.model, vocabulary(saved))
     tensor_parallel.apply(model, vocabulary(saved), group)
     model.to_empty(device="cpu")
-    checkpoint.load(saved, model_tensors(held_parameters(model, group.size)))
+    checkpoint.load(saved, model_tensors(sharded_parameters(model, group.size)))
     return model.to(device, dtype).eval().requires_grad_(False)
 
 

@@ -19,7 +19,7 @@ from trainkit.train.batches import data_folder, vocab_size
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedSample:
     """One sample of a batch.
 
     Args:
@@ -40,17 +40,17 @@ class Replayed:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ReplayedBatch:
     """All samples of a step, and whether they are those it was made with: True, False, None
     where the metrics do not say (`batch_checksum`)."""
 
     window: SampleWindow
-    samples: list[Replayed]
+    samples: list[ReplayedSample]
     checksum: int
     same: bool | None
 
 
-def replay(run: RunFolder, job: Job, step: int) -> Batch:
+def replay(run: RunFolder, job: Job, step: int) -> ReplayedBatch:
     """Rebuild the batch of a step. Raises ConfigError where nobody knows what it took, and as
     reading the data does."""
     window = find_sample_window(run, step)
@@ -80,7 +80,7 @@ def replay(run: RunFolder, job: Job, step: int) -> Batch:
     micro = job.training.micro_batch_size
     ranks = job.data_parallel_size
     samples = [
-        Replayed(
+        ReplayedSample(
             position=window.first + i,
             data_rank=i // micro % ranks,
             micro_batch=i // (micro * ranks),
@@ -97,4 +97,4 @@ def replay(run: RunFolder, job: Job, step: int) -> Batch:
         )
         for i, row in enumerate(rows)
     ]
-    return Batch(window, samples, checksum, told[-1] == checksum if told else None)
+    return ReplayedBatch(window, samples, checksum, told[-1] == checksum if told else None)

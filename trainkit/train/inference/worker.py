@@ -43,10 +43,10 @@ def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
             group=group,
         )
         return {"generations": [dataclasses.asdict(generation) for generation in found]}
-    from trainkit.train.inference.evaluate import Windows, evaluate
+    from trainkit.train.inference.evaluate import EvaluationFeed, evaluate
     from trainkit.train.inference.load import PRECISIONS, load_model, load_own_tokenizer, vocabulary
 
-    windows = Windows(
+    windows = EvaluationFeed(
         job, Dataset.model_validate(spec["dataset"]), spec["split"], vocabulary(saved), device
     )
     model = load_model(job, saved, device, PRECISIONS[job.training.precision], group)

@@ -94,7 +94,7 @@ def take_back(metrics: Path, step: int, *, evaluated: bool) -> None:
         write_text(metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
 
-class Lines:
+class LineFile:
     """Appends lines to a file. What the disk does not take waits in memory for the next line or
     `flush`: a full disk must not end training here."""
 
@@ -149,7 +149,7 @@ class Lines:
             self._waiting = self._waiting[os.write(self._handle, self._waiting) :]
 
 
-class Board:
+class TensorBoardFiles:
     """TensorBoard's files. Where they cannot be written, values are left out with a warning
     until `flush` can open another file."""
 
@@ -220,8 +220,8 @@ class Reporter:
         self.wandb = open_wandb(job, run)
         take_back(run.metrics, step, evaluated=evaluated)
         self.job = job
-        self.metrics = Lines(run.metrics)
-        self.board = Board(run.tensorboard, step)
+        self.metrics = LineFile(run.metrics)
+        self.board = TensorBoardFiles(run.tensorboard, step)
         self.windows = SampleWindowLog(run)
         self.named_peak = self.missed_window = False
 

@@ -18,7 +18,7 @@ VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentBounds:
     """Where documents begin in a micro-batch whose samples lie one after another: a token sees
     its own document only.
 
@@ -70,7 +70,7 @@ class KeyValueCache:
 
 
 def attend(
-    q_BASD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents: Documents | None, dropout: float
+    q_BASD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents: DocumentBounds | None, dropout: float
 ) -> Tensor:
     """Softmax attention, scaled by 1 / sqrt(D): (B, A, S, D). Query s is token T - S + s and
     sees the tokens up to its own.
@@ -101,7 +101,7 @@ def attend(
 
 
 def _document_by_document(
-    q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: Documents, dropout: float
+    q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: DocumentBounds, dropout: float
 ) -> Tensor:
     """One attention a document: no kernel for the CPU takes documents of several lengths at
     once."""
@@ -120,7 +120,7 @@ def _document_by_document(
     return torch.cat([torch.cat(of_sample, dim=2) for of_sample in parts])
 
 
-def _varlen(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: Documents) -> Tensor:
+def _varlen(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: DocumentBounds) -> Tensor:
     """All documents in one kernel, as one sequence of B * S tokens."""
     q_NAD, k_NGD, v_NGD = (t.transpose(1, 2).flatten(0, 1) for t in (q_BASD, k_BGSD, v_BGSD))
     y_NAD = causal_varlen_attention(q_NAD, k_NGD, v_NGD, documents.bounds_D, documents.longest)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trainkit.train.model.attention import Documents
+from trainkit.train.model.attention import DocumentBounds
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,4 @@ class Batch:
     checksum: int
     position: int
     positions_BS: Tensor | None = None
-    documents: Documents | None = None
+    documents: DocumentBounds | None = None

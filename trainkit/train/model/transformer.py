@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model
-from trainkit.train.model.attention import Documents, KeyValueCache, attend
+from trainkit.train.model.attention import DocumentBounds, KeyValueCache, attend
 from trainkit.train.model.head_loss import Labels, Losses, read_out
 from trainkit.train.model.rotary import rotate, tables
 
@@ -25,7 +25,7 @@ class Context:
     """What every block is told besides the residual stream."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    documents: Documents | None = None
+    documents: DocumentBounds | None = None
     caches: Sequence[KeyValueCache] | None = None
 
 
@@ -177,7 +177,7 @@ class Transformer(nn.Module):
         labels: Labels | None = None,
         *,
         positions_BS: Tensor | None = None,
-        documents: Documents | None = None,
+        documents: DocumentBounds | None = None,
         caches: Sequence[KeyValueCache] | None = None,
     ) -> Tensor | Losses:
         """Logits of the next token at every position, (B, S) ids -> (B, S, V); or, given labels,
@@ -210,7 +210,7 @@ class Transformer(nn.Module):
         self,
         x_BSH: Tensor,
         positions_BS: Tensor,
-        documents: Documents | None = None,
+        documents: DocumentBounds | None = None,
         caches: Sequence[KeyValueCache] | None = None,
     ) -> Tensor:
         """The blocks."""

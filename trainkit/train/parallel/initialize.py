@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model
-from trainkit.train.parallel.shards import held_parameters, slices
+from trainkit.train.parallel.shards import sharded_parameters, slices
 
 # what is added to the residual stream
 OUTPUT_PROJECTIONS = ("attention.out.weight", "mlp.down.weight")
@@ -57,7 +57,7 @@ def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) ->
 def initialize(module: nn.Module, model: Model, seed: int) -> None:
     """Fill a module that has storage with its initial weights, one parameter at a time; of a
     split or sharded one only what is here."""
-    for held in held_parameters(module, 1).values():
+    for held in sharded_parameters(module, 1).values():
         whole = initial_value(held.name, held.layout.shape, model, seed)
         for offsets, view in held.parts(held.parameter).items():
             view.copy_(whole[slices(offsets, view)])

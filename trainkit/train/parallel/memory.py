@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.train.parallel.data_parallel import reduced_type
-from trainkit.train.parallel.shards import Held
+from trainkit.train.parallel.shards import ShardedParameter
 from trainkit.train.torch_compat import local_part
 
 STATUS = Path("/proc/self/status")
@@ -28,7 +28,7 @@ def resident_memory(status: str) -> dict[str, int]:
     return {name: int(fields[key].split()[0]) * 1024 for key, name in KEYS.items() if key in fields}
 
 
-class Memory:
+class MemoryStats:
     """Bytes of this rank by kind.
 
     Args:
@@ -43,7 +43,7 @@ class Memory:
 
     def __init__(
         self,
-        held: Mapping[str, Held],
+        held: Mapping[str, ShardedParameter],
         optimizer_tensors: Iterable[Tensor],
         device: torch.device,
         *,

@@ -63,7 +63,7 @@ def schedule_problem(parallelism: Parallelism, micro_batches: int) -> str | None
 
 
 @dataclass
-class Work:
+class PipelineState:
     """What the chunks of one rank do now, shared by them.
 
     Args:
@@ -81,7 +81,7 @@ class Work:
     seed: Callable[[Batch, int], None] = lambda batch, chunk: None
 
 
-class Chunk(Transformer):
+class ModelChunk(Transformer):
     """Consecutive layers of a model, with what comes before them in the first chunk and after
     them in the last. Parameters keep their names; of tied weights the last chunk has a copy.
 
@@ -93,7 +93,7 @@ class Chunk(Transformer):
     def __init__(self, model: Model, vocab_size: int, number: int, count: int) -> None:
         super().__init__(model, vocab_size)
         self.number, self.first, self.last = number, number == 0, number == count - 1
-        self.work = Work()
+        self.work = PipelineState()
         self.micro_batch = 0
         sizes = split_layers(model.num_layers, count)
         start = sum(sizes[:number])
@@ -142,7 +142,7 @@ class Pipeline:
         self,
         job: Job,
         mesh: Mesh,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[ModelChunk],
         timers: Timers,
         dtype: torch.dtype,
         seed: Callable[[Batch, int], None],
@@ -192,7 +192,7 @@ class Pipeline:
         Gradients are reduced over the data-parallel ranks when it returns.
         """
         device = self.mesh.device
-        work = Work(
+        work = PipelineState(
             batches,
             z_loss,
             scale,

@@ -39,7 +39,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How tensor parallelism cuts a tensor of `shape`: along `dim` into segments that lie one
     after another in the local tensor."""
 
@@ -57,12 +57,12 @@ class Layout:
         )
 
 
-def uncut(shape: tuple[int, ...], replicas: int) -> Layout:
+def replicated_layout(shape: tuple[int, ...], replicas: int) -> TensorLayout:
     """The layout of a tensor that every one of `replicas` tensor-parallel ranks holds in whole."""
-    return Layout(shape, 0, (Segment(0, 0, shape[0], replicas),))
+    return TensorLayout(shape, 0, (Segment(0, 0, shape[0], replicas),))
 
 
-class Cut(NamedTuple):
+class ShardBox(NamedTuple):
     """A box of this rank's shard of a tensor: `length` from `start` along `dim`; where it lies
     in the whole; how many tensor-parallel ranks hold the same."""
 
@@ -78,7 +78,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardedParameter:
     """A parameter that this rank holds a part of.
 
     Args:
@@ -89,11 +89,11 @@ class Held:
 
     name: str
     parameter: nn.Parameter
-    layout: Layout
+    layout: TensorLayout
     counts: bool = True
 
     @cached_property
-    def cuts(self) -> tuple[Cut, ...]:
+    def cuts(self) -> tuple[ShardBox, ...]:
         """The boxes that this rank's shard consists of, none where it is empty."""
         inside = local_slices(self.parameter)
         dim = self.layout.dim
@@ -107,7 +107,7 @@ class Held:
                 offsets = [s.start for s in inside]
                 offsets[dim] = segment.whole + start - segment.local
                 found.append(
-                    Cut(
+                    ShardBox(
                         dim,
                         start - inside[dim].start,
                         stop - start,
@@ -131,7 +131,7 @@ def slices(offsets: Offsets, view: Tensor) -> tuple[slice, ...]:
     )
 
 
-def held_parameters(module: nn.Module, replicas: int) -> dict[str, Held]:
+def sharded_parameters(module: nn.Module, replicas: int) -> dict[str, ShardedParameter]:
     """Every parameter of a module with its layout, which swapped modules name (`layouts`); the
     others are whole on each of `replicas` ranks."""
     named = {
@@ -140,7 +140,9 @@ def held_parameters(module: nn.Module, replicas: int) -> dict[str, Held]:
         for name, layout in getattr(part, "layouts", {}).items()
     }
     return {
-        name: Held(name, p, named.get(name) or uncut(tuple(p.shape), replicas))
+        name: ShardedParameter(
+            name, p, named.get(name) or replicated_layout(tuple(p.shape), replicas)
+        )
         for name, p in module.named_parameters()
     }
 
@@ -200,11 +202,11 @@ class Shards(torch.Tensor):
         return self.parts[tuple(index.offset)]
 
 
-def shards_of(held: Held, tensor: Tensor) -> Shards:
+def shards_of(held: ShardedParameter, tensor: Tensor) -> Shards:
     """A tensor like the parameter, for a checkpoint."""
     return Shards(held.parts(tensor), held.layout.shape, tensor.dtype)
 
 
-def model_tensors(held: Mapping[str, Held]) -> dict[str, Shards]:
+def model_tensors(held: Mapping[str, ShardedParameter]) -> dict[str, Shards]:
     """model.NAME of all parameters; of two copies the first."""
     return {f"model.{h.name}": shards_of(h, h.parameter) for h in reversed([*held.values()])}

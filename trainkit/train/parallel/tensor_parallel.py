@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from trainkit.jobs.ranks import key_value_heads, share_of_rank
 from trainkit.jobs.schema import Model
 from trainkit.train.model.transformer import Attention, Transformer
-from trainkit.train.parallel.shards import Layout, Segment
+from trainkit.train.parallel.shards import Segment, TensorLayout
 from trainkit.train.parallel.tensor_group import TensorGroup, enter, leave, own_tokens
 from trainkit.train.parallel.vocab_parallel import read_out
 
@@ -42,7 +42,7 @@ class _Split(nn.Module):
     ) -> None:
         super().__init__()
         self.group = group
-        self.layouts = dict[str, Layout]()
+        self.layouts = dict[str, TensorLayout]()
         starts = [sum(length for _, length, _ in pieces[:i]) for i in range(len(pieces))]
         self.segments = tuple(
             Segment(local, *piece) for local, piece in zip(starts, pieces, strict=True)
@@ -55,7 +55,7 @@ class _Split(nn.Module):
             self.bias = self._cut("bias", bias, 0)
 
     def _cut(self, name: str, whole: Tensor, dim: int) -> nn.Parameter:
-        self.layouts[name] = Layout(tuple(whole.shape), dim, self.segments)
+        self.layouts[name] = TensorLayout(tuple(whole.shape), dim, self.segments)
         # on meta: values come later, by name
         return nn.Parameter(whole.new_empty(self.layouts[name].local_shape))
 

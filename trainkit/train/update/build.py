@@ -13,9 +13,9 @@ from trainkit.jobs.schema import Job
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel import data_parallel, tensor_parallel
 from trainkit.train.parallel.mesh import Mesh
-from trainkit.train.parallel.pipeline import Chunk, chunks_on, chunks_per_stage
+from trainkit.train.parallel.pipeline import ModelChunk, chunks_on, chunks_per_stage
 from trainkit.train.parallel.recompute import wrap_blocks
-from trainkit.train.parallel.shards import Held, held_parameters
+from trainkit.train.parallel.shards import ShardedParameter, sharded_parameters
 from trainkit.train.update.schedule import batch_sizes
 
 # after the name of tied weights: the last chunk's copy of them on the rank that has the first chunk
@@ -24,7 +24,7 @@ LAST = "@last"
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """What one rank holds of the model.
 
     Args:
@@ -34,7 +34,7 @@ class Parts:
     """
 
     modules: list[Transformer]
-    held: dict[str, Held]
+    held: dict[str, ShardedParameter]
     shapes: dict[str, tuple[int, ...]]
 
     @property
@@ -55,7 +55,9 @@ class Parts:
             data_parallel.release(module)
 
 
-def build(job: Job, mesh: Mesh, vocab: int, dtype: torch.dtype = torch.float32) -> Parts:
+def build_model_parts(
+    job: Job, mesh: Mesh, vocab: int, dtype: torch.dtype = torch.float32
+) -> ModelParts:
     """This rank's part of the model, on its device, split and sharded as the job says; its
     weights hold anything.
 
@@ -72,30 +74,30 @@ def build(job: Job, mesh: Mesh, vocab: int, dtype: torch.dtype = torch.float32) 
         with torch.device("meta"):
             count = mesh.degrees.pipeline * chunks_per_stage(p)
             modules = [
-                Chunk(job.model, vocab, number, count)
+                ModelChunk(job.model, vocab, number, count)
                 for number in chunks_on(mesh.place.pipeline, p)
             ]
     sums = mesh.degrees.data > 1 or max(batch_sizes(job)) > t.micro_batch_size
-    held: dict[str, Held] = {}
+    held: dict[str, ShardedParameter] = {}
     for module in modules:
         module.to(dtype)
         tensor_parallel.apply(module, vocab, mesh.tensor)
         wrap_blocks(module, job.model, t)
         layouts = {
-            name: h.layout for name, h in held_parameters(module, mesh.degrees.tensor).items()
+            name: h.layout for name, h in sharded_parameters(module, mesh.degrees.tensor).items()
         }
         data_parallel.shard(module, mesh.data, t.precision, stage=p.zero_stage, sums=sums)
         module.to_empty(device=mesh.device)
-        second = isinstance(module, Chunk) and not module.first
+        second = isinstance(module, ModelChunk) and not module.first
         for name, parameter in module.named_parameters():
             tied = second and name == "embed_tokens.weight"
-            held[name + LAST if name in held else name] = Held(
+            held[name + LAST if name in held else name] = ShardedParameter(
                 name, parameter, layouts[name], counts=not tied
             )
-    return Parts(modules, held, shapes)
+    return ModelParts(modules, held, shapes)
 
 
-def expected(parts: Parts, kinds: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+def expected(parts: ModelParts, kinds: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of a checkpoint: "model.NAME", and "optimizer.KIND.NAME" of every
     kind of state."""
     prefixes = ["model.", *(f"optimizer.{kind}." for kind in kinds)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainkit.jobs.schema import Training
 
 
-class Verdict(NamedTuple):
+class StepVerdict(NamedTuple):
     """What was found about one step, scalars on the device.
 
     Args:
@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
     spike: Tensor
 
 
-class Guard:
+class LossGuard:
     """Remembers the running mean of the loss and how many steps were skipped one after another.
 
     The mean is exponential over spike_window steps (the plain mean until there are so many), of
@@ -42,7 +42,7 @@ class Guard:
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
-    def judge(self, loss: Tensor, norm: Tensor, may_overflow: Tensor) -> Verdict:
+    def judge(self, loss: Tensor, norm: Tensor, may_overflow: Tensor) -> StepVerdict:
         """Judge one step.
 
         Args:
@@ -61,7 +61,7 @@ class Guard:
         self.mean = torch.where(skip, self.mean, self.mean + weight * (loss - self.mean))
         self.seen = self.seen + ~skip
         self.skipped_in_a_row = torch.where(nan | spike, self.skipped_in_a_row + 1, 0)
-        return Verdict(skip.float(), overflow, nan, spike)
+        return StepVerdict(skip.float(), overflow, nan, spike)
 
     def state(self) -> dict[str, float | int]:
         """For the checkpoint; waits for the device."""

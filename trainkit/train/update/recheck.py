@@ -31,7 +31,7 @@ MANY = 4  # samples that are named
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class NonFinite:
     """Something that is not finite. What sorts first is nearer to the cause.
 
     Args:
@@ -68,7 +68,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-class Watch:
+class NonFiniteDetector:
     """Looks at what every module of a rank makes, at the gradients of that, and at the gradients
     of weights. Keeps the first finding.
 
@@ -80,7 +80,7 @@ class Watch:
     def __init__(self, modules: Iterable[nn.Module], rank: int) -> None:
         self.modules = list(modules)
         self.rank = rank
-        self.first: Finding | None = None
+        self.first: NonFinite | None = None
         self.batches: list[Batch] = []
         self._looks: dict[tuple[int, int, int], int] = {}
         # chunks whose forward runs; outside of it a block is computed anew for its backward
@@ -113,7 +113,7 @@ class Watch:
         for number, (name, tensor) in enumerate(tensors):
             if count := _wrong(tensor):
                 self._keep(
-                    Finding(
+                    NonFinite(
                         stage,
                         0,
                         FORWARD,
@@ -125,7 +125,7 @@ class Watch:
                 )
                 return
 
-    def _keep(self, finding: Finding) -> None:
+    def _keep(self, finding: NonFinite) -> None:
         if self.first is None:
             self.first = finding
         else:
@@ -198,7 +198,7 @@ class Watch:
         what = f"{words}, {count} of {tensor.numel()} values"
         samples = tuple(batch.position + row for row in rows)
         self._keep(
-            Finding(
+            NonFinite(
                 ALONE,
                 micro_batch,
                 pass_,
@@ -212,17 +212,17 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Found:
+class RecheckResult:
     """What a second computation shows: the first finding, None where all is finite now, and how
     many ranks found any before gradients were summed."""
 
-    first: Finding | None
+    first: NonFinite | None
     ranks: int
 
 
-def compute_again(
+def recompute_step(
     step: Step, batches: Iterable[Batch], samples: int, scale: float, rank: int
-) -> Found:
+) -> RecheckResult:
     """Forward and backward of a step once more, on all ranks together; gradients are dropped
     afterwards.
 
@@ -233,7 +233,7 @@ def compute_again(
         scale: the loss scale it was taken with.
         rank: this rank.
     """
-    watch = Watch(step.parts.modules, rank)
+    watch = NonFiniteDetector(step.parts.modules, rank)
     held = step.parts.held
     watch.look(
         WEIGHTS, ((name, local_part(h.parameter)) for name, h in held.items()), "the weights"
@@ -254,13 +254,15 @@ def compute_again(
     finally:
         step.scale.scale = before
         step.optimizer.zero_grad()
-    everyone: list[Finding | None] = [None] * dist.get_world_size()
+    everyone: list[NonFinite | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, watch.first)
     found = [finding for finding in everyone if finding is not None]
-    return Found(min(found, default=None), sum(finding.stage != SUMMED for finding in found))
+    return RecheckResult(
+        min(found, default=None), sum(finding.stage != SUMMED for finding in found)
+    )
 
 
-def in_words(found: Found, world: int, where: Callable[[int], str]) -> str:
+def explain(found: RecheckResult, world: int, where: Callable[[int], str]) -> str:
     """A sentence for the error. `where` names the dataset and the number of the sample at a
     position."""
     first = found.first

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.train.parallel.mesh import Mesh
-from trainkit.train.parallel.shards import Held
+from trainkit.train.parallel.shards import ShardedParameter
 from trainkit.train.torch_compat import local_part
 from trainkit.train.update import optimizer
 
@@ -18,7 +18,7 @@ TIED = "embed_tokens.weight"
 
 
 @torch.no_grad()
-def add_up(held: Mapping[str, Held], mesh: Mesh) -> None:
+def add_up(held: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
     """Add gradients up that lie on several ranks in parts: over a tensor-parallel group those of
     weights that some or all of its ranks hold alike, and those of tied weights over first and
     last stage."""
@@ -27,7 +27,7 @@ def add_up(held: Mapping[str, Held], mesh: Mesh) -> None:
     _over_tied(held, mesh)
 
 
-def _over_tied(held: Mapping[str, Held], mesh: Mesh) -> None:
+def _over_tied(held: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
     copies = [
         local_part(h.parameter.grad)
         for h in held.values()
@@ -41,7 +41,7 @@ def _over_tied(held: Mapping[str, Held], mesh: Mesh) -> None:
         copies[1].copy_(copies[0])
 
 
-def _over_tensor_ranks(held: Mapping[str, Held], mesh: Mesh) -> None:
+def _over_tensor_ranks(held: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
     """Add up what `count` neighbouring ranks hold alike. Every rank adds up its part of that in
     the order of ranks, rounds it once and gives it to the others: two exchanges, each of (count
     - 1) / count of the elements, the least there can be; and no group is needed but the
@@ -121,7 +121,7 @@ def _exchanged(parts: Mapping[int, list[Tensor]], mesh: Mesh) -> dict[int, list[
     return found
 
 
-def squared_norm(held: Mapping[str, Held], mesh: Mesh) -> Tensor:
+def squared_norm(held: Mapping[str, ShardedParameter], mesh: Mesh) -> Tensor:
     """This rank's part of the squared gradient norm, shape (), in fp64: what n ranks hold alike
     counts 1 / n on each, the second copy of tied weights 0 times, which is NaN all the same
     where it is not finite."""

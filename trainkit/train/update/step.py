@@ -23,12 +23,12 @@ from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.parallel import data_parallel
 from trainkit.train.parallel.data_parallel import COMPUTE
 from trainkit.train.parallel.mesh import Mesh
-from trainkit.train.parallel.pipeline import Chunk, Pipeline
+from trainkit.train.parallel.pipeline import ModelChunk, Pipeline
 from trainkit.train.parallel.shards import Shards, model_tensors, shards_of
 from trainkit.train.torch_compat import local_part
 from trainkit.train.update import replicas
-from trainkit.train.update.build import LAST, Parts, expected
-from trainkit.train.update.loss_guard import Guard
+from trainkit.train.update.build import LAST, ModelParts, expected
+from trainkit.train.update.loss_guard import LossGuard
 from trainkit.train.update.loss_scale import STATE as SCALE_STATE
 from trainkit.train.update.loss_scale import LossScale
 from trainkit.train.update.optimizer import Optimizer, divisor
@@ -79,7 +79,7 @@ class Step:
         timers: told what time goes into.
     """
 
-    def __init__(self, job: Job, parts: Parts, mesh: Mesh, timers: Timers) -> None:
+    def __init__(self, job: Job, parts: ModelParts, mesh: Mesh, timers: Timers) -> None:
         self.job, self.parts, self.mesh, self.device, self.timers = (
             job,
             parts,
@@ -91,7 +91,7 @@ class Step:
         self.optimizer = Optimizer(self.parameters, job.training)
         self.scale, self.guard = (
             LossScale(job.training, self.device),
-            Guard(job.training, self.device),
+            LossGuard(job.training, self.device),
         )
         self.rates = learning_rates(job.training, self.device)
         self.random = job.model.hidden_dropout > 0 or job.model.attention_dropout > 0
@@ -104,7 +104,7 @@ class Step:
         if mesh.degrees.pipeline > 1:
             dtype = COMPUTE[job.training.precision] or next(iter(self.parameters.values())).dtype
             self.pipeline = Pipeline(
-                job, mesh, cast(list[Chunk], parts.modules), timers, dtype, self._seed
+                job, mesh, cast(list[ModelChunk], parts.modules), timers, dtype, self._seed
             )
 
     def run(
