@@ -10,7 +10,7 @@ take turns. Every one ends with its bytes durable, and deletes what it wrote the
 then (`delete`: memory that the page cache has just freed is faster to fill):
 
   plain         the same bytes from the same memory into one file a rank by write, then fsync.
-  trainkit      Saver.save: free space looked up, written, hashed and fsynced, manifest, rename,
+  trainkit      CheckpointManager.save: free space looked up, written, hashed and fsynced, manifest, rename,
   folder fsynced. It deletes while training goes on. behind        the same with save_async.
   `stall` is how long training waits: in the call, and before the update that follows 2 s of
   computing for every GB
@@ -96,34 +96,31 @@ class Trainkit(Side):
         self.loads = {f"load {how}": lambda how=how: self._load(how) for how in ("full", "size")}  # type: ignore[misc]
 
     def save(self, number: int) -> dict[str, float]:
-        about: dict[str, Any] = {
-            "consumed_samples": 0,
-            "layout": {},
-            "job": {},
-            "state": {},
-            "validation": {},
-        }
+        from trainkit.train.checkpoint.save_load import CheckpointMetadata
+
+        metadata = CheckpointMetadata(number, consumed_samples=0)
         began = time.perf_counter()
-        self.saver.save(self.tensors, before=lambda: None, last=False, step=number, **about)
+        self.saver.save(self.tensors, metadata, last=False)
         stall, lost = time.perf_counter() - began, 0.0
         if self.behind:
             lost = self.work * (1 - compute(self.work) / self.rate)
             began = time.perf_counter()
-            self.saver.taken()
+            self.saver.wait_for_staging()
             stall += time.perf_counter() - began
-        self.saver.finish()
+        self.saver.wait_for_save()
         began = time.perf_counter()
-        self.saver.pruned()
+        self.saver.wait_for_purge()
         delete = time.perf_counter() - began
         return {
-            "seconds": self.saver.took if self.behind else stall,
+            "seconds": self.saver.save_seconds if self.behind else stall,
             "stall": stall,
             "lost": lost,
             "delete": delete,
         }
 
     def _load(self, how: Any) -> None:
-        from trainkit.train.checkpoint.save_load import load, newest_valid_together
+        from trainkit.train.checkpoint.newest import newest_valid_together
+        from trainkit.train.checkpoint.save_load import load
 
         found = newest_valid_together(self.folder, how, print)
         if found is None or found.manifest.step != SAVES:

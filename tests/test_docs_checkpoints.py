@@ -12,7 +12,7 @@ from trainkit.jobs.load import load
 from trainkit.jobs.schema import CheckpointSettings, Training
 from trainkit.runs.checkpoints import SAMPLED, UNFINISHED_SUFFIX
 from trainkit.runs.sample_windows import SLOTS
-from trainkit.train.checkpoint.manager import FAILURES
+from trainkit.train.checkpoint.manager import MAX_FAILURES
 from trainkit.train.checkpoint.save_load import LOCK
 from trainkit.train.main import PATIENCE
 
@@ -50,7 +50,7 @@ def test_its_numbers() -> None:
         and f"`{UNFINISHED_SUFFIX}`" in TEXT
     )
     assert (
-        FAILURES == 2
+        MAX_FAILURES == 2
         and "The second failure in a row" in TEXT
         and PATIENCE == 2.0
         and "two seconds later" in TEXT

@@ -22,7 +22,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     "trainkit.data": "fetch sums text tokenizer indexed sources order tokenize",
     "trainkit.train": (
         "metrics torch_compat model parallel checkpoint rank_agreement rank_statistics update"
-        " batches huggingface preflight trainer main inference"
+        " batches huggingface preflight validation trainer main inference"
     ),
     "trainkit.launch": (
         "programs protocol hosts agent containers session launchers run_inputs supervise"
@@ -154,7 +154,14 @@ READ_TOO = [
     "jobs/ranks",
     *(
         f"train/{name}"
-        for name in ("torch_compat", "preflight", "rank_agreement", "rank_statistics", "trainer")
+        for name in (
+            "torch_compat",
+            "preflight",
+            "rank_agreement",
+            "rank_statistics",
+            "trainer",
+            "validation",
+        )
     ),
     *(f"train/update/{name}" for name in ("build", "schedule", "step")),
 ]

@@ -113,7 +113,9 @@ class Trainkit:
         job = _job(case, precision, device, self.folder.name)
         run = new_run_folder(Path(self.folder.name), "bench")
         self.trainer = Trainer(job, run, World(0, 1), Heartbeat(None, 0), threading.Event())
-        self.parameters = sum(math.prod(shape) for shape in self.trainer.parts.shapes.values())
+        self.parameters = sum(
+            math.prod(shape) for shape in self.trainer.model_parts.shapes.values()
+        )
         self.flops_per_token = model_flops_per_token_of(job.model, case.model["vocab_size"])
         self.last: list[float] = []
 

@@ -34,13 +34,14 @@ from trainkit.runs.checkpoints import Manifest
 from trainkit.train.checkpoint.dcp_storage import DcpWriter
 from trainkit.train.checkpoint.host_copies import StagingBuffers
 from trainkit.train.update.step import Step
+from trainkit.train.validation import Validator
 
 Fault = dict[str, Any]
 PHASES: dict[str, tuple[Any, str]] = {
     "load": (trainkit.train.checkpoint.save_load, "load"),
     "step": (Step, "run"),
-    "eval": (trainkit.train.trainer.Trainer, "_evaluate"),
-    "stage": (StagingBuffers, "copy"),
+    "eval": (Validator, "measure"),
+    "stage": (StagingBuffers, "stage"),
     "copy": (trainkit.train.checkpoint.host_copies, "_copy"),
     "prepare": (trainkit.train.checkpoint.save_load, "_prepare"),
     "write": (DcpWriter, "write_data"),

@@ -141,17 +141,17 @@ def rolled_back(root: Path) -> dict[str, Any]:
     )
     run = new_run(job)
     made = Trainer(job, run, World.from_environment(), Heartbeat(None, 0), threading.Event())
-    backward, calls = made.maker.backward, iter(range(1, 100))
+    backward, calls = made.step_runner.backward, iter(range(1, 100))
 
     def spoilt(*args: Any) -> Any:
         result = backward(*args)
         if next(calls) == 2:
-            next(p.grad for p in made.parts.modules[0].parameters() if p.grad is not None).fill_(
-                torch.inf
-            )
+            next(
+                p.grad for p in made.model_parts.modules[0].parameters() if p.grad is not None
+            ).fill_(torch.inf)
         return result
 
-    made.maker.backward = spoilt  # type: ignore[method-assign, assignment]
+    made.step_runner.backward = spoilt  # type: ignore[method-assign, assignment]
     return {"code": int(made.train()), "rows": read_rows(run.metrics)}
 
 

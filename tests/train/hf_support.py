@@ -21,6 +21,7 @@ from trainkit.base.errors import Problem
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.runs.checkpoints import Checkpoint, checkpoint_folder, open_checkpoint
 from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.checkpoint.save_load import CheckpointMetadata
 from trainkit.train.huggingface import load_weights
 from trainkit.train.huggingface.writing import export
 from trainkit.train.model.transformer import Transformer, build_on_meta
@@ -215,7 +216,7 @@ def theirs(case: str) -> Any:
 
 def save(module: Transformer, folder: Path, step: int = 7) -> Checkpoint:
     tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
-    checkpoint.save(folder, tensors, step=step, consumed_samples=0, layout={}, job={}, state={})
+    checkpoint.save(folder, tensors, CheckpointMetadata(step, consumed_samples=0))
     return open_checkpoint(checkpoint_folder(folder, step))
 
 

@@ -60,7 +60,7 @@ def trainer(
 def spoil(made: Trainer, wrong: Callable[[Trainer], None], steps: Iterable[int]) -> None:
     """Call `wrong` between backward and update, on the second rank only, in the given steps of
     this trainer's own counting."""
-    backward, count, when = made.maker.backward, [made.step], set(steps)
+    backward, count, when = made.step_runner.backward, [made.step], set(steps)
 
     def spoilt(batches: Iterable[Batch], samples: int) -> tuple[Tensor, Tensor, int]:
         result = backward(batches, samples)
@@ -69,12 +69,12 @@ def spoil(made: Trainer, wrong: Callable[[Trainer], None], steps: Iterable[int])
             wrong(made)
         return result
 
-    made.maker.backward = spoilt  # type: ignore[method-assign]
+    made.step_runner.backward = spoilt  # type: ignore[method-assign]
 
 
 def infinite_gradient(made: Trainer) -> None:
     """One element of one shard."""
-    local_part(made.maker.parameters["layers.0.mlp.up.weight"].grad).view(-1)[3] = torch.inf  # type: ignore[arg-type]
+    local_part(made.step_runner.parameters["layers.0.mlp.up.weight"].grad).view(-1)[3] = torch.inf  # type: ignore[arg-type]
 
 
 def ended(made: Trainer) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def ended(made: Trainer) -> dict[str, Any]:
         error, code = "", int(made.train())
     except TrainkitError as raised:
         error, code = raised.message, int(raised.exit)
-    weights = {name: whole(p) for name, p in made.maker.parameters.items()}
+    weights = {name: whole(p) for name, p in made.step_runner.parameters.items()}
     found = {
         "error": error,
         "code": code,
@@ -112,20 +112,20 @@ def fp16_table(root: Path) -> dict[str, Any]:
         assert made.step == first
         spoil(made, infinite_gradient, OVERFLOWS)
         while made.step < last:
-            before = {name: whole(p) for name, p in made.maker.parameters.items()}
+            before = {name: whole(p) for name, p in made.step_runner.parameters.items()}
             made.train_step()
-            made.settle(all=True)
+            made.process_results(all=True)
             changed = any(
-                (whole(p) != before[name]).any() for name, p in made.maker.parameters.items()
+                (whole(p) != before[name]).any() for name, p in made.step_runner.parameters.items()
             )
-            state = made.maker.scale.state()
+            state = made.step_runner.scale.state()
             table.append(
                 (
                     made.step,
                     state["scale"],
                     state["growth_tracker"],
                     state["hysteresis_tracker"],
-                    made.maker.optimizer.applied_steps(),
+                    made.step_runner.optimizer.applied_steps(),
                     changed,
                 )
             )
@@ -166,13 +166,15 @@ def resumed(root: Path) -> dict[str, Any]:
                     train_iters=6,
                     **training,
                 )
-                made.parts.train()
+                made.model_parts.train()
                 while made.step < last:
                     made.train_step()
-                    made.settle(all=True)
+                    made.process_results(all=True)
                 made.evaluate()
                 made.save()
-            weights.append({key: whole(tensor) for key, tensor in made.maker.tensors().items()})
+            weights.append(
+                {key: whole(tensor) for key, tensor in made.step_runner.tensors().items()}
+            )
         evaluations = [row for row in read_rows(made.run.metrics) if "eval" in row]
         found[name] = {
             "weights": weights,
@@ -189,7 +191,7 @@ def unlogged(root: Path) -> dict[str, Any]:
     spoil(made, infinite_gradient, [2])
     while made.step < 4:
         made.train_step()
-        made.settle(all=True)
+        made.process_results(all=True)
     made.save()
     made = trainer(root, train_iters=10, log_interval=5, on_nan="rollback")
     spoil(made, infinite_gradient, [6])
@@ -215,10 +217,10 @@ def poisoned(
             y_BSH.register_hook(lambda gradient: gradient * factor_B11)  # type: ignore[no-untyped-call]
         return y_BSH if backward else y_BSH * factor_B11
 
-    made.maker._seed = seed  # type: ignore[method-assign]  # both are told which micro-batch comes
-    if made.maker.pipeline:
-        made.maker.pipeline.seed = seed
-    for module in made.parts.modules:
+    made.step_runner._seed = seed  # type: ignore[method-assign]  # both are told which micro-batch comes
+    if made.step_runner.pipeline:
+        made.step_runner.pipeline.seed = seed
+    for module in made.model_parts.modules:
         for name, part in module.named_modules():
             if name == where:
                 part.register_forward_hook(poison)
@@ -263,7 +265,7 @@ def scenarios(root: Path) -> dict[str, Any]:
 
     def blow_up(made: Trainer) -> None:
         with torch.no_grad():
-            for p in made.maker.parameters.values():
+            for p in made.step_runner.parameters.values():
                 local_part(p).mul_(30)
 
     found |= {"unlogged": unlogged(root / "unlogged"), "full": full_disk(root / "full")}

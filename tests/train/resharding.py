@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tests.train.layouts import Case, Rank, gathered, rank_of_world, take_steps
 from trainkit.runs.checkpoints import checkpoint_folder, open_checkpoint
 from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.checkpoint.save_load import CheckpointMetadata
 from trainkit.train.torch_compat import local_part
 
 SAVED_AT = 2  # steps before the checkpoint
@@ -37,14 +38,8 @@ def save_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
     with rank_of_world(case, root) as rank:
         take_steps(rank, _sizes(rank, 0, SAVED_AT))
         consumed = SAVED_AT * rank.job.global_batch_size
-        about: dict[str, Any] = {
-            "step": SAVED_AT,
-            "consumed_samples": consumed,
-            "layout": {},
-            "job": {},
-            "state": rank.step.state(),
-        }
-        checkpoint.save(root / "checkpoints", rank.step.tensors(), **about)
+        metadata = CheckpointMetadata(SAVED_AT, consumed, state=rank.step.state())
+        checkpoint.save(root / "checkpoints", rank.step.tensors(), metadata)
         return gathered(rank.step.tensors()), *_go_on(rank)
 
 

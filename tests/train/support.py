@@ -134,14 +134,14 @@ def first_step_then_save(root: Path, other: Path | None) -> dict[str, Any]:
     """Weights, gradients and norm of step 1; then three steps and a checkpoint of them, with all
     it should hold; then what `other`, a checkpoint, holds."""
     trainer = _trainer(root)
-    maker = trainer.maker
-    weights = {name: whole(p) for name, p in maker.parameters.items()}
-    entropy, tokens, checksum = maker.backward(trainer.train_feed.read(0, 8), 8)
+    step_runner = trainer.step_runner
+    weights = {name: whole(p) for name, p in step_runner.parameters.items()}
+    entropy, tokens, checksum = step_runner.backward(trainer.train_feed.read(0, 8), 8)
     sums = torch.stack(
         [
             entropy,
             tokens.double(),
-            squared_norm(local_gradients(maker.parameters.values())),
+            squared_norm(local_gradients(step_runner.parameters.values())),
             torch.tensor(checksum, dtype=torch.float64),
         ]
     )
@@ -151,15 +151,17 @@ def first_step_then_save(root: Path, other: Path | None) -> dict[str, Any]:
         "norm": float(sums[2].sqrt()),
         "checksum": int(sums[3]),
     }
-    gradients = {name: whole(p.grad) for name, p in maker.parameters.items() if p.grad is not None}
-    maker.optimizer.zero_grad()
+    gradients = {
+        name: whole(p.grad) for name, p in step_runner.parameters.items() if p.grad is not None
+    }
+    step_runner.optimizer.zero_grad()
     for _ in range(3):
         trainer.train_step()
     trainer.save()
-    saved = {name: whole(t) for name, t in maker.tensors().items()}
+    saved = {name: whole(t) for name, t in step_runner.tensors().items()}
     folder = checkpoint_folder(trainer.run.checkpoints, 3)
-    load(open_checkpoint(other or folder), maker.tensors())
-    loaded = {name: whole(t) for name, t in maker.tensors().items()}
+    load(open_checkpoint(other or folder), step_runner.tensors())
+    loaded = {name: whole(t) for name, t in step_runner.tensors().items()}
     return {
         **first,
         "weights": weights,

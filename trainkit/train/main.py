@@ -105,7 +105,7 @@ def run_rank(run_folder: Path) -> int:
     watched = os.environ.get("TRAINKIT_HEARTBEAT_FILE")
     heartbeat = Heartbeat(Path(watched) if watched else None, int(os.environ["RANK"]))
     stop = threading.Event()
-    listen(stop, lambda: heartbeat.leaves)
+    listen(stop, lambda: heartbeat.may_leave)
     try:
         heartbeat.beat("start", 0)
         with no_garbage_collection():

@@ -4,10 +4,11 @@ every stage."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainkit.jobs.ranks import coordinates_of
 from trainkit.jobs.schema import Job
@@ -17,28 +18,39 @@ from trainkit.train.parallel.mesh import Mesh
 PEAKS = ("max_allocated", "max_resident")  # of memory, on a GPU and without one
 
 
-def compare_ranks(
-    job: Job, mesh: Mesh, times: Mapping[str, float], memory: Mapping[str, int], samples: int
-) -> dict[str, dict[str, float]]:
-    """Two further tables of a row of metrics (docs/run-folder.md), nothing for one rank. Called
-    by all ranks together, for steps whose numbers are known.
-
-    `ranks`: least, mean and most milliseconds of `forward` and `backward`, the rank that took
-    most, and the mean of `communication`. Ranks of a tensor-parallel group wait for each other
-    within these, so there a slow one shows as a slow group.
-
-    `pipeline`, where there is one: `idle`, the part of forward, backward and what lies between
-    that stages wait, mean of all ranks; `predicted_idle`, the schedule's bubble where all stages
-    take equally long (plan.layout.Layout.bubble_fraction); `memory_stage_K`, the highest peak of
-    the stage's ranks.
+@dataclass(frozen=True)
+class RankComparison:
+    """Two further tables of a row of metrics (docs/run-folder.md).
 
     Args:
+        ranks: least, mean and most milliseconds of `forward` and `backward`, the rank that took
+            most, and the mean of `communication`. Ranks of a tensor-parallel group wait for each
+            other within these, so there a slow one shows as a slow group. None for one rank.
+        pipeline: `idle`, the part of forward, backward and what lies between that stages wait,
+            mean of all ranks; `predicted_idle`, the schedule's bubble where all stages take
+            equally long (plan.layout.Layout.bubble_fraction); `memory_stage_K`, the highest peak
+            of the stage's ranks. None without a pipeline.
+    """
+
+    ranks: dict[str, float] | None = None
+    pipeline: dict[str, float] | None = None
+
+
+def compare_ranks(
+    job: Job, mesh: Mesh, times: Mapping[str, float], memory: Mapping[str, int], samples: int
+) -> RankComparison:
+    """How the ranks did in the steps of a row. Called by all ranks together, for steps whose
+    numbers are known.
+
+    Args:
+        job: the job.
+        mesh: this rank among the others.
         times: this rank's, a step.
         memory: this rank's.
         samples: of the global batch.
     """
     if mesh.degrees.world == 1:
-        return {}
+        return RankComparison()
     own = [
         times.get("forward", 0.0) + times.get("backward", 0.0),
         times.get("communication", 0.0),
@@ -48,31 +60,29 @@ def compare_ranks(
     everyone = [torch.zeros(4, dtype=torch.float64) for _ in range(mesh.degrees.world)]
     dist.all_gather(everyone, torch.tensor([*own, peak], dtype=torch.float64))
     compute, communication, waiting, peaks = torch.stack(everyone, dim=1)
-    found = {
-        "ranks": {
-            "compute_ms_least": float(compute.min()),
-            "compute_ms_mean": float(compute.mean()),
-            "compute_ms_most": float(compute.max()),
-            "slowest": int(compute.argmax()),
-            "communication_ms_mean": float(communication.mean()),
-        }
+    ranks = {
+        "compute_ms_least": float(compute.min()),
+        "compute_ms_mean": float(compute.mean()),
+        "compute_ms_most": float(compute.max()),
+        "slowest": int(compute.argmax()),
+        "communication_ms_mean": float(communication.mean()),
     }
-    if mesh.degrees.pipeline > 1:
-        layout = replace(
-            layout_of(job),
-            micro_batches=samples // (job.training.micro_batch_size * mesh.degrees.data),
+    if mesh.degrees.pipeline == 1:
+        return RankComparison(ranks)
+    whole = float((compute + waiting).sum())
+    idle = float(waiting.sum()) / whole if whole else 0.0
+    micro_batches = samples // (job.training.micro_batch_size * mesh.degrees.data)
+    layout = replace(layout_of(job), micro_batches=micro_batches)
+    pipeline = {"idle": idle, "predicted_idle": layout.bubble_fraction}
+    return RankComparison(ranks, pipeline | _stage_memory(mesh, peaks))
+
+
+def _stage_memory(mesh: Mesh, peaks: Tensor) -> dict[str, float]:
+    """The highest of all ranks' memory peaks on each pipeline stage."""
+    stages = [coordinates_of(rank, mesh.degrees).pipeline for rank in range(mesh.degrees.world)]
+    return {
+        f"memory_stage_{stage}": max(
+            int(peak) for peak, at in zip(peaks, stages, strict=True) if at == stage
         )
-        stages = [coordinates_of(rank, mesh.degrees).pipeline for rank in range(mesh.degrees.world)]
-        memories = {
-            f"memory_stage_{stage}": max(
-                int(peak) for peak, at in zip(peaks, stages, strict=True) if at == stage
-            )
-            for stage in sorted(set(stages))
-        }
-        whole = float((compute + waiting).sum())
-        found["pipeline"] = {
-            "idle": float(waiting.sum()) / whole if whole else 0.0,
-            "predicted_idle": layout.bubble_fraction,
-            **memories,
-        }
-    return found
+        for stage in sorted(set(stages))
+    }

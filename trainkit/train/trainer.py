@@ -7,9 +7,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,10 +21,12 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.sample_windows import SampleWindow
 from trainkit.train.batches import Feed, vocab_size
 from trainkit.train.checkpoint import save_load as checkpoint
-from trainkit.train.checkpoint.manager import CheckpointManager
+from trainkit.train.checkpoint.manager import CheckpointManager, CheckpointObserver
+from trainkit.train.checkpoint.save_load import CheckpointMetadata
 from trainkit.train.metrics.heartbeat import Heartbeat
 from trainkit.train.metrics.profiler import StepProfiler
 from trainkit.train.metrics.readback import Readback
+from trainkit.train.metrics.records import EvaluationRecord, TrainingRecord
 from trainkit.train.metrics.reporter import Reporter
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.metrics.utilization import Utilization
@@ -39,18 +40,11 @@ from trainkit.train.rank_agreement import refuse_disagreement
 from trainkit.train.rank_statistics import compare_ranks
 from trainkit.train.torch_compat import be_deterministic, compile_cache_counts
 from trainkit.train.update.build import build_model_parts
+from trainkit.train.update.loss_policy import RollbackRequest, StepInfo, apply_loss_policy
 from trainkit.train.update.recheck import explain, recompute_step
 from trainkit.train.update.schedule import global_batch_size
 from trainkit.train.update.step import Step, StepValues
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """What the host knows of a step before its numbers arrive."""
-
-    step: int
-    consumed_samples: int
-    samples: int
+from trainkit.train.validation import Validator
 
 
 @dataclass
@@ -64,16 +58,6 @@ class LogInterval:
     began: float = 0.0
 
 
-class RollbackRequest(Exception):
-    """A step asks to go back to the last checkpoint; the words say why, `nan` whether it was not
-    finite (else a spike), `cause` finds out where."""
-
-    def __init__(self, words: str, *, nan: bool, cause: Callable[[], str]) -> None:
-        super().__init__(words)
-        self.nan = nan
-        self.cause = cause
-
-
 class Trainer:
     """Model, optimizer, data and reports of one rank. Afterwards `step` is the number of
     completed optimizer steps, skipped ones included.
@@ -81,12 +65,17 @@ class Trainer:
     Args:
         job: what to train.
         run: where it is recorded.
-        heartbeat: this rank's word on where it is.
-        stop: set when the rank was told to save and stop.
+        heartbeat: says where this rank is.
+        stop_requested: set when the rank shall save and stop.
     """
 
     def __init__(
-        self, job: Job, run: RunFolder, world: World, heartbeat: Heartbeat, stop: threading.Event
+        self,
+        job: Job,
+        run: RunFolder,
+        world: World,
+        heartbeat: Heartbeat,
+        stop_requested: threading.Event,
     ) -> None:
         heartbeat.beat("load", 0)
         refuse_what_cannot_run(job, world, begins=not published_folders(run.checkpoints))
@@ -94,7 +83,7 @@ class Trainer:
         self.run = run
         self.world = world
         self.heartbeat = heartbeat
-        self.stop = stop
+        self.stop_requested = stop_requested
         self.device = data_parallel.join(world, job.cluster.device_type)
         refuse_disagreement(job, world)
         if job.training.deterministic:
@@ -107,34 +96,32 @@ class Trainer:
             tied_at=tied_at(job),
         )
         vocab = vocab_size(job)
-        self.parts = build_model_parts(job, mesh, vocab)
+        self.model_parts = build_model_parts(job, mesh, vocab)
         self.timers = Timers(self.device)
-        self.maker = Step(job, self.parts, mesh, self.timers)
+        self.step_runner = Step(job, self.model_parts, mesh, self.timers)
         self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)
-        if job.training.eval_iters:
-            datasets = {"valid": job.dataset, **job.validation}
-        else:
-            datasets = {}
-        self.valid_feeds = {
-            name: Feed(job, dataset, "valid", mesh.data_world, self.device)
-            for name, dataset in datasets.items()
-        }
-        self.step = self.consumed_samples = self.rollbacks = 0
+        self.validator = Validator(job, mesh, self.step_runner, heartbeat, self.any_rank_stopping)
+        self.step = 0
+        self.consumed_samples = 0
+        self.rollbacks = 0
         self.evaluation_due = True  # the next thing to do at this step
         self.validation: dict[str, float] = {}  # losses measured at this step (rank 0)
         self.since = LogInterval()
-        self.said_compiled = False
-        self.saver = CheckpointManager(
-            job.checkpoint, run.checkpoints, heartbeat.saved, heartbeat.again
+        self._compilation_reported = False
+        self.checkpoints = CheckpointManager(
+            job.checkpoint, run.checkpoints, _TrainerObserver(self)
         )
         self.begins = not self._load_newest()
         if self.begins:
-            begin_weights(job, self.parts)
+            begin_weights(job, self.model_parts)
         self.readback: Readback[StepInfo] = Readback(self.device)
         self.utilization = Utilization(job, vocab, self.device)
-        states = self.maker.optimizer.state_tensors().values()
+        states = self.step_runner.optimizer.state_tensors().values()
         self.memory = MemoryStats(
-            self.parts.held, states, self.device, accumulates=data_parallel.accumulates_whole(job)
+            self.model_parts.held,
+            states,
+            self.device,
+            accumulates=data_parallel.accumulates_whole(job),
         )
         self.profiler = StepProfiler(job.profile, world.rank, run.path / "profile")
         self.reporter = (
@@ -145,12 +132,12 @@ class Trainer:
 
     def _load_newest(self) -> bool:
         """Go on from the newest valid checkpoint; returns whether there is one."""
-        saved = self.saver.newest()
+        saved = self.checkpoints.newest()
         if saved is None:
             return False
-        checkpoint.load(saved, self.maker.tensors(), self.maker.expected())
-        self.maker.after_loading()
-        self.maker.load_state(saved.manifest.state)
+        checkpoint.load(saved, self.step_runner.tensors(), self.step_runner.expected())
+        self.step_runner.after_loading()
+        self.step_runner.load_state(saved.manifest.state)
         self.step = saved.manifest.step
         self.consumed_samples = saved.manifest.consumed_samples
         self.evaluation_due = bool(saved.manifest.state.get("evaluation_due", False))
@@ -170,9 +157,9 @@ class Trainer:
             self._train()
             failed = False
         finally:
-            self.saver.close()
-            for feed in (self.train_feed, *self.valid_feeds.values()):
-                feed.close()
+            self.checkpoints.close()
+            self.train_feed.close()
+            self.validator.close()
             self.profiler.close()
             if self.reporter:
                 self.reporter.close(failed=failed)
@@ -181,39 +168,50 @@ class Trainer:
         return Exit.PREEMPTED
 
     def _train(self) -> None:
-        """Steps, evaluations and checkpoints, to the last step or until told to stop."""
+        """Steps, evaluations and checkpoints, to the last step or until asked to stop."""
         t = self.job.training
-        stopping = self._save_first()
-        due = self.evaluation_due and not stopping
-        stopping = stopping or (due and not self.evaluate())
-        if due and not stopping:
-            self._note_evaluation()
+        stopping = self._before_first_step()
         while self.step < t.train_iters and not stopping:
             self.train_step()
             last = self.step == t.train_iters
-            evaluating = last or bool(t.eval_interval and self.step % t.eval_interval == 0)
-            saving = last or bool(t.save_interval and self.step % t.save_interval == 0)
+            evaluating = last or _is_due(self.step, t.eval_interval)
+            saving = last or _is_due(self.step, t.save_interval)
             try:
-                stopping = self.settle(all=evaluating or saving)
-                # what is saved must have been judged
-                stopping = (stopping and self.settle(all=True)) or stopping
-            except RollbackRequest as why:
-                self._roll_back(why)
-                stopping = False  # who asked is heard again at the next step
+                stopping = self._judge_results(all=evaluating or saving)
+            except RollbackRequest as request:
+                self._roll_back(request)  # a rank that shall stop says so again at the next step
                 continue
             self.evaluation_due = evaluating
-            # before the save: whoever resumes from it finds this evaluation made, or told to make
-            # it
+            # before the save: what resumes from it finds this evaluation made, or still due
             if evaluating and not stopping:
                 stopping = not self.evaluate()
             if stopping:
-                self.saver.hurry()
+                self.checkpoints.prepare_to_stop()
             if saving or stopping:
                 self.save(last=last or stopping)
-                stopping = stopping or self.told()  # it takes long; nobody waits for another step
+                # a save takes long: nobody waits for another step to hear of a stop
+                stopping = stopping or self.any_rank_stopping()
         if stopping:
-            self.saver.hurry()
-        self.saver.finish(last=True)
+            self.checkpoints.prepare_to_stop()
+        self.checkpoints.wait_for_save(last=True)
+
+    def _before_first_step(self) -> bool:
+        """What a run begins or goes on with. Returns whether any rank was asked to stop."""
+        if self._save_first():
+            return True
+        if not self.evaluation_due:
+            return False
+        if not self.evaluate():
+            return True
+        self._note_evaluation()
+        return False
+
+    def _judge_results(self, *, all: bool) -> bool:
+        """As `process_results`. What a stop saves must have been judged, whatever the interval."""
+        if not self.process_results(all=all):
+            return False
+        self.process_results(all=True)
+        return True
 
     def _save_first(self) -> bool:
         """Where the job wants it, the checkpoint that a run begins with: before the first
@@ -222,33 +220,33 @@ class Trainer:
         if not (self.begins and self.job.checkpoint.save_first):
             return False
         self.save(last=True)
-        return self.told()
+        return self.any_rank_stopping()
 
-    def told(self) -> bool:
+    def any_rank_stopping(self) -> bool:
         """Whether any rank was told to stop, asked by all together where the next step is far.
         Nothing waits for the device."""
-        ranks = torch.tensor(int(self.stop.is_set()))
+        ranks = torch.tensor(int(self.stop_requested.is_set()))
         dist.all_reduce(ranks)
         return bool(ranks)
 
     def train_step(self) -> None:
-        """Set one optimizer step going; `settle` looks at how it went."""
+        """Set one optimizer step going; `process_results` looks at how it went."""
         self.validation = {}
         self.heartbeat.beat("train", self.step)
-        self.parts.train()
+        self.model_parts.train()
         self.profiler.before(self.step + 1)
         samples = global_batch_size(self.job, self.consumed_samples)
         if self.reporter:
-            self.reporter.begins(SampleWindow(self.step + 1, self.consumed_samples, samples))
-        values = self.maker.run(
+            self.reporter.on_step_begin(SampleWindow(self.step + 1, self.consumed_samples, samples))
+        values = self.step_runner.run(
             self.train_feed.read(self.consumed_samples, samples),
             samples,
-            self.stop.is_set(),
+            self.stop_requested.is_set(),
             self._before_update,
         )
-        if self.job.training.compile and self.reporter and not self.said_compiled:
+        if self.job.training.compile and self.reporter and not self._compilation_reported:
             print(f"compiled: {compile_cache_counts()}", flush=True)
-            self.said_compiled = True
+            self._compilation_reported = True
         self.since.began += self.profiler.after(self.step + 1)
         self.step += 1
         self.consumed_samples += samples
@@ -257,75 +255,46 @@ class Trainer:
     def _before_update(self) -> None:
         """What is saved behind training was copied beside forward and backward so far, and may
         not be any more when the weights change."""
-        if self.saver.copying:
+        if self.checkpoints.staging:
             with self.timers("checkpoint"):
-                self.saver.taken()
+                self.checkpoints.wait_for_staging()
 
-    def settle(self, *, all: bool = False) -> bool:
+    def process_results(self, *, all: bool = False) -> bool:
         """Log and judge the steps whose numbers are due; with `all` every one. Returns whether
         any rank was told to stop.
 
         Raises TrainkitError (exit 9) or RollBack where on_nan or on_spike says so.
         """
         stopping = False
-        for facts, numbers in self.readback.take(all=all):
+        for info, numbers in self.readback.take(all=all):
             values = StepValues(*numbers)
-            self._log(facts, values)
-            self._heed(facts, values)
+            self._log(info, values)
+            self._apply_policy(info, values)
             stopping = stopping or values.stops > 0
         return stopping
 
-    def _heed(self, facts: StepInfo, values: StepValues) -> None:
+    def _apply_policy(self, info: StepInfo, values: StepValues) -> None:
         """Do what on_nan and on_spike say about a step whose update was withheld."""
-        t = self.job.training
         if not (values.nan or values.spike):
             return
-        policy = t.on_nan if values.nan else t.on_spike
-        if values.spike:
-            jump = f", a spike above {t.spike_factor} x its mean"
-        else:
-            jump = ""
-        what = f"step {facts.step}: lm loss {values.loss}, gradient norm {values.norm}{jump}"
-        if policy == "rollback":
-            raise RollbackRequest(
-                what,
-                nan=bool(values.nan),
-                cause=lambda: f"; {self._cause(facts, values)}" if values.nan else "",
-            )
-        if policy == "skip" and values.skipped_in_a_row <= t.max_skipped_in_a_row:
-            if self.reporter:
-                print(f"WARNING: {what}; skipped", file=sys.stderr, flush=True)
-            return
-        why = f"{what}; training stops, this step has not touched the weights"
-        if policy == "skip":
-            why = (
-                f"{what}; {values.skipped_in_a_row:.0f} steps in a row were skipped"
-                f" (max_skipped_in_a_row {t.max_skipped_in_a_row})"
-            )
-        if published_folders(self.run.checkpoints):
-            further = "`resume` goes on from the last checkpoint"
-        else:
-            further = "no checkpoint was written yet"
-        hint = f"lower training.lr or lengthen lr_warmup_iters; {further}"
-        if values.nan:
-            why = f"{why}; {self._cause(facts, values)}"
-            hint = (
-                f"{hint}; `replay {self.run.id} --step {facts.step}` shows the samples of the step"
-            )
-        raise TrainkitError(why, exit=Exit.RANK_USER, hint=hint)
+        warning = apply_loss_policy(
+            self.job.training, self.run, info, values, partial(self._find_cause, info, values)
+        )
+        if self.reporter:
+            print(f"WARNING: {warning}", file=sys.stderr, flush=True)
 
-    def _cause(self, facts: StepInfo, values: StepValues) -> str:
+    def _find_cause(self, info: StepInfo, values: StepValues) -> str:
         """What is not finite first when the step is computed once more, in words; all ranks ask
         together. On CUDA a step's numbers come one step late: the weights may have gone one step
         on."""
-        self.heartbeat.beat("train", facts.step)
+        self.heartbeat.beat("train", info.step)
         self.readback.forget()
-        first = facts.consumed_samples - facts.samples
-        batches = self.train_feed.read(first, facts.samples)
+        first = info.consumed_samples - info.samples
+        batches = self.train_feed.read(first, info.samples)
         try:
-            self.parts.train()
+            self.model_parts.train()
             found = recompute_step(
-                self.maker, batches, facts.samples, values.scale, self.world.rank
+                self.step_runner, batches, info.samples, values.scale, self.world.rank
             )
         except (RuntimeError, TrainkitError) as error:
             # the step's own error must be told whatever comes of this
@@ -371,46 +340,48 @@ class Trainer:
         self.since.skipped = self.since.skipped + 1
         self.since.nan = self.since.nan + why.nan
 
-    def _log(self, facts: StepInfo, values: StepValues) -> None:
+    def _log(self, info: StepInfo, values: StepValues) -> None:
         """Add a step up, and report it where the interval says so."""
         since = self.since
         t = self.job.training
         since.steps = since.steps + 1
-        since.samples = since.samples + facts.samples
+        since.samples = since.samples + info.samples
         since.skipped += bool(values.overflow or values.nan or values.spike)
         since.nan += bool(values.nan)
-        if facts.step % t.log_interval and facts.step != t.train_iters:
+        if info.step % t.log_interval and info.step != t.train_iters:
             return
         times = self.timers.take(since.steps)
         now = time.perf_counter()
         seconds = now - since.began
         self.since = LogInterval(began=now)
         memory = self.memory.now()
-        compared = compare_ranks(self.job, self.mesh, times, memory, facts.samples)
+        compared = compare_ranks(self.job, self.mesh, times, memory, info.samples)
         if not self.reporter:
             return
         tokens_per_second = since.samples * self.job.model.seq_length / seconds
-        row: dict[str, Any] = {
-            "step": facts.step,
-            "consumed_samples": facts.consumed_samples,
-            "global_batch_size": facts.samples,
-            "lm_loss": values.loss,
-            "grad_norm": values.norm,
-            "learning_rate": values.rate,
-            "loss_scale": values.scale,
-            "skipped_iterations": since.skipped,
-            "nan_iterations": since.nan,
-            "rollbacks": self.rollbacks,
-            "elapsed_ms": 1000 * seconds / since.steps,
-            "tokens_per_second": tokens_per_second,
-            "samples_per_second": since.samples / seconds,
-            **self.utilization.of(tokens_per_second),
-            "batch_checksum": int(values.checksum),
-            "times_ms": times,
-            "memory_bytes": memory,
-            **compared,
-        }
-        self.reporter.step(row)
+        self.reporter.step(
+            TrainingRecord(
+                step=info.step,
+                consumed_samples=info.consumed_samples,
+                global_batch_size=info.samples,
+                lm_loss=values.loss,
+                grad_norm=values.norm,
+                learning_rate=values.rate,
+                loss_scale=values.scale,
+                skipped_iterations=since.skipped,
+                nan_iterations=since.nan,
+                rollbacks=self.rollbacks,
+                elapsed_ms=1000 * seconds / since.steps,
+                tokens_per_second=tokens_per_second,
+                samples_per_second=since.samples / seconds,
+                throughput=self.utilization.throughput(tokens_per_second),
+                batch_checksum=int(values.checksum),
+                times_ms=times,
+                memory_bytes=memory,
+                ranks=compared.ranks,
+                pipeline=compared.pipeline,
+            )
+        )
 
     @torch.no_grad()
     def evaluate(self) -> bool:
@@ -418,32 +389,26 @@ class Trainer:
         Returns False where a rank was told to stop before the end: then nothing is reported, and
         it is still due."""
         began = time.perf_counter()
-        rows = []
-        self.parts.train(False)
-        for name, feed in self.valid_feeds.items():
+        records: list[EvaluationRecord] = []
+        self.model_parts.train(False)
+        for name in self.validator.feeds:
             self.heartbeat.beat("eval", self.step)
             with self.timers("evaluation"):
-                sums = self._evaluate(feed)
+                sums = self.validator.measure(name)
             if sums is None:
                 break
             if self.reporter:
                 entropy, tokens = sums.tolist()
-                rows.append(
-                    {
-                        "step": self.step,
-                        "consumed_samples": self.consumed_samples,
-                        "eval": name,
-                        "lm_loss": entropy / max(1, tokens),
-                    }
-                )
+                loss = entropy / max(1, tokens)
+                records.append(EvaluationRecord(self.step, self.consumed_samples, name, loss))
         else:
             self.evaluation_due = False
-        self.parts.release()
-        for row in () if self.evaluation_due else rows:
-            assert self.reporter is not None, "it was there when the row was made"
-            self.reporter.evaluation(row)
-            if math.isfinite(row["lm_loss"]):
-                self.validation[row["eval"]] = row["lm_loss"]
+        self.model_parts.release()
+        if self.reporter and not self.evaluation_due:
+            for record in records:
+                self.reporter.evaluation(record)
+                if math.isfinite(record.lm_loss):
+                    self.validation[record.name] = record.lm_loss
         self.since.began += time.perf_counter() - began
         return not self.evaluation_due
 
@@ -462,64 +427,67 @@ class Trainer:
                     flush=True,
                 )
 
-    def _evaluate(self, feed: Feed) -> torch.Tensor | None:
-        """(summed cross-entropy, tokens) over all ranks; None where one was told to stop."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        batch_size = self.job.global_batch_size
-        for i in range(self.job.training.eval_iters):
-            if self.told():
-                return None
-            self.heartbeat.again()
-            sums += self.maker.evaluate(feed.read(i * batch_size, batch_size))
-        dist.all_reduce(sums)
-        return sums
-
     def save(self, *, last: bool = True) -> None:
         """Publish the checkpoint of this step, then delete what is too old. `last`: it must be
         there when this returns."""
         began = time.perf_counter()
         self.heartbeat.beat("save", self.step)
-        degrees = {
-            key: value if isinstance(value, str) else int(value)
-            for key, value in self.job.parallelism.model_dump(exclude_none=True).items()
-        }
-        layout = {
-            "world_size": self.world.size,
-            "data_parallel_size": self.job.data_parallel_size,
-            **degrees,
-        }
-        # the next row tells of them, whoever writes it
-        unlogged = {"unlogged_skipped": self.since.skipped, "unlogged_nan": self.since.nan}
-        state = {
-            **self.maker.state(),
-            **unlogged,
-            "rollbacks": self.rollbacks,
-            "evaluation_due": self.evaluation_due,
-        }
-        about = {
-            "step": self.step,
-            "consumed_samples": self.consumed_samples,
-            "layout": layout,
-            "job": self.job.model_dump(mode="json"),
-        }
-        # what was trained is saved by then
-        after = self.reporter.metrics.refuse_another if self.reporter else lambda: None
+        metadata = CheckpointMetadata(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            layout=self._layout(),
+            job=self.job.model_dump(mode="json"),
+            state={
+                **self.step_runner.state(),
+                # the next row counts them, whichever attempt writes it
+                "unlogged_skipped": self.since.skipped,
+                "unlogged_nan": self.since.nan,
+                "rollbacks": self.rollbacks,
+                "evaluation_due": self.evaluation_due,
+            },
+            validation=self.validation,
+        )
         with self.timers("checkpoint"):
-            self.saver.save(
-                self.maker.tensors(),
-                before=self._before_save,
-                after=after,
-                last=last,
-                state=state,
-                validation=self.validation,
-                **about,
-            )
+            self.checkpoints.save(self.step_runner.tensors(), metadata, last=last)
         self.since.began += time.perf_counter() - began
 
-    def _before_save(self) -> None:
-        """On rank 0. Raises OSError as the disk does; TrainkitError (exit 17) where another
-        attempt has gone on and saved: then it is the one that counts."""
-        if self.reporter:
-            if self.saver.others():
-                self.reporter.metrics.refuse_another()
-            self.reporter.sync()
+    def _layout(self) -> dict[str, int | str]:
+        """What a manifest says of the ranks that wrote it."""
+        layout: dict[str, int | str] = {
+            "world_size": self.world.size,
+            "data_parallel_size": self.job.data_parallel_size,
+        }
+        for key, value in self.job.parallelism.model_dump(exclude_none=True).items():
+            layout[key] = value if isinstance(value, str) else int(value)
+        return layout
+
+
+class _TrainerObserver(CheckpointObserver):
+    """Ties what is saved to the run's metrics and to the heartbeat."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def before_write(self) -> None:
+        """Raises OSError as the disk does; TrainkitError (exit 17) where another attempt has gone
+        on and saved: then it is the one that counts."""
+        reporter = self.trainer.reporter
+        if reporter:
+            if self.trainer.checkpoints.has_foreign_checkpoints():
+                reporter.metrics.refuse_another()
+            reporter.sync()
+
+    def after_publish(self) -> None:
+        """As `before_write`; what was trained is saved by then."""
+        if self.trainer.reporter:
+            self.trainer.reporter.metrics.refuse_another()
+
+    def on_saved(self, stop_seconds: float) -> None:
+        self.trainer.heartbeat.on_saved(stop_seconds)
+
+    def on_progress(self) -> None:
+        self.trainer.heartbeat.refresh()
+
+
+def _is_due(step: int, interval: int | None) -> bool:
+    return bool(interval and step % interval == 0)

@@ -25,6 +25,7 @@ from trainkit.jobs.resolved import write_job
 from trainkit.runs.checkpoints import checkpoint_folder
 from trainkit.runs.folder import RunFolder
 from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.checkpoint.save_load import CheckpointMetadata
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel.initialize import initial_value
 
@@ -65,11 +66,7 @@ def make_run(project: Project, job_name: str) -> tuple[RunFolder, dict[int, Tran
         checkpoint.save(
             run.checkpoints,
             tensors,
-            step=step,
-            consumed_samples=0,
-            layout={},
-            job=job.model_dump(mode="json"),
-            state={},
+            CheckpointMetadata(step, consumed_samples=0, job=job.model_dump(mode="json")),
         )
     write_job(run.job, resolved)
     return run, models

@@ -24,8 +24,8 @@ from trainkit.base.locks import locked
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs import checkpoints
 from trainkit.runs.checkpoints import checkpoint_folder, prune, set_aside
-from trainkit.train.checkpoint.manager import CheckpointManager
-from trainkit.train.checkpoint.save_load import LOCK, writer_lock
+from trainkit.train.checkpoint.manager import CheckpointManager, CheckpointObserver
+from trainkit.train.checkpoint.save_load import LOCK, CheckpointMetadata, writer_lock
 
 PATIENCE = 30.0  # seconds; what is waited for takes milliseconds
 
@@ -55,14 +55,7 @@ def deletion(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def save(saver: CheckpointManager, step: int, *, last: bool = False) -> None:
-    about: dict[str, Any] = {
-        "consumed_samples": 8 * step,
-        "layout": {},
-        "job": {},
-        "state": {},
-        "validation": {},
-    }
-    saver.save({"model.w": torch.zeros(4, 3)}, before=lambda: None, last=last, step=step, **about)
+    saver.save({"model.w": torch.zeros(4, 3)}, CheckpointMetadata(step, 8 * step), last=last)
 
 
 @pytest.mark.parametrize("save_async", [False, True])
@@ -72,8 +65,8 @@ def test_a_stop_does_not_wait_for_a_deletion(
     saver = CheckpointManager(CheckpointSettings(keep_last=1, save_async=save_async), tmp_path)
     save(saver, 1)
     save(saver, 2)
-    saver.finish()
-    saver.hurry()
+    saver.wait_for_save()
+    saver.prepare_to_stop()
     save(saver, 3, last=True)
     saver.close()
     assert (
@@ -82,7 +75,7 @@ def test_a_stop_does_not_wait_for_a_deletion(
         and len(list(tmp_path.glob("step-00000001.*.tmp"))) == 1
     )
     deletion.set()
-    saver.pruned()
+    saver.wait_for_purge()
     # after the last save nothing is deleted
     assert not list(tmp_path.glob("*.tmp")) and steps_in(tmp_path) == [2, 3]
     with contextlib.closing(
@@ -98,7 +91,7 @@ def test_a_stop_waits_where_there_is_no_room_otherwise(
     save(saver, 1)
     save(saver, 2)
     (tmp_path / "step-00000009.1a2b3c4d.tmp").mkdir()  # of the dead
-    saver.hurry()
+    saver.prepare_to_stop()
     asked: list[bool] = []
 
     def statvfs(path: Path) -> SimpleNamespace:
@@ -111,7 +104,7 @@ def test_a_stop_waits_where_there_is_no_room_otherwise(
     assert (
         asked == [False, True] and steps_in(tmp_path) == [2, 3] and not list(tmp_path.glob("*.tmp"))
     )
-    saver.pruned()
+    saver.wait_for_purge()
 
 
 @pytest.mark.parametrize("save_async", [False, True])
@@ -121,17 +114,18 @@ def test_who_waits_shows_that_it_lives(
     monkeypatch.setattr("trainkit.train.checkpoint.manager.BEAT", 0.05)
     beats: list[str] = []
 
-    def beat() -> None:
-        beats.append(threading.current_thread().name)
-        if len(beats) > 5:
-            deletion.set()
+    class Observer(CheckpointObserver):
+        def on_progress(self) -> None:
+            beats.append(threading.current_thread().name)
+            if len(beats) > 5:
+                deletion.set()
 
     saver = CheckpointManager(
-        CheckpointSettings(keep_last=1, save_async=save_async), tmp_path, moved=beat
+        CheckpointSettings(keep_last=1, save_async=save_async), tmp_path, Observer()
     )
     for step in (1, 2):
         save(saver, step)
-        saver.finish()
+        saver.wait_for_save()
     assert not deletion.is_set()
     beats.clear()
     save(saver, 3, last=True)  # it ends because it was heard of again and again
@@ -154,11 +148,16 @@ def test_the_grace_that_is_told_is_enough(
 
     monkeypatch.setattr(checkpoints.Manifest, "write", write)
     told: list[float] = []
+
+    class Observer(CheckpointObserver):
+        def on_saved(self, stop_seconds: float) -> None:
+            told.append(stop_seconds)
+
     saver = CheckpointManager(
-        CheckpointSettings(keep_last=9, save_async=save_async), tmp_path, told.append
+        CheckpointSettings(keep_last=9, save_async=save_async), tmp_path, Observer()
     )
     save(saver, 1)
-    saver.finish()
+    saver.wait_for_save()
     slow[0] = 0.0
     save(saver, 2, last=True)
     saver.close()
@@ -189,12 +188,12 @@ def test_nothing_is_renamed_while_another_publishes(
 ) -> None:
     saver = CheckpointManager(CheckpointSettings(keep_last=1), tmp_path)
     save(saver, 1)
-    saver.pruned()
+    saver.wait_for_purge()
     save_one(tmp_path, 2)
     with locked(tmp_path / LOCK, {"host": "other"}):
-        saver._prune(2)
+        saver._purge_stale(2)
     assert steps_in(tmp_path) == [1, 2] and "'host': 'other'" in capsys.readouterr().err
-    saver._prune(2)
+    saver._purge_stale(2)
     assert steps_in(tmp_path) == [2]
 
 

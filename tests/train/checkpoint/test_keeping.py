@@ -42,7 +42,8 @@ from trainkit.runs.checkpoints import (
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.dcp_storage import DcpReader, TensorLoadPlanner
 from trainkit.train.checkpoint.host_copies import StagingBuffers
-from trainkit.train.checkpoint.save_load import LOCK, NotSaved
+from trainkit.train.checkpoint.newest import newest_valid_together
+from trainkit.train.checkpoint.save_load import LOCK, CheckpointMetadata, NotSaved
 from trainkit.train.parallel.shards import Shards
 
 
@@ -61,8 +62,8 @@ def save(
 ) -> Checkpoint:
     measured = {} if loss is None else {"valid": loss}
     tensors = {"model.w": torch.full((50, 3), value), "model.b": torch.arange(3.0)}
-    facts: dict[str, Any] = {"layout": {}, "job": {}, "state": {}, "validation": measured, **about}
-    return checkpoint.save(folder, tensors, step=step, consumed_samples=8 * step, **facts)
+    metadata = CheckpointMetadata(step, 8 * step, validation=measured, **about)
+    return checkpoint.save(folder, tensors, metadata)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -173,7 +174,7 @@ def test_a_flipped_bit_is_found_where_hashes_are_compared(how: Any, tmp_path: Pa
         save(tmp_path, step)
     data = checkpoint_folder(tmp_path, 2) / "rank-00000.bin"
     data.write_bytes(bytes([data.read_bytes()[0] ^ 1]) + data.read_bytes()[1:])
-    found = checkpoint.newest_valid_together(tmp_path, how, print)
+    found = newest_valid_together(tmp_path, how, print)
     assert found is not None and found.manifest.step == (2 if how == "size" else 1)
 
 
@@ -315,7 +316,7 @@ def test_what_was_passed_over_pushes_out_nothing_whole(tmp_path: Path) -> None:
         save(tmp_path, step, loss=1.0 / step)
     flip(checkpoint_folder(tmp_path, 8))
     told: list[str] = []
-    found = checkpoint.newest_valid_together(tmp_path, "full", told.append)
+    found = newest_valid_together(tmp_path, "full", told.append)
     assert found is not None and found.manifest.step == 6
     (tmp_path / "step-x.damaged").mkdir()  # not ours
     (aside,) = set_aside_in(tmp_path)
@@ -336,7 +337,7 @@ def test_where_none_is_whole_nothing_is_set_aside(tmp_path: Path) -> None:
         flip(checkpoint_folder(tmp_path, step))
     for _ in range(2):
         with pytest.raises(TrainkitError, match="none of the 2 checkpoints"):
-            checkpoint.newest_valid_together(tmp_path, "full", print)
+            newest_valid_together(tmp_path, "full", print)
 
 
 def test_what_is_damaged_stays_where_publishing_fails(
@@ -366,7 +367,7 @@ def test_a_pipe_in_the_manifests_place_keeps_nobody_waiting(tmp_path: Path) -> N
     (checkpoint_folder(tmp_path, 2) / MANIFEST).unlink()
     os.mkfifo(checkpoint_folder(tmp_path, 2) / MANIFEST)
     assert verify(checkpoint_folder(tmp_path, 2)) == [f"{MANIFEST} is no file"]
-    found = checkpoint.newest_valid_together(tmp_path, "full", print)
+    found = newest_valid_together(tmp_path, "full", print)
     assert found is not None and found.manifest.step == 1
 
 
@@ -453,13 +454,13 @@ def test_staged_copies_are_copies_in_the_same_room() -> None:
         "b": Shards({(0, 0): whole[:2], (3, 0): whole[3:]}, (4, 3), torch.float32),
     }
     staging = StagingBuffers()
-    first = staging.copy(tensors)
-    staging.taken()
+    first = staging.stage(tensors)
+    staging.wait_for_staging()
     rooms = [first["a"].data_ptr(), *(part.data_ptr() for part in first["b"].parts.values())]  # type: ignore[attr-defined]
     whole.add_(1)
     assert first["b"].parts[3, 0].tolist() == [[9.0, 10.0, 11.0]]  # type: ignore[attr-defined]
-    second = staging.copy(tensors)
-    staging.wait()
+    second = staging.stage(tensors)
+    staging.wait_for_copies()
     assert rooms == [
         second["a"].data_ptr(),
         *(part.data_ptr() for part in second["b"].parts.values()),  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job, Model, Parallelism
 from trainkit.runs.checkpoints import Checkpoint, checkpoint_folder, open_checkpoint
 from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.checkpoint.save_load import CheckpointMetadata
 from trainkit.train.huggingface import load_weights
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.transformer import build_on_meta
@@ -118,9 +119,10 @@ def written_and_read(root: Path, hub: Path | None) -> dict[str, Any]:
             step = made_in(root, model, keys)
             fill(step.tensors())
             step.after_loading()
-            words: dict[str, Any] = {"consumed_samples": 0, "layout": {}, "job": {}, "state": {}}
             asked.clear()
-            saved = checkpoint.save(root / model, step.tensors(), step=n, **words)
+            saved = checkpoint.save(
+                root / model, step.tensors(), CheckpointMetadata(n, consumed_samples=0)
+            )
             # parts are aligned
             if asked != (
                 [saved.bytes] if dist.get_rank() == 0 else []

@@ -18,6 +18,8 @@ from trainkit.base.errors import TrainkitError
 from trainkit.runs import checkpoints
 from trainkit.runs.checkpoints import checkpoint_folder
 from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.checkpoint.newest import newest_valid_together
+from trainkit.train.checkpoint.save_load import CheckpointMetadata
 
 
 def save(folder: Path, step: int) -> None:
@@ -25,11 +27,7 @@ def save(folder: Path, step: int) -> None:
     checkpoint.save(
         folder,
         {f"model.w{dist.get_rank()}": mine},
-        step=step,
-        consumed_samples=8 * step,
-        layout={},
-        job={},
-        state={},
+        CheckpointMetadata(step, consumed_samples=8 * step),
     )
 
 
@@ -37,7 +35,7 @@ def found(folder: Path, how: Any = "full") -> tuple[int, str]:
     """The step of what this rank is to load, 0 where none is whole; what it was told of others."""
     told: list[str] = []
     try:
-        newest = checkpoint.newest_valid_together(folder, how, told.append)
+        newest = newest_valid_together(folder, how, told.append)
     except TrainkitError as error:
         return 0, f"exit {int(error.exit)}"
     assert newest is not None and set(newest.manifest.tensors) == {"model.w0", "model.w1"}

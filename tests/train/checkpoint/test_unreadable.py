@@ -29,7 +29,8 @@ from trainkit.runs.checkpoints import (
 )
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.manager import CheckpointManager
-from trainkit.train.checkpoint.save_load import LOCK
+from trainkit.train.checkpoint.newest import newest_valid_together
+from trainkit.train.checkpoint.save_load import LOCK, CheckpointMetadata
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,7 +58,7 @@ def two(folder: Path) -> Path:
 def found(folder: Path, how: Any = "full") -> tuple[int, list[str]]:
     """The step that is gone on from, and what was told."""
     told: list[str] = []
-    newest = checkpoint.newest_valid_together(folder, how, told.append)
+    newest = newest_valid_together(folder, how, told.append)
     assert newest is not None
     return newest.manifest.step, told
 
@@ -253,17 +254,7 @@ def test_the_step_that_was_passed_over_is_saved_again(
         chosen = saver.newest()
         assert chosen is not None and chosen.manifest.step == 1
     tensors = {"model.w": torch.zeros(3)}
-    saver.save(
-        tensors,
-        before=lambda: None,
-        last=True,
-        step=2,
-        consumed_samples=16,
-        layout={},
-        job={},
-        state={},
-        validation={},
-    )
+    saver.save(tensors, CheckpointMetadata(2, consumed_samples=16), last=True)
     saver.close()
     (aside,) = set_aside_in(tmp_path)
     assert (

@@ -44,6 +44,7 @@ from trainkit.families import FAMILIES
 from trainkit.jobs.schema import Model
 from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.checkpoint.save_load import CheckpointMetadata
 from trainkit.train.huggingface import check_weights, load_weights
 from trainkit.train.huggingface.config import contradictions, to_hf_config
 from trainkit.train.huggingface.folder import open_weights
@@ -108,9 +109,7 @@ def _on_two_ranks(folder: Path, checkpoints: Path) -> None:
         module.to_empty(device="cpu")
         load_weights(folder / case, sharded_parameters(module, 1), model, VOCAB)
         tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
-        checkpoint.save(
-            checkpoints / case, tensors, step=7, consumed_samples=0, layout={}, job={}, state={}
-        )
+        checkpoint.save(checkpoints / case, tensors, CheckpointMetadata(7, consumed_samples=0))
 
 
 def test_every_rank_reads_its_part_and_parts_are_exported_whole(

@@ -50,7 +50,7 @@ def test_beats_are_whole_files_at_most_two_a_second(
     beats.beat("eval", 9)
     assert said()["step"] == 9
     now += 0.6
-    beats.again()
+    beats.refresh()
     assert said() == {
         "schema": "heartbeat/1",
         "rank": 3,

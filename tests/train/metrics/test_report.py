@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 from trainkit.runs.sample_windows import SampleWindow, find_sample_window, windows_path
 from trainkit.runs.summary import summarize_run
+from trainkit.train.metrics.records import EvaluationRecord, Throughput, TrainingRecord
 from trainkit.train.metrics.reporter import Reporter, finite, log_line
 
 ROW: dict[str, Any] = {
@@ -32,6 +34,7 @@ ROW: dict[str, Any] = {
     "loss_scale": 4096.0,
     "skipped_iterations": 1,
     "nan_iterations": 0,
+    "rollbacks": 0,
     "elapsed_ms": 250.0,
     "tokens_per_second": 512.0,
     "samples_per_second": 32.0,
@@ -50,6 +53,15 @@ LINE = (
     " | loss scale: 4096.0 | grad norm: 1.250 | number of skipped iterations:   1 | number of nan"
     " iterations:   0 | throughput per device (TFLOP/s): 406.500 | MFU: 41.1% | HFU: 50.6% |"
 )
+
+
+def record(row: dict[str, Any]) -> TrainingRecord:
+    """What has this row."""
+    named = {field.name for field in fields(Throughput)}
+    used = Throughput(**{key: row[key] for key in named})
+    return TrainingRecord(
+        **{key: value for key, value in row.items() if key not in named}, throughput=used
+    )
 
 
 def rows(run: RunFolder) -> list[dict[str, Any]]:
@@ -78,8 +90,8 @@ def run(tmp_path: Path) -> RunFolder:
 
 def test_one_step(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(run, tiny_job(1, tmp_path), -1)
-    reporter.step(ROW)
-    reporter.step({**ROW, "step": 4})
+    reporter.step(record(ROW))
+    reporter.step(record({**ROW, "step": 4}))
     reporter.close()
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
@@ -118,11 +130,10 @@ def test_what_is_not_finite_or_not_known(
 ) -> None:
     unknown = {"mfu": None, "hfu": None, "peak": None, "hardware_tflops": 406.5}
     reporter = Reporter(run, tiny_job(1, tmp_path), -1)
-    reporter.step(
-        {**ROW, **unknown, "lm_loss": math.nan, "grad_norm": math.inf, "nan_iterations": 1}
-    )
-    reporter.evaluation({"step": 3, "consumed_samples": 24, "eval": "valid", "lm_loss": math.nan})
-    reporter.step({**ROW, **unknown, "step": 4})
+    row = {**ROW, **unknown, "lm_loss": math.nan, "grad_norm": math.inf, "nan_iterations": 1}
+    reporter.step(record(row))
+    reporter.evaluation(EvaluationRecord(3, 24, "valid", math.nan))
+    reporter.step(record({**ROW, **unknown, "step": 4}))
     reporter.close()
     first, evaluation, second = rows(run)
     assert (first["lm_loss"], first["grad_norm"], first["nan_iterations"], first["mfu"]) == (
@@ -153,8 +164,8 @@ def test_validation_sets(
     run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reporter = Reporter(run, tiny_job(1, tmp_path), -1)
-    reporter.evaluation({"step": 0, "consumed_samples": 0, "eval": "valid", "lm_loss": 2.0})
-    reporter.evaluation({"step": 0, "consumed_samples": 0, "eval": "books", "lm_loss": 1000.0})
+    reporter.evaluation(EvaluationRecord(0, 0, "valid", 2.0))
+    reporter.evaluation(EvaluationRecord(0, 0, "books", 1000.0))
     reporter.close()
     assert capsys.readouterr().out.splitlines() == [
         (
@@ -179,10 +190,10 @@ def test_validation_sets(
 def test_going_on_takes_later_rows_back(run: RunFolder, tmp_path: Path) -> None:
     reporter = Reporter(run, tiny_job(1, tmp_path), -1)
     for step in (1, 2, 3):
-        reporter.step({**ROW, "step": step})
+        reporter.step(record({**ROW, "step": step}))
     reporter.close()
     reporter = Reporter(run, tiny_job(1, tmp_path), 1)
-    reporter.step({**ROW, "step": 2, "lm_loss": 4.0})
+    reporter.step(record({**ROW, "step": 2, "lm_loss": 4.0}))
     reporter.close()
     assert [(row["step"], row["lm_loss"]) for row in read_rows(run.metrics)] == [(1, 5.5), (2, 4.0)]
 
@@ -190,10 +201,13 @@ def test_going_on_takes_later_rows_back(run: RunFolder, tmp_path: Path) -> None:
 def test_the_beginning_of_the_line_is_megatrons() -> None:
     """What reads Megatron's logs finds its numbers here."""
     found = re.search(
-        r"iteration\s+(\d+)/\s+(\d+) \|.* lm loss: (\S+) \| loss scale: (\S+) \|", log_line(ROW, 12)
+        r"iteration\s+(\d+)/\s+(\d+) \|.* lm loss: (\S+) \| loss scale: (\S+) \|",
+        log_line(record(ROW), 12),
     )
     assert found and found.groups() == ("3", "12", "5.500000E+00", "4096.0")
-    assert log_line({**ROW, "hardware_tflops": ROW["model_tflops"]}, 12).endswith("| MFU: 41.1% |")
+    assert log_line(record({**ROW, "hardware_tflops": ROW["model_tflops"]}), 12).endswith(
+        "| MFU: 41.1% |"
+    )
 
 
 def test_finite() -> None:
@@ -208,7 +222,7 @@ def test_finite() -> None:
 def test_a_report_sums_up(run: RunFolder, tmp_path: Path) -> None:
     reporter = Reporter(run, tiny_job(1, tmp_path), -1)
     for step, tflops in ((5, 100.0), (10, 300.0), (12, 200.0)):
-        reporter.step({**ROW, "step": step, "model_tflops": tflops, "mfu": tflops / 1000})
+        reporter.step(record({**ROW, "step": step, "model_tflops": tflops, "mfu": tflops / 1000}))
     reporter.close()
     report = summarize_run(run).to_json()
     assert (report["model_tflops"], report["mfu"], report["peak"]) == (200.0, 0.2, ROW["peak"])
@@ -235,21 +249,21 @@ def test_files_that_cannot_be_opened_now_are_opened_later(
     taken back of them stays so."""
     reporter = Reporter(run, tiny_job(1, tmp_path), -1)
     for step in (1, 2, 3):
-        reporter.step({**ROW, "step": step})
+        reporter.step(record({**ROW, "step": step}))
     reporter.close()
     shutil.move(run.tensorboard, tmp_path / "elsewhere")
     run.tensorboard.touch()
     windows_path(run).mkdir()
     reporter = Reporter(run, tiny_job(1, tmp_path), 2)
     for step in (3, 4):
-        reporter.begins(SampleWindow(step, 8 * step, 8))
-        reporter.step({**ROW, "step": step})
+        reporter.on_step_begin(SampleWindow(step, 8 * step, 8))
+        reporter.step(record({**ROW, "step": step}))
     run.tensorboard.unlink()
     shutil.move(tmp_path / "elsewhere", run.tensorboard)
     windows_path(run).rmdir()
     reporter.sync()
-    reporter.begins(SampleWindow(5, 40, 8))
-    reporter.step({**ROW, "step": 5})
+    reporter.on_step_begin(SampleWindow(5, 40, 8))
+    reporter.step(record({**ROW, "step": 5}))
     reporter.close()
     errors = capsys.readouterr().err
     assert (
@@ -268,7 +282,7 @@ def test_what_ended_a_run_is_not_hidden_by_a_full_disk(
 
     for failed in (True, False):
         reporter = Reporter(run, tiny_job(1, tmp_path), -1)
-        reporter.step(ROW)
+        reporter.step(record(ROW))
         expected = (
             contextlib.nullcontext() if failed else pytest.raises(OSError, match="No space left")
         )

@@ -139,15 +139,15 @@ def _trained(
     if until:
         while made.step < until:
             made.train_step()
-            made.settle(all=True)
+            made.process_results(all=True)
         made.save(last=True)
-        made.saver.finish(last=True)
+        made.checkpoints.wait_for_save(last=True)
     else:
         made.train()
-    here = made.maker.tensors()  # of the others there is nothing on this rank
+    here = made.step_runner.tensors()  # of the others there is nothing on this rank
     tensors = {
         name: whole(here.get(name, Shards({}, shape, torch.float32)))
-        for name, shape in sorted(made.maker.expected().items())
+        for name, shape in sorted(made.step_runner.expected().items())
     }
     return {"tensors": tensors, "rows": read_rows(run.metrics)}
 
@@ -161,11 +161,11 @@ def _dropped(root: Path) -> dict[str, list[float]]:
     batches = list(made.train_feed.read(0, 4))
     found: dict[str, list[float]] = {"1": [], "2": []}
     for seed in (1, 2, 1, 2):
-        made.maker.job = job.model_copy(
+        made.step_runner.job = job.model_copy(
             update={"training": job.training.model_copy(update={"seed": seed})}
         )
-        found[str(seed)].append(float(made.maker.backward(batches, 4)[0]))
-        made.maker.optimizer.zero_grad()
+        found[str(seed)].append(float(made.step_runner.backward(batches, 4)[0]))
+        made.step_runner.optimizer.zero_grad()
     return found
 
 

@@ -111,14 +111,16 @@ def _file_bytes(plan: SavePlan) -> int:
 
 
 class HashingWriter:
-    """A new file that is hashed beside its writing, piece by piece; `moved` is called after
+    """A new file that is hashed beside its writing, piece by piece; `on_progress` is called after
     each. The disk begins with a piece while the next one is copied: left to `fsync`, it would
     stand idle until then."""
 
-    def __init__(self, file: FileIO, beside: ThreadPoolExecutor, moved: Callable[[], None]) -> None:
+    def __init__(
+        self, file: FileIO, beside: ThreadPoolExecutor, on_progress: Callable[[], None]
+    ) -> None:
         self.file = file
         self.beside = beside
-        self.moved = moved
+        self.on_progress = on_progress
         self.end = self._begun = 0  # bytes written, bytes that the disk was told to take
         self._digest = xxhash.xxh3_128()
 
@@ -141,7 +143,7 @@ class HashingWriter:
                         os.POSIX_FADV_DONTNEED,
                     )
                 self._begun = self.end
-            self.moved()
+            self.on_progress()
 
     def finish(self) -> str:
         """Make it durable; returns the xxh128 of all that was written. Raises OSError as the
@@ -155,10 +157,10 @@ class HashingWriter:
 
 
 class DcpWriter(StorageWriter):
-    """Writes this rank's parts into `folder`/rank-NNNNN.bin, calling `moved` again and again.
+    """Writes this rank's parts into `folder`/rank-NNNNN.bin, calling `on_progress` again and again.
 
-    `room` is told on rank 0, before anything is written, how many bytes all ranks will write
-    together; an OSError of its is raised on all of them. After a save, `files` and `tensors`
+    `reserve` is called on rank 0, before anything is written, with the bytes that all ranks will
+    write together; its OSError is raised on all of them. After a save, `files` and `tensors`
     hold the manifest's tables on rank 0.
     """
 
@@ -166,13 +168,13 @@ class DcpWriter(StorageWriter):
         self,
         folder: Path,
         rank: int,
-        moved: Callable[[], None] = lambda: None,
-        room: Callable[[int], None] = lambda needed: None,
+        on_progress: Callable[[], None] = lambda: None,
+        reserve: Callable[[int], None] = lambda needed: None,
     ) -> None:
         self.folder = folder
         self.name = f"rank-{rank:05d}.bin"
-        self.moved = moved
-        self.room = room
+        self.on_progress = on_progress
+        self._reserve_room = reserve
         self.files: list[DataFile] = []
         self.tensors: dict[str, TensorEntry] = {}
 
@@ -186,7 +188,7 @@ class DcpWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """What many ranks hold is in one plan only by now: what replicas there are does not
         count."""
-        self.room(sum(_file_bytes(plan) for plan in plans))
+        self._reserve_room(sum(_file_bytes(plan) for plan in plans))
         return plans
 
     @classmethod
@@ -199,7 +201,7 @@ class DcpWriter(StorageWriter):
             return _done([])
         parts = []
         with create(self.folder / self.name) as file, ThreadPoolExecutor(1) as beside:
-            stream = HashingWriter(file, beside, self.moved)
+            stream = HashingWriter(file, beside, self.on_progress)
             for item in plan.items:
                 part = cast(torch.Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
                 stream.write(memoryview(bytes(-stream.end % ALIGNMENT)))

@@ -21,29 +21,30 @@ def parts_of(tensor: Tensor) -> dict[Offsets, Tensor]:
 
 
 class StagingBuffers:
-    """Room for one checkpoint's tensors; page-locked where they come from a CUDA device, so that
-    the copy does not keep the host waiting.
+    """Host memory for one checkpoint's tensors; page-locked where they come from a CUDA device, so
+    that the copy does not keep the host waiting.
 
     It is made at the first copy and kept: the system would clear every page of new memory again.
     Nor does training wait for a copy from host memory: it goes on beside the next step's forward
-    and backward, which only read the weights; `taken` is for the moment before they change.
+    and backward, which only read the weights; `wait_for_staging` is for the moment before they
+    change.
     """
 
     def __init__(self) -> None:
         self._room: dict[tuple[str, Offsets], Tensor] = {}
         self._arrived: torch.cuda.Event | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
-        self._copying: Future[None] | None = None
+        self._staging_future: Future[None] | None = None
 
     @property
     def bytes(self) -> int:
         """Held on this rank."""
         return sum(room.nbytes for room in self._room.values())
 
-    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors in host memory: there after `wait`, as the originals are now, which
-        must not change before `taken` has returned. The copies of the time before must no longer
-        be in use."""
+    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors in host memory: there after `wait_for_copies`, as the originals are
+        now, which must not change before `wait_for_staging` has returned. The copies of the time
+        before must no longer be in use."""
         copies: dict[str, Tensor] = {}
         moves: list[tuple[Tensor, Tensor]] = []
         for name, tensor in tensors.items():
@@ -61,23 +62,23 @@ class StagingBuffers:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
         else:
-            self._copying = self._thread.submit(_copy, moves)
+            self._staging_future = self._thread.submit(_copy, moves)
         return copies
 
     @property
-    def copying(self) -> bool:
-        """Whether `taken` would wait."""
-        return self._copying is not None and not self._copying.done()
+    def staging(self) -> bool:
+        """Whether `wait_for_staging` would wait."""
+        return self._staging_future is not None and not self._staging_future.done()
 
-    def taken(self) -> None:
-        """Wait until the originals may change. On CUDA that is at once: what the device is told
-        later, it does later."""
-        if self._copying is not None:
-            self._copying.result()
+    def wait_for_staging(self) -> None:
+        """Wait until the originals may change. On CUDA that is at once: the device does what it
+        gets later after the copy."""
+        if self._staging_future is not None:
+            self._staging_future.result()
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until the copies are there."""
-        self.taken()
+        self.wait_for_staging()
         if self._arrived is not None:
             self._arrived.synchronize()
 

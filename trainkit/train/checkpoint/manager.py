@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +22,34 @@ from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs.checkpoints import Checkpoint, prune, published_folders, step_of
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.host_copies import StagingBuffers
-from trainkit.train.checkpoint.save_load import NotSaved
+from trainkit.train.checkpoint.newest import newest_valid_together
+from trainkit.train.checkpoint.save_load import CheckpointMetadata, NotSaved
 
 BEAT = 0.5  # seconds between two signs of life of one who waits
-FAILURES = 2  # so many saves in a row that the disk does not take, and training stops
+MAX_FAILURES = 2  # so many saves in a row that the disk does not take, and training stops
+
+
+class CheckpointObserver:
+    """What a CheckpointManager calls while it saves. Here every method does nothing."""
+
+    def before_write(self) -> None:
+        """On rank 0, in the thread that called `save`, before files are written. An OSError
+        counts as the disk's."""
+
+    def after_publish(self) -> None:
+        """On rank 0, when the checkpoint is published and nothing is deleted yet. What it raises
+        is raised on all ranks."""
+
+    def on_saved(self, stop_seconds: float) -> None:
+        """A save has ended. From another thread where saves are asynchronous.
+
+        Args:
+            stop_seconds: what a stop needs from now on for its checkpoint, by the longest saves
+                so far.
+        """
+
+    def on_progress(self) -> None:
+        """After every part of a save, or of a deletion, that training waits for."""
 
 
 class CheckpointManager:
@@ -35,178 +58,170 @@ class CheckpointManager:
     A save that the disk does not take is a warning, and training goes on to the next one; the
     second in a row, and the last one of a run, raise NotSaved. What that decides is decided at
     the next save, where all ranks have waited for the one before: so they all decide it at the
-    same step. Raises TrainkitError when it is made, as `checkpoint.refuse_without_locks` does:
-    no save would succeed.
+    same step.
 
     Args:
-        keep: the job's `checkpoint` table. folder: the run's checkpoints. ended: told of the
-        seconds that a stop needs from now on for its checkpoint, by the longest of what was
-        seen, when a save has ended; from another
-            thread where saves are asynchronous.
-        moved: called after every part of a save, or of a deletion, that training waits for.
+        settings: the job's `checkpoint` table.
+        folder: the run's checkpoints.
+        observer: is called as its class says.
+
+    Raises:
+        TrainkitError: as `refuse_without_locks` does: no save would succeed.
     """
 
     def __init__(
         self,
-        keep: CheckpointSettings,
+        settings: CheckpointSettings,
         folder: Path,
-        ended: Callable[[float], None] = lambda seconds: None,
-        moved: Callable[[], None] = lambda: None,
+        observer: CheckpointObserver | None = None,
     ) -> None:
-        self.keep = keep
+        self.settings = settings
         self.folder = folder
-        self.ended = ended
-        self.moved = moved
+        self.observer = observer or CheckpointObserver()
         checkpoint.refuse_without_locks(folder)
-        # A group of its own: a thread that talks in the default one in the midst of training's own
-        # words aborts it.
-        if keep.save_async:
+        self._group: dist.ProcessGroup | None = None
+        self._save_thread: ThreadPoolExecutor | None = None
+        if settings.save_async:
+            # A group of its own: two threads that talk in the default one abort it.
             self._group = dist.new_group(backend="gloo")
-        else:
-            self._group = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save") if keep.save_async else None
-        self._running: Future[None] | None = None
+            self._save_thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._save_future: Future[None] | None = None
         # deleting takes as long as a third of a save, and nobody need wait for it
-        self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
-        self._pruning: Future[None] | None = None
-        self._renamed = threading.Event()  # what goes has other names: the lock is free
-        self._renamed.set()
-        self._hurries = threading.Event()
-        self._parts = 0  # of a save behind training, so far
-        self.took = 0.0  # seconds of the last save
-        self._copying_took = self._saving_took = 0.0  # the longest so far
+        self._purge_thread = ThreadPoolExecutor(1, thread_name_prefix="prune")
+        self._purge_future: Future[None] | None = None
+        self._stale_renamed = threading.Event()  # what goes has other names: the lock is free
+        self._stale_renamed.set()
+        self._stopping = threading.Event()
+        self._parts_written = 0  # of a save behind training, so far
+        self.save_seconds = 0.0  # of the last save
+        self._longest_staging = 0.0
+        self._longest_save = 0.0
         # steps of checkpoints that were there at the beginning, or that this process made (rank 0)
-        self._known: set[int] = set()
-        self._passed: set[int] = set()  # steps of checkpoints that were passed over
+        self._known_steps: set[int] = set()
+        self._passed_over: set[int] = set()  # steps of checkpoints that could not be loaded
         self._staging = StagingBuffers()
         self._failures = 0
 
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint, the same on all ranks. Raises TrainkitError (exit 16)
         where there are checkpoints and none is whole."""
-        self.finish()
-        self._wait_for_deletion(None, self.moved)
-        self._passed.clear()
-        with contextlib.suppress(OSError):
-            self._known |= set(
-                map(step_of, published_folders(self.folder)) if dist.get_rank() == 0 else ()
-            )
-        return checkpoint.newest_valid_together(self.folder, self.keep.verify, _warn, self._passed)
+        self.wait_for_save()
+        self._wait_for_purge_together(None, self.observer.on_progress)
+        self._passed_over.clear()
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                self._known_steps |= set(map(step_of, published_folders(self.folder)))
+        return newest_valid_together(self.folder, self.settings.verify, _warn, self._passed_over)
 
     def save(
-        self,
-        tensors: Mapping[str, Tensor],
-        *,
-        before: Callable[[], None],
-        last: bool,
-        after: Callable[[], None] = lambda: None,
-        **about: Any,
+        self, tensors: Mapping[str, Tensor], metadata: CheckpointMetadata, *, last: bool
     ) -> None:
         """Publish the checkpoint of this step and begin to delete what need not stay; with
         save_async: begin to publish.
 
         Args:
-            tensors: what it holds, by name. They may change when `taken` has returned. before:
-            done on rank 0 before the files are written, in this thread; its OSError counts as
-            the disk's. after: done on rank 0 when it was published, and nothing is deleted yet;
-            what it raises is raised on all ranks. last: it must not fail: the checkpoint is
-            there when this returns, or NotSaved is raised. about: as for `checkpoint.save`.
+            tensors: what it holds, by name. They may change when `wait_for_staging` has returned.
+            metadata: what the manifest says besides.
+            last: it must not fail: the checkpoint is there when this returns.
 
-        Raises NotSaved as the class says; what the save before this one has met, if it was
-        asynchronous.
+        Raises:
+            NotSaved: as the class says; what the save before this one has met, if it was
+                asynchronous.
         """
-        self.finish()
-        if dist.get_rank() == 0:
-            ready = _kept(before)
-        else:
-            ready = before
-        if self._thread is None:
-            self._end(partial(self._save, tensors, ready, after, **about), last)
+        self.wait_for_save()
+        # Rank 0 calls it here and not in the thread that saves; its error belongs to the save.
+        raise_error = _call_and_keep_error(self.observer.before_write, dist.get_rank() == 0)
+        if self._save_thread is None:
+            self._count_failures(partial(self._save, tensors, metadata, raise_error), last)
             return
         began = time.perf_counter()
-        copies = self._staging.copy(tensors)
-        self._copying_took = max(self._copying_took, time.perf_counter() - began)
-        self._running = self._thread.submit(self._save, copies, ready, after, **about)
+        copies = self._staging.stage(tensors)
+        self._longest_staging = max(self._longest_staging, time.perf_counter() - began)
+        self._save_future = self._save_thread.submit(self._save, copies, metadata, raise_error)
         if last or self._failures:  # after a failure nobody need wait for the next save to know
-            self.finish(last=last)
+            self.wait_for_save(last=last)
 
-    def hurry(self) -> None:
-        """Told to stop, all ranks at the same step: from now on nothing is waited for that the
-        checkpoint of this step can do without. Only a disk without room for it waits until older
-        ones are gone; what is not deleted by then, the next run deletes."""
-        self._hurries.set()
+    def prepare_to_stop(self) -> None:
+        """The run stops, on all ranks at the same step: from now on nothing is waited for that
+        the checkpoint of this step can do without. Only a disk without room for it waits until
+        older ones are gone; what is not deleted by then, the next run deletes."""
+        self._stopping.set()
 
     @property
-    def copying(self) -> bool:
-        """Whether `taken` would wait."""
-        return self._staging.copying
+    def staging(self) -> bool:
+        """Whether `wait_for_staging` would wait."""
+        return self._staging.staging
 
-    def taken(self) -> None:
+    def wait_for_staging(self) -> None:
         """Wait until the tensors of the last save may change; to be called before every update.
         It talks to no other rank."""
-        self._staging.taken()
+        self._staging.wait_for_staging()
 
-    def finish(self, *, last: bool = False) -> None:
+    def wait_for_save(self, *, last: bool = False) -> None:
         """Wait for the save under way. Raises NotSaved as `save` does."""
-        running = self._running
-        self._running = None
-        if running is not None:
-            seen = -1
-            while not wait([running], BEAT).done:
-                if seen != self._parts:  # else it may hang, and must look so
-                    seen = self._parts
-                    self.moved()
-            self._end(running.result, last)
+        future = self._save_future
+        self._save_future = None
+        if future is None:
+            return
+        seen = -1
+        while not wait([future], BEAT).done:
+            if seen != self._parts_written:  # else it may hang, and must look so
+                seen = self._parts_written
+                self.observer.on_progress()
+        self._count_failures(future.result, last)
 
-    def others(self) -> bool:
+    def has_foreign_checkpoints(self) -> bool:
         """Whether there are checkpoints that another process has published since: to be asked on
         rank 0. Raises OSError as the disk does."""
-        return any(step_of(folder) not in self._known for folder in published_folders(self.folder))
+        return any(
+            step_of(folder) not in self._known_steps for folder in published_folders(self.folder)
+        )
 
-    def pruned(self) -> None:
+    def wait_for_purge(self) -> None:
         """Wait until what the last save deletes is gone, on this rank alone."""
-        if self._pruning is not None:
-            wait([self._pruning])
+        if self._purge_future is not None:
+            wait([self._purge_future])
 
     def close(self) -> None:
         """Wait for the save and the deletion under way, whatever comes of them: the run has
-        ended, perhaps with something worse. In a hurry, not for the deletion: it ends with the
+        ended, perhaps with something worse. When it stops, not for the deletion: it ends with the
         process."""
-        running = self._running
-        self._running = None
-        if running is not None:
-            running.exception()
-        if not self._hurries.is_set():
-            self.pruned()
+        future = self._save_future
+        self._save_future = None
+        if future is not None:
+            future.exception()
+        if not self._stopping.is_set():
+            self.wait_for_purge()
 
-    def _wait_for_deletion(self, group: dist.ProcessGroup | None, part: Callable[[], None]) -> None:
-        """By all ranks together, until what the last save deletes is gone, or it hurries: the
-        next one needs the room, and would take what is half deleted for a dead writer's. All
+    def _wait_for_purge_together(
+        self, group: dist.ProcessGroup | None, on_progress: Callable[[], None]
+    ) -> None:
+        """By all ranks together, until what the last save deletes is gone, or the run stops: the
+        next save needs the room, and would take what is half deleted for a dead writer's. All
         ranks show that they live meanwhile."""
         waits = torch.ones(1)
         while waits:
             if dist.get_rank() == 0:
                 waits.fill_(
-                    self._pruning is not None
-                    and not self._hurries.is_set()
-                    and not wait([self._pruning], BEAT).done
+                    self._purge_future is not None
+                    and not self._stopping.is_set()
+                    and not wait([self._purge_future], BEAT).done
                 )
             dist.broadcast(waits, src=0, group=group)
-            part()
+            on_progress()
 
-    def _part(self) -> None:
-        """A part of a save is done."""
-        if self._thread is None:
-            self.moved()
+    def _on_part_written(self) -> None:
+        if self._save_thread is None:
+            self.observer.on_progress()
         else:
-            self._parts += 1
+            self._parts_written += 1
 
-    def _end(self, result: Callable[[], None], last: bool) -> None:
+    def _count_failures(self, save: Callable[[], None], last: bool) -> None:
         try:
-            result()
+            save()
         except NotSaved as error:
             self._failures += 1
-            if last or self._failures >= FAILURES:
+            if last or self._failures >= MAX_FAILURES:
                 raise
             if dist.get_rank() == 0:
                 _warn(f"{error.message}; training goes on, the next save tries again")
@@ -216,53 +231,56 @@ class CheckpointManager:
     def _save(
         self,
         tensors: Mapping[str, Tensor],
-        before: Callable[[], None],
-        after: Callable[[], None],
-        **about: Any,
+        metadata: CheckpointMetadata,
+        raise_error: Callable[[], None],
     ) -> None:
-        self._wait_for_deletion(self._group, self._part)
+        """One save from its first wait to the beginning of the deletion, in the thread that
+        saves."""
+        self._wait_for_purge_together(self._group, self._on_part_written)
         began = time.perf_counter()
-        self._staging.wait()
+        self._staging.wait_for_copies()
 
-        def begin() -> None:
-            before()
-            self._renamed.wait()
+        def before_write() -> None:
+            raise_error()
+            self._stale_renamed.wait()
 
-        if self._hurries.is_set():
-            deleting = self.pruned
-        else:
-            deleting = None
+        wait_for_deletion = None
+        if self._stopping.is_set():
+            wait_for_deletion = self.wait_for_purge
         saved = checkpoint.save(
             self.folder,
             tensors,
+            metadata,
             group=self._group,
-            before=begin,
-            moved=self._part,
-            deleting=deleting,
-            passed=self._passed,
-            **about,
+            before_write=before_write,
+            on_progress=self._on_part_written,
+            wait_for_deletion=wait_for_deletion,
+            passed_over=self._passed_over,
         )
-        self.took = seconds = time.perf_counter() - began
-        self._saving_took = max(self._saving_took, seconds)
-        # one may be in flight
-        self.ended(self._copying_took + self._saving_took * (1 if self._thread is None else 2))
+        self._report_saved(saved, time.perf_counter() - began)
+        self._known_steps.add(saved.manifest.step)
+        checkpoint.on_rank_0(self._group, self.observer.after_publish, "after a save")
+        if dist.get_rank() == 0 and not self._stopping.is_set():
+            self._stale_renamed.clear()
+            self._purge_future = self._purge_thread.submit(self._purge_stale, saved.manifest.step)
+
+    def _report_saved(self, saved: Checkpoint, seconds: float) -> None:
+        self.save_seconds = seconds
+        self._longest_save = max(self._longest_save, seconds)
+        saves = 1 if self._save_thread is None else 2  # one may be in flight when the stop comes
+        self.observer.on_saved(self._longest_staging + self._longest_save * saves)
         if dist.get_rank() == 0:
             print(
                 f" saved checkpoint {saved.manifest.step}: {saved.bytes / 1e9:.3f} GB in"
                 f" {seconds:.2f} s",
                 flush=True,
             )
-        self._known.add(saved.manifest.step)
-        checkpoint.on_rank_0(self._group, after, "after a save")
-        if dist.get_rank() == 0 and not self._hurries.is_set():
-            self._renamed.clear()
-            self._pruning = self._pruner.submit(self._prune, saved.manifest.step)
 
-    def _prune(self, newest: int) -> None:
+    def _purge_stale(self, newest: int) -> None:
         """Raises nothing: the new one is there, and no more is lost than room."""
         with contextlib.suppress(OSError):  # of stdout and stderr
             try:
-                gone = prune(self.folder, self.keep, newest, self._renaming())
+                gone = prune(self.folder, self.settings, newest, self._lock_for_renaming())
             except (OSError, LockBusy, TrainkitError) as error:
                 _warn(f"an old checkpoint could not be deleted: {error}")
             except Exception as error:
@@ -271,25 +289,27 @@ class CheckpointManager:
                 if gone:
                     print(f" deleted checkpoint {', '.join(map(str, gone))}", flush=True)
             finally:
-                self._renamed.set()
+                self._stale_renamed.set()
 
     @contextlib.contextmanager
-    def _renaming(self) -> Iterator[None]:
+    def _lock_for_renaming(self) -> Iterator[None]:
         with checkpoint.writer_lock(self.folder):
             yield
-        self._renamed.set()
+        self._stale_renamed.set()
 
 
-def _kept(do: Callable[[], None]) -> Callable[[], None]:
-    """Do it now; the OSError or TrainkitError it raised is raised when the result is called for."""
+def _call_and_keep_error(call: Callable[[], None], wanted: bool) -> Callable[[], None]:
+    """Call it now if it is wanted. Returns what raises the OSError or TrainkitError that it
+    raised."""
     future: Future[None] = Future()
     try:
-        do()
+        if wanted:
+            call()
         future.set_result(None)
     except (OSError, TrainkitError) as error:
         future.set_exception(error)
     return future.result
 
 
-def _warn(words: str) -> None:
-    print(f"WARNING: {words}", file=sys.stderr, flush=True)
+def _warn(message: str) -> None:
+    print(f"WARNING: {message}", file=sys.stderr, flush=True)

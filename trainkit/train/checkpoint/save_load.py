@@ -9,11 +9,10 @@ import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,29 +25,22 @@ import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove
 from trainkit.base.locks import LockBusy, locked
-from trainkit.runs.checkpoint_errors import DamagedCheckpoint, NewerCheckpoint, UnreadableCheckpoint
+from trainkit.runs.checkpoint_errors import DamagedCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
     MANIFEST,
-    PINNED,
     UNFINISHED_SUFFIX,
     Checkpoint,
+    DataFile,
     Manifest,
-    VerifyLevel,
+    TensorEntry,
     check_checkpoint,
     checkpoint_folder,
     file_problems,
-    files_to_hash,
     has_valid_seal,
-    newest_valid,
-    published_folders,
-    raise_if_damaged,
     read_manifest,
-    read_valid_manifest,
     set_aside,
-    step_of,
     unfinished_folder,
     verify,
-    wrong_hashes,
 )
 from trainkit.runs.checkpoints import record_evaluation as write_evaluation
 from trainkit.train.checkpoint.dcp_storage import (
@@ -83,34 +75,55 @@ class CheckpointMetadata:
 
     step: int
     consumed_samples: int
-    layout: dict[str, int | str]
-    job: dict[str, Any]
-    state: dict[str, int | float | bool]
+    layout: dict[str, int | str] = field(default_factory=dict)
+    job: dict[str, object] = field(default_factory=dict)
+    state: dict[str, int | float | bool] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
 
+    def manifest(self, files: Iterable[DataFile], tensors: dict[str, TensorEntry]) -> Manifest:
+        """The manifest of these files and tensors, written by this version."""
+        versions = {
+            "trainkit": trainkit.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        return Manifest(files=tuple(files), tensors=tensors, versions=versions, **self.__dict__)
 
-def on_rank_0(group: dist.ProcessGroup | None, do: Callable[[], str | None], what: str) -> str:
-    """Do it on rank 0 and return on all ranks what it returned. What goes wrong is raised on
-    all: NotSaved for what the disk did, else a TrainkitError."""
-    told: list[tuple[str, int | None, str]] = [("", 0, "")]
+
+def on_rank_0(group: dist.ProcessGroup | None, call: Callable[[], str | None], what: str) -> str:
+    """Call it on rank 0 and return on all ranks what it returned.
+
+    Args:
+        group: over all ranks, on the CPU; None: the default one.
+        call: what is called.
+        what: begins the message of an error of the disk.
+
+    Raises:
+        NotSaved: on all ranks, for what the disk did.
+        TrainkitError: on all ranks, for any other error that rank 0 has named.
+    """
+    outcome: list[tuple[str, int | None, str]] = [("", 0, "")]
     if dist.get_rank() == 0:
-        try:
-            told = [(do() or "", 0, "")]
-        except (OSError, LockBusy) as error:
-            told = [(f"{what}: {error}", None, "")]
-        except TrainkitError as error:
-            told = [
-                (
-                    error.message,
-                    None if isinstance(error, NotSaved) else int(error.exit),
-                    error.hint,
-                )
-            ]
-    dist.broadcast_object_list(told, src=0, group=group)
-    words, code, hint = told[0]
+        outcome = [_outcome(call, what)]
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    message, code, hint = outcome[0]
     if code == 0:
-        return words
-    raise NotSaved(words) if code is None else TrainkitError(words, exit=Exit(code), hint=hint)
+        return message
+    if code is None:
+        raise NotSaved(message)
+    raise TrainkitError(message, exit=Exit(code), hint=hint)
+
+
+def _outcome(call: Callable[[], str | None], what: str) -> tuple[str, int | None, str]:
+    """(result or message, exit code: None for NotSaved, hint)."""
+    try:
+        return call() or "", 0, ""
+    except (OSError, LockBusy) as error:
+        return f"{what}: {error}", None, ""
+    except NotSaved as error:
+        return error.message, None, error.hint
+    except TrainkitError as error:
+        return error.message, int(error.exit), error.hint
 
 
 def refuse_without_locks(checkpoints: Path) -> None:
@@ -198,14 +211,14 @@ def _refuse_unreadable(temporary: Path, target: Path, manifest: Manifest) -> Non
 
 
 def _publish(
-    temporary: Path, target: Path, manifest: Manifest, passed: Collection[int] = ()
+    temporary: Path, target: Path, manifest: Manifest, passed_over: Collection[int] = ()
 ) -> None:
     """Make a folder of whole files a checkpoint. What resume has passed over, of one of the
-    steps `passed`, makes way."""
+    steps `passed_over`, makes way."""
     manifest.write(temporary)
     _refuse_unreadable(temporary, target, manifest)
     if os.path.lexists(target):
-        if manifest.step not in passed and not verify(target):
+        if manifest.step not in passed_over and not verify(target):
             words = (
                 f"{target} was written by another process while this one trained: two of them train"
                 " one run"
@@ -227,71 +240,69 @@ def _publish(
 def save(
     checkpoints: Path,
     tensors: Mapping[str, Tensor],
+    metadata: CheckpointMetadata,
     *,
     group: dist.ProcessGroup | None = None,
-    before: Callable[[], None] = lambda: None,
-    moved: Callable[[], None] = lambda: None,
-    deleting: Callable[[], object] | None = None,
-    passed: Collection[int] = (),
-    **about: Any,
+    before_write: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
+    wait_for_deletion: Callable[[], object] | None = None,
+    passed_over: Collection[int] = (),
 ) -> Checkpoint:
     """Write and publish a checkpoint; called by all ranks together. Every rank writes, hashes
     and fsyncs its file in step-N.TOKEN.tmp, a name that only this save has; rank 0 writes the
     manifest, renames and fsyncs the parent.
 
     Args:
-        checkpoints: the run's folder of them. tensors: by name; each rank gives what it holds.
-        group: over all ranks, on the CPU; by default the default one. before: done by rank 0
-        first; its OSError counts as the disk's. moved: called after every part that this rank
-        has written. deleting: waits for a deletion under way. With it what is unfinished there
-        is deleted only where there is no room, for time is short. passed: steps whose checkpoint
-        may be replaced: it was passed over. about: the fields of About.
+        checkpoints: the run's folder of them.
+        tensors: by name; each rank gives what it holds.
+        metadata: what the manifest says besides.
+        group: over all ranks, on the CPU; by default the default one.
+        before_write: called by rank 0 first; its OSError counts as the disk's.
+        on_progress: called after every part that this rank has written.
+        wait_for_deletion: waits for a deletion under way. With it what is unfinished there is
+            deleted only where there is no room, for time is short.
+        passed_over: steps whose checkpoint may be replaced: it could not be loaded.
 
     Returns the checkpoint (its manifest's tables of files and tensors are empty on other ranks
     than 0).
 
     Raises:
         NotSaved: on all ranks when one could not write; older checkpoints are as they were and
-        nothing is left of this one. TrainkitError: exit 17, another process writes this run's
-        checkpoints. Exit 3: the file system has no locks.
+            nothing is left of this one.
+        TrainkitError: exit 17, another process writes this run's checkpoints; exit 3, the file
+            system has no locks.
     """
-    facts = CheckpointMetadata(**about)
-    rank = dist.get_rank()
-    target = checkpoint_folder(checkpoints, facts.step)
-    with contextlib.ExitStack() as held:  # by rank 0
+    target = checkpoint_folder(checkpoints, metadata.step)
+    with contextlib.ExitStack() as until_published:  # on rank 0
 
         def begin() -> str:
-            before()
+            before_write()
             temporary = unfinished_folder(target)
-            held.enter_context(writer_lock(checkpoints))
+            until_published.enter_context(writer_lock(checkpoints))
             # once published it has another name
-            held.callback(shutil.rmtree, temporary, ignore_errors=True)
+            until_published.callback(shutil.rmtree, temporary, ignore_errors=True)
             _prepare(checkpoints, temporary)
-            if deleting is None:
+            if wait_for_deletion is None:
                 _clean(checkpoints, temporary)
             return temporary.name
 
         def make_room() -> None:
-            if deleting is not None:
-                deleting()
+            if wait_for_deletion is not None:
+                wait_for_deletion()
                 _clean(checkpoints, temporary)
 
         temporary = target.with_name(on_rank_0(group, begin, f"cannot begin checkpoint {target}"))
         writer = DcpWriter(
-            temporary, rank, moved, room=partial(_refuse_without_room, checkpoints, make_room)
+            temporary,
+            dist.get_rank(),
+            on_progress,
+            reserve=partial(_refuse_without_room, checkpoints, make_room),
         )
         _write(writer, tensors, group, target)
-        versions = {
-            "trainkit": trainkit.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        manifest = Manifest(
-            files=tuple(writer.files), tensors=writer.tensors, versions=versions, **facts.__dict__
-        )
+        manifest = metadata.manifest(writer.files, writer.tensors)
         on_rank_0(
             group,
-            lambda: _publish(temporary, target, manifest, passed),
+            lambda: _publish(temporary, target, manifest, passed_over),
             f"cannot publish checkpoint {target}",
         )
     return Checkpoint(target, manifest)
@@ -306,8 +317,10 @@ def _write(
             dict(tensors), storage_writer=writer, planner=TensorSavePlanner(), process_group=group
         )
     except CheckpointException as error:
-        words, disk = _first_failure(error, f"could not write checkpoint {target}")
-        raise (NotSaved if disk else RuntimeError)(words) from error
+        message, disk = _first_failure(error, f"could not write checkpoint {target}")
+        if disk:
+            raise NotSaved(message) from error
+        raise RuntimeError(message) from error
 
 
 def writer_lock(checkpoints: Path) -> contextlib.AbstractContextManager[None]:
@@ -333,99 +346,6 @@ def _first_failure(error: CheckpointException, what: str) -> tuple[str, bool]:
     )
 
 
-def newest_valid_together(
-    checkpoints: Path, how: VerifyLevel, tell: Callable[[str], None], passed: set[int] | None = None
-) -> Checkpoint | None:
-    """What `newest_valid` finds, by all ranks together, which have one view of it: rank 0 reads
-    the manifest and looks at the sizes, all others load by what it has read. Of the files that
-    `how` asks for each rank hashes its share.
-
-    `tell` is told on rank 0 of what was passed over, and `passed` gets its steps. Where another
-    one was found, what was read and is wrong is set aside: it may look whole to whoever does not
-    read it, and must not push out what is. Raises TrainkitError on all ranks as `newest_valid`
-    does.
-    """
-    there: list[list[Path]] = [published_folders(checkpoints) if dist.get_rank() == 0 else []]
-    dist.broadcast_object_list(there, src=0)
-    wrong: list[tuple[Path, tuple[int, int]]] = []
-
-    def opened(folder: Path) -> Checkpoint:
-        seen = _identity(folder)
-        try:
-            return _open_together(folder, how)
-        except DamagedCheckpoint as damaged:
-            if not isinstance(damaged, UnreadableCheckpoint):
-                wrong.append((folder, seen))
-            raise
-
-    on_damage = (
-        (lambda words: tell(f"passed over: {words}"))
-        if dist.get_rank() == 0
-        else lambda words: None
-    )
-    found = newest_valid(checkpoints, on_damage, opened, there[0])
-    if found and passed is not None:
-        passed.update(step for step in map(step_of, there[0]) if step > found.manifest.step)
-    if found and wrong and dist.get_rank() == 0:
-        _set_aside(checkpoints, wrong, tell)
-    return found
-
-
-def _identity(folder: Path) -> tuple[int, int]:
-    """What tells a folder from another one of its name."""
-    try:
-        seen = folder.stat()
-    except OSError:
-        return 0, 0
-    return seen.st_ino, seen.st_mtime_ns
-
-
-def _set_aside(
-    checkpoints: Path, wrong: list[tuple[Path, tuple[int, int]]], tell: Callable[[str], None]
-) -> None:
-    """Rename what was found damaged, but for what a person put there, and what another writer
-    has put in its place since."""
-    try:
-        with writer_lock(checkpoints):
-            for folder, seen in wrong:
-                if (
-                    not folder.is_symlink()
-                    and not os.path.lexists(folder / PINNED)
-                    and _identity(folder) == seen
-                ):
-                    tell(f"{folder} is now {set_aside(folder).name}")
-    except (OSError, LockBusy, TrainkitError) as error:
-        tell(f"{', '.join(str(folder) for folder, _ in wrong)} stay under their names: {error}")
-
-
-def _open_together(folder: Path, how: VerifyLevel) -> Checkpoint:
-    """Raises DamagedCheckpoint, and NewerCheckpoint, on all ranks, with what any of them found."""
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    read: list[tuple[bytes, type[DamagedCheckpoint | NewerCheckpoint], list[str]]] = [
-        (b"", DamagedCheckpoint, [])
-    ]
-    if rank == 0:
-        try:
-            read = [(read_valid_manifest(folder), DamagedCheckpoint, [])]
-        except (DamagedCheckpoint, NewerCheckpoint) as error:
-            read = [(b"", type(error), error.problem_list)]
-    dist.broadcast_object_list(read, src=0)
-    content, kind, problems = read[0]
-    if problems:
-        raise kind(folder, problems)
-    manifest = Manifest.model_validate_json(content)
-    found: list[tuple[list[str], list[str]]] = [([], [])] * size
-    wrong, unread = wrong_hashes(folder, files_to_hash(manifest, how)[rank::size])
-    dist.all_gather_object(found, (wrong, [f"rank {rank}: {words}" for words in unread]))
-    raise_if_damaged(
-        folder,
-        [words for of_rank, _ in found for words in of_rank],
-        [words for _, of_rank in found for words in of_rank],
-    )
-    return Checkpoint(folder, manifest)
-
-
 def load(
     checkpoint: Checkpoint,
     tensors: Mapping[str, Tensor],
@@ -444,25 +364,7 @@ def load(
         named. Exit 10: a file cannot be read.
     """
     saved = checkpoint.manifest.tensors
-    if expected is not None:
-        whole = expected
-    else:
-        whole = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    problems = [f"{name} is not in it" for name in whole if name not in saved]
-    for name in (name for name in whole if name in saved):
-        here = (
-            whole[name],
-            (DTYPE_NAMES[tensors[name].dtype] if name in tensors else saved[name].dtype),
-        )
-        if (there := (saved[name].shape, saved[name].dtype)) != here:
-            problems.append(
-                f"{name} is {list(there[0])} {there[1]} there, {list(here[0])} {here[1]} here"
-            )
-    problems += [
-        f"{name} is not in the model"
-        for name in saved
-        if name.startswith("model.") and name not in whole
-    ]
+    problems = _mismatches(saved, tensors, expected)
     if problems:
         raise TrainkitError(
             f"{checkpoint.folder} is a checkpoint of another model:\n  "
@@ -480,11 +382,40 @@ def load(
                 no_dist=not dist.is_initialized(),
             )
         except CheckpointException as error:
-            words, disk = _first_failure(error, f"could not read checkpoint {checkpoint.folder}")
-            if not disk:
-                raise RuntimeError(words) from error
-            hint = (
-                "checkpoint.verify = 'full' finds such files before one is chosen, and passes"
-                " over it"
+            raise _not_read(checkpoint.folder, error) from error
+
+
+def _mismatches(
+    saved: Mapping[str, TensorEntry],
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]] | None,
+) -> list[str]:
+    """In what a checkpoint's tensors and those of the job differ; arguments as of `load`."""
+    if expected is None:
+        expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    problems = [f"{name} is not in it" for name in expected if name not in saved]
+    for name, shape in expected.items():
+        if name not in saved:
+            continue
+        entry = saved[name]
+        dtype = entry.dtype
+        if name in tensors:
+            dtype = DTYPE_NAMES[tensors[name].dtype]
+        if (entry.shape, entry.dtype) != (shape, dtype):
+            problems.append(
+                f"{name} is {list(entry.shape)} {entry.dtype} there, {list(shape)} {dtype} here"
             )
-            raise TrainkitError(words, exit=Exit.RANK_INFRA, hint=hint) from error
+    problems += [
+        f"{name} is not in the model"
+        for name in saved
+        if name.startswith("model.") and name not in expected
+    ]
+    return problems
+
+
+def _not_read(folder: Path, error: CheckpointException) -> Exception:
+    message, disk = _first_failure(error, f"could not read checkpoint {folder}")
+    if not disk:
+        return RuntimeError(message)
+    hint = "checkpoint.verify = 'full' finds such files before one is chosen, and passes over it"
+    return TrainkitError(message, exit=Exit.RANK_INFRA, hint=hint)

@@ -46,16 +46,16 @@ class Heartbeat:
         return self._first is None or self.step <= self._first
 
     @property
-    def leaves(self) -> bool:
-        """Whether a rank that was told to stop may leave as it stands: there is nothing new, and
+    def may_leave(self) -> bool:
+        """Whether a rank that shall stop may leave as it stands: there is nothing new, and
         it is not saving what a run begins with."""
         return self.nothing_new and self.phase != "save"
 
-    def saved(self, seconds: float) -> None:
-        """A stop needs so long for its checkpoint; the next beat tells."""
-        self.save_seconds = seconds
+    def on_saved(self, stop_seconds: float) -> None:
+        """A stop needs so long for its checkpoint; the next beat says so."""
+        self.save_seconds = stop_seconds
 
-    def again(self) -> None:
+    def refresh(self) -> None:
         """Say that what was begun goes on: to be called at every part of a long save or
         evaluation, and only there, so that a hang stays one."""
         if self.phase is not None:

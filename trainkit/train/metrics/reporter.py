@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
@@ -17,27 +17,16 @@ from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows, truncate_metrics
 from trainkit.runs.sample_windows import SampleWindow, SampleWindowLog
+from trainkit.train.metrics.records import EvaluationRecord, TrainingRecord
 from trainkit.train.metrics.wandb import open_wandb
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# Megatron-LM's names (training/training.py, training_log) and units: seconds, TFLOP/s of one device
-TAGS = {
-    "lm loss": "lm_loss",
-    "learning-rate": "learning_rate",
-    "grad-norm": "grad_norm",
-    "loss-scale": "loss_scale",
-    "batch-size": "global_batch_size",
-    "throughput": "model_tflops",
-    "tokens-per-second": "tokens_per_second",
-    "mfu": "mfu",
-    "hfu": "hfu",
-}
 HIGHEST_EXPONENT = 20.0  # Megatron's limit on what a perplexity is computed of
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """A JSON value with null for every number that JSON cannot hold."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
@@ -46,43 +35,58 @@ def finite(value: Any) -> Any:
     return value
 
 
-def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Tags and values for TensorBoard of a training row; what is not known or not finite is left
-    out."""
-    found = {tag: row[key] for tag, key in TAGS.items()}
-    found["iteration-time"] = row["elapsed_ms"] / 1000
-    found |= {
-        f"{phase}-time": milliseconds / 1000 for phase, milliseconds in row["times_ms"].items()
+def scalars(record: TrainingRecord) -> Iterator[tuple[str, float]]:
+    """Tags and values for TensorBoard; what is not known or not finite is left out. Names and
+    units are Megatron-LM's (training/training.py, training_log): seconds, TFLOP/s of one
+    device."""
+    values: dict[str, float | None] = {
+        "lm loss": record.lm_loss,
+        "learning-rate": record.learning_rate,
+        "grad-norm": record.grad_norm,
+        "loss-scale": record.loss_scale,
+        "batch-size": record.global_batch_size,
+        "throughput": record.throughput.model_tflops,
+        "tokens-per-second": record.tokens_per_second,
+        "mfu": record.throughput.mfu,
+        "hfu": record.throughput.hfu,
+        "iteration-time": record.elapsed_ms / 1000,
     }
-    found |= {
-        f"mem-{kind.replace('_', '-')}-bytes": size for kind, size in row["memory_bytes"].items()
-    }
-    for tag, value in found.items():
+    for phase, milliseconds in record.times_ms.items():
+        values[f"{phase}-time"] = milliseconds / 1000
+    for kind, size in record.memory_bytes.items():
+        values[f"mem-{kind.replace('_', '-')}-bytes"] = size
+    for tag, value in values.items():
         if value is not None and math.isfinite(value):
             yield tag, value
 
 
-def log_line(row: dict[str, Any], train_iters: int) -> str:
-    """Megatron's log line of a training row; after it, what Megatron prints under
-    --log-throughput, and MFU (HFU, where it differs)."""
-    percent = {
-        key: "n/a" if row[key] is None else f"{100 * row[key]:.1f}%" for key in ("mfu", "hfu")
-    }
-    recomputed = row["hardware_tflops"] != row["model_tflops"]
-    return (
-        f" iteration {row['step']:8d}/{train_iters:8d} |"
-        f" consumed samples: {row['consumed_samples']:12d} |"
-        f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
-        f" learning rate: {row['learning_rate']:.6E} |"
-        f" global batch size: {row['global_batch_size']:5d} |"
-        f" lm loss: {row['lm_loss']:.6E} |"
-        f" loss scale: {row['loss_scale']:.1f} |"
-        f" grad norm: {row['grad_norm']:.3f} |"
-        f" number of skipped iterations: {row['skipped_iterations']:3d} |"
-        f" number of nan iterations: {row['nan_iterations']:3d} |"
-        f" throughput per device (TFLOP/s): {row['model_tflops']:.3f} |"
-        f" MFU: {percent['mfu']} |" + (f" HFU: {percent['hfu']} |" if recomputed else "")
+def log_line(record: TrainingRecord, train_iters: int) -> str:
+    """Megatron's log line; after it, what Megatron prints under --log-throughput, and MFU (HFU,
+    where it differs)."""
+    used = record.throughput
+    line = (
+        f" iteration {record.step:8d}/{train_iters:8d} |"
+        f" consumed samples: {record.consumed_samples:12d} |"
+        f" elapsed time per iteration (ms): {record.elapsed_ms:.1f} |"
+        f" learning rate: {record.learning_rate:.6E} |"
+        f" global batch size: {record.global_batch_size:5d} |"
+        f" lm loss: {record.lm_loss:.6E} |"
+        f" loss scale: {record.loss_scale:.1f} |"
+        f" grad norm: {record.grad_norm:.3f} |"
+        f" number of skipped iterations: {record.skipped_iterations:3d} |"
+        f" number of nan iterations: {record.nan_iterations:3d} |"
+        f" throughput per device (TFLOP/s): {used.model_tflops:.3f} |"
+        f" MFU: {_percent(used.mfu)} |"
     )
+    if used.hardware_tflops != used.model_tflops:
+        return f"{line} HFU: {_percent(used.hfu)} |"
+    return line
+
+
+def _percent(part: float | None) -> str:
+    if part is None:
+        return "n/a"
+    return f"{100 * part:.1f}%"
 
 
 def take_back(metrics: Path, step: int, *, evaluated: bool) -> None:
@@ -223,9 +227,10 @@ class Reporter:
         self.metrics = LineFile(run.metrics)
         self.board = TensorBoardFiles(run.tensorboard, step)
         self.windows = SampleWindowLog(run)
-        self.named_peak = self.missed_window = False
+        self.peak_reported = False
+        self.missed_window = False
 
-    def begins(self, window: SampleWindow) -> None:
+    def on_step_begin(self, window: SampleWindow) -> None:
         """A step is about to take these samples. Without a disk nobody will know of them, and
         training goes on."""
         try:
@@ -238,51 +243,54 @@ class Reporter:
                 )
             self.missed_window = True
 
-    def step(self, row: dict[str, Any]) -> None:
+    def step(self, record: TrainingRecord) -> None:
         """One training row (docs/run-folder.md): to the metrics, to TensorBoard under Megatron's
         names, to W&B, and as log lines to stdout.
 
         The line of times has rank 0's own, where Megatron's has the least and the most of all
         ranks.
         """
+        row = record.to_json()
         self._append(row)
-        for tag, value in scalars(row):
-            self.board.add(tag, value, row["step"])
+        for tag, value in scalars(record):
+            self.board.add(tag, value, record.step)
         if self.wandb:
             self.wandb.step(row)
-        if not self.named_peak:
-            self.named_peak = True
+        if not self.peak_reported:
+            self.peak_reported = True
             unknown = (
                 f"n/a: no peak is known of device {self.job.cluster.device.name!r} in"
                 f" {self.job.training.precision}"
             )
-            sys.stdout.write(f" MFU is measured against {row['peak'] or unknown}\n")
+            sys.stdout.write(f" MFU is measured against {record.throughput.peak or unknown}\n")
         times = "".join(
-            f" {phase}: {milliseconds:.2f} |" for phase, milliseconds in row["times_ms"].items()
+            f" {phase}: {milliseconds:.2f} |" for phase, milliseconds in record.times_ms.items()
         )
-        sys.stdout.write(f"{log_line(row, self.job.training.train_iters)}\n time (ms) |{times}\n")
+        line = log_line(record, self.job.training.train_iters)
+        sys.stdout.write(f"{line}\n time (ms) |{times}\n")
         sys.stdout.flush()
 
-    def evaluation(self, row: dict[str, Any]) -> None:
+    def evaluation(self, record: EvaluationRecord) -> None:
         """One row of an evaluation; the job's own validation set is called `valid`."""
-        self._append(row)
-        own = row["eval"] == "valid"
-        perplexity = math.exp(min(row["lm_loss"], HIGHEST_EXPONENT))  # in this order NaN stays NaN
+        self._append(record.to_json())
+        # in this order NaN stays NaN
+        perplexity = math.exp(min(record.lm_loss, HIGHEST_EXPONENT))
+        suffix = ""
+        where = ""
+        if record.name != "valid":
+            suffix = f" {record.name}"
+            where = f" on {record.name}"
         for tag, value in (
-            ("lm loss validation", row["lm_loss"]),
+            ("lm loss validation", record.lm_loss),
             ("lm loss validation ppl", perplexity),
         ):
             if math.isfinite(value):
-                self.board.add(tag if own else f"{tag} {row['eval']}", value, row["step"])
+                self.board.add(f"{tag}{suffix}", value, record.step)
         if self.wandb:
-            self.wandb.evaluation(row)
-        if own:
-            where = ""
-        else:
-            where = f" on {row['eval']}"
+            self.wandb.evaluation(record)
         sys.stdout.write(
-            f" validation loss at iteration {row['step']}{where} | lm loss value:"
-            f" {row['lm_loss']:.6E} | lm loss PPL: {perplexity:.6E} |\n"
+            f" validation loss at iteration {record.step}{where} | lm loss value:"
+            f" {record.lm_loss:.6E} | lm loss PPL: {perplexity:.6E} |\n"
         )
         sys.stdout.flush()
 
@@ -308,5 +316,5 @@ class Reporter:
             if self.wandb:
                 self.wandb.close()
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _append(self, row: dict[str, object]) -> None:
         self.metrics.append(json.dumps(finite(row), allow_nan=False))

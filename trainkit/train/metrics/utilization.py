@@ -7,6 +7,7 @@ import torch
 from trainkit.jobs.devices import Device, is_reported_as, reported_device
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
+from trainkit.train.metrics.records import Throughput
 
 
 def device_row(wanted: Device, reported: str | None) -> Device | None:
@@ -65,18 +66,12 @@ class Utilization:
             else None
         )
 
-    def of(self, tokens_per_second: float) -> dict[str, float | str | None]:
-        """Keys of a row of metrics: TFLOP/s per device that the model needs and that the
-        hardware does, and both as parts of the peak (0 to 1)."""
-        model, hardware = (
-            tokens_per_second * flops / self.world_size / 1e12
-            for flops in (self.model_flops, self.hardware_flops)
-        )
-        peak = self.peak_tflops
-        return {
-            "model_tflops": model,
-            "hardware_tflops": hardware,
-            "mfu": model / peak if peak else None,
-            "hfu": hardware / peak if peak else None,
-            "peak": self.peak,
-        }
+    def throughput(self, tokens_per_second: float) -> Throughput:
+        """What so many tokens a second of all devices mean for one."""
+        model = tokens_per_second * self.model_flops / self.world_size / 1e12
+        hardware = tokens_per_second * self.hardware_flops / self.world_size / 1e12
+        if not self.peak_tflops:
+            return Throughput(model, hardware, None, None, self.peak)
+        mfu = model / self.peak_tflops
+        hfu = hardware / self.peak_tflops
+        return Throughput(model, hardware, mfu, hfu, self.peak)

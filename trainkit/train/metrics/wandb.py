@@ -16,6 +16,7 @@ from trainkit.base.redact import Redactor
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.origin import printable_environment
+from trainkit.train.metrics.records import EvaluationRecord
 
 KEY = "WANDB_API_KEY"
 INIT_SECONDS = 30.0
@@ -61,20 +62,19 @@ def open_wandb(job: Job, run: RunFolder) -> WandbLog | None:
     return WandbLog(wandb, job, run)
 
 
-def printable_config(job: Job, environment: Mapping[str, str]) -> dict[str, Any]:
+def printable_config(job: Job, environment: Mapping[str, str]) -> object:
     """The resolved job without secrets: neither values of the variables that cluster.secrets
     names, wherever they stand, nor of those in `env` that look like a secret."""
     names = [name.rstrip("?") for name in job.cluster.secrets]
-    config: dict[str, Any] = job.model_dump(mode="json")
+    config = job.model_dump(mode="json")
     for table in (config, config["cluster"]):
         table["env"] = printable_environment(table["env"], names)
-    clean: dict[str, Any] = Redactor(
-        environment[name] for name in names if name in environment
-    ).value(config)
+    secrets = [environment[name] for name in names if name in environment]
+    clean: object = Redactor(secrets).value(config)
     return clean
 
 
-def _numbers(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+def _numbers(row: Mapping[str, object], before: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of a row, those of inner tables as TABLE/KEY."""
     for key, value in row.items():
         if isinstance(value, dict):
@@ -141,20 +141,22 @@ class WandbLog:
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
-    def step(self, row: Mapping[str, Any]) -> None:
+    def step(self, row: Mapping[str, object]) -> None:
         """A training row, under the names it has in metrics.jsonl."""
         self._send(dict(_numbers(row)))
 
-    def evaluation(self, row: Mapping[str, Any]) -> None:
+    def evaluation(self, record: EvaluationRecord) -> None:
         """A row of an evaluation: validation/NAME/lm_loss."""
-        values = dict(_numbers(row))
-        step = {key: values.pop(key) for key in ("step", "consumed_samples") if key in values}
         self._send(
-            step | {f"validation/{row['eval']}/{key}": value for key, value in values.items()}
+            {
+                "step": record.step,
+                "consumed_samples": record.consumed_samples,
+                f"validation/{record.name}/lm_loss": record.lm_loss,
+            }
         )
 
     def close(self) -> None:
-        """Wait until W&B has everything, but not for ever."""
+        """Wait until W&B has everything, FINISH_SECONDS at most."""
         if self.run is None:
             return
         finishing = threading.Thread(
