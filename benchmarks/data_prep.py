@@ -48,7 +48,7 @@ from typing import Any
 import zstandard
 
 from trainkit.base.worker import PARENT_VARIABLE
-from trainkit.cli.checkout.bench import describe, machine
+from trainkit.cli.checkout.machine import describe, machine
 from trainkit.data.tokenizer import gpt2_bpe
 
 PLACES = (

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.checkout.bench import describe, machine
+from trainkit.cli.checkout.machine import describe, machine
 
 LEAST = 0.4  # the claim
 WARM = 2  # steps that are not counted

@@ -48,7 +48,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trainkit.cli.checkout.bench import describe, machine
+from trainkit.cli.checkout.machine import describe, machine
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Completion of tasks, flags, jobs, runs and keys in the shell. It must be quick, and a
-jobs.toml that is half written is no error here."""
+"""Completion of tasks, flags, jobs, runs and keys in the shell. It must be quick, and it ignores
+errors in a jobs.toml that is being edited."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from invoke.parser.context import ParserContext
 
-# flags and words that name a table of jobs.toml
-NAMES = {"dataset": "datasets", "job": "jobs", "cluster": "clusters"}
+# arguments and flags that name a table of jobs.toml
+TABLES = {"dataset": "datasets", "job": "jobs", "cluster": "clusters"}
 CHOICES = {
     "verb": ("start", "stop", "status"),
     "code": ("run", "current"),
@@ -20,8 +19,7 @@ CHOICES = {
     "dtype": ("fp32", "bf16", "fp16"),
 }
 
-# The command is asked as it was typed, so that the completion of one checkout's ./inv is that
-# checkout's.
+# The command is called as it was typed, so that ./inv of a checkout completes with that checkout.
 _BASH = """_complete_trainkit() {
     local candidates
     candidates=$("${COMP_WORDS[0]}" --complete -- "${COMP_WORDS[@]:0:COMP_CWORD+1}" 2>/dev/null)
@@ -45,77 +43,89 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def candidates(
-    words: Sequence[str], contexts: Mapping[str, ParserContext], core: ParserContext, folder: Path
+    tokens: Sequence[str], contexts: Mapping[str, ParserContext], core: ParserContext, folder: Path
 ) -> list[str]:
-    """What the last of `words` may become, by what stands before it.
+    """What the last of `tokens` may be completed to.
 
     Args:
-        words: as typed behind the program's name; the last is the one that is being typed,
-        perhaps empty. contexts: the tasks. core: the program's own flags. folder: that of
-        tasks.py; jobs.toml is looked for from there upward.
+        tokens: as typed after the program's name; the last is unfinished, perhaps empty.
+        contexts: the tasks by name.
+        core: the program's own flags.
+        folder: that of tasks.py; jobs.toml is searched from there upward.
     """
-    *before, current = words
-    at = next((i for i, word in enumerate(before) if word in contexts), None)
+    *before, current = tokens
+    at = next((i for i, token in enumerate(before) if token in contexts), None)
     if at is None:
-        return _beginning(current, core.flags if current.startswith("-") else contexts)
+        return _starting_with(current, core.flags if current.startswith("-") else contexts)
     context = contexts[before[at]]
     given = before[at + 1 :]
-    if given:
-        flag = context.flags.get(given[-1])
-    else:
-        flag = None
+    flag = context.flags.get(given[-1]) if given else None
     if flag is not None and flag.takes_value:
-        name = str(flag.name)
-        return _beginning(
-            current, names_of("keys" if name == "set" else NAMES.get(name, name), folder)
-        )
-    places = [str(argument.name) for argument in context.positional_args]
-    filled = sum(not word.startswith("-") for word in _without_values(given, context))
-    if filled < len(places) and not current.startswith("-"):
-        return _beginning(current, names_of(NAMES.get(places[filled], places[filled]), folder))
-    return _beginning(current, context.flags if current.startswith("-") else contexts)
+        return _starting_with(current, names_of(_kind(str(flag.name)), folder))
+    if current.startswith("-"):
+        return _starting_with(current, context.flags)
+    arguments = [str(argument.name) for argument in context.positional_args]
+    filled = sum(not token.startswith("-") for token in _without_values(given, context))
+    if filled < len(arguments):
+        return _starting_with(current, names_of(_kind(arguments[filled]), folder))
+    return _starting_with(current, contexts)
 
 
-def _beginning(current: str, names: Iterable[str]) -> list[str]:
-    return sorted(
-        {name for name in names if name.startswith(current) and (len(name) != 2 or name[0] != "-")}
-    )
+def _kind(name: str) -> str:
+    """What kind of name an argument or flag takes, for `names_of`."""
+    if name == "set":
+        return "keys"
+    return TABLES.get(name, name)
 
 
-def _without_values(words: Sequence[str], context: ParserContext) -> Iterator[str]:
-    """Words of a task without the values of its flags."""
+def _starting_with(current: str, names: Iterable[str]) -> list[str]:
+    """The names that start so, without flags of one letter."""
+    found = {name for name in names if name.startswith(current)}
+    return sorted(name for name in found if len(name) != 2 or name[0] != "-")
+
+
+def _without_values(tokens: Sequence[str], context: ParserContext) -> Iterator[str]:
+    """Tokens of a task without the values of its flags."""
     skip = False
-    for word in words:
+    for token in tokens:
         if not skip:
-            yield word
-        flag = context.flags.get(word)
+            yield token
+        flag = context.flags.get(token)
         skip = not skip and flag is not None and flag.takes_value
 
 
 def names_of(kind: str, folder: Path) -> list[str]:
-    """The names of a kind: a kind of tables of jobs.toml, "run", "keys", or what CHOICES has;
-    none of a kind that is not known."""
+    """The names of a kind; none of an unknown kind.
+
+    Args:
+        kind: a kind of tables of jobs.toml, "run", "keys", or a key of CHOICES.
+        folder: where the search for jobs.toml starts.
+    """
     if kind == "keys":
         return list(_keys())
-    root = next(
-        (f for f in (folder.absolute(), *folder.absolute().parents) if (f / "jobs.toml").is_file()),
-        None,
-    )
+    choices = list(CHOICES.get(kind, ()))
+    folders = (folder.absolute(), *folder.absolute().parents)
+    root = next((each for each in folders if (each / "jobs.toml").is_file()), None)
     if root is None:
-        return list(CHOICES.get(kind, ()))
-    tables = _tables(root)
+        return choices
+    tables = _read_tables(root)
     if kind == "run":
         return _runs(root, tables)
-    return [*tables.get(kind, ()), *CHOICES.get(kind, ())]
+    return [*tables.get(kind, ()), *choices]
 
 
-def _tables(root: Path) -> dict[str, dict[str, Any]]:
-    """{kind: {name: table}} of jobs.toml, what it includes and jobs.local.toml, as far as they
-    can be read."""
-    found: dict[str, dict[str, Any]] = {}
+# {kind: {name: table}}, of documents that nobody has checked
+Tables = dict[str, dict[str, object]]
+
+
+def _read_tables(root: Path) -> Tables:
+    """The tables of jobs.toml, of what it includes and of jobs.local.toml, as far as they can be
+    read."""
+    found: Tables = {}
     first = _read(root / "jobs.toml")
-    patterns = [pattern for pattern in first.get("include") or () if isinstance(pattern, str)]
-    further = [path for pattern in patterns for path in root.glob(pattern)]
+    included = first.get("include")
+    patterns = included if isinstance(included, list) else []
+    further = [path for pattern in patterns for path in root.glob(str(pattern))]
     for document in (first, *map(_read, [*further, root / "jobs.local.toml"])):
         for kind, tables in document.items():
             if isinstance(tables, dict):
@@ -123,31 +133,31 @@ def _tables(root: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     try:
         return tomllib.loads(path.read_text())
     except (OSError, ValueError):
         return {}
 
 
-def _runs(root: Path, tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _runs(root: Path, tables: Tables) -> list[str]:
     """Ids of runs, the jobs that have any, and `last`."""
-    given = [
-        table.get("root")
-        for table in tables.get("clusters", {}).values()
-        if isinstance(table, dict)
-    ]
+    roots = {root: None}
+    for table in tables.get("clusters", {}).values():
+        given = table.get("root") if isinstance(table, dict) else None
+        if isinstance(given, str):
+            roots[Path(given)] = None
     names = {"last"}
-    for folder in dict.fromkeys(
-        [root, *(Path(where) for where in given if isinstance(where, str))]
-    ):
+    for folder in roots:
         for job in _folders(folder / "runs"):
             ids = [
                 entry.name
                 for entry in _folders(Path(job.path))
                 if os.path.isfile(os.path.join(entry.path, "job.json"))
             ]
-            names |= {*ids, *([job.name] if ids else [])}
+            names.update(ids)
+            if ids:
+                names.add(job.name)
     if len(names) > 1:
         return sorted(names)
     return []
@@ -161,23 +171,19 @@ def _folders(path: Path) -> list[os.DirEntry[str]]:
 
 
 def _keys() -> Iterator[str]:
-    """Paths of the resolved job that --set takes."""
+    """Keys of the resolved job, for --set."""
     from pydantic import BaseModel
 
     from trainkit.jobs.schema import Job
 
     def below(model: type[BaseModel], path: str) -> Iterator[str]:
         for name, field in model.model_fields.items():
-            kinds = [
-                kind
-                for kind in (field.annotation, *getattr(field.annotation, "__args__", ()))
-                if isinstance(kind, type)
-            ]
-            inner = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
-            yield from (
-                below(inner, f"{path}{name}.")
-                if inner is not None and path.count(".") < 2
-                else [f"{path}{name}="]
-            )
+            annotations = (field.annotation, *getattr(field.annotation, "__args__", ()))
+            classes = [each for each in annotations if isinstance(each, type)]
+            inner = next((each for each in classes if issubclass(each, BaseModel)), None)
+            if inner is not None and path.count(".") < 2:
+                yield from below(inner, f"{path}{name}.")
+            else:
+                yield f"{path}{name}="
 
     return below(Job, "")

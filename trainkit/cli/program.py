@@ -22,7 +22,7 @@ from invoke.program import Program
 from invoke.terminals import pty_size
 
 from trainkit.base.extras import DISTRIBUTION
-from trainkit.cli.completion import NAMES, SCRIPTS, candidates, names_of
+from trainkit.cli.completion import SCRIPTS, TABLES, candidates, names_of
 from trainkit.cli.wrapper import command_in
 
 GROUPS = {
@@ -254,7 +254,7 @@ def _flags_for(token: str, context: ParserContext, folder: Path) -> list[str]:
     """Flags of a task for which `token` is a name of jobs.toml."""
     return [
         flag
-        for flag, kind in NAMES.items()
+        for flag, kind in TABLES.items()
         if f"--{flag}" in context.flags and token in names_of(kind, folder)
     ]
 

@@ -41,9 +41,9 @@ def nodes(
 def doctor(
     task: TaskContext, cluster: str = "", hostfile: str = "", all_reduce: bool = False
 ) -> TaskResult:
-    """Find problems with the hosts of a cluster and advise how to fix them.
+    """Find problems with the hosts of a cluster, with advice.
 
-    Exit 7 if there is a problem.
+    Exit 7 if there is one.
     """
     from trainkit.cli.hosts.doctor import doctor as examine
 
@@ -73,7 +73,7 @@ def setup_hosts(task: TaskContext, options: SetupOptions) -> TaskResult:
     minimum={"wait": 0},
 )
 def fleet(task: TaskContext, verb: str, cluster: str = "", wait: float = 900.0) -> TaskResult:
-    """Start, stop or show the compute nodes of an AWS ParallelCluster.
+    """Start, stop or show the nodes of an AWS ParallelCluster.
 
     start and stop wait until it is done.
     """

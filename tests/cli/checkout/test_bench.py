@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from tests.conftest import Project
 from trainkit.base import install as installer
 from trainkit.base.errors import ConfigError
 from trainkit.base.install import InstallError, ensure
-from trainkit.cli.checkout import bench
+from trainkit.cli.checkout import bench, machine
 from trainkit.cli.wrapper import TaskContext
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -68,12 +69,12 @@ def test_who_does_not_take_an_option_is_left_out_by_name(tmp_path: Path) -> None
         ("both", "Claim: both."),
         ("slow", "Claim: slow."),
     ]
-    run, left_out = bench.chosen(found, "", {"--quick": ""})
+    run, left_out = bench.select(found, "", ["--quick"])
     assert [b.name for b in run] == ["both"] and left_out == ["slow is left out: it has no --quick"]
-    assert len(bench.chosen(found, "", {})[0]) == 2
-    assert [b.name for b in bench.chosen(found, "slow", {})[0]] == ["slow"]
+    assert len(bench.select(found, "", [])[0]) == 2
+    assert [b.name for b in bench.select(found, "slow", [])[0]] == ["slow"]
     with pytest.raises(ConfigError, match=r"slow\.py has no --device"):
-        bench.chosen(found, "slow", {"--device": "cuda"})
+        bench.select(found, "slow", ["--device"])
 
 
 def test_lines_and_rows_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,25 +85,25 @@ def test_lines_and_rows_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = tmp_path / "one.py"
     path.write_text(f'"""Claim: one."""\n{body}')
     done = bench._run(TALK, Path(sys.executable), bench.read_benchmark(path), ["--device", "cuda"])
-    assert done["output"] == ["['--device', 'cuda']"] == capsys.readouterr().out.splitlines()
-    assert (done["exit"], done["rows"], done["claim"]) == (5, [{"ratio": 2}], "Claim: one.")
+    assert done.output == ["['--device', 'cuda']"] == capsys.readouterr().out.splitlines()
+    assert (done.exit, done.rows, done.claim) == (5, [{"ratio": 2}], "Claim: one.")
     # takes no --rows and is given none
     path.write_text('"""Claim: one."""\nimport sys\nassert len(sys.argv) == 1\n')
-    assert bench._run(TALK, Path(sys.executable), bench.read_benchmark(path), [])["exit"] == 0
+    assert bench._run(TALK, Path(sys.executable), bench.read_benchmark(path), []).exit == 0
 
 
 def test_the_machine_is_described() -> None:
-    machine = bench.machine()
-    json.dumps(machine)
+    this = machine.machine()
+    assert machine.Machine(**json.loads(json.dumps(asdict(this)))) == this
     assert (
-        machine["cores"] == len(os.sched_getaffinity(0))
-        and machine["versions"]["torch"]
-        and re.fullmatch(r"\d{4}-\d\d-\d\d", machine["date"])
+        this.cores == len(os.sched_getaffinity(0))
+        and this.versions["torch"]
+        and re.fullmatch(r"\d{4}-\d\d-\d\d", this.date)
     )
-    text = bench.describe({**machine, "cpu": "A CPU", "gpus": ["A GPU", "A GPU"]})
+    text = machine.describe(replace(this, cpu="A CPU", gpus=["A GPU", "A GPU"]))
     assert (
-        text.startswith(f"A CPU, {machine['cores']} cores; A GPU; A GPU; ")
-        and f"torch {machine['versions']['torch']}" in text
+        text.startswith(f"A CPU, {this.cores} cores; A GPU; A GPU; ")
+        and f"torch {this.versions['torch']}" in text
     )
 
 
@@ -308,13 +309,13 @@ def test_a_contender_that_fails_leaves_the_others(
 def test_names_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As nvidia-smi says them; none where it fails or is not there."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert bench._gpu_names() == []
+    assert machine._gpu_names() == []
     for code, names in ((0, ["NVIDIA H100", "NVIDIA H200"]), (9, [])):
         (tmp_path / "nvidia-smi").write_text(
             f"#!/bin/sh\necho NVIDIA H100; echo NVIDIA H200; exit {code}\n"
         )
         (tmp_path / "nvidia-smi").chmod(0o755)
-        assert bench._gpu_names() == names
+        assert machine._gpu_names() == names
 
 
 # they try peers, and import transformers for it: what trainkit claims hangs on the first case

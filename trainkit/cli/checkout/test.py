@@ -1,4 +1,4 @@
-"""The task test, and where trainkit's own checkout is."""
+"""The task `test`, and where trainkit's own checkout is."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ NEEDED = ("pytest", "ruff", "mypy", "hypothesis", "xdist")
 
 
 def checkout(part: str) -> Path:
-    """The checkout this package was installed from, with its folder `part` in it. Raises
-    ConfigError where it is none."""
+    """The checkout that this package was installed from. Raises ConfigError if it was installed
+    from something else.
+
+    Args:
+        part: a folder that the checkout must have.
+    """
     root = Path(trainkit.__file__).parent.parent
     if not all((root / name).exists() for name in (*CHECKOUT_FILES, part)):
         raise ConfigError(
-            f"trainkit is installed in {root}, which is no checkout with {part}",
+            f"trainkit is installed in {root}, which is not a checkout with {part}",
             hint="clone the project and run ./inv there",
         )
     return root
@@ -39,15 +43,15 @@ def test(
     last_failed: bool = False,
     lint: bool = True,
 ) -> None:
-    """Ruff, mypy, pytest, in the checkout this package was installed from; the first failure
-    ends it.
+    """Run ruff, mypy and pytest in the checkout that this package was installed from, until the
+    first failure.
 
     Args:
         paths: files, folders or tests (FILE::NAME) of the checkout; none: all of tests/.
-        slow: the slow tests too, and more examples of each property.
+        slow: run the slow tests too, with more examples of each property.
         k: pytest's -k.
-        last_failed: only what failed the last time.
-        lint: ruff and mypy first. Of a part of the tests, only pytest runs.
+        last_failed: only tests that failed the last time.
+        lint: run ruff and mypy first, unless only a part of the tests runs.
     """
     root = checkout("tests")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -76,16 +80,18 @@ def test(
         name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
     }
     run = partial(subprocess.Popen, cwd=root, env=environment)
-    for words in [*(checks if lint and not part else []), [*pytest, *paths]]:
-        print(f"$ {' '.join(words)}", flush=True)
+    if not lint or part:
+        checks = []
+    for command in [*checks, [*pytest, *paths]]:
+        print(f"$ {' '.join(command)}", flush=True)
         beside = []
-        if words == ["mypy"]:
+        if command == ["mypy"]:
             # mypy uses one processor: beside it, one pytest compiles what each of its workers
             # would compile again
             collect = [sys.executable, "-m", "pytest", "--collect-only", "--quiet"]
             beside = [run(collect, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
-        code = run([sys.executable, "-m", *words]).wait()
+        code = run([sys.executable, "-m", *command]).wait()
         for process in beside:
-            process.wait()  # what is wrong with the tests' files is said by the run that follows
+            process.wait()  # errors in the tests' files are reported by the run that follows
         if code:
             raise InvokeExit(code=code)
