@@ -20,8 +20,9 @@ from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import load_tokenizer, train_bpe
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.jobs.schema import Tokenizer as TokenizerTable
-from trainkit.runs.checkpoints import Manifest, checkpoint_folder
+from trainkit.runs.checkpoints import checkpoint_folder
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.manifest import Manifest
 from trainkit.train.checkpoint.dcp_storage import DcpWriter, TensorSavePlanner
 
 TEXTS = [

@@ -16,26 +16,25 @@ from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs import sample_windows as windows
 from trainkit.runs.checkpoint_errors import DamagedCheckpoint, MissingCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
+    checkpoint_folder,
+    files_to_hash,
+    newest_valid,
+    open_checkpoint,
+    record_evaluation,
+    set_aside,
+    step_of,
+    verify,
+)
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.manifest import (
     MANIFEST,
     DataFile,
     Manifest,
     TensorChunk,
     TensorEntry,
-    checkpoint_folder,
-    files_to_hash,
     has_valid_seal,
-    newest_valid,
-    open_checkpoint,
-    pin,
-    prune,
-    record_evaluation,
-    retention_reasons,
-    set_aside,
-    step_of,
-    valid_by_size,
-    verify,
 )
-from trainkit.runs.folder import RunFolder
+from trainkit.runs.retention import pin, prune, retention_reasons, valid_by_size
 from trainkit.runs.sample_windows import SLOTS, SampleWindow, SampleWindowLog, find_sample_window
 
 
@@ -99,11 +98,11 @@ def test_what_is_whole_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("values", "words"),
     [
         ({"step": 8}, "its manifest says step 8"),
-        ({"state": {"rollbacks": -1}}, "state.rollbacks is -1, which is no count"),
-        ({"state": {"unlogged_nan": 1.5}}, "state.unlogged_nan is 1.5, which is no count"),
+        ({"state": {"rollbacks": -1}}, "state.rollbacks is -1, which is not a count"),
+        ({"state": {"unlogged_nan": 1.5}}, "state.unlogged_nan is 1.5, which is not a count"),
         (
             {"state": {"hysteresis_tracker": True}},
-            "state.hysteresis_tracker is True, which is no whole number",
+            "state.hysteresis_tracker is True, which is not a whole number",
         ),
         (
             {"files": [{"path": "../a.bin", "bytes": 80, "xxh128": ""}]},

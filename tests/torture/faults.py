@@ -30,7 +30,7 @@ import trainkit.train.checkpoint.save_load
 import trainkit.train.metrics.reporter
 import trainkit.train.trainer
 from tests.torture import writes
-from trainkit.runs.checkpoints import Manifest
+from trainkit.runs.manifest import Manifest
 from trainkit.train.checkpoint.dcp_storage import DcpWriter
 from trainkit.train.checkpoint.host_copies import StagingBuffers
 from trainkit.train.update.step import Step

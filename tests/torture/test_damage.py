@@ -14,8 +14,9 @@ from tests.torture.conftest import Ranks, job_of
 from tests.torture.test_disk import log_of, whole_steps
 from tests.train.support import new_run
 from tests.train.test_resume import facts
-from trainkit.runs.checkpoints import MANIFEST, published_folders
+from trainkit.runs.checkpoints import published_folders
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.manifest import MANIFEST
 
 Damage = Callable[[Path], object]
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import math
 import os
 import random
 import re
@@ -20,14 +18,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
+from pydantic import ValidationError
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import fsync_folder, remove, write_text
-from trainkit.jobs.schema import CheckpointSettings
+from trainkit.base.files import fsync_folder
 from trainkit.runs.checkpoint_errors import (
     SET_ASIDE_SUFFIX,
     DamagedCheckpoint,
@@ -36,99 +33,25 @@ from trainkit.runs.checkpoint_errors import (
     UnreadableCheckpoint,
     describe_read_error,
 )
+from trainkit.runs.manifest import (
+    MANIFEST,
+    DataFile,
+    Manifest,
+    has_valid_seal,
+    state_problems,
+    tensor_problems,
+)
 
-MANIFEST = "manifest.json"
 PINNED = "pinned"  # a file of this name in a checkpoint's folder: it stays
 PUBLISHED_NAME = re.compile(r"step-(\d{8,})")
 UNFINISHED_SUFFIX = ".tmp"
 MISSING = " is missing"
-ALIGNMENT = 64  # bytes; where a part may start in a file, so that it can be mapped as any dtype
-# bytes of an element by dtype
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 # seconds between looks at what may only seem to be gone: a stale handle, too many open files, a
 # remote folder as it was
 PAUSES = (0.5, 2.0)
 SAMPLED = 8  # verify = "sample" hashes one file of so many
-Numbers = tuple[NonNegativeInt, ...]
 VerifyLevel = Literal["size", "sample", "full"]
 Seen = TypeVar("Seen")
-# whole numbers of `state`; Megatron-LM's chances go on below 0 while the loss scale falls
-WHOLE = {"hysteresis_tracker"}
-COUNTS = {  # those that are never less than 0
-    "optimizer_steps",
-    "growth_tracker",
-    "guard_seen",
-    "guard_skipped_in_a_row",
-    "rollbacks",
-    "unlogged_skipped",
-    "unlogged_nan",
-}
-
-
-class ManifestPart(BaseModel):
-    # what is not known may matter
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-
-class DataFile(ManifestPart):
-    """One file of a checkpoint. `path` is a plain name inside the checkpoint's folder."""
-
-    path: str
-    bytes: NonNegativeInt
-    xxh128: str
-
-
-class TensorChunk(ManifestPart):
-    """A box of a tensor, row-major at `start` of a file."""
-
-    offsets: Numbers
-    sizes: Numbers
-    file: str
-    start: NonNegativeInt
-    bytes: NonNegativeInt
-
-
-class TensorEntry(ManifestPart):
-    """One tensor by its global shape, and the boxes that cover it."""
-
-    shape: Numbers
-    dtype: str
-    chunks: tuple[TensorChunk, ...]
-
-
-class Manifest(ManifestPart):
-    """The form checkpoint/1: what a checkpoint holds and where it comes from.
-
-    `tensors`: model.NAME, optimizer.exp_avg.NAME and optimizer.exp_avg_sq.NAME for every
-    parameter, by global shape. `state`: what else the next step depends on, as numbers.
-    `validation`: losses by validation set, where they were measured at this very step. `xxh128`:
-    of all the file's bytes before this field, which is the last one. Manifests of older versions
-    have none and are read without.
-    """
-
-    form: Literal["checkpoint/1"] = Field("checkpoint/1", alias="schema")
-    step: NonNegativeInt
-    consumed_samples: NonNegativeInt
-    files: tuple[DataFile, ...]
-    tensors: dict[str, TensorEntry]
-    layout: dict[str, int | str]
-    job: dict[str, Any]
-    versions: dict[str, str]
-    state: dict[str, int | FiniteFloat | bool]
-    validation: dict[str, float] = {}
-    xxh128: str = ""
-
-    def write(self, folder: Path) -> None:
-        """Into a checkpoint's folder, whole or not at all, durable."""
-        text = json.dumps(
-            self.model_dump(mode="json", by_alias=True, exclude={"xxh128"}), separators=(",", ":")
-        )[:-1]
-        write_text(folder / MANIFEST, text + _seal(text.encode()))
-
-
-def _seal(body: bytes) -> str:
-    """How a manifest ends that begins so."""
-    return f',"xxh128":"{xxhash.xxh3_128_hexdigest(body)}"}}'
 
 
 @dataclass(frozen=True)
@@ -277,7 +200,7 @@ def check_checkpoint(folder: Path, content: bytes, name: str = "") -> Checkpoint
     problems = [
         *_manifest_problems(name or folder.name, manifest, content),
         *file_problems(folder, manifest),
-        *_tensor_problems(manifest),
+        *tensor_problems(manifest),
     ]
     if problems:
         raise (
@@ -288,20 +211,10 @@ def check_checkpoint(folder: Path, content: bytes, name: str = "") -> Checkpoint
     return Checkpoint(folder, manifest)
 
 
-def has_valid_seal(content: bytes) -> bool:
-    """Whether it ends with the hash of all before: nothing has changed since it was written."""
-    end = len(content) - len(_seal(b""))
-    return content[end:] == _seal(content[:end]).encode()
-
-
 def _manifest_problems(name: str, manifest: Manifest, content: bytes) -> Iterator[str]:
     if manifest.xxh128 and not has_valid_seal(content):
         yield f"{MANIFEST} does not have the hash {manifest.xxh128}"
-    for key, value in manifest.state.items():
-        if key in COUNTS and (type(value) is not int or value < 0):
-            yield f"{MANIFEST}: state.{key} is {value!r}, which is no count"
-        if key in WHOLE and type(value) is not int:
-            yield f"{MANIFEST}: state.{key} is {value!r}, which is no whole number"
+    yield from state_problems(manifest.state)
     if name != checkpoint_folder(Path(), manifest.step).name:
         yield f"its manifest says step {manifest.step}"
 
@@ -329,56 +242,6 @@ def _size(path: Path, expected: int) -> int:
         return expected
     with open(path, "rb", buffering=0) as file:
         return os.fstat(file.fileno()).st_size
-
-
-def _tensor_problems(manifest: Manifest) -> Iterator[str]:
-    """Every part lies inside its file and its tensor, no two share an element, and together they
-    have the tensor's volume: they cover it."""
-    size_of = {file.path: file.bytes for file in manifest.files}
-    for name, tensor in manifest.tensors.items():
-        if tensor.dtype not in DTYPE_BYTES:
-            yield f"{name} has the unknown dtype {tensor.dtype!r}"
-            continue
-        fits = True
-        for c in tensor.chunks:
-            inside = len(c.offsets) == len(c.sizes) == len(tensor.shape) and all(
-                o + n <= t for o, n, t in zip(c.offsets, c.sizes, tensor.shape, strict=True)
-            )
-            stored = (
-                c.bytes == math.prod(c.sizes) * DTYPE_BYTES[tensor.dtype]
-                and c.start % ALIGNMENT == 0
-                and c.start + c.bytes <= size_of.get(c.file, -1)
-            )
-            if not (inside and stored):
-                fits = False
-                yield f"{name}: the part at {list(c.offsets)} does not fit its tensor or file"
-        if sum(math.prod(c.sizes) for c in tensor.chunks) != math.prod(tensor.shape):
-            yield f"{name}: its parts do not make up its shape {list(tensor.shape)}"
-        elif fits and (twice := _overlap(tensor.chunks)):
-            yield (
-                f"{name}: its parts at {list(twice[0].offsets)} and {list(twice[1].offsets)}"
-                " overlap"
-            )
-
-
-def _overlap(chunks: Iterable[TensorChunk]) -> tuple[TensorChunk, TensorChunk] | None:
-    """Two parts of a tensor that share an element."""
-    # those that reach the rows of the next one: as many as the tensor is cut into columns
-    beside: list[TensorChunk] = []
-    for chunk in sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: c.offsets):
-        beside = [
-            b
-            for b in beside
-            if b.offsets[:1] == chunk.offsets[:1] or b.offsets[0] + b.sizes[0] > chunk.offsets[0]
-        ]
-        for b in beside:
-            sides = zip(b.offsets, b.sizes, chunk.offsets, chunk.sizes, strict=True)
-            if all(
-                max(at, other) < min(at + size, other + more) for at, size, other, more in sides
-            ):
-                return b, chunk
-        beside.append(chunk)
-    return None
 
 
 def files_to_hash(manifest: Manifest, how: VerifyLevel) -> list[DataFile]:
@@ -489,102 +352,6 @@ def newest_valid(
     return None
 
 
-def valid_by_size(checkpoints: Path) -> list[Checkpoint]:
-    """Those whose manifest and sizes are right, oldest first: what retention goes by. Hashes
-    would cost reading everything.
-
-    One that cannot be looked at neither counts nor goes: else retention would end with it, and
-    the disk be full some day.
-    """
-    found = []
-    for folder in published_folders(checkpoints):
-        try:
-            found.append(open_checkpoint(folder))
-        except (TrainkitError, OSError):
-            continue
-    return found
-
-
-def retention_reasons(
-    found: list[Checkpoint], keep: CheckpointSettings, newest: int
-) -> dict[int, list[str]]:
-    """Why each of these checkpoints stays, by step; an empty list: it goes.
-
-    Only those up to step `newest`, which was saved last, are judged. Later ones neither count
-    nor go: training went on from an earlier one because they were found damaged, perhaps by
-    their hashes alone; counted, they would push out what is whole.
-    """
-    judged = [c for c in found if c.manifest.step <= newest]
-    last = {c.manifest.step for c in judged[-keep.keep_last :]}
-    measured = sorted(
-        (c.manifest.validation["valid"], c.manifest.step)
-        for c in judged
-        if "valid" in c.manifest.validation
-    )
-    best = {step: loss for loss, step in measured[: keep.keep_best]}
-    reasons = {}
-    for c in found:
-        step = c.manifest.step
-        told = {
-            f"newest {keep.keep_last}": step in last,
-            f"every {keep.keep_every}": bool(
-                keep.keep_every and step % keep.keep_every == 0 and step
-            ),
-            f"validation loss {best.get(step, math.nan):.4f}": step in best,
-            "pinned": c.pinned,
-            f"after step {newest}": step > newest,
-        }
-        reasons[step] = [words for words, true in told.items() if true]
-    return reasons
-
-
-def prune(
-    checkpoints: Path,
-    keep: CheckpointSettings,
-    newest: int,
-    alone: contextlib.AbstractContextManager[object] | None = None,
-) -> list[int]:
-    """Delete what `retention_reasons` gives no reason for; returns those steps. The checkpoint of
-    step `newest` was just saved and stays.
-
-    Damaged ones neither count nor go: a person may want to look. Those that go are renamed
-    first, within `alone` (the lock of writers), so that none is ever half there. Where the
-    newest is not there any more, others have gone on with the run, perhaps from what would go:
-    nothing is deleted. Raises OSError where one cannot be deleted; all others that go are gone
-    then.
-    """
-    gone: list[int] = []
-    failures: list[OSError] = []
-    going: list[tuple[int, Path]] = []
-    with alone or contextlib.nullcontext():
-        found = valid_by_size(checkpoints)
-        if any(c.manifest.step == newest for c in found):
-            reasons = retention_reasons(found, keep, newest)
-        else:
-            reasons = {}
-        for c in found:
-            if reasons.get(c.manifest.step, ["stays"]) or c.manifest.step == newest:
-                continue
-            try:
-                renamed = c.folder.rename(unfinished_folder(c.folder))
-                if (renamed / PINNED).exists():  # a moment ago
-                    renamed.rename(c.folder)
-                else:
-                    going.append((c.manifest.step, renamed))
-            except OSError as error:
-                failures.append(error)
-    for step, renamed in going:
-        try:
-            remove(renamed)
-        except OSError as error:
-            failures.append(error)
-        else:
-            gone.append(step)
-    if failures:
-        raise failures[0]
-    return gone
-
-
 def record_evaluation(checkpoints: Path, step: int, validation: dict[str, float]) -> None:
     """The manifest of this step's checkpoint said that its evaluation is due; say that it was
     made, and what losses it found.
@@ -598,19 +365,3 @@ def record_evaluation(checkpoints: Path, step: int, validation: dict[str, float]
         manifest.model_copy(
             update={"state": {**manifest.state, "evaluation_due": False}, "validation": validation}
         ).write(folder)
-
-
-def pin(checkpoints: Path, step: int, *, pinned: bool) -> None:
-    """Let the checkpoint of `step` stay for ever, or no longer. Raises TrainkitError (exit 16)
-    where there is none."""
-    folder = checkpoint_folder(checkpoints, step)
-    try:
-        (folder / PINNED).touch() if pinned else (folder / PINNED).unlink(missing_ok=True)
-        fsync_folder(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        there = ", ".join(str(step_of(f)) for f in published_folders(checkpoints)) or "none"
-        raise TrainkitError(
-            f"there is no checkpoint of step {step} in {checkpoints}",
-            exit=Exit.NO_CHECKPOINT,
-            hint=f"those of steps: {there}",
-        ) from None

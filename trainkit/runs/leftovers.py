@@ -11,15 +11,9 @@ from trainkit.base.files import remove
 from trainkit.base.locks import locked
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import CheckpointSettings
-from trainkit.runs.checkpoints import (
-    UNFINISHED_SUFFIX,
-    open_verified,
-    prune,
-    retention_reasons,
-    set_aside_in,
-    valid_by_size,
-)
+from trainkit.runs.checkpoints import UNFINISHED_SUFFIX, open_verified, set_aside_in
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.retention import prune, retention_reasons, valid_by_size
 
 
 @dataclass(frozen=True)

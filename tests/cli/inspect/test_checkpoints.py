@@ -10,7 +10,8 @@ import pytest
 from tests.conftest import Project
 from tests.trained import MODEL, new_run, text_job, write_checkpoint
 from trainkit.base.errors import TrainkitError
-from trainkit.runs.checkpoints import pin, published_folders, set_aside, step_of
+from trainkit.runs.checkpoints import published_folders, set_aside, step_of
+from trainkit.runs.retention import pin
 from trainkit.runs.sample_windows import SLOTS, SampleWindow, SampleWindowLog, find_sample_window
 from trainkit.train.model.transformer import Transformer
 

@@ -23,18 +23,9 @@ from tests.train.support import MODEL, Arrays, whole
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs.checkpoint_errors import DamagedCheckpoint
-from trainkit.runs.checkpoints import (
-    MANIFEST,
-    DataFile,
-    Manifest,
-    TensorChunk,
-    TensorEntry,
-    checkpoint_folder,
-    newest_valid,
-    open_checkpoint,
-    prune,
-    verify,
-)
+from trainkit.runs.checkpoints import checkpoint_folder, newest_valid, open_checkpoint, verify
+from trainkit.runs.manifest import MANIFEST, DataFile, Manifest, TensorChunk, TensorEntry
+from trainkit.runs.retention import prune
 from trainkit.train.checkpoint import dcp_storage as storage
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.dcp_storage import DcpReader, DcpWriter, TensorSavePlanner
@@ -139,13 +130,13 @@ def test_another_model_is_refused_by_name(saved_folder: Path) -> None:
         (lambda d: d["state"].update(scale="1"), "state.scale"),
         (
             lambda d: d["state"].update(optimizer_steps=3.5),
-            "optimizer_steps is 3.5, which is no count",
+            "optimizer_steps is 3.5, which is not a count",
         ),
         (
             lambda d: d["state"].update(optimizer_steps=-3),
-            "optimizer_steps is -3, which is no count",
+            "optimizer_steps is -3, which is not a count",
         ),
-        (lambda d: d["state"].update(rollbacks=True), "rollbacks is True, which is no count"),
+        (lambda d: d["state"].update(rollbacks=True), "rollbacks is True, which is not a count"),
         (lambda d: d["files"][0].update(path="../rank-00000.bin"), "no plain file name"),
         (lambda d: d["files"][0].update(path="/etc/hostname"), "no plain file name"),
         (lambda d: d["files"][0].update(path=".."), "no plain file name"),

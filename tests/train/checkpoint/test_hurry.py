@@ -22,8 +22,9 @@ from tests.train.checkpoint.test_keeping import steps_in
 from trainkit.base.files import remove
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import CheckpointSettings
-from trainkit.runs import checkpoints
-from trainkit.runs.checkpoints import checkpoint_folder, prune, set_aside
+from trainkit.runs import manifest, retention
+from trainkit.runs.checkpoints import checkpoint_folder, set_aside
+from trainkit.runs.retention import prune
 from trainkit.train.checkpoint.manager import CheckpointManager, CheckpointObserver
 from trainkit.train.checkpoint.save_load import LOCK, CheckpointMetadata, writer_lock
 
@@ -49,7 +50,7 @@ def deletion(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert go_on.wait(PATIENCE)
         remove(path)
 
-    monkeypatch.setattr(checkpoints, "remove", slow)
+    monkeypatch.setattr(retention, "remove", slow)
     yield go_on
     go_on.set()
 
@@ -140,13 +141,13 @@ def test_the_grace_that_is_told_is_enough(
 ) -> None:
     """Told in the midst of a save behind training, which takes 0.3 s: that one, and the stop's
     own."""
-    publish, slow = checkpoints.Manifest.write, [0.3]
+    publish, slow = manifest.Manifest.write, [0.3]
 
-    def write(self: checkpoints.Manifest, folder: Path) -> None:
+    def write(self: manifest.Manifest, folder: Path) -> None:
         time.sleep(slow[0])
         publish(self, folder)
 
-    monkeypatch.setattr(checkpoints.Manifest, "write", write)
+    monkeypatch.setattr(manifest.Manifest, "write", write)
     told: list[float] = []
 
     class Observer(CheckpointObserver):

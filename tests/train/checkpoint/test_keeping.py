@@ -23,22 +23,17 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs.checkpoints import (
-    MANIFEST,
     Checkpoint,
-    DataFile,
-    Manifest,
     checkpoint_folder,
     files_to_hash,
     newest_valid,
     open_checkpoint,
-    pin,
-    prune,
-    retention_reasons,
     set_aside_in,
     step_of,
-    valid_by_size,
     verify,
 )
+from trainkit.runs.manifest import MANIFEST, DataFile, Manifest
+from trainkit.runs.retention import pin, prune, retention_reasons, valid_by_size
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.dcp_storage import DcpReader, TensorLoadPlanner
 from trainkit.train.checkpoint.host_copies import StagingBuffers
@@ -181,10 +176,10 @@ def test_a_flipped_bit_is_found_where_hashes_are_compared(how: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("about", "words"),
     [
-        ({"state": {"optimizer_steps": -1}}, "state.optimizer_steps is -1, which is no count"),
+        ({"state": {"optimizer_steps": -1}}, "state.optimizer_steps is -1, which is not a count"),
         (
             {"state": {"hysteresis_tracker": 0.5}},
-            "state.hysteresis_tracker is 0.5, which is no whole number",
+            "state.hysteresis_tracker is 0.5, which is not a whole number",
         ),
         ({"job": {"name": "\ud800"}}, "manifest.json: .*JSON"),
     ],

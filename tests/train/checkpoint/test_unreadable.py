@@ -17,16 +17,11 @@ from tests.train.checkpoint.test_keeping import flip, save, steps_in
 from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import CheckpointSettings
-from trainkit.runs import checkpoints
+from trainkit.runs import checkpoints, manifest, retention
 from trainkit.runs.checkpoint_errors import SET_ASIDE_SUFFIX, NewerCheckpoint, UnreadableCheckpoint
-from trainkit.runs.checkpoints import (
-    MANIFEST,
-    checkpoint_folder,
-    newest_valid,
-    pin,
-    set_aside_in,
-    verify,
-)
+from trainkit.runs.checkpoints import checkpoint_folder, newest_valid, set_aside_in, verify
+from trainkit.runs.manifest import MANIFEST
+from trainkit.runs.retention import pin
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.manager import CheckpointManager
 from trainkit.train.checkpoint.newest import newest_valid_together
@@ -267,14 +262,14 @@ def test_the_step_that_was_passed_over_is_saved_again(
 @pytest.mark.parametrize("change", ["field", "nested", "schema"])
 def test_a_newer_versions_checkpoint_is_refused_and_stays(change: str, tmp_path: Path) -> None:
     path = two(tmp_path) / MANIFEST
-    text = path.read_text()[: -len(checkpoints._seal(b""))]
+    text = path.read_text()[: -len(manifest._seal(b""))]
     old, new = {
         "field": ('"step":2', '"step":2,"new":1'),
         "nested": ('"shape":', '"new":1,"shape":'),
         "schema": ("checkpoint/1", "checkpoint/2"),
     }[change]
     body = text.replace(old, new)
-    path.write_text(body + checkpoints._seal(body.encode()))
+    path.write_text(body + manifest._seal(body.encode()))
     with pytest.raises(
         NewerCheckpoint, match=r"is whole, and has a form that trainkit .* does not know"
     ) as error:
@@ -286,7 +281,7 @@ def test_a_newer_versions_checkpoint_is_refused_and_stays(change: str, tmp_path:
     )
     with pytest.raises(TrainkitError, match="does not know"):
         newest_valid(tmp_path, pytest.fail)
-    assert checkpoints.prune(tmp_path, CheckpointSettings(keep_last=1), 1) == [] and path.exists()
+    assert retention.prune(tmp_path, CheckpointSettings(keep_last=1), 1) == [] and path.exists()
     # the hash of something else: it is only damaged
-    path.write_text(body + checkpoints._seal(text.encode()))
+    path.write_text(body + manifest._seal(text.encode()))
     assert found(tmp_path)[0] == 1 and len(set_aside_in(tmp_path)) == 1

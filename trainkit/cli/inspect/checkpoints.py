@@ -17,16 +17,14 @@ from trainkit.jobs.resolved import read_job
 from trainkit.runs.checkpoint_errors import DamagedCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
     open_checkpoint,
-    pin,
     published_folders,
-    retention_reasons,
     set_aside_in,
     step_of,
-    valid_by_size,
     verify,
 )
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import find_run
+from trainkit.runs.retention import pin, retention_reasons, valid_by_size
 
 
 def _rows(run: RunFolder, *, hashes: bool) -> list[dict[str, Any]]:

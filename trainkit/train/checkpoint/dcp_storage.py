@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from trainkit.runs.checkpoints import ALIGNMENT, DTYPE_BYTES, DataFile, TensorChunk, TensorEntry
+from trainkit.runs.manifest import ALIGNMENT, DTYPE_BYTES, DataFile, TensorChunk, TensorEntry
 
 DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 PIECE = 2**24  # bytes that are written, or read where they have to be put in place, at once

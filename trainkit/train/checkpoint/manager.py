@@ -19,7 +19,8 @@ from torch import Tensor
 from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import LockBusy
 from trainkit.jobs.schema import CheckpointSettings
-from trainkit.runs.checkpoints import Checkpoint, prune, published_folders, step_of
+from trainkit.runs.checkpoints import Checkpoint, published_folders, step_of
+from trainkit.runs.retention import prune
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.host_copies import StagingBuffers
 from trainkit.train.checkpoint.newest import newest_valid_together

@@ -14,7 +14,6 @@ from trainkit.runs.checkpoint_errors import DamagedCheckpoint, NewerCheckpoint, 
 from trainkit.runs.checkpoints import (
     PINNED,
     Checkpoint,
-    Manifest,
     VerifyLevel,
     files_to_hash,
     newest_valid,
@@ -25,6 +24,7 @@ from trainkit.runs.checkpoints import (
     step_of,
     wrong_hashes,
 )
+from trainkit.runs.manifest import Manifest
 from trainkit.train.checkpoint.save_load import writer_lock
 
 

@@ -27,22 +27,18 @@ from trainkit.base.files import publish_folder, remove
 from trainkit.base.locks import LockBusy, locked
 from trainkit.runs.checkpoint_errors import DamagedCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
-    MANIFEST,
     UNFINISHED_SUFFIX,
     Checkpoint,
-    DataFile,
-    Manifest,
-    TensorEntry,
     check_checkpoint,
     checkpoint_folder,
     file_problems,
-    has_valid_seal,
     read_manifest,
     set_aside,
     unfinished_folder,
     verify,
 )
 from trainkit.runs.checkpoints import record_evaluation as write_evaluation
+from trainkit.runs.manifest import MANIFEST, DataFile, Manifest, TensorEntry, has_valid_seal
 from trainkit.train.checkpoint.dcp_storage import (
     DTYPE_NAMES,
     DcpReader,

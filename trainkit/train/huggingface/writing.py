@@ -22,7 +22,8 @@ from trainkit.base.errors import ConfigError, Problem
 from trainkit.base.files import publish_folder, temporary_name, write_json
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Model
-from trainkit.runs.checkpoints import Checkpoint, TensorEntry
+from trainkit.runs.checkpoints import Checkpoint
+from trainkit.runs.manifest import TensorEntry
 from trainkit.train.checkpoint.dcp_storage import DTYPES, DcpReader, TensorLoadPlanner
 from trainkit.train.huggingface.config import to_hf_config
 from trainkit.train.huggingface.folder import CONFIG, INDEX, WHOLE
