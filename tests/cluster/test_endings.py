@@ -228,4 +228,4 @@ def test_success_is_what_the_ranks_say(head: ClusterProject) -> None:
         "failed",
         2,
         "node2",
-    ) and "had not said that it was done" in cause["message"]
+    ) and "had not recorded success" in cause["message"]

@@ -14,15 +14,19 @@ import pytest
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import read_json, write_json
 from trainkit.base.process import identity
-from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import (
+from trainkit.runs.events import (
+    AttemptEnded,
+    AttemptStarted,
     EventLog,
-    all_runs,
-    find_run,
+    FailureClass,
+    RankEnded,
+    RetryPlanned,
+    StrangerRefused,
+    ViewLost,
     read_events,
-    read_run_record,
-    write_maker,
 )
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import all_runs, find_run, read_run_record, write_maker
 
 
 def make_run(root: Path, job: str, name: str) -> RunFolder:
@@ -34,18 +38,12 @@ def make_run(root: Path, job: str, name: str) -> RunFolder:
 
 def begin(run: RunFolder, attempt: int = 1, **supervisor: Any) -> EventLog:
     events = EventLog(run.attempt(attempt))
-    events.write(
-        "started",
-        run=run.id,
-        attempt=attempt,
-        supervisor=identity().as_dict() | supervisor,
-        world_size=1,
-    )
+    events.write(AttemptStarted(run.id, attempt, identity().as_dict() | supervisor, 1))
     return events
 
 
-def end(events: EventLog, code: int, failure_class: str) -> None:
-    events.write("ended", exit=code, root_cause=None, survivors=[], **{"class": failure_class})
+def end(events: EventLog, code: int, failure_class: FailureClass) -> None:
+    events.write(AttemptEnded(code, None, failure_class=failure_class))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +58,7 @@ def end(events: EventLog, code: int, failure_class: str) -> None:
     ],
 )
 def test_the_supervisors_last_word_decides(
-    tmp_path: Path, code: int, failure_class: str, state: str
+    tmp_path: Path, code: int, failure_class: FailureClass, state: str
 ) -> None:
     run = make_run(tmp_path, "j", "a")
     end(begin(run), code, failure_class)
@@ -116,7 +114,7 @@ def test_a_torn_event_is_left_out(tmp_path: Path) -> None:
     begin(run)
     with open(run.attempt(1).events, "a") as file:
         file.write('{"event": "ended", "exi')
-    assert [e["event"] for e in read_events(run.attempt(1))] == ["started"]
+    assert [e.name for e in read_events(run.attempt(1))] == ["started"]
     assert read_run_record(run).state == "running"
 
 
@@ -132,15 +130,15 @@ def test_a_full_disk_tears_one_event_and_not_the_next(tmp_path: Path) -> None:
             resource.RLIMIT_FSIZE, (run.attempt(1).events.stat().st_size + 20, limits[1])
         )
         with pytest.raises(OSError, match="File too large"):
-            log.note("rank_ended", rank=1)
+            log.write_soon(RankEnded(1, 0, stopped=False, done=True))
         with pytest.raises(OSError, match="File too large"):  # nothing of this one is written
-            log.note("rank_ended", rank=2)
+            log.write_soon(RankEnded(2, 0, stopped=False, done=True))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    log.write("retry", next_attempt=2)
+    log.write(RetryPlanned(2))
     end(log, 0, "success")
-    assert [e["event"] for e in read_events(run.attempt(1))] == ["started", "retry", "ended"]
+    assert [e.name for e in read_events(run.attempt(1))] == ["started", "retry", "ended"]
 
 
 def test_the_word_of_another_after_a_torn_event(tmp_path: Path) -> None:
@@ -150,7 +148,7 @@ def test_the_word_of_another_after_a_torn_event(tmp_path: Path) -> None:
     with open(run.attempt(1).events, "a") as file:
         file.write('{"event": "rank_en')
     end(EventLog(run.attempt(1)), 130, "cancelled")
-    assert [e["event"] for e in read_events(run.attempt(1))] == ["started", "ended"]
+    assert [e.name for e in read_events(run.attempt(1))] == ["started", "ended"]
 
 
 def test_a_closed_log_writes_to_nobody_elses_file(tmp_path: Path) -> None:
@@ -159,12 +157,12 @@ def test_a_closed_log_writes_to_nobody_elses_file(tmp_path: Path) -> None:
     log.close()
     # one of them has the log's number now
     with open(tmp_path / "other", "wb") as first, open(tmp_path / "others", "wb"):
-        log.write("view_lost")
-        log.note("stranger")
+        log.write(ViewLost("closed"))
+        log.write_soon(StrangerRefused("peer", "why"))
         log.close()
         first.write(b"x")
     assert os.stat(tmp_path / "other").st_size == 1 and os.stat(tmp_path / "others").st_size == 0
-    assert [e["event"] for e in read_events(run.attempt(1))] == ["started"]
+    assert [e.name for e in read_events(run.attempt(1))] == ["started"]
 
 
 def test_the_step_is_that_of_the_last_whole_row(tmp_path: Path) -> None:

@@ -26,9 +26,10 @@ from trainkit.launch.supervise.outcome import Outcome, signal_name
 from trainkit.launch.supervise.rank_environment import secret_values
 from trainkit.launch.supervise.supervisor import locked_run, supervise
 from trainkit.plan.planner import Plan
+from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
-from trainkit.runs.record import read_events, read_supervisor_status, write_maker
+from trainkit.runs.record import read_supervisor_status, write_maker
 from trainkit.stages.contract import Need
 
 __all__ = ["RunObserver", "resume_run", "spawn_supervisor", "start_run"]
@@ -127,7 +128,7 @@ def _never_began(run: RunFolder, before: int, outcome: Outcome) -> bool:
     return (
         outcome.exit == Exit.HOSTS_BUSY
         and len(attempts) == 1
-        and all(event["event"] != "go" for event in read_events(attempts[0]))
+        and first_event(read_events(attempts[0]), AllRanksStarted) is None
     )
 
 

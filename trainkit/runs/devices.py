@@ -15,8 +15,15 @@ from typing import Any, Literal
 import psutil
 
 from trainkit.base.documents import read_document
+from trainkit.runs.events import (
+    AttemptStarted,
+    RankEnded,
+    RankStarted,
+    events_of,
+    first_event,
+    read_events,
+)
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_events
 
 SAMPLE_SECONDS = 0.2  # over which the processor's load is taken
 QUERY_SECONDS = 20.0  # nvidia-smi takes long where drivers are not kept loaded
@@ -98,17 +105,16 @@ def observe_devices(
     pids = {}
     elsewhere = set()
     events = read_events(run.attempts()[-1])
-    ended = {event["rank"] for event in events if event["event"] == "rank_ended"}
-    supervisor = next(
-        (event["supervisor"]["pid"] for event in events if event["event"] == "started"), None
-    )
-    for event in events:
-        if event["event"] != "rank_started" or event["rank"] in ended:
+    ended = {event.rank for event in events_of(events, RankEnded)}
+    started = first_event(events, AttemptStarted)
+    supervisor = started.supervisor["pid"] if started else None
+    for event in events_of(events, RankStarted):
+        if event.rank in ended:
             continue
-        if event["host"] == here:
-            pids[event["rank"]] = event["pid"]
+        if event.host == here:
+            pids[event.rank] = event.pid
         else:
-            elsewhere.add(event["host"])
+            elsewhere.add(event.host)
     ranks = list(_processes(pids, supervisor, seconds))
     if elsewhere:
         note = f"ranks on {', '.join(sorted(elsewhere))} are not seen from here"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
+from trainkit.runs.events import Event, parse_event
 from trainkit.runs.folder import RunFolder
 
 
@@ -22,7 +20,7 @@ class EventTail:
         if told:
             self.new()
 
-    def new(self) -> list[tuple[int, dict[str, Any]]]:
+    def new(self) -> list[tuple[int, Event]]:
         """(attempt, event) of every whole line written since the last call; never waits."""
         found = []
         for attempt in self.run.attempts():
@@ -37,15 +35,5 @@ class EventTail:
                 continue
             whole = [line for line in lines if line.endswith(b"\n")]
             self._offsets[number] = self._offsets.get(number, 0) + sum(map(len, whole))
-            found += [(number, event) for line in whole if (event := _parsed(line))]
+            found += [(number, event) for line in whole if (event := parse_event(line))]
         return found
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    if isinstance(event, dict) and "event" in event:
-        return event
-    return None

@@ -13,17 +13,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.base.documents import document, read_document, utc_now
+from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json, write_json
 from trainkit.base.process import ProcessIdentity, identity, is_alive
-from trainkit.runs.folder import AttemptFolder, RunFolder
+from trainkit.runs.events import (
+    AttemptEnded,
+    AttemptStarted,
+    FailureClass,
+    LeftProcess,
+    RootCause,
+    first_event,
+    last_event,
+    read_events,
+)
+from trainkit.runs.folder import RunFolder
 from trainkit.runs.slurm import read_slurm_jobs
 
 RunState = Literal[
     "queued", "starting", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"
 ]
-FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
 # what slurm.json tells of a job that ended before there were ranks
 CAUSE = ("message", "unit", "host", "log", "advice")
 # of another host's supervisor, which writes its sign of life every 5 s; longer and nobody knows
@@ -33,60 +42,6 @@ _STATE_OF_CLASS: dict[str, RunState] = {
     "cancelled": "cancelled",
     "preempted": "preempted",
 }
-
-
-class EventLog:
-    """Appends events to attempts/N/events.jsonl."""
-
-    def __init__(self, attempt: AttemptFolder) -> None:
-        attempt.path.mkdir(parents=True, exist_ok=True)
-        self._handle = os.open(
-            attempt.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
-        )
-        size = os.fstat(self._handle).st_size
-        # by who wrote here before, and died or had no room
-        self._torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
-
-    def write(self, event: str, **values: Any) -> None:
-        """Append an event; it and all before it are durable before the call returns."""
-        self.note(event, **values)
-        if self._handle >= 0:
-            os.fsync(self._handle)
-
-    def note(self, event: str, **values: Any) -> None:
-        """Append an event that is one of many of its kind: durable with the next one written."""
-        if self._handle < 0:
-            return
-        rest = json.dumps({"time": utc_now(), "event": event, **values}).encode() + b"\n"
-        if self._torn:  # half a line must not take this one with it
-            rest = b"\n" + rest
-        self._torn = True
-        while rest:
-            rest = rest[os.write(self._handle, rest) :]
-        self._torn = False
-
-    def close(self) -> None:
-        """End the log; what comes later goes nowhere, and never to another file that has its
-        number by then."""
-        handle = self._handle
-        self._handle = -1
-        if handle >= 0:
-            os.close(handle)
-
-
-def read_events(attempt: AttemptFolder) -> list[dict[str, Any]]:
-    """All whole events of an attempt, in order; a torn last line is left out."""
-    try:
-        text = attempt.events.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    events = []
-    for line in text.split("\n")[:-1]:
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
-    return events
 
 
 @dataclass(frozen=True)
@@ -194,8 +149,8 @@ class RunRecord:
     attempt: int
     exit: int | None
     failure_class: FailureClass | None
-    root_cause: dict[str, Any] | None
-    survivors: list[dict[str, Any]]
+    root_cause: RootCause | None
+    survivors: list[LeftProcess]
     lost: bool = False
 
     def row(self) -> dict[str, Any]:
@@ -287,8 +242,8 @@ def read_run_record(run: RunFolder) -> RunRecord:
     else:
         events = []
     step = last_step(run)
-    started = next((e for e in events if e["event"] == "started"), None)
-    ended = next((e for e in reversed(events) if e["event"] == "ended"), None)
+    started = first_event(events, AttemptStarted)
+    ended = last_event(events, AttemptEnded)
     sign = read_supervisor_status(run)
     if sign is not None:
         alive = sign.alive(time.time())
@@ -299,19 +254,19 @@ def read_run_record(run: RunFolder) -> RunRecord:
     if not alive and _starting(run, sign):
         return RunRecord(run, "starting", step, number, None, None, None, [])
     if ended is not None and not alive:
-        state = _STATE_OF_CLASS.get(ended["class"], "failed")
+        state = _STATE_OF_CLASS.get(ended.failure_class, "failed")
         return RunRecord(
             run,
             state,
             step,
             number,
-            ended["exit"],
-            ended["class"],
-            ended["root_cause"],
-            ended["survivors"],
+            ended.exit,
+            ended.failure_class,
+            ended.root_cause,
+            list(ended.survivors),
         )
     if sign is None and started is not None:
-        alive = is_alive(ProcessIdentity(**started["supervisor"]))
+        alive = is_alive(ProcessIdentity(**started.supervisor))
     if alive:
         return RunRecord(run, "running", step, number, None, None, None, [])
     if alive is None and (sign is not None or started is not None):
@@ -319,7 +274,7 @@ def read_run_record(run: RunFolder) -> RunRecord:
             host = sign.host
             since = sign.time
         else:
-            host = started["supervisor"]["host"] if started else "?"
+            host = started.supervisor["host"] if started else "?"
             since = attempts[-1].events.stat().st_mtime
         message = (
             f"the supervisor on {host} has given no sign of life since {_iso(since)}, and that host"
@@ -342,8 +297,8 @@ def read_run_record(run: RunFolder) -> RunRecord:
         )
     elif started is not None:
         message = (
-            f"the supervisor (pid {started['supervisor']['pid']} on"
-            f" {started['supervisor']['host']}) is gone and left no word"
+            f"the supervisor (pid {started.supervisor['pid']} on"
+            f" {started.supervisor['host']}) is gone and left no word"
         )
     else:
         message = "it never started: whoever made it is gone"
@@ -381,7 +336,7 @@ def record_of_end(record: RunRecord, job: str, ended: Mapping[str, Any]) -> RunR
         ended: {"state": Slurm's word, "message", "exit", ...}, as SlurmJob.ended.
     """
     code = int(ended.get("exit", Exit.START))
-    cause = {
+    cause: Any = {  # a RootCause; a job's end may hold any of CAUSE
         **(record.root_cause or {}),
         **{key: ended[key] for key in CAUSE if ended.get(key)},
         "slurm_job": job,

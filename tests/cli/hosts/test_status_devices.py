@@ -20,8 +20,8 @@ from tests.conftest import Project
 from trainkit.base.process import identity
 from trainkit.cli.inspect.runs import devices_table
 from trainkit.runs.devices import DeviceUsage, Gpu, RankUsage, observe_devices
+from trainkit.runs.events import AttemptEnded, AttemptStarted, EventLog, RankEnded, RankStarted
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import EventLog
 
 MIB = 2**20
 BUSY = "import sys; block = bytearray(64 * 2**20); print(flush=True)\nwhile True: pass"
@@ -48,15 +48,10 @@ def started(
     """A run whose supervisor is this process, with ranks (number, host, pid)."""
     run = RunFolder(root / "runs" / "text" / "20260101-000000-aaaa")
     events = EventLog(run.attempt(1))
-    events.write(
-        "started",
-        run=run.id,
-        attempt=1,
-        supervisor=identity().as_dict() | ({"pid": supervisor} if supervisor else {}),
-        world_size=len(ranks),
-    )
+    own = identity().as_dict() | ({"pid": supervisor} if supervisor else {})
+    events.write(AttemptStarted(run.id, 1, own, len(ranks)))
     for rank, host, pid in ranks:
-        events.write("rank_started", rank=rank, host=host, pid=pid)
+        events.write(RankStarted(rank, host, pid))
     return run, events
 
 
@@ -109,7 +104,7 @@ def test_only_ranks_that_live_here(tmp_path: Path, child: subprocess.Popen[bytes
     view = observe_devices(run, "cpu", seconds=0.01)
     assert [rank.rank for rank in view.ranks] == [0]  # 2 is gone, 3 is another's process now
     assert view.note == "ranks on elsewhere are not seen from here"
-    events.write("rank_ended", rank=0, code=0, stopped=False, done=True)
+    events.write(RankEnded(0, 0, stopped=False, done=True))
     assert observe_devices(run, "cpu", seconds=0.01).ranks == []
 
 
@@ -251,5 +246,5 @@ def test_the_task(project: Project, child: subprocess.Popen[bytes]) -> None:
     assert [(rank["rank"], rank["pid"]) for rank in running["devices"]] == [
         (0, child.pid)
     ] and running["devices_note"] is None
-    events.write("ended", exit=0, root_cause=None, survivors=[], **{"class": "success"})
+    events.write(AttemptEnded(0, None, failure_class="success"))
     assert status(project)["devices"] == []

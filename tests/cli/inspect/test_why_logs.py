@@ -20,10 +20,19 @@ from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.runs.event_tail import EventTail
+from trainkit.runs.events import (
+    AllRanksStarted,
+    AttemptEnded,
+    EventLog,
+    HangDetected,
+    RankEnded,
+    RankStarted,
+    RetryPlanned,
+    RootCause,
+)
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import EventLog
 
-FAILED = {
+FAILED: RootCause = {
     "rank": 3,
     "host": "node2",
     "code": 1,
@@ -42,43 +51,35 @@ def run(project: Project) -> RunFolder:
     run.path.mkdir(parents=True)
     write_job(run.job, load(project.path).resolve("random"))
     events = begun(run, 1)
-    cause = {
+    cause: RootCause = {
         "host": "node1",
         "message": "contact with node1 was lost",
         "advice": "look whether it is up",
     }
-    events.write(
-        "ended", exit=13, root_cause=cause, survivors=[], unanswered=["node1"], **{"class": "infra"}
-    )
-    events.write("retry", next_attempt=2, **{"class": "infra"})
+    events.write(AttemptEnded(13, cause, unanswered=["node1"]))
+    events.write(RetryPlanned(2))
     events = begun(run, 2)
     for rank in range(4):
         run.attempt(2).log(rank).parent.mkdir(exist_ok=True)
         run.attempt(2).log(rank).write_text("".join(f"line {i} of {rank}\n" for i in range(40)))
-    ends = {
-        3: {"code": 1},
-        0: {"code": -6},
-        1: {"code": -15, "stopped": True},
-        2: {"code": 0, "done": True},
-    }
-    for rank, values in ends.items():
-        events.write("rank_ended", **{"rank": rank, "stopped": False, "done": False, **values})
-    last = {
+    events.write(RankEnded(3, 1, stopped=False, done=False))
+    events.write(RankEnded(0, -6, stopped=False, done=False))
+    events.write(RankEnded(1, -15, stopped=True, done=False))
+    events.write(RankEnded(2, 0, stopped=False, done=True))
+    last: RootCause = {
         "log": str(run.attempt(2).log(3)),
         "last": [f"line {i} of 3" for i in range(10, 40)],
         "advice": "look at the data",
     }
-    events.write(
-        "ended", exit=9, root_cause=FAILED | last, survivors=[], unanswered=[], **{"class": "user"}
-    )
+    events.write(AttemptEnded(9, {**FAILED, **last}, failure_class="user"))
     return run
 
 
 def begun(run: RunFolder, attempt: int) -> EventLog:
     events = begin(run, attempt, start_time=1)
     for rank in range(4):
-        events.write("rank_started", rank=rank, host=f"node{1 + rank // 2}", pid=100 + rank)
-    events.write("go")
+        events.write(RankStarted(rank, f"node{1 + rank // 2}", 100 + rank))
+    events.write(AllRanksStarted())
     return events
 
 
@@ -221,7 +222,7 @@ def test_following_several_logs_to_the_end(
     for rank in range(2):
         run.attempt(3).log(rank).parent.mkdir(exist_ok=True)
         run.attempt(3).log(rank).write_text("torn" if rank else "")
-        events.write("rank_started", rank=rank, host="node1", pid=1)
+        events.write(RankStarted(rank, "node1", 1))
 
     pieces = iter([(0, "half a "), (1, "from one\n"), (0, "line\n"), (1, "last")])
 
@@ -318,7 +319,7 @@ def test_events_are_told_once(project: Project, run: RunFolder) -> None:
 
 
 def test_a_hang_names_who_is_missing() -> None:
-    assert told(1, {"event": "hang", "missing": [1, 3]}).startswith(
+    assert told(1, HangDetected([1, 3])).startswith(
         "no rank moves any more: a hang; missing ranks: 1, 3;"
     )
-    assert told(1, {"event": "go"}) == ""
+    assert told(1, AllRanksStarted()) == ""

@@ -12,8 +12,8 @@ from trainkit.launch.containers.apptainer import APPTAINER
 from trainkit.launch.containers.docker import DOCKER, PODMAN
 from trainkit.launch.containers.enroot import ENROOT
 from trainkit.launch.containers.pyxis import container_name, pyxis_options, removal_argv
+from trainkit.runs.events import AllRanksStarted, AttemptEnded, AttemptStarted, Event, EventLog
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import EventLog
 
 OCI = (
     "--rm",
@@ -188,21 +188,21 @@ def test_pyxis_keeps_a_container_over_attempts_that_began(tmp_path: Path) -> Non
     run = RunFolder(tmp_path / "runs" / "j" / "R")
     chosen = job(tmp_path, "pyxis", launcher="slurm")
     names = []
-    for number, words in enumerate(
-        (
-            ["started", "go", "ended"],
-            ["started", "go"],
-            ["started", "ended"],
-            ["started", "go", "ended"],
-        ),
-        1,
-    ):
+    started = AttemptStarted("R", 1, {}, 1)
+    ended = AttemptEnded(0, None)
+    attempts: list[list[Event]] = [
+        [started, AllRanksStarted(), ended],
+        [started, AllRanksStarted()],
+        [started, ended],
+        [started, AllRanksStarted(), ended],
+    ]
+    for number, events in enumerate(attempts, 1):
         found = node_container(chosen, FOLDER, "R", number, reusable_since(run))
         assert found is not None
         names.append(container_name(found))
         log = EventLog(run.attempt(number))
-        for word in words:
-            log.note(word)
+        for event in events:
+            log.write_soon(event)
         log.close()
     assert names == ["trainkit-R-1", "trainkit-R-1", "trainkit-R-1", "trainkit-R-4"]
     assert found is not None

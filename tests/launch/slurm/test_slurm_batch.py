@@ -14,35 +14,39 @@ from trainkit.base.errors import TrainkitError
 from trainkit.launch.slurm.allocation import Granted
 from trainkit.launch.slurm.batch_supervisor import BatchStopRequests, BatchSupervisor
 from trainkit.launch.supervise.observer import silent_observer
+from trainkit.runs.events import (
+    AllRanksStarted,
+    AttemptEnded,
+    AttemptStarted,
+    Event,
+    EventLog,
+    FailureClass,
+    RequeueFailed,
+    RetryPlanned,
+)
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import EventLog, read_run_record
+from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs
 
+GONE: list[Event] = [AttemptStarted("r", 1, {}, 1), AllRanksStarted()]
 
-def ended(kind: str, step: int, exit: int, **cause: Any) -> list[dict[str, Any]]:
+
+def ended(
+    kind: FailureClass, step: int, exit: int, *, budget: str | None = None, **cause: Any
+) -> list[Event]:
     """Events of an attempt that ended so."""
-    last = {
-        "event": "ended",
-        "class": kind,
-        "exit": exit,
-        "step": step,
-        "root_cause": {"message": "m", **cause},
-        "survivors": [],
-    }
-    return [{"event": "started"}, {"event": "go"}, last]
+    root_cause: Any = {"message": "m", **cause}
+    return [*GONE, AttemptEnded(exit, root_cause, step, failure_class=kind, budget=budget)]
 
 
-def retried(by: str, step: int) -> list[dict[str, Any]]:
+def retried(by: str, step: int) -> list[Event]:
     """Of one that saved, after which Slurm goes on."""
-    *before, last = ended("preempted", step, 12)
-    return [*before, {**last, "budget": by}, {"event": "retry", "by": "slurm", "class": by}]
-
-
-GONE: list[dict[str, Any]] = [{"event": "started"}, {"event": "go"}]
+    retry = RetryPlanned(2, by="slurm", failure_class=by)
+    return [*ended("preempted", step, 12, budget=by), retry]
 
 
 def supervisor_after(
-    folder: Path, attempts: Sequence[Sequence[dict[str, Any]]], *sets: str
+    folder: Path, attempts: Sequence[Sequence[Event]], *sets: str
 ) -> tuple[RunFolder, BatchSupervisor]:
     """The supervisor of job 7, before its first attempt."""
     run = make_run(folder, ["cluster.launcher=slurm", *sets])
@@ -50,7 +54,7 @@ def supervisor_after(
     for number, events in enumerate(attempts, 1):
         log = EventLog(run.attempt(number))
         for event in events:
-            log.write(**event)
+            log.write(event)
         log.close()
     return run, BatchSupervisor(
         run, {}, BatchStopRequests(), silent_observer(), Granted("7", ("n1",), len(attempts))
@@ -112,8 +116,7 @@ def test_time_limits_without_a_step_between_them_end(tmp_path: Path) -> None:
 
 
 def test_attempts_in_one_allocation_count_too(tmp_path: Path) -> None:
-    *before, last = ended("infra", 3, 10, signal="SIGKILL")
-    again = [*before, {**last, "budget": "infra"}, {"event": "retry", "class": "infra"}]
+    again = [*ended("infra", 3, 10, budget="infra", signal="SIGKILL"), RetryPlanned(2)]
     _, supervisor = supervisor_after(tmp_path, [again, retried("preemption", 8)])
     supervisor.replay(1)
     assert supervisor.budgets.left["infra"] == 2 and supervisor.budgets.left["preemption"] == 99
@@ -124,13 +127,12 @@ def test_a_budget_counts_though_the_supervisor_was_killed_before_its_last_word(
 ) -> None:
     """KILL between `ended` and `retry`: `ended` says what was used up. One that Slurm would not
     put back was the end."""
-    *before, last = ended("infra", 3, 10, signal="SIGKILL")
-    cut_short = [*before, {**last, "budget": "infra"}]
+    cut_short = ended("infra", 3, 10, budget="infra", signal="SIGKILL")
     _, supervisor = supervisor_after(tmp_path / "a", [cut_short, GONE], "retry.same_step=9")
     supervisor.replay(1)
     assert supervisor.budgets.left["infra"] == 1
     _, supervisor = supervisor_after(
-        tmp_path / "b", [[*cut_short, {"event": "requeue_failed"}], GONE], "retry.same_step=9"
+        tmp_path / "b", [[*cut_short, RequeueFailed()], GONE], "retry.same_step=9"
     )
     supervisor.replay(1)
     assert supervisor.budgets.left["infra"] == 2

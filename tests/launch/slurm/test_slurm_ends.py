@@ -28,12 +28,13 @@ from trainkit.launch.slurm import reconcile as settling
 from trainkit.launch.slurm.reconcile import Queue, settle
 from trainkit.launch.slurm.sbatch import note_end
 from trainkit.launch.slurm.squeue import JobLook, Patience
+from trainkit.runs.events import FailureClass
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
 
 
-def a_run(slurm: Slurm, exit: int, kind: str) -> RunFolder:
+def a_run(slurm: Slurm, exit: int, kind: FailureClass) -> RunFolder:
     """A run of job 7 whose supervisor has ended its first attempt so."""
     run = slurm.run("one")
     write_job(run.job, load(slurm.folder).resolve("small"))
@@ -55,7 +56,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("exit", "kind"), [(8, "infra"), (12, "preempted")])
 @pytest.mark.usefixtures("impatient")
-def test_a_run_has_not_failed_before_slurm_says_so(slurm: Slurm, exit: int, kind: str) -> None:
+def test_a_run_has_not_failed_before_slurm_says_so(
+    slurm: Slurm, exit: int, kind: FailureClass
+) -> None:
     """scontrol requeue as its supervisor begins: `train` would return 8, and the run succeed 20
     s later."""
     run = a_run(slurm, exit, kind)

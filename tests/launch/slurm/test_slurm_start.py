@@ -29,8 +29,8 @@ from trainkit.launch.slurm.batch_supervisor import (
 from trainkit.launch.supervise.attempt import AttemptResult
 from trainkit.launch.supervise.observer import silent_observer
 from trainkit.launch.supervise.outcome import Outcome, StopRequest
+from trainkit.runs.events import AttemptEnded, EventLog, RootCause
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import EventLog
 from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs
 
 HOSTS = ("n1", "n2", "n3", "n4")
@@ -38,7 +38,7 @@ RUNNING = (
     "JobId=7 JobState=RUNNING Reason=None Requeue=1 Restarts=0 TimeLimit=UNLIMITED"
     " StartTime=2026-11-22T05:17:13 EndTime=Unknown ExcNodeList=(null) Partition=main"
 )
-NOT_REACHED = {
+NOT_REACHED: RootCause = {
     "message": "1 of 4 hosts is not reached",
     "hosts": [{"host": "n2", "why": "no agent came"}],
 }
@@ -124,7 +124,7 @@ class Attempted:
 
 def no_start(*suspects: str) -> AttemptResult:
     """An attempt whose agents did not all come."""
-    return AttemptResult(Outcome(Exit.START, "infra", dict(NOT_REACHED), suspects))
+    return AttemptResult(Outcome(Exit.START, "infra", NOT_REACHED.copy(), suspects))
 
 
 def ended(made: BatchSupervisor, end: AttemptResult) -> list[dict[str, Any]]:
@@ -271,7 +271,7 @@ def test_a_person_s_word_comes_before_slurm_s(control: Control) -> None:
         made,
         AttemptResult(
             Outcome(
-                Exit.PREEMPTED, "preempted", {"message": "told to save and stop", "saved": True}
+                Exit.PREEMPTED, "preempted", {"message": "asked to save and stop", "saved": True}
             ),
             began=True,
         ),
@@ -406,13 +406,7 @@ def test_a_successor_that_cannot_be_taken_back_is_not_forgotten(
         "job 8, which was to go on with the run, is still in the queue" in capsys.readouterr().out
     )
     made.attempt.events.write(  # type: ignore[union-attr]
-        "ended",
-        exit=9,
-        root_cause={"message": "m"},
-        step=1,
-        survivors=[],
-        unanswered=[],
-        **{"class": "user"},
+        AttemptEnded(9, {"message": "m"}, 1, failure_class="user")
     )
     outcome = supervise_batch(
         made.run, {"SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": ",".join(HOSTS), "PATH": "/bin"}

@@ -29,8 +29,8 @@ from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.retry_policy import HostChoice, RetryBudgets
 from trainkit.launch.supervise.supervisor import Supervisor, supervise
+from trainkit.runs.events import FailureClass
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import FailureClass
 
 HOSTS = [Host(f"h{i}", slots=(0, 1)) for i in range(4)]
 QUICK = ["cluster.watch.lease=1", "cluster.watch.grace=0.5"]
@@ -174,7 +174,7 @@ def test_one_that_leaves_with_0_is_no_good_end(
     assert (outcome.exit, (outcome.root_cause or {})["rank"]) == (
         10,
         1,
-    ) and "had not said that it was done" in (outcome.root_cause or {})["message"]
+    ) and "had not recorded success" in (outcome.root_cause or {})["message"]
 
 
 TOLD = f"""

@@ -18,9 +18,10 @@ from trainkit.cli.options import LogOptions
 from trainkit.cli.run.summary import last_lines
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.slurm.reconcile import output_of
+from trainkit.runs.events import RankEnded, RankStarted, events_of, read_events
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.log_tail import LogTail
-from trainkit.runs.record import find_run, read_events, read_run_record
+from trainkit.runs.record import find_run, read_run_record
 
 FAILED = "failed"
 MAX_RANK = 10**6
@@ -49,11 +50,7 @@ def logs(task: TaskContext, run_name: str, options: LogOptions) -> TaskResult:
         asked = _parse_ranks(options.rank)
     run = find_run(load_jobs(task).roots(), run_name)
     attempt = _attempt(run, options.attempt)
-    hosts = {
-        event["rank"]: event["host"]
-        for event in read_events(attempt)
-        if event["event"] == "rank_started"
-    }
+    hosts = {event.rank: event.host for event in events_of(read_events(attempt), RankStarted)}
     if options.node and options.node not in hosts.values():
         return _connection_log(task, run, attempt, sorted(set(hosts.values())), options)
     if options.rank == FAILED:
@@ -147,12 +144,9 @@ def _connection_log(
 def _failed_ranks(attempt: AttemptFolder) -> set[int]:
     """Ranks that failed by themselves, and were not stopped because another failed."""
     return {
-        event["rank"]
-        for event in read_events(attempt)
-        if event["event"] == "rank_ended"
-        and not event["stopped"]
-        and not event["done"]
-        and event["code"] != 0
+        end.rank
+        for end in events_of(read_events(attempt), RankEnded)
+        if not end.stopped and not end.done and end.code != 0
     }
 
 

@@ -17,8 +17,18 @@ from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.slurm.job_graph import read_stage_jobs
 from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.squeue import BEFORE, RUNNING, Account, accounts
+from trainkit.runs.events import (
+    AttemptEnded,
+    AttemptStarted,
+    RankEnded,
+    RankStarted,
+    events_of,
+    first_event,
+    last_event,
+    read_events,
+)
 from trainkit.runs.folder import AttemptFolder, RunFolder
-from trainkit.runs.record import RunRecord, find_run, read_events, read_run_record
+from trainkit.runs.record import RunRecord, find_run, read_run_record
 from trainkit.runs.slurm import read_slurm_jobs
 
 LINES = 30
@@ -82,21 +92,17 @@ def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
     """One attempt: how it ended, and why. `root_cause` is None where it ended well, was told to
     end, or left no word."""
     events = read_events(attempt)
-    started: dict[str, Any] = next((e for e in events if e["event"] == "started"), {})
-    ended: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "ended"), {})
-    if ended.get("class") != "success":
-        cause = ended.get("root_cause") or {}
-    else:
-        cause = {}
-    hosts = list(dict.fromkeys(e["host"] for e in events if e["event"] == "rank_started"))
-    span = {"started": started.get("time"), "ended": ended.get("time")}
+    started = first_event(events, AttemptStarted)
+    ended = last_event(events, AttemptEnded)
+    failed = ended is not None and ended.failure_class != "success"
     return {
         "attempt": attempt.number,
-        **span,
-        "exit": ended.get("exit"),
-        "class": ended.get("class"),
-        "hosts": hosts,
-        "root_cause": cause or None,
+        "started": started and started.time,
+        "ended": ended and ended.time,
+        "exit": ended and ended.exit,
+        "class": ended and ended.failure_class,
+        "hosts": list(dict.fromkeys(event.host for event in events_of(events, RankStarted))),
+        "root_cause": (ended.root_cause or None) if ended and failed else None,
     }
 
 
@@ -180,19 +186,15 @@ def _slurm_table(rows: list[Account]) -> Listing:
 
 def _later_failures(attempt: AttemptFolder, cause: dict[str, Any]) -> list[dict[str, Any]]:
     """Other ranks that ended badly by themselves: as a rule echoes of the first."""
-    hosts = {e["rank"]: e["host"] for e in read_events(attempt) if e["event"] == "rank_started"}
-    ends = [
-        e
-        for e in read_events(attempt)
-        if e["event"] == "rank_ended"
-        and not e["stopped"]
-        and not e["done"]
-        and e["code"] not in (0, int(Exit.PREEMPTED))
-    ]
+    events = read_events(attempt)
+    hosts = {event.rank: event.host for event in events_of(events, RankStarted)}
     return [
-        {"rank": e["rank"], "host": hosts.get(e["rank"]), "code": e["code"], "time": e["time"]}
-        for e in ends
-        if e["rank"] != cause.get("rank")
+        {"rank": end.rank, "host": hosts.get(end.rank), "code": end.code, "time": end.time}
+        for end in events_of(events, RankEnded)
+        if not end.stopped
+        and not end.done
+        and end.code not in (0, int(Exit.PREEMPTED))
+        and end.rank != cause.get("rank")
     ]
 
 

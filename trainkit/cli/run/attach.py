@@ -7,7 +7,6 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.cli.config.jobs import load_jobs
@@ -18,6 +17,18 @@ from trainkit.jobs.resolved import read_job
 from trainkit.launch.protocol.client import ask
 from trainkit.launch.slurm.reconcile import Queue, settled
 from trainkit.runs.event_tail import EventTail
+from trainkit.runs.events import (
+    AllRanksStarted,
+    AttemptStarted,
+    ContactLost,
+    Event,
+    HangDetected,
+    HostExcluded,
+    RequeueFailed,
+    RetryPlanned,
+    SaveRequested,
+    StrangerRefused,
+)
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, find_run, read_run_record
 from trainkit.runs.slurm import read_slurm_jobs
@@ -41,7 +52,7 @@ def started(run: RunFolder, events: EventTail) -> bool:
     try:
         while True:
             running = read_run_record(run).state in ("starting", "running")
-            if any(event["event"] == "go" for _, event in events.new()):
+            if any(isinstance(event, AllRanksStarted) for _, event in events.new()):
                 return True
             if not running:
                 return False
@@ -167,38 +178,35 @@ class _Follower:
         )
 
 
-def told(attempt: int, event: dict[str, Any]) -> str:
+def told(attempt: int, event: Event) -> str:
     """One line about an event that a person who follows wants to know; "" for the others."""
-    match event["event"]:
-        case "started" if attempt > 1:
+    match event:
+        case AttemptStarted() if attempt > 1:
             return f"attempt {attempt} begins"
-        case "contact_lost":
-            return f"contact to {event.get('host', '?')} is lost"
-        case "host_left_out":
-            return f"{event.get('host', '?')} is left out: {event.get('why', '')}"
-        case "hang":
+        case ContactLost():
+            return f"contact to {event.host} is lost"
+        case HostExcluded():
+            return f"{event.host} is left out: {event.why}"
+        case HangDetected():
             return (
-                f"no rank moves any more: a hang; missing ranks: {_listed(event.get('missing'))};"
+                f"no rank moves any more: a hang; missing ranks: {_listed(event.missing)};"
                 f" all stacks are in attempts/{attempt}/stacks"
             )
-        case "saving":
+        case SaveRequested():
             return "saving at the end of this step, then stopping"
-        case "stranger":
+        case StrangerRefused():
+            return f"somebody without the token knocked: {event.peer}"
+        case RequeueFailed():
+            return f"Slurm does not put the job back into the queue: {event.why}"
+        case RetryPlanned(by="slurm"):
             return (
-                "somebody without the token knocked:"
-                f" {event.get('peer') or event.get('address', '?')}"
+                f"attempt {attempt} ended ({event.failure_class}); Slurm goes on with the run"
+                f" as attempt {event.next_attempt}"
             )
-        case "requeue_failed":
-            return f"Slurm does not put the job back into the queue: {event.get('why', '')}"
-        case "retry" if event.get("by") == "slurm":
+        case RetryPlanned():
             return (
-                f"attempt {attempt} ended ({event.get('class', '?')}); Slurm goes on with the run"
-                f" as attempt {event.get('next_attempt', attempt + 1)}"
-            )
-        case "retry":
-            return (
-                f"attempt {attempt} failed ({event.get('class', '?')}); going on as attempt"
-                f" {event.get('next_attempt', attempt + 1)}"
+                f"attempt {attempt} failed ({event.failure_class}); going on as attempt"
+                f" {event.next_attempt}"
             )
     return ""
 

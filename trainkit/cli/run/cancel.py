@@ -24,12 +24,18 @@ from trainkit.launch.slurm.job_graph import still_to_be_made
 from trainkit.launch.slurm.reconcile import newest_job, settled
 from trainkit.launch.start import SPAWN_SECONDS
 from trainkit.launch.supervise.orphan_sweep import sweep_orphans
+from trainkit.runs.events import (
+    AgentJoined,
+    AttemptEnded,
+    EventLog,
+    events_of,
+    last_event,
+    read_events,
+)
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import (
-    EventLog,
     RunRecord,
     find_run,
-    read_events,
     read_maker,
     read_run_record,
     read_supervisor_status,
@@ -151,35 +157,33 @@ def _close(run: RunFolder, record: RunRecord) -> None:
     why = (record.root_cause or {}).get("message") or "its supervisor is gone"
     for attempt in run.attempts()[-1:]:
         events = EventLog(attempt)
-        rest = {"survivors": [], "unanswered": [], "class": "cancelled"}
         events.write(
-            "ended",
-            exit=int(Exit.CANCELLED),
-            root_cause={"message": f"stopped by invoke cancel; {why}"},
-            **rest,
+            AttemptEnded(
+                int(Exit.CANCELLED),
+                {"message": f"stopped by invoke cancel; {why}"},
+                failure_class="cancelled",
+            )
         )
         events.close()
     if run.supervisor.is_file():
         write_json(run.supervisor, read_document(run.supervisor, "supervisor/1") | {"ended": True})
 
 
-def _last_end(run: RunFolder) -> dict[str, Any] | None:
+def _last_end(run: RunFolder) -> AttemptEnded | None:
     """The newest attempt's last word."""
     attempts = run.attempts()
     if attempts:
-        return next((e for e in reversed(read_events(attempts[-1])) if e["event"] == "ended"), None)
+        return last_event(read_events(attempts[-1]), AttemptEnded)
     return None
 
 
-def _may_have_left(run: RunFolder, ended: dict[str, Any] | None) -> bool:
+def _may_have_left(run: RunFolder, ended: AttemptEnded | None) -> bool:
     """Whether processes may be left of a run whose supervisor is gone: it left no last word, or
     one that says so."""
     sign = read_supervisor_status(run)
     if ended is None:
         return bool(run.attempts()) or sign is not None
-    return bool(ended["survivors"] or ended.get("unanswered")) or (
-        sign is not None and not sign.ended
-    )
+    return bool(ended.survivors or ended.unanswered) or (sign is not None and not sign.ended)
 
 
 def _wait(task: TaskContext, run: RunFolder, job: Job, *, save: bool) -> RunRecord:
@@ -206,12 +210,12 @@ def _wait(task: TaskContext, run: RunFolder, job: Job, *, save: bool) -> RunReco
     return record
 
 
-def _rows_of_end(run: RunFolder, job: Job, ended: dict[str, Any]) -> list[NodeRow]:
+def _rows_of_end(run: RunFolder, job: Job, ended: AttemptEnded) -> list[NodeRow]:
     """What the agents of the newest attempt told the supervisor about their hosts when it ended."""
-    silent = ended.get("unanswered") or []
+    silent = ended.unanswered
     names = [host.name for host in _hosts(run, job, run.attempts()[-1:])]
-    rows = dict.fromkeys([*names, *silent, *(each["host"] for each in ended["survivors"])])
-    left = {name: [each for each in ended["survivors"] if each["host"] == name] for name in rows}
+    rows = dict.fromkeys([*names, *silent, *(each["host"] for each in ended.survivors)])
+    left = {name: [each for each in ended.survivors if each["host"] == name] for name in rows}
     return [
         {"host": name, "answered": name not in silent, "error": None, "left": left[name]}
         for name in rows
@@ -223,10 +227,7 @@ def _hosts(run: RunFolder, job: Job, attempts: Sequence[AttemptFolder]) -> list[
     have used."""
     listed = (read_hosts(run) if hosts_path(run).is_file() else local_hosts(job)).hosts
     used = {
-        event["host"]
-        for attempt in attempts
-        for event in read_events(attempt)
-        if event["event"] == "agent_joined"
+        event.host for attempt in attempts for event in events_of(read_events(attempt), AgentJoined)
     }
     return [host for host in listed if host.name in used] or list(listed)
 

@@ -14,8 +14,8 @@ from trainkit.base.errors import ConfigError
 from trainkit.data.fetch.ranges import expand
 from trainkit.jobs.containers import MOUNTABLE, Container
 from trainkit.jobs.schema import Dataset, Job
+from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_events
 
 SHARED_MEMORY = "/dev/shm"  # the host's own under every runtime here
 NODE = '"$1"'  # of node.sh and inside.sh: the node's number
@@ -113,7 +113,7 @@ def reusable_since(run: RunFolder) -> int:
     """The attempt after the last whose ranks did not begin: one of its nodes may have been
     stopped while it imported the image, and keeps half of it."""
     began = {
-        attempt.number: any(event["event"] == "go" for event in read_events(attempt))
+        attempt.number: first_event(read_events(attempt), AllRanksStarted) is not None
         for attempt in run.attempts()
     }
     return 1 + max((number for number, well in began.items() if not well), default=0)

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.resolved import read_job
@@ -48,8 +48,20 @@ from trainkit.launch.supervise.rendezvous import StartError
 from trainkit.launch.supervise.retry_policy import RetryBudgets
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.launch.supervise.supervisor import Supervisor
+from trainkit.runs.events import (
+    AllRanksStarted,
+    AttemptEnded,
+    Event,
+    HostExcluded,
+    RequeueFailed,
+    RetryPlanned,
+    RootCause,
+    first_event,
+    last_event,
+    read_events,
+)
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import last_step, read_events
+from trainkit.runs.record import last_step
 from trainkit.runs.slurm import (
     SlurmJob,
     add_slurm_job,
@@ -170,10 +182,10 @@ class BatchSupervisor(Supervisor):
             if attempt.number < first_attempt:
                 continue
             events = read_events(attempt)
-            ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
+            ended = last_event(events, AttemptEnded)
             budget = _budget(events)
-            began = any(event["event"] == "go" for event in events)
-            if ended is not None and not budget and ended["class"] != "preempted":
+            began = first_event(events, AllRanksStarted) is not None
+            if ended is not None and not budget and ended.failure_class != "preempted":
                 # it was the end; that the job runs again is a person's word: scontrol requeue
                 self.budgets = RetryBudgets(self.job.retries)
                 continue
@@ -189,8 +201,8 @@ class BatchSupervisor(Supervisor):
                     last_step(self.run),
                 )
             else:
-                outcome = Outcome(Exit(ended["exit"]), ended["class"], ended["root_cause"])
-                end = AttemptResult(outcome, began, ended.get("step", 0))
+                outcome = Outcome(Exit(ended.exit), ended.failure_class, ended.root_cause)
+                end = AttemptResult(outcome, began, ended.step or 0)
                 kind = budget or "preemption"
             if (verdict := self.budgets.after(end, kind)) != "again":
                 self._give_up(attempt.number, kind, verdict, end)
@@ -316,7 +328,7 @@ class BatchSupervisor(Supervisor):
             and end.outcome.failure_class == "infra"
             and end.outcome.exit in (Exit.START, Exit.HEALTH)
         ):
-            cause = {
+            cause: RootCause = {
                 **(end.outcome.root_cause or {}),
                 "host": ", ".join(sorted(self.hosts.left_out)),
             }
@@ -328,7 +340,7 @@ class BatchSupervisor(Supervisor):
             self.bad = dict(self.hosts.left_out)
 
     def _judged_by_slurm(self, end: AttemptResult, kind: Kind) -> AttemptResult:
-        cause = dict(end.outcome.root_cause or {})
+        cause: RootCause = {**(end.outcome.root_cause or {})}
         if kind != "infra" or end.outcome.failure_class == "preempted":
             saved = cause.get("saved") is True
             if saved:
@@ -339,7 +351,7 @@ class BatchSupervisor(Supervisor):
                 done = "its ranks had not begun"
             cause |= {"message": f"{_why(kind, self.failed)}: {done}", "saved": saved}
             end.outcome = Outcome(
-                Exit.PREEMPTED, "preempted", {key: cause[key] for key in ("message", "saved")}
+                Exit.PREEMPTED, "preempted", {"message": cause["message"], "saved": saved}
             )
         if not kind or self.job.resume == "never":
             return end
@@ -392,7 +404,7 @@ class BatchSupervisor(Supervisor):
             if self.job.resume == "requeue" and not self.by_slurm:
                 requeue(id, self.granted.restarts)
         except TrainkitError as error:
-            events.write("requeue_failed", job=id, why=error.message)
+            events.write(RequeueFailed(id, error.message))
             self.watch.notice(
                 f'{error.message}; `resume = "chain"` does without requeue, invoke resume'
                 f" {self.run.id} goes on by hand"
@@ -400,11 +412,12 @@ class BatchSupervisor(Supervisor):
             self.later = ""
             return
         events.write(
-            "retry",
-            next_attempt=self.attempt.folder.number + 1,
-            left_out=sorted(self.bad),
-            by="slurm",
-            **{"class": self.later},
+            RetryPlanned(
+                self.attempt.folder.number + 1,
+                left_out=sorted(self.bad),
+                by="slurm",
+                failure_class=self.later,
+            )
         )
         if self.job.resume == "requeue":
             change_slurm_job(self.run, id, began=None)
@@ -435,7 +448,7 @@ class BatchSupervisor(Supervisor):
             self.watch.notice(f"Slurm may give the run {', '.join(bad)} again: {error.message}")
             return
         for host, why in bad.items():
-            self.attempt.events.write("host_left_out", host=host, why=why)
+            self.attempt.events.write(HostExcluded(host, why))
 
 
 def _why(kind: Kind, failed: Sequence[str]) -> str:
@@ -519,23 +532,26 @@ def _remove_containers(run: RunFolder, job: Job, where: Granted) -> None:
             ask(words, timeout=60.0 * REMOVAL_MINUTES + ANSWER_SECONDS)
 
 
-def _budget(events: Sequence[Mapping[str, Any]]) -> str:
+def _budget(events: Sequence[Event]) -> str:
     """What an attempt has used up for another one to follow; "" where none was to follow, or
     Slurm would not put the job back."""
-    said = next(
-        (event for event in reversed(events) if event["event"] in ("ended", "requeue_failed")), None
+    last = next(
+        (event for event in reversed(events) if isinstance(event, AttemptEnded | RequeueFailed)),
+        None,
     )
-    return str((said or {}).get("budget") or "")
+    if isinstance(last, AttemptEnded):
+        return last.budget or ""
+    return ""
 
 
 def _ended_for_good(run: RunFolder) -> Outcome | None:
     """How the run ended where it did: a successor that nobody could take back has nothing to do.
     None: the newest attempt wants another, or left no word."""
     events = [event for attempt in run.attempts()[-1:] for event in read_events(attempt)]
-    ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
+    ended = last_event(events, AttemptEnded)
     if ended is None or _budget(events):
         return None
-    return Outcome(Exit(ended["exit"]), ended["class"], ended["root_cause"])
+    return Outcome(Exit(ended.exit), ended.failure_class, ended.root_cause)
 
 
 def _refuse_other_inputs(run: RunFolder, entry: SlurmJob) -> None:

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import read_json, write_json, write_text
@@ -41,8 +41,22 @@ from trainkit.launch.supervise.rank_environment import (
 )
 from trainkit.launch.supervise.rendezvous import StartError, allocate, gather, rendezvous, reserve
 from trainkit.launch.supervise.stop_requests import StopRequests
+from trainkit.runs.events import (
+    AgentJoined,
+    AgentOutput,
+    AllRanksStarted,
+    AttemptStarted,
+    ContactLost,
+    Event,
+    EventLog,
+    HangDetected,
+    LeftProcess,
+    RankEnded,
+    RanksStopped,
+    RankStarted,
+    SaveRequested,
+)
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import EventLog
 
 POLL_SECONDS = 0.05
 # how long peers of a failed rank have to write down their own view before they are stopped
@@ -98,7 +112,7 @@ class AttemptResult:
     outcome: Outcome
     began: bool = False
     step: int = 0
-    survivors: list[dict[str, Any]] = field(default_factory=list)
+    survivors: list[LeftProcess] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
     doubtful: list[str] = field(default_factory=list)
     lost: int = 0
@@ -162,7 +176,7 @@ class Attempt:
         self.ends: list[RankExit] = []
         self.losses: list[LostContact] = []
         # what is left, by the nodes that have said so
-        self.stopped: dict[int, list[dict[str, Any]]] = {}
+        self.stopped: dict[int, list[LeftProcess]] = {}
         self.not_started: list[tuple[str, str]] = []
         self.lost_at: float | None = None
         self.heeded = self.told_to_save = self.began = False
@@ -170,17 +184,15 @@ class Attempt:
     def record_start(self) -> None:
         """Write the first event: from now on the run's state hangs on this process's life."""
         self.events.write(
-            "started",
-            run=self.run.id,
-            attempt=self.folder.number,
-            supervisor=identity().as_dict(),
-            world_size=self.job.world_size,
+            AttemptStarted(
+                self.run.id, self.folder.number, identity().as_dict(), self.job.world_size
+            )
         )
 
     async def go(self) -> AttemptResult:
         """Start the ranks, follow them to their end, judge it. Leaves nothing running on any
         host that can be reached. Writes no "ended"."""
-        survivors: list[dict[str, Any]] = []
+        survivors: list[LeftProcess] = []
         outcome: Outcome | None = None
         try:
             server = self.setting.server
@@ -297,15 +309,14 @@ class Attempt:
             write_text(self.run.path / name, text)
 
     def _joined(self, hello: JoinedAgent) -> None:
-        address = hello.facts.get("address")
-        offset = round(hello.clock_offset, 3)
-        self.events.note(
-            "agent_joined",
-            node=hello.node,
-            host=hello.host,
-            address=address,
-            clock_offset=offset,
-            proof=hello.facts.get("proof"),
+        self.events.write_soon(
+            AgentJoined(
+                hello.node,
+                hello.host,
+                hello.facts.get("address"),
+                round(hello.clock_offset, 3),
+                hello.facts.get("proof"),
+            )
         )
 
     async def _start(self, pool: AgentPool) -> None:
@@ -347,7 +358,7 @@ class Attempt:
         if self.not_started:
             raise StartError(Exit.START, "could not start all ranks", self.not_started)
         self.session.forget_secrets()  # every agent has read them
-        self.events.write("go")
+        self.events.write(AllRanksStarted())
         self.began = True
         self.pulse.begin()
 
@@ -425,7 +436,7 @@ class Attempt:
         if self.told_to_save:
             return
         self.told_to_save = True
-        self.events.write("saving", ranks=sorted(self.running))
+        self.events.write(SaveRequested(sorted(self.running)))
         for node in pool.present:
             pool.send(node, {"type": "signal", "signal": "USR1", "keys": None})
 
@@ -446,13 +457,10 @@ class Attempt:
         hang = self.stacks.judge(
             self.pulse, self.running, lambda rank: pool.host(self.node_of[rank]), seconds
         )
+        cause = hang.root_cause
+        assert cause is not None
         self.events.write(
-            "hang",
-            **(
-                {key: hang.root_cause[key] for key in ("missing", "silent", "states", "stacks")}
-                if hang.root_cause
-                else {}
-            ),
+            HangDetected(cause["missing"], cause["silent"], cause["states"], cause["stacks"])
         )
         await self._stop_all(pool, "it hangs")
         return hang
@@ -479,18 +487,21 @@ class Attempt:
         elif kind == "ended":
             self._ended(pool, node, frame)
         elif kind == "stopped":
-            self.stopped[node] = [{"host": pool.host(node), **left} for left in frame["left"]]
+            host = pool.host(node)
+            self.stopped[node] = [
+                cast(LeftProcess, {"host": host, **each}) for each in frame["left"]
+            ]
         elif kind == "stacks":
             self.stacks.take(node, frame)
         elif kind == "output":
-            self._note("agent_said", node=node, host=pool.host(node), text=frame.get("text"))
+            self._note(AgentOutput(node, pool.host(node), frame.get("text")))
         elif kind == "lost":
             self._lost(pool, node, frame)
 
     def _started(self, rank: int, host: str, pid: int) -> None:
         self.waiting.discard(rank)
         self.running.add(rank)
-        self._note("rank_started", rank=rank, host=host, pid=pid)
+        self._note(RankStarted(rank, host, pid))
 
     def _ended(self, pool: AgentPool, node: int, frame: Frame) -> None:
         rank = int(frame["key"])
@@ -514,13 +525,13 @@ class Attempt:
             log=str(self.folder.log(rank)),
         )
         self.ends.append(end)
-        self._note("rank_ended", rank=rank, code=end.code, stopped=end.stopped, done=end.done)
+        self._note(RankEnded(rank, end.code, end.stopped, end.done))
 
-    def _note(self, event: str, **values: Any) -> None:
+    def _note(self, event: Event) -> None:
         """Tell of one rank. What is decided is decided by what we hold in memory: a full disk
         loses the line, not the run."""
         with contextlib.suppress(OSError):
-            self.events.note(event, **values)
+            self.events.write_soon(event)
 
     def _redacted_error(self, rank: int) -> dict[str, Any] | None:
         """What the rank wrote down about its failure, with secrets taken out, of the file too."""
@@ -546,11 +557,11 @@ class Attempt:
             self.lost_at = max(self.lost_at or 0.0, time.monotonic() - ago)
             # a full disk must not keep us from stopping the others
             with contextlib.suppress(OSError):
-                self.events.write("contact_lost", node=node, host=pool.host(node), why=frame["why"])
+                self.events.write(ContactLost(node, pool.host(node), frame["why"]))
         self.running -= gone
         self.waiting -= gone
 
-    async def _stop_all(self, pool: AgentPool, reason: str) -> list[dict[str, Any]]:
+    async def _stop_all(self, pool: AgentPool, reason: str) -> list[LeftProcess]:
         """TERM, KILL after the grace, on every host; returns what outlived that, from those that
         answered."""
         grace = self.job.cluster.watch.grace
@@ -563,7 +574,7 @@ class Attempt:
                 pool.send(node, {"type": "stop", "grace": grace, "keys": None})
             if self.running:
                 with contextlib.suppress(OSError):
-                    self.events.write("stopping", reason=reason, ranks=sorted(self.running))
+                    self.events.write(RanksStopped(reason, sorted(self.running)))
             deadline = time.monotonic() + grace + STOP_SECONDS
             while time.monotonic() < deadline and any(
                 node not in self.stopped and node not in pool.lost for node in nodes

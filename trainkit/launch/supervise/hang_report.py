@@ -10,6 +10,7 @@ from trainkit.base.files import write_text
 from trainkit.launch.protocol.frames import Frame
 from trainkit.launch.supervise.heartbeats import Heartbeats
 from trainkit.launch.supervise.outcome import Outcome
+from trainkit.runs.events import RootCause
 from trainkit.runs.folder import AttemptFolder
 
 STATES = {
@@ -84,7 +85,7 @@ class StackDumps:
             who = f"missing: {', '.join(named)}{more}"
         else:
             who = "all are at the same step and answered"
-        cause: dict[str, Any] = {
+        cause: RootCause = {
             "message": f"no rank has moved for {seconds:.0f} s (step {pulse.step()}); {who}",
             "class": "hang",
             "step": pulse.step(),

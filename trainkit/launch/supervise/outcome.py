@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import datetime
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from functools import cached_property
 
 from trainkit.base.errors import Exit
 from trainkit.base.printable import printable
 from trainkit.launch.supervise.failure_rules import FailureRules
-from trainkit.runs.record import FailureClass
+from trainkit.runs.events import FailureClass, RootCause
 
 # What a rank says when a peer died under it: never the root cause while another rank says something
 # else.
@@ -28,11 +28,11 @@ PEER_WORDS = (
     "gloo/transport",
     "ProcessGroup",
 )
-# codes that rules may refine; others are a rank's own precise word
-JUDGED = (Exit.RANK_USER, Exit.RANK_INFRA)
-WENT_SILENTLY = {
+# exit codes that failure rules may refine; a rank that gives another one knows why it failed
+REFINED = (Exit.RANK_USER, Exit.RANK_INFRA)
+SILENT_EXIT: RootCause = {
     "exit": int(Exit.RANK_INFRA),
-    "message": "exited with 0 and had not said that it was done",
+    "message": "exited with 0 and had not recorded success",
 }
 _EXIT_OF_CLASS = {"infra": Exit.RANK_INFRA, "hang": Exit.HANG, "preempted": Exit.PREEMPTED}
 
@@ -68,7 +68,7 @@ class RankExit:
     time: float
     stopped: bool
     done: bool = False
-    error: Mapping[str, Any] | None = None
+    error: Mapping[str, object] | None = None
     last: Sequence[str] = ()
     oom: bool = False
     log: str = ""
@@ -91,7 +91,7 @@ class Outcome:
 
     exit: Exit
     failure_class: FailureClass
-    root_cause: dict[str, Any] | None
+    root_cause: RootCause | None
     suspects: tuple[str, ...] = field(default=())
 
 
@@ -102,7 +102,7 @@ def signal_name(number: int) -> str:
     return f"signal {number}"
 
 
-def iso(seconds: float) -> str:
+def _iso_time(seconds: float) -> str:
     """Seconds since the epoch as ISO 8601 in UTC."""
     return (
         datetime.datetime.fromtimestamp(seconds, datetime.UTC)
@@ -111,13 +111,13 @@ def iso(seconds: float) -> str:
     )
 
 
-def _cause(end: RankExit) -> dict[str, Any]:
-    cause: dict[str, Any] = {
+def _cause(end: RankExit) -> RootCause:
+    cause: RootCause = {
         "rank": end.rank,
         "host": end.host,
         "code": end.code,
         "log": end.log,
-        "time": iso(end.time),
+        "time": _iso_time(end.time),
         "last": list(end.last),
     }
     if end.error:
@@ -149,130 +149,209 @@ def _cause(end: RankExit) -> dict[str, Any]:
     }
 
 
-def _is_echo(cause: Mapping[str, Any]) -> bool:
-    of_gloo = cause.get("type") == "RuntimeError" and any(
-        word in str(cause.get("message", "")) for word in PEER_WORDS
+def _is_echo(cause: RootCause) -> bool:
+    """Whether a rank only says that a peer of its own is gone."""
+    message = str(cause.get("message", ""))
+    connection_lost = cause.get("type") == "RuntimeError" and any(
+        word in message for word in PEER_WORDS
     )
     aborted = cause.get("signal") == "SIGABRT" and any(
         "ProcessGroup" in line or "gloo::" in line for line in cause.get("last", ())
     )
-    return of_gloo or aborted or cause.get("type") in PEER_TYPES
+    return connection_lost or aborted or cause.get("type") in PEER_TYPES
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A rank that left without having done its work, and what it says of that."""
+
+    time: float
+    cause: RootCause
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What is known once every rank has ended or cannot be heard any more; arguments as of
+    judge_outcome."""
+
+    ends: Sequence[RankExit]
+    world_size: int
+    requested: StopRequest | None
+    lost: Sequence[LostContact]
+    rules: FailureRules
+
+    @cached_property
+    def unfinished(self) -> list[RankExit]:
+        """Ranks that left by themselves without recording success, the first leaver first."""
+        left = [end for end in self.ends if not end.stopped and not end.done]
+        return sorted(left, key=lambda end: end.time)
+
+    @cached_property
+    def failures(self) -> list[_Failure]:
+        """Ranks that left with a code that nobody asked for."""
+        expected = {0, int(Exit.PREEMPTED)}
+        if self.requested:
+            # USR1 ends a rank that has not got so far as to wait for it
+            expected.add(-signal.SIGUSR1)
+        return [
+            _Failure(end.time, _cause(end)) for end in self.unfinished if end.code not in expected
+        ]
+
+    @cached_property
+    def first_failure(self) -> _Failure | None:
+        """The first that is no echo of a peer's end. Without a request to stop, exit code 0 is a
+        failure too where no success was recorded."""
+        own = [failure for failure in self.failures if not _is_echo(failure.cause)]
+        if self.requested is None:
+            own += [
+                _Failure(end.time, {**_cause(end), **SILENT_EXIT})
+                for end in self.unfinished
+                if end.code == 0
+            ]
+        return min(own, key=lambda failure: failure.time, default=None)
+
+    @cached_property
+    def leavers(self) -> list[RankExit]:
+        """Ranks that were asked, by us or by somebody else's signal, to save and leave."""
+        return [end for end in self.unfinished if end.code == int(Exit.PREEMPTED)]
+
+    @property
+    def all_saved(self) -> bool:
+        """Whether every rank left as one does that has saved."""
+        return len(self.ends) == self.world_size and all(
+            end.code == int(Exit.PREEMPTED) or end.done for end in self.ends
+        )
+
+
+def _judge_success(evidence: _Evidence) -> Outcome | None:
+    """Success is every rank's own record, written before teardown: a rank that aborts in
+    teardown after that has not failed."""
+    if 0 < evidence.world_size == len(evidence.ends) and all(end.done for end in evidence.ends):
+        return Outcome(Exit.DONE, "success", None)
+    return None
+
+
+def _judge_lost_contact(evidence: _Evidence) -> Outcome | None:
+    """A host that was lost before any rank failed: what its peers say follows from that."""
+    gone = min(evidence.lost, key=lambda contact: contact.time, default=None)
+    first = evidence.first_failure
+    if gone is None or (first is not None and first.time <= gone.time):
+        return None
+    code = Exit.CONTACT_LOST if gone.silent else Exit.RANK_INFRA
+    cause: RootCause = {
+        "host": gone.host,
+        "message": f"contact with {gone.host} was lost: {gone.why}",
+        "time": _iso_time(gone.time),
+        "exit": int(code),
+        "class": "infra",
+        "advice": (
+            f"look whether {gone.host} is up and reachable; it stops its ranks by itself when it"
+            " hears nothing of the supervisor"
+        ),
+    }
+    return Outcome(code, "infra", cause, (gone.host,))
+
+
+def _judge_failed_rank(evidence: _Evidence) -> Outcome | None:
+    """The first failure by the supervisor's clock, whatever its exit code; an echo only where
+    there is nothing else."""
+    if evidence.first_failure is not None:
+        return _of_rank(evidence.first_failure.cause, evidence.rules)
+    # where one was asked to stop and left, the others' broken connections are no failure
+    if evidence.failures and not evidence.leavers:
+        return _of_rank(evidence.failures[0].cause, evidence.rules)
+    return None
+
+
+def _judge_cancelled(evidence: _Evidence) -> Outcome | None:
+    """A person stopped the run."""
+    if evidence.requested == StopRequest.INTERRUPT:
+        return Outcome(Exit.INTERRUPTED, "cancelled", {"message": "stopped by Ctrl-C"})
+    if evidence.requested == StopRequest.CANCEL:
+        return Outcome(Exit.CANCELLED, "cancelled", {"message": "stopped by invoke cancel"})
+    return None
+
+
+def _judge_preempted(evidence: _Evidence) -> Outcome | None:
+    """Ranks were asked to save and leave, by us or by a signal that somebody else sent."""
+    if not evidence.requested and not evidence.leavers:
+        return None
+    saved = evidence.all_saved
+    if evidence.requested:
+        message = "asked to save and stop"
+    else:
+        message = "a rank was asked to save and stop"
+    if not saved:
+        message += "; it was stopped before all ranks had saved"
+    if saved or evidence.requested:
+        return Outcome(Exit.PREEMPTED, "preempted", {"message": message, "saved": saved})
+    first = evidence.leavers[0]
+    message = (
+        f"rank {first.rank} was asked by a signal to save and stop, and left before its peers had"
+        " saved"
+    )
+    cause: RootCause = {**_cause(first), "message": message, "saved": saved}
+    return Outcome(Exit.PREEMPTED, "preempted", cause)
+
+
+def _judge_unexplained(evidence: _Evidence) -> Outcome | None:
+    return Outcome(Exit.RANK_INFRA, "infra", {"message": "a rank ended without recording success"})
+
+
+# in this order: the first that knows the outcome decides
+JUDGEMENTS: tuple[Callable[[_Evidence], Outcome | None], ...] = (
+    _judge_success,
+    _judge_lost_contact,
+    _judge_failed_rank,
+    _judge_cancelled,
+    _judge_preempted,
+    _judge_unexplained,
+)
 
 
 def judge_outcome(
     ends: Sequence[RankExit],
     world_size: int,
-    asked: StopRequest | None,
+    requested: StopRequest | None,
     lost: Sequence[LostContact] = (),
     rules: FailureRules = FailureRules({}),  # noqa: B008 (frozen and empty)
 ) -> Outcome:
-    """The attempt's outcome once every rank has ended or cannot be heard any more. `asked`: what
-    told the supervisor to stop, if anything did.
+    """The attempt's outcome once every rank has ended or cannot be heard any more.
 
-    Success is every rank's own word, written before teardown; a rank that aborts in teardown
-    after that has not failed. The root cause is the first that left without having done its
-    work, by the supervisor's clock, whatever its exit code; an echo of a peer's end only where
-    there is nothing else.
+    Args:
+        ends: how ranks' processes ended.
+        world_size: how many ranks there are.
+        requested: what asked the supervisor to stop, if anything did.
+        lost: agents that are heard no more.
+        rules: what failures mean.
     """
-    if 0 < world_size == len(ends) and all(end.done for end in ends):
-        return Outcome(Exit.DONE, "success", None)
-    # USR1 ends a rank that has not got so far as to wait for it
-    expected = {0, int(Exit.PREEMPTED)} | ({-signal.SIGUSR1} if asked else set())
-    unfinished = sorted(
-        (end for end in ends if not end.stopped and not end.done), key=lambda end: end.time
-    )
-    causes = [(end.time, _cause(end)) for end in unfinished if end.code not in expected]
-    own = [(time, cause) for time, cause in causes if not _is_echo(cause)]
-    if asked is None:
-        own += [(end.time, _cause(end) | WENT_SILENTLY) for end in unfinished if end.code == 0]
-    first = min(own, key=lambda pair: pair[0], default=None)
-    gone = min(lost, key=lambda contact: contact.time, default=None)
-    if gone is not None and (first is None or gone.time < first[0]):
-        return _of_lost(gone)
-    leavers = [end for end in unfinished if end.code == int(Exit.PREEMPTED)]
-    # where one was told to stop and left, the others' broken connections are no failure
-    if (causes or first) and not (leavers and first is None):
-        return _of_rank(first[1] if first else causes[0][1], rules)
-    if asked == StopRequest.INTERRUPT:
-        return Outcome(Exit.INTERRUPTED, "cancelled", {"message": "stopped by Ctrl-C"})
-    if asked == StopRequest.CANCEL:
-        return Outcome(Exit.CANCELLED, "cancelled", {"message": "stopped by invoke cancel"})
-    if asked or leavers:
-        return _of_left(
-            leavers,
-            asked,
-            saved=len(ends) == world_size
-            and all(end.code == int(Exit.PREEMPTED) or end.done for end in ends),
-        )
-    return Outcome(Exit.RANK_INFRA, "infra", {"message": "a rank ended without recording success"})
+    evidence = _Evidence(ends, world_size, requested, lost, rules)
+    return next(outcome for judge in JUDGEMENTS if (outcome := judge(evidence)) is not None)
 
 
-def _of_left(leavers: Sequence[RankExit], asked: StopRequest | None, *, saved: bool) -> Outcome:
-    """Ranks were told to save and leave, by us or by a signal that somebody else sent."""
-    cause: dict[str, Any] = {
-        "message": "told to save and stop" if asked else "a rank was told to save and stop",
-        "saved": saved,
-    }
-    if not saved:
-        cause["message"] += "; it was stopped before all ranks had saved"
-    if leavers and not asked and not saved:
-        first = leavers[0]
-        cause = (
-            _cause(first)
-            | cause
-            | {
-                "message": (
-                    f"rank {first.rank} was told by a signal to save and stop, and left before its"
-                    " peers had saved"
-                )
-            }
-        )
-    return Outcome(Exit.PREEMPTED, "preempted", cause)
-
-
-def _of_lost(gone: LostContact) -> Outcome:
-    if gone.silent:
-        code = Exit.CONTACT_LOST
-    else:
-        code = Exit.RANK_INFRA
-    cause = {
-        "host": gone.host,
-        "message": f"contact with {gone.host} was lost: {gone.why}",
-        "time": iso(gone.time),
-        "exit": int(code),
-        "class": "infra",
-    }
-    cause["advice"] = (
-        f"look whether {gone.host} is up and reachable; it stops its ranks by itself when it hears"
-        " nothing of the supervisor"
-    )
-    return Outcome(code, "infra", cause, (gone.host,))
-
-
-def _of_rank(cause: dict[str, Any], rules: FailureRules) -> Outcome:
-    if cause["exit"] in {e.value for e in Exit}:
-        code = Exit(cause["exit"])
-    else:
-        code = Exit.RANK_USER
+def _of_rank(cause: RootCause, rules: FailureRules) -> Outcome:
+    """The outcome of a rank's failure: the first rule that fits refines class and exit code."""
+    known = cause["exit"] in {each.value for each in Exit}
+    code = Exit(cause["exit"]) if known else Exit.RANK_USER
     infra = code == Exit.RANK_INFRA or _is_echo(cause)
-    failure_class: FailureClass
-    if infra:
-        failure_class = "infra"
-    else:
-        failure_class = "user"
-    if cause.get("type"):
-        said = f"{cause['type']}: {cause['message']}"
-    else:
-        said = str(cause["message"])
-    if code in JUDGED:
-        rule = rules.find(said, cause["last"])
-    else:
-        rule = None
+    failure_class: FailureClass = "infra" if infra else "user"
+    rule = None
+    if code in REFINED:
+        rule = rules.find(_description(cause), cause["last"])
+    suspects: tuple[str, ...] = ()
     if rule is not None:
         failure_class = rule.failure_class
         cause["advice"] = rule.advice
+        if rule.suspect:
+            suspects = (cause["host"],)
     exit = _EXIT_OF_CLASS.get(failure_class, Exit.RANK_USER if infra else code)
-    suspects = (str(cause["host"]),) if rule is not None and rule.suspect else ()
-    return Outcome(
-        exit, failure_class, cause | {"exit": int(exit), "class": failure_class}, suspects
-    )
+    cause["exit"] = int(exit)
+    cause["class"] = failure_class
+    return Outcome(exit, failure_class, cause, suspects)
+
+
+def _description(cause: RootCause) -> str:
+    """What a rank said of its failure, in one line."""
+    if cause.get("type"):
+        return f"{cause['type']}: {cause['message']}"
+    return cause["message"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from trainkit.base.errors import Exit
 from trainkit.engines.contract import Command
@@ -23,7 +22,7 @@ from trainkit.launch.supervise.rank_environment import (
     slot_names,
     visible_devices,
 )
-from trainkit.runs.record import FailureClass
+from trainkit.runs.events import FailureClass, RootCause
 
 # beyond lease and grace, for agents of an earlier attempt of this run to be gone
 OWN_SECONDS = 10.0
@@ -44,7 +43,7 @@ class StartError(Exception):
         suspects: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
-        cause: dict[str, Any] = {
+        cause: RootCause = {
             "message": f"{message}:\n{table(rows)}" if rows else message,
             "hosts": [{"host": host, "why": why} for host, why in rows],
         }

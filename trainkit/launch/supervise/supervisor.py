@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
@@ -36,8 +35,20 @@ from trainkit.launch.supervise.outcome import Outcome, StopRequest, judge_outcom
 from trainkit.launch.supervise.retry_policy import HostChoice, RetryBudgets
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.plan.planner import make_plan
+from trainkit.runs.events import (
+    AgentJoined,
+    AttemptEnded,
+    HostExcluded,
+    HostSwept,
+    RetryPlanned,
+    StrangerRefused,
+    ViewLost,
+    events_of,
+    last_event,
+    read_events,
+)
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_events, read_supervisor_status
+from trainkit.runs.record import read_supervisor_status
 
 SIGN_SECONDS = 5.0  # between signs of life
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
@@ -134,10 +145,10 @@ class Supervisor:
             return [], 0.0
         events = read_events(attempts[-1])
         sign = read_supervisor_status(self.run)
-        ended = next((event for event in reversed(events) if event["event"] == "ended"), None)
-        if ended is not None and not ended["survivors"] and not ended.get("unanswered"):
+        ended = last_event(events, AttemptEnded)
+        if ended is not None and not ended.survivors and not ended.unanswered:
             return [], 0.0
-        names = dict.fromkeys(event["host"] for event in events if event["event"] == "agent_joined")
+        names = dict.fromkeys(event.host for event in events_of(events, AgentJoined))
         known = {host.name: host for host in self.hosts.hosts}
         return [known.get(name) or Host(name) for name in names], (
             sign.time if sign is not None else time.time()
@@ -266,7 +277,7 @@ class Supervisor:
             reports = [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
         if self.attempt is not None:
             for report in reports:
-                self.attempt.events.write("swept", **asdict(report))
+                self.attempt.events.write(HostSwept(**asdict(report)))
         return sum(report.error is None and not report.left for report in reports)
 
     def _judged(self, end: AttemptResult) -> AttemptResult:
@@ -314,22 +325,24 @@ class Supervisor:
                 quarantine_host(
                     self.run.root, host, why, self.run.id, self.job.cluster.quarantine_seconds
                 )
-            self.attempt.events.write("host_left_out", host=host, why=why)
+            self.attempt.events.write(HostExcluded(host, why))
 
     def _record(self, end: AttemptResult) -> None:
         """Write how the attempt ended."""
         assert self.attempt is not None
-        events = self.attempt.events
         outcome = end.outcome
-        rest: dict[str, Any] = {
-            "step": end.step,
-            "survivors": end.survivors,
-            "unanswered": end.unanswered,
-            "class": outcome.failure_class,
-        }
-        # said here and not in a later word: we may be killed between the two
-        rest["budget"] = end.budget or None
-        events.write("ended", exit=int(outcome.exit), root_cause=outcome.root_cause, **rest)
+        self.attempt.events.write(
+            AttemptEnded(
+                int(outcome.exit),
+                outcome.root_cause,
+                end.step,
+                end.survivors,
+                end.unanswered,
+                outcome.failure_class,
+                # said here and not in a later event: we may be killed between the two
+                end.budget or None,
+            )
+        )
 
     def _goes_on(self, end: AttemptResult) -> bool:
         """Say what follows, where another attempt does."""
@@ -348,9 +361,12 @@ class Supervisor:
         self.show(
             lambda: self.watch.notice(f"{failed}; going on as attempt {number + 1}{left_out}")
         )
-        what: dict[str, Any] = {"class": end.outcome.failure_class}
         self.attempt.events.write(
-            "retry", next_attempt=number + 1, left_out=sorted(self.hosts.left_out), **what
+            RetryPlanned(
+                number + 1,
+                left_out=sorted(self.hosts.left_out),
+                failure_class=end.outcome.failure_class,
+            )
         )
         return True
 
@@ -402,7 +418,7 @@ class Supervisor:
         except (Exception, SystemExit) as error:  # rich raises SystemExit where the pipe is closed
             self.viewing = False
             if self.attempt is not None:
-                self.attempt.events.write("view_lost", reason=f"{type(error).__name__}: {error}")
+                self.attempt.events.write(ViewLost(f"{type(error).__name__}: {error}"))
 
     async def _keep_signing(self) -> None:
         while True:
@@ -435,7 +451,7 @@ class Supervisor:
     def _on_rejected(self, peer: str, why: str) -> None:
         if self.attempt is not None:
             with contextlib.suppress(OSError):
-                self.attempt.events.write("stranger", peer=peer, why=why)
+                self.attempt.events.write(StrangerRefused(peer, why))
 
     async def _control(self, connection: Connection, node: int) -> None:
         """Somebody who can read the session's token wants something."""
