@@ -1,4 +1,4 @@
-"""The guides in docs/: their TOML is what the schema takes, their links lead somewhere."""
+"""The guides in docs/: their TOML is what the schema takes, their keys and commands exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import tomli
 
 from tests.train.layout_cases import LONG, in_fp32, limit
@@ -30,12 +29,6 @@ def tables(text: str) -> list[dict[str, dict[str, dict[str, object]]]]:
         tomli.loads(block)
         for block in re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     ]
-
-
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
-def test_links_between_guides(guide: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", guide.read_text()):
-        assert (DOCS / target).exists(), target
 
 
 def test_the_keys_of_the_training_guide() -> None:

@@ -1,4 +1,4 @@
-"""README.md is run: its shell blocks in order, in a fresh clone.
+"""README.md and docs/quickstart.md are run: their shell blocks in order, in a fresh clone.
 
 As a new user would, with `./inv` that installs into a new environment, and the whole demo: that
 is slow, five minutes of two processors. Else jobs.local.toml ends the demo after 10 steps, and
@@ -27,11 +27,10 @@ TEST_COMMAND = "./inv test"
 
 
 def commands() -> list[str]:
-    """Lines of README's ```sh blocks, comments cut off, without the test command and the clone
-    itself."""
-    blocks = re.findall(
-        r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    """Lines of the ```sh blocks of README.md and docs/quickstart.md, comments cut off, without the
+    test command and the clone itself."""
+    text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/quickstart.md"))
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
     return [
         line
@@ -41,8 +40,13 @@ def commands() -> list[str]:
 
 
 def test_the_readme_names_both_commands() -> None:
-    assert "./inv train demo" in commands()
-    assert TEST_COMMAND in (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert commands()[0] == "./inv train demo" and f"\n{commands()[0]} " in readme
+    assert f"\n{TEST_COMMAND} " in readme
+
+
+def test_the_readme_is_one_screen() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 60
 
 
 SHORTER = (

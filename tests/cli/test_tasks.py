@@ -20,6 +20,7 @@ TASK_NAMES = [
     "clean",
     "data-stats",
     "data-verify",
+    "docs",
     "doctor",
     "evaluate",
     "export",

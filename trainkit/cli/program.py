@@ -32,7 +32,7 @@ GROUPS = {
     "Follow": ("runs", "status", "logs", "why", "checkpoints", "report", "tensorboard"),
     "After training": ("generate", "evaluate", "export", "replay", "clean"),
     "Hosts": ("nodes", "doctor", "setup-hosts", "fleet"),
-    "This checkout": ("test", "bench"),
+    "This checkout": ("test", "bench", "docs"),
 }
 MAX_WIDTH = 100  # columns of a help page
 UNKNOWN = "No idea what"  # how Invoke's message about an unknown token begins

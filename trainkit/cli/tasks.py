@@ -50,4 +50,5 @@ namespace = Collection(
     tasks_model.clean,
     tasks_checkout.test,
     tasks_checkout.bench,
+    tasks_checkout.docs,
 )

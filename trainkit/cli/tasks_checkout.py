@@ -1,4 +1,4 @@
-"""The tasks of trainkit's own checkout: test, bench."""
+"""The tasks of trainkit's own checkout: test, bench, docs."""
 
 from __future__ import annotations
 
@@ -47,3 +47,14 @@ def bench(
     from trainkit.cli.checkout.bench import bench as run
 
     return run(task, name, list_only=list, quick=quick, device=device)
+
+
+@make_task(
+    help={"output": "folder to write (default: site/ of the checkout)"},
+    takes_json=True,
+)
+def docs(task: TaskContext, output: str = "") -> TaskResult:
+    """Build the documentation of this checkout as a website (needs the extra `docs`)."""
+    from trainkit.cli.checkout.docs import docs as run
+
+    return run(task, output)

@@ -1,0 +1,144 @@
+"""Make the pictures of README.md from real output: `python docs/pictures.py`, in the environment
+of the tests, a few minutes on two cores.
+
+docs/plan.svg is what `plan` prints. docs/resume.svg is the loss of one run of `demo` that nobody
+touched and of one that was killed with SIGKILL and resumed; it is drawn only if every loss of
+both is equal, bit for bit. docs/demo.svg is another one: `./inv report last --picture
+docs/demo.svg`, after `./inv train demo`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.text import Text
+
+DOCS = Path(__file__).resolve().parent
+PLANNED = "gpt-neox-20b-lambda"
+STEPS = 60
+SAVED_EVERY = 20
+KILLED_AFTER = 47
+WIDTH = 118  # columns of the page of `plan`
+
+
+def command(root: Path, *arguments: str) -> list[str]:
+    """A task of the checkout, or of a copy of its jobs in another folder."""
+    return [sys.executable, "-P", "-m", "trainkit", "--search-root", str(root), *arguments]
+
+
+def draw_plan(path: Path) -> None:
+    """What `plan` prints on a terminal, as a picture."""
+    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH)}
+    printed = subprocess.run(
+        command(DOCS.parent, "plan", PLANNED),
+        cwd=DOCS.parent,
+        env=environment,
+        capture_output=True,
+        check=True,
+    ).stdout.decode()
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
+        for line in Text.from_ansi(printed).split():
+            line.rstrip()
+            console.print(line, soft_wrap=False)
+        picture = console.export_svg(title=f"./inv plan {PLANNED}", unique_id="plan")
+    # fonts of another server are not asked for
+    path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Training loss by step, as a run has logged it so far."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    return {row["step"]: row["lm_loss"] for row in rows if "eval" not in row}
+
+
+def train(root: Path) -> subprocess.Popen[bytes]:
+    """Start `demo` in a folder of its own, with a copy of the checkout's jobs."""
+    shutil.copy(DOCS.parent / "jobs.toml", root)
+    shutil.copytree(DOCS.parent / "jobs", root / "jobs")
+    (root / "jobs.local.toml").write_text(f'[clusters.here]\nnode_folder = "{root}/node"\n')
+    keys = {
+        "train_iters": STEPS,
+        "save_interval": SAVED_EVERY,
+        "log_interval": 1,
+        "micro_batch_size": 2,
+        "global_batch_size": 4,  # of 16: a minute on two cores
+    }
+    sets = [word for key, value in keys.items() for word in ("--set", f"training.{key}={value}")]
+    return subprocess.Popen(command(root, "train", "demo", *sets), cwd=root)
+
+
+def run_folder(root: Path) -> Path | None:
+    """The only run below `root`, if it has begun."""
+    return next((root / "runs/demo").glob("*-*"), None)
+
+
+def untouched(root: Path) -> dict[int, float]:
+    """The losses of a run that nobody touched."""
+    if train(root).wait():
+        raise SystemExit("training failed")
+    folder = run_folder(root)
+    assert folder is not None
+    return losses(folder)
+
+
+def killed_and_resumed(root: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """(losses logged before SIGKILL, losses after `resume`)."""
+    process = train(root)
+    while (folder := run_folder(root)) is None or len(losses(folder)) < KILLED_AFTER:
+        if process.poll() is not None:
+            raise SystemExit("training ended before it was killed")
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = losses(folder)
+    if subprocess.run(command(root, "resume", "last"), cwd=root, check=False).returncode:
+        raise SystemExit("resume failed")
+    return before, losses(folder)
+
+
+def draw_resume(path: Path) -> None:
+    """Both runs in one picture. Raises SystemExit if one loss differs."""
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        whole = untouched(Path(one))
+        before, after = killed_and_resumed(Path(other))
+    resumed_at = max(before) // SAVED_EVERY * SAVED_EVERY
+    if whole != after or any(whole[step] != loss for step, loss in before.items()):
+        raise SystemExit("the losses differ; nothing was drawn")
+    with rc_context({"svg.hashsalt": "resume", "svg.fonttype": "none", "font.size": 10}):
+        figure = Figure(figsize=(8, 3.4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(list(whole), list(whole.values()), linewidth=5, alpha=0.3, label="never killed")
+        axes.plot(list(before), list(before.values()), "C3", label="killed with SIGKILL")
+        axes.plot(max(before), before[max(before)], "C3X", markersize=10)
+        rest = {step: loss for step, loss in after.items() if step > resumed_at}
+        axes.plot(list(rest), list(rest.values()), "k.", label=f"resumed from step {resumed_at}")
+        axes.set(
+            xlabel="step",
+            ylabel="training loss (nats per token)",
+            title=f"demo: all {len(after)} losses are equal, bit for bit",
+        )
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    draw_plan(DOCS / "plan.svg")
+    draw_resume(DOCS / "resume.svg")
