@@ -86,13 +86,18 @@ cluster = "hosts"
 model = "tiny"
 dataset = "mock"
 nodes = {hosts}
-training = {{ micro_batch_size = 2, global_batch_size = 8, train_iters = 3, lr = 1e-2, eval_iters = 0 }}
+training.micro_batch_size = 2
+training.global_batch_size = 8
+training.train_iters = 3
+training.lr = 1e-2
+training.eval_iters = 0
 """
 BATCH = """#!/bin/bash
 #SBATCH --nodes={hosts} --ntasks-per-node=1 --output={run}/batch.out
 export OMP_NUM_THREADS=1
 head=$(scontrol show hostnames | head -1)
-srun bash -c "{python} -m torch.distributed.run --nnodes {hosts} --nproc-per-node 1 --master-addr $head --master-port 29511 --node-rank \\$SLURM_NODEID {words}"
+srun bash -c "{python} -m torch.distributed.run --nnodes {hosts} --nproc-per-node 1 \\
+    --master-addr $head --master-port 29511 --node-rank \\$SLURM_NODEID {words}"
 """
 CACHES = Path("/proc/sys/vm/drop_caches")
 
@@ -324,7 +329,7 @@ def first_steps(folder: Path, deepspeed: str, counts: Sequence[int], repeats: in
     print(f"load average of the last minute: {os.getloadavg()[0]:.1f}")
     print(
         "seconds to the first step (cold:"
-        f" {'page cache dropped' if forget_files() else 'page cache kept, it may not be dropped here'})"
+        f" page cache {'dropped' if forget_files() else 'kept, it may not be dropped here'})"
     )
     print(f"{'hosts':>5}  {'side':<10} {'cold':>7} {'ratio':>7} {'warm':>7} {'ratio':>7}")
     try:

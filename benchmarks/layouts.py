@@ -85,7 +85,11 @@ vocab_size = 4096
 cluster = "here"
 model = "bench"
 dataset = "mock"
-training = { micro_batch_size = 2, global_batch_size = 16, train_iters = STEPS, lr = 1e-3, eval_iters = 0 }
+training.micro_batch_size = 2
+training.global_batch_size = 16
+training.train_iters = STEPS
+training.lr = 1e-3
+training.eval_iters = 0
 
 [jobs.profiled]
 extends = "layouts"

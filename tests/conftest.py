@@ -71,14 +71,26 @@ vocab_size = 128
 cluster = "here"
 model = "tiny"
 dataset = "lines"
-training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 20, lr = 1e-2, lr_warmup_iters = 2, eval_iters = 1, save_interval = 5 }
+training.micro_batch_size = 2
+training.global_batch_size = 8
+training.train_iters = 20
+training.lr = 1e-2
+training.lr_warmup_iters = 2
+training.eval_iters = 1
+training.save_interval = 5
 generate = { prompt = "the ", max_new_tokens = 8 }
 
 [jobs.random]
 cluster = "here"
 model = "tiny-mock"
 dataset = "mock"
-training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 30, lr = 1e-2, eval_iters = 1, eval_interval = 10, save_interval = 5 }
+training.micro_batch_size = 2
+training.global_batch_size = 8
+training.train_iters = 30
+training.lr = 1e-2
+training.eval_iters = 1
+training.eval_interval = 10
+training.save_interval = 5
 """
 
 

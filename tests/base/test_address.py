@@ -52,7 +52,8 @@ def test_what_is_not_here_is_an_error_that_names_what_is() -> None:
 SETTING = """
 ip link set lo up
 for name in eth0 ib0 off0; do ip link add $name type veth peer name to-$name; done
-ip addr add 10.9.0.5/24 dev eth0; ip addr add 10.8.0.5/24 dev eth0; ip -6 addr add fd00::5/64 dev eth0 nodad
+ip addr add 10.9.0.5/24 dev eth0; ip addr add 10.8.0.5/24 dev eth0
+ip -6 addr add fd00::5/64 dev eth0 nodad
 ip addr add 10.7.0.5/16 dev ib0; ip addr add 10.6.0.5/16 dev off0
 for name in eth0 to-eth0 ib0 to-ib0; do ip link set $name up; done
 """
@@ -67,7 +68,9 @@ def said(call, *words):
         return "ERROR " + str(error)
 wanted = ["eth0", "ib0", "off0", "10.8.0.0/24", "10.0.0.0/8", "fd00::/16", "10.9.0.5"]
 hosts = ["10.7.3.3", "10.9.0.9", "192.0.2.1"]
-print(json.dumps({"own": local_addresses(), "in": {w: said(local_address_in, w) for w in wanted}, "toward": {h: said(local_address_toward, h) for h in hosts}}))
+inside = {w: said(local_address_in, w) for w in wanted}
+toward = {h: said(local_address_toward, h) for h in hosts}
+print(json.dumps({"own": local_addresses(), "in": inside, "toward": toward}))
 """
 
 

@@ -400,7 +400,6 @@ def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(
 
 
 # -- inv
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def _inv(

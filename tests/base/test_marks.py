@@ -159,7 +159,8 @@ def test_a_keeper_ends_what_its_worker_left_and_frees_files_after_that(tmp_path:
     Path("folder").mkdir()
     link.guard("no-such-mark", lease=20, folders=[Path("folder").absolute()])
     link.hold([lock], lease=20)
-    child = subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); time.sleep(10_000)"], env={})
+    code = "import os, time; os.setsid(); time.sleep(10_000)"
+    child = subprocess.Popen([sys.executable, "-c", code], env={})
     Path("pid").write_text(str(child.pid))
     os.write(lock, b"held")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -65,14 +65,16 @@ def test_without_a_tasks_file_the_tasks_are_there(project: Project) -> None:
         (
             ["prep-data", "lines"],
             (
-                "error: prep-data takes 'lines' only after a flag\n  did you mean trainkit prep-data"
+                "error: prep-data takes 'lines' only after a flag\n"
+                "  did you mean trainkit prep-data"
                 " --dataset lines?\n"
             ),
         ),
         (
             ["prep-data", "random"],
             (
-                "error: prep-data takes 'random' only after a flag\n  did you mean trainkit prep-data"
+                "error: prep-data takes 'random' only after a flag\n"
+                "  did you mean trainkit prep-data"
                 " --job random?\n"
             ),
         ),
@@ -193,7 +195,6 @@ def test_listing_and_completing_names_import_nothing_heavy(project: Project) -> 
 
 
 # -- init
-# --------------------------------------------------------------------------------------------------------------
 
 
 def test_init_writes_a_job_that_can_be_checked(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ import os, sys
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        os.execve(sys.executable, [sys.executable, "-I", "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(100_000)", "{DAEMON}"], {{}})
+        deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(100_000)"
+        os.execve(sys.executable, [sys.executable, "-I", "-c", deaf, "{DAEMON}"], {{}})
     os._exit(0)
 steps(100_000, 0.1)
 """

@@ -32,7 +32,13 @@ cluster = "pair"
 model = "tiny"
 dataset = "mock"
 nodes = 2
-training = {{ micro_batch_size = 2, global_batch_size = 8, train_iters = 30, lr = 1e-2, eval_iters = 1, eval_interval = 10, save_interval = 5 }}
+training.micro_batch_size = 2
+training.global_batch_size = 8
+training.train_iters = 30
+training.lr = 1e-2
+training.eval_iters = 1
+training.eval_interval = 10
+training.save_interval = 5
 """
 
 
@@ -134,7 +140,9 @@ def make_project(folder: Path, cluster: Cluster, person: Person | None = None) -
     folder.mkdir(parents=True, exist_ok=True)
     python = folder / "python"
     python.write_text(f"""#!/bin/bash
-if [ -n "$RANK_DOES" ] && [[ " $* " == *"/trainkit/train/main.py "* ]]; then exec {sys.executable} -I {HERE / "rank.py"} "$@"; fi
+if [ -n "$RANK_DOES" ] && [[ " $* " == *"/trainkit/train/main.py "* ]]; then
+    exec {sys.executable} -I {HERE / "rank.py"} "$@"
+fi
 exec {sys.executable} "$@"
 """)
     python.chmod(0o755)

@@ -21,7 +21,8 @@ NODES = ("node1", "node2")
 CGROUPS = """
 mount -t tmpfs tmpfs /sys/fs/cgroup
 for names in $(cut -d: -f2 /proc/self/cgroup | grep .); do
-    mkdir -p "/sys/fs/cgroup/${names#name=}" && mount -t cgroup -o "$names" cgroup "/sys/fs/cgroup/${names#name=}"
+    mkdir -p "/sys/fs/cgroup/${names#name=}" &&
+        mount -t cgroup -o "$names" cgroup "/sys/fs/cgroup/${names#name=}"
 done
 """
 SHORT = (

@@ -98,7 +98,8 @@ def busy(head: ClusterProject) -> Iterator[ClusterProject]:
     head.hosts("node1 slots=1", "node2 slots=1")
     head.ranks_do("""
         import subprocess, sys
-        subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"], start_new_session=True)
+        deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
+        subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True)
         steps(100_000, 0.1)
         """)
     yield head

@@ -36,7 +36,8 @@ class Shows:
     problems = staticmethod(native.problems)
     def command(self, job, run, attempt):
         command = native.command(job, run, attempt)
-        return dataclasses.replace(command, argv=(*command.argv[:2], folder + "/shows.py", *words, folder, command.argv[2]))
+        argv = (*command.argv[:2], folder + "/shows.py", *words, folder, command.argv[2])
+        return dataclasses.replace(command, argv=argv)
 ENGINES["native"] = Shows()
 if debug:
     from trainkit.launch.launchers.debug import Debug
@@ -50,7 +51,9 @@ from pathlib import Path
 *words, folder, main = sys.argv[1:]
 sys.path.insert(0, str(Path(main).resolve().parents[2]))
 from trainkit.train.metrics.heartbeat import Heartbeat
-seen = {"argv": [os.fsencode(w).hex() for w in words], "env": {k.hex(): v.hex() for k, v in os.environb.items()}, "host": os.uname().nodename}
+argv = [os.fsencode(w).hex() for w in words]
+env = {k.hex(): v.hex() for k, v in os.environb.items()}
+seen = {"argv": argv, "env": env, "host": os.uname().nodename}
 Path(folder, "seen-" + os.environ["RANK"] + ".json").write_text(json.dumps(seen))
 Heartbeat(Path(os.environ["TRAINKIT_HEARTBEAT_FILE"]), int(os.environ["RANK"])).beat("done", 1)
 """

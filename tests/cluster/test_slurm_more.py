@@ -213,7 +213,8 @@ def test_secrets_travel_in_no_environment_of_the_job(slurm: SlurmProject) -> Non
     )
     slurm.ranks_do("""
         import os, time
-        open(f"{os.environ['HERE']}/knows-{attempt}-{rank}", "w").write(str(len(os.environ["THE_KEY"])))
+        known = open(f"{os.environ['HERE']}/knows-{attempt}-{rank}", "w")
+        known.write(str(len(os.environ["THE_KEY"])))
         beat(1)
         while attempt == 1: time.sleep(0.1)
         done()

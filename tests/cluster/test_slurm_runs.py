@@ -241,7 +241,8 @@ def test_hostile_words_arrive(slurm: SlurmProject) -> None:
     ]
     slurm.ranks_do("""
         import json, os
-        open(os.environ['TARGET'] + str(rank), 'w').write(json.dumps([v for k, v in sorted(os.environ.items()) if k.startswith('W_')]))
+        values = [v for k, v in sorted(os.environ.items()) if k.startswith('W_')]
+        open(os.environ['TARGET'] + str(rank), 'w').write(json.dumps(values))
         beat(1); done()
     """)
     pairs = ", ".join(f"W_{i:02} = {json.dumps(word)}" for i, word in enumerate(words))

@@ -139,7 +139,9 @@ def test_the_extension_is_clean(tmp_path: Path) -> None:
 
 OVERFLOWING = """
 #include <pybind11/pybind11.h>
-PYBIND11_MODULE(_wrong, m) { m.def("read", [](int i) { volatile int three[3] = {1, 2, 3}; return three[i]; }); }
+PYBIND11_MODULE(_wrong, m) {
+    m.def("read", [](int i) { volatile int three[3] = {1, 2, 3}; return three[i]; });
+}
 """
 
 

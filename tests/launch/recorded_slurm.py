@@ -106,7 +106,8 @@ def make_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
         "squeue": (
             f"""jobs=,$(printf '%s\\n' "$@" | sed -n 's/^--jobs=//p'),
 awk -F'|' -v jobs=$jobs 'index(jobs, "," $1 ",")' {tmp_path}/states |
-case "$*" in *%F*) cat;; *) awk -F'|' '!seen[$1]++ {{print $1 "|" $2 "|None|N/A|1:00|n1"}}';; esac"""
+case "$*" in *%F*) cat;;
+*) awk -F'|' '!seen[$1]++ {{print $1 "|" $2 "|None|N/A|1:00|n1"}}';; esac"""
         ),
     }
     programs["sacct"] = (

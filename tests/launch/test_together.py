@@ -37,8 +37,9 @@ def work(spec, progress):
     for done in range(1, 4):
         progress(done, 3)
         time.sleep(0.2)
-    cores = {"threads": os.environ.get("OMP_NUM_THREADS"), "waits": os.environ.get("OMP_WAIT_POLICY")}
-    return {"rank": rank, "size": size, **cores, "port": os.environ["MASTER_PORT"], "given": spec["given"]}
+    env = os.environ
+    cores = {"threads": env.get("OMP_NUM_THREADS"), "waits": env.get("OMP_WAIT_POLICY")}
+    return {"rank": rank, "size": size, **cores, "port": env["MASTER_PORT"], "given": spec["given"]}
 
 run_unit(work)
 """

@@ -39,7 +39,9 @@ tokenizer = "gpt2"
 
 [datasets.slimpajama]
 source = "web"
-urls = ["URL/datasets/cerebras/SlimPajama-627B/resolve/main/train/chunk{1..2}/example_train_{0..3}.jsonl.zst"]
+urls = [
+    "URL/datasets/cerebras/SlimPajama-627B/resolve/main/train/chunk{1..2}/example_train_{0..3}.jsonl.zst"
+]
 files = 7
 missing_files = "allow"
 drop = { "meta.redpajama_set_name" = ["RedPajamaBook"] }

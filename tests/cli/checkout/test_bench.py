@@ -31,7 +31,6 @@ TALK = TaskContext(json=False, dry_run=False, folder=ROOT)
 
 
 # -- what is run
-# -------------------------------------------------------------------------------------------------------
 
 
 def test_every_benchmark_says_what_it_shows(project: Project) -> None:
@@ -224,7 +223,6 @@ def test_peers_that_cannot_be_had_leave_nothing_fresh(checkout: SimpleNamespace)
 
 
 # -- train_step
-# --------------------------------------------------------------------------------------------------------
 
 TINY = train_step.Case(
     {

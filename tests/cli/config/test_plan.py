@@ -45,7 +45,12 @@ model = "large"
 dataset = "mock"
 nodes = 2
 parallelism = { tensor_model_parallel_size = 4, pipeline_model_parallel_size = 3 }
-training = { micro_batch_size = 1, global_batch_size = 64, train_iters = 100_000, lr = 1e-4, precision = "bf16", save_interval = 1000 }
+training.micro_batch_size = 1
+training.global_batch_size = 64
+training.train_iters = 100_000
+training.lr = 1e-4
+training.precision = "bf16"
+training.save_interval = 1000
 """
 
 

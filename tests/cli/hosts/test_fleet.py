@@ -35,7 +35,8 @@ if len(answers) > 1:
 if answer.startswith("!"):
     print(answer[1:], file=sys.stderr)
     sys.exit(1)
-print(json.dumps({{"status": answer, "lastStatusUpdatedTime": "2022-03-28T22:27:14.000Z"}}) if answer.isupper() else answer)
+status = {{"status": answer, "lastStatusUpdatedTime": "2022-03-28T22:27:14.000Z"}}
+print(json.dumps(status) if answer.isupper() else answer)
 """
 WHERE = ["--cluster-name", "benchmarking-megatron", "--region", "us-east-1"]
 DESCRIBE = ["describe-compute-fleet", *WHERE]

@@ -189,7 +189,8 @@ def test_pdsh_variables(tmp_path: Path) -> None:
     assert (bash(text, tmp_path)[1], bash(text, tmp_path)[1]) == ("changed", "already")
     assert (
         (tmp_path / ".bashrc").read_text()
-        == "alias x=y\n# trainkit pdsh: begin\nexport DSHPATH=$PATH PDSH_RCMD_TYPE=ssh\n# trainkit pdsh: end\n"
+        == "alias x=y\n# trainkit pdsh: begin\nexport DSHPATH=$PATH PDSH_RCMD_TYPE=ssh\n"
+        "# trainkit pdsh: end\n"
     )
 
 

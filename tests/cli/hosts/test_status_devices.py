@@ -77,7 +77,8 @@ def nvidia_smi(folder: Path, gpus: str, apps: str, code: int = 0) -> str:
     program.write_text(
         f"#!{sys.executable}\nimport sys\nquery, form = sys.argv[1:]\nassert form =="
         " '--format=csv,noheader,nounits', form\nanswers ="
-        " {'--query-gpu=index,uuid,name,utilization.gpu,memory.used,memory.total,power.draw,temperature.gpu':"
+        " {'--query-gpu=index,uuid,name,utilization.gpu,memory.used,memory.total,"
+        "power.draw,temperature.gpu':"
         f" {gpus!r}, '--query-compute-apps=pid,gpu_uuid,used_memory':"
         f" {apps!r}}}\nsys.stdout.write(answers[query])\nsys.exit({code})\n"
     )

@@ -273,7 +273,8 @@ from trainkit.data.order.native import NativeOrder
 from trainkit.data.order.samples import MockSamples
 
 plan = Plan(lambda consumed, n: [range(consumed, consumed + n)], lambda at: 2)
-loader = Loader(NativeOrder([100], None, "train", 0, ["mock"]), [MockSamples(50, 8, 0, 100)], 8, plan)
+order = NativeOrder([100], None, "train", 0, ["mock"])
+loader = Loader(order, [MockSamples(50, 8, 0, 100)], 8, plan)
 next(loader.read(0, 2))
 raise RuntimeError("somewhere else")
 """

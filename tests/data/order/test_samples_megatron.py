@@ -43,7 +43,6 @@ def _read(samples: Samples, numbers: list[int], seq_length: int) -> tuple[Number
 
 
 # Megatron's samples
-# -------------------------------------------------------------------------------------------------------------------------
 
 
 def _expected(

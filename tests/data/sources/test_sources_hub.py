@@ -181,7 +181,8 @@ class TestHub:
     ) -> None:
         """https:// addresses of a hub, as people paste them: HEAD tells size and sum."""
         hub.large.remove("train/chunk1/example_train_0.jsonl.zst")
-        urls = f"{hub.url}/datasets/org/corpus/resolve/main/train/chunk1/example_train_{{0..1}}.jsonl.zst"
+        folder = f"{hub.url}/datasets/org/corpus/resolve/main/train/chunk1"
+        urls = f"{folder}/example_train_{{0..1}}.jsonl.zst"
         small, large = run(web(urls), tmp_path)
         assert (
             small.recipe["known"]["sha256"] is None

@@ -1,4 +1,4 @@
-"""Damaged files of text are named: cut anywhere, bombs, random bytes, archives that end too early."""
+"""Damaged files of text are named: cut anywhere, bombs, random bytes, short archives."""
 
 from __future__ import annotations
 

@@ -315,7 +315,10 @@ import os, signal, sys, json, threading, time
 from pathlib import Path
 from trainkit.data.tokenize import shard_worker as shard
 spec = json.loads(Path(sys.argv[1]).read_text())
-threading.Thread(target=lambda: (time.sleep(float(sys.argv[2])), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+def kill():
+    time.sleep(float(sys.argv[2]))
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=kill, daemon=True).start()
 shard.Work()(spec, lambda *a, **k: None)
 """
 

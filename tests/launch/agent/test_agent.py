@@ -41,7 +41,8 @@ try:
 except SystemExit as usage:
     assert "usage" in str(usage), usage
 from pathlib import Path
-foreign = [n for n, m in sys.modules.items() if (f := getattr(m, "__file__", None)) and "site-packages" in f]
+files = {{n: getattr(m, "__file__", None) or "" for n, m in sys.modules.items()}}
+foreign = [name for name, file in files.items() if "site-packages" in file]
 assert not foreign, foreign
 ours = [n for n in sys.modules if n.startswith("trainkit.")]
 allowed = ("trainkit.base", "trainkit.launch.protocol", "trainkit.launch.agent")

@@ -131,7 +131,7 @@ process_marks.kill_children = lambda: None
 def later(path):
     if os.fork() == 0:
         os.setsid()
-        os.closerange(0, 1000)  # who waits for the end of our output, or of the link, must not wait for this
+        os.closerange(0, 1000)  # nobody waits for the end of this one's output
         time.sleep(1)
         open(path, "w").close()
         os._exit(0)
@@ -270,7 +270,8 @@ def test_an_agent_that_stands_still_from_its_first_moment_ends() -> None:
     program = (
         "import signal, sys, os; from trainkit.base import watchdog; watchdog.START_LEASE = 0.2\n"
     )
-    program += "sys.exit(watchdog.run_under_watchdog(lambda link: os.kill(os.getpid(), signal.SIGSTOP), 'keeper'))"
+    program += "stop = lambda link: os.kill(os.getpid(), signal.SIGSTOP)\n"
+    program += "sys.exit(watchdog.run_under_watchdog(stop, 'keeper'))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""What a real agent starts, and what it says of it: arguments, ends, memory, heartbeats, signals."""
+"""What a real agent starts, and what it says of it: arguments, ends, memory, signals."""
 
 from __future__ import annotations
 
@@ -186,7 +186,8 @@ def test_beats_come_once_each(session: Session) -> None:
 import json, os, time
 for step in range(3):
     path = os.environ["TRAINKIT_HEARTBEAT_FILE"]
-    open(path + ".new", "w").write(json.dumps({"schema": "heartbeat/1", "phase": "train", "step": step}))
+    beat = {"schema": "heartbeat/1", "phase": "train", "step": step}
+    open(path + ".new", "w").write(json.dumps(beat))
     os.replace(path + ".new", path)
     time.sleep(1.2)
 time.sleep(600)

@@ -31,7 +31,8 @@ FAKE = """#!/bin/bash
 printf '%s\\n' "$@" > {folder}/words
 env=()
 for word in "$@"; do
-    [ "$word" != --cleanenv ] || {{ env=(-i PATH=/usr/bin:/bin); for name in ${{!APPTAINERENV_@}}; do env+=("${{name#APPTAINERENV_}}=${{!name}}"); done; }}
+    [ "$word" != --cleanenv ] || {{ env=(-i PATH=/usr/bin:/bin)
+        for name in ${{!APPTAINERENV_@}}; do env+=("${{name#APPTAINERENV_}}=${{!name}}"); done; }}
 done
 [ "$1" != start ] || env=(-i PATH=/usr/bin:/bin)
 while [ "$1" != {image} ]; do

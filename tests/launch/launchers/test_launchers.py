@@ -310,7 +310,8 @@ def test_a_transport_dies_with_its_supervisor(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from trainkit.launch.launchers.transports import start_transport
-print(start_transport(["sleep", "10000"], Path({str(tmp_path / "log")!r}), keep_stdin=True).pid, flush=True)
+log = Path({str(tmp_path / "log")!r})
+print(start_transport(["sleep", "10000"], log, keep_stdin=True).pid, flush=True)
 time.sleep(600)
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -157,7 +157,8 @@ def test_agents_and_keepers_carry_their_runs_mark(tmp_path: Path) -> None:
 import os, sys
 agent = os.getppid()
 keeper = int(open(f"/proc/{{agent}}/stat").read().rpartition(")")[2].split()[1])
-marks = [line for pid in (agent, keeper) for line in open(f"/proc/{{pid}}/environ").read().split(chr(0)) if line.startswith("TRAINKIT_RUN=")]
+environments = [open(f"/proc/{{pid}}/environ").read().split(chr(0)) for pid in (agent, keeper)]
+marks = [line for lines in environments for line in lines if line.startswith("TRAINKIT_RUN=")]
 {DONE}
 open(os.environ["FOUND"], "w").write(str(marks))
 """

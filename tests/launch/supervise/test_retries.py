@@ -349,7 +349,8 @@ HANGS = """
 import json, os, time
 path = os.environ["TRAINKIT_HEARTBEAT_FILE"]
 for step in range(4):
-    open(path + ".new", "w").write(json.dumps({"phase": "train", "step": step, "time": time.time()}))
+    beat = {"phase": "train", "step": step, "time": time.time()}
+    open(path + ".new", "w").write(json.dumps(beat))
     os.rename(path + ".new", path)
     time.sleep(1.2)
     if os.environ["RANK"] == "1" and step == 2:

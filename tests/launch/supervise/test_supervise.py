@@ -68,7 +68,8 @@ def test_secrets_reach_the_rank_and_no_record(run: RunFolder) -> None:
 import json, os, sys
 key = os.environ["KEY"]
 print("length", len(key)); print(key); print(repr(key))
-json.dump({"schema": "rank-error/1", "message": "bad key: " + key, "exit": 9}, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
+error = {"schema": "rank-error/1", "message": "bad key: " + key, "exit": 9}
+json.dump(error, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
 sys.exit(9)
 """
     outcome, _ = supervised(run, Program(program), secrets={"KEY": SECRET})
