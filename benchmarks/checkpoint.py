@@ -10,12 +10,12 @@ take turns. Every one ends with its bytes durable, and deletes what it wrote the
 then (`delete`: memory that the page cache has just freed is faster to fill):
 
   plain         the same bytes from the same memory into one file a rank by write, then fsync.
-  trainkit      CheckpointManager.save: free space looked up, written, hashed and fsynced, manifest, rename,
-  folder fsynced. It deletes while training goes on. behind        the same with save_async.
-  `stall` is how long training waits: in the call, and before the update that follows 2 s of
-  computing for every GB
-                (at least 0.5 s), at later saves and at the first one (memory is made). `lost` is
-                the computing that this time had less of than without.
+  trainkit      CheckpointManager.save: free space looked up, written, hashed and fsynced,
+                manifest, rename, folder fsynced. It deletes while training goes on.
+  behind        the same with save_async. `stall` is how long training waits: in the call, and
+                before the update that follows 2 s of computing for every GB (at least 0.5 s), at
+                later saves and at the first one (memory is made). `lost` is the computing that
+                this time had less of than without.
   DCP           torch.distributed.checkpoint.save with its own FileSystemWriter, which fsyncs.
   torch.save    to a file a rank, then fsync.
 

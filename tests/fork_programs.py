@@ -302,19 +302,19 @@ def _fork(*given: Any) -> int:
             _close_all(set(keep) - {error_write})
         else:
             os.close(error_write)
-        pairs = (
-            os.environb.items()
-            if environment is None
-            else [pair.partition(b"=")[::2] for pair in environment]
-        )
-        _become(
-            argv,
-            dict(pairs)
-            | {os.fsencode(name): os.fsencode(value) for name, value in exports.items()},
-        )
+        _become(argv, _environment(environment, exports))
         os._exit(_run(program))
     finally:
         os._exit(255)
+
+
+def _environment(given: list[bytes] | None, exports: dict[str, str]) -> dict[bytes, bytes]:
+    """That of the new program: what is given (else this process's own), and the exports."""
+    if given is None:
+        variables = dict(os.environb)
+    else:
+        variables = {pair.partition(b"=")[0]: pair.partition(b"=")[2] for pair in given}
+    return variables | {os.fsencode(name): os.fsencode(value) for name, value in exports.items()}
 
 
 def _connect(*handles: int) -> None:

@@ -147,18 +147,22 @@ def knock(address: str, port: int, token: bytes) -> str:
         return "closed" if link.recv(4096) == b"" else "open"
 
 
+TAKE_PORTS = """import resource, socket, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (20000, 20000))
+held = [socket.create_server(("", port)) for port in range(20000, 32000, 2)]
+print("taken", flush=True)
+time.sleep(1000)"""
+
+
 def test_taken_ports_a_stranger_and_an_agent_that_hangs(
     head: ClusterProject, cluster: Cluster
 ) -> None:
     head.ranks_do("steps(100_000, 0.1)")
     head.hosts("node1 slots=1", "node2 slots=1")
-    take = """import resource, socket, time
-resource.setrlimit(resource.RLIMIT_NOFILE, (20000, 20000))
-held = [socket.create_server(("", port)) for port in range(20000, 32000, 2)]
-print("taken", flush=True)
-time.sleep(1000)"""
     holder = subprocess.Popen(
-        cluster.command("node1", sys.executable, "-c", take), stdout=subprocess.PIPE, text=True
+        cluster.command("node1", sys.executable, "-c", TAKE_PORTS),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert holder.stdout is not None and holder.stdout.readline() == "taken\n"
     process = head.start("train", "random", *NO_RETRIES)

@@ -41,6 +41,7 @@ def test_every_benchmark_says_what_it_shows(project: Project) -> None:
     )
     assert {"demo", "permutation", "train_step"} <= {b["name"] for b in listed["benchmarks"]}
     assert all(len(b["claim"]) > 20 for b in listed["benchmarks"])
+    assert all(b["claim"].endswith(".") for b in listed["benchmarks"]), "whole sentences"
 
 
 def test_an_unknown_benchmark_or_option_is_refused_before_anything_is_installed(

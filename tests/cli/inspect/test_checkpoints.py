@@ -31,6 +31,11 @@ def test_checkpoints_and_replay(project: Project) -> None:
     ]
     project.invoke("train", "text", *sets)
     (run,) = project.runs()
+    checkpoints_are_listed_and_verified(project, run)
+    steps_are_replayed(project, run)
+
+
+def checkpoints_are_listed_and_verified(project: Project, run: Path) -> None:
     document = project.document("checkpoints", "last", "--verify", "--pin=10")
     assert document["schema"] == "checkpoints/1" and document["run"] == run.name
     losses = {row["step"]: row["validation"]["valid"] for row in document["checkpoints"]}
@@ -66,6 +71,8 @@ def test_checkpoints_and_replay(project: Project) -> None:
         flip(run / f"checkpoints/step-{step:08d}/rank-00000.bin")
     project.invoke("checkpoints", "last", "--verify", exit=16)
 
+
+def steps_are_replayed(project: Project, run: Path) -> None:
     replayed = project.document("replay", "last", "--step=7", "--samples=0")
     assert (replayed["first"], replayed["count"], replayed["same"], len(replayed["samples"])) == (
         48,

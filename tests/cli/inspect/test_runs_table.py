@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,22 @@ STEP = {
     "skipped_iterations": 0,
     "nan_iterations": 0,
 }
+
+
+def write_steps(run: Path) -> None:
+    """A slow first step and one without speed: medians are over what there is."""
+    with open(run / "metrics.jsonl", "w") as file:
+        for step, speed in ((1, 10.0), (2, 1000.0), (3, 1200.0)):
+            memory = {"max_allocated": step, "max_reserved": 2**30 * step}
+            values = {
+                "step": step,
+                "tokens_per_second": speed,
+                "model_tflops": speed / 10,
+                "elapsed_ms": 500.0,
+                "lm_loss": 2.0,
+                "memory_bytes": memory,
+            }
+            file.write(json.dumps({**STEP, **values, "mfu": None}) + "\n")
 
 
 def test_the_table_has_what_the_metrics_say(project: Project) -> None:
@@ -46,19 +63,7 @@ def test_the_table_has_what_the_metrics_say(project: Project) -> None:
         "global_batch_size",
     )
     assert [row[key] for key in shape] == [1, 2, 1, 1, 2, 2, 8] and row["convention_tflops"] > 0
-    # a slow first step and one without speed: medians over what there is
-    with open(run / "metrics.jsonl", "w") as file:
-        for step, speed in ((1, 10.0), (2, 1000.0), (3, 1200.0)):
-            memory = {"max_allocated": step, "max_reserved": 2**30 * step}
-            values = {
-                "step": step,
-                "tokens_per_second": speed,
-                "model_tflops": speed / 10,
-                "elapsed_ms": 500.0,
-                "lm_loss": 2.0,
-                "memory_bytes": memory,
-            }
-            file.write(json.dumps({**STEP, **values, "mfu": None}) + "\n")
+    write_steps(run)
     out = project.invoke("runs", "--table", "--job", "random").stdout
     heading, line = (text.split() for text in out.splitlines() if text.strip())
     assert heading[:4] == ["run", "job", "nodes", "ranks"] and line[0] == run.name

@@ -30,7 +30,7 @@ class Benchmark:
 
     Args:
         path: the file.
-        claim: the first line of its docstring.
+        claim: the first paragraph of its docstring.
         strings: every string in it, among them the options it takes.
     """
 
@@ -73,7 +73,8 @@ def read_benchmark(path: Path) -> Benchmark:
     tree = ast.parse(path.read_text())
     constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     strings = frozenset(value for value in constants if isinstance(value, str))
-    return Benchmark(path, (ast.get_docstring(tree) or "").split("\n")[0], strings)
+    claim = (ast.get_docstring(tree) or "").partition("\n\n")[0]
+    return Benchmark(path, " ".join(claim.split()), strings)
 
 
 def benchmarks(root: Path) -> list[Benchmark]:
